@@ -47,7 +47,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a name on first use: a scaler's rules and a table of formats need no torch."""
+    """Load a name on first use: GradScaler's rules and a table of formats need no torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'ampdoctor.numerics' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -1,8 +1,7 @@
 """Counts a tensor's elements: in place per chunk on the CPU, and without a host sync on a device.
 
 A magnitude's bin is `(pattern - 1) >> 20` of its float32 pattern. The subtraction makes the bins (lo, hi], so that a
-magnitude that ties with a power-of-two threshold falls on the same side as under round-to-even. It also moves zero (to
--1) out of the bins.
+magnitude that ties with a power-of-two threshold falls on the same side as under round-to-even, and zero is in no bin.
 """
 
 from __future__ import annotations
@@ -32,22 +31,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-# A small pool of threads, each with one torch thread, for kernels that torch itself runs on one thread.
-
+# -- a small pool of threads, each with one torch thread, for kernels that torch itself runs on one thread --
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class _Workers:
-    """Keeps one pool per size: a thread that is about to use a pool would fail if another thread shut it down."""
+    """Keeps one pool per size: if another thread shut a pool down, a thread that is about to use it would fail."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pools: dict[int, ThreadPoolExecutor | None] = {}
 
     def forget(self) -> None:
-        """Drop the pools without touching their threads: they do not exist after a fork."""
+        """Drop the pools without touching their threads, which do not exist after a fork."""
         self._lock = threading.Lock()
         self._pools = {}
 
@@ -59,20 +57,20 @@ class _Workers:
 
 
 def _start(size: int) -> ThreadPoolExecutor | None:
-    """Returns a pool; None where the process may not start that many threads (a container's limit of processes)."""
+    """A pool; None where the process may not start that many threads (a container's limit of processes)."""
     pool = ThreadPoolExecutor(size, thread_name_prefix="ampdoctor-histogram")
     everyone = threading.Barrier(size + 1)
     failed: list[RuntimeError] = []
 
     def settle() -> None:
-        torch.get_num_threads()  # adopts the process's default, which would otherwise undo the next line later
+        torch.get_num_threads()  # sets the process's default now; later, that would undo the next line
         torch.set_num_threads(1)
         with contextlib.suppress(threading.BrokenBarrierError):
             everyone.wait()
 
     def start_and_restore() -> None:
-        # A thread's count is its own once set, but setting it also changes the default of later threads. A new
-        # thread reads that default, so a new thread restores it, and the caller's own count is not touched.
+        # Each thread has its own count once it is set, but setting it also changes the default of later threads. A new
+        # thread reads that default, so a new thread restores it, and the caller's own count stays.
         default = torch.get_num_threads()
         try:
             for _ in range(size):
@@ -105,9 +103,9 @@ def map_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size: 
 
 
 def imap_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size: int) -> Iterator[Result]:
-    """Yield the same results one by one; only a few items are taken ahead of the result that is waited for.
+    """Yield the same results one by one; only a few items are taken ahead of the next result.
 
-    If the iteration ends early, by an error or Ctrl-C, running work is waited for: nothing runs on in the background.
+    If the iteration ends early, by an error or Ctrl-C, it waits for running work: nothing runs on in the background.
     """
     pool = _workers.get(size)
     if pool is None:
@@ -127,36 +125,23 @@ def imap_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size:
         concurrent.futures.wait(waiting)
 
 
-CHUNK = 1 << 20
-"""Elements per pass on the CPU: more leave the cache, and fewer cost more calls (measured)."""
-MIN_CHUNK = 1 << 16
-"""Minimum number of elements that are worth a thread."""
-DEVICE_CHUNK = 1 << 24
-"""Elements per pass on a device: limits the scratch to about a quarter of a gigabyte."""
-
+CHUNK = 1 << 20  # elements per pass on the CPU: more leave the cache, and fewer cost more calls (measured)
+MIN_CHUNK = 1 << 16  # minimum number of elements that are worth a thread
+DEVICE_CHUNK = 1 << 24  # elements per pass on a device: limits the scratch to about a quarter of a gigabyte
 _SMALL_FOR_A_TABLE = 1 << 18
-"""Smaller 16-bit tensors are counted as float32: to read a table of 32768 counts takes as long as to count this many
-elements (measured: bf16 and fp16 cross between 2^17 and 2^18)."""
-
+"""Smaller 16-bit tensors are counted faster as float32 (measured: bf16 and fp16 cross between 2^17 and 2^18)."""
 _INF64 = 0x7FF0000000000000
 _SHIFT64 = 52 - 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Wide:
-    """How a dtype with too many patterns for a table is counted.
+    """How a dtype with too many patterns for a table is counted."""
 
-    Attributes:
-        integer: Of the dtype's size.
-        magnitude: The largest pattern without its sign.
-        infinity: The pattern of +Inf.
-        shift: A pattern less one, shifted right by this, is its raw bin: the exponent and three mantissa bits.
-    """
-
-    integer: torch.dtype
-    magnitude: int
-    infinity: int
-    shift: int
+    integer: torch.dtype  # of the dtype's size
+    magnitude: int  # the largest pattern without its sign
+    infinity: int  # the pattern of +Inf
+    shift: int  # (pattern - 1) >> shift is the raw bin: the exponent and three mantissa bits
 
     @property
     def raw_bins(self) -> int:
@@ -185,16 +170,11 @@ _PRECISION: dict[torch.dtype, tuple[int, float]] = {
     torch.float8_e5m2fnuz: (3, 2.0**-17),
     **dict.fromkeys(E8M0, (1, 2.0**-127)),
     **dict.fromkeys(E2M1_PAIRS, (2, 0.5)),
-}
-"""Significand bits (hidden one included) and smallest spacing of the countable dtypes."""
+}  # significand bits (hidden one included) and smallest spacing of the countable dtypes
 
 
 def check_countable(dtype: torch.dtype) -> None:
-    """Raise unless tensors of this dtype can be counted.
-
-    Raises:
-        UsageError: The dtype is not a floating-point format that is known here.
-    """
+    """Raise UsageError unless the dtype is a known floating-point format."""
     if dtype not in _PRECISION:
         raise UsageError(f"a histogram needs floating-point elements, not {dtype}")
 
@@ -206,11 +186,7 @@ def _pieces(elements: Tensor, size: int) -> list[Tensor]:
 
 
 def host_tally(part: Tensor) -> Tally:
-    """Count the elements of one plain strided CPU tensor.
-
-    Args:
-        part: Any shape, a dtype that `check_countable` accepts.
-    """
+    """Count the elements of one plain strided CPU tensor, of a dtype that `check_countable` accepts."""
     elements = flat(part)
     if part.dtype.itemsize == 2 and elements.numel() < _SMALL_FOR_A_TABLE:
         elements = elements.to(torch.float32)
@@ -232,19 +208,15 @@ def _host_wide(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
 
 
 class _Counting:
-    """Counts pieces of one dtype, one after the other.
+    """Counts pieces of one dtype, float32 or float64, one after the other.
 
     One pass turns each element into its rank, which falls as the magnitude grows: a constant less twice the pattern,
     where doubling drops the sign. Shifted right, a rank is the negative of its raw bin, whose lower end is then open
-    without a subtraction of its own. Ranks begin with NaN of the last raw bin, then come zero, the smallest magnitude
-    and so on up to infinity, and the other NaN.
+    without a separate subtraction. Ranks begin with NaN of the last raw bin, then come zero, the smallest magnitude and
+    so on up to infinity, and the other NaN.
 
-    What is counted is the last byte of a raw bin: `torch.bincount` takes 0.37 ns for a byte and 0.6 to 0.8 for any
-    other integer (measured), and hardly any piece spans more than 256 bins, 32 binades.
-
-    Args:
-        dtype: Of the pieces: float32 or float64.
-        largest: Number of elements of the largest piece.
+    The counts are of the last byte of a raw bin: `torch.bincount` takes 0.37 ns for a byte and 0.6 to 0.8 for any other
+    integer (measured), and hardly any piece spans more than 256 bins, 32 binades.
     """
 
     def __init__(self, dtype: torch.dtype, largest: int) -> None:
@@ -268,7 +240,7 @@ class _Counting:
             last, first = self._set_apart(piece, ranks), self._zero
         most, origin = (self._zero - last) // 2, self._zero
         if first == origin:
-            ranks += self._step  # zero wraps around to the other end, so that the smallest magnitude comes first
+            ranks += self._step  # zero wraps around to the other end, so that the smallest magnitude is first
             origin, first = origin + self._step, int(ranks.amax())
         if first == -origin:
             self._raw[-1] += piece.numel()
@@ -279,27 +251,21 @@ class _Counting:
         self._count(ranks, origin // self._step, (least - 1) >> wide.shift, (most - 1) >> wide.shift)
 
     def _count(self, bins: Tensor, origin: int, low: int, high: int) -> None:
-        """Count the raw bins from `low` to `high`, each given as `origin` less the bin less one.
-
-        What was set apart, if `origin` is the end of the integers, is given as its negative.
-        """
+        """Count the raw bins from `low` to `high`, given as `origin - (bin - 1)`; set-apart elements as -origin."""
         if high - low > 255:
             torch.sub(torch.tensor(origin, dtype=bins.dtype), bins, out=bins)
             self._raw += torch.bincount(bins, minlength=self._raw.size).numpy()
             return
         counts = torch.bincount(self._bytes[: bins.numel()].copy_(bins), minlength=256).numpy()
         if origin == self._raw.size // 2:
-            shared = (high + 1) // 256 > low // 256  # one of the bins ends in the byte of what was set apart
+            shared = (high + 1) // 256 > low // 256  # one of the bins ends in the byte of the elements set apart
             apart = np.count_nonzero(bins.numpy() == -origin) if shared else counts[0]
             counts[0] -= apart
             self._raw[-1] += apart
         self._raw[low + 1 : high + 2] += counts[(origin - np.arange(low + 1, high + 2)) & 0xFF]
 
     def _set_apart(self, piece: Tensor, ranks: Tensor) -> int:
-        """Count what is not finite and give it the rank of zero; returns the last rank then.
-
-        numpy compares and counts several times as fast as torch.
-        """
+        """Count non-finite elements (numpy is faster here) and give them the rank of zero; returns the last rank."""
         array = ranks.numpy()
         beyond = (array > self._zero) | (array <= self._zero - 2 * self._wide.infinity)
         pos_infs, neg_infs = int((piece == math.inf).sum()), int((piece == -math.inf).sum())
@@ -310,7 +276,6 @@ class _Counting:
         return int(ranks.amin())
 
     def tally(self, precision: tuple[int, float]) -> Tally:
-        """Return what was counted."""
         finite = self._raw[1 : self._wide.finite_bins + 1]
         counts = np.zeros(BINS, dtype=np.int64)
         if self._dtype == torch.float64:
@@ -334,10 +299,10 @@ class _Counting:
 
 
 def _bins_of_raw64(device: torch.device) -> Tensor:
-    """Returns the bin of each raw float64 bin. Float32 bins are unions of these: no value crosses an edge by rounding.
+    """The bin of each raw float64 bin. Float32 bins are unions of these: no value crosses an edge by rounding.
 
     Raw bins hold three mantissa bits of float64, even where float32 is subnormal and its own bins are all 2^-129 wide.
-    They are computed where they are used: a table would have to be sent to the device.
+    They are computed on the device, as a table would have to be sent there.
     """
     raw = torch.arange(_INF64 >> _SHIFT64, dtype=torch.int64, device=device)
     upper = ((raw + 1) << _SHIFT64).view(torch.float64)
@@ -354,7 +319,7 @@ def _host_bins_of_raw64() -> NDArray[np.int64]:
 
 @functools.cache
 def _values_of_codes(dtype: torch.dtype) -> NDArray[np.float64]:
-    """Returns the value of every bit pattern of a dtype of at most 16 bits, as torch itself reads it."""
+    """The value of every bit pattern of a dtype of at most 16 bits, as torch itself reads it."""
     if dtype in E2M1_PAIRS:
         magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
         return np.array(magnitudes + [-m for m in magnitudes])
@@ -404,23 +369,17 @@ def _host_table(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
     )
 
 
+# A packed device tally is additive in its bins, zeros, NaN, +Inf and -Inf. Two float64 patterns follow: the largest
+# magnitude (0 if there is none) and the smallest (the largest int64 if there is none).
 _SUMS = BINS + 4
-"""Number of additive entries of a packed device tally: the bins, then zeros, NaN, +Inf, -Inf. Two float64 patterns
-follow: the largest magnitude (0 if there is none) and the smallest (the largest int64 if there is none)."""
 _NONE64 = 0x7FFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTally:
-    """Counts that are still on their device.
+    """Counts still on their device."""
 
-    Attributes:
-        packed: int64 of shape (2054,): 2048 bins, zeros, NaN, +Inf, -Inf, and the patterns of amax and amin.
-        significand_bits: As in `Tally`.
-        min_spacing: As in `Tally`.
-    """
-
-    packed: Tensor
+    packed: Tensor  # int64 of shape (2054,): 2048 bins, zeros, NaN, +Inf, -Inf, and the patterns of amax and amin
     significand_bits: int
     min_spacing: float
 
@@ -459,13 +418,7 @@ class DeviceTally:
 
 
 def device_tally(part: Tensor) -> DeviceTally:
-    """Count the elements of one plain strided tensor on its own device, without waiting for the device.
-
-    `torch.bincount` reads its maximum on the host, so `index_add_` counts here. This works on any device.
-
-    Args:
-        part: Any shape, a dtype that `check_countable` accepts.
-    """
+    """Count a plain strided tensor on its device without a sync, so by `index_add_`: `torch.bincount` would sync."""
     bits, spacing = _PRECISION[part.dtype]
     if part.dtype in E2M1_PAIRS:
         part = _unpack_e2m1(part)
@@ -505,7 +458,7 @@ def _device_piece(piece: Tensor) -> Tensor:
     else:
         counts = torch.cat([of_finite, torch.zeros(BINS - finite_bins, dtype=torch.int64, device=piece.device)])
     finite = (shifted >= 0) & (shifted < wide.infinity - 1)
-    # A last element that is neither, because an empty or wholly non-finite tensor needs extremes too.
+    # A last element that does not count, because an empty or wholly non-finite tensor needs extremes too.
     nothing = torch.full((1,), -1, dtype=wide.integer, device=piece.device)
     most = torch.cat([torch.where(finite, shifted, -1), nothing]).amax()
     least = torch.cat([torch.where(finite, shifted, wide.magnitude - 1), nothing + wide.magnitude]).amin()

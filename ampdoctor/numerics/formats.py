@@ -1,7 +1,7 @@
 """The number formats of mixed precision as a table of data, and correct rounding to any of them.
 
-The numbers were enumerated or bisected on real casts; they do not come from `torch.finfo`, which is wrong in places
-(it gives 0.125 as the eps of float8_e5m2fnuz, whose spacing at 1 is 0.25) and knows neither TF32 nor FP4.
+The numbers were enumerated or bisected on real casts; they do not come from `torch.finfo`, which is wrong in places (it
+gives 0.125 as the eps of float8_e5m2fnuz, whose spacing at 1 is 0.25) and has neither TF32 nor FP4.
 """
 
 from __future__ import annotations
@@ -29,18 +29,14 @@ class FloatFormat:
     """One binary floating-point format. All magnitudes are exact float64 values.
 
     Attributes:
-        name: Short name, the key of `FORMATS`.
-        exponent_bits: Width of the exponent field.
-        mantissa_bits: Width of the stored mantissa field.
-        max: Largest finite magnitude.
-        min_normal: Smallest normal magnitude.
+        name: The key of `FORMATS`.
         min_subnormal: Smallest magnitude above zero; equal to `min_normal` in a format without subnormals.
         flush_at: Magnitudes up to and including this one become zero (half of `min_subnormal`: the tie goes to the even
             zero). E8M0 has no zero: there it is 1.5 * 2^-128. At and below it an unbounded exponent would leave the
             format, and the smallest code is used.
         overflow_at: Magnitudes from this one on round beyond `max`. Below it a saturating format still rounds to `max`.
         overflow: Result of torch's cast of such a magnitude; `saturate` keeps `max`. `measured` is that of
-            float8_e4m3fn, NaN up to torch 2.12: `overflow_result` asks the torch that is there.
+            float8_e4m3fn, NaN up to torch 2.12: `overflow_result` measures it with the installed torch.
         has_zero: False only for E8M0.
         dtype: Name of the torch dtype, or None if torch has none to cast to (TF32 is a compute mode).
     """
@@ -75,12 +71,12 @@ class FloatFormat:
 
 @functools.cache
 def _beyond_e4m3fn() -> OverflowResult:
-    # Here, so that whoever reads a log needs no torch.
+    # Imported here, so that reading a log needs no torch.
     import torch
     from torch._C import DisableTorchFunction
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with DisableTorchFunction(), _disable_current_modes():  # whatever the one who asks is in the middle of
+    with DisableTorchFunction(), _disable_current_modes():  # the caller may have modes on
         beyond = torch.tensor(1e6, device="cpu").to(torch.float8_e4m3fn).to(torch.float32)
         return "nan" if bool(beyond.isnan()) else "saturate"
 
@@ -211,16 +207,11 @@ def _table() -> dict[str, FloatFormat]:
     return {row.name: row for row in rows}
 
 
-FORMATS: Mapping[str, FloatFormat] = MappingProxyType(_table())
-"""The formats by name; fp32 is among them as a target, for what fp64 loses in it."""
+FORMATS: Mapping[str, FloatFormat] = MappingProxyType(_table())  # fp32 is a target too, for what fp64 loses in it
 
 
 def as_format(fmt: FloatFormat | str) -> FloatFormat:
-    """Return the format itself, or the one with this name.
-
-    Raises:
-        UsageError: No format has this name.
-    """
+    """Return the format itself, or the one with this name; raises UsageError for an unknown name."""
     if isinstance(fmt, FloatFormat):
         return fmt
     found = FORMATS.get(fmt)
@@ -230,31 +221,18 @@ def as_format(fmt: FloatFormat | str) -> FloatFormat:
 
 
 def spacing(magnitudes: NDArray[np.float64], fmt: FloatFormat) -> NDArray[np.float64]:
-    """Returns the distance between neighbouring values of a format in the binade of each magnitude.
-
-    Args:
-        magnitudes: Non-negative float64 values of any shape.
-        fmt: The format.
-
-    Returns:
-        Float64 of the same shape: 2^(floor(log2 x) - mantissa_bits), but never below the smallest subnormal.
-    """
+    """Distance of a format's values at each magnitude: 2^(floor(log2 x) - mantissa_bits), at least the subnormals'."""
     exponent = np.frexp(magnitudes)[1] - 1
     step: NDArray[np.float64] = np.maximum(np.ldexp(1.0, exponent - fmt.mantissa_bits), fmt.min_subnormal)
     return step
 
 
 def round_to(magnitudes: NDArray[np.float64], fmt: FloatFormat) -> NDArray[np.float64]:
-    """Round magnitudes to a format: to nearest, ties to even, one rounding from float64.
+    """Round non-negative finite magnitudes to a format: to nearest, ties to even, one rounding from float64.
 
-    Args:
-        magnitudes: Non-negative finite float64 values of any shape.
-        fmt: The target format.
-
-    Returns:
-        Float64 of the same shape; overflow gives inf, nan or the format's max, depending on its `overflow_result`. In
-        E8M0, zero and everything else below its range become 2^-127. (torch's own E8M0 cast rounds values strictly
-        between 2^-127 and 2^-126 up to 2^-126; here they go to the nearer one.)
+    Overflow gives inf, nan or the format's max, depending on its `overflow_result`. In E8M0, zero and everything else
+    below its range become 2^-127. (torch's own E8M0 cast rounds values strictly between 2^-127 and 2^-126 up to 2^-126;
+    here they go to the nearer one.)
     """
     inside = np.minimum(magnitudes, fmt.overflow_at)
     step = spacing(inside, fmt)

@@ -1,4 +1,4 @@
-"""The one statistic: a mergeable histogram of magnitudes, from which every numeric figure follows."""
+"""A mergeable histogram of magnitudes, the source of every numeric figure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Histogram:
     """Counts of magnitudes over 8 exponent bits and 3 mantissa bits, with exact extremes and exact special values.
 
-    Make one with `Histogram.of` and merge with `+` (the result is that of the concatenated tensors). It answers for any
-    format and any loss scale afterwards. Bins are (lo, hi].
+    Make one with `Histogram.of` and merge with `+` (the result is that of the concatenated tensors). It gives figures
+    for any format and any loss scale afterwards. Bins are (lo, hi].
 
     Counts of a device tensor stay on the device until the first figure is read; `of` and `+` do not wait for it.
 
@@ -56,16 +56,12 @@ class Histogram:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Histogram:
-        """Count a tensor's elements.
+        """Count a tensor's elements; raises UsageError for a dtype that is not floating-point, or a meta tensor.
 
-        Args:
-            tensor: Any shape, layout and device; float64, float32, bfloat16, float16, a float8 or float4 dtype, or
-                complex (real and imaginary parts are elements). What a sparse tensor does not store counts as zero.
-
-        Raises:
-            UsageError: The dtype is not floating-point, or a meta tensor has no values to count.
+        Any shape, layout and device; float64, float32, bfloat16, float16, a float8 or float4 dtype, or complex (real
+        and imaginary parts are elements). Unstored elements of a sparse tensor count as zero.
         """
-        # Here, so that a saved profile, a plan and a log are read without torch.
+        # Imported here, so that a saved profile, a plan and a log are read without torch.
         from ampdoctor.numerics.counting import check_countable, device_tally, host_tally
         from ampdoctor.numerics.tensors import SPARSE_LAYOUTS, Unseen, dense_elements
 
@@ -162,21 +158,13 @@ class Histogram:
         return self._tally.min_spacing
 
     def repeated(self, times: int) -> Histogram:
-        """Return the histogram of the same elements, each `times` times (at least 1): what a sample represents.
-
-        Raises:
-            UsageError: `times` is below 1.
-        """
+        """Return the histogram of the same elements, each `times` times (at least 1), which a sample represents."""
         if times < 1:
             raise UsageError(f"elements are repeated at least once, not {times} times")
         return Histogram(self._tally.repeated(times))
 
     def scaled(self, factor: float) -> Histogram:
-        """Return the histogram of the same elements times a factor: exact for a power of two, else within a bin.
-
-        Raises:
-            UsageError: The factor is not a positive finite number.
-        """
+        """Return the histogram times a positive finite factor: exact for a power of two, else within a bin."""
         return Histogram(self._tally.scaled(_positive(factor)))
 
     def flushed(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
@@ -216,22 +204,16 @@ class Histogram:
         return rounding_error.relative_error(self._tally, as_format(fmt), _positive(scale))
 
     def quantile(self, q: float) -> float | None:
-        """Return the magnitude not exceeded by a share `q` (0 to 1) of the nonzero finite elements.
+        """Return the magnitude not exceeded by a share `q` (0 to 1) of the nonzero finite elements; None without any.
 
-        The error is below one bin (1/8 binade); 0 and 1 give the exact extremes. None without such an element.
-
-        Raises:
-            UsageError: `q` is outside 0 to 1.
+        The error is below one bin (1/8 binade); 0 and 1 give the exact extremes. Raises UsageError for another `q`.
         """
         if not 0.0 <= q <= 1.0:
             raise UsageError(f"a quantile lies between 0 and 1, not at {q}")
         return rounding_error.quantile(self._tally, q)
 
     def headroom(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
-        """Return the binades between the largest magnitude times scale and the format's max, exact.
-
-        It is negative beyond max, and inf without a nonzero finite element.
-        """
+        """Return log2(max / (largest magnitude * scale)), exact; negative beyond max, inf without nonzero elements."""
         fmt, scale = as_format(fmt), _positive(scale)
         amax = self._tally.amax
         return math.inf if amax is None else math.log2(fmt.max) - math.log2(amax) - math.log2(scale)
@@ -242,11 +224,7 @@ class Histogram:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Histogram:
-        """Return the histogram that `to_dict` wrote, equal to it in every figure.
-
-        Raises:
-            UsageError: The data are of another version, or contradict themselves.
-        """
+        """Return the histogram that `to_dict` wrote; raises UsageError for another version, or invalid data."""
         return cls(Tally.from_dict(data))
 
 

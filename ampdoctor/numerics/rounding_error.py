@@ -1,4 +1,4 @@
-"""The host side of a histogram: exact counts, and the layout of the bins."""
+"""The host side of a histogram: exact counts, the layout of the bins, and estimates of rounding errors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ from numpy.typing import NDArray
 from ampdoctor.errors import UsageError
 from ampdoctor.numerics.formats import FloatFormat, as_format, round_to, spacing
 
-ROWS, COLUMNS = 256, 8
-"""Exponent field and first three mantissa bits of the magnitude's float32 pattern."""
+ROWS, COLUMNS = 256, 8  # exponent field and first three mantissa bits of the magnitude's float32 pattern
 BINS = ROWS * COLUMNS
-PATTERN_SHIFT = 20
-"""float32 magnitude pattern to bin: subtract one, then shift right by this."""
-BEYOND_FP32 = 2040
-"""The bin of finite float64 magnitudes above 2^128; float32 patterns there are NaN, which are counted separately."""
-
+PATTERN_SHIFT = 20  # float32 magnitude pattern to bin: subtract one, then shift right by this
+BEYOND_FP32 = 2040  # bin of finite float64 above 2^128; float32 patterns there are NaN, which is counted separately
 SERIAL_VERSION = 1
 
 
@@ -34,8 +30,7 @@ def _edges() -> NDArray[np.float64]:
     return edges
 
 
-EDGES = _edges()
-"""Bin i holds the magnitudes in (EDGES[i], EDGES[i + 1]]; float64 of shape (2042,)."""
+EDGES = _edges()  # bin i holds the magnitudes in (EDGES[i], EDGES[i + 1]]; float64 of shape (2042,)
 
 
 def bin_of(magnitudes: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -47,28 +42,20 @@ def bin_of(magnitudes: NDArray[np.float64]) -> NDArray[np.intp]:
 class Tally:
     """Exact counts of one or more tensors, on the host.
 
-    Attributes:
-        counts: int64 of shape (2048,), read-only: nonzero finite elements per bin.
-        zeros: Elements equal to zero, of either sign.
-        nans: NaN elements.
-        pos_infs: Elements equal to +Inf.
-        neg_infs: Elements equal to -Inf.
-        amax: Largest nonzero finite magnitude, exact; None if there is none.
-        amin: Smallest nonzero finite magnitude, exact; None if there is none.
-        significand_bits: Precision of the source dtype, hidden bit included (24 for float32); the largest if several
-            dtypes were merged, 0 if none was.
-        min_spacing: Smallest distance between two values of the source dtype (2^-24 for float16); inf for nothing.
+    `counts` are the nonzero finite elements per bin, int64 of shape (2048,), read-only. `amax` and `amin` are the
+    largest and smallest nonzero finite magnitude, exact; None if there is none. If several dtypes were merged,
+    `significand_bits` is the largest and `min_spacing` the smallest.
     """
 
     counts: NDArray[np.int64]
-    zeros: int = 0
+    zeros: int = 0  # of either sign
     nans: int = 0
     pos_infs: int = 0
     neg_infs: int = 0
     amax: float | None = None
     amin: float | None = None
-    significand_bits: int = 0
-    min_spacing: float = math.inf
+    significand_bits: int = 0  # of the source dtype, hidden bit included (24 for float32); 0 for nothing
+    min_spacing: float = math.inf  # between two values of the source dtype (2^-24 for float16); inf for nothing
 
     def __post_init__(self) -> None:
         self.counts.setflags(write=False)
@@ -110,8 +97,8 @@ class Tally:
     def scaled(self, factor: float) -> Tally:
         """Return the tally of the same elements times a positive factor: exact in its bins for a power of two.
 
-        By another factor a bin lies across two, and goes where its largest value does. What leaves double precision at
-        either end stays in the outermost bin.
+        With another factor a bin extends over two, and moves to that of its largest value. What leaves double precision
+        at either end stays in the outermost bin.
         """
         if factor == 1.0 or self.amin is None or self.amax is None:
             return self
@@ -122,7 +109,7 @@ class Tally:
         largest[0], largest[-1] = lowest, highest
         counts = np.zeros_like(self.counts)
         np.add.at(counts, bin_of(largest), self.counts[occupied])
-        if self.finite_nonzero > 1 and len(occupied) == 1:  # one bin became two: its ends are known to be occupied
+        if self.finite_nonzero > 1 and len(occupied) == 1:  # one bin became two: both ends are occupied
             ends = bin_of(np.array([lowest, highest]))
             counts[:] = 0
             counts[ends[0]] += 1
@@ -155,11 +142,7 @@ class Tally:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Tally:
-        """Return the tally that `to_dict` wrote.
-
-        Raises:
-            UsageError: The data are of another version, or contradict themselves.
-        """
+        """Return the tally that `to_dict` wrote; raises UsageError for another version, or contradictory data."""
         version = data.get("version")
         if version != SERIAL_VERSION:
             raise UsageError(f"histogram data have version {version!r}; this ampdoctor reads version {SERIAL_VERSION}")
@@ -179,11 +162,7 @@ class Tally:
         return tally
 
     def check(self) -> None:
-        """Refuse a tally that no tensor has.
-
-        Raises:
-            UsageError: The extremes are not in the outermost occupied bins.
-        """
+        """Raise UsageError for a tally that no tensor has: the extremes must be in the outermost occupied bins."""
         occupied = np.flatnonzero(self.counts)
         expected: list[int] = [] if occupied.size == 0 else [int(occupied[0]), int(occupied[-1])]
         extremes = [v for v in (self.amin, self.amax) if v is not None]
@@ -193,8 +172,7 @@ class Tally:
             raise UsageError("histogram data contradict themselves: one element with two magnitudes")
 
 
-_LARGEST_COUNT = 2**53
-"""No real tensor comes near this, and sums of two stay far from int64's end."""
+_LARGEST_COUNT = 2**53  # no real tensor has as many elements, and sums of two stay far below int64's limit
 
 
 def _is_count(value: object) -> bool:
@@ -239,45 +217,29 @@ def _read_magnitude(data: Mapping[str, Any], key: str) -> float | None:
     return number
 
 
-# Estimates from a tally, for any format at any scale: shares below a threshold, and the error of rounding.
+# -- estimates from a tally, for any format at any scale: shares below a threshold, and the error of rounding --
 #
 # Inside a bin, values are assumed to lie evenly on the source dtype's own grid. That is exact for a dtype of up to four
-# significand bits, and an estimate for others. The largest and the smallest magnitude are known exactly and enter as
-# they are.
-
+# significand bits, and an estimate for others. The largest and the smallest magnitude are used exactly.
 
 Array = NDArray[np.float64]
-
-_ENUMERABLE_BITS = 11
-"""Up to this precision (float16, TF32) a bin's values, at most 128, are rounded one by one; above, by an integral."""
-_ALL_LOST = 2.0**60
-"""A saturated value that exceeds max by this factor has its own size as error, in float64."""
+_ENUMERABLE_BITS = 11  # up to it (float16, TF32) a bin's at most 128 values are rounded one by one; above, by integral
+_ALL_LOST = 2.0**60  # a saturated value that exceeds max by this factor has its own size as error, in float64
 _FP32_BITS = 24
-_FIRST_BITS = 4
-"""Significand bits that the bin itself fixes: the hidden one and three of the mantissa."""
+_FIRST_BITS = 4  # significand bits that the bin itself fixes: the hidden one and three of the mantissa
 
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """The occupied bins, without the two extreme elements.
+    """The occupied bins, without the two extreme elements."""
 
-    Attributes:
-        low: Lower edge of each bin, excluded.
-        step: Distance of the source dtype's values in the bin.
-        first: Number of steps from `low` to the first value that can be there.
-        last: Number of steps from `low` to the last one.
-        count: Number of elements.
-        points: The smallest and largest magnitude (one element each), or the only magnitude, or none.
-        weights: Elements at each of `points`.
-    """
-
-    low: Array
-    step: Array
-    first: Array
-    last: Array
-    count: Array
-    points: Array
-    weights: Array
+    low: Array  # lower edge of each bin, excluded
+    step: Array  # distance of the source dtype's values in the bin
+    first: Array  # steps from `low` to the first value that can be there
+    last: Array  # steps from `low` to the last one
+    count: Array  # elements
+    points: Array  # the smallest and largest magnitude (one element each), or the only magnitude, or none
+    weights: Array  # elements at each of `points`
 
 
 def _grid(tally: Tally) -> _Grid:
@@ -348,10 +310,10 @@ def relative_error(tally: Tally, fmt: FloatFormat, scale: float) -> float:
     if tally.amax * scale >= fmt.overflow_at and fmt.overflow_result != "saturate":
         return math.inf
     if (fmt.has_zero and tally.amax * scale <= fmt.flush_at) or tally.amax * scale > fmt.max * _ALL_LOST:
-        return 1.0  # everything becomes zero, or max is negligible beside it
+        return 1.0  # everything becomes zero, or max is negligible against the values
     grid = _grid(tally)
-    # Squares of values far from 1 leave float64's range, so all is measured in this power of two. The bound keeps
-    # E8M0's smallest code, which replaces float64 values hundreds of binades below it, inside that range.
+    # Squares of values far from 1 leave float64's range, so this power of two is the unit. The bound keeps E8M0's
+    # smallest code, which replaces float64 values hundreds of binades below it, inside that range.
     unit = max(math.ldexp(1.0, math.frexp(tally.amax * scale)[1]), fmt.min_subnormal * 2.0**-150)
     points = grid.points * scale
     error = grid.weights @ ((round_to(points, fmt) - points) / unit) ** 2
@@ -363,13 +325,10 @@ def relative_error(tally: Tally, fmt: FloatFormat, scale: float) -> float:
 
 
 def bin_costs(fmt: FloatFormat, scale: float) -> tuple[Array, Array]:
-    """Returns mean squared error and mean square of one value of each bin, both of x * scale; float64 of shape (2048,).
+    """Mean squared error of rounding, and mean square, of one value of each bin, both of x * scale; float64 (2048,).
 
-    The values are those of a float32 source, dense in the bin; both are zero in bins that float32 does not reach.
-
-    Args:
-        fmt: The format that x * scale is rounded to.
-        scale: A power of two.
+    The values are those of a float32 source, dense in the bin; both are zero in bins beyond float32. `scale` is a power
+    of two.
     """
     low, high = EDGES[:BEYOND_FP32], EDGES[1 : BEYOND_FP32 + 1]
     steps = 2.0 ** (_FP32_BITS - _FIRST_BITS)
@@ -381,7 +340,7 @@ def bin_costs(fmt: FloatFormat, scale: float) -> tuple[Array, Array]:
 
 
 def _by_value(grid: _Grid, fmt: FloatFormat, scale: float, unit: float) -> tuple[Array, Array]:
-    """Returns mean squared error and mean square per bin, in `unit` squared, by rounding each value of the source."""
+    """Mean squared error and mean square per bin, in `unit` squared, by rounding each value of the source."""
     if grid.count.size == 0:
         return np.empty(0), np.empty(0)
     number = grid.first[:, None] + np.arange(int((grid.last - grid.first).max()) + 1)
@@ -394,7 +353,7 @@ def _by_value(grid: _Grid, fmt: FloatFormat, scale: float, unit: float) -> tuple
 
 
 def _by_integral(grid: _Grid, fmt: FloatFormat, scale: float, unit: float) -> tuple[Array, Array]:
-    """Returns the same for dense values: the integral of the squared distance to the target's grid.
+    """The same for dense values: the integral of the squared distance to the target's grid.
 
     Over a whole number of target steps t it is t^2 / 12 per element, the closed form for quantisation noise. In the
     coarse bins near zero, which are a fraction of a step, the antiderivative is taken at the bin's own ends.
@@ -432,28 +391,18 @@ def _clipping_integral(a: Array, b: Array, limit: float, unit: float) -> Array:
     return result
 
 
-# Many histograms at many loss scales at once: the cost of rounding to a format at each power of two.
+# -- many histograms at many loss scales: the cost of rounding to a format at each power of two --
 #
-# A power of two moves a histogram by whole binades, so one table of costs per bin and one matrix product answer for
-# all. Values are taken as those of a float32 source that lie densely in their bin (see `estimates`).
-
+# A power of two moves a histogram by whole binades, so one table of costs per bin and one matrix product give all
+# results. Values count as those of a float32 source, dense in their bin (see the estimates above). `counts` are int64
+# of shape (n, 2048), elements per bin (`Histogram.counts`, flat); `exponents` are int64 of shape (k,).
 
 Counts = NDArray[np.int64]
-
 _BINS_PER_BINADE = 8
 
 
 def flushed_counts(counts: Counts, fmt: FloatFormat | str, exponents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns how many elements become zero at each scale 2^e; exact.
-
-    Args:
-        counts: int64 of shape (n, 2048): elements per bin (`Histogram.counts`, flat).
-        fmt: The format.
-        exponents: int64 of shape (k,), such that the threshold is at least 2^-129, where bins still end at each power.
-
-    Returns:
-        int64 of shape (n, k).
-    """
+    """How many elements become zero at each scale 2^e, int64 (n, k); exact for thresholds from 2^-129 on."""
     fmt = as_format(fmt)
     below = np.searchsorted(EDGES, np.ldexp(fmt.flush_at, -exponents), side="left")  # bins up to that upper edge
     cumulative = np.concatenate([np.zeros((len(counts), 1), dtype=np.int64), counts.cumsum(axis=1)], axis=1)
@@ -462,17 +411,9 @@ def flushed_counts(counts: Counts, fmt: FloatFormat | str, exponents: NDArray[np
 
 
 def squared_errors(counts: Counts, fmt: FloatFormat | str, exponents: NDArray[np.int64]) -> Array:
-    """Returns the sum of the squared rounding errors at each scale 2^e, in units of the unscaled values.
+    """The sum of the squared rounding errors at each scale 2^e, in units of the unscaled values; float64 (n, k).
 
     An overflow counts as clipped; whether there is one depends on the exact maximum.
-
-    Args:
-        counts: int64 of shape (n, 2048).
-        fmt: The format.
-        exponents: int64 of shape (k,).
-
-    Returns:
-        float64 of shape (n, k).
     """
     table = _error_table(as_format(fmt), tuple(int(e) for e in exponents))
     first, last = _occupied(counts)
@@ -481,29 +422,18 @@ def squared_errors(counts: Counts, fmt: FloatFormat | str, exponents: NDArray[np
 
 
 def powers(counts: Counts) -> Array:
-    """Returns the sum of the squares of the values, float64 of shape (n,).
-
-    Args:
-        counts: int64 of shape (n, 2048).
-    """
+    """The sum of the squares of the values, float64 of shape (n,)."""
     first, last = _occupied(counts)
     result: Array = counts[:, first:last].astype(np.float64) @ _mean_squares()[first:last]
     return result
 
 
 def scaled_to_fit(counts: Counts, amax: Array, fmt: FloatFormat | str) -> Array:
-    """Returns an 8-bit format's cost if each tensor is scaled by the largest power of two that keeps it below `max`.
+    """An 8-bit format's cost if each tensor is scaled by the largest power of two that keeps it below `max`.
 
-    This is per-tensor scaling by the present maximum. Recipes that scale by max / amax are less than a binade higher.
-
-    Args:
-        counts: int64 of shape (n, 2048).
-        amax: float64 of shape (n,): largest finite magnitude; 0 if there is none.
-        fmt: The format.
-
-    Returns:
-        float64 of shape (n, 3): elements that become zero, elements that are subnormal, and the sum of the squared
-        errors in units of the unscaled values.
+    This is per-tensor scaling by the present maximum; recipes that scale by max / amax are less than a binade higher.
+    `amax`, float64 (n,), is the largest finite magnitude, 0 if there is none. Returns float64 (n, 3): elements that
+    become zero, elements that are subnormal, and the sum of the squared errors in units of the unscaled values.
     """
     fmt = as_format(fmt)
     flushed, subnormal, error = _fit_tables(fmt)
@@ -527,7 +457,7 @@ def scaled_to_fit(counts: Counts, amax: Array, fmt: FloatFormat | str) -> Array:
 
 
 def _occupied(counts: Counts) -> tuple[int, int]:
-    """Returns the bins outside which every row is empty: tensors fill some 40 of 256 binades."""
+    """The bins outside which every row is empty: tensors fill some 40 of 256 binades."""
     columns = np.flatnonzero(counts.any(axis=0))
     return (int(columns[0]), int(columns[-1]) + 1) if columns.size else (0, 0)
 

@@ -1,4 +1,4 @@
-"""The plain strided real tensor that holds a tensor's stored elements, whatever its layout."""
+"""The stored elements of any tensor as a plain strided tensor, finiteness checks, and distances of tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-# Runs tensor ops that no trace sees, no autocast changes and no autograd graph records.
+# -- tensor ops hidden from traces, autocast and autograd --
 
 
 def _keys(*names: str) -> DispatchKeySet:
@@ -52,11 +52,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 class Unseen:
     """Context manager: ops inside are hidden from function and dispatch modes, autocast and autograd.
 
-    It masks dispatch keys (1 microsecond), because `no_grad` with `_disable_current_modes` costs 8: the non-finite
-    check enters it once per module output. A wrapper tensor needs the Python key itself and takes the slower way.
-
-    Args:
-        tensor: The tensor that the ops will read.
+    It masks dispatch keys (1 microsecond), because `no_grad` with `_disable_current_modes` costs 8, and the non-finite
+    check enters it once per module output. If the ops read a wrapper tensor, which needs the Python key, it is slower.
     """
 
     __slots__ = ("_functions", "_keys", "_modes", "_tensor")
@@ -75,7 +72,7 @@ class Unseen:
             self._modes = ExitStack()
             self._modes.enter_context(_disable_current_modes())
             own_mode = getattr(self._tensor, "fake_mode", None)
-            if own_mode is not None:  # new tensors beside a fake tensor must be fake as well
+            if own_mode is not None:  # new tensors must be fake as well
                 self._modes.enter_context(own_mode)
 
     def __exit__(
@@ -88,15 +85,12 @@ class Unseen:
 
 
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
-SPARSE_LAYOUTS = _COMPRESSED | {torch.sparse_coo}
-"""Layouts that store fewer elements than `numel()` says."""
-
+SPARSE_LAYOUTS = _COMPRESSED | {torch.sparse_coo}  # layouts that store fewer elements than `numel()`
 E8M0: tuple[torch.dtype, ...] = tuple(dtype for dtype in [getattr(torch, "float8_e8m0fnu", None)] if dtype is not None)
 """The dtype of MX scales, which torch has from 2.7 on; else none."""
 E2M1_PAIRS: tuple[torch.dtype, ...] = tuple(
     dtype for dtype in [getattr(torch, "float4_e2m1fn_x2", None)] if dtype is not None
-)
-"""The dtype of two FP4 numbers in a byte, which torch has from 2.8 on; else none."""
+)  # the dtype of two FP4 numbers in a byte, which torch has from 2.8 on; else none
 
 
 def dense_elements(tensor: Tensor) -> Tensor:
@@ -138,20 +132,15 @@ def _stored(tensor: Tensor) -> Tensor:
     return result
 
 
-_WIDE = ("dequantize", "to_original_precision", "to_dense")
-"""Methods by which tensor subclasses give the numbers that they stand for; torchao's have one of the first two."""
+_WIDE = ("dequantize", "to_original_precision", "to_dense")  # a subclass's numbers; torchao's has one of the first two
 
 
 def _meant_by(tensor: Tensor) -> Tensor:
-    """Returns the numbers that a subclass with ops of its own stands for, as a plain tensor.
-
-    Raises:
-        TypeError: It gives neither these nor the tensors that it consists of.
-    """
+    """The numbers of a subclass with ops of its own, or of its parts; TypeError where it gives neither."""
     for name in _WIDE:
         try:
             wide = getattr(tensor.detach(), name)()
-        except Exception:  # noqa: BLE001, S112 - a subclass raises what it likes for an op that it does not know
+        except Exception:  # noqa: BLE001, S112 - a subclass may raise anything for an unknown op
             continue
         if isinstance(wide, Tensor) and type(wide) is not type(tensor):
             return wide
@@ -162,7 +151,7 @@ def _meant_by(tensor: Tensor) -> Tensor:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Returns the plain tensors that a subclass consists of; [tensor] for a plain one, [] for one that hides them."""
+    """The plain tensors that a subclass consists of; [tensor] for a plain one, [] for one that hides them."""
     if is_plain(tensor):
         return [tensor]
     if not is_traceable_wrapper_subclass(tensor):
@@ -172,7 +161,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers can be had: those of a subclass with ops of its own only if it gives them."""
+    """Whether a tensor's numbers can be read: a subclass with ops of its own may hide them."""
     if is_plain(tensor) or tensor.is_meta or hasattr(tensor, "fake_mode"):
         return True
     try:
@@ -195,11 +184,9 @@ def flat(tensor: Tensor) -> Tensor:
     return in_memory_order(tensor).reshape(-1)
 
 
-# Is anything non-finite? A flag for the cost of one reduction, exact counts, and a closer look.
+# -- non-finite values: a flag for the cost of one reduction, exact counts, and statistics --
 
-
-_BLOCK = 1 << 16
-"""Elements that are counted at a time: with their masks they stay in a processor's cache."""
+_BLOCK = 1 << 16  # elements that are counted at a time: with their masks they stay in a processor's cache
 _NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 
 
@@ -210,12 +197,8 @@ def nonfinite_flag(tensor: Tensor) -> Tensor:
     not wait for the device: collect the flags and read them together. It is hidden from autocast, autograd and every
     trace. A sum would not do: finite values can add up to infinity (a mask of `finfo.min`, fp16 activations).
 
-    Args:
-        tensor: Any shape, dtype, layout and device. Integers, booleans, empty and meta tensors are finite. Of a sparse,
-            nested, complex, quantised or distributed tensor, the elements that `dense_elements` names are examined.
-
-    Returns:
-        float32 (float64 for float64). If finite, the largest element, or 0 if there is none; do not rely on that.
+    Any shape, dtype, layout and device works; checked are the elements that `dense_elements` returns. Integers,
+    booleans, empty and meta tensors are finite. The flag is float32 (float64 for float64); do not use its value.
     """
     low, high = extremes(tensor)
     with Unseen(low):
@@ -227,22 +210,16 @@ def nonfinite_flag(tensor: Tensor) -> Tensor:
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest element as 0-dim tensors on the tensor's device.
 
-    `nonfinite_flag` is made of them, at the same cost and under the same conditions. An element is non-finite if and
-    only if one of the two is, and a NaN makes both NaN. They also show the distance to the format's limit.
-
-    Args:
-        tensor: As for `nonfinite_flag`.
-
-    Returns:
-        In the tensor's own dtype if that has reductions, else in one that holds its elements; both 0 if no element
-        could be non-finite.
+    `nonfinite_flag` is made of them, at the same cost and for the same tensors. An element is non-finite if and only if
+    one of the two is, and a NaN makes both NaN. They also show the distance to the format's limit. Their dtype is the
+    tensor's own if that has reductions, else one that holds its elements; both are 0 if no element could be non-finite.
     """
     with Unseen(tensor):
         return _extremes_of(tensor) if is_plain(tensor) and _is_simple(tensor) else _extremes_of_any(tensor)
 
 
 def extremes_of_each(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return the `extremes` of each tensor, in their order; hiding many small tensors at once halves the time."""
+    """Return the `extremes` of each tensor, in order; hiding many small tensors at once halves the time."""
     each = [(tensor, is_plain(tensor)) for tensor in tensors]
     plain = [tensor for tensor, is_one in each if is_one]
     with Unseen(plain[0]) if plain else nullcontext():
@@ -251,14 +228,13 @@ def extremes_of_each(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Whether a plain tensor can be reduced as it is."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg() or tensor.is_meta:
         return False
     return tensor.dtype in _NATIVE and tensor.numel() > 0
 
 
 def _extremes_of(part: Tensor) -> tuple[Tensor, Tensor]:
-    # A reduction over a transposed tensor was 10 times slower than over the same elements as they lie in memory.
+    # A reduction over a transposed tensor was 10 times slower than over the same elements in memory order.
     low, high = torch.aminmax(in_memory_order(part))
     return low, high
 
@@ -277,35 +253,21 @@ def _native(part: Tensor) -> Tensor:
 
 
 def nonfinite_counts(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the exact numbers of NaN, +Inf and -Inf elements; waits for the device.
-
-    Args:
-        tensor: As for `nonfinite_flag`.
-    """
+    """Return the exact numbers of NaN, +Inf and -Inf elements; waits for the device."""
     stats = describe(tensor)
     return stats.nans, stats.pos_infs, stats.neg_infs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStats:
-    """A tensor's statistics as plain values.
+    """A tensor's statistics as plain values."""
 
-    Attributes:
-        shape: Its shape; of a nested tensor with ragged dimensions, the shape of its values.
-        dtype: Its dtype as torch names it, without "torch.".
-        nans: NaN elements.
-        pos_infs: +Inf elements.
-        neg_infs: -Inf elements.
-        finite_min: Smallest finite value, None if nothing is finite. -0.0 and 0.0 are not distinguished.
-        finite_max: Largest finite value, None if nothing is finite.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...]  # of a nested tensor with ragged dimensions, that of its values
+    dtype: str  # without "torch."
     nans: int = 0
     pos_infs: int = 0
     neg_infs: int = 0
-    finite_min: float | None = None
+    finite_min: float | None = None  # -0.0 and 0.0 are not distinguished
     finite_max: float | None = None
 
     @property
@@ -322,12 +284,10 @@ class TensorStats:
 
 
 def describe(tensor: Tensor) -> TensorStats:
-    """Return what a trace records about a tensor; waits for the device.
+    """Return the statistics of a tensor for a trace; waits for the device.
 
-    A finite tensor costs the one reduction of `nonfinite_flag`; only a non-finite one is counted.
-
-    Args:
-        tensor: As for `nonfinite_flag`; integers and booleans have a range too. A meta tensor only has a shape.
+    A finite tensor costs the one reduction of `nonfinite_flag`; only in a non-finite one elements are counted. Integers
+    and booleans have a range too; a meta tensor only has a shape.
     """
     with Unseen(tensor):
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -345,7 +305,7 @@ def describe(tensor: Tensor) -> TensorStats:
 
 
 def _counted(values: Tensor, shape: tuple[int, ...], dtype: str) -> TensorStats:
-    """Counts what is not finite, block by block, so that the masks stay in the cache; on a GPU in one piece."""
+    """Count non-finite elements block by block, so that the masks stay in the cache; on a GPU all at once."""
     counts = [0, 0, 0]
     lows, highs = [], []
     flat = values.reshape(-1)
@@ -370,39 +330,28 @@ def _counted(values: Tensor, shape: tuple[int, ...], dtype: str) -> TensorStats:
     )
 
 
-# How far a tensor is from a reference: sums of squares and counts, block by block.
+# -- how far a tensor is from a reference: sums of squares and counts, block by block --
 
-
-BLOCK = 1 << 16
-"""Elements at a time: with intermediate results they stay in the cache."""
+BLOCK = 1 << 16  # elements at a time: with intermediate results they stay in the cache
 EXACT_ENOUGH = (2.0**-90, 2.0**120)
-"""A sum of a block's fp32 squares between these has lost nothing to speak of: no square overflowed, and those below
-2^-126, which may count as 0, are together at most 2^-110, a millionth of it."""
+"""Bounds between which a sum of a block's fp32 squares has no relevant error.
+
+No square overflowed, and those below 2^-126, which may count as 0, are together at most 2^-110, a millionth of it.
+"""
 
 
 @dataclass(slots=True)
 class Distance:
-    """Sums over all pairs of elements that were added.
+    """Sums over pairs of elements; an element is flushed if it is zero in `got` and nonzero in the reference."""
 
-    Attributes:
-        least: Below which magnitude of the reference a flushed element counts as `below`.
-        error: Of the squares of got - reference.
-        norm: Of the squares of what was got.
-        reference: Of the squares of the reference.
-        flushed_error: Of the squares of the reference's elements that are not zero where what was got is zero.
-        flushed: How many those are.
-        below: How many of those are smaller than `least`.
-        nonzero: How many elements of the reference are not zero.
-    """
-
-    least: float = 0.0
-    error: float = 0.0
-    norm: float = 0.0
-    reference: float = 0.0
-    flushed_error: float = 0.0
+    least: float = 0.0  # bound for `below`
+    error: float = 0.0  # of the squares of got - reference
+    norm: float = 0.0  # of the squares of got
+    reference: float = 0.0  # of the squares of the reference
+    flushed_error: float = 0.0  # of the squares of the reference at flushed elements
     flushed: int = 0
-    below: int = 0
-    nonzero: int = 0
+    below: int = 0  # flushed elements whose reference is smaller than `least`
+    nonzero: int = 0  # nonzero elements of the reference
 
     @property
     def relative(self) -> float:
@@ -413,12 +362,9 @@ class Distance:
         return ratio if math.isfinite(ratio) else math.inf
 
     def add(self, got: Tensor | None, reference: Tensor, *, scale: float = 1.0) -> None:
-        """Add the elements of two dense tensors of one shape; None is a tensor of zeros.
+        """Add the elements of two dense tensors of one shape; None is a tensor of zeros. `got` is divided by `scale`.
 
-        Args:
-            got: Any floating dtype.
-            reference: float32, or float64, in which the sums are then made.
-            scale: What was got is divided by it, in the reference's format.
+        `got` has any floating dtype; `reference` is float32 or float64, and is the dtype of the division and the sums.
         """
         if got is None:
             for block in blocks(reference):
@@ -454,7 +400,7 @@ class Distance:
 
 
 def together(distances: Iterable[Distance]) -> Distance:
-    """Returns the distance of all tensors from all references."""
+    """The distance of all tensors from all references."""
     total = Distance()
     for one in distances:
         total.error += one.error
@@ -468,16 +414,13 @@ def together(distances: Iterable[Distance]) -> Distance:
 
 
 def blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields a tensor's elements, `BLOCK` at a time.
-
-    On another device than the CPU each number that is read waits for it: large blocks.
-    """
+    """A tensor's elements, `BLOCK` at a time; larger blocks on a device, where each read of a number waits."""
     flat = tensor.detach().reshape(-1)
     return iter(flat.split(BLOCK if tensor.device.type == "cpu" else BLOCK << 10))
 
 
 def squares(values: Tensor) -> float:
-    """Returns the sum of the squares of a block's elements; not finite where one is not."""
+    """The sum of the squares of a block's elements; not finite where one is not."""
     if values.dtype is torch.float32:
         total = float(torch.dot(values, values))
         if EXACT_ENOUGH[0] <= total <= EXACT_ENOUGH[1]:

@@ -1,4 +1,4 @@
-"""Parameters and buffers in another dtype for a while: pure half, the fp32 reference, fp32 islands."""
+"""Parameters and buffers temporarily in another dtype: pure half, the fp32 reference, fp32 islands."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-# Tensors inside whatever a model takes and returns.
+# -- tensors inside nested values --
 
-
-REDUCED: Final = frozenset({torch.float16, torch.bfloat16})
-"""The dtypes that mixed precision computes in."""
+REDUCED: Final = frozenset({torch.float16, torch.bfloat16})  # the dtypes that mixed precision computes in
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """Apply `fn` to every tensor in a nested structure.
 
     Lists, tuples, named tuples, mappings (ordered ones, defaultdicts, model outputs) and dataclass instances are
-    rebuilt with their own type; other objects (a cache that the model writes into, a string) are handed on as they
-    are. A container in which nothing changes is returned itself.
+    rebuilt with their own type; other objects (a cache that the model writes into, a string) are passed on unchanged. A
+    container in which nothing changes is returned itself.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
@@ -49,7 +47,7 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 def cast_up(value: Any) -> Any:
-    """Every fp16 and bf16 tensor of a nested structure in fp32, seen by autograd."""
+    """Every fp16 and bf16 tensor of a nested structure in fp32, differentiably."""
     return map_tensors(value, lambda tensor: tensor.float() if tensor.dtype in REDUCED else tensor)
 
 
@@ -69,7 +67,7 @@ def _sequence(value: Any, items: list[Any]) -> Any:
 def _mapping(value: Any, mapped: dict[Any, Any]) -> Any:
     if type(value) is dict:
         return mapped
-    rebuilt = copy.copy(value)  # keeps what the class carries beside its items: a default factory, an encoding
+    rebuilt = copy.copy(value)  # keeps the instance's other attributes: a default factory, an encoding
     try:
         if hasattr(rebuilt, "data") and isinstance(rebuilt.data, dict):
             rebuilt.data = mapped  # a UserDict shares its dict with the copy
@@ -103,7 +101,7 @@ class _Swapped:
         gradient = tensor.grad
         self.gradient_dtype = None if gradient is None else gradient.dtype
         tensor.grad = None  # a gradient must have its tensor's dtype at every moment
-        # A clone: what the optimizer writes must not reach `start`, against which "unchanged" is decided.
+        # A clone: the optimizer must not write into `start`, which is compared later to find changes.
         tensor.data = self.start.clone()
         if gradient is not None:
             tensor.grad = gradient.to(dtype)
@@ -123,16 +121,11 @@ class _Swapped:
 
 
 class Swap:
-    """A set of parameters and buffers cast to another dtype until `restore()`.
+    """A set of parameters and buffers (and the optimizers' state for them) cast to another dtype until `restore()`.
 
-    Identity is kept (an optimizer holds the same parameters), storage too: on the way back values are written into
-    the original memory, rounded to its dtype where they changed and bit for bit where they did not. Gradients move
-    along. Tensors that share a storage (views of one another) come apart while they are cast.
-
-    Args:
-        tensors: Floating parameters and buffers; a tensor given twice (tied weights) is cast once.
-        dtype: What they become. Those that have it already are left alone.
-        optimizers: Their state for these parameters (moments, masters) is cast along and back.
+    Identity is kept (an optimizer holds the same parameters), storage too: on restoring, values are written into the
+    original memory, rounded to its dtype where they changed and bit for bit where they did not. Gradients are cast
+    along. Tied weights are cast once; tensors that share a storage (views of one another) are separate until then.
     """
 
     __slots__ = ("_state", "_swapped")
@@ -157,8 +150,8 @@ class Swap:
             if id(parameter) not in given:
                 continue
             for key, value in state.items():
-                # moments, and factored ones (Adafactor) of another shape, beside weights in fp32 as well; a step
-                # counter is no moment, but it stands still in half
+                # moments, also factored ones (Adafactor) of another shape, and those of fp32 weights; a step counter
+                # is no moment, and in half it would stop counting
                 counts = key == "step" and dtype is not torch.float32
                 if isinstance(value, torch.Tensor) and value.dtype in REDUCED and not counts:
                     self._state.append((state, key, value.dtype))
@@ -168,7 +161,7 @@ class Swap:
         return len(self._swapped)
 
     def restore(self) -> None:
-        """Bring the dtypes back; a second call does nothing."""
+        """Restore the dtypes; a second call does nothing."""
         with torch.no_grad():
             while self._state:
                 state, key, dtype = self._state.pop()
@@ -179,15 +172,10 @@ class Swap:
 
 
 class InPlaceCast:
-    """Parameters and buffers in another dtype for good, as `Module.to` does it: no copy is kept to return to.
+    """Parameters and buffers in another dtype permanently, as `Module.to` casts them: no original is kept.
 
-    The tensor objects stay, and with them what an optimizer holds; gradients and the optimizers' moments that had
-    their parameter's dtype are cast along.
-
-    Args:
-        tensors: Floating parameters and buffers.
-        dtype: What they become.
-        optimizers: Whose state follows.
+    The tensor objects stay, and with them the optimizers' references. Gradients are cast along, and the optimizers'
+    moments that had their parameter's dtype.
     """
 
     __slots__ = ("_before", "_dtype", "_moments_apart", "_optimizers")
@@ -209,7 +197,7 @@ class InPlaceCast:
             raise
 
     def undo(self) -> None:
-        """The dtypes as they were; values that have changed since are rounded to them."""
+        """Restore the dtypes; values are rounded to them."""
         for tensor, dtype in self._before.values():
             if tensor.dtype is not dtype:
                 self._cast(tensor, dtype)
@@ -226,7 +214,7 @@ class InPlaceCast:
 
 
 def moments(state: Mapping[Any, Any]) -> dict[Any, Tensor]:
-    """The tensors of a parameter's optimizer state that have a format to lose: not its step counter."""
+    """The floating-point tensors of a parameter's optimizer state, without the step counter."""
     return {
         key: value
         for key, value in state.items()
@@ -235,7 +223,7 @@ def moments(state: Mapping[Any, Any]) -> dict[Any, Tensor]:
 
 
 def parameters_and_buffers(module: nn.Module) -> list[Tensor]:
-    """All of them, below the module too, each once."""
+    """All parameters and buffers, those of children too, each once."""
     return [*module.parameters(), *module.buffers()]
 
 
@@ -243,13 +231,8 @@ def parameters_and_buffers(module: nn.Module) -> list[Tensor]:
 def cast_model(model: nn.Module, dtype: torch.dtype, optimizers: Iterable[Optimizer] = ()) -> Iterator[Swap]:
     """Run a model with all its floating parameters and buffers in `dtype` (pure half, or the fp32 reference).
 
-    Args:
-        model: The model; its parameters keep their identity.
-        dtype: What they become. fp64 is left alone when widening to fp32 and cast when narrowing, as `Module.to` does.
-        optimizers: Optimizers whose state for these parameters is cast along.
-
-    Yields:
-        The swap; left, or after an exception, the dtypes are back.
+    Parameters keep their identity; the optimizers' state for them is cast along. fp64 is left alone when widening to
+    fp32 and cast when narrowing, as `Module.to` does. The dtypes are restored at the end, also after an exception.
     """
     tensors = parameters_and_buffers(model)
     if dtype is torch.float32:
@@ -262,14 +245,14 @@ def cast_model(model: nn.Module, dtype: torch.dtype, optimizers: Iterable[Optimi
 
 
 class CastInputs:
-    """A pre-hook of a half model that computes in another format: half inputs, cast by its caller, are cast to it."""
+    """A pre-hook that casts half inputs to the format that a half model computes in."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def attach(self, model: nn.Module) -> RemovableHandle:
-        """Put it on `model`; the handle takes it away."""
-        # not by the model's own method: a scripted module runs hooks and refuses to take them
+        """Register the hook on `model`; the handle removes it."""
+        # not by the model's own method: a scripted module runs hooks but rejects their registration
         return nn.Module.register_forward_pre_hook(model, self, with_kwargs=True)
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -280,18 +263,16 @@ class CastInputs:
         return tensor.to(self.dtype) if tensor.dtype in REDUCED else tensor
 
 
-# fp32 master weights for a half model.
+# -- fp32 master weights for a half model --
 
 
 class MasterWeights:
     """The fp32 copies that optimizers step in place of half parameters.
 
-    A gradient that a half parameter receives is at once added, in fp32, to its master's, and taken from the
-    parameter: unscaling, clipping and `zero_grad` then act on what the optimizer holds. After each step of an optimizer
-    its half parameters are overwritten with the rounded masters.
-
-    Attributes:
-        pairs: (half parameter, master), in the order of the optimizers' groups; a shared parameter once.
+    A gradient of a half parameter is added at once, in fp32, to its master's, and removed from the parameter:
+    unscaling, clipping and `zero_grad` then act on what the optimizer holds. After each step of an optimizer its half
+    parameters are overwritten with the rounded masters. `pairs` are (half parameter, master) in the order of the
+    optimizers' groups; a shared parameter occurs once.
     """
 
     __slots__ = ("_handles", "_of", "_optimizers", "pairs")
@@ -324,7 +305,7 @@ class MasterWeights:
         return self._of[id(parameter)]
 
     def of(self, parameter: Tensor) -> Tensor:
-        """What the optimizers step for a parameter: its master, or the parameter itself where it has none."""
+        """The tensor that the optimizers step for a parameter: its master, or itself where it has none."""
         return self._of.get(id(parameter), parameter)
 
     def publish(self) -> None:
@@ -334,7 +315,7 @@ class MasterWeights:
                 parameter.copy_(master)
 
     def reload(self) -> None:
-        """Overwrite the masters with the half parameters, after someone has put a state into the model."""
+        """Overwrite the masters with the half parameters, after a state was loaded into the model."""
         with torch.no_grad():
             for parameter, master in self.pairs:
                 master.copy_(parameter)
@@ -375,14 +356,7 @@ def _state_in(state: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def master_weights(optimizers: Iterable[Optimizer]) -> Iterator[MasterWeights]:
-    """Let optimizers step fp32 copies of half parameters; the half parameters follow.
-
-    Args:
-        optimizers: Their fp32 parameters are left as they are.
-
-    Yields:
-        The masters. Left, the optimizers hold the half parameters again.
-    """
+    """Let optimizers step fp32 copies of half parameters, until the context ends; fp32 parameters stay."""
     masters = MasterWeights(optimizers)
     try:
         yield masters

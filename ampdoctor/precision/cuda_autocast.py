@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# CUDA's cast policies as kernels for the CPU's autocast key.
+# -- CUDA's cast policies as kernels for the CPU's autocast key --
 #
-# Each kernel excludes the autocast key while its op runs, as the C++ wrappers of `ATen/autocast_mode.h` do: what an op
-# calls inside is not cast again. Eligible is a floating CPU tensor that is not fp64 (`is_eligible` there).
-
+# Each kernel excludes the autocast key while its op runs, as the C++ wrappers of `ATen/autocast_mode.h` do: ops called
+# inside are not cast again. Eligible is a floating CPU tensor that is not fp64 (`is_eligible` there).
 
 _KEY = "AutocastCPU"
 
@@ -52,8 +51,9 @@ BANNED_MESSAGE = (
 class WeightCache:
     """Casts of leaf parameters, kept until the outermost autocast region ends, as `cached_cast` keeps them.
 
-    The cache is more than speed: a weight used twice in one region has one half copy, whose gradient is summed in half
-    before it is cast back. The CPU's own kernels have theirs in C++; this one serves the ops that the CPU lacks.
+    The cache also changes results: a weight used twice in one region has one half copy, whose gradient is summed in
+    half before it is cast back. The CPU's own kernels have their cache in C++; this one is for the ops that the CPU
+    lacks.
     """
 
     __slots__ = ("_local",)
@@ -75,7 +75,7 @@ class WeightCache:
         entries: dict[int, tuple[Tensor, Tensor]] = self._local.__dict__.setdefault("entries", {})
         found = entries.get(id(tensor))
         if found is None or found[1].dtype is not dtype:
-            # The parameter is held beside its cast: its id cannot be reused while the entry lives.
+            # The parameter is held beside its cast, so that its id is not reused while the entry exists.
             found = entries[id(tensor)] = (tensor, tensor.to(dtype))
         return found[1]
 
@@ -102,7 +102,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _lower_precision(name: str, cache: WeightCache, always: torch.dtype | None = None) -> Callable[..., Any]:
-    """Returns a kernel that casts to autocast's dtype, or to one that the op always has."""
+    """A kernel that casts to autocast's dtype, or to the dtype `always`."""
     op = overload(name)
 
     def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -211,11 +211,7 @@ def _banned(*_args: Any, **_kwargs: Any) -> Any:
 
 
 def policy_kernels(cache: WeightCache) -> list[Kernel]:
-    """The kernels that make the CPU's autocast key behave as CUDA's.
-
-    Args:
-        cache: Where casts of leaf parameters are kept.
-    """
+    """The kernels that make the CPU's autocast key behave as CUDA's; `cache` keeps casts of leaf parameters."""
     kernels = []
     cast, own = cast_on_cuda(), registered(_KEY)
     for name in sorted(cast - (policy_ops.SAME_ON_CPU & own)):
@@ -238,12 +234,10 @@ def policy_kernels(cache: WeightCache) -> list[Kernel]:
     return kernels
 
 
-# Half kernels that CUDA has and the CPU lacks: the op runs in fp32 and its result is rounded to fp16.
+# -- half kernels that CUDA has and the CPU lacks: the op runs in fp32 and its result is rounded to fp16 --
 #
-# Which ops: those that torch's own op database declares with float16 on CUDA, and that raise for it on the CPU (2.13).
-# What CUDA has no half kernel for either (cdist, ctc_loss, pdist, quantile, linear algebra) still raises, as it would
-# there.
-
+# These are the ops that torch's own op database declares with float16 on CUDA, and that raise for it on the CPU (2.13).
+# Ops without a half kernel on CUDA (cdist, ctc_loss, pdist, quantile, linear algebra) still raise, as they would there.
 
 LEAVES: Final = (
     "avg_pool3d",
@@ -259,8 +253,7 @@ LEAVES: Final = (
     "_fft_r2c",
     "_fft_c2c",
     "_fft_c2r",
-)
-"""Ops with a kernel for the CPU key: replaced below autograd, so that forward and backward are both covered."""
+)  # ops with a kernel for the CPU key: replaced below autograd, so that forward and backward are both covered
 
 COMPOSITES: Final = tuple(
     f"fft_{name}"
@@ -268,8 +261,7 @@ COMPOSITES: Final = tuple(
         *("fft", "fft2", "fftn", "ifft", "ifft2", "ifftn", "rfft", "rfft2", "rfftn", "irfft", "irfft2", "irfftn"),
         *("hfft", "hfft2", "hfftn", "ihfft", "ihfft2", "ihfftn"),
     )
-)
-"""Ops that refuse half before they reach a kernel: cast around, with autograd watching."""
+)  # ops that reject half before they reach a kernel: their inputs and results are cast above autograd
 
 _UP: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
 _DOWN: Final = {wide: narrow for narrow, wide in _UP.items()}
@@ -285,7 +277,7 @@ def _down(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.is_complex():
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # ComplexHalf is called experimental, on CUDA too
+                warnings.simplefilter("ignore")  # torch warns that ComplexHalf is experimental, on CUDA too
                 return value.to(_DOWN[value.dtype]) if value.dtype in _DOWN else value
         return value.to(_DOWN[value.dtype]) if value.dtype in _DOWN else value
     if isinstance(value, tuple):
@@ -326,16 +318,11 @@ def half_kernels(note: Callable[[str], None]) -> list[Kernel]:
     return [kernel for kernel in kernels if kernel is not None]
 
 
-PolicyName = Literal["cuda", "native"]
-"""`cuda`: CUDA's op lists on the CPU; `native`: the CPU's own."""
+PolicyName = Literal["cuda", "native"]  # `cuda`: CUDA's op lists on the CPU; `native`: the CPU's own
 
 
 class AutocastPolicy:
-    """A policy in force.
-
-    Attributes:
-        name: Which one.
-    """
+    """A policy while it is in effect."""
 
     __slots__ = ("_emulated", "name")
 
@@ -345,12 +332,12 @@ class AutocastPolicy:
 
     @property
     def emulated_ops(self) -> tuple[str, ...]:
-        """Ops ("aten.avg_pool3d") that ran in fp32 and were rounded for want of a half kernel, in order of use."""
+        """Ops ("aten.avg_pool3d") that ran in fp32 and were rounded, having no half kernel, in order of use."""
         return tuple(self._emulated)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each way in which the replay departs from what a GPU does."""
+        """One sentence for each way in which the replay differs from a GPU."""
         return tuple(
             f"{op} has no half kernel on the CPU: it ran in fp32 and its result was rounded to fp16."
             for op in self._emulated
@@ -361,7 +348,7 @@ class AutocastPolicy:
 
 
 class _Installed:
-    """What is laid over the dispatcher for the policy on top of the stack of active ones."""
+    """The stack of active policies, and the overlay that the top one needs."""
 
     def __init__(self) -> None:
         self.active: list[AutocastPolicy] = []
@@ -394,8 +381,8 @@ class _Installed:
             policy._note(op)  # noqa: SLF001 - its own class's keeper
 
     def _hook_cache(self) -> None:
-        # torch.autocast empties the C++ weight cache with this call when its outermost region ends; it is the one
-        # place that says that ours ends as well.
+        # torch.autocast clears the C++ weight cache with this call when its outermost region ends; ours must be cleared
+        # then, too, and there is no other hook.
         original = self.clear_autocast_cache = torch.clear_autocast_cache
 
         def clear_autocast_cache() -> None:
@@ -415,31 +402,22 @@ _INSTALLED = _Installed()
 
 
 def policy_in_force() -> PolicyName:
-    """Returns the policy that autocast on the CPU follows now."""
+    """The policy that autocast on the CPU follows now."""
     return _INSTALLED.active[-1].name if _INSTALLED.active else "native"
 
 
 @contextmanager
 def autocast_policy(name: PolicyName = "cuda") -> Iterator[AutocastPolicy]:
-    """Make autocast on the CPU follow a policy.
+    """Make autocast on the CPU follow a policy: "cuda", or "native" for the CPU's own (also inside a region of "cuda").
 
     Kernels belong to the process: while one thread is inside, autocast in every thread follows the policy that was
-    entered last and not left yet. Entering twice installs once; the CPU's own kernels are back when the last one is
-    left, also after an exception. Tensors on other devices are not concerned. Under "cuda" ops without a half kernel
-    on the CPU run in fp32 and are rounded, with and without autocast.
+    entered last and not yet left. Entering twice installs once; the CPU's own kernels are restored when the last region
+    is left, also after an exception. Tensors on other devices are not affected. Under "cuda", ops without a half kernel
+    on the CPU run in fp32 and are rounded, with and without autocast. Raises UsageError for an unknown policy.
 
     Measured on one core: an op of the fp32 or promote list takes about 6 microseconds more than the same op with an
-    explicit cast; ops that both devices cast alike (linear, matmul, conv) and ops that neither casts cost nothing
-    more; a step of a 4-layer transformer took the same time under both. Entering and leaving takes 8 ms.
-
-    Args:
-        name: "cuda", or "native" for the CPU's own policy (also inside a region of "cuda").
-
-    Yields:
-        The policy; its notes say which ops had to be emulated.
-
-    Raises:
-        UsageError: No such policy.
+    explicit cast; ops that both devices cast alike (linear, matmul, conv) and ops that neither casts cost nothing more;
+    a step of a 4-layer transformer took the same time under both. Entering and leaving takes 8 ms.
     """
     if name not in get_args(PolicyName):
         raise UsageError(f"no autocast policy is called {name!r}: choose cuda or native")

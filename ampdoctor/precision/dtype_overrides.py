@@ -1,4 +1,4 @@
-"""Another autocast dtype than the one written in the user's code."""
+"""Another autocast dtype than the one in the user's code, and fp32 in place of the user's own casts to half."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from ampdoctor.precision.casting import REDUCED
 
 
 class AutocastOverride:
-    """Every autocast region that is entered computes in another dtype than it names, until `remove()`.
+    """Every autocast region that is entered computes in `dtype` instead of its own, until `remove()`.
 
-    Regions that are switched off (`enabled=False` islands) stay off. Where several hold, the latest decides; they may
-    be removed in any order.
-
-    Args:
-        dtype: float16 or bfloat16; None switches the regions off.
+    `dtype` is float16, bfloat16, or None, which switches the regions off. Regions that are switched off
+    (`enabled=False` islands) stay off. Of several overrides, the latest is used; they may be removed in any order.
     """
 
     __slots__ = ("dtype",)
@@ -36,7 +33,7 @@ class AutocastOverride:
         """Regions entered from now on compute in their own dtype; a second call does nothing."""
         if self in _HOLDING:
             _HOLDING.remove(self)
-            if not _HOLDING and torch.autocast.__enter__ is _enter:  # else someone else's stands on it and calls it
+            if not _HOLDING and torch.autocast.__enter__ is _enter:  # else another patch wraps it
                 torch.autocast.__enter__ = _ENTER  # type: ignore[method-assign]
 
 
@@ -60,7 +57,7 @@ def _enter(region: Any) -> Any:
 
 @contextmanager
 def without_overrides() -> Iterator[None]:
-    """Regions compute in the dtype that they name, whatever override holds outside (a change that was applied)."""
+    """Regions compute in the dtype that they name, despite overrides outside (a change that was applied)."""
     kept = _HOLDING[:]
     _HOLDING.clear()
     try:
@@ -73,13 +70,10 @@ def without_overrides() -> Iterator[None]:
 
 @contextmanager
 def override_autocast(dtype: torch.dtype | None) -> Iterator[None]:
-    """Every autocast region that is entered inside, also one that names fp16 itself, computes in `dtype`.
+    """Every autocast region that is entered inside computes in `dtype`, also one that names fp16; None: all are off.
 
     A user's loss often opens `torch.autocast("cuda", dtype=torch.float16)` on its own; a replay in another precision,
-    or in fp32 for reference, must reach it.
-
-    Args:
-        dtype: float16 or bfloat16; None switches the regions off.
+    or in fp32 for reference, must change it.
     """
     override = AutocastOverride(dtype)
     try:
@@ -88,19 +82,15 @@ def override_autocast(dtype: torch.dtype | None) -> Iterator[None]:
         override.remove()
 
 
-# Casts to half that are written in user code, made wide: for a reference that is fp32 throughout.
+# -- fp32 in place of casts to half in user code: for a reference that is fp32 throughout --
 
-
-_MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
-"""What makes a tensor of Python's numbers below every dispatch: 0.999 in bfloat16 is 1."""
-
-
+_MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)  # no dispatched cast of numbers: 0.999 in bf16 is 1
 _AS_WRITTEN = ContextVar("_AS_WRITTEN", default=False)
 
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Inside, casts are what they were written as: what is drawn there is used in other precisions as well."""
+    """Inside, casts are not replaced: random draws made there are used in other precisions as well."""
     before = _AS_WRITTEN.set(True)
     try:
         yield
@@ -109,12 +99,7 @@ def as_written() -> Iterator[None]:
 
 
 def wide_numbers(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments of a call, in which a tensor that it makes of numbers in half becomes float32.
-
-    Args:
-        func: The function.
-        kwargs: Its keyword arguments.
-    """
+    """The keyword arguments of a call; float32 if `func` would make a tensor in half from numbers."""
     narrow = not _AS_WRITTEN.get() and func in _MADE_OF_NUMBERS and kwargs.get("dtype") in REDUCED
     return {**kwargs, "dtype": torch.float32} if narrow else kwargs
 
@@ -127,10 +112,7 @@ class WideNumbers(TorchFunctionMode):
 
 
 class WideCasts(TorchDispatchMode):
-    """Every op that is told to make float16 or bfloat16 makes float32: `x.half()`, `x.to(torch.bfloat16)`, `zeros`.
-
-    FP8 stays as it is: there is no arithmetic in it, so that a cast to it is part of what is computed.
-    """
+    """Ops that would make float16 or bfloat16 make float32; FP8 stays, as a cast to it is part of the computation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations

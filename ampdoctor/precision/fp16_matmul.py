@@ -2,11 +2,11 @@
 
 A plain fp16 product of a CPU without AVX512-FP16 or AMX-FP16 takes 35 times as long as the fp32 one (measured, 256 x
 768 x 768, one thread of an AVX512 machine: 187 ms against 5.4). Both accumulate in fp32 and round the result once, as
-tensor cores do, so that operands are widened, multiplied in fp32 and the result is rounded; on every CPU alike, so that
-a report does not hang on the machine. Below autograd: backwards, double backwards, checkpointed parts and `vmap` are
-covered, and whoever traces ops sees the program's own.
+tensor cores do. So operands are widened, multiplied in fp32, and the result is rounded; on every CPU alike, so that a
+report does not depend on the machine. This happens below autograd: backwards, double backwards, checkpointed parts and
+`vmap` are covered, and modes that trace ops see the program's own.
 
-Attention is written out, because what it rounds inside decides what is born there: see `_attention`.
+Attention is written out, because its inner roundings decide which non-finite values appear: see `_attention`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from ampdoctor.precision.kernels import BoxedKernel
 
 HALF: Final = torch.float16
-LEAST: Final = 2**14
-"""Multiplications from which on a detour pays (`benchmarks/half_products.py`); a smaller product stays plain."""
+LEAST: Final = 2**14  # multiplications from which on the fp32 path is faster (`benchmarks/half_products.py`)
 LEAST_CONVOLUTION: Final = 2**16
 LEAST_ATTENTION: Final = 2**21
 
 
 def _of_matrices(first: int) -> Callable[[tuple[Any, ...]], int]:
-    """Counts multiplications of a product of (b x) m x k by (b x) k x n, the former argument `first`."""
+    """Counts multiplications of a product of (b x) m x k by (b x) k x n; `first` is the index of the first factor."""
 
     def count(args: tuple[Any, ...]) -> int:
         return int(args[first].numel() * args[first + 1].shape[-1])
@@ -43,7 +42,7 @@ def _of_matrices(first: int) -> Callable[[tuple[Any, ...]], int]:
 
 
 def _of_convolution(args: tuple[Any, ...]) -> int:
-    """At least as many as a convolution of stride 1 multiplies: each place of the input with the whole kernel."""
+    """A lower bound for a convolution of stride 1: each place of the input with the whole kernel."""
     source, weight = args[0], args[1]
     return int(source.numel() // max(source.shape[1], 1) * weight.numel())
 
@@ -53,17 +52,11 @@ def _of_convolution_backward(args: tuple[Any, ...]) -> int:
 
 
 class Product(NamedTuple):
-    """An op that multiplies.
+    """An op that multiplies."""
 
-    Attributes:
-        multiplications: How many, of its arguments.
-        least: From how many on it is detoured.
-        forms: Of the op: "out" for `out=`, "_" for the form in place.
-    """
-
-    multiplications: Callable[[tuple[Any, ...]], int]
-    least: int = LEAST
-    forms: tuple[str, ...] = ()
+    multiplications: Callable[[tuple[Any, ...]], int]  # their number, from its arguments
+    least: int = LEAST  # number from which on the fp32 path is used
+    forms: tuple[str, ...] = ()  # of the op: "out" for `out=`, "_" for the in-place form
 
 
 PRODUCTS: Final = {
@@ -74,8 +67,7 @@ PRODUCTS: Final = {
     "_addmm_activation": Product(_of_matrices(1)),
     "convolution": Product(_of_convolution, LEAST_CONVOLUTION),
     "convolution_backward": Product(_of_convolution_backward, LEAST_CONVOLUTION),
-}
-"""What is detoured. `addbmm` is not, which rounds between batches, nor `mv`, whose plain kernel is the faster one."""
+}  # ops on the fp32 path. Not `addbmm`, which rounds between batches, nor `mv`, whose plain kernel is faster.
 
 
 def _up(value: Any) -> Any:
@@ -91,7 +83,7 @@ def _down(value: Any) -> Any:
 
 
 def _is_half(args: tuple[Any, ...]) -> bool:
-    """Every tensor among the arguments is half: what mixes formats is for the plain kernel to refuse."""
+    """Whether every tensor argument is half: the plain kernel rejects mixed formats."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     return all(tensor.dtype is HALF for tensor in tensors)
 
@@ -128,7 +120,7 @@ def _into(kept: BoxedKernel, detoured: Callable[..., bool], wide: Callable[..., 
             return kept(keyset, *args, **kwargs)
         result = wide(keyset, args, {key: value for key, value in kwargs.items() if key != "out"})
         if out.shape != result.shape:
-            return kept(keyset, *args, **kwargs)  # it brings it to size, and warns or raises as it should
+            return kept(keyset, *args, **kwargs)  # it resizes `out`, and warns or raises as it should
         return out.copy_(result)
 
     return kernel
@@ -137,23 +129,17 @@ def _into(kept: BoxedKernel, detoured: Callable[..., bool], wide: Callable[..., 
 # -- attention -----------------------------------------------------------------------------------------------------
 
 ATTENTION: Final = "_scaled_dot_product_flash_attention_for_cpu"
-SCORES: Final = 2**24
-"""Scores that are held at once, 64 MiB of fp32: queries are taken in blocks of as many rows as that allows."""
+SCORES: Final = 2**24  # scores that are held at once, 64 MiB of fp32: queries are taken in blocks of rows
 
 
 class _Heads(NamedTuple):
-    """Query, key and value of an attention in fp32, heads first: (batch, heads, length, width).
-
-    Attributes:
-        shared: Heads of the query that share one of the key (grouped-query attention).
-        scale: Of the scores.
-    """
+    """Query, key and value of an attention in fp32, heads first: (batch, heads, length, width)."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    shared: int
-    scale: float
+    shared: int  # heads of the query for one of the key (grouped-query attention)
+    scale: float  # of the scores
 
     def blocks(self) -> Iterator[slice]:
         batch, heads, rows, _ = self.query.shape
@@ -184,7 +170,7 @@ def _rounded(tensor: Tensor) -> Tensor:
 
 
 def _length_first(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Empty (batch, heads, length, ...), in the op's memory order of whatever is not its result."""
+    """Empty (batch, heads, length, ...), in the memory order that the op uses for all but its result."""
     batch, heads, length, *width = shape
     return torch.empty(batch, length, heads, *width, dtype=dtype).transpose(1, 2)
 
@@ -199,12 +185,10 @@ def _attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention as flash attention rounds it: the probabilities to half before they meet the values, nothing else.
+    """Attention with the roundings of flash attention: only the probabilities are rounded to half, before the values.
 
     The probabilities are those before their division by the row's sum (Dao 2023, algorithm 1; the CPU's kernel too).
-
-    Returns:
-        The result, half, and the logsumexp of each row, fp32.
+    Returns the result, half, and the logsumexp of each row, fp32.
     """
     heads = _heads(query, key, value, scale)
     mask = None if attn_mask is None else attn_mask.float()
@@ -213,7 +197,7 @@ def _attention(
     for rows in heads.blocks():
         scores = heads.scores(rows, mask, causal=is_causal)
         top = scores.amax(-1, keepdim=True)
-        top.masked_fill_(top == -math.inf, 0.0)  # a row without any open place has the result 0
+        top.masked_fill_(top == -math.inf, 0.0)  # a fully masked row has the result 0
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
         total.masked_fill_(total == 0, 1.0)
@@ -237,8 +221,7 @@ def _attention_backward(  # noqa: PLR0917 - the op's signature
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Its backward: the probabilities and the gradient of the scores are rounded to half (Dao 2023, algorithm 2).
 
-    Returns:
-        The gradients of query, key and value, half.
+    Returns the gradients of query, key and value, half.
     """
     heads = _heads(query, key, value, scale)
     mask = None if attn_mask is None else attn_mask.float()
@@ -274,10 +257,7 @@ def _attention_kernels() -> Iterator[Kernel]:
 
 
 def _choosing(original: BoxedKernel, written: Callable[..., Any], halves: int) -> Callable[..., Any]:
-    """The written form where the first so many arguments are half and there is enough to multiply.
-
-    Values of another width are for the plain kernel to refuse.
-    """
+    """The written form where all operands are half, of one width, and large enough; else the plain kernel."""
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         query, key, value = args[:3] if halves == 3 else args[1:4]
@@ -290,7 +270,7 @@ def _choosing(original: BoxedKernel, written: Callable[..., Any], halves: int) -
     return kernel
 
 
-# -- in force ------------------------------------------------------------------------------------------------------
+# -- regions ---------------------------------------------------------------------------------------------------------
 
 
 class HalfProducts:
@@ -300,7 +280,7 @@ class HalfProducts:
 
     @property
     def used(self) -> bool:
-        """Whether anything was detoured since the outermost region was entered."""
+        """Whether the fp32 path was used since the outermost region was entered."""
         return _INSTALLED.used
 
 
@@ -335,11 +315,8 @@ _INSTALLED = _Installed()
 def half_products() -> Iterator[HalfProducts]:
     """Run fp16 products, convolutions and attention on the CPU through fp32 kernels, rounded once, in every thread.
 
-    bf16 stays native: its kernels are faster than the detour. Nothing is widened and kept. Regions nest, and belong to
-    the process.
-
-    Yields:
-        The region, which knows whether anything took the detour.
+    bf16 stays native: its kernels are faster than this. No widened tensor is kept. Regions nest, and belong to the
+    process.
     """
     _INSTALLED.enter()
     try:

@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-# One fp32 island: the pair of hooks that lets a module compute in fp32.
+# -- one fp32 island: the pair of hooks that lets a module compute in fp32 --
 
-
-_DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
-"""Devices whose autocast is switched off inside; those that a build of torch lacks are never on."""
+_DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")  # their autocast is switched off inside (never on where torch lacks one)
 
 
 class _Entry(NamedTuple):
@@ -38,7 +36,7 @@ class _Open(threading.local):
     """Calls of islands that have begun and not ended, on this thread.
 
     By thread, as autocast itself is: DataParallel runs replicas side by side, and activation checkpointing recomputes
-    on autograd's threads. Not in the island, which is copied and pickled with its model.
+    on autograd's threads. Not stored in the island, which is copied and pickled with its model.
     """
 
     def __init__(self) -> None:
@@ -49,25 +47,21 @@ _OPEN = _Open()
 
 
 class Island:
-    """The hooks of one module, which know nothing of the module but its dtype: copies and pickles of it keep them.
+    """The hooks of one module, without a reference to it: copies and pickles of the module keep them.
 
     `torch.compile` breaks its graph at them, so that the island is compiled as a graph of its own, without autocast.
     Traced into its parent's graph its forward would be right; but a graph's backward is traced under the autocast in
     which the graph is called (`torch._functorch.config.backward_pass_autocast`), and so in half precision.
 
-    Args:
-        dtype: What its parameters were before they became fp32, where the model is a half one: its fp32 outputs are
-            cast to it. None: to the dtype of the first half input, if there is one. Under autocast outputs stay fp32.
+    In a half model, `dtype` is the dtype that the parameters had before they became fp32, and fp32 outputs are cast to
+    it; if it is None, to the dtype of the first half input, if there is one. Under autocast they stay fp32.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
 
     def attach(self, module: nn.Module) -> list[Any]:
-        """Put the hooks on `module`; the handles take them away.
-
-        Ours are the last before the forward and the first after it: other hooks see the model's own precision.
-        """
+        """Register the hooks, innermost of all: other hooks see the model's own precision. The handles remove them."""
         return [
             module.register_forward_pre_hook(self.enter, with_kwargs=True),
             module.register_forward_hook(self.leave, prepend=True, always_call=True),
@@ -86,7 +80,7 @@ class Island:
 
     @outside_graphs
     def leave(self, module: nn.Module, _args: Any, output: Any) -> Any:
-        """After the forward, also one that raised: autocast as it was, the output narrowed in a half model."""
+        """After the forward, also one that raised: restore autocast, cast the output in a half model."""
         entries = _OPEN.entries
         if not any(entry.module is module for entry in entries):
             return None  # the call failed before our pre-hook ran
@@ -104,10 +98,10 @@ class Island:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        let_compile_see_hooks()  # a loaded or copied model has hooks that nobody has just attached
+        let_compile_see_hooks()  # a loaded or copied model has hooks without a call of `attach`
 
     def called(self) -> None:
-        """The module is called: for those who count."""
+        """Called at each call of the module; for subclasses that count."""
 
     def narrow(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """An fp32 output in the model's half dtype."""
@@ -115,7 +109,7 @@ class Island:
 
 
 def forget(islands: list[Any]) -> None:
-    """End calls of these islands that something which no hook sees (Ctrl-C) left open: autocast is as before them."""
+    """End calls of these islands that were left open without a hook (Ctrl-C), and restore autocast."""
     entries = _OPEN.entries
     first = next((i for i, entry in enumerate(entries) if any(entry.island is island for island in islands)), None)
     if first is not None:
@@ -131,7 +125,7 @@ def island_of(module: nn.Module) -> Island | None:
 
 
 def island_on(module: nn.Module) -> bool:
-    """Has `module` the hooks of an island?"""
+    """Whether `module` has the hooks of an island."""
     return island_of(module) is not None
 
 
@@ -155,12 +149,10 @@ def _first_reduced(value: Any) -> torch.dtype | None:
 class Islands:
     """Modules that compute in fp32, while `force_fp32` is open.
 
-    Attributes:
-        names: The modules asked for, containers that have no forward replaced by their children.
-        widened: Module names taken in beside those asked for, because they share a parameter that is cast with them;
-            each with the name of that parameter's island.
-        calls: How often each module ran as an island. A name that stays at 0 was never called: the model uses its
-            parameters directly, and the island did nothing.
+    `names` are the requested modules; containers that have no forward are replaced by their children. `widened` has
+    further modules that share a parameter with one of them and are cast with it, each with the name of that parameter's
+    island. A module whose `calls` stay at 0 was never called: the model uses its parameters directly, and the island
+    had no effect.
     """
 
     __slots__ = ("_beyond", "_handles", "_islands", "_others", "_swap", "calls", "names", "widened")
@@ -177,11 +169,11 @@ class Islands:
 
     @property
     def beyond(self) -> dict[str, float]:
-        """Islands of a pure half model whose finite output the model's dtype cannot hold: its largest magnitude.
+        """Islands of a pure half model whose finite output overflows the model's dtype: its largest magnitude.
 
-        Cast back, such an output is infinite again: fp32 in that module alone cures nothing.
+        Cast back, such an output is infinite again: fp32 in that module alone does not help.
         """
-        found = {name: float(amax) for name, amax in self._beyond.items()}  # the one moment that waits for a device
+        found = {name: float(amax) for name, amax in self._beyond.items()}  # the only device synchronisation
         return {name: amax for name, amax in found.items() if amax > 0}
 
     def _remove(self) -> None:
@@ -202,7 +194,7 @@ class Islands:
 
 
 class _Watched(Island):
-    """An island of a replay: counts its calls, and what its model's dtype cannot hold."""
+    """An island of a replay: counts its calls, and records outputs that overflow the model's dtype."""
 
     def __init__(self, name: str, dtype: torch.dtype | None, report: Islands) -> None:
         super().__init__(dtype)
@@ -226,21 +218,17 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def half_tensors(module: nn.Module) -> list[Tensor]:
-    """Its fp16 and bf16 parameters and buffers, those below it too."""
+    """Its fp16 and bf16 parameters and buffers, those of children too."""
     return [tensor for tensor in parameters_and_buffers(module) if tensor.dtype in REDUCED]
 
 
 def half_dtype(module: nn.Module) -> torch.dtype | None:
-    """The half dtype that a module of a half model has; None for one without half parameters."""
+    """The half dtype of a module's parameters; None where it has none in half."""
     return next((tensor.dtype for tensor in half_tensors(module)), None)
 
 
 def resolve_islands(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
-    """The modules of `names`; ModuleList and ModuleDict stand for their children, for nothing ever calls them.
-
-    Raises:
-        UsageError: The model has no such module; the sentence has near names.
-    """
+    """The modules of `names`, with children in place of a ModuleList or ModuleDict; UsageError if one is missing."""
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen: dict[str, nn.Module] = {}
     todo = list(names)
@@ -265,7 +253,7 @@ def widen_islands(
     """Modules outside the islands that own a half tensor that an island owns too: name -> the island's name.
 
     A tied weight that becomes fp32 is fp32 for all its owners, and an owner left outside would mix it with half inputs.
-    `halves` tells which tensors of a module count, where other changes have some in fp32 already.
+    `halves` gives the tensors of a module that count, where other changes have made some fp32 already.
     """
     owner: dict[int, str] = {}
     inside: set[int] = set()
@@ -278,7 +266,7 @@ def widen_islands(
         take(name, module)
     widened: dict[str, str] = {}
     before = -1
-    while before != len(widened):  # what is taken in may share a parameter with yet another module
+    while before != len(widened):  # an added module may share a parameter with yet another one
         before = len(widened)
         for name, module in model.named_modules():
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
@@ -291,37 +279,28 @@ def widen_islands(
 
 @contextmanager
 def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Optimizer] = ()) -> Iterator[Islands]:
-    """Let modules of a mixed-precision model compute in fp32, forward and backward.
+    """Let modules of a mixed-precision model compute in fp32, forward and backward; `names` are from `named_modules()`.
 
-    Inputs are cast up (in nested structures and keywords too), half parameters and buffers are fp32 for the
-    duration, autocast is off inside. Under autocast the output stays fp32: cast back it would overflow again. Without
-    autocast (a pure half model) fp32 outputs are cast to the module's half dtype, and what that dtype cannot hold is
-    recorded in `beyond`. Enter and leave between steps: forward and backward both belong inside.
+    Inputs are cast up (in nested structures and keywords too), half parameters and buffers (and the optimizers' half
+    state for them) are fp32 for the duration, autocast is off inside. Under autocast the output stays fp32: cast back
+    it would overflow again. Without autocast (a pure half model) fp32 outputs are cast to the module's half dtype, and
+    what overflows that dtype is recorded in `beyond`. Forward and backward both belong inside: enter and leave between
+    steps.
 
     Hooks rather than a wrapped `forward`: they leave no attribute on the instance for copies, pickles and signature
-    readers to find, they run again when activation checkpointing recomputes, and with `always_call` also when a
-    forward raises. What neither sees is a parent that uses a module's weight without calling it; `calls` tells.
+    readers to find, they run again when activation checkpointing recomputes, and with `always_call` also when a forward
+    raises. Neither works for a parent that uses a module's weight without calling the module; `calls` then stays 0.
 
-    Tied weights: where half parameters are shared with a module outside, that module becomes an island as well, and
-    `widened` says so. Under autocast parameters are fp32 and nothing is shared that matters.
-
-    Args:
-        model: The model.
-        names: Names of `model.named_modules()`; "" is the whole model. Module lists and dicts mean their children.
-        optimizers: Optimizers whose half state for these parameters becomes fp32 too.
-
-    Yields:
-        What was done, and what it met.
-
-    Raises:
-        UsageError: The model has no such module.
+    Tied weights: where half parameters are shared with a module outside, that module becomes an island as well, and is
+    listed in `widened`. Under autocast parameters are fp32, and sharing them does not matter. Raises UsageError where a
+    name is unknown.
     """
     chosen = resolve_islands(model, names)
     widened = widen_islands(model, chosen)
     modules = dict(model.named_modules())
     islands = Islands(tuple(chosen), widened)
     everything = {**chosen, **{name: modules[name] for name in widened}}
-    # Within an island all is fp32: one that lies inside another narrows nothing.
+    # Within an island all is fp32: an island inside another one casts no outputs.
     inside = {inner for module in everything.values() for inner in module.modules() if inner is not module}
     dtypes = {name: None if module in inside else half_dtype(module) for name, module in everything.items()}
     try:

@@ -1,4 +1,4 @@
-"""Private names of torch that precision stands on, and what stands in for what an older torch lacks.
+"""Private names of torch that precision depends on, and replacements for what an older torch lacks.
 
 | name | since | without it |
 | --- | --- | --- |
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-# CUDA's autocast policy as data: which op is cast how.
+# -- CUDA's autocast policy as data: which op is cast how --
 #
 # Source: the lists `AT_FORALL_*` of `ATen/autocast_mode.h` in torch 2.6 to 2.15, and for the recurrent networks
 # `aten/src/ATen/native/cudnn/RNN.cpp`, which casts outside that header. A test compares them with the header and the
-# registrations of the installed build, so that a torch that moves an op is noticed. What a build does not cast on CUDA
-# is left out (`torch_internals.cast_on_cuda`).
+# registrations of the installed build, to detect a torch that moves an op. Ops that a build does not cast on CUDA are
+# left out (`cast_on_cuda`).
 
 
 def _names(text: str) -> frozenset[str]:
@@ -47,8 +47,7 @@ LOWER_PRECISION: Final = _names("""
     conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
     bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell
     rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
-""")
-"""Every fp32 and half input is cast to autocast's dtype."""
+""")  # every fp32 and half input is cast to autocast's dtype
 
 RECURRENT: Final = _names("""
     lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data
@@ -65,37 +64,29 @@ FP32: Final = _names("""
     upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
     upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth
-""")
-"""Every half input is cast to fp32."""
+""")  # every half input is cast to fp32
 
 FP32_SET_OPT_DTYPE: Final = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
-""")
-"""`dtype=torch.float32` is set where the caller gave none and the first input is eligible."""
+""")  # `dtype=torch.float32` is set where the caller gave none and the first input is eligible
 
-FP32_APPEND_DTYPE: Final = _names("norm.Scalar norm.ScalarOpt_dim")
-"""Redispatched to the overload that takes a dtype."""
+FP32_APPEND_DTYPE: Final = _names("norm.Scalar norm.ScalarOpt_dim")  # redispatched to the overload that takes a dtype
 
 PROMOTE: Final = _names("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-""")
-"""Every eligible input is cast to fp32 if one of them is fp32, else to autocast's dtype."""
+""")  # every eligible input is cast to fp32 if one of them is fp32, else to autocast's dtype
 
-BANNED: Final = _names("binary_cross_entropy")
-"""Raises: with a half sigmoid before it the loss is not safe."""
-
+BANNED: Final = _names("binary_cross_entropy")  # raises: with a half sigmoid before it the loss is not safe
 CUDNN_ONLY: Final = _names("cudnn_convolution cudnn_convolution_transpose _cudnn_rnn")
 """Registered for CUDA's key, the last in CUDA builds only, and never called on a CPU tensor."""
 
 NAMED: Final = _names("""
     cumprod.dimname cumsum.dimname log_softmax.Dimname softmax.Dimname prod.dim_Dimname sum.dim_DimnameList
     norm.names_ScalarOpt_dim
-""")
-"""Cast up to torch 2.12, and replayed as they are: no kernel in Python can be given a named tensor."""
+""")  # cast up to torch 2.12, and replayed as they are: no kernel in Python can take a named tensor
 
-LATER: Final = _names("linalg_matrix_sqrth")
-"""Not there before torch 2.14."""
+LATER: Final = _names("linalg_matrix_sqrth")  # new in torch 2.14
 
 SAME_ON_CPU: Final = _names("""
     _convolution.deprecated addbmm addmm baddbmm bmm conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -103,35 +94,21 @@ SAME_ON_CPU: Final = _names("""
     binary_cross_entropy_with_logits cdist cosine_embedding_loss hinge_embedding_loss huber_loss kl_div l1_loss
     margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d poisson_nll_loss
     smooth_l1_loss soft_margin_loss triplet_margin_loss linalg_matrix_sqrth
-""")
-"""The CPU's own kernel does what CUDA's does: it stays, with its speed and its weight cache."""
+""")  # the CPU's own kernel does the same as CUDA's: it stays, with its speed and its weight cache
 
 ALL: Final = LOWER_PRECISION | RECURRENT | FP32 | FP32_SET_OPT_DTYPE | FP32_APPEND_DTYPE | PROMOTE | BANNED
-"""Every op that CUDA's policy speaks of."""
-
+"""Every op of CUDA's policy."""
 
 __all__ = ["outside_graphs"]
-
-Excluded = torch._C._ExcludeDispatchKeyGuard
-"""Context in which dispatch keys are passed over."""
+Excluded = torch._C._ExcludeDispatchKeyGuard  # context in which dispatch keys are skipped
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-
-CUSTOM_FWD_CAST = "_cast"
-"""Of `torch.amp.autocast_mode`: what `custom_fwd` casts inputs with."""
-
-_UNSIZED = frozenset({"rrelu_with_noise"})
-"""Writes into a given result without bringing it to size first, beyond its end."""
-
-BoxedKernel = Callable[..., Any]
-"""Takes the dispatch key set and the op's arguments."""
+CUSTOM_FWD_CAST = "_cast"  # in `torch.amp.autocast_mode`: the function that casts the inputs of `custom_fwd`
+_UNSIZED = frozenset({"rrelu_with_noise"})  # writes into a given result without resizing it first, beyond its end
+BoxedKernel = Callable[..., Any]  # takes the dispatch key set and the op's arguments
 
 
 def overload(name: str) -> torch._ops.OpOverload:
-    """The overload called `name` ("exp", "sum.dim_IntList").
-
-    Raises:
-        AttributeError: This build of torch has no such op.
-    """
+    """The overload called `name` ("exp", "sum.dim_IntList"); raises AttributeError where this torch lacks it."""
     base, _, suffix = name.partition(".")
     found = getattr(getattr(torch.ops.aten, base), suffix or "default")
     if not isinstance(found, torch._ops.OpOverload):
@@ -147,25 +124,16 @@ def registered(key: str) -> frozenset[str]:
 
 @functools.cache
 def cast_on_cuda() -> frozenset[str]:
-    """The ops that this build of torch casts on CUDA: of those that are known here no other may be cast.
-
-    Read before anything is laid over them. CPU builds have CUDA's registrations as well.
-    """
+    """The ops known here that this torch (also a CPU build) casts on CUDA; to be called before any overlay."""
     return ALL & (registered("AutocastCUDA") | RECURRENT)
 
 
 def kernel_of(name: str, key: str) -> BoxedKernel | None:
-    """The kernel that an op has for a dispatch key, to be called when another is laid over it.
+    """The kernel of an op ("mm", "addmm_", "fft_rfft") for the key "CPU" or "AutogradCPU", to call from an overlay.
 
-    From torch 2.9 on `torch.library.get_kernel` hands it out. Before that another overload has to do its work, one that
-    does not come back to the op: what a composite op is composed of, or the overload that writes into a given result.
-
-    Args:
-        name: The op ("mm", "addmm_", "fft_rfft").
-        key: "CPU" or "AutogradCPU".
-
-    Returns:
-        None where there is no such overload (`mkldnn_rnn_layer` before 2.9).
+    From torch 2.9 on `torch.library.get_kernel` returns it. Before that another overload is used that does not call the
+    op itself: the parts of a composite op, or the overload that writes into a given result. None where there is no such
+    overload (`mkldnn_rnn_layer` before 2.9).
     """
     if lends_kernels():
         boxed: BoxedKernel = torch.library.get_kernel(f"aten::{name}", key).call_boxed
@@ -175,7 +143,7 @@ def kernel_of(name: str, key: str) -> BoxedKernel | None:
 
 
 def lends_kernels() -> bool:
-    """Whether torch hands out the kernels that others are laid over (2.9)."""
+    """Whether torch returns the kernels that an overlay replaces (2.9)."""
     return hasattr(torch.library, "get_kernel")
 
 
@@ -207,7 +175,7 @@ def _writing(name: str) -> BoxedKernel | None:
         dtype = first.dtype.to_complex() if to_complex else first.dtype.to_real() if to_real else first.dtype
         size = first.shape if name in _UNSIZED else (0,)
         made = [first] if name.endswith("_") else [first.new_empty(size, dtype=dtype) for _ in outputs]
-        with torch._C.DisableTorchFunction():  # a mode would take it for an op of the program's
+        with torch._C.DisableTorchFunction():  # otherwise a mode would count it as an op of the program
             return op(*args, **kwargs, **dict(zip(outputs, made, strict=True)))
 
     return kernel
@@ -215,7 +183,7 @@ def _writing(name: str) -> BoxedKernel | None:
 
 @contextmanager
 def without_mkldnn() -> Iterator[None]:
-    """Layers are computed by ATen's own ops; `torch.backends.mkldnn.flags` would set, and warn of, more than that."""
+    """Compute layers by ATen's own ops; `torch.backends.mkldnn.flags` would change more settings, and warn."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -233,7 +201,7 @@ DeviceContext = _device.DeviceContext
 
 
 def known_to_scripts(replacement: Any, original: Any) -> None:
-    """Let TorchScript, where there is one, call `original` for a `replacement` of it, which it cannot compile."""
+    """Let TorchScript call `original` for its `replacement`, which it cannot compile."""
     try:
         from torch.jit import _builtins
     except ImportError:
@@ -244,10 +212,10 @@ def known_to_scripts(replacement: Any, original: Any) -> None:
 
 
 def let_compile_see_hooks() -> None:
-    """Let `torch.compile` tell modules with hooks from those without, for the rest of the process.
+    """Make `torch.compile` distinguish modules with hooks from those without, for the rest of the process.
 
-    By default its guards skip hooks, and where a graph is broken, what was compiled for one block runs for the next,
-    be that one an island or not.
+    By default its guards skip hooks. Where a graph is broken, the code compiled for one block then runs for the next,
+    whether that is an island or not.
     """
     from torch._dynamo import config  # every torch optimizer has imported it already
 
@@ -256,7 +224,7 @@ def let_compile_see_hooks() -> None:
 
 
 def shims() -> dict[str, str]:
-    """What this torch does otherwise than the one that is known here, by a short name, each with a sentence."""
+    """Differences of this torch from the versions known here: short names, each with a sentence."""
     found: dict[str, str] = {}
     if not lends_kernels():
         found["slow-half-products"] = "fp16 products on a CPU run in its own kernels, tens of times slower than fp32."
@@ -276,36 +244,27 @@ def shims() -> dict[str, str]:
     return found
 
 
-# Kernels laid over torch's own for a while, and taken away again.
+# -- temporary kernels in place of torch's own --
 #
 # One mechanism serves the autocast policy, the half kernels that the CPU lacks and TF32: `torch.library.Library` with
-# the namespace `aten`. The dispatcher keeps the kernels of an (op, key) pair as a stack, so that destroying the library
-# brings back exactly what was there. Registrations belong to the process, not to a thread; owners therefore count their
-# users and install once.
+# the namespace `aten`. The dispatcher keeps the kernels of an (op, key) pair as a stack, so destroying the library
+# restores exactly the previous kernel. Registrations belong to the process, not to a thread; owners therefore count
+# their users and install once.
 
-
-LOCK = threading.RLock()
-"""Held while registrations change: every overlay of the process, one at a time."""
+LOCK = threading.RLock()  # held while registrations change: every overlay of the process, one at a time
 
 
 class Kernel(NamedTuple):
-    """A kernel to register.
+    """A kernel to register."""
 
-    Attributes:
-        op: Name without the namespace, with its overload ("sum.dim_IntList").
-        key: Dispatch key ("AutocastCPU", "CPU", "AutogradCPU").
-        fn: The kernel; `torch.library.fallthrough_kernel` skips the key.
-        with_keyset: Whether `fn` takes the dispatch key set as its first argument.
-    """
-
-    op: str
-    key: str
-    fn: Callable[..., Any]
-    with_keyset: bool = False
+    op: str  # without the namespace, with its overload ("sum.dim_IntList")
+    key: str  # "AutocastCPU", "CPU", "AutogradCPU"
+    fn: Callable[..., Any]  # `torch.library.fallthrough_kernel` skips the key
+    with_keyset: bool = False  # `fn` takes the dispatch key set as its first argument
 
 
 class Overlay:
-    """Registered kernels; `remove()` brings the previous ones back."""
+    """Registered kernels; `remove()` restores the previous ones."""
 
     __slots__ = ("_library",)
 
@@ -313,7 +272,7 @@ class Overlay:
         self._library = torch.library.Library("aten", "IMPL")
         try:
             with warnings.catch_warnings():
-                # The dispatcher warns that a kernel is overridden, which is the purpose.
+                # The dispatcher warns that a kernel is overridden; here that is intended.
                 warnings.simplefilter("ignore")
                 for kernel in kernels:
                     self._library.impl(kernel.op, kernel.fn, kernel.key, with_keyset=kernel.with_keyset)
@@ -322,5 +281,5 @@ class Overlay:
             raise
 
     def remove(self) -> None:
-        """Take the kernels away; a second call does nothing."""
+        """Remove the kernels; a second call does nothing."""
         self._library._destroy()

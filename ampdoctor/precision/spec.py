@@ -1,4 +1,4 @@
-"""In which precision a run computes."""
+"""The precision that a run computes in."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-Compute = Literal["fp32", "tf32", "bf16", "fp16"]
-"""What matrix products compute in."""
+Compute = Literal["fp32", "tf32", "bf16", "fp16"]  # what matrix products compute in
 
 _DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -32,24 +31,14 @@ _DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The precision of a run.
-
-    Attributes:
-        compute: What matrix products compute in.
-        autocast: True: fp32 parameters, ops cast by autocast's policy. False: the model and its batches have the
-            dtype themselves (pure half).
-        master_weights: Half parameters, stepped through fp32 copies; only without autocast.
-
-    Raises:
-        UsageError: An unknown or not yet built precision, or a combination that makes no sense.
-    """
+    """The precision of a run; raises UsageError for an unknown or unsupported one, or a contradiction."""
 
     compute: Compute
-    autocast: bool = True
-    master_weights: bool = False
+    autocast: bool = True  # fp32 parameters, ops cast by autocast's policy; else model and batches are half themselves
+    master_weights: bool = False  # half parameters are stepped through fp32 copies; only without autocast
 
     def __post_init__(self) -> None:
-        compute: str = self.compute  # a caller may hand anything on from a command line
+        compute: str = self.compute  # may be any string of a command line
         if compute == "fp8":
             raise UsageError("precision fp8 is not built yet: choose fp32, tf32, bf16 or fp16")
         if compute not in get_args(Compute):
@@ -70,23 +59,13 @@ class Precision:
         return self.dtype is not torch.float32
 
     def context(self, device_type: str) -> Callable[[], AbstractContextManager[None]]:
-        """What a step calls as `autocast()`: a factory of context managers around forward and loss.
-
-        Args:
-            device_type: "cpu" or "cuda".
-        """
+        """What a step calls as `autocast()`: a factory of context managers around forward and loss."""
         if self.reduced and self.autocast:
             return lambda: torch.autocast(device_type, dtype=self.dtype)
         return nullcontext
 
     def environment(self, device_type: str) -> AbstractContextManager[None]:
-        """What holds for the whole replay, backward passes and optimizer included: TF32's products.
-
-        On CUDA the switches of torch are set; on the CPU, where they do nothing, operands are rounded.
-
-        Args:
-            device_type: "cpu" or "cuda".
-        """
+        """The context of the whole replay: TF32's products, by torch's switches on CUDA, by rounding on a CPU."""
         if device_type != "cuda":
             return tf32() if self.compute == "tf32" else nullcontext()
         return _CudaSwitches(allowed=self.compute == "tf32") if not self.reduced else nullcontext()
@@ -111,11 +90,11 @@ class _CudaSwitches(AbstractContextManager[None]):
             self._before = None
 
 
-# What torch computes on, and how.
+# -- facts about torch and its devices --
 
 
 def torch_facts() -> dict[str, Any]:
-    """The build of torch, its threads, and what stands in for something that it lacks."""
+    """The build of torch, its threads, and the replacements for what it lacks."""
     return {
         "torch_cuda": torch.version.cuda,
         "torch_hip": torch.version.hip,
@@ -126,7 +105,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def device_facts() -> dict[str, Any]:
-    """The GPUs. Where nothing has yet, asking begins to use CUDA, and a forked process can then use it no more."""
+    """The GPUs; this initialises CUDA, after which a forked process cannot use it."""
     if not torch.cuda.is_available():
         return {"cuda_available": False}
     return {
@@ -141,15 +120,13 @@ def device_facts() -> dict[str, Any]:
     }
 
 
-# Layers of libraries that compute a linear layer in FP8 or fewer bits: as the `nn.Linear` that they are.
+# -- linear layers that a library computes in FP8 or fewer bits --
 
-
-_LIBRARIES = frozenset({"torchao"})
-"""Packages whose subclasses of `nn.Linear` quantise what they multiply, and keep weight and bias as an `nn.Linear`."""
+_LIBRARIES = frozenset({"torchao"})  # their nn.Linear subclasses quantise, but keep weight and bias as nn.Linear does
 
 
 def computes_in_low_bits(module: nn.Module) -> bool:
-    """Is it a linear layer that a library computes in fewer bits (torchao's `Float8Linear`, `MXLinear`)?"""
+    """Whether it is a linear layer that a library computes in fewer bits (torchao's `Float8Linear`, `MXLinear`)."""
     kind = type(module)
     quantises = isinstance(module, nn.Linear) and kind.forward is not nn.Linear.forward
     return quantises and kind.__module__.partition(".")[0] in _LIBRARIES
@@ -157,11 +134,7 @@ def computes_in_low_bits(module: nn.Module) -> bool:
 
 @contextmanager
 def as_plain_linears(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, such layers compute `x @ weight.T + bias` in their weights' own format, and nothing is quantised.
-
-    Args:
-        modules: Any modules; others than these are left alone.
-    """
+    """Inside, such layers compute `x @ weight.T + bias` in their weights' own format, without quantisation."""
     with ExitStack() as stack:
         for module in modules:
             if computes_in_low_bits(module) and "forward" not in vars(module):

@@ -1,7 +1,7 @@
 """TF32 on a CPU, where torch's switches do nothing.
 
-A tensor core given fp32 operands rounds them to 10 mantissa bits and accumulates in fp32. `tf32()` does that to the
-operands of matrix products and convolutions, below autograd, so that the products of a backward pass are included.
+A tensor core rounds fp32 operands to 10 mantissa bits and accumulates in fp32. `tf32()` rounds the operands of matrix
+products and convolutions like that, below autograd, so that the products of a backward pass are included.
 """
 
 from __future__ import annotations
@@ -35,24 +35,14 @@ OPERANDS: Final = {
     "convolution_backward": (0, 1, 2),
     "mkldnn_rnn_layer": (0, 1, 2),
     "mkldnn_rnn_layer_backward": (0, 1, 2),
-}
-"""Ops that use tensor cores, and which arguments are factors (a bias or an accumulator stays fp32)."""
+}  # ops that use tensor cores, and which arguments are factors (a bias or an accumulator stays fp32)
 
 
 def round_to_tf32(tensor: Tensor) -> Tensor:
-    """Round an fp32 tensor to TF32's 10 mantissa bits, ties to even.
+    """Round an fp32 tensor to TF32's 10 mantissa bits, ties to even, without gradient; TypeError for another dtype.
 
     The exponent range is fp32's: subnormals keep their spacing of 2^-136, a value beyond TF32's largest finite one
-    becomes infinite, NaN and Inf stay. No gradient flows through it.
-
-    Args:
-        tensor: Any shape, dtype float32.
-
-    Returns:
-        A new tensor of the same shape and dtype.
-
-    Raises:
-        TypeError: The dtype is not float32.
+    becomes infinite, NaN and Inf stay.
     """
     if tensor.dtype is not torch.float32:
         raise TypeError(f"round_to_tf32 takes float32, not {tensor.dtype}")
@@ -111,8 +101,8 @@ def tf32() -> Iterator[None]:
     """Run fp32 matrix products and convolutions on the CPU as TF32, forward and backward, in every thread.
 
     The backward pass must run inside too. Attention is computed by its matrix products, since the fused kernel hides
-    the second one's operand; matrix-vector products stay fp32, as in cuBLAS, which gives them no tensor cores. So are
-    recurrent layers on a torch that does not lend their fused kernel.
+    the second one's operand. Matrix-vector products stay fp32, as in cuBLAS, which uses no tensor cores for them. On a
+    torch without `get_kernel`, recurrent layers are also computed by their matrix products.
     """
     fused = kernel_of("mkldnn_rnn_layer", "CPU") is not None
     _INSTALLED.enter()

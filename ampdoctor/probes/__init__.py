@@ -1,1 +1,1 @@
-"""What watches a replay: the cheap non-finite check, and the op-by-op trace of one step."""
+"""Probes of a replay: the cheap non-finite check, and the op-by-op trace of one step."""

@@ -1,4 +1,4 @@
-"""Formats in a step: which tensors and modules are in half, and whether anything is."""
+"""Formats in a step: which tensors and modules are in half, and whether any are."""
 
 from __future__ import annotations
 
@@ -26,22 +26,17 @@ if TYPE_CHECKING:
     from ampdoctor.hooks.interfaces import Watched
 
 
-# Which tensors of a run are in the half format: seen in one half-precision step, not guessed from module types.
-
+# -- which tensors are in half, observed in one half-precision step --
 
 HALVES = (torch.float16, torch.bfloat16)
 _CAST = torch.ops.aten._to_copy.default  # the op that a cast is
 
 
 class HalfProbe:
-    """Records the dtypes of module inputs and outputs, and the parameters that autocast casts, over a replayed step.
-
-    Attributes:
-        loss_in_half: The step's loss has the half format and a dimension, so that scaling it does not promote it.
-    """
+    """Records the dtypes of module inputs and outputs, and the parameters that autocast casts, over a replayed step."""
 
     def __init__(self) -> None:
-        self.loss_in_half = False
+        self.loss_in_half = False  # a loss in half with a dimension, which scaling does not promote to fp32
         self._outputs: set[str] = set()
         self._inputs: set[str] = set()
         self._parameters: set[str] = set()
@@ -49,12 +44,12 @@ class HalfProbe:
 
     @property
     def plan(self) -> HalfPlan:
-        """What was seen so far."""
+        """The tensors found so far."""
         return HalfPlan(frozenset(self._outputs), frozenset(self._inputs), frozenset(self._parameters))
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Hooks on the observed modules; parameters that are half themselves need no cast."""
+        """Install hooks on the observed modules; parameters that are half themselves need no cast."""
         names = run.parameter_names()
         self._storages: dict[int, str] = {}
         for parameter in run.model.parameters():
@@ -69,12 +64,12 @@ class HalfProbe:
             yield
 
     def during(self, step: int) -> AbstractContextManager[Any]:  # noqa: ARG002 - the seam's signature
-        """Watch for casts of parameters: the op has the parameter's own storage as its input."""
+        """Watch for casts of parameters: the input of such an op has the parameter's own storage."""
         self._made.clear()
         return _Casts(self._storages, self._parameters)
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """A 0-dim half loss times the scale is fp32; one of shape [1] stays half (as torch promotes them)."""
+        """A 0-dim half loss times the scale is fp32; one of shape [1] stays half (torch's type promotion)."""
         self._made.clear()
         if isinstance(loss, torch.Tensor):
             self.loss_in_half = self.loss_in_half or (loss.dtype in HALVES and loss.dim() > 0)
@@ -93,7 +88,7 @@ class HalfProbe:
         return hook
 
     def _unseen(self, tensor: Tensor) -> bool:
-        """Wider than half (then the module casts it), or half but made where no module is watched."""
+        """Wider than half (then the module casts it), or half but not made by a watched module."""
         if not tensor.is_floating_point() or not tensor.requires_grad:
             return False
         known = self._made.get(id(tensor))
@@ -115,38 +110,28 @@ class _Casts(TorchDispatchMode):
         return func(*args, **options)
 
 
-# Whether a step computes in a half format at all, and which line of the user's decides that it does not.
+# -- whether a step computes in a half format at all, and if not, which line of the user's decides that --
 #
-# The path of a GPU is easily left: `nullcontext()` in autocast's place where the device is "cpu", `enabled=False`, or
-# autocast on a device whose default is bf16. What was then replayed says nothing about the run.
+# A replay on a CPU may differ from the run on a GPU: `nullcontext()` instead of autocast where the device is "cpu",
+# `enabled=False`, or autocast on a device whose default is bf16. Such a replay does not represent the run.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A context that was open when the step first called a module.
-
-    Attributes:
-        autocast: It is autocast; else `nullcontext`, which does nothing.
-        enabled: It casts.
-        dtype: What it casts to.
-        unnamed: Its dtype was left to the device's default.
-        line: File and line that made it in the step; where that was before the step, that entered it.
-    """
+    """A context that was open when the step first called a module: autocast, or `nullcontext`, which does nothing."""
 
     autocast: bool
     enabled: bool = False
     dtype: torch.dtype | None = None
-    unnamed: bool = False
-    line: tuple[str, int] | None
+    unnamed: bool = False  # no dtype was given: the device's default
+    line: tuple[str, int] | None  # that made it in the step; if it was made before, that entered it
 
 
 class HalfOps:
-    """Looks at the formats of a step's results, and at the contexts around its modules; for one replay of a step.
+    """Records the half formats that a step's ops make, and the contexts around its modules; for one replay of a step.
 
-    Attributes:
-        formats: Half formats that some op of the step made.
-        around: The contexts that were open when a module was first called, or at the first op outside of all modules
-            where none was; the innermost last.
+    `around` are the contexts that were open when a module was first called, or, if none were, at the first op outside
+    of all modules; the innermost last.
     """
 
     def __init__(self) -> None:
@@ -159,7 +144,7 @@ class HalfOps:
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Hooks on every module: the first that is called tells where the model's forward begins."""
+        """Install hooks on every module, to see where the model's forward begins."""
         with ExitStack() as stack:
             for module in run.model.modules():
                 if not isinstance(module, torch.jit.ScriptModule):
@@ -168,10 +153,7 @@ class HalfOps:
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
-        """Watch every op, and both kinds of contexts, whose classes are changed in place for as long as that.
-
-        What other threads enter meanwhile is none of the step's.
-        """
+        """Watch every op, and both kinds of contexts (on this thread), whose classes are patched during the step."""
         self._thread = threading.get_ident()
         with ExitStack() as stack:
             for kind in (torch.autocast, nullcontext):
@@ -186,7 +168,7 @@ class HalfOps:
             yield
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """Let go of the contexts."""
+        """Drop the references to the contexts."""
         self._made.clear()
         self._open.clear()
 
@@ -231,7 +213,7 @@ class HalfOps:
 
     def _leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def leave(context: Any, *raised: Any) -> Any:
-            # one that was entered before the step, or on another thread, is not among them
+            # a context that was entered before the step, or on another thread, is not in the list
             at = next((i for i in reversed(range(len(self._open))) if self._open[i][0] is context), None)
             if at is not None and threading.get_ident() == self._thread:
                 del self._open[at]
@@ -253,28 +235,15 @@ class _Formats(TorchDispatchMode):
         return made
 
 
-# The largest logit that a softmax or a fused attention takes, what is masked out left aside.
+# -- the largest unmasked logit of a softmax or a fused attention --
 
-
-CHUNK = 1 << 22
-"""Logits that exist at a time."""
-REACH = 104.0
-"""exp(-104) is below 2^-149 / 2: what lies further under its row's maximum has a weight of zero in fp32 as well, be it
-masked or not."""
-MASKED = -8192.0
-"""A row that stays below this is masked as a whole: masks are written as -1e4 or less, and scores are added to some."""
+CHUNK = 1 << 22  # logits that are held at a time
+REACH = 104.0  # a logit further below its row's maximum has weight 0 in fp32: exp(-104) is below 2^-149 / 2
+MASKED = -8192.0  # a row that stays below this is masked as a whole: masks are -1e4 or less, some added to scores
 
 
 def softmax_logits(logits: Tensor, dim: int) -> float | None:
-    """Largest magnitude among the logits that get any weight.
-
-    Args:
-        logits: What a softmax reads, of any shape and floating-point dtype.
-        dim: The dimension that it normalises.
-
-    Returns:
-        `OVERFLOWED` where a logit is +inf; None where there is no logit, or all are masked.
-    """
+    """Largest logit magnitude of a softmax over `dim`; `OVERFLOWED` for +inf, None where all are masked."""
     if not logits.numel():
         return None
     with Unseen(logits):
@@ -283,14 +252,10 @@ def softmax_logits(logits: Tensor, dim: int) -> float | None:
 
 
 def attention_logits(call: Mapping[str, Any]) -> float | None:
-    """Largest magnitude among the logits of a fused attention, recomputed in fp32 a part at a time.
+    """Largest magnitude among the logits of a fused attention, recomputed in fp32 in parts; None if all are masked.
 
-    Args:
-        call: The kernel's arguments by name: `query` of shape (..., L, d), `key` (..., S, d), with fewer heads where
-            groups of queries share them, and what of `attn_mask`, `attn_bias`, `is_causal`, `scale` it has.
-
-    Returns:
-        None where there is no logit, or all are masked.
+    `call` has the kernel's arguments by name: `query` of shape (..., L, d), `key` (..., S, d), with fewer heads where
+    groups of queries share them, and `attn_mask`, `attn_bias`, `is_causal`, `scale` where the kernel has them.
     """
     query, key = call["query"].detach(), call["key"].detach()
     mask = call.get("attn_mask") if call.get("attn_mask") is not None else call.get("attn_bias")
@@ -322,7 +287,7 @@ def attention_logits(call: Mapping[str, Any]) -> float | None:
 
 
 def _largest(rows: Tensor) -> float | None:
-    """Of rows in the last dimension."""
+    """Of rows in the last dimension; None where all are masked."""
     values = rows if rows.dtype == torch.float64 else rows.float()
     top = values.amax(-1, keepdim=True)
     counted = (values >= top - REACH) & (top > MASKED)
@@ -330,20 +295,17 @@ def _largest(rows: Tensor) -> float | None:
     return min(found, OVERFLOWED) if found >= 0.0 else None
 
 
-# What each module computes, and in which format autocast lets it: read off one half-precision step.
-
+# -- what each module computes, and in which format, observed in one half-precision step --
 
 FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _WIDTH = tuple(FORMATS)
 _SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"})
 _ATTENTION = "scaled_dot_product"
-_PRODUCTS = {"mm": 0, "addmm": 1}
-"""Matrix products of two dimensions, and the place of their first factor: what a linear layer comes down to."""
+_PRODUCTS = {"mm": 0, "addmm": 1}  # matrix products (of a linear layer), and the index of the first factor
 _MATRICES = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "convolution", "mkldnn_convolution"})
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _MOVES = frozenset({"clone", "_unsafe_view", "copy_"})
-_ENGINE = frozenset({"backward", "grad"})
-"""What autograd itself computes before its first node: the ones that a backward starts from."""
+_ENGINE = frozenset({"backward", "grad"})  # run by autograd before its first node: the ones that start a backward
 
 
 @dataclass(slots=True)
@@ -358,8 +320,8 @@ class _Seen:
 class ModuleFactsProbe(TorchDispatchMode):
     """Watches the forward and the loss of the steps that run while it is attached; one step is enough.
 
-    It stands below autocast, so an op's floating-point inputs have the format that it computes in; where they differ,
-    type promotion makes that the widest. Casts, views and copies are no ops of note.
+    It runs below autocast, so an op's floating-point inputs have the format that it computes in; if they differ, type
+    promotion makes that the widest. Casts, views and copies are not counted as ops.
     """
 
     def __init__(self) -> None:
@@ -369,7 +331,7 @@ class ModuleFactsProbe(TorchDispatchMode):
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Module hooks, to know who is running."""
+        """Install module hooks."""
         modules = {run.module_names.get(name, name): module for name, module in run.model.named_modules()}
         self._types = {name: type(module).__name__ for name, module in modules.items()}
         self._parameters = {
@@ -380,13 +342,13 @@ class ModuleFactsProbe(TorchDispatchMode):
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
-        """The dispatch mode and the function mode are on."""
+        """Switch the dispatch mode and the function mode on."""
         self._sites.clear()
         with self, self._sites.functions.watching():
             yield
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """Forget where the step was."""
+        """Forget the ops' sites."""
         self._sites.clear()
 
     def facts(self) -> tuple[ModuleFacts, ...]:
@@ -441,7 +403,7 @@ class ModuleFactsProbe(TorchDispatchMode):
 
     @staticmethod
     def _note_product(seen: _Seen, left: Tensor, right: Tensor) -> None:
-        """Both factors are matrices: of rows by inner, and of inner by columns."""
+        """Note the sizes of a product of a (rows, inner) and an (inner, columns) matrix."""
         multiples = all(size % 16 == 0 for size in (*left.shape, right.shape[1]))
         seen.multiples = multiples and seen.multiples is not False
         smallest = min(right.shape)
@@ -449,7 +411,7 @@ class ModuleFactsProbe(TorchDispatchMode):
 
 
 def _made(result: Tensor, operands: list[Tensor]) -> float | None:
-    """Largest magnitude of a product; None where what is not finite was made of operands that were not either."""
+    """Largest magnitude of a product; None where it is non-finite because an operand is."""
     if not result.numel():
         return None
     with Unseen(result):

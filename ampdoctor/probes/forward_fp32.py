@@ -1,11 +1,11 @@
-"""The forward twice, op by op: as it runs, and in fp32 on what its inputs would be in fp32, from the batch on.
+"""The forward twice, op by op: as it runs, and in fp32 on the inputs' fp32 values, from the batch on.
 
-Rounding moves a result by a few units in the last place, and most ops hand such an error on as large as they got it.
-What is sought is an op that makes a large one of it: an index that is another one, the sine of a large angle, the small
-difference of large sums. From there the way back leads to the op whose own rounding most of that error came from.
+Rounding moves a result by a few units in the last place, and most ops pass such an error on unchanged. This probe finds
+ops that enlarge it: an index that becomes another one, the sine of a large angle, the small difference of large sums.
+From there it follows the inputs back to the op whose own rounding made most of that error.
 
-The idea of a wide shadow beside each value, with the error split into what an op inherits and what it adds, is that of
-FpDebug (Benz, Hildebrandt, Hack: A dynamic program analysis to find floating-point accuracy problems, PLDI 2012).
+A wide shadow beside each value, with the error split into what an op inherits and what it adds, is the idea of FpDebug
+(Benz, Hildebrandt, Hack: A dynamic program analysis to find floating-point accuracy problems, PLDI 2012).
 """
 
 from __future__ import annotations
@@ -34,64 +34,46 @@ if TYPE_CHECKING:
     from ampdoctor.hooks.interfaces import Watched
 
 AMPLIFIES = 8.0
-"""Factor by which an op has to enlarge a relative error. Sums, products and activations leave it as it is or make it
-smaller; a softmax over logits of +-10 enlarges it ten times, but a rounding of 2^-9 to less than `SEEN`."""
-SEEN = 1.0 / 32
-"""Relative L2 error of a result from which it is recorded: eight roundings to bf16 that all add up."""
+"""Factor by which an op has to enlarge a relative error.
 
-ALIKE = 0.25
-"""Share of the largest error among an op's inputs from which another input counts as well."""
-MOST_SOURCES = 4
-"""Sources that are named: an angle has two, the position and the rate."""
-MOST_FOLLOWED = 64
-"""Values that are followed back; what goes back farther is the rounding of a whole network."""
-
-
+Sums, products and activations keep it or make it smaller; a softmax over logits of +-10 enlarges it ten times, but a
+rounding of 2^-9 to less than `SEEN`.
+"""
+SEEN = 1.0 / 32  # relative L2 error of a result from which it is recorded: eight roundings to bf16 that all add up
+ALIKE = 0.25  # share of the largest error among an op's inputs from which another input counts as well
+MOST_SOURCES = 4  # sources that are named: an angle has two, the position and the rate
+MOST_FOLLOWED = 64  # values that are followed back; an error from further back is the rounding of a whole network
 _CONTRACTIONS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution"})
 """Kernels that sum up products; attention's (`_scaled_dot_product_...`) and recurrent layers' go by their names."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """How a value came by its error.
+    """How a value got its error; errors are relative L2 errors."""
 
-    Attributes:
-        order: Position of its op.
-        site: Where the op ran.
-        dtype: Format of the result.
-        error: Relative L2 error of the result against its twin.
-        rounding: The part of it that the op adds.
-        carried: The part of it that its inputs bring.
-        contracts: The op sums up products, as those of matrices do.
-        inputs: What they came from.
-    """
-
-    order: int
+    order: int  # position of its op
     site: Site
-    dtype: torch.dtype
-    error: float
-    rounding: float
-    carried: float
-    contracts: bool
+    dtype: torch.dtype  # of the result
+    error: float  # against the fp32 value
+    rounding: float  # the part that the op adds
+    carried: float  # the part that its inputs bring
+    contracts: bool  # the op sums up products, e.g. a matrix product
     inputs: tuple[_Made, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Twin:
-    """What a tensor would hold in fp32, and how it came by its error."""
+    """The values that a tensor would have in fp32, and how it got its error."""
 
     value: torch.Tensor
     made: _Made
 
 
 class WideForwardProbe(TorchDispatchMode):
-    """Watches the forward of the steps that run while it is attached; what random ops draw counts as exact.
+    """Watches the forward of the steps that run while it is attached; random draws count as exact.
 
-    Args:
-        right: Places whose results the step gets as fp32 makes them, rounded to their own format.
-
-    Attributes:
-        amplified: Of the step that was finished last, in the order of its ops.
+    At the places in `right`, the step gets the fp32 results, rounded to their own format. `amplified` is that of the
+    step that was finished last, in the order of its ops.
     """
 
     def __init__(self, right: Collection[Where] = ()) -> None:
@@ -106,20 +88,20 @@ class WideForwardProbe(TorchDispatchMode):
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Module hooks are in place inside."""
+        """Install the module hooks."""
         with self._sites.attach(run):
             yield
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
-        """The dispatch mode and the function mode are on."""
+        """Switch the dispatch mode and the function mode on."""
         self._clear()
         self._step = step
         with self, self._sites.functions.watching(), _MadeOfNumbers(self):
             yield
 
     def made(self, result: torch.Tensor, wide: torch.Tensor) -> None:
-        """The step's code has made a tensor of numbers in a half format, which would have held more in fp32."""
+        """Note a half tensor that the step's code made of numbers, and its fp32 values (`wide`)."""
         site = self._sites.of("tensor")
         self._ops += 1
         error, rounding, carried = _errors(result, wide, wide)
@@ -128,7 +110,7 @@ class WideForwardProbe(TorchDispatchMode):
             self._twins.setdefault(storage_key(result), {})[view_key(result)] = _Twin(wide, made)
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the probe's seam
-        """Hand out what was seen."""
+        """Publish the findings of the step."""
         self.amplified = tuple(self._found)
         self._clear()
 
@@ -151,13 +133,13 @@ class WideForwardProbe(TorchDispatchMode):
             wide, alone = call.in_fp32()
             result = func(*args, **kwargs)
             for written in call.written:
-                self._twins.pop(storage_key(written), None)  # other views of this memory have no twin from here on
+                self._twins.pop(storage_key(written), None)  # fp32 values of other views of this memory are outdated
             here = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
             if [t.shape for t in here] != [t.shape for t in wide]:
                 wide = alone = []
             if wide and self._right and _place(site.where(self._step, "none")) in self._right:
                 kept = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-                with kept(here[0]):  # autograd may keep it as what the op gave
+                with kept(here[0]):  # autograd may have saved it as the op's result
                     here[0].copy_(wide[0])
             self._note(site, call, here, wide, alone)
             return result
@@ -174,7 +156,7 @@ class WideForwardProbe(TorchDispatchMode):
         wide: Sequence[torch.Tensor],
         alone: Sequence[torch.Tensor],
     ) -> None:
-        """Remember the results' twins, and what was made of the inputs' errors."""
+        """Record the results' fp32 values, and whether the op enlarged the inputs' errors."""
         if not wide:
             for tensor in here:
                 self._forget(tensor)
@@ -196,7 +178,7 @@ class WideForwardProbe(TorchDispatchMode):
                 inputs=call.made,
             )
             self._twins.setdefault(storage_key(result), {})[view_key(result)] = _Twin(twin, made)
-            # further results are statistics for the backward: the mean of what has none is nothing but rounding
+            # further results are statistics for the backward: a mean of about zero consists of rounding errors
             if index == 0 and error > SEEN and error > AMPLIFIES * before and (sources := _sources(made)):
                 self._found.append(self._amplified(made, before, sources))
 
@@ -223,10 +205,10 @@ def _place(where: Where) -> tuple[str, str | None, Source | None]:
 
 
 def _sources(made: _Made) -> list[_Made]:
-    """Returns the ops whose own rounding an error came from: the one that brings most of it first, then others like it.
+    """The ops whose own rounding caused an error, the largest contribution first.
 
-    The way goes back through the inputs as long as they bring more than the op adds. Nothing is returned where it comes
-    to a product of matrices: what that hands on is the rounding of a network, and no single place is behind it.
+    The inputs are followed back as long as they contribute more than the op adds. Nothing is returned if this reaches a
+    matrix product: its error is the rounding of a whole network, which has no single source.
     """
     ahead, found, followed = [made], dict[int, _Made](), 0
     while ahead and followed < MOST_FOLLOWED:
@@ -242,7 +224,7 @@ def _sources(made: _Made) -> list[_Made]:
 
 
 class _MadeOfNumbers(TorchFunctionMode):
-    """Tells the probe of tensors that the step's code makes of numbers: the op beneath sees them rounded already."""
+    """Notes tensors that the step's code makes of numbers: the op below the mode gets them rounded already."""
 
     def __init__(self, probe: WideForwardProbe) -> None:
         super().__init__()
@@ -259,14 +241,7 @@ class _MadeOfNumbers(TorchFunctionMode):
 
 
 class _Call:
-    """An op that is about to run.
-
-    Args:
-        func: The ATen overload.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        twin: What is known of a tensor.
-    """
+    """An op that is about to run; `twin` gives what is known of a tensor."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, twin: Any) -> None:
         self._func, self._args, self._kwargs = func, args, kwargs
@@ -280,10 +255,10 @@ class _Call:
         self._plain = self._plain and all(t.is_floating_point() for t in self.written)
 
     def in_fp32(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns the results from the inputs' twins, and those from the inputs as they are; [] where unknown.
+        """The results in fp32 from the inputs' fp32 values, and from the inputs as they are; [] where unknown.
 
-        Both are lists of the tensors that the op returns; the second is empty where no input has a twin, as it would be
-        the first.
+        Both are lists of the returned tensors. The second is empty (as it would equal the first) where no input has
+        fp32 values.
         """
         if not self._plain:
             return [], []
@@ -307,14 +282,14 @@ class _Call:
 
 
 def _is_plain(func: Any) -> bool:
-    """An ATen op that draws nothing and fills what it returns: to run it once more changes nothing."""
+    """Whether it is an ATen op that draws no random numbers and fills its results, so that it can be run once more."""
     if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
         return False
     return func.namespace == "aten" and kernel_name(func) not in UNINITIALISED and not reads_layout(func)
 
 
 def _writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the arguments that an op changes in place, by its schema."""
+    """The arguments that an op changes in place, by its schema."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -322,10 +297,7 @@ def _writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[
 
 
 def _errors(result: torch.Tensor, twin: torch.Tensor, alone: torch.Tensor) -> tuple[float, float, float]:
-    """Returns the relative L2 errors of a result against its twin: whole, its op's own part, and what it inherits.
-
-    Elements that are not finite, here or there, are left out: a mask is no error, and an overflow is a birth.
-    """
+    """The relative L2 errors of a result's finite elements against `twin` (fp32): total, by the op, inherited."""
     if result.is_complex() or twin.is_complex():
         return 0.0, 0.0, 0.0
     here, there, rounded = (t.detach().double() for t in (result, twin, alone))

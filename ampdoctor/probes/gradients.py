@@ -22,19 +22,17 @@ Gradients = Mapping[str, torch.Tensor]
 
 
 class _Received:
-    """Is handed each gradient that an optimizer gets, dense and unscaled."""
+    """Base of probes that get each gradient of an optimizer, dense, with the scale to divide it by."""
 
     def _takes(self, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
-        """A gradient, and what it is still to be divided by."""
+        """Take a gradient; `scale` is what it still has to be divided by."""
         raise NotImplementedError
 
     def _forgets(self) -> None:
-        """A step begins."""
         raise NotImplementedError
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """A hook before each optimizer's step."""
         self._run = run
         self._names = run.parameter_names()
         with ExitStack() as stack:
@@ -43,19 +41,18 @@ class _Received:
             yield
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
-        """Forget the last step."""
         self._forgets()
         return nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """Without an optimizer the gradients lie where the backward left them."""
+        """Without an optimizer, read the gradients that the backward left."""
         if not self._run.optimizers:
-            scale = self._run.events.scale()  # nobody has unscaled them
+            scale = self._run.events.scale()  # they are still scaled
             divisor = None if scale is None else torch.tensor(scale, dtype=torch.float32)  # as GradScaler keeps it
             self._copy(self._run.model.parameters(), divisor)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # a fused optimizer is handed scaled gradients, and the scale to divide them by
+        # a fused optimizer gets scaled gradients, and the scale to divide them by
         self._copy(
             (p for group in optimizer.param_groups for p in group["params"]), getattr(optimizer, "grad_scale", None)
         )
@@ -68,24 +65,18 @@ class _Received:
                 self._takes(self._name_of(parameter), grad, scale)
 
     def _name_of(self, parameter: torch.Tensor) -> str:
-        """A step may give its optimizer further parameters (`add_param_group`), or its model."""
+        """Look the name up again if needed: a step may add parameters (`add_param_group`)."""
         if id(parameter) not in self._names:
             self._names = self._run.parameter_names()
         return self._names[id(parameter)]
 
 
 class GradientProbe(_Received):
-    """Copies the gradients of one step.
-
-    Attributes:
-        gradients: By parameter name, float32 (or float64), dense; of the step that was finished last, and of its last
-            update where it makes several.
-        times: How often an optimizer got each of them.
-    """
+    """Copies the gradients of the step that was finished last; if it makes several updates, those of the last one."""
 
     def __init__(self) -> None:
-        self.gradients: dict[str, torch.Tensor] = {}
-        self.times = Counter[str]()
+        self.gradients: dict[str, torch.Tensor] = {}  # dense float32 (or float64), by parameter name
+        self.times = Counter[str]()  # how often an optimizer got each of them
 
     def _takes(self, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
@@ -97,14 +88,10 @@ class GradientProbe(_Received):
 
 
 class DistanceProbe(_Received):
-    """Holds the gradients of one step beside those of a reference, tensor by tensor, and copies none.
+    """Compares the gradients of one step with those of an fp32 reference, tensor by tensor, without copies.
 
-    Args:
-        reference: By name, in fp32 from the same state. Each is let go once it was compared.
-        times: How often an optimizer got each of them in fp32, if more than once: its last update is compared.
-
-    Attributes:
-        distances: By name; whole once the step is finished.
+    Each reference gradient is released once it was compared. `times` says how often an optimizer got a gradient in
+    fp32, if more than once: the last update is compared. `distances` is complete once the step is finished.
     """
 
     def __init__(self, reference: Gradients, times: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -121,10 +108,10 @@ class DistanceProbe(_Received):
             self.distances[name].add(gradient if scale is None else gradient / scale.to(gradient.device), expected)
 
     def _forgets(self) -> None:
-        """Its reference is that of one step."""
+        """Do nothing: the reference is that of one step."""
 
     def finish(self, step: int, loss: Any) -> None:
-        """What the step has no gradient for counts as zero."""
+        """Count gradients that the step does not have as zero."""
         super().finish(step, loss)
         while self._reference:
             name, expected = self._reference.popitem()
@@ -132,17 +119,12 @@ class DistanceProbe(_Received):
 
     @property
     def distance(self) -> Distance:
-        """Of all of them."""
+        """Of all gradients together."""
         return together(self.distances.values())
 
 
 def distances(got: Gradients, reference: Gradients) -> dict[str, Distance]:
-    """How far each gradient is from the reference; a missing gradient counts as zero.
-
-    Args:
-        got: By name.
-        reference: By name, in fp32 from the same state.
-    """
+    """How far each gradient is from the fp32 reference; a missing gradient counts as zero."""
     found = {name: Distance() for name in reference}
     for name, expected in reference.items():
         found[name].add(got.get(name), expected)
@@ -150,10 +132,5 @@ def distances(got: Gradients, reference: Gradients) -> dict[str, Distance]:
 
 
 def relative_error(got: Gradients, reference: Gradients) -> float:
-    """Relative L2 error of all gradients together; inf where one is not finite. A missing gradient counts as zero.
-
-    Args:
-        got: By name.
-        reference: By name, in fp32 from the same state.
-    """
+    """Relative L2 error of all gradients together; inf where one is not finite. A missing gradient counts as zero."""
     return together(distances(got, reference).values()).relative

@@ -1,4 +1,4 @@
-"""Halving a step: its points in order, one looked at a replay, and the interval between two traced."""
+"""Bisects a step: records its points in order, checks one a replay, and traces the interval between two."""
 
 from __future__ import annotations
 
@@ -35,29 +35,25 @@ if TYPE_CHECKING:
     from ampdoctor.probes.ops import Site
 
 
-# Which module outputs flow into which: read off autograd's graph while the forward runs, without touching a tensor.
+# -- which module outputs flow into which, by autograd's graph --
 
 
 class Flow:
-    """Numbers outputs as they are made, and keeps for each those that it comes from.
+    """Numbers outputs as they are made, and records for each one the outputs that it is computed from.
 
-    Where autograd records nothing (a frozen part, a forward under `no_grad`), an output counts as coming from all
-    before it, and as handed on to all after it: the order of execution is all that is known there.
-
-    Attributes:
-        ancestors: For each output the earlier ones that it comes from, at whatever distance, as a bit mask.
-        parents: Those of them from which it comes on a path past no other.
+    Where autograd records nothing (a frozen part, a forward under `no_grad`), only the order of execution is known:
+    such an output counts as computed from all before it, and as an input of all after it.
     """
 
     def __init__(self) -> None:
-        self.ancestors: list[int] = []
-        self.parents: list[int] = []
+        self.ancestors: list[int] = []  # bit mask of all earlier outputs behind each output
+        self.parents: list[int] = []  # of those with no other output between
         self._known: dict[Any, tuple[int, int]] = {}
         self._made: set[tuple[Any, int]] = set()
         self._unrecorded = 0
 
     def has(self, tensor: Tensor) -> bool:
-        """This tensor is (of) an output that was noted, and nothing was done to it since."""
+        """Whether this tensor belongs to an output that was noted and was not changed since."""
         return (tensor.grad_fn, tensor.output_nr) in self._made
 
     def add(self, tensors: Sequence[Tensor]) -> int:
@@ -83,12 +79,12 @@ class Flow:
         return number
 
     def forget_graph(self) -> None:
-        """Let go of autograd's nodes."""
+        """Drop the references to autograd's nodes."""
         self._known.clear()
         self._made.clear()
 
     def _behind(self, start: Any) -> tuple[int, int]:
-        """(outputs that flow into a node, those that do so past no other); each node is looked at once."""
+        """Bit masks of the outputs behind a node, and of the direct ones; each node is visited once."""
         todo = [start]
         while todo:
             node = todo[-1]
@@ -110,60 +106,41 @@ class Flow:
         return self._known[start]
 
 
-# Points of a step: a module's output, the gradient that arrives at it, a parameter's gradient.
+# -- points of a step --
 #
-# A search over a step's layers first records the order of its points (names only, no tensor is read), and then goes to
-# one point at a time, with a hook on that point's module alone.
-
+# A search over a step's layers first records the order of its points (names only, no tensor is read). Then each replay
+# checks one point, with a hook on that point's module alone.
 
 PointKind = Literal["output", "arrival", "gradient"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A moment of a step at which tensors can be looked at.
+    """A moment of a step at which tensors can be checked.
 
-    Attributes:
-        kind: A module's `output`, the `arrival` of the gradient of one of its output's tensors, or a parameter's
-            `gradient` as it is accumulated.
-        name: Of the module, or of the parameter.
-        count: How manieth output of that module (gradient of that parameter) in the step; outputs that activation
-            checkpointing computes again count for themselves.
-        recompute: The output was computed again during a backward.
-        tensor: For an arrival: which of the output's tensors.
-        firing: For an arrival: how manieth gradient of that tensor (a gradient penalty sends two).
-        sequence: For an arrival: autograd's number of the op that made the tensor, counted from the step's start.
-        turn: How manieth forward-and-backward of the step it belongs to.
-        number: Of the output, in the order probe's `flow`.
+    The kinds are a module's `output`, the `arrival` of the gradient of one tensor of that output, and a parameter's
+    `gradient` as it is accumulated. `name` is that of the module or parameter.
     """
 
     kind: PointKind
     name: str
-    count: int
-    recompute: bool = False
-    tensor: int = 0
-    firing: int = 0
-    sequence: int | None = None
-    turn: int = 0
-    number: int = 0
+    count: int  # index among the module's outputs (parameter's gradients) of the step; recomputed ones apart
+    recompute: bool = False  # computed again during a backward (activation checkpointing)
+    tensor: int = 0  # for an arrival, as the next two: index of the output's tensor
+    firing: int = 0  # index among the gradients of that tensor (a gradient penalty sends two)
+    sequence: int | None = None  # autograd's number of the op that made the tensor, counted from the step's start
+    turn: int = 0  # index of the forward-and-backward within the step
+    number: int = 0  # of the output, in `OrderProbe.flow`
 
 
-Reached = Callable[[Sequence["Tensor"]], None]
-"""Called at a point with the tensors that are there; may raise `StepHalted`."""
+Reached = Callable[[Sequence["Tensor"]], None]  # called at a point with the tensors there; may raise `StepHalted`
 
 
 class OrderProbe:
-    """Records the order of a step's points, up to the first arrival after a given parameter's gradient.
+    """Records `points` in their order, up to the first arrival after `gradients` gradients (None: the whole step).
 
-    Nothing but names is looked at. A module that hands on what others returned (a container its last child's output) is
-    no point of its own: it adds no op.
-
-    Args:
-        gradients: Gradients after which the order is long enough; None for the whole step.
-
-    Attributes:
-        points: In the order of execution.
-        flow: Which outputs flow into which.
+    No tensor is read. A module that returns what another one returned (a container its last child's output) is no
+    point.
     """
 
     def __init__(self, gradients: int | None) -> None:
@@ -178,14 +155,14 @@ class OrderProbe:
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Hooks on all modules and on the parameters that the optimizers hold."""
+        """Install hooks on all modules and on the parameters that the optimizers hold."""
         names = run.parameter_names()
         trained = trained_parameters(run)
         with ExitStack() as stack:
             for name, module in run.model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule) or ".parametrizations." in f".{name}.":
-                    # the one takes no hooks; the other works on weights, beside what flows through the layers: the
-                    # interval that it lies in is traced op by op
+                    # the first takes no hooks; the second works on weights, not on what flows through the layers.
+                    # The interval around it is traced op by op.
                     continue
                 clean = run.module_names.get(name, name)
                 stack.callback(module.register_forward_hook(self._on_output(clean, module, stack)).remove)
@@ -200,12 +177,12 @@ class OrderProbe:
                 self.flow.forget_graph()
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
-        """Sequence numbers count from here."""
+        """Count sequence numbers from here."""
         self._base = sequence_number()
         return nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def _on_output(self, name: str, module: nn.Module, stack: ExitStack) -> Callable[[nn.Module, Any, Any], None]:
         def hook(called: nn.Module, _args: Any, output: Any) -> None:
@@ -219,7 +196,7 @@ class OrderProbe:
             known = {(id(tensor), version) for tensor, version in self._last}
             new = [not self.flow.has(tensor) and (id(tensor), version) not in known for tensor, version in last]
             if not any(new):
-                return  # also of a module that returns no floating-point tensor
+                return  # or the module returns no floating-point tensor
             self._last = last
             if not recompute and self._in_turns_backward:
                 self._turn, self._in_turns_backward = self._turn + 1, False
@@ -235,7 +212,7 @@ class OrderProbe:
             for index, tensor in enumerate(tensors):
                 if new[index] and tensor.requires_grad and torch.is_grad_enabled():
                     handle = on_gradient(tensor, self._on_arrival(point, index, tensor))
-                    if tensor.is_leaf:  # a module that hands out a parameter: the hook does not die with the graph
+                    if tensor.is_leaf:  # the module returns a parameter: its hook outlives the graph
                         stack.callback(handle.remove)
 
         return hook
@@ -269,14 +246,7 @@ class OrderProbe:
 
 
 class PointProbe:
-    """Looks at one point and ends the step there.
-
-    Args:
-        point: Where.
-
-    Attributes:
-        bad: Something is non-finite there; None where the step did not get there.
-    """
+    """Checks one point and ends the step there; `bad` is whether a value there is non-finite (None: never reached)."""
 
     def __init__(self, point: Point) -> None:
         self._point = point
@@ -284,16 +254,16 @@ class PointProbe:
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """One hook, at the point."""
+        """Install one hook, at the point."""
         with at_point(run, self._point, self._look):
             yield
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
-        """Nothing but the hook."""
+        """Do nothing more."""
         return nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def _look(self, tensors: Sequence[Tensor]) -> None:
         self.bad = any(map(is_nonfinite, tensors))
@@ -302,13 +272,7 @@ class PointProbe:
 
 @contextmanager
 def at_point(run: Watched, point: Point, reached: Reached) -> Iterator[None]:
-    """While the context lives, one step calls `reached` at a point, out of sight of the modes that watch ops.
-
-    Args:
-        run: Its model is hooked: the point's module or parameter, nothing else.
-        point: Where.
-        reached: What to do there.
-    """
+    """While the context is open, a step calls `reached` at a point, hidden from the modes that watch ops."""
 
     def arrived(tensors: Sequence[Tensor]) -> None:
         with torch._C.DisableTorchFunction(), no_modes():
@@ -373,18 +337,16 @@ def _nth_output(
     return hook
 
 
-# An interval of a step between two points: traced op by op, and ended there or followed to the harm.
+# -- tracing an interval between two points --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Part of a step.
+    """Part of a step, from the point `after` (None: the step's start) to the point `until`.
 
-    Attributes:
-        after: The point with which it begins; None for the step's start.
-        until: The point with which it ends; None for the first backward after `after` whose loss is non-finite.
-        oldest: Autograd's number of the earliest forward op whose derivative may run in it, exclusive.
-        newest: And of the latest, inclusive; below `oldest` where it lies in a forward.
+    Where `until` is None, it ends with the first backward after `after` whose loss is non-finite. `oldest` (exclusive)
+    and `newest` (inclusive) bound autograd's numbers of the forward ops whose derivatives may run in it; `newest` is
+    below `oldest` for an interval in a forward.
     """
 
     after: Point | None
@@ -394,10 +356,9 @@ class Interval:
 
 
 class _Gate:
-    """Knows whether the running step is inside an interval; tells when it gets to the end.
+    """Tracks whether the running step is inside an interval, and calls `ended` at its end.
 
-    A derivative goes wrong where its forward op left its domain, so the forward ops of an interval of a backward belong
-    to it.
+    A derivative becomes non-finite where its forward op left its domain: that op then belongs to the interval, too.
     """
 
     def __init__(self, interval: Interval, ended: Reached) -> None:
@@ -408,7 +369,6 @@ class _Gate:
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Hooks at the two ends, and at nothing between."""
         with ExitStack() as stack:
             for point, reached in ((self._interval.after, self._begin), (self._interval.until, self._end)):
                 if point is not None:
@@ -417,7 +377,7 @@ class _Gate:
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """The step begins; where the interval ends with the loss, each backward is asked for its own."""
+        """Begin the step; where the interval ends with the loss, check the losses of each backward."""
         self._inside = self._interval.after is None
         self._base = sequence_number()
         if self._interval.until is not None:
@@ -428,7 +388,7 @@ class _Gate:
             if self._inside:
                 losses = [root for root in backward.roots if isinstance(root, torch.Tensor)]
                 with torch._C.DisableTorchFunction(), no_modes():
-                    # an inner backward (a gradient penalty) of what is finite yet is part of the loss
+                    # an inner backward (a gradient penalty) whose losses are finite is part of the loss
                     outermost = backward.accumulated and not in_backward()
                     if outermost or any(map(is_nonfinite, losses)):
                         self._end(losses)
@@ -438,7 +398,7 @@ class _Gate:
             yield
 
     def is_open(self) -> bool:
-        """Does the op that is being dispatched belong to the interval?"""
+        """Whether the op that is being dispatched belongs to the interval."""
         if self._inside:
             return True
         interval = self._interval
@@ -455,14 +415,10 @@ class _Gate:
 
 
 class IntervalTrace(OpTraceProbe):
-    """Traces the ops of one interval, and ends the step with it, or follows what was born there to the step's end.
+    """Traces the ops of one interval, then ends the step.
 
-    Args:
-        interval: Which.
-        follow: Go on after the interval, and look at those ops only that read what descends from its births.
-
-    Attributes:
-        reached: The births that the non-finite tensors at the interval's end descend from, in the order of the ops.
+    With `follow`, the step goes on, and the trace covers those later ops that read descendants of the interval's
+    births. `reached` are the births behind the non-finite tensors at the interval's end, in the order of the ops.
     """
 
     def __init__(self, interval: Interval, *, follow: bool = False) -> None:
@@ -475,13 +431,13 @@ class IntervalTrace(OpTraceProbe):
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """The trace's own hooks, and those at the ends."""
+        """Install the trace's own hooks, and those at the ends."""
         with super().attach(run), self._gate.attach(run):
             yield
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
-        """The modes are on, for the names of all ops and a look at those of the interval."""
+        """Switch the modes on: all ops are named, those of the interval are checked."""
         with super().during(step), self._gate.during():
             yield
 
@@ -502,7 +458,7 @@ class IntervalTrace(OpTraceProbe):
             return func(*args, **kwargs)
 
     def _brought(self, tensor: Tensor, site: Site) -> Births:
-        """Beside what is followed, a mask is no ancestor of note, nor what another micro-batch adds to it."""
+        """Outside the interval, ignore masks and what another micro-batch adds to a followed value."""
         if not self._gate.is_open() and (is_mask(tensor) or site.micro_batch != self._micro_batch):
             return NONE
         return super()._brought(tensor, site)
@@ -534,4 +490,4 @@ class UpdateTrace(OpTraceProbe):
             return func(*args, **(kwargs or {}))
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Gradients are finite here, or this is not where to look."""
+        """Do nothing: a search over the update assumes finite gradients."""

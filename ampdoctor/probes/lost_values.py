@@ -15,59 +15,34 @@ from ampdoctor.probes.ops import CONSTANTS, Ran, Site, Split
 from ampdoctor.probes.recompute import NO_RESULT, Again, doubled
 from ampdoctor.probes.tensor_memory import ByMemory, Memory, is_freed, storage_key
 
-# What a format loses: elements that are 0 or 1 here and another number in float64 from the same inputs.
+# -- lost elements: 0 or 1 here, and another number in float64 from the same inputs --
 
-
-KEPT = 2**16
-"""Lost elements that one record keeps; the first ones, where there are more: one is enough to name the op."""
+KEPT = 2**16  # lost elements that one record keeps, the first ones: one is enough to name the op
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What a value came from.
+    """What a value came from."""
 
-    Attributes:
-        made_by: As in `ampdoctor.evidence.trace.Operand`.
-        site: Where the op ran; None for what was there before the step.
-        dtype: The format that it was made in.
-        fraction: Share of the result's elements that were lost.
-        amax: Largest float64 magnitude among those elements; of elements rounded to one, the smallest.
-    """
-
-    made_by: str
-    site: Site | None
+    made_by: str  # as in `ampdoctor.evidence.trace.Operand`
+    site: Site | None  # where the op ran; None for a value from before the step
     dtype: torch.dtype
-    fraction: float = 0.0
-    amax: float = 0.0
+    fraction: float = 0.0  # share of the result's elements that were lost
+    amax: float = 0.0  # largest float64 magnitude among the lost elements; of elements rounded to one, the smallest
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Elements of a storage that are 0 or 1 here and something else in float64.
-
-    Attributes:
-        maker: The op that lost them.
-        places: Their positions in the storage, in elements.
-        here: What they are: 0, 1 or -1.
-        meant: What they are in float64.
-    """
+    """Elements of a storage that are 0 or 1 here and something else in float64."""
 
     maker: Maker
-    places: torch.Tensor
-    here: torch.Tensor
-    meant: torch.Tensor
+    places: torch.Tensor  # positions in the storage, in elements
+    here: torch.Tensor  # 0, 1 or -1
+    meant: torch.Tensor  # in float64
 
 
 def record_of(result: torch.Tensor, at: torch.Tensor, here: torch.Tensor, meant: torch.Tensor, maker: Maker) -> Lost:
-    """Remember lost elements.
-
-    Args:
-        result: What an op returned.
-        at: Positions of the lost elements, as if the result were contiguous.
-        here: Their values, in float64.
-        meant: What they are without the loss, in float64.
-        maker: The op that lost them.
-    """
+    """The record of lost elements; `at` are their positions as if `result` were contiguous."""
     left = at[:KEPT]
     places = torch.zeros_like(left).add_(result.storage_offset())
     for length, stride in zip(reversed(result.shape), reversed(result.stride()), strict=True):
@@ -77,7 +52,7 @@ def record_of(result: torch.Tensor, at: torch.Tensor, here: torch.Tensor, meant:
 
 
 def outside(lost: Lost, tensor: torch.Tensor) -> Lost | None:
-    """What is left of a record after the tensor has been written."""
+    """The part of a record that remains after the tensor has been written."""
     size = int(tensor.untyped_storage().nbytes()) // tensor.element_size()
     if tensor.numel() >= size and tensor.is_contiguous():
         return None
@@ -91,18 +66,11 @@ def outside(lost: Lost, tensor: torch.Tensor) -> Lost | None:
 
 
 def loser(ran: Ran, result: torch.Tensor, meant: torch.Tensor, *, zero: bool) -> Maker:
-    """The op as the one that lost these elements: rounded to one, flushed, or an epsilon that was flushed.
-
-    Args:
-        ran: The op.
-        result: What it returned.
-        meant: The lost elements in float64.
-        zero: They are 0 here; otherwise 1.
-    """
+    """The op as the maker of lost elements (`meant`, in float64): rounded to one, flushed, or a flushed epsilon."""
     values = meant.abs()
     share = len(meant) / result.numel()
     if not zero:
-        # of values that round to 1 the one farthest from it says most
+        # the value farthest from 1 is the most telling
         return Maker("rounded_to_one", ran.site, result.dtype, share, float(values.min()))
     numbers = [abs(number) for number, rounded in lost_numbers(ran.call, result.dtype, ran.kernel) if not rounded]
     epsilon = any(bool((values == number).any()) for number in numbers)
@@ -110,17 +78,11 @@ def loser(ran: Ran, result: torch.Tensor, meant: torch.Tensor, *, zero: bool) ->
 
 
 LITERALS = {"binary_cross_entropy_backward": (1e-12,)}
-"""Numbers that kernels of torch have in their code: `EPSILON` of aten/src/ATen/native/Loss.cpp and cuda/Loss.cu."""
+"""Numbers in the code of torch's kernels: `EPSILON` of aten/src/ATen/native/Loss.cpp and cuda/Loss.cu."""
 
 
 def lost_numbers(call: Split, dtype: torch.dtype, kernel: str) -> Iterator[tuple[float, float]]:
-    """Numbers that the format rounds to 0, 1 or -1, each with what it becomes.
-
-    Args:
-        call: The op's arguments.
-        dtype: The format.
-        kernel: The op's name, by which numbers in its own code are known.
-    """
+    """Numbers of a call (or in its kernel's code) that the format rounds to 0, 1 or -1, each with the rounded value."""
     for item in (*call.args, *call.kwargs.values(), LITERALS.get(kernel, ())):
         for value in item if isinstance(item, list | tuple) else (item,):
             number = float(value.detach()) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -130,16 +92,14 @@ def lost_numbers(call: Split, dtype: torch.dtype, kernel: str) -> Iterator[tuple
                     yield number, rounded
 
 
-# Where exact zeros and ones come from: lost by a format, computed, written down, or brought along.
+# -- where exact zeros and ones come from: lost by a format, computed, written by the user, or given with the step --
 #
-# For each storage one small record, never a tensor: a value that is 0 or 1 here and another number in float64 from the
-# same inputs is *lost*, and its float64 value is remembered by its place in the storage. An op that reads lost values
-# is run again on the values that were meant, so the loss is inherited where it still shows, through views, copies and
+# Each storage has one small record, never a tensor: a value that is 0 or 1 here and another number in float64 from the
+# same inputs is *lost*, and its float64 value is recorded by its position in the storage. An op that reads lost values
+# is run again on the float64 values. So the loss is inherited where it still has an effect, through views, copies and
 # casts, across modules and from the forward into the backward.
 
-
-ALL_KEPT = 2**22
-"""Lost elements kept in all (64 MiB); beyond, the oldest records go, and their operands stay unexplained."""
+ALL_KEPT = 2**22  # lost elements kept in all (64 MiB); then the oldest are dropped and their operands stay unexplained
 FILLS = CONSTANTS | {
     "zeros",
     "zeros_like",
@@ -149,23 +109,16 @@ FILLS = CONSTANTS | {
     "ones_like",
     "new_ones",
     "_efficientzerotensor",
-}
-"""Kernels whose zeros and ones the user wrote down."""
+}  # kernels whose zeros and ones the user wrote
 
-ROOTS = frozenset({"ones_like", "ones", "full_like", "full"})
-"""Kernels that make the gradient from which a backward starts, before it starts."""
+ROOTS = frozenset({"ones_like", "ones", "full_like", "full"})  # kernels that make a backward's first gradient
 MOVES = frozenset(
     {"clone", "copy_", "_to_copy", "_unsafe_view", "cat", "stack", "index", "index_select", "gather", "flip", "roll"}
-)
-"""Kernels that only move values: what they return was made by the op that made their input."""
+)  # kernels that only move values: the maker of the input counts as the maker of the result
 
 
 class Provenance:
-    """Records, by storage, of the values that a step has made.
-
-    Args:
-        name_of: "data", "param:NAME", "buffer:NAME", ... of a tensor that came with the step, else None.
-    """
+    """Records, by storage, where the values of a step come from; `name_of` is that of `Belongings`."""
 
     def __init__(self, name_of: Callable[[torch.Tensor], str | None]) -> None:
         self._name_of = name_of
@@ -184,27 +137,21 @@ class Provenance:
         self._gradients.clear()
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Nothing is known of what its memory holds now."""
+        """Drop all records of a tensor's memory."""
         key = storage_key(tensor)
         self._drop(key)
         self._zeros.pop(key, None)
         self._makers.pop(key, None)
         self._gradients.pop(key, None)
 
-    # -- questions -------------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     def losses(self, tensor: torch.Tensor) -> tuple[Lost, ...]:
-        """What was lost in a tensor's storage."""
+        """The records of lost elements in a tensor's storage."""
         return tuple(self._lost.get(storage_key(tensor), ()))
 
     def meant(self, tensor: torch.Tensor, before: torch.Tensor, losses: tuple[Lost, ...]) -> torch.Tensor | None:
-        """The tensor in float64 with what was lost put back; None where it shows none of it.
-
-        Args:
-            tensor: A view of the storage.
-            before: Its values (those before an in-place op ran).
-            losses: As `losses(tensor)` gives them.
-        """
+        """The tensor (values `before`) in float64 with its lost elements restored; None where it shows none of them."""
         if tensor.layout is not torch.strided or tensor.is_complex() or tensor.numel() == 0:
             return None
         size = int(tensor.untyped_storage().nbytes()) // tensor.element_size()
@@ -220,7 +167,7 @@ class Provenance:
         return torch.where(put_back, seen[0], real) if bool(put_back.any()) else None
 
     def zeros(self, tensor: torch.Tensor) -> Maker | None:
-        """Where a tensor's exact zeros come from, where that is known."""
+        """Where a tensor's exact zeros come from, if known."""
         key = storage_key(tensor)
         known = self._zeros.get(key)
         if known is not None:
@@ -228,7 +175,7 @@ class Provenance:
         return self._brought(tensor) or self._makers.get(key)
 
     def maker(self, tensor: torch.Tensor) -> Maker | None:
-        """The op that wrote a tensor's storage last, or what it came with."""
+        """The op that wrote a tensor's storage last, or the name under which it came with the step."""
         return self._makers.get(storage_key(tensor)) or self._brought(tensor)
 
     def _brought(self, tensor: torch.Tensor) -> Maker | None:
@@ -240,11 +187,7 @@ class Provenance:
     # -- every op --------------------------------------------------------------------------------------------------
 
     def note(self, ran: Ran) -> None:
-        """An op has run: remember what it made, and where zeros and ones among it come from.
-
-        Args:
-            ran: The op; `losses` still answers for its inputs as they were.
-        """
+        """Record what an op made, and where its zeros and ones come from; `losses` must still describe its inputs."""
         read = {storage_key(t) for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()])}
         made = [t for t in self._made(ran) if ran.call.in_place or storage_key(t) not in read]
         if not made:
@@ -284,18 +227,19 @@ class Provenance:
         return [t for t in (*floats, *others) if is_plain(t)]
 
     def _follows_a_gradient(self, ran: Ran) -> bool:
-        """In a backward only what is computed from saved values alone becomes an operand; gradients are full of zeros.
+        """Whether a backward's op reads a gradient: gradients are full of zeros, and no operand is sought among them.
 
-        They start as a constant (the gradient of the loss is 1), and whatever reads one is one.
+        In a backward, only what is computed from saved values alone can be an operand. Gradients start as a constant
+        (the gradient of the loss is 1), and the result of an op that reads a gradient is a gradient.
         """
         if ran.site.phase != "backward" or ran.site.line is not None:
-            return False  # the user's own backward is code like any other
+            return False  # the user's own backward code is treated like a forward
         if ran.kernel in FILLS and ran.kernel != "where":
             return True
         return any(storage_key(t) in self._gradients for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()]))
 
     def _losses_of(self, ran: Ran, special: dict[int, tuple[bool, bool]]) -> dict[int, list[Lost]]:
-        """By `id` of a result: what the op itself loses, else what it inherits."""
+        """By `id` of a result: the elements that the op itself loses, and those that it inherits."""
         call = ran.call
         candidates = [t for t in ran.results if id(t) in special and t.dtype != torch.float64]
         if not candidates or not call.repeatable:
@@ -331,7 +275,7 @@ class Provenance:
         return found
 
     def inherited(self, call: Split) -> dict[int, tuple[torch.Tensor, Maker]]:
-        """By `id` of an input: its values with what was lost put back, and the op that lost most of it."""
+        """By `id` of an input: its values with lost elements restored, and the op that lost most of them."""
         found: dict[int, tuple[torch.Tensor, Maker]] = {}
         if not self._lost:
             return found
@@ -343,7 +287,7 @@ class Provenance:
         return found
 
     def _zeros_of(self, ran: Ran, results: list[torch.Tensor]) -> dict[int, Maker]:
-        """By `id` of a result that holds zeros: the input whose zeros make them, else the op itself."""
+        """By `id` of a result that holds zeros: the maker of the input whose zeros cause them, else the op itself."""
         if not results:
             return {}
         found: dict[int, Maker] = {}
@@ -374,7 +318,7 @@ class Provenance:
     # -- records ---------------------------------------------------------------------------------------------------
 
     def _keep(self, tensor: torch.Tensor, records: list[Lost]) -> None:
-        """Put records in place of what the storage held where the tensor lies."""
+        """Replace the storage's records where the tensor lies."""
         key = storage_key(tensor)
         left = [lost for old in self._lost.get(key, ()) if (lost := outside(old, tensor)) is not None]
         self._drop(key)
@@ -393,12 +337,11 @@ class Provenance:
 
 
 _NEITHER = (False, False)
-_NO_KERNELS = (torch.uint16, torch.uint32, torch.uint64)
-"""Formats that most kernels lack: random seeds and offsets of attention on a GPU."""
+_NO_KERNELS = (torch.uint16, torch.uint32, torch.uint64)  # formats without most kernels: attention's seeds and offsets
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether it is a tensor whose values can be read here: dense, with memory, of no transform's level."""
+    """Whether a tensor's values can be read here: dense, with memory, not inside a `torch.func` transform."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor._is_zerotensor() or tensor.is_complex():
         return False
     if tensor.dtype in _NO_KERNELS:
@@ -407,7 +350,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _special(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Does it hold an exact zero; is its largest magnitude exactly 1, as where a probability or a cosine is rounded?"""
+    """(holds an exact zero, its largest magnitude is exactly 1, as of a rounded probability or cosine)."""
     values = dense(tensor.detach())
     if tensor.dtype is torch.bool:
         return not bool(values.all()), False
@@ -421,7 +364,7 @@ def _special(tensor: torch.Tensor) -> tuple[bool, bool]:
 def _moved_by(
     ran: Ran, results: list[torch.Tensor], tensor: torch.Tensor, before: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """The results with zeros that are none once the input's zeros are ones."""
+    """The results whose zeros vanish once the input's zeros are replaced by ones."""
     instead = torch.where(before == 0, torch.ones_like(before), before)
     if not ran.call.repeatable or torch.Tag.nondeterministic_seeded in getattr(ran.func, "tags", ()):
         return
@@ -433,7 +376,7 @@ def _moved_by(
         at = (dense(result) == 0).reshape(-1).nonzero()[:, 0]
         if ran.results:
             other = again.at(position, at)
-        else:  # integers and booleans have no wider kind
+        else:  # integers and booleans have no wider dtype
             same = position < len(others) and others[position].shape == result.shape
             other = others[position].reshape(-1)[at] if same else None
         if other is not None and bool((other != 0).any()):

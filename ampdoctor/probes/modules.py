@@ -1,4 +1,4 @@
-"""Modules and the tensors that they take and return: which module runs, and hooks on gradients at modules."""
+"""Modules and the tensors that they take and return: which module is running, and hooks on gradients at modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ampdoctor.hooks.interfaces import Watched
 
 
-# Which module is running: a stack kept by hooks, also while activation checkpointing runs a forward again.
+# -- which module is running, also while activation checkpointing runs a forward again --
 
 
 class ModuleStack:
@@ -34,7 +34,7 @@ class ModuleStack:
         self._calls: Counter[tuple[str, bool]] = Counter()
 
     def clear(self) -> None:
-        """A new step begins."""
+        """Begin a step."""
         self._stack.clear()
         self._calls.clear()
 
@@ -45,7 +45,7 @@ class ModuleStack:
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Hooks on every module."""
+        """Install hooks on every module."""
         scripted: dict[int, str] = {}
         with ExitStack() as stack:
             for name, module in run.model.named_modules():
@@ -54,14 +54,14 @@ class ModuleStack:
                     scripted[id(module)] = clean
                     continue
                 stack.callback(module.register_forward_pre_hook(self._enter(clean, module), prepend=True).remove)
-                # always_call: a checkpointed forward is left by an exception once it has recomputed what it needs
+                # always_call: checkpointing leaves a forward by an exception once it has recomputed what it needs
                 stack.callback(module.register_forward_hook(self._leave(clean, module), always_call=True).remove)
             if scripted:
                 self._attach_scripted(scripted, stack)
             yield
 
     def _attach_scripted(self, names: dict[int, str], stack: ExitStack) -> None:
-        """A scripted module takes no hooks of its own; the global ones see it called from Python, its children not."""
+        """Use global hooks for scripted modules, which take none of their own; calls of their children are not seen."""
 
         def enter(module: nn.Module, args: Any) -> None:
             if id(module) in names:
@@ -95,11 +95,9 @@ class ModuleStack:
 
 
 class CalledModules(ModuleStack):
-    """The same where nobody knows beforehand which modules will be called: hooks on all that there are.
+    """A `ModuleStack` with hooks on all modules of the process, for modules that are not known beforehand.
 
-    Args:
-        name_of: Name of a module that is called with some arguments, and whether no other is running; None for one that
-            is to pass for a part of the module that calls it.
+    `name_of(module, args, outermost)` names a module that is called. None makes it count as part of its caller.
     """
 
     def __init__(self, name_of: Callable[[nn.Module, Any, bool], str | None]) -> None:
@@ -109,7 +107,7 @@ class CalledModules(ModuleStack):
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:  # noqa: ARG002 - the modules are not the run's
-        """Hooks on every module of the process."""
+        """Install hooks on every module of the process."""
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._on_call).remove)
             stack.callback(register_module_forward_hook(self._on_return, always_call=True).remove)
@@ -128,20 +126,13 @@ class CalledModules(ModuleStack):
             self._leave(name, module)(module, args, output)
 
 
-# Tensors inside the nested values that modules and ops take and return.
+# -- tensors inside nested values --
 
-
-_DEPTH = 8
-"""Outputs nested deeper than this are not a model's outputs but an object graph."""
+_DEPTH = 8  # values nested deeper than this are no outputs of a model but an object graph
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Every tensor in a nested value (mappings, dataclasses, `ModelOutput`, sequences), in order.
-
-    Args:
-        value: What a module's forward or an op returned.
-        depth: Recursion depth so far.
-    """
+    """Every tensor in a nested value (mappings, dataclasses, `ModelOutput`, sequences), in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth > _DEPTH or isinstance(value, str | bytes | int | float | None):
@@ -158,21 +149,18 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory; 0 of one that has none of its own (a subclass that wraps others, meta)."""
+    """The address of a tensor's memory; 0 where it has none of its own (a subclass that wraps others, meta)."""
     if not is_plain(tensor) or tensor.is_nested or tensor.is_meta or tensor.layout is not torch.strided:
         return 0
     return tensor.untyped_storage().data_ptr()
 
 
 def takes_apart(types: Any, values: Any) -> bool:
-    """Does a tensor subclass have to run this op, of others on the tensors that it consists of?
+    """Whether a tensor subclass has to run this op itself, as other ops on the tensors that it consists of.
 
     A mode that returns `NotImplemented` for it sees those ops: of an FP8 product the casts, the product and the
-    division, each with its numbers. The subclass itself refuses most of the ops by which a tensor is looked at.
-
-    Args:
-        types: As a mode's `__torch_dispatch__` gets them.
-        values: The op's arguments.
+    division, each with its numbers. The subclass itself refuses most ops that read values. `types` are the arguments'
+    types, as `__torch_dispatch__` gets them.
     """
     if all(kind is torch.Tensor or kind is torch.nn.Parameter for kind in types):
         return False
@@ -181,44 +169,40 @@ def takes_apart(types: Any, values: Any) -> bool:
 
 
 def is_watched(tensor: torch.Tensor) -> bool:
-    """Only floating-point and complex tensors with data can be non-finite.
+    """Whether the values can be checked: floating-point or complex tensors with data.
 
-    A double backward hands zero tensors around that have a shape and no memory. Inside `vmap` and `grad` a tensor
-    stands for a level of theirs: a flag made from it would outlive the level. Nested tensors lack most reductions: what
-    is made from them is looked at again where it is dense. A subclass that refuses to give its numbers is left out.
+    A double backward uses zero tensors that have a shape and no memory. Inside `vmap` and `grad` a tensor belongs to a
+    transform's level, and a flag made from it would outlive the level. Nested tensors lack most reductions; dense
+    tensors made from them are checked. A subclass whose values cannot be read is left out.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or tensor._is_zerotensor():
         return False
     return not tensor.is_nested and not of_transform(tensor) and is_readable(tensor)
 
 
-# Where gradients are seen: at the outputs and inputs of modules, and at parameters before they are accumulated.
+# -- gradients at outputs and inputs of modules, and at parameters before accumulation --
 
 
 @dataclass(frozen=True, slots=True)
 class HalfPlan:
-    """What has the half format in the half-precision run, by clean name.
+    """What has the half format in the half-precision run, by clean name."""
 
-    Attributes:
-        outputs: Modules with an output in the format.
-        inputs: Modules that cast an input to the format, or read one that no watched module made.
-        parameters: Parameters that are cast to the format or have it.
-    """
-
-    outputs: frozenset[str]
-    inputs: frozenset[str]
-    parameters: frozenset[str]
+    outputs: frozenset[str]  # modules with an output in the format
+    inputs: frozenset[str]  # modules that cast an input to it, or read one that no watched module made
+    parameters: frozenset[str]  # cast to the format, or stored in it
 
     def holds(self, place: Place) -> bool:
-        """Is the tensor at this place in the half format?"""
+        """Whether the tensor at this place is in the half format."""
         if place.part == "parameter":
             return place.name in self.parameters
         return place.name in (self.outputs if place.part == "output" else self.inputs)
 
 
 OnGradient = Callable[[Place, int, "Tensor"], None]
-"""Called with the place, the how manieth tensor of it in this step (counted in the forward, and a gradient
-that is delivered once more behind them), and the gradient."""
+"""Called with a place, the tensor's index there in the step, and the gradient.
+
+Tensors are numbered in the forward; a gradient that is delivered once more gets a number after them.
+"""
 OnOutput = Callable[[str, "Tensor"], None]
 
 
@@ -230,26 +214,21 @@ def observed_modules(run: Watched) -> Iterator[tuple[str, nn.Module]]:
 
 
 def owns_parameters(module: nn.Module) -> bool:
-    """Has it parameters that belong to no child?"""
+    """Whether it has parameters that belong to no child."""
     return any(True for _ in module.parameters(recurse=False))
 
 
 class GradientHooks:
-    """Hooks that hand on every gradient; module outputs are hooked tensor by tensor (in-place modules survive that).
+    """Hooks that pass on every gradient; module outputs are hooked tensor by tensor (in-place modules keep the hooks).
 
-    What an in-place module overwrites still has its gradient seen, unless it is a view (a linear's output in three
-    dimensions is one): autograd then rewrites the history that the hook was part of, and only the gradient of the
+    The gradient of a tensor that an in-place module overwrites is seen, unless the tensor is a view (a linear's output
+    in three dimensions is one). Autograd then rewrites the history with the hook, and only the gradient of the
     overwritten value is seen.
 
-    A tensor's gradient is seen each time that it is delivered: a second derivative runs through the forward again.
-
-    A parameter's gradient is seen as each backward delivers it: before micro-batches add up, before unscaling and
-    clipping, because that is the tensor that was in half precision.
-
-    Args:
-        on_gradient: Gets the gradients.
-        on_output: Gets the outputs of modules, in the forward.
-        inputs: Clean names of the modules whose input gradients are wanted: the part that flows through that module.
+    A tensor's gradient is seen each time it is delivered: a second derivative runs through the forward again. A
+    parameter's gradient is seen as each backward delivers it, before micro-batches add up, unscaling and clipping,
+    because that is the tensor in half precision. Input gradients are those of the modules named in `inputs`, and
+    contain only what flows through that module.
     """
 
     def __init__(
@@ -262,13 +241,13 @@ class GradientHooks:
         self._hooked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def clear(self) -> None:
-        """A new step begins."""
+        """Begin a step."""
         self._counts.clear()
         self._hooked.clear()
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """The hooks are in place inside, and gone afterwards."""
+        """Install the hooks."""
         names = run.parameter_names()
         with ExitStack() as stack:
             for name, module in observed_modules(run):
@@ -292,7 +271,7 @@ class GradientHooks:
                 return value
             if not torch.is_grad_enabled():
                 return value
-            # A view, so that only what flows back through this module is seen, not what other readers add.
+            # A view, so that only what flows back through this module is seen, not the gradients of other readers.
             seen = value.view_as(value)
             self._watch(place, seen)
             return seen
@@ -311,7 +290,7 @@ class GradientHooks:
                     self._on_output(place.name, tensor)
                 known, version = self._hooked.get(id(tensor), (None, 0))
                 if known is not None and known() is tensor and version == tensor._version:
-                    continue  # handed through: the module that made it has it
+                    continue  # passed through: hooked at the module that made it
                 if tensor.requires_grad and torch.is_grad_enabled():
                     self._hooked[id(tensor)] = weakref.ref(tensor), tensor._version
                     self._watch(place, tensor)

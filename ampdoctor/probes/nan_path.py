@@ -1,4 +1,4 @@
-"""The path of a non-finite value: what fed it, which modules carry it on, and where the step's own code reads it."""
+"""The path of a non-finite value: its finite inputs, the modules that pass it on, and where user code reads it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,17 @@ if TYPE_CHECKING:
     from ampdoctor.probes.ops import Ran, Site
 
 
-# The way of a birth's values: the finite ops that fed it, the modules that carry it on, the sinks that it reaches.
+# -- finite ops before a birth, modules that carry its values on, sinks that they reach --
 
-
-FEEDERS = 5
-"""Finite ops before a birth that are kept, nearest last: what an overflow grew out of shows in a few."""
-MOST_CARRIERS = 1000
-"""Places of a step that are measured as carriers; each costs some reductions."""
-WRITTEN = (FILLS | ROOTS) - {"where"}
-"""Kernels whose results nothing fed: constants, and the 1 from which a backward starts."""
+FEEDERS = 5  # finite ops before a birth that are kept, nearest last: a few show how an overflow grew
+MOST_CARRIERS = 1000  # places of a step that are measured as carriers; each costs some reductions
+WRITTEN = (FILLS | ROOTS) - {"where"}  # kernels without inputs: constants, and the 1 from which a backward starts
 _PHASES: dict[str, Phase] = {"loss": "loss", "raised": "loss", "grad": "backward", "buffer": "forward"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Fed:
-    """A finite result: the op that made it, and the largest of those that fed this op."""
+    """A finite result: the op that made it, and the largest of this op's inputs."""
 
     order: int
     site: Site
@@ -47,7 +43,7 @@ class _Fed:
 
 @dataclass(slots=True)
 class _Carrier:
-    """The ops of one call of a module that carry the same births, and the first of them that does more than move."""
+    """The ops of one module call that carry the same births; `shown` is the first that does not only move values."""
 
     shown: Passage
     births: Births
@@ -56,13 +52,13 @@ class _Carrier:
 
 
 class Ways:
-    """Keeps, for each op of a traced step, a few numbers and no tensor."""
+    """Keeps a few numbers, and no tensor, for each op of a traced step."""
 
     def __init__(self) -> None:
         self.clear(0)
 
     def clear(self, step: int) -> None:
-        """Another step begins."""
+        """Begin another step."""
         self._step = step
         self._fed: ByMemory[_Fed] = ByMemory()
         self._written: ByMemory[int] = ByMemory()
@@ -75,12 +71,7 @@ class Ways:
     # -- every op --------------------------------------------------------------------------------------------------
 
     def pass_finite(self, ran: Ran, order: int) -> None:
-        """An op without a non-finite result ran.
-
-        Args:
-            ran: The op.
-            order: Its place in the step.
-        """
+        """Note an op without a non-finite result; `order` is its position in the step."""
         self._note_phase(ran.site, order)
         made = list(_own_memory(ran))
         if not made:
@@ -97,15 +88,7 @@ class Ways:
                 self._fed[key] = _Fed(order, ran.site, dtype_name(tensor), shape, amax, fed)
 
     def carry(self, ran: Ran, poisoned: Sequence[torch.Tensor], births: Births, order: int, *, born: bool) -> None:
-        """An op with a non-finite result ran; it carries what descends from earlier births, or made one itself.
-
-        Args:
-            ran: The op.
-            poisoned: Its non-finite results.
-            births: That they descend from.
-            order: Its place in the step.
-            born: It is itself the birth.
-        """
+        """Note an op with non-finite results (`poisoned`), which descend from `births`; if `born`, it is the birth."""
         site = ran.site
         self._note_phase(site, order)
         for tensor in poisoned:
@@ -113,13 +96,13 @@ class Ways:
             self._fed.pop(key, None)
             self._written[key] = order
         if born or births <= self._arrived:
-            return  # what lies behind the first harm is its consequence
+            return  # everything after the first affected sink is a consequence of it
         place = (births, site.phase, site.module, site.call, site.micro_batch)
         views = next(_own_memory(ran), None) is None
         moves = views or ran.kernel in MOVES
         known = self._carriers.get(place)
         if (known is None and len(self._carriers) >= MOST_CARRIERS) or (known is not None and views):
-            return  # a view is worth a node where a module does nothing else, and no op to count
+            return  # a view is shown only for a module that does nothing else, and is not counted
         if known is None or (known.moves and not moves):
             passage = passage_of(poisoned[0], order, site.where(self._step, kind_of(poisoned)), ran.call.before)
             orders = known.orders if known is not None else []
@@ -127,14 +110,7 @@ class Ways:
         known.orders.append(order)
 
     def arrive(self, sink: str, value: torch.Tensor | float | None, births: Births, order: int) -> None:
-        """Something that harms training is non-finite.
-
-        Args:
-            sink: "loss", "raised", "grad:NAME", "param:NAME", ...
-            value: What is there; None for an exception.
-            births: That it descends from.
-            order: How many ops have run.
-        """
+        """Note that a sink ("loss", "grad:NAME", ...) is non-finite after `order` ops; `value` None: an exception."""
         kind, _, name = sink.partition(":")
         new = [birth for birth in births if (birth, kind) not in self._harms]
         self._arrived |= births
@@ -154,14 +130,10 @@ class Ways:
         passage = passage_of(value, order, where)
         self._harms.update({(birth, kind): passage for birth in new})
 
-    # -- answers ---------------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------------
 
     def before(self, reads: Iterable[torch.Tensor]) -> tuple[Passage, ...]:
-        """The finite ops behind an op's inputs, the nearest last: each time the maker of the largest input.
-
-        Args:
-            reads: The op's inputs.
-        """
+        """The finite ops behind an op's inputs, the nearest last: each time the op that made the largest input."""
         nodes: list[Passage] = []
         fed, place = self._largest(reads), None
         while fed is not None and len(nodes) < FEEDERS:
@@ -182,14 +154,8 @@ class Ways:
         return tuple(reversed(nodes))
 
     def way(self, birth: int, order: int, before: tuple[Passage, ...]) -> Way:
-        """The way of a birth.
-
-        Args:
-            birth: Its number.
-            order: Its place in the step.
-            before: As `before` gave it when the birth came.
-        """
-        # what a step returns is often a sum made at its end; the loss itself was there before its backward
+        """The path of birth number `birth`, at position `order`; `before` is the result of `before` at that time."""
+        # the returned loss is often a sum made at the end of the step; the loss itself existed before its backward
         loss = next((start - 1 for start in self._backwards if start > order), None)
         harms = sorted(
             (
@@ -224,14 +190,7 @@ class Ways:
 def passage_of(
     value: torch.Tensor | float | None, order: int, where: Where, reads: Sequence[torch.Tensor] = ()
 ) -> Passage:
-    """A passage with the numbers of what is there.
-
-    Args:
-        value: A tensor, a number, or None where nothing is known.
-        order: Its place in the step.
-        where: Its address.
-        reads: What the op read.
-    """
+    """A `Passage` with the numbers of `value` (a tensor, a number, or None) and of the op's inputs."""
     inputs = [amax_of(tensor) for tensor in reads if is_watched(tensor)]
     input_amax = max(inputs, default=None)
     if isinstance(value, torch.Tensor):
@@ -256,7 +215,7 @@ def amax_of(tensor: torch.Tensor) -> float:
 
 
 def _own_memory(ran: Ran) -> Iterator[torch.Tensor]:
-    """The results that are no views of what the op read."""
+    """The results that are no views of the op's inputs."""
     read = set() if ran.call.in_place else {storage_key(t) for t in tensors_in([*ran.call.args, ran.call.kwargs])}
     return (tensor for tensor in ran.results if storage_key(tensor) not in read)
 
@@ -268,35 +227,26 @@ def _kind(value: torch.Tensor | float | None) -> Any:
 
 
 def _rank(passage: Passage) -> tuple[int, bool]:
-    """In the order of the ops; a loss comes before the gradients that it gives."""
+    """Sort key: the order of the ops; a loss comes before its gradients."""
     return passage.order, passage.where.op != "loss"
 
 
-# What the step's own Python code learned of non-finite values: as a number, or by comparing.
+# -- non-finite values that the step's Python code reads --
 
 
 class Readings:
     """The births behind the non-finite values that were read last.
 
-    A loop that guards itself asks before it raises: `loss.item()`, `torch.isfinite(loss)`, `gradient.isnan().any()`.
-    Each is an op with a non-finite input whose result cannot be one: a Python number, a tensor of booleans.
-
-    Attributes:
-        number: Of what became a Python number last.
-        asked: Of what became a number, was compared, or was refused by an op last.
+    A training loop that checks itself reads values before it raises: `loss.item()`, `torch.isfinite(loss)`,
+    `gradient.isnan().any()`. Each is an op with a non-finite input and a result that is a Python number or boolean.
     """
 
     def __init__(self) -> None:
-        self.number: Births = NONE
-        self.asked: Births = NONE
+        self.number: Births = NONE  # of the last value that became a Python number
+        self.asked: Births = NONE  # of the last value that became a number, was compared, or that an op refused
 
     def note(self, ran: Ran, births: Callable[[Sequence[torch.Tensor], Site], Births]) -> None:
-        """An op ran.
-
-        Args:
-            ran: The op.
-            births: Gives the births of non-finite inputs at a site.
-        """
+        """Note an op; `births` gives the births of non-finite inputs at a site."""
         if not ran.bad:
             return
         if ran.kernel == "_local_scalar_dense":
@@ -307,12 +257,6 @@ class Readings:
     def refused(
         self, bad: Sequence[torch.Tensor], site: Site, births: Callable[[Sequence[torch.Tensor], Site], Births]
     ) -> None:
-        """An op raised.
-
-        Args:
-            bad: Its non-finite inputs.
-            site: Where it ran.
-            births: As in `note`.
-        """
+        """Note an op that raised an exception; `bad` are its non-finite inputs."""
         if bad:
             self.asked = births(bad, site)

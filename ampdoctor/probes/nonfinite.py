@@ -1,4 +1,4 @@
-"""Whether values are finite: a cheap probe of whole steps, how near the limit they come, and one tensor exactly."""
+"""Whether values are finite: a cheap probe of whole steps, the headroom of fp16 and bf16 tensors, and exact checks."""
 
 from __future__ import annotations
 
@@ -27,45 +27,31 @@ if TYPE_CHECKING:
     from ampdoctor.hooks.interfaces import Watched
 
 
-# How far the tensors of a healthy step stay below the largest number of their format.
+# -- headroom: how far finite tensors stay below the largest number of their format --
 
-
-FAR = 8.0
-"""Binades below its format's end from which on an output is no longer kept step by step: nobody asks where it heads."""
+FAR = 8.0  # headroom in powers of two from which on a module's largest output is no longer recorded step by step
 _REDUCED = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class Tightest:
-    """The smallest headroom among what a step's extremes show.
+    """The smallest headroom among a step's extremes (`found`), and the outputs near their format's limit (`near`).
 
     Counted are outputs of leaf modules and of the root, the gradients that arrive at them, and the gradients of
-    parameters whose module computes in a reduced format: autocast casts those to float32 only after they were made.
-    -inf and the format's lowest number are masks that someone wrote down: of such a tensor only the upper end counts,
-    which then is that of the values beside the mask.
-
-    Args:
-        step: The step.
-
-    Attributes:
-        found: The tightest so far; None before the first.
-        near: The largest output of each module that came within `FAR` of its format's end.
+    parameters whose module computes in a reduced format: autograd makes those in the reduced format and casts them to
+    float32 after. -inf and the format's lowest number are masks that someone wrote. Of such a tensor only the upper end
+    counts, which is then the largest of the values that are not masked.
     """
 
     def __init__(self, step: int) -> None:
         self.found: Headroom | None = None
-        self.near: dict[str, Headroom] = {}
+        self.near: dict[str, Headroom] = {}  # by module: its largest output within `FAR` of the limit
         self._step = step
         self._reduced: dict[str, str] = {}
 
     def note(self, kind: str, name: str, dtype: torch.dtype, low: float, high: float) -> None:
-        """A tensor was seen; the outputs of a step before its gradients.
+        """Note a tensor's smallest and largest element; the outputs of a step come before its gradients.
 
-        Args:
-            kind: "output", "output_grad", "grad"; anything else is no tensor that a format computes.
-            name: The module; the parameter where it is a "grad".
-            dtype: The tensor's own.
-            low: Its smallest element.
-            high: Its largest.
+        `kind` is "output", "output_grad" or "grad" (others are ignored); `name` the module, for "grad" the parameter.
         """
         if kind == "output" and dtype in _REDUCED:
             self._reduced[name] = _REDUCED[dtype]
@@ -77,7 +63,7 @@ class Tightest:
             return
         limit = FORMATS[format_name].max
         amax = abs(high) if low <= -limit else max(abs(low), abs(high))
-        if not 0.0 < amax <= limit:  # beyond it lies only a sum of several gradients, made in float32
+        if not 0.0 < amax <= limit:  # only a sum of several gradients, made in float32, exceeds it
             return
         share = amax / limit
         tighter = self.found is None or share > self.found.amax / self.found.limit
@@ -92,33 +78,23 @@ class Tightest:
             self.near[module] = headroom
 
 
-# Pass 1: one cheap reduction a tensor, one host sync a step.
+# -- pass 1: one cheap reduction a tensor, one host sync a step --
 #
 # It triggers only on what harms training: loss, gradients, parameters, buffers, optimizer state. Sums over module
 # outputs and their gradients only locate. A sum may fire on finite values (a `finfo.min` mask sums to -inf): a firing
-# is a reason to look closely, never a finding.
-
+# is a reason to trace the step, never a finding.
 
 _HALF_MAX = torch.finfo(torch.float16).max
 _FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
-
-
-_LOCATING = frozenset(("output", "output_grad"))
-"""What is looked at to say where, and harms nothing by itself."""
+_LOCATING = frozenset(("output", "output_grad"))  # kinds that are checked only to locate; they harm nothing themselves
 
 
 class Observation(NamedTuple):
-    """A value that a step's fingerprint covers.
+    """A value that a step's fingerprint covers."""
 
-    Attributes:
-        kind: "loss", "output", "output_grad" (of a module) or "grad" (of a parameter).
-        name: Of the loss, the module or the parameter.
-        value: The element that is worst: not finite where one is, else the largest.
-    """
-
-    kind: str
+    kind: str  # "loss", "output", "output_grad" (of a module) or "grad" (of a parameter)
     name: str
-    value: float
+    value: float  # the worst element: a non-finite one if there is one, else the largest
 
     @property
     def what(self) -> str:
@@ -127,21 +103,15 @@ class Observation(NamedTuple):
 
 
 class NonFiniteProbe:
-    """Sees non-finite values in every module's outputs and their gradients, in gradients, and in the run's state.
+    """Detects non-finite values in every module's outputs and their gradients, in gradients, and in the run's state.
 
-    State that is infinite when the probe is attached (an attention mask kept as a buffer) is nothing that a step did,
-    a mask that a step makes and keeps is none either, and a gradient that no optimizer uses harms nothing. A NaN is
-    never meant: a buffer that holds one stays a sink.
+    Not counted are state that was infinite when the probe was attached (an attention mask kept as a buffer), a mask
+    that a step makes and keeps, and a gradient that no optimizer uses. A NaN is never intended: a buffer that holds one
+    is reported. With `locate=False`, module outputs and their gradients are not checked.
 
-    Args:
-        locate: Look at module outputs and their gradients as well; otherwise at nothing but what is harmed.
-
-    Attributes:
-        sightings: Of the step that was finished last.
-        observed: Everything that its fingerprint covers, in order.
-        headroom: The tightest of that step; None where no tensor in a reduced format was seen, or where it fired. What
-            a buffer holds (a mask's -inf) says nothing of what the step computes.
-        near: The outputs that came near to their format's end, likewise.
+    `sightings`, `observed` (everything that the fingerprint covers, in order), `headroom` (the tightest) and `near`
+    (outputs near their format's limit) are those of the step that was finished last. The last two are empty where no
+    tensor in a reduced format was seen, or a value was non-finite; buffers (a mask's -inf) do not count here.
     """
 
     def __init__(self, *, locate: bool = True) -> None:
@@ -157,7 +127,7 @@ class NonFiniteProbe:
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Hooks on leaf modules (and the root), their outputs, and every parameter that wants a gradient."""
+        """Install hooks on leaf modules (and the root), their outputs, and every trained parameter."""
         self._run = run
         self._names = run.parameter_names()
         self._before = self._nonfinite_state()
@@ -167,7 +137,7 @@ class NonFiniteProbe:
             stack.callback(self._unhook_leaves)
             for name, module in run.model.named_modules() if self._locate else ():
                 if (name and any(module.children())) or isinstance(module, torch.jit.ScriptModule):
-                    continue  # a scripted module takes no hooks: what it harms is seen further on
+                    continue  # a scripted module takes no hooks: its non-finite outputs are seen later
                 clean = run.module_names.get(name, name)
                 handle = module.register_forward_hook(self._on_output(clean, module), always_call=True)
                 stack.callback(handle.remove)
@@ -178,7 +148,7 @@ class NonFiniteProbe:
             yield
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
-        """Forget the last step, and see what is finite beside the model."""
+        """Forget the last step, and record which tensors beside the model are finite."""
         self._forget()
         self._beside = FiniteBeside(self._run)
         return nullcontext()
@@ -196,7 +166,7 @@ class NonFiniteProbe:
         self._check_each(
             ((kind, name), tensor)
             for kind, name, tensor in state_tensors(self._run)
-            if kind != "optimizer_state" or tensor.dim()  # a step count harms what it divides, which is looked at
+            if kind != "optimizer_state" or tensor.dim()  # a step count: what it divides is checked
         )
         for name, gradient in outside_gradients(self._run):
             self._check("grad", name, gradient)
@@ -218,7 +188,7 @@ class NonFiniteProbe:
         return frozenset(label for label in found if not holds_nan(tensors[label]))
 
     def _is_made_as_mask(self, buffer: str) -> bool:
-        """A mask that the step has made and keeps, as a causal one is at the first call: -inf, and 0 beside it."""
+        """Whether the step made a buffer as a mask (-inf, else 0), as a causal mask is made at the first call."""
         for kind, name, tensor in state_tensors(self._run):
             if (kind, name) == ("buffer", buffer):
                 return is_made_mask(tensor)
@@ -246,7 +216,7 @@ class NonFiniteProbe:
                 self._check("output", name, tensor)
                 if tensor.requires_grad and torch.is_grad_enabled():
                     handle = on_gradient(tensor, arrived)
-                    if tensor.is_leaf:  # a module that hands out a parameter: this hook does not die with the graph
+                    if tensor.is_leaf:  # the module returns a parameter: its hook outlives the graph
                         self._leaf_hooks.append(handle)
 
         return hook
@@ -295,7 +265,7 @@ class NonFiniteProbe:
 
 
 def first_difference(first: Sequence[Observation], second: Sequence[Observation]) -> tuple[str, float, float] | None:
-    """Where two replays of a step part: (what, here, there); None where they agree in everything that both checked."""
+    """The first difference of two replays, in what both checked: (what, first value, second value); else None."""
     if not (_located(first) and _located(second)):
         first, second = _harmed(first), _harmed(second)
     for here, there in zip(first, second, strict=False):
@@ -317,7 +287,7 @@ def _harmed(observed: Sequence[Observation]) -> tuple[Observation, ...]:
 
 
 def trained_parameters(run: Watched) -> frozenset[int]:
-    """`id` of each parameter that an optimizer holds; of all, where the run has no optimizer."""
+    """`id` of each parameter that an optimizer holds; of all parameters if the run has no optimizer."""
     held = {id(p) for optimizer in run.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
     # with fp32 masters the optimizers hold copies, which take their gradients from the model's own parameters
     own = {id(p) for p in run.model.parameters()}
@@ -347,7 +317,7 @@ def state_tensors(run: Watched) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def outside_gradients(run: Watched) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, gradient) of parameters that only an optimizer holds: fp32 masters collect those of half parameters."""
+    """(name, gradient) of parameters that only an optimizer holds: fp32 masters of half parameters."""
     inside = {id(parameter) for parameter in run.model.parameters()}
     groups = (group for optimizer in run.optimizers.values() for group in optimizer.param_groups)
     outside = [p for group in groups for p in group["params"] if id(p) not in inside and p.grad is not None]
@@ -357,30 +327,26 @@ def outside_gradients(run: Watched) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def holds_nan(tensor: torch.Tensor) -> bool:
-    """Some element is NaN, and so is the smallest then; waits for the device."""
+    """Whether some element is NaN: then the smallest is, too; waits for the device."""
     return math.isnan(float(extremes(tensor)[0]))
 
 
 def is_mask(tensor: torch.Tensor) -> bool:
-    """It holds -inf, and besides that only finite values: so a user writes a mask, and no training step its state."""
+    """Whether it holds -inf and otherwise only finite values, as a mask does and trained state does not."""
     nans, pos_infs, neg_infs = nonfinite_counts(tensor)
     return neg_infs > 0 and not nans and not pos_infs
 
 
 def is_made_mask(tensor: torch.Tensor) -> bool:
-    """It holds -inf and besides that only zeros."""
+    """Whether it holds -inf and otherwise only zeros."""
     return is_mask(tensor) and not bool((tensor.detach().nan_to_num(neginf=0.0) != 0).any())
 
 
 def is_written_mask(copy: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
-    """A copy of weights holds -inf, besides that only finite values, and -inf nowhere in place of a weight beyond fp16.
+    """Whether a copy of weights is a mask: -inf and finite values, and no -inf in place of a weight beyond fp16.
 
-    Scores of weights that are pruned are such. A cast to half makes -inf of weights below -65504 alone: it is no mask.
-    Waits for the device.
-
-    Args:
-        copy: Of the shape of a model's tensor, or of all its weights in a line.
-        tensors: The models' own.
+    Scores of pruned weights look like this. A cast to half makes -inf exactly of the weights below -65504: no mask.
+    `copy` has the shape of one of the model's `tensors`, or is flat and as long as all of them. Waits for the device.
     """
     if not is_mask(copy) or is_made_mask(copy):
         return is_made_mask(copy)
@@ -394,14 +360,10 @@ def is_written_mask(copy: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool
 
 
 class FiniteBeside:
-    """What the run's own code keeps beside the model and was finite when this was made, as it is now.
+    """The tensors that the run's own code keeps beside the model and that were finite when this was made.
 
-    A tensor is known again by itself, or by its name where an average is made anew in each step. What was not finite
-    before (`best = inf`, memory that nothing has written to yet), and what the step itself makes, is nothing that the
-    step has harmed; nor is a mask.
-
-    Args:
-        run: The run.
+    A tensor is recognised by identity, or by its name if the step makes it anew (an average). Not counted are tensors
+    that were non-finite before (`best = inf`, uninitialised memory), other tensors that the step makes, and masks.
     """
 
     def __init__(self, run: Watched) -> None:
@@ -420,7 +382,7 @@ class FiniteBeside:
                 yield name, tensor
 
     def harmed(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) for what is not finite any more."""
+        """Yields (name, tensor) for those that are no longer finite."""
         own = list(self._run.model.parameters())
         for name, tensor in self.now():
             if (
@@ -432,12 +394,12 @@ class FiniteBeside:
 
 
 def _worst(low: float, high: float) -> float:
-    """The largest element; NaN or an infinity where there is one."""
+    """The largest element; NaN or an infinity if there is one."""
     return high if math.isfinite(low) else math.nan
 
 
 def _to_host(flags: list[torch.Tensor]) -> list[float]:
-    """All flags as floats, with one sync for each (device, dtype) there is."""
+    """All flags as floats, with one sync for each (device, dtype)."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, flag in enumerate(flags):
         groups.setdefault((flag.device, flag.dtype), []).append(index)
@@ -449,21 +411,21 @@ def _to_host(flags: list[torch.Tensor]) -> list[float]:
     return values
 
 
-# Exact looks at one tensor: is it finite, what does it hold?
+# -- exact checks of one tensor --
 
 
 def is_nonfinite(tensor: torch.Tensor) -> bool:
-    """Say exactly whether a tensor holds a NaN or an infinity: one reduction."""
+    """Whether a tensor holds a NaN or an infinity, exactly: one reduction."""
     return is_watched(tensor) and not math.isfinite(float(nonfinite_flag(tensor)))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Its dtype as evidence spells it ("float16")."""
+    """The dtype as the report spells it ("float16")."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def stats_of(tensor: torch.Tensor) -> TensorStats:
-    """Numbers of one tensor, exactly."""
+    """Exact statistics of one tensor."""
     values = dense(tensor).detach()
     if not is_watched(values) or values.numel() == 0:
         return TensorStats(dtype=dtype_name(tensor), shape=tuple(tensor.shape), amax=0.0, nans=0, infs=0, zeros=0)
@@ -494,14 +456,14 @@ def _stats_of_complex(values: torch.Tensor, shape: tuple[int, ...]) -> TensorSta
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values in a layout and a dtype that every op takes: those of a sparse tensor, 8-bit floats in float32."""
+    """The values in a layout and a dtype that every op takes: those of a sparse tensor, 8-bit floats in float32."""
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
 def kind_of(tensors: Sequence[torch.Tensor]) -> NonFinite:
-    """NaN where there is one, else an infinity."""
+    """Returns "nan" if there is a NaN, else "inf" or "none"."""
     ends = [float(end) for t in tensors if is_watched(t) for end in extremes(t)]  # a NaN makes both NaN
     if any(map(math.isnan, ends)):
         return "nan"

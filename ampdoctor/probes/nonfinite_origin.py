@@ -1,7 +1,7 @@
 """What took an op out of its domain: the input without which it is finite, and what made that input so.
 
-Decided by running the op again in float64 with one input changed: with what was lost put back, with ones for its
-zeros, with one half for all of it. An input is at fault where the op then is finite in an element where it was not.
+The op is run again in float64 with one input changed: lost elements restored, zeros replaced by ones, or all elements
+by one half. An input is at fault if the op then is finite in an element where it was not.
 """
 
 from __future__ import annotations
@@ -23,23 +23,16 @@ from ampdoctor.probes.ops import PICKS, SUMS, Ran
 from ampdoctor.probes.recompute import NO_RESULT, doubled, widely
 from ampdoctor.probes.user_code import as_source
 
-INSIDE = 0.5
-"""In the domain of every function that has one: log, sqrt, pow, acos, atanh, the logit."""
+INSIDE = 0.5  # in the domain of every function with a limited domain: log, sqrt, pow, acos, atanh, the logit
 
 
 def operand_of(
     ran: Ran, verdict: Recomputation | None, provenance: Provenance, meant: Where | None = None
 ) -> Operand | None:
-    """The input of a birth that made the op invalid.
+    """The input of a birth that made the op invalid; None for an overflow, or where no single input is at fault.
 
-    Args:
-        ran: The op, non-finite somewhere.
-        verdict: The op in float64.
-        provenance: Of all earlier values; the op itself is not noted yet.
-        meant: Where the infinities among its inputs were written down, if there are any.
-
-    Returns:
-        None for an overflow, and where no single input is at fault.
+    `verdict` is the op in float64; `provenance` covers all earlier values, but not the op itself. `meant` is where the
+    user wrote the infinities among its inputs, if there are any.
     """
     number = nonfinite_number(ran)
     if number is not None:
@@ -61,15 +54,15 @@ def operand_of(
 
 
 def _whatever(ran: Ran) -> Operand | None:
-    """An operator that torch does not have itself, and that no other value of an input makes finite.
+    """Names no input, for a non-finite op of another library that no change of an input makes finite.
 
-    Of torch's own ops it is known what they compute; of another one only what it gives.
+    For torch's own ops it is known what they compute; for such an op only its results are.
     """
     return described(None, "any", here=None) if ran.func.namespace != "aten" and ran.call.repeatable else None
 
 
 def nonfinite_number(ran: Ran) -> float | None:
-    """The first Python number among an op's arguments that is not finite; None where all are."""
+    """The first non-finite Python number among an op's arguments, if any."""
     numbers = [item for item in tree_leaves((ran.call.args, ran.call.kwargs)) if isinstance(item, float)]
     return next((number for number in numbers if not math.isfinite(number)), None)
 
@@ -77,14 +70,7 @@ def nonfinite_number(ran: Ran) -> float | None:
 def described(
     maker: Maker | None, made_by: str | None = None, *, here: float | None, meant: float | None = None
 ) -> Operand:
-    """An operand as evidence.
-
-    Args:
-        maker: What made it; None where that is not known.
-        made_by: Where it says more than the maker's own.
-        here: Its value.
-        meant: Its value in float64, where it was lost.
-    """
+    """An operand for the report; `made_by` overrides the maker's, `meant` is a lost element's float64 value."""
     if maker is None:
         return Operand(made_by=made_by or "constant", here=here, float64=meant)
     site = maker.site
@@ -102,14 +88,14 @@ def described(
 
 
 def _as_read(ran: Ran, before: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, for the copy that was taken of it before the op wrote it."""
+    """The tensor itself, for the copy that was made of it before the op wrote it."""
     return next((r for r, b in zip(ran.call.reads, ran.call.before, strict=True) if b is before), before)
 
 
 def lost_inside(ran: Ran) -> Operand | None:
-    """A constant of the op's own that its format rounds to zero or to one, and without which it fails.
+    """A constant of the op that its format rounds to zero or one, and that causes the failure.
 
-    One among its arguments is tried with a number that the format can hold; one in its kernel's code cannot be.
+    An argument is tested with a number that the format can hold; a constant in the kernel's code cannot be tested.
     """
     for dtype in dict.fromkeys(result.dtype for result in ran.results):
         for number, rounded in lost_numbers(ran.call, dtype, ran.kernel):
@@ -122,10 +108,7 @@ def lost_inside(ran: Ran) -> Operand | None:
 
 
 def _heals(ran: Ran, number: float, dtype: torch.dtype) -> bool:
-    """Is the op finite in its own format with a number in place of this one that the format can hold?
-
-    Also where that cannot be tried: the op is finite in float64, and nothing else is known that it lacks there.
-    """
+    """Whether the op is finite with a number that its format can hold instead of this one; True if it cannot be run."""
     info = torch.finfo(dtype)
     held = math.copysign(info.tiny if abs(number) < INSIDE else 1.0 - info.eps, number)
 
@@ -145,7 +128,7 @@ def _heals(ran: Ran, number: float, dtype: torch.dtype) -> bool:
 
 
 def _infinite(ran: Ran, meant: Where | None) -> Operand:
-    """Infinities that were meant: a whole row of them, or of both signs."""
+    """Intended infinities (a mask) as the operand: a whole row of them, or of both signs."""
     bad = ran.bad[0]
     values = doubled(dense(_before(ran, bad)))
     here = float(values[torch.isinf(values)][0])
@@ -165,12 +148,12 @@ def _how_infinite(ran: Ran, values: torch.Tensor) -> str:
     if values.dim() == 0:
         return "infinity"
     along = next((a for a in ran.call.args[1:2] if isinstance(a, int) and ran.kernel.endswith("softmax")), -1)
-    masked = (values == -math.inf).all(along)  # a class that every sample masks is a column, and no row
+    masked = (values == -math.inf).all(along)  # a class that every sample masks is a column, not a row
     return "masked_row" if values.shape[along] > 1 and bool(masked.any()) else "infinity"
 
 
 def _lost(ran: Ran, provenance: Provenance) -> Operand | None:
-    """An input that lost something in its format, and is harmless once that is put back."""
+    """An input that lost elements in its format, and with which the op is finite once they are restored."""
     inherited = provenance.inherited(ran.call)
     for tensor in ran.call.reads:
         if id(tensor) not in inherited:
@@ -218,7 +201,7 @@ def _all_inside(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _first_index(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Targets that are all to be ignored: with any class instead there is something to average."""
+    """Class 0 for all targets: finite if all targets were ignored, so that there was nothing to average."""
     return None if tensor.is_floating_point() else torch.zeros_like(tensor)
 
 
@@ -258,10 +241,7 @@ def _finite_again(ran: Ran, again: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _chosen(healed: torch.Tensor, changed: torch.Tensor) -> int:
-    """Among the changed elements of an input, the first that lies under a healed element of the result; else the first.
-
-    Shapes that do not broadcast (a reduction, a matrix product) say nothing of which element it was.
-    """
+    """Index of the first changed element at the position of a healed one; 0 where shapes do not show which it was."""
     try:
         under = torch.broadcast_to(changed, healed.shape) & healed
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Runs an op at a user's line otherwise: in fp32, behind a guard, without a cast."""
+"""Runs an op at a user's line differently: in fp32, in fp64, behind a guard, without a cast."""
 
 from __future__ import annotations
 
@@ -29,15 +29,12 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.trace import Birth
 
 
-# Guards: an op's operand or result held in bounds, chosen by trying it on the values at hand.
+# -- guards: an op's operand or result is kept within bounds --
 #
-# What a guard must do is measured, not looked up: the op and its derivative are run on the operand as the guard leaves
-# it, and of the guards with which both are finite the one is taken that changes the operand least. The derivative is
-# taken for a gradient of ones.
+# The guard is chosen by trial: the op and its derivative (for a gradient of ones) are run on the guarded operand, and
+# of the guards with which both are finite, the one that changes the operand least is used.
 
-
-EPSILONS = (1e-6, 1e-3)
-"""What fp32 holds with a derivative below 1e6, then what fp16 holds as a normal number as well."""
+EPSILONS = (1e-6, 1e-3)  # the first keeps derivatives below 1e6 in fp32; the second is a normal number in fp16 as well
 BOUNDS = (
     1e18,
     *(torch.finfo(narrow).max for narrow in (torch.float16, torch.float8_e5m2)),
@@ -45,30 +42,21 @@ BOUNDS = (
     torch.finfo(torch.float8_e4m3fn).max,
     80.0,
     10.0,
-)
-"""Largest magnitudes of an operand: its square fits fp32; a cast to fp16, to each FP8 format; its
-exponential fits fp32, and fp16."""
+)  # largest magnitudes: the square fits fp32; a cast to fp16, to each FP8 format; the exponential fits fp32, fp16
 
-NEAR_ONE = 2.0**-6
-"""How far beyond 1 an operand may be that is meant to lie in [-1, 1]: a cosine or a probability in bf16 is a few
-roundings of 2^-8 off. What reaches further is a logit or a distance, which nobody clamps to 1."""
+NEAR_ONE = 2.0**-6  # a cosine or a probability in bf16 is off by a few roundings of 2^-8
+"""How far an operand meant to lie in [-1, 1] may exceed 1; larger ones are logits or distances, not clamped to 1."""
 
 Deed = Literal["away from zero", "above zero", "finite", "inside (-1, 1)", "below", "result", "derivative"]
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """One operand of an op, or its result, held in bounds.
-
-    Attributes:
-        deed: What is done.
-        operand: Which floating-point tensor among the arguments; -1 for all, and for the result.
-        bound: The epsilon or the largest magnitude, 0.0 where the deed has none.
-    """
+    """One operand of an op, or its result, kept within bounds."""
 
     deed: Deed
-    operand: int = -1
-    bound: float = 0.0
+    operand: int = -1  # index among the floating-point tensors of the arguments; -1: all, or the result
+    bound: float = 0.0  # the epsilon or the largest magnitude; 0.0 if the deed has none
 
     @property
     def words(self) -> str:
@@ -85,13 +73,7 @@ class Guard:
         }[self.deed]
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The op with the guard in place, differentiable.
-
-        Args:
-            func: The op.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-        """
+        """The result of the op with the guard in place, differentiable."""
         leaves, spec = tree_flatten((args, kwargs))
         place = -1
         for index, leaf in enumerate(leaves):
@@ -106,11 +88,7 @@ class Guard:
         return result
 
     def harshness(self, operands: Sequence[torch.Tensor]) -> float:
-        """By how much the guard changes its operand, relative to the operand where that is above 1; infinities aside.
-
-        Args:
-            operands: The floating-point tensors among the op's arguments.
-        """
+        """The relative change of the operands (absolute for norms below 1) by the guard, without infinities."""
         changes = []
         for operand in operands if self.operand < 0 else (operands[self.operand],):
             wide = operand.detach().double()
@@ -138,16 +116,7 @@ class Guard:
 
 
 def choose_guard(func: Callable[..., Any], args: Any, kwargs: Any) -> Guard | bool:
-    """The gentlest guard with which the op and its derivative are finite on these arguments.
-
-    Args:
-        func: The op.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-
-    Returns:
-        The guard; True where none is needed, False where none helps.
-    """
+    """The guard with the least change that makes op and derivative finite; True: none needed, False: none helps."""
     state = torch.get_rng_state()
     try:
         leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if _guardable(leaf)]
@@ -161,7 +130,7 @@ def choose_guard(func: Callable[..., Any], args: Any, kwargs: Any) -> Guard | bo
 
 
 def _guardable(value: Any) -> bool:
-    """A floating-point tensor that can be clamped: FP8 has no arithmetic."""
+    """Whether it is a floating-point tensor that can be clamped: FP8 has no arithmetic."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() > 1
 
 
@@ -169,7 +138,7 @@ def _candidates(leaves: Sequence[torch.Tensor]) -> Iterator[Guard]:
     """Every guard that would change something."""
     for operand, leaf in enumerate(leaves):
         if bool((leaf == torch.inf).any()):
-            continue  # no mask's: it is to be cured where it arises, and a large number in its place means nothing
+            continue  # not a mask: it must be fixed where it first appears; a large number instead would be meaningless
         if bool(torch.isinf(leaf).any()):
             yield Guard("finite", operand)
         for epsilon in EPSILONS:
@@ -185,9 +154,9 @@ def _candidates(leaves: Sequence[torch.Tensor]) -> Iterator[Guard]:
 
 
 def _last_resort(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Guard]:
-    """What needs no bound on an operand: for a result that is undefined, or defined with an undefined derivative.
+    """Guards that need no bound: for an undefined result, or a defined one with an undefined derivative.
 
-    Not for an infinite result: the largest number in its place would be finite, and mean nothing.
+    Not for an infinite result: the largest number in its place would be finite but meaningless.
     """
     copies = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
     try:
@@ -201,7 +170,7 @@ def _last_resort(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Guard
 
 
 def _sound(func: Callable[..., Any], args: Any, kwargs: Any, guard: Guard | None) -> bool:
-    """Are the op and its derivative finite on copies of the arguments?"""
+    """Whether the op and its derivative are finite on copies of the arguments."""
     leaves, spec = tree_flatten((args, kwargs))
     copies: list[torch.Tensor] = []
     for index, leaf in enumerate(leaves):
@@ -209,7 +178,7 @@ def _sound(func: Callable[..., Any], args: Any, kwargs: Any, guard: Guard | None
             leaves[index] = leaf.detach().clone()
             if leaf.is_floating_point() and torch.is_grad_enabled():
                 copies.append(leaves[index].requires_grad_())
-                leaves[index] = copies[-1].clone()  # an op may work in place, which no leaf and no view of one allows
+                leaves[index] = copies[-1].clone()  # autograd allows no in-place op on a leaf or a view of it
     own_args, own_kwargs = tree_unflatten(leaves, spec)
     try:
         result = func(*own_args, **own_kwargs) if guard is None else guard.run(func, own_args, own_kwargs)
@@ -230,47 +199,37 @@ def _finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(wide).all())
 
 
-# Interventions: the op at a birth's line runs otherwise, as it would if the user's code were changed there.
+# -- interventions: the op at a birth's line runs as if the user's code were changed there --
 #
-# Found again by its line and its name rather than by its position in the step: a change of code reaches every call of
-# that line, also those of the steps after the bad one.
-
+# The op is found by its line and its name, not by its position in the step: a change of code affects every call of that
+# line, also those of later steps.
 
 _OURS = f"{FOLDER}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_IN_BETWEEN = str(FOLDER / "precision" / "fake_gpu") + os.sep
-"""Through these files of ours the user's own calls go, Tensor.to and the like, and through a mode further out."""
+_IN_BETWEEN = str(FOLDER / "precision" / "fake_gpu") + os.sep  # the user's own calls pass through it (Tensor.to)
 _DEVICES = ("cpu", "cuda")
 _FUNCTIONAL = ("torch.nn.functional", "torch.functional", "torch")
-
 How = Literal["fp32", "line_fp32", "fp64", "line_fp64", "guard", "line_guard"]
-"""The op, or everything on its line, in fp32, in fp64, or in fp32 with operands or results held in bounds."""
+"""The op, or everything on its line, in fp32, in fp64, or in fp32 with operands or results kept within bounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A place in the user's code.
-
-    Attributes:
-        source: The line; of the forward op for a derivative.
-        op: Name of the op without namespace, as `Where.op` has it.
-    """
+    """A place in the user's code; for a derivative the line of the forward op."""
 
     source: Source
-    op: str
+    op: str  # without namespace, as in `Where.op`
 
 
 def address_of(birth: Birth) -> Address | None:
-    """Where a change of code would go for a birth; None where no line of the user's own runs its op."""
+    """Where to change the code for a birth; None where no line of the user's own runs its op."""
     return address_at(birth.where, after_backward=birth.after_backward)
 
 
 def address_at(where: Where, *, after_backward: bool = False) -> Address | None:
-    """Where a change of code would go; None where no line of the user's own runs the op (an optimizer of torch's).
+    """Where to change the code; None where no line of the user's own runs the op (an optimizer of torch's).
 
-    Args:
-        where: The op's place.
-        after_backward: It is in the user's own code behind the backward.
+    `after_backward`: the op is in the user's own code after the backward.
     """
     source = where.source or where.forward_source
     theirs = after_backward or where.phase not in ("optimizer", "scaler", "data", "checkpoint")
@@ -280,17 +239,10 @@ def address_at(where: Where, *, after_backward: bool = False) -> Address | None:
 
 
 class Intervention(FunctionNames):
-    """Ops at some addresses run otherwise while it is on.
+    """Changes how ops at some addresses run while it is on.
 
-    Args:
-        addresses: Where.
-        how: What is done there.
-        narrow: Results return to the format of the inputs: where what is wide meets weights that are not.
-
-    Attributes:
-        met: The addresses that ran.
-        guards: What was chosen at an address for an op, for the guards; kept, so that further runs get the same.
-        helpless: The addresses where no guard helped.
+    With `narrow`, results return to the format of the inputs: for wide values that meet weights in half. A chosen guard
+    is kept in `guards`, so that later runs use the same. `helpless` are the addresses where no guard helped.
     """
 
     def __init__(self, addresses: Sequence[Address], how: How, *, narrow: bool = False) -> None:
@@ -299,7 +251,7 @@ class Intervention(FunctionNames):
         self._files = {address.source.file for address in addresses}
         self._how = how
         self._narrow = narrow
-        self.met: set[Address] = set()
+        self.met: set[Address] = set()  # that ran
         self.guards: dict[tuple[Address, str], Guard] = {}
         self.helpless: set[Address] = set()
 
@@ -310,7 +262,7 @@ class Intervention(FunctionNames):
             return func(*args, **kwargs)
         self.met.add(address)
         if changes_shape(function_name(func)):
-            return func(*args, **kwargs)  # a copy in another format would leave the user's tensor as it was
+            return func(*args, **kwargs)  # on a copy in another format, the user's tensor would stay unchanged
         return self._otherwise(address, func, args, kwargs)
 
     def _address(self, func: Callable[..., Any]) -> Address | None:
@@ -324,9 +276,9 @@ class Intervention(FunctionNames):
 
     def _reached(self, address: Address, name: str | None) -> bool:
         if self._how.startswith("line") or name is None:
-            return True  # a function written in Python, in which the op runs unseen
+            return True  # a function written in Python: the ops inside are not seen
         if is_cast(address.op):
-            return True  # autocast's own cast, inside whichever op the line has
+            return True  # autocast's own cast, inside any op of the line
         return name == address.op or name.rstrip("_") == address.op.rstrip("_")
 
     def _otherwise(self, address: Address, func: Any, args: Any, kwargs: Any) -> Any:
@@ -335,7 +287,7 @@ class Intervention(FunctionNames):
         name = function_name(func) or ""
         target = cast_target(func, args, kwargs) if is_cast(name) else None
         if target is not None and target.itemsize < wide.itemsize and not guarded:
-            return args[0].to(wide)  # a cast to less is what must not be
+            return args[0].to(wide)  # the narrowing cast itself is what the intervention removes
         inputs, keywords = (args, kwargs) if target is not None else (_widened(args, wide), _widened(kwargs, wide))
         with _no_autocast():
             if guarded:
@@ -346,7 +298,7 @@ class Intervention(FunctionNames):
         return self._returned(func, args, kwargs, result, wide)
 
     def _guard(self, address: Address, func: Any, args: Any, kwargs: Any) -> Guard | None:
-        key = address, function_name(func) or ""  # a line that is reached for a cast has other ops as well
+        key = address, function_name(func) or ""  # the line of a cast has other ops as well
         guard = self.guards.get(key)
         if guard is None:
             verdict = choose_guard(func, args, kwargs)
@@ -357,7 +309,7 @@ class Intervention(FunctionNames):
         return guard
 
     def _returned(self, func: Any, args: Any, kwargs: Any, result: Any, wide: torch.dtype) -> Any:
-        """What the caller gets: in place, the tensor it gave; the narrow format where that is asked for."""
+        """The caller's result: for an in-place op the tensor that it passed; in the narrow format if requested."""
         place = kwargs.get("out") if kwargs.get("out") is not None else args[0] if _in_place(func) and args else None
         if isinstance(place, torch.Tensor) and isinstance(result, torch.Tensor) and result is not place:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not (place.is_leaf and place.requires_grad)):
@@ -371,7 +323,7 @@ class Intervention(FunctionNames):
 
 
 class WrittenCasts(TorchFunctionMode):
-    """What the user's code casts to float16 or bfloat16, or makes of numbers so, is float32; autocast's casts stay."""
+    """Replaces the user's own casts to float16 or bfloat16 (also of numbers) by float32; autocast's casts stay."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -381,9 +333,9 @@ class WrittenCasts(TorchFunctionMode):
 
 
 def calling_line() -> Source | None:
-    """The user's line that called a torch function; None for one that ampdoctor called itself (a probe's hook).
+    """The user's line that called a torch function; None for a call by ampdoctor itself (a probe's hook).
 
-    For the `__torch_function__` of a mode, or what that calls in its own file.
+    For use in the `__torch_function__` of a mode, or a helper in the same file.
     """
     frame = sys._getframe(1)
     asking = frame.f_code.co_filename  # the mode's file
@@ -424,7 +376,7 @@ def _widened(value: Any, wide: torch.dtype) -> Any:
 
 
 def _held(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In a narrower format, as far as its largest number; NaN stays."""
+    """The tensor in a narrower format, clamped to its largest number; NaN stays."""
     if tensor.dtype.itemsize <= dtype.itemsize:
         return tensor.to(dtype)
     limit = torch.finfo(dtype).max
@@ -432,7 +384,7 @@ def _held(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cast_target(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
-    """The format that a cast asks for; None where it cannot be read from the call."""
+    """The dtype that a cast requests; None where it cannot be read from the call."""
     named = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
     known = named.get(getattr(func, "__name__", ""))
     if known is not None:

@@ -1,4 +1,4 @@
-"""Traces one step op by op, and finds the births of its non-finite values and what else went wrong on the way."""
+"""Traces one step op by op: where non-finite values first appear, what they reach, and which gradients become zero."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from ampdoctor.hooks.interfaces import Watched
 
 
-# Where a gradient that is zero throughout became so: the op of the backward that made nothing of something.
+# -- gradients that are zero throughout --
 
 
 class Dead:
@@ -89,12 +89,7 @@ class Dead:
         self._parameters.clear()
 
     def note(self, ran: Ran, order: int) -> None:
-        """An op of the backward ran.
-
-        Args:
-            ran: The op.
-            order: Its position among the ops of the step.
-        """
+        """Note an op of the backward; `order` is its position among the ops of the step."""
         inherited = next((i for t in ran.call.reads if (i := self._by.get(storage_key(t))) is not None), None)
         for result in ran.results:
             key = storage_key(result)
@@ -107,7 +102,7 @@ class Dead:
                 self._sites.append((order, ran.site))
 
     def reaches(self, name: str, gradient: torch.Tensor) -> None:
-        """A parameter has got its gradient."""
+        """Note the gradient that a parameter got."""
         index = self._by.get(storage_key(gradient))
         if index is not None and not bool(torch.count_nonzero(gradient)):
             self._parameters[name] = index
@@ -120,14 +115,14 @@ class Dead:
         return tuple(Died(parameter=name, order=order, where=site.where(step, "none")) for name, order, site in sites)
 
 
-# What a trace looks for beside the births: each of these may fail without taking the diagnosis with it.
+# -- optional parts of a trace --
 
 
 class SideSearches:
-    """Runs the parts of a trace whose results are notes, and keeps what failed.
+    """Runs the optional parts of a trace, and records which of them failed.
 
-    Where a value was born is read from the op's inputs and results alone. All else (its float64 twin, what made its
-    operand, the way it takes) is a note to that, and a failure in here costs the note.
+    The birth of a value is found from the op's inputs and results alone. Everything else (the float64 result, what made
+    the operand, the path of the value) is additional: an error there only removes that part from the report.
     """
 
     def __init__(self) -> None:
@@ -135,20 +130,12 @@ class SideSearches:
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        """What failed, each with the op at which it did so first."""
+        """The parts that failed, each with the op at which it failed first."""
         return tuple(self._failed.values())
 
     @contextmanager
     def costing(self, note: str, kernel: str) -> Iterator[None]:
-        """What fails in here is kept as a note that is missing.
-
-        Args:
-            note: What is not known then.
-            kernel: The op at which it is looked for, without namespace.
-
-        Raises:
-            Exception: The memory does not suffice; for that there is another way than a note.
-        """
+        """Record an error of the body as the missing `note`; errors for lack of memory are raised."""
         with own_work(lambda error: self._keep(note, kernel, error)):
             yield
 
@@ -158,11 +145,7 @@ class SideSearches:
 
 @contextmanager
 def own_work(failed: Callable[[Exception], None]) -> Iterator[None]:
-    """What fails in here is ampdoctor's, and is given to `failed`; its own errors and missing memory go on.
-
-    Args:
-        failed: Takes what was raised, and may raise something itself.
-    """
+    """Pass errors of the body to `failed`, which may raise; ampdoctor's own errors and lack of memory are raised."""
     try:
         yield
     except AmpdoctorError:
@@ -173,26 +156,20 @@ def own_work(failed: Callable[[Exception], None]) -> Iterator[None]:
         failed(error)
 
 
-# The close look: one step traced op by op, from every harmed value back to the ops where its poison was born.
+# -- the trace --
 #
 # A birth is an op whose inputs were finite and whose result is not. Its descendants are followed through memory, not
 # through names, so in-place ops, views, module boundaries and the backward do not break the path. The op is run again
-# in float64 on the spot, so no tensor is kept.
+# in float64 at once, so no tensor is kept.
 
-
-_BLOCK = 1 << 16
-"""Elements that are compared at a time: with what is computed on the way they stay in a processor's cache."""
+_BLOCK = 1 << 16  # elements that are compared at a time: few enough to stay in a processor's cache
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class OpTraceProbe(TorchDispatchMode):
-    """Traces the steps that run while it is attached.
+    """Traces the steps that run while it is attached; `trace` is that of the last finished step.
 
-    Args:
-        flushes: Also look for gradients that an op of the backward flushes to zero; each such op runs twice.
-
-    Attributes:
-        trace: Of the step that was finished last; None before.
+    With `flushes`, it also looks for gradients that an op of the backward flushes to zero: each such op runs twice.
     """
 
     def __init__(self, *, flushes: bool = False) -> None:
@@ -209,7 +186,7 @@ class OpTraceProbe(TorchDispatchMode):
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Module hooks, and a look at each gradient as the backward writes it."""
+        """Install module hooks, and a hook on each gradient as the backward writes it."""
         self._run = run
         self._names = run.parameter_names()
         trained = trained_parameters(run)
@@ -227,14 +204,14 @@ class OpTraceProbe(TorchDispatchMode):
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
-        """The dispatch mode and the function mode are on."""
+        """Switch the dispatch mode and the function mode on."""
         self._sites.clear()
         self._begin(step)
         with self, self._sites.functions.watching():
             yield
 
     def _begin(self, step: int) -> None:
-        """Forget the last step, and take stock of what this one begins with."""
+        """Forget the last step, and record the state in which this one begins."""
         self._step = step
         self._ops = 0
         self._births: list[Birth] = []
@@ -257,7 +234,7 @@ class OpTraceProbe(TorchDispatchMode):
         return self._belongings.name_of(tensor)
 
     def _take_stock(self) -> None:
-        """What belongs to the run by now, and what of it is non-finite already."""
+        """Record what belongs to the run now, and which of it is non-finite already."""
         self._belongings = Belongings(self._run, self._step)
         brought = self._belongings.nonfinite
         self._before = {id(t) for t in brought if not holds_nan(t)}
@@ -265,7 +242,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._beside = FiniteBeside(self._run)
 
     def finish(self, step: int, loss: Any) -> None:
-        """Gather what was harmed, and by which births."""
+        """Record which values were affected, and by which births."""
         if isinstance(loss, torch.Tensor) and is_nonfinite(loss):
             self._harm("loss", loss)
         elif isinstance(loss, float) and not math.isfinite(loss):
@@ -281,17 +258,17 @@ class OpTraceProbe(TorchDispatchMode):
         self._sites.clear()
 
     def _harm_by_raising(self) -> None:
-        """The user's code has looked at something non-finite, and ended the step."""
+        """The user's code read a non-finite value and raised an exception."""
         asked = frozenset(i for i in self._readings.asked if self._births[i].origin != "constant")
         self._harm("raised", None, asked)
 
     def _harm_state(self) -> bool:
-        """Note parameters, buffers and optimizer state (True where any is harmed), and gradients that no hook sees."""
+        """Note affected parameters, buffers and optimizer state (returns whether any), and gradients without hook."""
         harmed = False
         for kind, name, tensor in state_tensors(self._run):
             if id(tensor) not in self._before and is_nonfinite(tensor):
                 if id(tensor) in self._unread and not self._taint.births(tensor):
-                    continue  # it was so before, and no op looked at it
+                    continue  # it was non-finite before the step, and no op read it
                 self._harm(f"{kind}:{name}", tensor)
                 harmed = True
         for name, gradient in outside_gradients(self._run):
@@ -302,7 +279,6 @@ class OpTraceProbe(TorchDispatchMode):
         return harmed
 
     def _gathered(self) -> Trace:
-        """What was seen of the step so far."""
         births = tuple(
             replace(
                 birth,
@@ -340,7 +316,7 @@ class OpTraceProbe(TorchDispatchMode):
             self._ops += 1
             self._belongings.entering(site)
             nested = any(t.is_nested for t in tensors_in([*args, *kwargs.values()]))
-            if nested:  # no kernel to look with; dense again, it is looked at
+            if nested:  # lacks most kernels; its values are checked once they are dense again
                 return func(*args, **kwargs)
             if kernel in UNINITIALISED:
                 return self._left_unwritten(func(*args, **kwargs), site)
@@ -349,7 +325,7 @@ class OpTraceProbe(TorchDispatchMode):
                 dirty = [self._read_nonfinite(kernel, call) for call in calls]
             try:
                 result = func(*args, **kwargs)
-            except Exception:  # as `multinomial` and solvers refuse what is not finite
+            except Exception:  # e.g. `multinomial` and solvers reject non-finite inputs
                 self._readings.refused([t for bad in dirty for t in bad], site, self._inherited)
                 raise
             with _own_work(kernel):
@@ -363,7 +339,7 @@ class OpTraceProbe(TorchDispatchMode):
             return result
 
     def _note_makers(self, ran: Ran) -> None:
-        """Remember what made the zeros and ones of the results; where that fails, nothing is known of them."""
+        """Record what made the zeros and ones of the results; if that fails, drop what was known of them."""
         noted = False
         with self._aside.costing("what made the operands", ran.kernel):
             self._provenance.note(ran)
@@ -373,7 +349,7 @@ class OpTraceProbe(TorchDispatchMode):
                 self._provenance.forget(tensor)
 
     def _left_unwritten(self, result: Any, site: Site) -> Any:
-        """Memory holds what was there before: what is non-finite in it until it is written was made by nobody."""
+        """Note uninitialised memory: non-finite values there, before anything is written, were made by no op."""
         if isinstance(result, torch.Tensor) and is_watched(result):
             self._taint.forget(result)
             self._blank[storage_key(result)] = site
@@ -414,18 +390,18 @@ class OpTraceProbe(TorchDispatchMode):
                         self._taint.cast_shadow(tensor, meant)
 
     def _parents(self, ran: Ran) -> tuple[Births, list[torch.Tensor] | None]:
-        """The births that a non-finite result descends from, and for a new one its float64 twin."""
+        """The births that a non-finite result descends from; for a new birth also its results in float64."""
         site = ran.site
         if ran.bad:
             births = self._inherited(ran.bad, site)
             spoiled = kind_of(ran.results) == "nan" or ran.kernel in SUMS
             if not (self._meant(births) and spoiled and kind_of(ran.bad) == "inf"):
                 return births, None
-            # infinities that were meant (a mask) became NaN here, or are added up: this op is where that went wrong
+            # intended infinities (a mask) became NaN or were added up here: this op is the birth
         if site.phase == "backward" and site.sequence in self._forward_births:
-            # the op left its domain in the forward already, at the same operand: log(0), then 0/0 in its derivative
+            # the forward op was outside its domain already, at the same operand: log(0), then 0/0 in its derivative
             return frozenset({self._forward_births[site.sequence]}), None
-        if not ran.bad and _shows_memory(ran):  # more of it than the input showed
+        if not ran.bad and _shows_memory(ran):  # a view of more memory than the input showed
             return union(self._taint.births(t) or self._brought(t, site) for t in ran.results if is_nonfinite(t)), None
         if self._readings.number and ran.kernel not in CONSTANTS and nonfinite_number(ran) is not None:
             return self._readings.number, None  # through Python: `float(norm)`, then a factor
@@ -435,11 +411,11 @@ class OpTraceProbe(TorchDispatchMode):
         return frozenset({index}), wide
 
     def _meant(self, births: Births) -> bool:
-        """The user wrote these values down: an infinity among them is a mask's."""
+        """Whether all births are constants that the user wrote: an infinity among them is a mask's."""
         return all(self._births[index].origin == "constant" for index in births)
 
     def _inherited(self, bad: Sequence[torch.Tensor], site: Site) -> Births:
-        """The births behind non-finite inputs; beside a NaN, an infinity is no ancestor of note."""
+        """The births behind non-finite inputs; if some inputs hold NaN, those that hold only infinities are ignored."""
         nans = [t for t in bad if holds_nan(t)]
         return union(self._taint.births(t) or self._brought(t, site) for t in nans or bad)
 
@@ -488,7 +464,7 @@ class OpTraceProbe(TorchDispatchMode):
         return index, wide or None
 
     def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
-        """A non-finite input that no op of this step made: it came with the batch, the state, or a constant."""
+        """The birth for a non-finite input that no op of the step made: it came with the batch, state or a constant."""
         key = storage_key(tensor)
         nobodys = key not in self._given and self._belongings.name_of(tensor) is None
         if nobodys and key in self._blank:
@@ -513,19 +489,16 @@ class OpTraceProbe(TorchDispatchMode):
         return bad
 
     def _is_unwritten(self, tensor: torch.Tensor) -> bool:
-        """No op has left anything in this memory that is not finite."""
+        """No op has left a non-finite value in this uninitialised memory."""
         return storage_key(tensor) in self._blank and not self._taint.births(tensor)
 
     def _note_finite(self, tensor: torch.Tensor, ran: Ran) -> None:
-        """Remember who made memory that is finite from end to end: what is not finite there later, no op has made.
-
-        A view of a part says nothing of the rest.
-        """
+        """Record the op that made memory which is finite throughout: non-finite values there later come from no op."""
         if tensor.dtype.is_floating_point and not _shows_memory(ran) and covers_its_memory(tensor):
             self._finite[storage_key(tensor)] = ran.site
 
     def _past_torch(self, tensor: torch.Tensor, made: Site, how: Literal["unwritten", "unseen"]) -> Birth:
-        """A birth in memory that an op of torch's made, and that none has written since."""
+        """A birth in memory that a torch op made and no op has written since."""
         return Birth(
             order=self._ops,
             where=made.where(self._step, kind_of([tensor])),
@@ -544,7 +517,7 @@ class OpTraceProbe(TorchDispatchMode):
     # -- what stays finite -----------------------------------------------------------------------------------------
 
     def _follow_shadows(self, ran: Ran) -> list[torch.Tensor] | None:
-        """Run the op on the inputs as they are and as they would have been; note how far finite results depart."""
+        """Run the op in float64 on the real inputs and on those without births; note how far finite results differ."""
         call = ran.call
         shadowed = [t for t in ran.bad if self._taint.shadow(t) is not None]
         if not shadowed or not call.repeatable or ran.site.phase not in ("forward", "loss"):
@@ -560,7 +533,7 @@ class OpTraceProbe(TorchDispatchMode):
         return meant
 
     def _look_for_flush(self, ran: Ran) -> None:
-        """Which elements are zero here and not in float64, from the same inputs?"""
+        """Count the elements that are zero here and nonzero in float64, from the same inputs."""
         if not ran.call.repeatable or not any(t.dtype in _HALF for t in ran.results):
             return
         wide = widely(ran.func, ran.call)
@@ -599,7 +572,7 @@ class OpTraceProbe(TorchDispatchMode):
 
 @contextmanager
 def _own_work(kernel: str) -> Iterator[None]:
-    """What fails in here is a defect of ours: it must not pass for the user's code, which is on the stack as well."""
+    """Raise errors of the body as a defect of ampdoctor: the user's code, also on the stack, must not be blamed."""
 
     def refuse(error: Exception) -> None:
         raise ReplayError(
@@ -612,7 +585,7 @@ def _own_work(kernel: str) -> Iterator[None]:
 
 
 def _named(where: Where, ran: Ran) -> Where:
-    """An operator of a library's has that library's name, where no function of torch's called it."""
+    """The address with the op's own namespace, for an operator of another library that no torch function called."""
     own = ran.func.namespace
     return where if own == "aten" or where.op != f"aten.{ran.kernel}" else replace(where, op=f"{own}.{ran.kernel}")
 
@@ -623,7 +596,7 @@ def _adds_to_what_is_there(call: Split) -> bool:
 
 
 def _shows_memory(ran: Ran) -> bool:
-    """It is a view, by its schema's name or by its result: no op of torch's own makes values in what it only reads."""
+    """Whether the op only returns views, by its schema or its results: a view of torch's makes no new values."""
     if ran.call.reshapes:
         return True
     read = {storage_key(t) for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()])}
@@ -633,8 +606,8 @@ def _shows_memory(ran: Ran) -> bool:
 def _departure(result: torch.Tensor, here: torch.Tensor, there: torch.Tensor) -> float:
     """Largest relative difference among finite results between the real inputs and those without the births.
 
-    Both are computed in float64 from inputs that agree wherever the real ones are finite, so an element that does not
-    descend from a birth differs by exactly nothing, and rounding plays no part.
+    Both are computed in float64 from inputs that agree wherever the real ones are finite. So an element that does not
+    descend from a birth has a difference of exactly 0, and rounding plays no part.
     """
     far = 0.0
     least = torch.finfo(torch.float32).tiny

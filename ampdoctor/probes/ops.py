@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from ampdoctor.hooks.interfaces import Watched
 
 
-# Names of ops as users know them.
-
+# -- names of ops as users know them --
 
 _OPERATORS = {
     "truediv": "div",
@@ -55,7 +54,7 @@ _OPERATORS = {
     "subtract": "sub",
 }
 CASTS = frozenset({"_to_copy", "copy_", "to", "half", "float", "bfloat16", "double", "type", "type_as"})
-"""Kernels and methods whose only work is another dtype."""
+"""Kernels and methods that only change the dtype."""
 UNINITIALISED = frozenset(
     {
         "empty",
@@ -68,10 +67,9 @@ UNINITIALISED = frozenset(
         "resize_as_",
         "_resize_output_",
     }
-)
-"""Kernels whose results hold whatever the memory held: never a birth, and nothing to look at."""
+)  # kernels whose results are uninitialised memory: never a birth, and not checked
 LAYOUTS = frozenset({"as_strided", "as_strided_", "_reshape_alias", "set_", "set", "view.dtype"})
-"""Ops that read memory as it lies: on a copy in another format they read other elements, and cannot be run again."""
+"""Ops that read memory as it lies: on a copy in another format they read other elements and cannot be run again."""
 OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
 """In-place kernels that do not read what they overwrite."""
 FILLS_A_PART = frozenset({"index_put_", "_index_put_impl_", "index_copy_", "scatter_", "masked_scatter_"})
@@ -92,12 +90,10 @@ CONSTANTS = frozenset(
         "index_fill_",
         "constant_pad_nd",
     }
-)
-"""Kernels that write a number the user gave: an infinity there is meant."""
-PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
-"""Kernels that take the value of one class from each row, and add those up."""
+)  # kernels that write a number that the user gave: an infinity there is intended
+PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})  # kernels that add up one class's value of each row
 SUMS = frozenset({"sum", "mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "linalg_vector_norm"}) | PICKS
-"""Kernels that add up what they read: an infinity that masks elsewhere counts there like any other number."""
+"""Kernels that add up what they read: an infinity that is a mask elsewhere counts there like any other number."""
 
 
 def function_name(function: Callable[..., Any]) -> str | None:
@@ -112,7 +108,7 @@ def function_name(function: Callable[..., Any]) -> str | None:
 
 @lru_cache(maxsize=4096)
 def is_aten(name: str) -> bool:
-    """There is an ATen op of this name."""
+    """Whether there is an ATen op of this name."""
     return hasattr(torch.ops.aten, name)
 
 
@@ -123,72 +119,60 @@ def kernel_name(overload: Any) -> str:
 
 
 def reshapes(overload: Any) -> bool:
-    """It changes how a tensor shows its memory, in place, and no value (`transpose_`, `squeeze_`, `set_`)."""
+    """Whether the op changes a tensor's shape in place, and no value (`transpose_`, `squeeze_`, `set_`)."""
     return torch.Tag.inplace_view in getattr(overload, "tags", ())
 
 
 @lru_cache(maxsize=1024)
 def changes_shape(name: str | None) -> bool:
-    """The torch function of this name is one that `reshapes`."""
+    """Whether the torch function of this name `reshapes`."""
     packet = getattr(torch.ops.aten, name, None) if name is not None else None
     return packet is not None and any(reshapes(getattr(packet, each)) for each in packet.overloads())
 
 
 def reads_layout(overload: Any) -> bool:
-    """It is one of `LAYOUTS`."""
+    """Whether the op is one of `LAYOUTS`."""
     return kernel_name(overload) in LAYOUTS or str(overload.__name__) in LAYOUTS
 
 
 def user_level(kernel: str) -> str:
-    """The op that a kernel with a leading underscore implements ("_softmax": "softmax"), where there is one."""
+    """The op that a kernel with a leading underscore implements ("_softmax": "softmax"), if there is one."""
     public = kernel.lstrip("_")
     return public if public != kernel and is_aten(public) else kernel
 
 
 def is_cast(name: str) -> bool:
-    """The op only changes the dtype."""
+    """Whether the op only changes the dtype."""
     return name in CASTS
 
 
-# Where an op runs: module, phase and line; in a backward those of the forward op whose derivative it is.
-
+# -- where an op runs: in a backward, module and line are those of the forward op --
 
 Line = tuple[str, int] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The address of an op, before it is worth a `Where`.
+    """Where an op ran, cheaper to make than a `Where`.
 
-    Attributes:
-        phase: Part of the step.
-        module: Running module, "" outside.
-        call: Which call of it.
-        op: User-level name without namespace.
-        line: The user's line.
-        forward_line: In a backward, the line of the forward op.
-        micro_batch: Index in the accumulated step.
-        recompute: Ran again by activation checkpointing.
-        sequence: Autograd's number of the forward op; None where autograd does not record it.
-        after_backward: The user's own code after the backward, outside every optimizer.
-        applied: For the first op inside a custom autograd function's forward, the line that called the function: the
-            function's own node has this op's number.
+    `applied` is, for the first op inside a custom autograd function's forward, the line that called the function,
+    because the function's own node has this op's sequence number.
     """
 
     phase: Phase
-    module: str
-    call: int
-    op: str
-    line: Line
-    forward_line: Line = None
+    module: str  # "" outside
+    call: int  # which call of the module
+    op: str  # user-level name without namespace
+    line: Line  # the user's line
+    forward_line: Line = None  # in a backward, the line of the forward op
     micro_batch: int = 0
-    recompute: bool = False
-    sequence: int | None = None
+    recompute: bool = False  # run again by activation checkpointing
+    sequence: int | None = None  # autograd's number of the forward op; None where autograd does not record it
     applied: Line = None
-    after_backward: bool = False
+    after_backward: bool = False  # the user's own code after the backward, outside every optimizer
 
     def where(self, step: int, nonfinite: NonFinite, tensor: str | None = None) -> Where:
-        """The site as evidence."""
+        """The site as a `Where` of the report."""
         return Where(
             step=step,
             micro_batch=self.micro_batch,
@@ -207,8 +191,8 @@ class Site:
 class FunctionNames(TorchFunctionMode):
     """The torch functions that are running, innermost last: the names that users know ops by.
 
-    Inside a function of `torch.nn.functional` that is written in Python the mode is off (entering it again would call
-    the same function for ever), so for one that is no aten op ("normalize") the kernel's own name has to do.
+    Inside a function of `torch.nn.functional` that is written in Python the mode is off (entering it again would
+    recurse without end). So for one that is no aten op ("normalize") the kernel's own name is used.
     """
 
     def __init__(self) -> None:
@@ -227,7 +211,7 @@ class FunctionNames(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The mode is on, also inside a backward: a checkpointed forward that runs again there has names too."""
+        """Switch the mode on, also inside a backward: a checkpointed forward that runs again there has names too."""
 
         def named(_backward: Backward, run: Callable[[], Any]) -> Any:
             kept, self.running = self.running, []
@@ -242,7 +226,7 @@ class FunctionNames(TorchFunctionMode):
 
 
 class Sites:
-    """Answers "where are we?" for each op of a step."""
+    """Gives the site of each op of a step."""
 
     def __init__(self) -> None:
         self.modules = ModuleStack()
@@ -255,18 +239,18 @@ class Sites:
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Module hooks are in place inside."""
+        """Install the module hooks."""
         self._run = run
         self.take_names()
         with self.modules.attach(run):
             yield
 
     def take_names(self) -> None:
-        """The parameters have the names that the run gives them by now."""
+        """Read the parameter names again, as the run may have changed them."""
         self._names = self._run.parameter_names()
 
     def next_step(self) -> None:
-        """A new step of a loop begins in which a graph may outlive its step: the ops of the last step stay known."""
+        """Begin a step of a loop in which a graph may outlive its step: the ops of the previous step are kept."""
         since, self._since = self._since, len(self._order)
         for sequence in self._order[:since]:
             del self._by_sequence[sequence]
@@ -275,7 +259,7 @@ class Sites:
         self._begin()
 
     def clear(self) -> None:
-        """A new step begins."""
+        """Begin a step and forget all ops."""
         self._by_sequence.clear()
         self._order.clear()
         self._since = 0
@@ -288,7 +272,7 @@ class Sites:
         self._micro_batch = 0
 
     def of(self, kernel: str) -> Site:
-        """The site of the op that is being dispatched; remembers a forward op under its autograd sequence number."""
+        """The site of the op being dispatched; a forward op is remembered under its autograd sequence number."""
         part = self._run.events.part
         running = self.modules.current
         backward = in_backward()
@@ -301,7 +285,7 @@ class Sites:
             self._micro_batch, self._after_backward = self._run.micro_batch, False
         if running is None:
             site = self._remember(self._outside(kernel, "loss"))
-            # what autograd records leads to a loss, also after an inner backward (a gradient penalty)
+            # an op that autograd records leads to a loss, also after an inner backward (a gradient penalty)
             self._after_backward = self._after_backward and site.sequence is None
             return replace(site, phase="optimizer", after_backward=True) if self._after_backward else site
         self._after_backward = self._after_backward and backward
@@ -312,7 +296,7 @@ class Sites:
     def _op(self, kernel: str) -> str:
         running = self.functions.running
         name = running[-1] if running else user_level(kernel)
-        # a cast is an op of its own, whether autocast slips it into another op or the user calls it half() or to()
+        # a cast is an op of its own, whether autocast inserts it or the user calls half() or to()
         return kernel if kernel == "_to_copy" else name.removeprefix("_foreach_")
 
     def _outside(self, kernel: str, phase: Phase) -> Site:
@@ -320,7 +304,7 @@ class Sites:
 
     def _remember(self, site: Site) -> Site:
         sequence = sequence_number()
-        # only an op that autograd records moves the counter on
+        # only an op that autograd records advances the counter
         if not self._order or sequence > self._order[-1]:
             self._order.append(sequence)
             applied = None if torch.is_grad_enabled() else applied_line()
@@ -359,14 +343,13 @@ class Sites:
     def _forward_of(self, sequence: int) -> Site | None:
         site = self._by_sequence.get(sequence)
         if site is None:
-            # nodes that an op makes beside its own (views, in-place rebasing) belong to the op before them
+            # further nodes that an op makes (views, in-place rebasing) belong to the op before them
             place = bisect.bisect_right(self._order, sequence)
             site = self._by_sequence[self._order[place - 1]] if place else None
         return site
 
 
-# What an op reads, writes and returns: in one piece, or element by element for a `_foreach_` op over lists.
-
+# -- what an op reads, writes and returns --
 
 _RUNNING = ("running_mean", "running_var")
 _UNDECLARED_WRITES = {"native_batch_norm": _RUNNING, "cudnn_batch_norm": _RUNNING, "miopen_batch_norm": _RUNNING}
@@ -375,33 +358,21 @@ _UNDECLARED_WRITES = {"native_batch_norm": _RUNNING, "cudnn_batch_norm": _RUNNIN
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One op call, or one element of a call over lists of tensors.
+    """One op call, or one element of a call over lists of tensors (`_foreach_`)."""
 
-    Attributes:
-        reads: Floating-point tensors whose values the op reads.
-        before: The same, with the values they had before the op ran.
-        args: Positional arguments, with the values they had before.
-        kwargs: Keyword arguments, likewise.
-        writes: Floating-point tensors that the op changes in place.
-        element: Index in the lists; None for a call in one piece.
-        repeatable: The call can be run again on `args` and `kwargs`.
-        places: Positions (or names) of the arguments that are written.
-        reshapes: It changes a tensor's shape in place and no value: a view, which writes nothing.
-    """
-
-    reads: tuple[torch.Tensor, ...]
-    before: tuple[torch.Tensor, ...]
+    reads: tuple[torch.Tensor, ...]  # floating-point tensors whose values the op reads
+    before: tuple[torch.Tensor, ...]  # the same, with the values from before the op ran, as in `args` and `kwargs`
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    writes: tuple[torch.Tensor, ...]
-    element: int | None
-    repeatable: bool
-    places: tuple[int | str, ...] = ()
-    reshapes: bool = False
+    writes: tuple[torch.Tensor, ...]  # floating-point tensors that the op changes in place
+    element: int | None  # index in the lists; None for a call in one piece
+    repeatable: bool  # the call can be run again on `args` and `kwargs`
+    places: tuple[int | str, ...] = ()  # positions (or names) of the arguments that are written
+    reshapes: bool = False  # an in-place change of shape: a view, which writes nothing
 
     @property
     def in_place(self) -> bool:
-        """The op wrote into memory that was there before."""
+        """Whether the op wrote into memory that existed before."""
         return bool(self.writes)
 
     def results(self, result: Any) -> list[torch.Tensor]:
@@ -414,13 +385,7 @@ class Split:
         return [*self.writes, *(t for t in tensors_in(returned) if is_watched(t) and id(t) not in written)]
 
     def again(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """Run the call on other arguments of the same structure; its results, parallel to `results`.
-
-        Args:
-            func: The op.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-        """
+        """Run the call on other arguments of the same structure; the results are parallel to `results`."""
         returned = func(*args, **kwargs)
         bound = [args[place] if isinstance(place, int) else kwargs[place] for place in self.places]
         written = [t for value in bound for t in tensors_in(value) if is_watched(t)]
@@ -428,7 +393,7 @@ class Split:
         return [*written, *(t for t in tensors_in(returned) if is_watched(t) and id(t) not in known)]
 
     def substituted(self, substitute: Callable[[torch.Tensor], torch.Tensor | None]) -> Split:
-        """The same call with some tensors replaced: by `substitute(tensor)`, where it gives one."""
+        """The same call with each tensor replaced by `substitute(tensor)`, unless that is None."""
         originals = {id(b): r for b, r in zip(self.before, self.reads, strict=True)}
 
         def swap(item: Any) -> Any:
@@ -442,36 +407,19 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """An op that ran.
-
-    Attributes:
-        func: The ATen overload.
-        kernel: Its name without namespace and overload.
-        site: Where it ran.
-        call: What it ran on.
-        bad: Inputs that were non-finite before it ran.
-        results: Its floating-point results.
-        returned: What it returned, integers and booleans as well; None for one element of a list.
-    """
+    """An op that ran."""
 
     func: Any
-    kernel: str
+    kernel: str  # without namespace and overload
     site: Site
     call: Split
-    bad: list[torch.Tensor]
-    results: list[torch.Tensor]
-    returned: Any = None
+    bad: list[torch.Tensor]  # inputs that were non-finite before the op ran
+    results: list[torch.Tensor]  # floating-point only
+    returned: Any = None  # everything, integers and booleans as well; None for one element of a list
 
 
 def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrites: bool) -> list[Split]:  # noqa: FBT001 - internal
-    """Take a call apart before it runs.
-
-    Args:
-        func: An ATen overload.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        overwrites: It does not read what it writes in place.
-    """
+    """Split a call of an ATen overload before it runs; with `overwrites`, it does not read what it writes in place."""
     named = _bind(func, args, kwargs)
     written = [name for name, is_write, _ in named if is_write]
     lists = [value for _, _, value in named if _is_tensor_list(value)]
@@ -481,7 +429,7 @@ def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrit
     shape_alone = reshapes(func)
     writes = [t for _, is_write, value in named if is_write for t in tensors_in(value) if is_watched(t)]
     if shape_alone:
-        copies = {id(t): t.detach() for t in writes}  # aliases, which keep the shape
+        copies = {id(t): t.detach() for t in writes}  # aliases keep the shape
     elif not overwrites:
         copies = {id(t): t.detach().clone() for t in writes}
     skip = {id(t) for t in writes} if not shape_alone and (overwrites or "out" in written) else set()

@@ -1,4 +1,4 @@
-"""Which modules compute something themselves: the elements among which a smallest set of fp32 modules is searched."""
+"""Which modules compute something themselves: the candidates for a smallest set of fp32 modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OwnOps(FunctionNames):
-    """Notes the modules whose own forward called a torch function, while it is attached."""
+    """Notes the modules whose own forward calls a torch function, while it is attached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class OwnOps(FunctionNames):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Clean names, in the order of execution; a parent before its children, as fp32 there reaches them too."""
+        """Clean names, in the order of execution; a parent before its children, as fp32 there applies to them too."""
         entered: dict[str, int] = {}
         for name, order in self._first.items():
             parts = name.split(".")

@@ -1,4 +1,4 @@
-"""Ranges of a replay: of gradients, activations and weights; what becomes zero; updates too small for bf16."""
+"""Ranges in a replay: of gradients, activations and weights; flushed gradients; updates too small for bf16."""
 
 from __future__ import annotations
 
@@ -24,23 +24,16 @@ if TYPE_CHECKING:
     from ampdoctor.hooks.interfaces import Watched
 
 
-# The ranges of gradients, activations and weights over a replay.
+# -- ranges over a replay --
 
 
 class RangeProbe:
     """Histograms of every place, step by step; tensors themselves are never kept.
 
-    On a device the counting does not wait for it; the step's histograms are read when the step has ended.
-
-    Args:
-        plan: What has the half format in the half-precision run; None where that is not known: then everything counts
-            as half.
-
-    Attributes:
-        counted: The histograms of the step that was finished last.
-        hand_scales: For each step the factor between the gradients that the backward delivers and those that the
-            optimizer gets (their largest magnitudes); None where either is missing. A constant one is a loss scaled by
-            hand.
+    The counting does not wait for a device: the step's histograms are read after the step. `plan` gives what has the
+    half format in the half-precision run; without it, everything counts as half. `hand_scales` has for each step the
+    ratio of the largest gradient that the backward delivers to the largest that the optimizer gets, None where either
+    is missing. A constant ratio means a manual loss scale.
     """
 
     def __init__(self, plan: HalfPlan | None = None) -> None:
@@ -48,7 +41,7 @@ class RangeProbe:
         self._collector = Collector()
         self._attached = False
         self._step: dict[Place, Histogram] = {}
-        self.counted: Mapping[Place, Histogram] = {}
+        self.counted: Mapping[Place, Histogram] = {}  # of the step that was finished last
         self._stepped: list[Tensor] = []
         self._hooks = GradientHooks(
             self._on_gradient, on_output=self._on_output, inputs=plan.inputs if plan is not None else frozenset()
@@ -58,7 +51,7 @@ class RangeProbe:
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Hooks on modules, parameters and optimizers; the weights are counted once, before the first step."""
+        """Install hooks on modules, parameters and optimizers; the weights are counted once, before the first step."""
         if not self._attached:
             self._attached = True
             self._count_weights(run)
@@ -82,12 +75,7 @@ class RangeProbe:
         self.counted, self._step = self._step, {}
 
     def profile(self, run: RunFacts, **more: Any) -> RangeProfile:
-        """Everything that was measured.
-
-        Args:
-            run: Facts of the run.
-            more: Further fields of the profile.
-        """
+        """Everything that was measured; `more` are further fields of the profile."""
         return self._collector.profile(run, half=self._is_half, weight=self._sizes.__getitem__, **more)
 
     def _is_half(self, place: Place) -> bool:
@@ -130,48 +118,39 @@ class RangeProbe:
         self.hand_scales.append(max(delivered) / stepped if usable else None)
 
 
-# Elements that are zero here and not in the fp32 reference from the same state: underflow as it really happens.
-
+# -- measured underflow: elements that are zero here and nonzero in the fp32 reference from the same state --
 
 Key = tuple[Place, int]
-
 _REACH = -23
-"""log2 of twice fp16's smallest number. A zero where the scaled value is below it is the range's doing, give or take
-the rounding of what it is made of. One where it is larger comes from elsewhere, a sum that cancels or a gate that the
-forward in fp16 moved: 226 of 297 zeros in one step of a translation model."""
+"""log2 of twice fp16's smallest number: a zero whose scaled fp32 value is below it counts as underflow.
+
+A zero whose value is larger has another cause: a sum that cancels, or a gate that the forward in fp16 moved. These were
+226 of 297 zeros in one step of a translation model.
+"""
 _ZERO = -128
-_BIAS = 126
-"""Of float32's exponent field, whose significands begin at 1, and here at 1/2."""
+_BIAS = 126  # of float32's exponent field; its significands begin at 1, here at 1/2
 _LARGEST = 127 + _BIAS
 
 
 class ReferenceGradients:
-    """One fp32 step's gradients: the exponents of half activation gradients, and the values of weight gradients.
-
-    Args:
-        plan: What has the half format in the half-precision run; None: everything.
-
-    Attributes:
-        exponents: int8, by place and ordinal: a quarter of the memory, and enough to tell what flushes.
-        weights: float32, or float64 where the gradient is.
-    """
+    """One fp32 step's gradients: the exponents of half activation gradients, and the values of weight gradients."""
 
     def __init__(self, plan: HalfPlan | None) -> None:
         self.plan = plan
-        self.exponents: dict[Key, Tensor] = {}
-        self.weights: dict[Key, Tensor] = {}
+        self.exponents: dict[Key, Tensor] = {}  # int8: a quarter of the memory, enough to find what flushes
+        self.weights: dict[Key, Tensor] = {}  # float32, or float64 where the gradient is
 
     @property
     def half(self) -> frozenset[Key]:
-        """What is half in the half-precision run."""
+        """The gradients that are half in the half-precision run."""
         return frozenset(key for key in (*self.exponents, *self.weights) if self.holds(key[0]))
 
     def holds(self, place: Place) -> bool:
-        """Is the tensor at this place half in the half-precision run?"""
+        """Whether the tensor at this place is half in the half-precision run."""
         return self.plan is None or self.plan.holds(place)
 
     def received(self, run: Watched) -> dict[str, Tensor]:
-        """Returns what the optimizers get, by parameter: the sum over backwards where nothing else is done to it."""
+        """The gradients that the optimizers get, by parameter: the sum over the backwards, before clipping."""
         names = run.parameter_names()
         held = {id(p) for optimizer in run.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
         wanted = {name for key, name in names.items() if key in held or not run.optimizers}
@@ -184,7 +163,7 @@ class ReferenceGradients:
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Hooks are in place inside; they are made here, so that what holds gradients is in no circle of references."""
+        """Install hooks, which are made here so that what holds gradients is in no reference cycle."""
         self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(self.plan))
         with self._hooks.attach(run):
             yield
@@ -198,7 +177,7 @@ class ReferenceGradients:
         return nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:
-        """Nothing is read here."""
+        """Do nothing."""
 
     def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
         with Unseen(gradient):
@@ -211,24 +190,18 @@ class ReferenceGradients:
 
 @dataclass(slots=True)
 class Zeroed:
-    """What a step's gradients are beside those of the reference.
+    """Compares a step's gradients with those of the reference.
 
-    Attributes:
-        flushed: By place: elements of half gradients that are zero here and, scaled, were below twice fp16's smallest
-            number in the reference.
-        vanished: By place: elements that are zero here though they were larger: a gate that the forward's rounding
-            moved, a sum that cancels, what flushed before it.
-        nonzero: By place: elements of half gradients that are not zero in the reference.
-        relative_error: L2 norm of the difference of all weight gradients over the reference's; None for none, not
-            finite where a gradient is not.
-        unmatched: Gradients that the reference had and this step had not, or of another shape.
+    Vanished elements are zero for other reasons than the range: a gate that the forward's rounding moved, a sum that
+    cancels, an earlier flush. `relative_error` is the L2 norm of the difference of all weight gradients over the
+    reference's; None where there are none, not finite where a gradient is not.
     """
 
-    flushed: Counter[Place] = field(default_factory=Counter)
-    vanished: Counter[Place] = field(default_factory=Counter)
-    nonzero: Counter[Place] = field(default_factory=Counter)
+    flushed: Counter[Place] = field(default_factory=Counter)  # zero here; scaled, below twice fp16's smallest number
+    vanished: Counter[Place] = field(default_factory=Counter)  # zero here though larger in the reference
+    nonzero: Counter[Place] = field(default_factory=Counter)  # elements of half gradients, nonzero in the reference
     relative_error: float | None = None
-    unmatched: int = 0
+    unmatched: int = 0  # gradients of the reference that this step lacks, or has in another shape
 
     def add(self, place: Place, flushed: int, gone: int, present: int) -> None:
         """Count elements of one place; `gone` are all that are zero here and not in the reference."""
@@ -238,15 +211,10 @@ class Zeroed:
 
 
 class ZeroedProbe:
-    """Compares the gradients of a step with those of the reference.
+    """Compares the gradients of a step with those of the reference, a replay of the same step from the same state.
 
-    Args:
-        reference: Filled by a replay of the same step from the same state.
-        factor: By which a backward's loss is scaled here beyond what its scaler does; what the step asks for outside
-            of a backward does not carry it.
-
-    Attributes:
-        zeroed: Of the step that was finished last.
+    `factor` scales a backward's loss in addition to its scaler; gradients outside of a backward are not scaled by it.
+    `zeroed` is that of the step that was finished last.
     """
 
     def __init__(self, reference: ReferenceGradients, *, factor: float = 1.0) -> None:
@@ -262,7 +230,7 @@ class ZeroedProbe:
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Hooks are in place inside, and made here as those of the reference are."""
+        """Install hooks, which are made here as those of the reference are."""
         self._run = run
         self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(self._reference.plan))
         with self._hooks.attach(run):
@@ -270,7 +238,7 @@ class ZeroedProbe:
         del self._hooks
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
-        """Forget the last step, and note its loss scale."""
+        """Forget the last step, and record its loss scale."""
         self._reset()
         self._hooks.clear()
         self._scale = self._run.events.scale() or PLAIN
@@ -304,7 +272,7 @@ class ZeroedProbe:
                 self._counts.append((place, *counts))
 
     def _compare(self, place: Place, got: Tensor, expected: Tensor) -> None:
-        """Compare a parameter's gradient, block by block: the sums are small, and nothing of its size is made."""
+        """Compare a parameter's gradient block by block, so that no tensor of its size is allocated."""
         carried = self._carried()
         apart = Distance(least=math.ldexp(1.0, _least(carried)))
         apart.add(got, expected, scale=carried)
@@ -314,26 +282,26 @@ class ZeroedProbe:
             self.zeroed.add(place, apart.below, apart.flushed, apart.nonzero)
 
     def _carried(self) -> float:
-        """The scale of the gradients on their way; where no scaler ever scales a loss, a step does by hand with it."""
+        """The scale of the gradients during the backward; where no scaler scales the loss, the step uses it by hand."""
         backwards = self._run.events.backwards
         scale = (backwards.scale or PLAIN) if backwards.scaled else self._scale
         return scale * self._factor if backwards.inside else scale
 
 
 def _least(scale: float) -> int:
-    """Returns log2 of the smallest magnitude that fp16 holds surely under the scale."""
+    """log2 of twice fp16's smallest number, divided by the scale."""
     return _REACH - (math.floor(math.log2(abs(scale))) if 0.0 < abs(scale) < math.inf else 0)
 
 
 def _exponents(dense: Tensor) -> Tensor:
     """Returns e with 2^(e-1) <= |x| < 2^e in a byte; `_ZERO` for zero.
 
-    Magnitudes from 2^127 on, and what is not finite, count as the largest, and those below 2^-126 as 2^-127: no scale
+    Magnitudes from 2^127 on and non-finite values count as the largest, and those below 2^-126 as 2^-127: no scale
     brings either to fp16's smallest number.
     """
     found = torch.empty(dense.shape, dtype=torch.int8, device=dense.device)
     for values, exponents in zip(blocks(dense), blocks(found), strict=True):
-        biased = (values.float().view(torch.int32) >> 23).to(torch.uint8)  # which drops the sign
+        biased = (values.float().view(torch.int32) >> 23).to(torch.uint8)  # drops the sign
         exponents.copy_(biased.clamp_(max=_LARGEST).sub_(_BIAS).view(torch.int8))
         exponents.masked_fill_(values == 0, _ZERO)
     return found
@@ -348,20 +316,20 @@ def _dense(gradient: Tensor) -> Tensor:
     return detached if detached.layout is torch.strided else detached.to_dense()
 
 
-# What bf16 weights would make of an optimizer's fp32 updates: which of them are below half an ulp.
-
+# -- fp32 updates that bf16 weights would lose, being below half an ulp --
 
 SAMPLED = 1 << 14
-"""Elements of a parameter and step whose ratio of update to weight is counted, drawn at random, the same in each step.
-The share of them below the true median is 1/2 with a standard error of 1/2 / sqrt(2^14) = 0.4 %: the median of the
-sample is the true quantile of 48.4 to 51.6 % (four standard errors), whatever the distribution. Where the logarithms
-of the ratios are spread like a normal distribution of two binades, that is 0.08 binades; a bin of the histogram is an
-eighth."""
+"""Elements of a parameter and step whose ratio of update to weight is counted: a random sample, the same in each step.
+
+The share of them below the true median is 1/2 with a standard error of 1/2 / sqrt(2^14) = 0.4 %. So the median of the
+sample is the true quantile of 48.4 to 51.6 % (four standard errors), whatever the distribution. Where the logarithms of
+the ratios have a normal distribution of two binades, that is 0.08 binades; a bin of the histogram is an eighth.
+"""
 
 
 @dataclass(slots=True)
 class _Tally:
-    """One parameter's sums over the steps that were looked at."""
+    """One parameter's sums over the observed steps."""
 
     optimizer: str
     steps: int = 0
@@ -402,7 +370,6 @@ class _Tally:
         self.lost += lost
 
     def facts(self, name: str) -> UpdateFacts:
-        """The sums as evidence."""
         median = self.ratios.quantile(0.5)
         return UpdateFacts(
             name=name,
@@ -418,13 +385,11 @@ class _Tally:
 
 
 class UpdateProbe:
-    """Compares parameters before and after an optimizer's step; for a replay in fp32 (`Session.reference`).
+    """Compares parameters before and after an optimizer's step, in the given steps of an fp32 replay.
 
-    The weight counts as it would be kept in bf16: rounded, then the update added and the sum rounded again, as torch's
-    own optimizers do with bf16 parameters. An optimizer's step is seen whole, weight decay and update in one.
-
-    Args:
-        steps: Which steps to look at. In the others nothing is hooked and nothing copied.
+    For `Session.reference`. The weight counts as it would be kept in bf16: rounded, then the update is added and the
+    sum rounded again, as torch's own optimizers do. An optimizer's step is taken as a whole, weight decay and update
+    together.
     """
 
     def __init__(self, steps: Collection[int]) -> None:
@@ -433,16 +398,16 @@ class UpdateProbe:
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Nothing is in place between steps."""
+        """Nothing is installed between steps."""
         self._run = run
         yield
 
     def during(self, step: int) -> AbstractContextManager[Any]:
-        """Hooks on the optimizers, in a step that is wanted."""
+        """Hooks on the optimizers, in the given steps only."""
         return self._looking() if step in self._wanted else nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:
-        """Everything was counted when the optimizers had stepped."""
+        """Do nothing: everything was counted after the optimizers' steps."""
 
     def facts(self) -> tuple[UpdateFacts, ...]:
         """Each parameter that an optimizer stepped in fp32, by name."""
@@ -452,7 +417,7 @@ class UpdateProbe:
     def _looking(self) -> Iterator[None]:
         everything = self._run.parameter_names()
         own = {everything[id(parameter)] for parameter in self._run.model.parameters()}
-        # what only an optimizer holds is an fp32 master that the run keeps by hand: nothing of it would be lost
+        # a parameter that only an optimizer holds is an fp32 master: its updates would not be lost
         names = {key: name for key, name in everything.items() if name in own}
         with ExitStack() as stack:
             for optimizer in self._run.optimizers.values():
@@ -474,7 +439,7 @@ class UpdateProbe:
             kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
             while copies:
                 name, parameter, copy = copies.pop()
-                with Unseen(copy):  # an fp32 replay makes written casts to half wide, and here one is meant
+                with Unseen(copy):  # an fp32 replay replaces casts to half; here the cast is needed
                     self._tallies.setdefault(name, _Tally(kind)).add(copy, parameter)
 
         return before, after

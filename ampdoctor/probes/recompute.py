@@ -1,4 +1,4 @@
-"""Runs an op again in float64: whole, or at the elements that are asked for."""
+"""Runs an op again in float64: whole, or at selected elements."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from ampdoctor.evidence.trace import Recomputation
 from ampdoctor.numerics import extremes, nonfinite_flag
 from ampdoctor.probes.ops import Ran, Split
 
-# An op again, in float64 and float32, on the inputs it had: is it non-finite by nature, or only in this format?
-
+# -- the whole op in float64 and float32: is it non-finite by nature, or only in this format? --
 
 _LOW = (
     torch.float16,
@@ -30,12 +29,9 @@ _LOW = (
     torch.float8_e5m2fnuz,
 )
 
+LARGE = 64.0  # no function has its pole here, and inputs that overflow float64 (exp from 710 on, powers) are no smaller
 
-LARGE = 64.0
-"""No function has its pole here, and what overflows float64 (exp from 710 on, powers) needs no less."""
-
-NO_RESULT = (RuntimeError, TypeError, ValueError, IndexError)
-"""What torch raises where an op has no kernel for a dtype or a layout, or rejects what was put in an input's place."""
+NO_RESULT = (RuntimeError, TypeError, ValueError, IndexError)  # where an op has no kernel or rejects a new input
 
 
 def doubled(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,7 +40,7 @@ def doubled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def widened(value: Any, single: bool = False) -> Any:  # noqa: FBT001, FBT002 - internal
-    """Floating-point tensors and dtypes of a nested value in float64 (or float32); everything else as it is."""
+    """Floating-point tensors and dtypes of a nested value in float64 (or float32); everything else unchanged."""
     real, compound = (torch.float32, torch.complex64) if single else (torch.float64, torch.complex128)
 
     def widen(item: Any) -> Any:
@@ -75,16 +71,10 @@ def widely(func: Callable[..., Any], call: Split, *, single: bool = False) -> li
 def recompute(
     func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor]
 ) -> tuple[Recomputation | None, list[torch.Tensor]]:
-    """Run `func` in float64 and float32 and compare with the results where those are non-finite.
+    """Run `func` in float64 and float32 and compare where `results` are non-finite.
 
-    Args:
-        func: An ATen overload.
-        call: Its arguments, with the values they had before the op ran.
-        results: Its floating-point results, non-finite somewhere.
-
-    Returns:
-        The verdict and the float64 results (parallel to `results`); (None, []) where the op has no float64 kernel, or
-        draws random numbers.
+    Returns the verdict and the float64 results (parallel to `results`). They are (None, []) where the op has no float64
+    kernel, or draws random numbers.
     """
     wide = widely(func, call)
     if not _alike(wide, results):
@@ -109,7 +99,7 @@ def recompute(
 
 
 def _returns(func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor]) -> bool | None:
-    """Is the op non-finite in its own format again, on the very same inputs? None where it cannot be run again."""
+    """Whether the op is non-finite again in its own format, on the same inputs; None where it cannot be run again."""
     try:
         with torch.no_grad():
             again = call.again(func, _copied(call.args), _copied(call.kwargs))
@@ -121,10 +111,10 @@ def _returns(func: Callable[..., Any], call: Split, results: Sequence[torch.Tens
 def _fits_when_smaller(
     func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor], *, finite: bool
 ) -> bool | None:
-    """Is the op finite on the same inputs, each brought down to at most 1 by a power of two?
+    """Whether the op is finite on the same inputs, each scaled down to at most 1 by a power of two.
 
-    A pole (log(0), a flushed epsilon) stays one. What is not finite in float64 either is asked only where it is an
-    infinity from large inputs: NaN from acos(1.5) is no overflow, nor is the pole of atanh at 1.
+    A pole (log(0), a flushed epsilon) stays one. Results that are not finite in float64 either count as an overflow
+    only where they are an infinity from large inputs: NaN from acos(1.5) is no overflow, nor is the pole of atanh at 1.
     """
     sizes = {id(t): _largest(b) for t, b in zip(call.reads, call.before, strict=True) if b.numel()}
     if not finite:
@@ -166,7 +156,7 @@ def _alike(wide: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> boo
 
 
 def _where_nonfinite(results: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> tuple[bool, float]:
-    """Among the elements that are non-finite here: are all finite there, and how large is the largest that is?"""
+    """Of the elements that are non-finite here: are all finite in `wide`, and the largest finite magnitude there."""
     finite, amax = True, 0.0
     for result, reference in zip(results, wide, strict=True):
         bad = ~torch.isfinite(result.detach() if result.element_size() > 1 else doubled(result))
@@ -178,11 +168,9 @@ def _where_nonfinite(results: Sequence[torch.Tensor], wide: Sequence[torch.Tenso
     return finite, amax
 
 
-# An op once more in float64, at the elements that are asked for.
+# -- selected elements in float64 --
 
-
-FEW = 8
-"""Where at least this many times as many elements are there as are asked for, gathering those is cheaper than all."""
+FEW = 8  # if a tensor has at least this many times the selected elements, gathering those is cheaper than computing all
 
 
 class _NotByElementError(Exception):
@@ -190,13 +178,9 @@ class _NotByElementError(Exception):
 
 
 class Again:
-    """Runs an op in float64 on the inputs that it had, and on other ones.
+    """Runs an op in float64 on its own inputs or on others (`call`).
 
-    An op that works on each element by itself runs on few: a cast of 38 million weights flushes a handful of them.
-
-    Args:
-        ran: The op as it ran.
-        call: The call that is repeated: its own, or one with other values in some places.
+    An elementwise op runs on the selected elements only: a cast of 38 million weights flushes a handful of them.
     """
 
     def __init__(self, ran: Ran, call: Split) -> None:
@@ -205,15 +189,7 @@ class Again:
         self._whole: list[torch.Tensor] | None = None
 
     def at(self, position: int, places: torch.Tensor) -> torch.Tensor | None:
-        """Returns a result's elements in float64.
-
-        Args:
-            position: Which result.
-            places: Positions in it, as if it were contiguous.
-
-        Returns:
-            Parallel to `places`; None where the op has no float64 kernel, draws random numbers, or gives other shapes.
-        """
+        """A result's float64 elements at `places` (as if it were contiguous); None if the op cannot run in float64."""
         few = self._few(position, places)
         if few is not None:
             return few
@@ -224,7 +200,7 @@ class Again:
         return doubled(self._whole[position]).reshape(-1)[places]
 
     def _few(self, position: int, places: torch.Tensor) -> torch.Tensor | None:
-        """The op on those elements alone; None where it does not work so."""
+        """The op on those elements alone; None where it is not elementwise."""
         ran = self._ran
         result = ran.results[position]
         if len(ran.results) != 1 or len(places) * FEW > result.numel() or not _is_elementwise(ran.func, ran.kernel):
@@ -249,7 +225,7 @@ def _picked(call: Split, shape: torch.Size, places: torch.Tensor) -> Split:
 
 @lru_cache(maxsize=1024)
 def _is_elementwise(func: Callable[..., Any], kernel: str) -> bool:
-    """Does torch say so of the op, or, for one over lists, of the op of a single tensor?"""
+    """Whether torch tags the op, or for one over lists the op of a single tensor, as pointwise."""
     packet = getattr(torch.ops.aten, kernel, None)
     overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
     return kernel == "_to_copy" or any(torch.Tag.pointwise in op.tags for op in (func, *overloads))

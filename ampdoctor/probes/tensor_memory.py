@@ -1,4 +1,4 @@
-"""Which memory a tensor is: what descends from a birth, and what came with the step."""
+"""Which memory a tensor has: which births it descends from, and what it was when the step began."""
 
 from __future__ import annotations
 
@@ -22,20 +22,17 @@ if TYPE_CHECKING:
     from ampdoctor.probes.ops import Site
 
 
-# Which births a non-finite tensor descends from, and what it would have been without them.
-
+# -- which births a non-finite tensor descends from, and its values without them --
 
 Births = frozenset[int]
 NONE: Births = frozenset()
-Memory: TypeAlias = StorageWeakRef | WeakIdRef
-"""A weak reference: the values may be freed, but no later tensor is taken for this one while it is kept."""
-FEWEST = 64
-"""Entries from which on a map looks for memory that has been freed."""
+Memory: TypeAlias = StorageWeakRef | WeakIdRef  # weak; unlike an address, never matches a later storage there
+FEWEST = 64  # number of entries from which on a map removes those of freed memory
 _V = TypeVar("_V")
 
 
 def storage_key(tensor: torch.Tensor) -> Memory:
-    """Identity of the memory behind a tensor: views share it. An address alone is used again once it is freed."""
+    """Identity of a tensor's storage, shared by its views; an address alone is reused after the storage is freed."""
     try:
         return StorageWeakRef(tensor.untyped_storage())
     except RuntimeError:  # sparse layouts have no storage of their own
@@ -43,7 +40,7 @@ def storage_key(tensor: torch.Tensor) -> Memory:
 
 
 def covers_its_memory(tensor: torch.Tensor) -> bool:
-    """No byte of the memory behind a tensor is left out by it; False where that is not known."""
+    """Whether a tensor covers its storage completely; False where that is not known."""
     try:
         return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     except RuntimeError:
@@ -51,7 +48,7 @@ def covers_its_memory(tensor: torch.Tensor) -> bool:
 
 
 class ByMemory(dict[Memory, _V]):
-    """What is known of memory, by its key; that of memory which has been freed goes whenever the map has doubled."""
+    """A map by storage; entries of freed storages are removed whenever the map has doubled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +63,7 @@ class ByMemory(dict[Memory, _V]):
 
 
 def is_freed(key: Memory) -> bool:
-    """No tensor shows this memory any more."""
+    """Whether no tensor uses this memory any more."""
     return bool(key.expired()) if isinstance(key, StorageWeakRef) else key() is None
 
 
@@ -79,7 +76,7 @@ def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Taint:
-    """Ancestry of non-finite values, by storage; and their float64 shadows, by view."""
+    """The births behind non-finite values, by storage; and the float64 values without these births, by view."""
 
     def __init__(self) -> None:
         self._births: ByMemory[Births] = ByMemory()
@@ -91,47 +88,36 @@ class Taint:
         self._shadows.clear()
 
     def births(self, tensor: torch.Tensor) -> Births:
-        """The births that a tensor's memory descends from; of a subclass, those of the tensors that it consists of."""
+        """The births that a tensor's memory descends from; for a subclass, those of the tensors that it consists of."""
         if is_plain(tensor):
             return self._births.get(storage_key(tensor), NONE)
         return union(self._births.get(storage_key(part), NONE) for part in (parts_of(tensor) or [tensor]))
 
     def mark(self, tensor: torch.Tensor, births: Births, *, added: bool) -> None:
-        """A result is non-finite.
-
-        Args:
-            tensor: The result.
-            births: Where its non-finite values come from.
-            added: The op wrote into memory that may hold earlier ones.
-        """
+        """Note a non-finite result; with `added`, the op wrote into memory that may hold values of earlier births."""
         key = storage_key(tensor)
         self._births[key] = births | self._births.get(key, NONE) if added else births
         self._lift_shadow(tensor)  # `cast_shadow` follows where these values have one
 
     def clean(self, tensor: torch.Tensor) -> None:
-        """A result is finite: if it fills its memory, nothing non-finite is left there."""
+        """Note a finite result: if it fills its memory, nothing non-finite is left there."""
         key = storage_key(tensor)
         if key in self._births and _covers(tensor):
             del self._births[key]
         self._lift_shadow(tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Nothing in its memory is to be followed."""
+        """Drop the births of a tensor's memory."""
         self._births.pop(storage_key(tensor), None)
 
     def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The float64 tensor that would be here, had the births been computed in float64."""
+        """The float64 values that the tensor would have if the births had been computed in float64."""
         if not self._shadows:
             return None
         return self._shadows.get(storage_key(tensor), {}).get(view_key(tensor))
 
     def cast_shadow(self, tensor: torch.Tensor, reference: torch.Tensor) -> None:
-        """Remember `reference` where `tensor` is non-finite and `reference` is not.
-
-        Args:
-            tensor: A result, non-finite somewhere.
-            reference: The same result in float64, from inputs without the births.
-        """
+        """Store `reference` (float64, computed without the births) where it is finite and `tensor` is not."""
         real = doubled(tensor)
         fine = torch.isfinite(real)
         if bool((~fine & torch.isfinite(reference)).any()):
@@ -141,18 +127,18 @@ class Taint:
             self._lift_shadow(tensor)
 
     def _lift_shadow(self, tensor: torch.Tensor) -> None:
-        """The view has been written: what it would have been is not known any more."""
+        """Drop the float64 values of a view that has been written."""
         if self._shadows:
             self._shadows.get(storage_key(tensor), {}).pop(view_key(tensor), None)
 
 
 def union(births: Iterable[Births]) -> Births:
-    """All births of several tensors."""
+    """The births of several tensors."""
     return frozenset().union(*births)
 
 
 def _covers(tensor: torch.Tensor) -> bool:
-    """The tensor fills its memory; an expanded dimension shows the same elements again and fills nothing."""
+    """Whether the tensor fills its memory; an expanded dimension repeats elements and fills nothing."""
     try:
         distinct = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
         return distinct * tensor.element_size() >= int(tensor.untyped_storage().nbytes())
@@ -160,27 +146,19 @@ def _covers(tensor: torch.Tensor) -> bool:
         return True
 
 
-# What came with a step: whose memory a tensor is, where no op of the step made it.
-
+# -- tensors that came with the step --
 
 _STATE: dict[str, Origin] = {"param": "param", "buffer": "buffer", "optimizer_state": "optimizer_state"}
 
 
 @dataclass(slots=True)
 class Belongings:
-    """The state and the batch of one step, by storage.
-
-    Attributes:
-        run: The run.
-        step: The step.
-        nonfinite: State that was non-finite before the step.
-        masks: Names of buffers that hold infinities on purpose.
-    """
+    """The state and the batch of one step, by storage."""
 
     run: Watched
     step: int
-    nonfinite: tuple[torch.Tensor, ...] = ()
-    masks: frozenset[str] = frozenset()
+    nonfinite: tuple[torch.Tensor, ...] = ()  # state that was non-finite before the step
+    masks: frozenset[str] = frozenset()  # names of buffers that hold infinities on purpose
     _owners: dict[Memory, tuple[str, str]] = field(default_factory=dict)
     _batch: dict[Memory, str] = field(default_factory=dict)
     _views: dict[Memory, list[tuple[tuple[int, int], tuple[str, str]]]] = field(default_factory=dict)
@@ -202,14 +180,14 @@ class Belongings:
         self._take_batch()
 
     def _take_views(self, state: Iterable[tuple[str, str, torch.Tensor]]) -> None:
-        """Which part of a memory each tensor shows, where several lie in one (flat buffers, bucket views)."""
+        """Record which part of a storage each tensor covers, where several share one (flat buffers, bucket views)."""
         self._views = {}
         for kind, name, tensor in state:
             self._views.setdefault(storage_key(tensor), []).append((_span(tensor), (kind, name)))
         self._views = {key: views for key, views in self._views.items() if len({span for span, _ in views}) > 1}
 
     def _owner_of(self, tensor: torch.Tensor) -> tuple[str, str]:
-        """What state a tensor shows: of several in one memory, the one that overlaps it, a non-finite one first."""
+        """(kind, name) of the state in a tensor's memory: the part that overlaps it, a non-finite one first."""
         key = storage_key(tensor)
         views = self._views.get(key)
         if views is None:
@@ -225,17 +203,17 @@ class Belongings:
             self._batch.setdefault(storage_key(given), path)
 
     def _path_in_batch(self, key: Memory) -> str | None:
-        """The path of a tensor of the batch, of which a step may draw more while it runs; None for another."""
+        """The path of a tensor of the batch, else None; looks again, as a step may draw more while it runs."""
         if key not in self._batch:
             self._take_batch()
         return self._batch.get(key)
 
     def bring(self, tensor: torch.Tensor, path: str) -> None:
-        """A tensor is part of the batch, as is known only now."""
+        """Add a tensor to the batch, where that becomes known later."""
         self._batch.setdefault(storage_key(tensor), path)
 
     def follow(self, earlier: Belongings) -> None:
-        """Stock was taken earlier in the same step: only what is new since then came as it is now."""
+        """Take over the state recorded `earlier` in the same step: only what is new since counts as it is now."""
         self._batch = earlier._batch | self._batch
         came = {id(t) for t in earlier.nonfinite}
         self.nonfinite = tuple(t for t in self.nonfinite if id(t) in came or not earlier.knows(t))
@@ -244,7 +222,7 @@ class Belongings:
                 self._owners.pop(storage_key(parameter.grad), None)
 
     def came_finite(self, tensor: torch.Tensor) -> bool:
-        """It is state, or a gradient, that was finite or not there when stock was taken."""
+        """Whether it is state that was finite at the start, or a gradient that was finite or missing then."""
         key = storage_key(tensor)
         kind, _ = self._owner_of(tensor)
         if kind in _STATE:
@@ -252,16 +230,16 @@ class Belongings:
         return not kind and any(storage_key(gradient) == key for gradient in self._present_gradients())
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """It is part of the state."""
+        """Whether it is part of the state."""
         return storage_key(tensor) in self._owners
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """It is part of the state or of the batch."""
+        """Whether it is part of the state or of the batch."""
         key = storage_key(tensor)
         return self._path_in_batch(key) is not None or bool(self._owner(key)[0])
 
     def entering(self, site: Site) -> None:
-        """An op is about to run: the gradients have names from the backward's end to the optimizer's."""
+        """Note that an op is about to run: gradients have names only in the optimizer's and scaler's phases."""
         if site.phase not in ("optimizer", "scaler"):
             self._gradients = None
         elif self._gradients is None:
@@ -271,7 +249,7 @@ class Belongings:
             }
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
-        """Say what it came as: "data", "param:NAME", "optimizer_state:NAME:KEY", "grad:NAME"; None for none of it."""
+        """What a tensor came as: "data", "param:NAME", "optimizer_state:NAME:KEY", "grad:NAME"; else None."""
         key = storage_key(tensor)
         if self._path_in_batch(key) is not None:
             return "data"
@@ -282,7 +260,7 @@ class Belongings:
         return f"grad:{gradient}" if gradient is not None else None
 
     def label(self, tensor: torch.Tensor) -> str | None:
-        """The name of an input for people: "batch.x", "param:fc.weight"; None where it has none."""
+        """The name of an input for the report: "batch.x", "param:fc.weight"; None where it has none."""
         key = storage_key(tensor)
         kind, name = self._owner_of(tensor)
         if kind:
@@ -353,7 +331,7 @@ class Belongings:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its memory between which a tensor lies: the first, and the one behind the last."""
+    """The first byte of a tensor in its storage, and the one after the last."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return 0, 0
     begin = int(tensor.storage_offset()) * tensor.element_size()

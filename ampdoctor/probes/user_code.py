@@ -25,21 +25,16 @@ from ampdoctor.hooks.program import recorded_line
 from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.package import FOLDER, working_folder
 
-# The user's line: the innermost frame that belongs neither to torch nor to ampdoctor.
-
+# -- the user's line: the innermost frame that belongs neither to torch nor to ampdoctor --
 
 _OURS = f"{FOLDER}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_BOUNDARY = str(FOLDER / "replay" / "session.py")
-"""Frames above the session are whoever called ampdoctor, not the run that is replayed."""
+_BOUNDARY = str(FOLDER / "replay" / "session.py")  # frames above the session belong to the caller of ampdoctor
 _BASE: ContextVar[Path | None] = ContextVar("_BASE", default=None)
-_ENGINE = str(Path(_TORCH) / "autograd" / "graph.py")
-"""From here the engine is called: what lies below it in a backward are hooks and custom functions."""
-_CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
-"""Below here a forward runs again: that is no hook."""
+_ENGINE = str(Path(_TORCH) / "autograd" / "graph.py")  # user frames inside are hooks and custom functions of a backward
+_CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")  # user frames inside belong to a recomputed forward
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-"""Python's own library, which may hold installed packages in turn."""
+_STANDARD = sysconfig.get_path("stdlib") + os.sep  # Python's own library, which may contain installed packages
 
 
 @lru_cache(maxsize=4096)
@@ -50,7 +45,7 @@ def _is_user(filename: str) -> bool:
 
 
 def _is_standard(filename: str) -> bool:
-    """It is of Python's own library (`copy.deepcopy`, `contextlib`): what happens there is its caller's doing."""
+    """Whether the file is of Python's own library (`copy.deepcopy`, `contextlib`): its caller counts instead."""
     if filename.startswith("<frozen"):
         return True
     return filename.startswith(_STANDARD) and not _is_installed(filename)
@@ -58,7 +53,7 @@ def _is_standard(filename: str) -> bool:
 
 @contextmanager
 def shown_from(folder: Path) -> Iterator[None]:
-    """Files below `folder` are shown relative to it, wherever user code changes the working directory to."""
+    """Show files below `folder` relative to it, even if user code changes the working directory."""
     token = _BASE.set(folder)
     try:
         yield
@@ -79,7 +74,7 @@ def _shown(filename: str, base: Path) -> str:
 
 
 def user_line() -> tuple[str, int] | None:
-    """File and line of the innermost user frame, as Python names them; None outside user code (C++ backward)."""
+    """File and line of the innermost user frame; None outside user code (C++ backward)."""
     frame = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -92,7 +87,7 @@ def user_line() -> tuple[str, int] | None:
 
 
 def user_frames() -> Iterator[FrameType]:
-    """The user's frames, and those of packages that are not torch, innermost first."""
+    """The user's frames, and those of packages other than torch, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_user(frame.f_code.co_filename):
@@ -101,7 +96,7 @@ def user_frames() -> Iterator[FrameType]:
 
 
 def own_line() -> tuple[str, int] | None:
-    """The innermost user frame that lies in no installed package; where there is none, the innermost of all."""
+    """The innermost user frame outside installed packages; if there is none, the innermost of all user frames."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _BOUNDARY:
         filename = frame.f_code.co_filename
@@ -112,7 +107,7 @@ def own_line() -> tuple[str, int] | None:
 
 
 def called_by_user() -> bool:
-    """Was the function that asks called by a user's line, or a package's, and not from inside torch or by ampdoctor?"""
+    """Whether the calling function was called by a user's or a package's line, not by torch or ampdoctor."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _is_standard(frame.f_code.co_filename):
         frame = frame.f_back
@@ -148,10 +143,10 @@ def applied_line() -> tuple[str, int] | None:
 
 
 def _is_forward_of_function(frame: FrameType) -> bool:
-    """Is it the forward of a custom autograd function, or a decorator around one?
+    """Whether it is the forward of a custom autograd function, or a decorator around one.
 
-    `Function.apply` has no frame of its own from torch 2.14 on. A forward is handed the context first; one that leaves
-    that to `setup_context` is known by its class.
+    `Function.apply` has no torch frame of its own from torch 2.14 on. A forward gets the context as its first argument;
+    one that uses `setup_context` instead is recognised by its class.
     """
     code = frame.f_code
     if code.co_argcount or code.co_flags & inspect.CO_VARARGS:
@@ -175,12 +170,7 @@ def _forwards(function: type[Any]) -> Iterator[FunctionType]:
 
 
 def raising_line(error: BaseException, *, own: bool = False) -> tuple[str, int] | None:
-    """File and line of the innermost user frame through which an exception came; None where it came through none.
-
-    Args:
-        error: The exception.
-        own: A frame that lies in no installed package goes before one that does.
-    """
+    """The innermost user line through which an exception came, with `own` outside installed packages if possible."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(frame.filename, frame.lineno or 0) for frame in frames if _is_user(frame.filename)]
     mine = [line for line in lines if own and not _is_installed(line[0])]
@@ -193,27 +183,25 @@ def _is_installed(filename: str) -> bool:
 
 
 def as_source(line: tuple[str, int] | None) -> Source | None:
-    """For a report: relative to where the replay was started; in an installed package relative to site-packages."""
+    """The line for a report: relative to where the replay was started, or to site-packages."""
     if line is None:
         return None
     return Source(_shown(line[0], _BASE.get() or working_folder()), line[1], installed=_is_installed(line[0]))
 
 
-# Where a program makes parameters in float16: its own line that casts, loads or builds the module.
+# -- the line that makes parameters in float16: it casts, loads or builds the module --
 
-
-_CASTS = ("half", "to")
-"""Methods of a module that put half values into the parameters that it has."""
+_CASTS = ("half", "to")  # methods of a module that may turn its parameters into half
 
 
 class HalfMade:
-    """Notes for each float16 parameter the line that has made it so; nothing of the program's is kept alive."""
+    """Notes for each float16 parameter the line that made it so; it keeps only weak references."""
 
     def __init__(self) -> None:
         self._lines: dict[int, tuple[weakref.ref[torch.Tensor], Source | None]] = {}
 
     def of(self, parameters: Iterable[torch.Tensor]) -> Source | None:
-        """Return the line that made the first of these parameters of which one is known."""
+        """The line that made the first known one of these parameters."""
         for parameter in parameters:
             there, line = self._lines.get(id(parameter), (None, None))
             if there is not None and there() is parameter and line is not None:
@@ -222,7 +210,7 @@ class HalfMade:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, lines are noted; nothing is left in place afterwards."""
+        """Note lines while the context is open; all hooks are removed afterwards."""
         with ExitStack() as stack:
             stack.callback(register_module_parameter_registration_hook(self._registered).remove)
             for method in _CASTS:
@@ -230,7 +218,7 @@ class HalfMade:
             yield
 
     def _registered(self, _module: nn.Module, _name: str, parameter: Any) -> None:
-        with suppress(Exception):  # a training is never harmed
+        with suppress(Exception):  # an error here must not disturb the training
             if isinstance(parameter, torch.Tensor) and parameter.dtype is torch.float16:
                 self._note(parameter)
 

@@ -19,47 +19,30 @@ if TYPE_CHECKING:
     from ampdoctor.hooks.interfaces import Watched
 
 
-# Which ops write what a run keeps: the last of a step is the one whose result is there afterwards.
+# -- ops that write a run's state: the last one of a step determines the value --
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """An op whose result lies in a tensor's memory.
-
-    Attributes:
-        site: Where it ran.
-        norm: Norm of the result; None outside of an optimizer's phase.
-        zeros: Share of its elements that are zero, likewise.
-        in_place: The memory was the tensor's before; else the op has made it, or used it for something else.
-    """
+    """An op whose result lies in a tensor's memory."""
 
     site: Site
-    norm: float | None
-    zeros: float | None
-    in_place: bool
+    norm: float | None  # of the result; None outside of an optimizer's phase
+    zeros: float | None  # share of zero elements, likewise
+    in_place: bool  # the memory was the tensor's before; else the op allocated or reused it
 
 
 def last_written(writes: Sequence[Write], step: int) -> Where | None:
-    """Returns the address of the op whose result is there after a step, where it ran first; None where none did.
-
-    Args:
-        writes: Of one tensor, in the order of the ops.
-        step: The step.
-    """
+    """The site of the op that wrote a tensor last in a step, where it ran first; `writes` in the order of the ops."""
     last = next((write.site for write in reversed(writes)), None)
     same = (write.site for write in writes if last and (write.site.op, write.site.line) == (last.op, last.line))
     return next((site.where(step, "none") for site in same), None)
 
 
 class WritesProbe(TorchDispatchMode):
-    """Notes the ops of a step that write some tensors.
+    """Notes the ops of a step that write the tensors of `named()`, called after the step, as a step may make them.
 
-    Args:
-        named: Gives the tensors, by name; asked when the step is over, as a step may make them.
-
-    Attributes:
-        writes: By name, in the order of the ops.
-        draws: An op of the optimizer's phase has drawn random numbers.
+    `writes` is by name, in the order of the ops. `draws`: an op of the optimizer's phase has drawn random numbers.
     """
 
     def __init__(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
@@ -72,13 +55,13 @@ class WritesProbe(TorchDispatchMode):
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Module hooks are in place inside."""
+        """Install the module hooks."""
         with self._sites.attach(run):
             yield
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
-        """The dispatch mode and the function mode are on."""
+        """Switch the dispatch mode and the function mode on."""
         self._sites.clear()
         self._by_memory.clear()
         self.draws = False
@@ -86,7 +69,7 @@ class WritesProbe(TorchDispatchMode):
             yield
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """Whose memory it was."""
+        """Assign the writes to the tensors by their memory."""
         self.writes = {name: self._by_memory.get(_memory(tensor), []) for name, tensor in self._named()}
         self._by_memory.clear()
         self._sites.clear()
@@ -119,44 +102,29 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
-# Forwards that use a half copy of a weight from before the weight was written: autocast keeps its copies.
+# -- forwards that use an outdated half copy of a weight, e.g. one in autocast's cache --
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A half copy of a weight, and the weight.
-
-    Attributes:
-        copy: Held, so that its memory is not used for something else while the step runs.
-        weight: What was cast.
-        memory: Where the weight's values lay then.
-        written: The op that wrote them since; None where none did.
-    """
-
-    copy: torch.Tensor
+    copy: torch.Tensor  # held, so that its memory is not reused during the step
     weight: torch.Tensor
-    memory: int
-    written: Site | None = None
+    memory: int  # address of the weight's values at the cast
+    written: Site | None = None  # the op that wrote them since
 
     @property
     def replaced(self) -> bool:
-        """The weight has other memory by now (`p.data = values`): no op shows that."""
+        """Whether the weight has other memory now (`p.data = values`), which no op shows."""
         return self.weight.data_ptr() != self.memory
 
 
 @dataclass(frozen=True, slots=True)
 class OldCast:
-    """A forward op that read a copy of a weight's old values.
-
-    Attributes:
-        weight: The weight's name.
-        use: The forward op.
-        written: The op that wrote the weight after it was cast; None where `p.data` was replaced.
-    """
+    """A forward op (`use`) that read a copy of a weight's old values."""
 
     weight: str
     use: Site
-    written: Site | None
+    written: Site | None  # the op that wrote the weight after the cast; None where `p.data` was replaced
 
 
 @dataclass(slots=True)
@@ -166,13 +134,10 @@ class _Copies:
 
 
 class OldCastsProbe(TorchDispatchMode):
-    """Notes forward ops that read half copies of weights whose values are others by now.
+    """Notes forward ops that read half copies of weights which have other values now, once a weight.
 
-    A backward reads the copies that its forward has saved: that is right, and not noted. Whether a copy is autocast's
-    or one that the user's code keeps on purpose is not asked here.
-
-    Attributes:
-        found: In the order of the ops, once a weight.
+    A backward reads the copies that its forward has saved; that is right, and not noted. Copies that the user's code
+    keeps on purpose are not distinguished from autocast's.
     """
 
     def __init__(self) -> None:
@@ -184,14 +149,14 @@ class OldCastsProbe(TorchDispatchMode):
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Module hooks are in place inside."""
+        """Install the module hooks."""
         with self._sites.attach(run):
             self._names = dict(run.parameter_names())
             yield
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
-        """The dispatch mode and the function mode are on."""
+        """Switch the dispatch mode and the function mode on."""
         self._sites.clear()
         self.found = []
         try:
@@ -219,7 +184,7 @@ class OldCastsProbe(TorchDispatchMode):
             return result
 
     def _casts(self, weight: torch.Tensor, copy: Any) -> None:
-        """Autocast keeps copies of fp32 leaves that need a gradient, and of nothing else."""
+        """Note autocast's copies: it keeps those of fp32 leaves that need a gradient, and no others."""
         if id(weight) not in self._names or copy.dtype not in (torch.float16, torch.bfloat16):
             return
         if not (memory_of(weight) and memory_of(copy)):

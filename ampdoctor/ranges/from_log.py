@@ -1,4 +1,4 @@
-"""A profile from the details in a run's log: what a live training has measured of itself, at the scale that it had."""
+"""A profile from the histograms in a run's log, measured by a live training at its own loss scale."""
 
 from __future__ import annotations
 
@@ -23,18 +23,14 @@ _HALVES = frozenset({"fp16", "bf16"})
 
 
 def profile_from_log(details: Sequence[tuple[RunLine, DetailLine]], steps: Sequence[StepLine]) -> RangeProfile:
-    """Returns the profile that a log's histograms come to; gradients are brought to the unscaled loss.
+    """The profile that a log's histograms give; gradients are divided by the loss scale.
 
-    A step at which a gradient was not finite is left out: it was skipped, or is what `scan` and a look speak of. What a
-    gradient had lost before it was counted is not in its histogram, so that the profile says less of underflow at the
-    run's own scale than one that was measured in fp32.
+    A step with a non-finite gradient is left out: it was skipped, or belongs to the diagnosis. A gradient's histogram
+    lacks what was lost before it was counted. So the profile shows less underflow at the run's own scale than one that
+    was measured in fp32.
 
-    Args:
-        details: Each with the header that its indices refer to, by step.
-        steps: The log's steps.
-
-    Raises:
-        UsageError: No step has a histogram of a finite gradient, or a histogram contradicts itself.
+    Each detail comes with the header that its indices refer to, in the order of the steps. Raises UsageError if no step
+    has a histogram of a finite gradient, or a histogram contradicts itself.
     """
     found = _Found()
     for run, detail in details:
@@ -52,25 +48,18 @@ def profile_from_log(details: Sequence[tuple[RunLine, DetailLine]], steps: Seque
 
 
 class _Found:
-    """What the details say of places.
-
-    Attributes:
-        gradients: By step, the histograms of gradients and activations.
-        weights: The first histogram of each parameter.
-        elements: Of each module, those of its own parameters.
-    """
+    """What the details contain, by place."""
 
     def __init__(self) -> None:
-        self.gradients: dict[int, dict[Place, Histogram]] = {}
-        self.weights: dict[Place, Histogram] = {}
-        self.elements: dict[str, int] = {}
+        self.gradients: dict[int, dict[Place, Histogram]] = {}  # by step, of gradients and activations
+        self.weights: dict[Place, Histogram] = {}  # the first histogram of each parameter
+        self.elements: dict[str, int] = {}  # of each module's own parameters
         self._autocast = True
         self._parameters: set[str] = set()
         self._of_modules: dict[str, set[str]] = {}
         self._of_parameters: dict[str, set[str]] = {}
 
     def add(self, run: RunLine, detail: DetailLine) -> None:
-        """Adds a line."""
         self._autocast = run.autocast is not False
         counted = self.gradients.setdefault(detail.step, {})
         for tensor in detail.tensors:
@@ -86,10 +75,10 @@ class _Found:
                 counted[place] = counted.get(place, Histogram.empty()) + _histogram(tensor)
 
     def is_half(self, place: Place) -> bool:
-        """Is the tensor, or what its module computes, in a half format, as far as the log says?
+        """Whether the tensor, or what its module computes, is in a half format, as far as the log shows.
 
         Gradients of fp32 parameters under autocast have passed through the format that their module computes in. Where
-        nothing says which that is, every tensor counts as half.
+        the log does not give it, every tensor counts as half.
         """
         own = set() if self._autocast else self._of_parameters.get(place.name)
         formats = self._of_modules.get(place.module) or own
@@ -106,7 +95,7 @@ class _Found:
 
 
 def _place(run: RunLine, tensor: TensorDetail) -> Place | None:
-    """Where a tensor is measured; None for what a profile does not hold, and for an index without a name."""
+    """Where a tensor is measured; None for what a profile does not contain, and for an index without a name."""
     kind = _KINDS.get(tensor.role)
     if kind is None or tensor.tensor >= len(run.tensors):
         return None
@@ -118,7 +107,7 @@ def _place(run: RunLine, tensor: TensorDetail) -> Place | None:
 
 
 def _histogram(tensor: TensorDetail) -> Histogram:
-    """What the tensor's elements are without the scale that they carry; a sample stands for all of them."""
+    """The histogram of the unscaled elements; a sample is extended to all of them."""
     histogram = Histogram.from_dict(tensor.histogram or {})
     if tensor.elements is not None and tensor.sampled:
         histogram = histogram.repeated(max(round(tensor.elements / tensor.sampled), 1))

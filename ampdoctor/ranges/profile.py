@@ -1,4 +1,4 @@
-"""A run's tensors along an fp32 reference: the profile, and the questions that it answers."""
+"""The measured ranges of a run's tensors in an fp32 reference, and figures derived from them."""
 
 from __future__ import annotations
 
@@ -16,89 +16,60 @@ from ampdoctor.evidence.run_facts import GRADIENTS, KINDS, ModuleFacts, Place, R
 from ampdoctor.numerics import Histogram
 from ampdoctor.numerics.rounding_error import flushed_counts, powers, scaled_to_fit, squared_errors
 
-EXPONENTS = np.arange(-10, 33)
-"""log2 of the loss scales at which a profile keeps its curves: 2^-10 to 2^32."""
-FP8 = ("e4m3fn", "e5m2")
-"""Formats that every tensor is scaled to fit, step by step."""
+EXPONENTS = np.arange(-10, 33)  # log2 of the loss scales at which a profile keeps its curves: 2^-10 to 2^32
+FP8 = ("e4m3fn", "e5m2")  # formats that every tensor is scaled to fit, step by step
 SURE_BELOW = 1e-2
-"""If a larger share of activation gradients flushes, the weight gradients made of them lose more than their own
-histogram shows: up to it the prediction held within a factor of 3.5, at 10 % it was off by up to 440 (measured, 24
-blocks). Which activation gradients a weight gradient is made of is unknown (those inside an LSTM or an attention are
-not sites), so one that flushes more makes the prediction of all weight gradients a lower bound."""
+"""Share of flushed activation gradients above which the prediction for weight gradients is only a lower bound.
+
+The weight gradients made of them then lose more than their own histogram shows: up to this share the prediction held
+within a factor of 3.5, at 10 % it was off by up to 440 (measured, 24 blocks). Which activation gradients a weight
+gradient is made of is unknown (those inside an LSTM or an attention are not sites). So if one flushes more, the
+prediction for all weight gradients is a lower bound.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known about the run besides its ranges.
+    """What is known about the run besides its ranges."""
 
-    Attributes:
-        factory: Name of the factory that made the run.
-        precision: The precision that the run itself asks for.
-        autocast: True if it computes under autocast.
-        master_weights: True if a half model has fp32 masters in its optimizer.
-        scaler: State of its own enabled GradScaler (`state_dict()` form); None without one.
-        loss_scale: The scale of its loss: the scaler's, a hand-made one, or 1.0.
-        base_scale: Factor that the measured gradients already carry (a loss scaled by hand inside the user's step);
-            1.0 otherwise.
-        accumulation: Micro-batches per step.
-        loss_divided: The loss of each micro-batch is divided by their number.
-        loss_in_half: The scaled loss stays in fp16 (a loss of shape [1] in fp16: a 0-dim one is promoted).
-        loss_amax: Largest magnitude of the loss; None if unknown.
-    """
-
-    precision: str
-    factory: str = ""
+    precision: str  # that the run itself uses
+    factory: str = ""  # name of the factory that made the run
     autocast: bool = True
-    master_weights: bool = False
-    scaler: Mapping[str, Any] | None = None
-    loss_scale: float = 1.0
-    base_scale: float = 1.0
-    accumulation: int = 1
-    loss_divided: bool = True
-    loss_in_half: bool = False
-    loss_amax: float | None = None
+    master_weights: bool = False  # a half model has fp32 masters in its optimizer
+    scaler: Mapping[str, Any] | None = None  # state of its own enabled GradScaler (`state_dict()` form)
+    loss_scale: float = 1.0  # the scaler's, a manual one, or 1.0
+    base_scale: float = 1.0  # factor in the measured gradients: a manual loss scale inside the user's step
+    accumulation: int = 1  # micro-batches per step
+    loss_divided: bool = True  # the loss of each micro-batch is divided by their number
+    loss_in_half: bool = False  # the scaled loss stays in fp16: a loss of shape [1] (a 0-dim one is promoted)
+    loss_amax: float | None = None  # largest magnitude; None if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Series:
-    """Figures step by step: n steps, k sites, the first g of which are gradients.
+    """Figures step by step: n steps, k sites, the first g of which are gradients."""
 
-    Attributes:
-        amax: float64 (n, k): largest finite magnitude; 0 if there was no nonzero one, inf if a weight gradient was not
-            finite.
-        nonzero: int64 (n, g): nonzero finite elements.
-        power: float64 (n, g): sum of their squares.
-        flushed: float32 (n, g, 43): share of the nonzero elements that becomes zero in fp16 at each of 2^EXPONENTS.
-        error: float32 (n, g, 43): relative L2 error of rounding to fp16 there, without overflow (`amax` shows that).
-    """
-
-    amax: NDArray[np.float64]
-    nonzero: NDArray[np.int64]
-    power: NDArray[np.float64]
-    flushed: NDArray[np.float32]
-    error: NDArray[np.float32]
+    amax: NDArray[np.float64]  # (n, k): largest finite magnitude, or 0; inf for a non-finite weight gradient
+    nonzero: NDArray[np.int64]  # (n, g): nonzero finite elements
+    power: NDArray[np.float64]  # (n, g): sum of their squares
+    flushed: NDArray[np.float32]  # (n, g, 43): share of nonzero elements that is zero in fp16 at each of 2^EXPONENTS
+    error: NDArray[np.float32]  # (n, g, 43): relative L2 error of rounding to fp16 there, without overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shadow:
-    """Half-precision steps with the weights, batch and random state of fp32 ones: measured beside predicted.
+    """Half-precision steps with the weights, batch and random state of fp32 ones: measured and predicted figures.
 
-    Attributes:
-        scale: Loss scale of the half-precision steps.
-        steps: Their steps in the fp32 run.
-        nonzero: int64 (g,): elements of each half gradient that are not zero in fp32; 0 for the other sites.
-        flushed: int64 (g,): those of them that became zero in the half-precision step because of the range.
-        predicted: float64 (g,): their number according to the fp32 histograms of the same steps.
-        relative_error: L2 error of all weight gradients, the median over the steps; inf if one was not finite, None if
-            nothing could be compared.
-        predicted_error: The same from the fp32 histograms alone: rounding each weight gradient once.
+    `relative_error` is the L2 error of all weight gradients, the median over the steps; inf if one was not finite, None
+    if nothing could be compared. `predicted_error`: the same by rounding each weight gradient of the fp32 histograms
+    once.
     """
 
-    scale: float
-    steps: tuple[int, ...]
-    nonzero: NDArray[np.int64]
-    flushed: NDArray[np.int64]
-    predicted: NDArray[np.float64]
+    scale: float  # loss scale of the half-precision steps
+    steps: tuple[int, ...]  # in the fp32 run
+    nonzero: NDArray[np.int64]  # (g,): elements of each half gradient that are not zero in fp32; 0 for other sites
+    flushed: NDArray[np.int64]  # (g,): those of them that became zero in half because of the range
+    predicted: NDArray[np.float64]  # (g,): their number by the fp32 histograms of the same steps
     relative_error: float | None
     predicted_error: float | None
 
@@ -107,31 +78,21 @@ class Shadow:
 class RangeProfile:
     """A measured run. Gradients are as the backward delivers them; figures at a loss scale refer to the unscaled loss.
 
-    Attributes:
-        run: Facts of the run.
-        sites: All places, gradients first, in a fixed order.
-        histograms: One for each site, all steps together.
-        series: The same step by step.
-        fp8: float64 (k, 2, 3): for each site and each format of `FP8`, scaled to fit in each step: flushed elements,
-            subnormal elements, sum of squared errors.
-        square_sums: float64 (k,): sum of squares of each site, to which `fp8`'s errors are relative.
-        nonfinite_steps: Steps at which the fp32 reference itself was not finite: loss, weight gradients, parameters or
-            optimizer state.
-        modules: What ran in the half-precision step, module by module.
-        updates: The effect of the updates on bf16 weights.
-        shadows: The half-precision steps; () if none could be run.
+    `nonfinite_steps` are steps at which the fp32 reference itself was not finite: loss, weight gradients, parameters or
+    optimizer state. `fp8` has for each site and format of `FP8`, scaled to fit in each step: flushed elements,
+    subnormal elements, sum of squared errors.
     """
 
     run: RunFacts
-    sites: tuple[Site, ...]
-    histograms: tuple[Histogram, ...]
-    series: Series
-    fp8: NDArray[np.float64]
-    square_sums: NDArray[np.float64]
+    sites: tuple[Site, ...]  # gradients first, in a fixed order
+    histograms: tuple[Histogram, ...]  # one for each site, all steps together
+    series: Series  # the same step by step
+    fp8: NDArray[np.float64]  # (k, 2, 3)
+    square_sums: NDArray[np.float64]  # (k,): sum of squares of each site, to which `fp8`'s errors are relative
     nonfinite_steps: tuple[int, ...] = ()
-    modules: tuple[ModuleFacts, ...] = ()
-    updates: tuple[UpdateFacts, ...] = ()
-    shadows: tuple[Shadow, ...] = ()
+    modules: tuple[ModuleFacts, ...] = ()  # ops of the half-precision step, by module
+    updates: tuple[UpdateFacts, ...] = ()  # effect of the updates on bf16 weights
+    shadows: tuple[Shadow, ...] = ()  # half-precision steps; () if none could be run
 
     @property
     def steps(self) -> int:
@@ -144,7 +105,7 @@ class RangeProfile:
         return sum(site.kind in GRADIENTS for site in self.sites)
 
     def of_kind(self, kind: SiteKind, without: Collection[str] = ()) -> list[int]:
-        """Returns indices of a kind's sites that are in the half format, except those of the modules `without`."""
+        """Indices of a kind's sites that are in the half format, except those of the modules `without`."""
         return [
             index
             for index, site in enumerate(self.sites)
@@ -152,29 +113,29 @@ class RangeProfile:
         ]
 
     def half_gradients(self, without: Collection[str] = ()) -> list[int]:
-        """Returns indices of the gradients in the half format, except those of the modules `without` (fp32 islands)."""
+        """Indices of the gradients in the half format, except those of the modules `without` (fp32 islands)."""
         return [index for kind in GRADIENTS for index in self.of_kind(kind, without)]
 
     def merged(self, kind: SiteKind, without: Collection[str] = ()) -> Histogram:
-        """Returns one histogram of all sites of a kind that are in the half format."""
+        """One histogram of all sites of a kind that are in the half format."""
         parts = [self.histograms[index] for index in self.of_kind(kind, without)]
         return functools.reduce(Histogram.__add__, parts, Histogram.empty())
 
     def factor(self, kind: SiteKind, scale: float) -> float:
-        """Returns the factor for a histogram of this kind at a loss scale: activations and weights are not scaled.
+        """The factor for a histogram of this kind at a loss scale; 1 for activations and weights, which are not scaled.
 
         The factor that the measured gradients already carry (`RunFacts.base_scale`) is divided out.
         """
         return scale / self.run.base_scale if kind in GRADIENTS else 1.0
 
     def log2_series(self, index: int) -> list[float]:
-        """Returns log2 of a gradient's largest unscaled magnitude, for the steps with a finite nonzero one."""
+        """log2 of a gradient's largest unscaled magnitude, for the steps with a finite nonzero one."""
         base = math.log2(self.run.base_scale)
         return [math.log2(v) - base for v in self.series.amax[:, index].tolist() if 0.0 < v < math.inf]
 
 
 def figures(histogram: Histogram, fmt: str, factor: float) -> RangeFigures:
-    """Returns what a format would do to the values times `factor`."""
+    """The effect of a format on the values times `factor`."""
     numel = histogram.numel
     return RangeFigures(
         flushed=histogram.flushed(fmt, factor),
@@ -186,7 +147,7 @@ def figures(histogram: Histogram, fmt: str, factor: float) -> RangeFigures:
 
 
 def fitted_figures(profile: RangeProfile, indices: Iterable[int], fmt: str) -> RangeFigures:
-    """Returns what an 8-bit format would do to these sites, each scaled to fit in each step: nothing overflows."""
+    """The effect of an 8-bit format on these sites, each scaled to fit in each step: nothing overflows."""
     chosen = list(indices)
     sums = profile.fp8[chosen, FP8.index(fmt)].sum(axis=0)
     numel = sum(profile.histograms[index].numel for index in chosen)
@@ -203,12 +164,10 @@ def fitted_figures(profile: RangeProfile, indices: Iterable[int], fmt: str) -> R
 
 
 def merge(first: RangeProfile, second: RangeProfile) -> RangeProfile:
-    """Returns one profile from two of the same run: the steps of the second come after those of the first.
+    """One profile from two of the same run: the steps of the second come after those of the first.
 
-    Facts about the run, modules and updates are those of the second, later one.
-
-    Raises:
-        UsageError: They are not of one run (another precision or other places), or one holds steps of the other.
+    Facts about the run, modules and updates are those of the second, later one. Raises UsageError if they are not of
+    one run (another precision or other places), or one contains steps of the other.
     """
     if (first.run.precision, first.run.autocast) != (second.run.precision, second.run.autocast):
         raise UsageError("the profiles are not of one run: their precisions differ")
@@ -252,7 +211,7 @@ def merge(first: RangeProfile, second: RangeProfile) -> RangeProfile:
 
 
 def _holds(long: Series, short: Series) -> bool:
-    """Are the steps of `short` among those of `long`, consecutive and equal in every figure?"""
+    """Whether the steps of `short` are among those of `long`, consecutive and equal in every figure."""
     length = len(short.amax)
     if not short.amax.any():
         return False
@@ -276,13 +235,10 @@ def _later_weights(
     return total
 
 
-# Collects histograms, step by step, into a profile.
-
+# -- collecting histograms, step by step, into a profile --
 
 Array = NDArray[np.float64]
-
-_AT_ONCE = 512
-"""Number of places whose histograms are dense at the same time: 16 KiB each."""
+_AT_ONCE = 512  # number of places whose histograms are dense at the same time: 16 KiB each
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +263,7 @@ class Collector:
         self._steps: list[_Step] = []
 
     def add_weights(self, counted: Mapping[Place, Histogram]) -> None:
-        """Add what is there before the first step."""
+        """Add the weights before the first step."""
         self._add(counted)
 
     def add_step(self, counted: Mapping[Place, Histogram]) -> None:
@@ -317,13 +273,10 @@ class Collector:
     def profile(
         self, run: RunFacts, *, half: Callable[[Place], bool], weight: Callable[[str], int], **more: Any
     ) -> RangeProfile:
-        """Returns the profile of everything that was added; sites are sorted by kind, name and part.
+        """The profile of everything that was added; sites are sorted by kind, name and part.
 
-        Args:
-            run: Facts about the run.
-            half: Is the tensor at a place in the half format, in the half-precision run?
-            weight: Number of parameter elements of a module, by name.
-            more: Further fields of the profile.
+        `half(place)`: whether the tensor there is in the half format, in the half-precision run. `weight(name)` is the
+        number of parameter elements of a module. `more` are further fields of the profile.
         """
         places = sorted(self._total, key=lambda p: (KINDS.index(p.kind), p.name, p.part))
         gradients = sum(place.kind in GRADIENTS for place in places)
@@ -358,7 +311,6 @@ class Collector:
         return series
 
     def _add(self, counted: Mapping[Place, Histogram]) -> _Step:
-        """Add histograms to the totals, and return the figures of this step."""
         for place, histogram in counted.items():
             before = self._total.get(place)
             self._total[place] = histogram if before is None else before + histogram
@@ -389,6 +341,6 @@ class Collector:
 
 
 def _largest(place: Place, counted: Histogram) -> float:
-    """Returns the magnitude that a scaler sees: it only checks weight gradients; others may be dropped (by a ReLU)."""
+    """The largest magnitude; inf for a non-finite weight gradient: a scaler checks no others, which may be dropped."""
     nonfinite = counted.nans + counted.pos_infs + counted.neg_infs > 0
     return math.inf if nonfinite and place.kind == "weight_grad" else counted.amax or 0.0

@@ -21,12 +21,9 @@ from ampdoctor.numerics.rounding_error import BEYOND_FP32, BINS, Tally
 from ampdoctor.ranges.profile import EXPONENTS, FP8, RangeProfile, RunFacts, Series, Shadow
 
 Arrays = dict[str, NDArray[Any]]
-
-VERSION = 2
-"""Raised when a present reader could misread what is written."""
+VERSION = 2  # to be raised when an existing reader could misread what is written
 MAX_STEPS = 1_000_000
-LARGEST_SCALE = 2.0**256
-"""A scaler's scale times a hand-made one, each a float32; beyond it, powers leave double precision."""
+LARGEST_SCALE = 2.0**256  # a scaler's scale times a manual one, each a float32; powers beyond leave double precision
 _Record = TypeVar("_Record", ModuleFacts, UpdateFacts)
 _LARGEST_COUNT = 2**53
 _SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor")
@@ -81,11 +78,7 @@ def pack(profile: RangeProfile) -> tuple[Arrays, dict[str, Any]]:
 
 
 def unpack(arrays: Mapping[str, NDArray[Any]], facts: Any) -> RangeProfile:
-    """Return the profile that `pack` converted.
-
-    Raises:
-        UsageError: The data are of another version, lack something, or contradict themselves.
-    """
+    """Return the profile that `pack` converted; raises UsageError for another version, or invalid data."""
     if not isinstance(facts, Mapping):
         raise UsageError("its facts are no object")
     if facts.get("version") != VERSION:
@@ -221,7 +214,7 @@ def _site(entry: Any, index: int) -> Site:
 
 
 def _record(kind: type[_Record], entry: Any) -> _Record:
-    """Returns a flat dataclass from JSON; each field is checked against its annotation."""
+    """A flat dataclass from JSON; each field is checked against its annotation."""
     what = kind.__name__
     if not isinstance(entry, Mapping) or set(entry) != {field.name for field in fields(kind)}:
         raise UsageError(f"an entry of {what} lacks a field, or has one too many")
@@ -246,7 +239,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _scaler(state: Any) -> dict[str, Any] | None:
-    """Returns a scaler's state with numbers for its settings; a dead scale may be written as "NaN"."""
+    """A scaler's state with numbers for its settings; a NaN scale may be written as "NaN"."""
     if state is None:
         return None
     if not isinstance(state, Mapping):
@@ -326,7 +319,7 @@ def _error(value: Any) -> float | None:
 
 
 def _number(value: Any, what: str) -> float:
-    """Returns a JSON number, or the number for a string that stands for a non-finite one."""
+    """A JSON number, or the number for a string that stands for a non-finite one."""
     if isinstance(value, str) and value in {"Infinity", "-Infinity", "NaN"}:
         return float(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -342,13 +335,13 @@ def _spelled(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spelled_number(value: Any) -> Any:
-    """Spells a non-finite number as a string, because strict JSON has none."""
+    """Spell a non-finite number as a string, because strict JSON has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
 def _shown(value: Any) -> str:
-    """Returns a value for a sentence: a number of a thousand digits would fill the screen."""
+    """A value for a sentence, cut after 40 characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,1 +1,1 @@
-"""Fake gpu."""
+"""An emulated GPU: CUDA's names, answered on the CPU."""

@@ -1,7 +1,7 @@
 """What torch answers about CUDA where there is none, as one consistent device.
 
-Two tables. What decides a branch is asked (`QUESTIONS`), and the answer depends on who asks; what comes after a yes is
-served to everyone (`SERVED`): without a GPU these functions raise, or are empty.
+`QUESTIONS` has the functions on which code decides; the answer depends on the caller. `SERVED` has what runs after a
+yes, and is the same for all callers: without a GPU these functions raise, or return nothing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from ampdoctor.precision.fake_gpu.replace import Patches, Replacements
 
 
-# The GPU that is emulated: what it says of itself, and of its memory, which is the process's own.
-
+# -- the emulated GPU; its memory is the process's own --
 
 with contextlib.suppress(ImportError):  # Windows has none
     import resource
@@ -65,8 +64,7 @@ class DeviceProperties:
 
 CARD: Final = DeviceProperties()
 CAPABILITY: Final = (CARD.major, CARD.minor)
-CUDA_VERSION: Final = "12.8"
-"""Of the CUDA that torch says it was built with."""
+CUDA_VERSION: Final = "12.8"  # the CUDA version that torch reports
 CUDNN_VERSION: Final = 91002
 DESCRIBED: Final = f"an A100-like device, compute capability {CARD.major}.{CARD.minor}"
 _STATISTICS: Final = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes")
@@ -74,7 +72,7 @@ _COUNTERS: Final = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_de
 
 
 def memory_used() -> int:
-    """Returns the most bytes of memory that the process has held: on a CPU tensors lie there."""
+    """The peak memory of the process in bytes: tensors lie there on a CPU."""
     if "resource" not in globals():
         return 1
     kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -82,12 +80,12 @@ def memory_used() -> int:
 
 
 def memory_info() -> tuple[int, int]:
-    """Returns the free and the total bytes of the device."""
+    """The free and the total bytes of the device."""
     return max(CARD.total_memory - memory_used(), 0), CARD.total_memory
 
 
 def memory_statistics() -> OrderedDict[str, Any]:
-    """Returns what `torch.cuda.memory_stats` returns, by its names."""
+    """What `torch.cuda.memory_stats` returns, by its names."""
     used = memory_used()
     held = {"allocated_bytes": used, "reserved_bytes": used, "active_bytes": used, "requested_bytes": used}
     found: OrderedDict[str, Any] = OrderedDict()
@@ -99,15 +97,15 @@ def memory_statistics() -> OrderedDict[str, Any]:
 
 
 def memory_summary() -> str:
-    """Returns in one line what `torch.cuda.memory_summary` draws a table of."""
+    """One line instead of the table of `torch.cuda.memory_summary`."""
     return f"no GPU here: the process's own memory, at most {memory_used()} bytes"
 
 
-# Streams and events on a CPU: what is queued has been done, and time is the host's.
+# -- streams and events: on a CPU all queued work is done, and time is the host's --
 
 
 class Stream:
-    """Stands for `torch.cuda.Stream`: everything that was put into it is done already."""
+    """Replaces `torch.cuda.Stream`: everything queued on it is done already."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_ids: Any) -> None:
         self.device = torch.device("cuda", 0)
@@ -125,11 +123,11 @@ class Stream:
         """Done already."""
 
     def query(self) -> bool:
-        """Is everything done?"""
+        """Whether everything is done."""
         return True
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Returns the event, or a new one, recorded now."""
+        """The event, or a new one, recorded now."""
         event = event if event is not None else Event()
         event.record(self)
         return event
@@ -144,7 +142,7 @@ class Stream:
 
 
 class Event:
-    """Stands for `torch.cuda.Event`; the time between two is the host's."""
+    """Replaces `torch.cuda.Event`; the time between two events is the host's."""
 
     def __init__(
         self,
@@ -158,7 +156,7 @@ class Event:
         self._at: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Keeps the time."""
+        """Record the time."""
         self._at = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -168,15 +166,11 @@ class Event:
         """Done already."""
 
     def query(self) -> bool:
-        """Is everything done?"""
+        """Whether everything is done."""
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Returns the milliseconds until another event.
-
-        Raises:
-            ValueError: As on a GPU: one of them keeps no time, or has not been recorded.
-        """
+        """The milliseconds until another event; raises ValueError as on a GPU where one has no recorded time."""
         if not (self.enable_timing and end_event.enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self._at is None or end_event._at is None:
@@ -185,7 +179,7 @@ class Event:
 
 
 class StreamContext:
-    """Stands for what `torch.cuda.stream` returns; without a stream it does nothing."""
+    """Replaces the result of `torch.cuda.stream`; without a stream it does nothing."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -200,7 +194,7 @@ class StreamContext:
 
 
 class Graph:
-    """Stands for `torch.cuda.CUDAGraph` and `torch.cuda.graph`, of which none is made."""
+    """Replaces `torch.cuda.CUDAGraph` and `torch.cuda.graph`, and raises ReplayError."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         raise ReplayError("the code captures a CUDA graph, which only a GPU runs: let it run without one here")
@@ -211,12 +205,12 @@ _CURRENT = threading.local()
 
 
 def default_stream(_device: Any = None) -> Stream:
-    """Returns the device's default stream."""
+    """The device's default stream."""
     return _DEFAULT
 
 
 def current_stream(_device: Any = None) -> Stream:
-    """Returns the thread's current stream."""
+    """The thread's current stream."""
     stream: Stream = getattr(_CURRENT, "stream", _DEFAULT)
     return stream
 
@@ -240,7 +234,7 @@ def _now(ask: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def _set_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
-    # A state that was saved on a GPU says nothing of the CPU's generator, and is of another size.
+    # A state saved on a GPU does not fit the CPU's generator, and has another size.
     if state.numel() == torch.default_generator.get_state().numel():
         torch.default_generator.set_state(state)
 
@@ -251,7 +245,7 @@ def _set_states(states: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 _CUDART: Final = SimpleNamespace(**dict.fromkeys(("cudaProfilerStart", "cudaProfilerStop"), _always(0)))
-"""The CUDA runtime, as far as training code calls it."""
+"""The part of the CUDA runtime that training code calls."""
 _YES: Final = _always(True)
 _ONE: Final = _always(1)
 _ZERO: Final = _always(0)
@@ -276,8 +270,7 @@ QUESTIONS: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
     torch.backends.cuda: {"is_built": _YES},
     torch.backends.cudnn: {"is_available": _YES, "version": _always(CUDNN_VERSION)},
     torch.distributed: {"is_nccl_available": _YES},
-}
-"""By module: what decides which way the code goes, and what those hear who hear of a GPU."""
+}  # by module: functions on which code decides, with the answer for callers that are told of a GPU
 
 _MEMORY_QUERIES: Final[Mapping[str, Callable[..., Any]]] = {
     **dict.fromkeys(
@@ -306,7 +299,7 @@ _MEMORY_QUERIES: Final[Mapping[str, Callable[..., Any]]] = {
     ),
 }
 _RANDOM: Final[Mapping[str, Callable[..., Any]]] = {
-    # What would be drawn on the device is drawn by the CPU's generator: its state is the device's.
+    # The CPU's generator draws what the device would draw, so its state is the device's.
     "manual_seed": _SEED,
     "manual_seed_all": _SEED,
     "seed": _now(torch.default_generator.seed),
@@ -350,8 +343,7 @@ SERVED: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
     },
     torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _ZERO),
     torch.cuda.profiler: dict.fromkeys(("start", "stop"), _nothing),
-}
-"""By module: what needs a GPU or one's memory, clock or generator, and what does its work on a CPU."""
+}  # by module: functions that need a GPU or its memory, clock or generator, with their replacements on a CPU
 
 _TYPES: Final = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 CLASSES: Final[Mapping[Any, Mapping[str, Any]]] = {
@@ -365,8 +357,7 @@ CLASSES: Final[Mapping[Any, Mapping[str, Any]]] = {
     },
     torch: {"Stream": Stream, "Event": Event},
     torch.accelerator: {"device_index": nullcontext},
-}
-"""By module: classes, and the classes that stand in their place: annotations name them too."""
+}  # by module: classes and their replacements, which annotations may name too
 
 
 def _class(_original: Any, cls: Any) -> Any:
@@ -374,13 +365,7 @@ def _class(_original: Any, cls: Any) -> Any:
 
 
 class Answers:
-    """The replaced functions of `QUESTIONS` and `SERVED`, and what a tensor says of its device.
-
-    Args:
-        active: Is anything emulated?
-        says_yes: Are those who hear of a GPU to hear of one?
-        note: Called each time that somebody was told of a GPU.
-    """
+    """The replaced functions of `QUESTIONS` and `SERVED`, and a tensor's device; `note` is called at each such yes."""
 
     __slots__ = ("_active", "_note", "_says_yes", "_version")
 
@@ -391,7 +376,7 @@ class Answers:
         self._version = type("Version", (type(torch.version),), {"cuda": property(self._cuda_version)})
 
     def declare(self, replacements: Replacements) -> None:
-        """Have them all replaced."""
+        """Register all replacements."""
         for make, table in ((self._serve, SERVED), (self._answer, QUESTIONS)):
             for module, answers in table.items():
                 for name, answer in answers.items():
@@ -403,7 +388,7 @@ class Answers:
             replacements.want(torch.Tensor, name, getattr(self, f"_{name}"))
 
     def install_version(self, patches: Patches) -> None:
-        """Let `torch.version.cuda` depend on who asks as well: a property of the module's class goes before its own."""
+        """Make `torch.version.cuda` depend on the caller, by a property of the module's class."""
         patches.after(setattr, torch.version, "__class__", type(torch.version))
         torch.version.__class__ = self._version
 
@@ -445,7 +430,7 @@ class Answers:
     def _device(self, original: Any) -> Any:
         def device(tensor: torch.Tensor) -> torch.device:
             truth: torch.device = original.__get__(tensor)
-            # The cheap questions first: torch asks this too, many times in a step.
+            # The cheap conditions first: torch itself reads this many times in a step.
             if truth.type == "cpu" and self._says_yes() and hears_yes(sys._getframe(1)):
                 return ANSWERED
             return truth

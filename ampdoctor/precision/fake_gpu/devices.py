@@ -1,4 +1,4 @@
-"""Requests for a CUDA device answered on the CPU: the part of `emulate_cuda` that is about devices."""
+"""Requests for a CUDA device, answered on the CPU: the part of `emulate_cuda` about devices."""
 
 from __future__ import annotations
 
@@ -29,17 +29,11 @@ def is_cuda(device: object) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-ANSWERED: Final = torch.device("cuda", 0)
-"""What a tensor on the CPU answers as its device: code that hands this on (`device=x.device`) asks for no CUDA."""
+ANSWERED: Final = torch.device("cuda", 0)  # reported by CPU tensors; passed on (`device=x.device`), it requests no CUDA
 
 
 class DeviceRedirection:
-    """The replaced functions that take a device.
-
-    Args:
-        active: Is anything emulated?
-        note: Called each time that a CUDA device is asked for.
-    """
+    """The replaced functions that take a device; `note` is called each time that a CUDA device is requested."""
 
     __slots__ = ("_active", "_note")
 
@@ -48,7 +42,7 @@ class DeviceRedirection:
         self._note = note
 
     def redirect(self, device: Any) -> Any:
-        """The CPU for a CUDA device, with the one note; anything else as it is."""
+        """The CPU for a CUDA device, with the one note; anything else unchanged."""
         if self._active() and is_cuda(device):
             if device is not ANSWERED:
                 self._note()
@@ -56,14 +50,14 @@ class DeviceRedirection:
         return device
 
     def declare(self, replacements: Replacements) -> None:
-        """Have the device-taking functions of torch and of Tensor replaced."""
+        """Register replacements of the functions of torch and Tensor that take a device."""
         replace = replacements.want
         for name in (*_factory_names(), *_LIKE):
             replace(torch, name, self._factory)
         for name in _NEW:
             replace(torch.Tensor, name, self._factory)
         replace(torch.Tensor, "to", self._to)
-        # Module.to parses its arguments in C++ before it reaches the tensors, and refuses a bare index there.
+        # Module.to parses its arguments in C++ before it reaches the tensors, and rejects a bare index there.
         replace(torch.nn.Module, "to", self._to)
         replace(torch.Tensor, "cuda", self._cuda)
         for name in ("pin_memory", "record_stream"):
@@ -158,7 +152,7 @@ class DeviceRedirection:
         redirect = self.redirect
 
         class GeneratorType(type):
-            """torch.Generator cannot be subclassed; this stands in for it where it is called or asked about."""
+            """Replaces torch.Generator, which cannot be subclassed, in calls and isinstance checks."""
 
             def __call__(cls, device: Any = "cpu") -> Any:
                 return original(device=redirect(device))
@@ -189,7 +183,7 @@ class DeviceRedirection:
 
 @functools.cache
 def _factory_names() -> tuple[str, ...]:
-    """Names in torch of the functions that take a device; asked for before the first of them is replaced."""
+    """Names in torch of the functions that take a device; called before the first of them is replaced."""
     factories = device_constructors()  # the originals, which `with torch.device(...)` compares with
     return tuple(
         name
@@ -198,18 +192,13 @@ def _factory_names() -> tuple[str, ...]:
     )
 
 
-# Kernels that CUDA has and a CPU lacks: attention's, of which it has one that is fused, and counts of integers.
-
+# -- kernels that CUDA has and the CPU lacks: of attention, of which the CPU has one fused, and histc of integers --
 
 _HERE: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 class AttentionKernels:
-    """The replaced switches: a kernel that is not here is answered by those that are.
-
-    Args:
-        active: Is anything emulated?
-    """
+    """The replaced switches: where a selected kernel is missing, the available ones are used."""
 
     __slots__ = ("_active",)
 
@@ -217,7 +206,7 @@ class AttentionKernels:
         self._active = active
 
     def declare(self, replacements: Replacements) -> None:
-        """Have them replaced; `torch.backends.cuda.sdp_kernel` goes through the first."""
+        """Register the replacements; `torch.backends.cuda.sdp_kernel` uses the first."""
         replacements.want(torch.nn.attention, "sdpa_kernel", self._chosen)
         replacements.want(torch.backends.cuda, "enable_math_sdp", self._kept)
         replacements.want(torch, "histc", self._counted)

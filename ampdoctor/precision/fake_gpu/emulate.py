@@ -1,14 +1,14 @@
 """User code written for CUDA, on the CPU.
 
 `emulate_cuda()` is entered before the user's module is imported: an autocast object or a GradScaler that is built
-without CUDA switches itself off for good. Inside, `cuda` and `cpu` autocast are one thing, with CUDA's default dtype
-fp16, and requests for a CUDA device stay on the CPU. What autocast casts is not decided here but by
+without CUDA disables itself permanently. Inside, `cuda` and `cpu` autocast are the same, with CUDA's default dtype
+fp16, and requests for a CUDA device stay on the CPU. What autocast casts is decided by
 `ampdoctor.precision.cuda_autocast`.
 
-Devices are redirected by replaced functions rather than a TorchFunctionMode. A mode holds for one thread, costs time
-at every op, and would stand in the stack of those who trace the replay; the functions that take a device are few,
-and replaced they serve every thread and cost nothing elsewhere. What they miss is a reference that a library took
-before (`from torch import zeros` in a module imported earlier).
+Devices are redirected by replaced functions, not by a TorchFunctionMode. A mode holds for one thread, costs time at
+every op, and would be visible to modes that trace the replay. The functions that take a device are few; their
+replacements work in every thread and cost nothing elsewhere. They miss references that a library took before (`from
+torch import zeros` in a module imported earlier).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ YES_NOTE: Final = f"The code asks for CUDA; none is here: it is answered as by {
 
 
 class CudaEmulation:
-    """One region of `emulate_cuda`; what it had to say."""
+    """One region of `emulate_cuda`, with its notes."""
 
     __slots__ = ("_notes", "says_yes")
 
@@ -48,7 +48,7 @@ class CudaEmulation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each way in which the code was answered otherwise than on a GPU, each once."""
+        """One sentence for each way in which the answers differed from a GPU's, each once."""
         return tuple(self._notes)
 
     def _note(self, text: str) -> None:
@@ -108,8 +108,8 @@ class _Installed:
 
     def _install_amp(self) -> None:
         cls = autocast_mode.autocast
-        # The class is changed in place: subclasses (torch.cuda.amp.autocast), instances built at import and names
-        # bound early all follow.
+        # The class is changed in place, for subclasses (torch.cuda.amp.autocast), instances built at import and names
+        # bound early.
         self.patches.set(cls, "__init__", _autocast_init(cls.__init__))
         self.patches.set(cls, "__enter__", _autocast_enter(cls.__enter__))
         self.patches.set(cls, "__exit__", _autocast_exit(cls.__exit__))
@@ -156,8 +156,8 @@ def _autocast_enter(original: Any) -> Any:
         result = original(self)
         if self.device == "cpu":
             self.__dict__.setdefault(_PREVIOUS, []).append(_cuda_state())
-            # CUDA's own flags follow, so that is_autocast_enabled(), get_autocast_gpu_dtype() and custom_fwd are right
-            # without being replaced. No tensor here has CUDA's autocast key.
+            # CUDA's own flags are set too: is_autocast_enabled(), get_autocast_gpu_dtype() and custom_fwd are then
+            # right without a replacement. No tensor here has CUDA's autocast key.
             _set_cuda_state(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
         return result
 
@@ -198,26 +198,21 @@ def emulate_cuda(*, says_yes: bool = True) -> Iterator[CudaEmulation]:
 
     - `torch.autocast("cuda")` and `torch.cuda.amp.autocast`, as contexts and decorators, also `enabled=False`, also
       objects built at import: they switch the CPU's autocast, with fp16 as the default dtype. Inside,
-      `torch.is_autocast_enabled()`, `torch.get_autocast_gpu_dtype()` and their relatives answer as on a GPU.
+      `torch.is_autocast_enabled()`, `torch.get_autocast_gpu_dtype()` and the like answer as on a GPU.
     - `custom_fwd` and `custom_bwd` for "cuda" treat CPU tensors as CUDA's.
     - A `GradScaler` for "cuda" is enabled and works on CPU tensors.
     - `.cuda()`, `.to("cuda")`, `device="cuda"`, `torch.device("cuda")` as a context, `set_default_device`,
       `pin_memory`, `torch.load(map_location="cuda")` stay on the CPU, with one note. A moved tensor is the same tensor,
       not a copy.
-    - `torch.cuda.is_available()` and what else is asked about the device is answered as one device would
-      (`gpu/answers.py`), to those who hear of it (`gpu/asking.py`): to them every tensor on the CPU is on that device.
+    - `torch.cuda.is_available()` and other questions about the device are answered as by one device (`answers.py`), to
+      the callers that are told of it (`replace.py`): for them every CPU tensor is on that device.
+    - Where flash_attn, xformers or apex is imported and not installed, torch's own function is used
+      (`missing_libraries.py`).
+    - A process group of one process is joined with any backend (`processes.py`).
 
-    - Where flash_attn, xformers or apex is imported and not installed, torch's own function stands in (`stand_ins/`).
-    - A process group of one process is joined whatever its backend (`gpu/processes.py`).
-
-    Regions nest, and belong to the process; the last one to be left undoes everything, also after an exception.
-
-    Args:
-        says_yes: False: who asks whether CUDA is there hears the truth, as in a training that is meant for a CPU; what
-            names CUDA all the same stays on the CPU.
-
-    Yields:
-        The emulation; its notes are for the report.
+    With `says_yes=False`, the code gets the true answer whether CUDA is there, as in a training that is meant for a
+    CPU; what names CUDA all the same stays on the CPU. Regions nest, and belong to the process; the last one to exit
+    undoes everything, also after an exception.
     """
     region = CudaEmulation(says_yes=says_yes)
     with lasting_emulation():

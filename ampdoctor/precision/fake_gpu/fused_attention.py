@@ -1,6 +1,6 @@
 """flash_attn and xformers: attention that is `scaled_dot_product_attention` in another layout.
 
-The libraries' kernels are no ops of torch's: autocast does not cast their operands, and what they refuse is refused.
+The libraries' kernels are no torch ops: autocast does not cast their operands. Inputs that they reject raise here, too.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def flash_attn_varlen_func(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention of (tokens, heads, size), sequence by sequence; where each begins is in `cu_seqlens_...`."""
+    """Attention of (tokens, heads, size), sequence by sequence; `cu_seqlens_...` has the start of each."""
     at_q, at_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     parts = [
         flash_attn_func(q[None, a:b], k[None, c:d], v[None, c:d], *args, **kwargs)[0]
@@ -86,7 +86,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> tuple[Any, ...]:
-    """Returns the tokens that count, where they lie, where each sequence begins, the longest, and how many count."""
+    """The unmasked tokens, their indices, the start of each sequence, the longest length, and the used counts."""
     counted = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = counted.sum(dim=-1, dtype=torch.int32)
     indices = counted.flatten().nonzero().flatten()
@@ -96,13 +96,13 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Returns the tokens at their places in (batch, length, ...), and zeros elsewhere."""
+    """The tokens at their places in (batch, length, ...), and zeros elsewhere."""
     whole = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return whole.index_copy(0, indices, hidden_states).reshape(batch, seqlen, *hidden_states.shape[1:])
 
 
 def index_first_axis(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Returns the rows at `indices`."""
+    """The rows at `indices`."""
     return tensor[indices]
 
 
@@ -154,7 +154,7 @@ def _attention(
 
 
 def _mask(queries: int, keys: int, *, causal: bool, window: tuple[int, int]) -> Tensor:
-    """Returns which query sees which key; the last query stands at the last key."""
+    """Which query sees which key; the last query is aligned with the last key."""
     left, right = window
     right = 0 if causal else right
     ahead = _ahead(queries, keys)
@@ -167,7 +167,7 @@ def _mask(queries: int, keys: int, *, causal: bool, window: tuple[int, int]) -> 
 
 
 def _ahead(queries: int, keys: int) -> Tensor:
-    """Returns by how many places each key is ahead of each query."""
+    """By how many positions each key is ahead of each query."""
     return torch.arange(keys)[None] - torch.arange(keys - queries, keys)[:, None]
 
 

@@ -1,7 +1,7 @@
-"""Finds the stand-ins where the user's own code imports a library that is not installed.
+"""Replacements for libraries that the user's own code imports and that are not installed.
 
-Only an import finds them. Who asks whether the library is there (`importlib.util.find_spec`) hears that it is not:
-transformers would go on to functions that only the library has.
+Only an import finds them. `importlib.util.find_spec` still reports such a library as missing: transformers would
+otherwise go on to functions that only the library has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ampdoctor.precision.fake_gpu.replace import Patches, Replacements
 
 
-# apex: its fused optimizers and norms are torch's own by now.
+# -- apex: torch has its fused optimizers and norms now --
 #
 # Under autocast apex's norms run in the half format, fp32 inside the kernel; torch's run in fp32.
 
@@ -120,8 +120,7 @@ class FusedRMSNorm(nn.RMSNorm):
             return functional.rms_norm(operand, list(self.normalized_shape), weight, self.eps)  # type: ignore[arg-type]
 
 
-# Which libraries need a GPU, and what stands in for them: here, or in the user's code.
-
+# -- libraries that need a GPU, and their replacements --
 
 _SDPA: Final = "scaled_dot_product_attention"
 _FLASH: Final = {
@@ -154,8 +153,7 @@ STAND_INS: Final[Mapping[str, Mapping[str, tuple[str, Any]]]] = {
         **dict.fromkeys(("FusedLayerNorm", "MixedFusedLayerNorm"), ("torch's layer_norm", FusedLayerNorm)),
         **dict.fromkeys(("FusedRMSNorm", "MixedFusedRMSNorm"), ("torch's rms_norm", FusedRMSNorm)),
     },
-}
-"""By module: each name that is there, what of torch's stands in for it ("": nothing worth a note), and the stand-in."""
+}  # by module: each available name, with torch's counterpart for the note ("": no note) and the replacement
 
 INSTEAD: Final[Mapping[str, str]] = {
     "apex.amp": "torch.amp, which it became",
@@ -169,16 +167,11 @@ INSTEAD: Final[Mapping[str, str]] = {
     "transformer_engine": "layers of torch's under torch.autocast",
     "triton": "the same function written with torch",
     "xformers": f"torch.nn.functional.{_SDPA}, or a layer of torch's",
-}
-"""Libraries, and parts of them, that nothing stands in for, and what the user's code may have in their place."""
+}  # libraries, and parts of them, without replacement, and what the user's code may use instead
 
 
 def why_absent(error: ImportError) -> str | None:
-    """Returns the sentence for an import that ended the run because it needs a GPU; None for any other.
-
-    Args:
-        error: What the import raised, or what a library said of one.
-    """
+    """The sentence for an import (or a library's error about one) that failed because it needs a GPU; else None."""
     missing, said = error.name or "", str(error)
     library = missing.partition(".")[0]
     named = [name for name in INSTEAD if "." not in name and name in said] if not missing else [library]
@@ -195,7 +188,7 @@ def _names_part(name: str, missing: str, said: str) -> bool:
 
 
 class _Module(ModuleType):
-    """A module whose names are there, and are noted, once they are asked for."""
+    """A module that notes each name when it is used."""
 
     def __init__(self, name: str, note: Callable[[str], None], below: Callable[[str], ModuleType]) -> None:
         super().__init__(name)
@@ -214,12 +207,7 @@ class _Module(ModuleType):
 
 
 class StandIns:
-    """A finder of modules, and its own loader.
-
-    Args:
-        active: Is anything emulated?
-        note: Called with the note on each name that was taken.
-    """
+    """A finder of modules, and its own loader; `note` is called with the note on each name that is used."""
 
     __slots__ = ("_active", "_modules", "_note")
 
@@ -229,11 +217,11 @@ class StandIns:
         self._modules: dict[str, ModuleType] = {}
 
     def declare(self, replacements: Replacements) -> None:
-        """Have it asked in vain whether a library is there that is not."""
+        """Make `find_spec` report the libraries as missing."""
         replacements.want(importlib.util, "find_spec", self._truth)
 
     def install(self, patches: Patches) -> None:
-        """Be asked last, for what nothing else has found."""
+        """Add the finder behind all others."""
         sys.meta_path.append(self)
         patches.after(self._remove)
 
@@ -246,7 +234,7 @@ class StandIns:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns where a stand-in is loaded from, for an import of the user's."""
+        """The spec of a replacement, for an import by the user's code."""
         parent = name.rpartition(".")[0]
         missing = name in STAND_INS and (not parent or parent in self._modules)
         if not missing or not imported_by_user(sys._getframe(1)):
@@ -254,11 +242,11 @@ class StandIns:
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Returns the module, the same at each import: classes stay what they are."""
+        """The module, the same at each import, so that classes stay the same."""
         return self._module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """It is what it is."""
+        """Do nothing."""
 
     def _module(self, name: str) -> ModuleType:
         if name not in self._modules:

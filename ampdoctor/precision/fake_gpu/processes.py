@@ -1,7 +1,7 @@
-"""One process of a distributed training: it joins a group of its own, whatever backend the code names.
+"""One process of a distributed training: it joins a group of its own, with any backend that the code names.
 
-A group that was made here stays until it is left here (`lasting.py`): the run that was built with it needs it from one
-piece of user code to the next, also where a factory ends with `destroy_process_group()`.
+A group that was made here stays until it is left here (`lasting_emulation`). The run that was built with it needs it in
+every piece of user code, even if a factory ends with `destroy_process_group()`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ _LAUNCHED: Final = {
     "GROUP_RANK": "0",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
-}
-"""What torchrun sets for one process."""
+}  # the environment that torchrun sets for one process
 
 
 class _Group:
@@ -52,11 +51,7 @@ def leave_group() -> None:
 
 
 class OneProcess:
-    """The replaced functions of `torch.distributed`.
-
-    Args:
-        active: Is anything emulated?
-    """
+    """The replaced functions of `torch.distributed`."""
 
     __slots__ = ("_active",)
 
@@ -64,7 +59,7 @@ class OneProcess:
         self._active = active
 
     def declare(self, replacements: Replacements) -> None:
-        """Have them replaced, and what torchrun sets answered where the code needs it."""
+        """Register the replacements, also of the environment variables that torchrun sets."""
         if not dist.is_available():
             return
         for module in (dist, distributed_c10d):
@@ -89,7 +84,7 @@ class OneProcess:
                 original(backend, init_method, timeout, world_size, rank, *args, **kwargs)
                 return
             _refuse_others(world_size)
-            if not dist.is_initialized():  # a factory that is called again joins again
+            if not dist.is_initialized():  # a factory may be called again
                 original("gloo", store=_DIST.HashStore(), rank=0, world_size=1)
                 _Group.ours = dist.group.WORLD
 
@@ -99,7 +94,7 @@ class OneProcess:
         @functools.wraps(original)
         def destroy_process_group(group: Any = None) -> None:
             ours = _Group.ours is not None and group in (None, _Group.ours)
-            if not (self._active() and ours):  # steps that are run again need it still
+            if not (self._active() and ours):  # replayed steps still need it
                 original(group)
 
         return destroy_process_group
@@ -119,7 +114,7 @@ class OneProcess:
         @classmethod  # type: ignore[misc]
         @functools.wraps(original)
         def convert_sync_batchnorm(_cls: Any, module: Any, process_group: Any = None) -> Any:
-            # One process has nobody to agree with: there it is the plain batch norm.
+            # In one process it is the plain batch norm.
             return module if self._active() else original(module, process_group)
 
         return convert_sync_batchnorm
@@ -130,8 +125,8 @@ class OneProcess:
             try:
                 return original(environ, key)
             except KeyError:
-                # `os.environ["LOCAL_RANK"]` cannot go on without. `.get()` and `in` ask whether torchrun has started
-                # the process: they come through a frame of the standard library, and hear that it has not.
+                # `os.environ["LOCAL_RANK"]` fails without it. `.get()` and `in` check whether torchrun has started the
+                # process: they pass through a frame of the standard library, and find nothing.
                 if self._active() and key in _LAUNCHED and hears_yes(sys._getframe(1)):
                     return _LAUNCHED[key]
                 raise
@@ -151,18 +146,18 @@ def _refuse_others(world_size: int) -> None:
         )
 
 
-# What code that believes in a GPU leaves in the process, from one piece of it to the next and no longer.
+# -- process-wide state of emulated code --
 
 
 class _Needed:
-    """How many need it."""
+    """The number of open contexts."""
 
     times: int = 0
 
 
 @contextmanager
 def lasting_emulation() -> Iterator[None]:
-    """Keep the process group that code joins inside, and what Accelerate has made of the device, and no longer."""
+    """Keep the process group that code joins inside, and Accelerate's state, until the outermost context ends."""
     put_back = what_is_shared() if not _Needed.times else None
     _Needed.times += 1
     try:

@@ -1,4 +1,4 @@
-"""Functions of torch replaced around each piece of user code, each replacement made once."""
+"""Functions of torch that are replaced around each piece of user code; each replacement is made once."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-# Attributes of modules and classes replaced for a while.
-
+# -- temporary replacement of attributes --
 
 _ABSENT: Final = object()
 
 
 class Patches:
-    """Replaced attributes; `undo()` brings each back, in reverse order."""
+    """Replaced attributes; `undo()` restores each, in reverse order."""
 
     __slots__ = ("_done",)
 
@@ -37,24 +36,24 @@ class Patches:
         self._done: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replace `owner.name`; one that was inherited, not the owner's own, is inherited again afterwards."""
+        """Replace `owner.name`; an inherited attribute is inherited again afterwards."""
         before = vars(owner).get(name, _ABSENT)
         self.after(*((delattr, owner, name) if before is _ABSENT else (setattr, owner, name, before)))
         setattr(owner, name, value)
 
     def after(self, undo: Callable[..., None], *arguments: Any) -> None:
-        """Have something else undone too."""
+        """Register a further function to call on `undo()`."""
         self._done.append((undo, arguments))
 
     def undo(self) -> None:
-        """Bring everything back; a second call does nothing."""
+        """Restore everything; a second call does nothing."""
         while self._done:
             undo, arguments = self._done.pop()
             undo(*arguments)
 
 
 class _Wanted:
-    """An attribute that is replaced, and what its last original was replaced by."""
+    """An attribute to replace, with the last original and its replacement."""
 
     __slots__ = ("details", "made", "make", "name", "original", "owner", "replacement")
 
@@ -71,11 +70,11 @@ class _Wanted:
 
 
 class Replacements:
-    """What is replaced, and by what.
+    """The attributes to replace, and their replacements.
 
-    A replaced function that user code has bound by name (`from torch import zeros`) outlives its patch: it asks whether
-    anything is emulated and hands on to the original when nothing is. Each is made once and installed many times,
-    around every piece of user code, so that what a run holds stays what is there.
+    User code may bind a replaced function by name (`from torch import zeros`) and call it after the patch was undone.
+    So a replacement calls the original when nothing is emulated. Each is made once and installed many times, around
+    every piece of user code, so that references held by a run stay valid.
     """
 
     __slots__ = ("_wanted",)
@@ -84,14 +83,7 @@ class Replacements:
         self._wanted: list[_Wanted] = []
 
     def want(self, owner: Any, name: str, make: Callable[..., Any], *details: Any) -> None:
-        """Have `owner.name` replaced by what `make` makes of it; what this torch lacks stays away.
-
-        Args:
-            owner: A module or class.
-            name: Of its attribute.
-            make: Called with the original and the details, once for each original.
-            details: Further arguments of `make`.
-        """
+        """Replace `owner.name` by `make(original, *details)`, made once an original; skip what this torch lacks."""
         if hasattr(owner, name):
             self._wanted.append(_Wanted(owner, name, make, details))
 
@@ -104,37 +96,29 @@ class Replacements:
             patches.set(wanted.owner, wanted.name, wanted.replacement)
 
 
-# Who asks: the user's code and those who train for it hear that there is a GPU, every other library the truth.
+# -- which callers are told that there is a GPU: user code, transformers and accelerate, but no other library --
 #
-# A library that hears yes goes on to what only a GPU has; torch itself would call CUDA's own functions. Those in
-# `HEAR_YES` were tried whole: a training, its checkpoint, and its return from there.
+# A library that is told of a GPU goes on to use functions that only a GPU has; torch itself would call CUDA's own. The
+# packages in `HEAR_YES` were tested completely: a training, its checkpoint, and a restart from there.
 
-
-USER: Final = ""
-"""In the place of a package's name: the user's own code, which lies in none."""
-HEAR_YES: Final = frozenset({USER, "transformers", "accelerate"})
-"""The packages that hear of a GPU wherever one is emulated."""
+USER: Final = ""  # used as the package name of the user's own code, which is in no package
+HEAR_YES: Final = frozenset({USER, "transformers", "accelerate"})  # packages that are told of an emulated GPU
 _STANDARD: Final = "(the standard library)"
 _INSTALLED: Final = ("site-packages", "dist-packages")
 _STANDARD_FOLDERS: Final = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
-_PACKAGES: Final[dict[str, str]] = {}
-"""By file, as far as asked: torch asks a tensor for its device many times in a step."""
+_PACKAGES: Final[dict[str, str]] = {}  # cached by file: torch reads a tensor's device many times in a step
 _FOLDERS: Final = ((f"{FOLDER}{os.sep}", "ampdoctor"), (f"{Path(torch.__file__).parent}{os.sep}", "torch"))
 
 
 class _Heard:
-    """Who hears yes now."""
+    """The packages that are told of a GPU now."""
 
     packages: frozenset[str] = HEAR_YES
 
 
 @contextmanager
 def heard_by(*packages: str) -> Iterator[None]:
-    """Let these packages too hear yes for a while: an adapter knows that its framework goes on to nothing harmful.
-
-    Args:
-        packages: Names of top-level packages ("lightning", "lightning_fabric").
-    """
+    """Also tell these top-level packages of a GPU: frameworks ("lightning") that use nothing which only a GPU has."""
     before = _Heard.packages
     _Heard.packages = before | set(packages)
     try:
@@ -144,12 +128,12 @@ def heard_by(*packages: str) -> Iterator[None]:
 
 
 def hears_yes(frame: FrameType) -> bool:
-    """Does the code of this frame hear that there is a GPU?"""
+    """Whether the code of this frame is told that there is a GPU."""
     return package_of(frame) in _Heard.packages
 
 
 def asker_hears_yes(frame: FrameType) -> bool:
-    """Does the code that asks hear it: the first from this frame outwards that is none of the standard library's?"""
+    """Whether the caller is told of a GPU: the first frame outwards from this one outside the standard library."""
     asking: FrameType | None = frame
     while asking is not None:
         package = package_of(asking)
@@ -160,7 +144,7 @@ def asker_hears_yes(frame: FrameType) -> bool:
 
 
 def imported_by_user(frame: FrameType) -> bool:
-    """Is it an import of the user's own that asks, from this frame of the import system's outwards?"""
+    """Whether the user's own code makes this import; `frame` is one of the import system's."""
     asking: FrameType | None = frame
     while asking is not None and asking.f_code.co_filename.startswith("<frozen importlib"):
         asking = asking.f_back
@@ -170,12 +154,12 @@ def imported_by_user(frame: FrameType) -> bool:
 
 
 def package_of(frame: FrameType) -> str:
-    """Returns the top-level package whose code runs in a frame; `USER` for code that is in no installed package."""
+    """The top-level package whose code runs in a frame; `USER` for code that is in no installed package."""
     filename = frame.f_code.co_filename
     known = _PACKAGES.get(filename)
     if known is not None:
         return known
-    if filename.startswith("<") and not filename.startswith("<frozen"):  # made by exec: it is its module's
+    if filename.startswith("<") and not filename.startswith("<frozen"):  # made by exec: belongs to its module
         module = sys.modules.get(frame.f_globals.get("__name__", ""))
         return _package(getattr(module, "__file__", None) or filename)
     return _PACKAGES.setdefault(filename, _package(filename))
@@ -192,8 +176,7 @@ def _package(filename: str) -> str:
     return _STANDARD if filename.startswith(("<frozen", *_STANDARD_FOLDERS)) else USER
 
 
-# What the libraries that hear of a GPU remember of the answer.
-
+# -- cached answers in transformers and accelerate --
 
 _ASK: Final = ("transformers.utils.import_utils", "accelerate.utils.imports", "accelerate.utils.environment")
 """Modules whose functions ask about CUDA once in a process, and keep the answer."""
@@ -202,7 +185,7 @@ _ABOUT: Final = frozenset({"cuda", "accelerator"})
 
 
 def forget_what_was_heard() -> None:
-    """Let them ask again: the answer is another inside and outside of an emulation."""
+    """Clear the cached answers, which differ inside and outside of an emulation."""
     for name in _ASK:
         module = sys.modules.get(name)
         if module is not None:
@@ -211,7 +194,7 @@ def forget_what_was_heard() -> None:
 
 
 def what_is_shared() -> Callable[[], None]:
-    """Returns what puts Accelerate's idea of the process back, which it makes once: its device, its precision."""
+    """A function that restores Accelerate's process-wide state (its device, its precision), which it makes once."""
     before = {name: dict(shared) for name, shared in _shared().items()}
 
     def put_back() -> None:
@@ -230,7 +213,7 @@ def _shared() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def _forgetting(module: ModuleType) -> tuple[Callable[[], None], ...]:
-    """Returns what clears the caches of the functions that ask, or ask one that asks."""
+    """The functions that clear the caches of functions which ask about CUDA, directly or through another one."""
     kept = {name: value for name, value in vars(module).items() if hasattr(value, "cache_clear")}
     asked: set[str] = set()
     while True:
