@@ -112,7 +112,7 @@ class Row:
     step: int  # as the log counts
     values: dict[str, float] = field(
         default_factory=dict
-    )  # by the names of `StepLine` or `LogEntry`; losses of several networks by their own
+    )  # by the names of `StepLine` or `LogEntry`, or `loss/NETWORK`
     time_ms: int = 0  # since 1970; 0 where the log does not say
 
 
@@ -407,9 +407,7 @@ class Place:
     folder: Path
     names: tuple[str, ...]  # in order; for a named file its own name only
     named: bool = False  # whether one file was named: it is read whatever its name is
-    refused: dict[str, str] = field(
-        default_factory=dict
-    )  # by name, why a possible log cannot be read, as a sentence; it grows during the search
+    refused: dict[str, str] = field(default_factory=dict)  # by name, why a possible log cannot be read; grows
     budget: Budget = field(default_factory=Budget)  # shared with other places
     known: dict[tuple[str, str], Any] = field(default_factory=dict)  # results, so that each file is searched once
 

@@ -460,7 +460,7 @@ _Batch: TypeAlias = list[Row] | tuple[list[tuple[Any, ...]], list[tuple[Any, ...
 _LINES = 512
 """Lines that go through the pipe at once."""
 _MARSHAL, _SIZE = 2, 8
-"""The version of marshal's format (later ones search for shared objects), and the bytes of the size before each batch."""
+"""The version of marshal's format (later ones search for shared objects), and the bytes of a batch's size."""
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1024 * 1024
 """Linux's fcntl for the size of a pipe: it holds some batches, so that neither process waits for the other."""
 
