@@ -28,7 +28,6 @@ from ampdoctor.reports.escape import is_seen
 
 # -- settings: the options that a file and the environment may set, read from the commands' own signatures --
 
-
 Kind = Literal["boolean", "integer", "number", "text", "list"]
 EXPECTED: Mapping[Kind, str] = {
     "boolean": "true or false",
@@ -64,10 +63,7 @@ class Setting:
 
 
 def settings_of(function: Callable[..., Any]) -> tuple[Setting, ...]:
-    """Return the settings of a command, in the order of its options.
-
-    The parameters of `function` are `Annotated[type, typer.Option("--name", ...)]`.
-    """
+    """Return the settings of a command with `Annotated[type, typer.Option("--name", ...)]` parameters."""
     return tuple(one for one, of_one_run in options_of(function) if not of_one_run)
 
 
@@ -97,12 +93,10 @@ def _kind(annotated: Any) -> tuple[Kind, tuple[str, ...]]:
 
 # -- the configuration file: where it is searched, and how it is read; nothing in it is executed --
 
-
 RULES_KEY, IGNORE_KEY = "rules", "ignore"
 OWN, SHARED = "ampdoctor.toml", "pyproject.toml"
 """The first is read in a folder that has both. In the second, our table is `[tool.ampdoctor]`."""
-_FEW = 8
-"""Most keys that an error lists; for more it names a command that shows them."""
+_FEW = 8  # most keys that an error lists; for more it names a command that shows them
 MAX_BYTES = 512 * 1024
 _WHAT = "the configuration"
 _MAX_DOTS = 500
@@ -278,7 +272,6 @@ def wrong_value(place: str, expected: str, value: Any) -> UsageError:
 # user names with --config may do all of this. `USES` says what each option does with its text; a test checks that it is
 # complete.
 
-
 Use = Literal["writes", "writes forms", "exports", "runs code", "runs code from", "reads", "neither"]
 USES: Mapping[str, Use] = {
     "against": "reads",
@@ -320,8 +313,7 @@ a path."""
 def placed(file: ConfigFile, place: str, key: str, value: Any) -> Any:
     """Return a setting's value with its paths relative to the working directory.
 
-    `place` names the key in errors. Raises UsageError where a file that was found names something that it may not
-    reach.
+    `place` names the key in errors. Raises UsageError where a found file names something out of its reach.
     """
     match USES.get(key, "neither"):
         case "writes forms":
@@ -427,10 +419,7 @@ class Config:
 
 
 def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[Setting]]) -> Config:
-    """Return a file's settings for one command. The whole file is checked, whichever command runs.
-
-    `settings` holds those of every command, by its name. An unknown key or a wrong value raises UsageError.
-    """
+    """Return a file's settings for one command; the whole file is checked, by the `settings` of every command."""
     everywhere: dict[str, Setting] = {s.key: s for group in settings.values() for s in group}
     own = {setting.key for setting in settings[command]}
     shared: dict[str, Default] = {}
@@ -464,7 +453,6 @@ def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[
 def _of_command(
     file: ConfigFile, command: str, table: Any, settings: Sequence[Setting], everywhere: Mapping[str, Setting]
 ) -> dict[str, Default]:
-    """Read the keys of a command's own table."""
     if not isinstance(table, dict):
         raise wrong_value(file.place(command), "a table", table)
     known = {setting.key: setting for setting in settings}
@@ -498,9 +486,7 @@ def _is(value: Any, kind: Kind) -> bool:
 
 # -- `[tool.ampdoctor.rules]` and `[[tool.ampdoctor.ignore]]` --
 
-
-_MAX_IGNORES = 1000
-"""Each is compared with each finding, and a hostile checkpoint can have any number of findings."""
+_MAX_IGNORES = 1000  # each is compared with each finding, and a hostile checkpoint can have any number of findings
 _PATTERNS = ("tensor", "module", "file")
 _IGNORE_KEYS = ("rule", *_PATTERNS, "reason", "expires")
 

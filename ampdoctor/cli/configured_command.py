@@ -49,8 +49,7 @@ _OF_ONE_RUN = {
         ),
     ],
 }
-_FLAG, _VARIABLE, _FILE = "COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP"
-"""Typer's names for the source of a value."""
+_FLAG, _VARIABLE, _FILE = "COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP"  # Typer's names for the source of a value
 
 
 def configured(function: Callable[..., R]) -> Callable[..., R]:
@@ -101,10 +100,7 @@ class ConfiguredCommand(TyperCommand):
         return super().get_help(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line, then the environment and the configuration file.
-
-        A wrong value from one of these two raises UsageError, which names where it came from.
-        """
+        """Parse the command line, the environment and the file; errors name the source of the value."""
         if ctx.resilient_parsing:  # completion, which must not fail because of a file
             return super().parse_args(ctx, args)
         ctx.default_map = _Defaults(ctx, self)
@@ -174,7 +170,6 @@ class ConfiguredCommand(TyperCommand):
         return None
 
     def _effective(self, ctx: Any) -> list[tuple[str, Any, str]]:
-        """Return every setting with its value and where it came from."""
         return [
             (
                 setting.key,
@@ -247,7 +242,6 @@ def _source(ctx: Any, name: str) -> str | None:
 
 # -- `--`: what follows it are the arguments of the user's script --
 
-
 _KEY = "ampdoctor.script_arguments"
 
 
@@ -290,18 +284,13 @@ def script_arguments(context: typer.Context) -> tuple[str, ...]:
 
 # -- `--show-config` --
 
-
 _PREFIX = "AMPDOCTOR_"
 
 
 def show_config(
     command: str, settings: Sequence[tuple[str, Any, str]], config: Config, form: str, variables: Sequence[str]
 ) -> Action:
-    """Return the action that shows the settings.
-
-    `settings` holds key, value and origin of each; `form` is `json`, or anything else for people; `variables` are the
-    known environment variables.
-    """
+    """Return the action that shows `settings` (key, value and origin of each), as `form` "json" or as text."""
 
     def action() -> Outcome:
         _note_strangers(variables)

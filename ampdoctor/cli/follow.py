@@ -37,10 +37,8 @@ if TYPE_CHECKING:
 
 # -- the picture of `ampdoctor health LOG --follow` --
 
-
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "good": "green"}
-_QUIET_S = 60.0
-"""Seconds without a line after which the log counts as silent."""
+_QUIET_S = 60.0  # seconds without a line after which the log counts as silent
 _LABEL, _VALUE = 15, 12
 _MEASURES: tuple[tuple[Measure, str], ...] = (
     ("flushed_share", "flushed to zero"),
@@ -91,10 +89,7 @@ def number(value: float | None) -> str:
 
 
 def view(latest: Latest, *, name: str, width: int, height: int, plain: bool = False, now: float | None = None) -> Text:
-    """Returns the picture, at most `width` columns by `height` lines.
-
-    `plain` allows ASCII only; `now` is in seconds since 1970 (None: the clock's).
-    """
+    """Returns the picture, at most `width` by `height`, ASCII only if `plain`; `now` is in seconds since 1970."""
     from rich.text import Text
 
     head = _head(latest, name, time.time() if now is None else now)
@@ -244,12 +239,10 @@ def _amount(value: float) -> str:
 
 FRAME_S = 0.25
 """Seconds between two reads. Nobody reads faster, and the log lags its training by only a twentieth of a second."""
-_EVERY = 100
-"""Steps between two plain lines."""
+_EVERY = 100  # steps between two plain lines
 _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 """Signals that end a process silently: `kill`, and a closed terminal."""
-_SLOW_S = 60.0
-"""Seconds after which a step is printed anyway: some steps take minutes."""
+_SLOW_S = 60.0  # seconds after which a step is printed anyway: some steps take minutes
 
 
 def follow(
@@ -285,7 +278,6 @@ def _noted(text: str) -> None:
 
 
 def _is_drawn_on(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that can redraw a picture."""
     return stream.isatty() and os.environ.get("TERM") != "dumb" and sys.platform != "win32"
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def _completions(incomplete: str) -> list[tuple[str, str]]:
-    """Return matching codes and names, each with its title."""
     from ampdoctor.diagnosis.catalogue import rules
 
     codes = [(rule.code, rule.title) for rule in rules().values() if rule.code.startswith(incomplete.upper())]
@@ -75,7 +74,6 @@ def _as_json(rules: list[Rule]) -> str:
 
 
 def _whole(rule: Rule) -> dict[str, Any]:
-    """Return a rule with its page and its thresholds, as JSON."""
     thresholds = [
         {
             "name": threshold.name,
@@ -110,7 +108,6 @@ def _as_text(rules: list[Rule], color: Color, *, whole: bool) -> str:
 
 
 def _line(threshold: Threshold) -> str:
-    """Return a line about a threshold: its value, its range, and why."""
     short = f", {threshold.option}" if threshold.option else ""
     range_ = f"{threshold.unit}, {threshold.lowest:g} to {threshold.highest:g}{short}"
     return f"{threshold.key} = {threshold.default:g} ({range_}): {threshold.why}"
@@ -168,9 +165,7 @@ def _shown(fact: Any) -> str:
 
 # -- `ampdoctor merge` --
 
-
-_MAX_REPORT = 256 * 1024 * 1024
-"""Bytes; a report with a histogram for each of 1,000 modules has some 10 MB."""
+_MAX_REPORT = 256 * 1024 * 1024  # bytes; a report with a histogram for each of 1,000 modules has some 10 MB
 
 
 @flatten

@@ -15,8 +15,7 @@ from ampdoctor.errors import EXIT_INTERRUPTED
 
 INTERRUPTED = "ampdoctor: interrupted"
 """Printed after Ctrl-C."""
-_leave = os._exit
-"""Python's own, which `process.claim_process` replaces."""
+_leave = os._exit  # Python's own, which `process.claim_process` replaces
 
 
 class _Claim:

@@ -45,8 +45,7 @@ from ampdoctor.errors import (
 from ampdoctor.reports.escape import sentence
 
 _TRACEBACK_FROM = 2  # -vv
-_COMPLETION = "_AMPDOCTOR_COMPLETE"
-"""The variable with which a shell asks for completions."""
+_COMPLETION = "_AMPDOCTOR_COMPLETE"  # the variable with which a shell asks for completions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -186,7 +185,6 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
 
 
 def _say_instead(error: BaseException, arguments: list[str]) -> bool:
-    """Suggest a target or another command line, if possible."""
     from typer.main import get_command
 
     from ampdoctor.cli.main import app
@@ -220,7 +218,6 @@ def _verbosity(arguments: Sequence[str]) -> int:
 
 
 # -- the Typer application --
-
 
 _EPILOG = "Exit codes: 0 nothing at or above --fail-on, 1 findings, 2 anything else that went wrong, 130 Ctrl-C."
 

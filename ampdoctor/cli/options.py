@@ -292,10 +292,7 @@ def refuse_empty(name: str, value: str | None) -> None:
 
 
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:
-    """Return the keyword arguments of `--arg KEY=JSON`.
-
-    A missing `=`, a key that is not a Python name, a repeated key or a value that is not JSON raises UsageError.
-    """
+    """Return the keyword arguments of `--arg KEY=JSON`; raises UsageError for an invalid or repeated one."""
     arguments: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -323,7 +320,6 @@ def _value(pair: str, key: str, text: str) -> Any:
 
 
 # -- one Typer option per field of an options dataclass --
-
 
 R = TypeVar("R")
 
@@ -375,7 +371,6 @@ def _default(field: Field[Any]) -> Any:
 
 # -- gates: which findings fail a run, and which are already known --
 
-
 FailOn = Literal["error", "warning", "never"]
 
 
@@ -418,7 +413,6 @@ class GateOptions:
 
 # -- exports --
 
-
 _KINDS = ", ".join(f"{kind.name}={kind.target}" for kind in KINDS)
 
 
@@ -448,13 +442,11 @@ def files_of(exports: Iterable[Export]) -> tuple[str, ...]:
 
 # -- options that apply to one run, and that no file or environment variable may set --
 
-
 ONE_RUN = "of one run"
 """Marks such an option in its `Annotated`."""
 
 
 # -- thresholds --
-
 
 SHORT: Mapping[str, Threshold] = MappingProxyType(
     {
@@ -573,10 +565,7 @@ class AdviceThresholdOptions(ThresholdOptions):
 
 
 def parse_thresholds(pairs: list[str]) -> Moves:
-    """Return the values of `--threshold CODE.NAME=VALUE`.
-
-    A wrong form, a value that is not a number or out of range, and an unknown or repeated threshold raise UsageError.
-    """
+    """Return the values of `--threshold CODE.NAME=VALUE`; raises UsageError for an invalid or repeated one."""
     moves: dict[str, dict[str, float]] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")

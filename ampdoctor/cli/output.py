@@ -25,16 +25,11 @@ from ampdoctor.workflows.output_files import refuse_part, refuse_unwritable, wri
 
 # -- one process of several, as torchrun starts them: rank 0 writes the output, any other rank a file of its own --
 
-
-_NUMBER = re.compile("[0-9]{1,9}")
-"""A rank or world size; `int` itself refuses thousands of digits with its own error."""
+_NUMBER = re.compile("[0-9]{1,9}")  # a rank or world size; `int` itself refuses thousands of digits with its own error
 
 
 def rank_of(environment: Mapping[str, str] | None = None) -> int:
-    """Return this process's rank from torchrun, Slurm or Open MPI; 0 for a single process.
-
-    Raises UsageError where the variables are set and are invalid.
-    """
+    """Return this process's rank from torchrun, Slurm or Open MPI (0: a single process); may raise UsageError."""
     known = os.environ if environment is None else environment
     rank, size = known.get("RANK"), known.get("WORLD_SIZE")
     if not rank or not size:
@@ -74,7 +69,6 @@ def of_rank(report: Report, rank: int) -> Report:
 
 # -- `--github-summary`: the report as Markdown at the end of the step's summary, a file that GitHub names --
 
-
 VARIABLE = "GITHUB_STEP_SUMMARY"
 MAX_BYTES = 1024 * 1024
 """Limit for all that a step writes there; above it GitHub shows none of it (docs.github.com, "Step isolation and
@@ -91,10 +85,7 @@ def summary_file() -> str:
 
 
 def append_summary(report: Report, file: str) -> None:
-    """Append the report, or one line where the report does not fit.
-
-    Raises OutputError where the file cannot be written; its old content is kept.
-    """
+    """Append the report, or one line where it does not fit; on failure (OutputError) the file stays as it was."""
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -126,8 +117,7 @@ def _append(descriptor: int, report: Report) -> None:
 WIDTH_WITHOUT_TERMINAL = 200
 """Columns for logs and pipes: so wide that names are rarely wrapped."""
 _USUAL_WIDTH = 80
-_NARROWEST, _WIDEST = 20, 1000
-"""Values of COLUMNS that are accepted."""
+_NARROWEST, _WIDEST = 20, 1000  # values of COLUMNS that are accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +171,7 @@ def destinations(
 
 
 def refuse_unread(inputs: Iterable[str], files: Iterable[str]) -> None:
-    """Raise UsageError if `files` would overwrite a checkpoint's file that the failed work had not reached yet.
-
-    `inputs` are as for `destinations`; `files` are about to be written, and were passed to `to_be_written`.
-    """
+    """Raise UsageError if `files` would overwrite a checkpoint's file that the failed work had not reached yet."""
     if not any(map(os.path.isfile, files)):
         return
     from ampdoctor.checkpoints.found import find
@@ -195,11 +182,7 @@ def refuse_unread(inputs: Iterable[str], files: Iterable[str]) -> None:
 
 
 def deliver(report: Report, places: Iterable[Destination], options: OutputOptions) -> None:
-    """Render and write the report to all places; an error at one place does not stop the others.
-
-    Raises the first error after all places were tried: OutputError, or StdoutClosedError where stdout's reader has
-    gone.
-    """
+    """Render and write the report to all places; the first error is raised after all places were tried."""
     failed: Exception | None = None
     for place in places:
         try:
@@ -290,7 +273,7 @@ def _refuse(file: str, inputs: Iterable[str]) -> None:
 
 
 def _refuse_input(file: str, read: str) -> None:
-    """Refuse to overwrite an input, or to add a file to a folder that is an input."""
+    """Refuse to overwrite an input, or to add a file to an input folder that would be read with it."""
     with contextlib.suppress(OSError, ValueError):  # one of them does not exist
         if Path(file).samefile(read):
             raise UsageError(f"cannot write {file}: it is what is to be read")

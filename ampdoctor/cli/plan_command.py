@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # -- devices and numbers as people type them: `512`, `64x8`; `7e9`, `7B`, `350M` --
 
-
 _DEVICES = re.compile(r"(?P<first>\d{1,9})(x(?P<each>\d{1,9}))?")
 _NUMBER = re.compile(r"(?P<number>\d{1,15}(\.\d{1,6})?(e\d{1,2})?)(?P<unit>[kmbt]?)", re.IGNORECASE)
 _POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
@@ -64,16 +63,12 @@ def bytes_each_of(option: str, text: str) -> tuple[float, float, float]:
 
 # -- sizes as people type them: `512MB`, `4GB`, `1.5GiB`, `2g` --
 
-
 _SIZE = re.compile(r"(?P<number>\d{1,12}(\.\d{1,6})?) ?(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
 _BYTE_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def bytes_of(option: str, text: str) -> int:
-    """Return a size in bytes: units are powers of 1000, with an `i` powers of 1024; without a unit it is in bytes.
-
-    Raises UsageError where it is invalid or less than a byte.
-    """
+    """Return a size in bytes: units are powers of 1000, with an `i` powers of 1024; may raise UsageError."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or (found["binary"] and not found["unit"]):
         raise UsageError(f"{option} {text}: a size is a number with its unit, as in 512MB or 4GB")
@@ -84,7 +79,6 @@ def bytes_of(option: str, text: str) -> int:
 
 
 # -- options --
-
 
 _SIZES = ("tensor", "pipeline", "context")
 
@@ -117,10 +111,7 @@ class ClusterOptions:
     ] = None
 
     def clusters(self, said: BatchSettings) -> tuple[Cluster | None, Cluster]:
-        """Return the current cluster, where there is one, and the cluster to plan for.
-
-        Raises UsageError where no devices are named, or the parallel sizes do not divide them.
-        """
+        """Return the current cluster, where there is one, and the one to plan for; may raise UsageError."""
         from ampdoctor.batching.plans import Cluster
 
         sizes = {name: getattr(self, name) or getattr(said, name) or 1 for name in _SIZES}
@@ -327,10 +318,7 @@ class PlanOptions:
     def request(
         self, read: BatchSettings, config: str | None, cluster: ClusterOptions, batch: BatchOptions, fit: MemoryOptions
     ) -> PlanRequest:
-        """Return the request for the workflow; `read` holds the settings of the file `config`.
-
-        Raises UsageError where an option is invalid.
-        """
+        """Return the request for the workflow; `read` holds the settings of the file `config`."""
         from ampdoctor.batching.plans import PlanRequest
 
         if self.scale is not None and self.profile is None:
@@ -351,8 +339,7 @@ class PlanOptions:
         )
 
 
-_MAX_BYTES = 1 << 20
-"""Limit for a configuration file; they have some kilobytes."""
+_MAX_BYTES = 1 << 20  # limit for a configuration file; they have some kilobytes
 
 
 @flatten

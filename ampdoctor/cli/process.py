@@ -18,7 +18,6 @@ from ampdoctor.reports.escape import sanitise_lines
 
 # -- streams: only the report goes to stdout, everything else to stderr; no stream error crashes the tool --
 
-
 _STDOUT, _STDERR = 1, 2
 
 STDOUT = "-"
@@ -84,10 +83,7 @@ def report_stream() -> TextIO | None:
 
 
 def write_stdout(text: str) -> None:
-    """Write to the report's stream and flush.
-
-    Raises StdoutClosedError where the reader has gone, and OutputError where stdout is closed or full.
-    """
+    """Write to the report's stream and flush; raises StdoutClosedError if its reader has gone, else OutputError."""
     stream = report_stream()
     if stream is None:
         raise OutputError("standard output is closed, and no --output was given")
@@ -232,9 +228,7 @@ def _replace_exit() -> None:
 
 # -- text files of the user: a configuration, a baseline, a report --
 
-
-_PIECE = 1024 * 1024
-"""Bytes of a file that are in memory at a time."""
+_PIECE = 1024 * 1024  # bytes of a file that are in memory at a time
 
 
 def read_text(file: str, *, limit: int, what: str, lenient: bool = False) -> str:

@@ -113,7 +113,6 @@ def _share(done: int, total: int, unit: str) -> str:
 
 
 def _unit(amount: float) -> tuple[float, str]:
-    """Return the unit of bytes for an amount, and its name."""
     return next((unit for unit in _UNITS if amount >= unit[0]), _UNITS[-1])
 
 
@@ -127,7 +126,6 @@ def _speed(phase: _Phase, unit: str) -> str:
 
 
 def _left(phase: _Phase, total: int, now: float) -> str:
-    """Return the time left at the recent rate."""
     if not phase.rate or now - phase.start < _SETTLED:
         return ""
     seconds = (total - phase.done) / phase.rate - (now - phase.at)
@@ -158,7 +156,6 @@ def progress_line(*, wanted: bool) -> Iterator[Progress | None]:
 
 
 # -- an estimate for thousands of steps: printed once, on stderr, after the first steps --
-
 
 TIMED = 3
 """Steps that are timed. The first one also creates the optimizer's state, so the median counts."""

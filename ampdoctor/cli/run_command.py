@@ -79,11 +79,12 @@ def judge(
 ) -> Outcome:
     """Return the exit code of a report: the first of these that applies.
 
-    1. Incomplete, without `allow_partial`: 2. The parts that were not examined may be faulty, so 0 and 1 could both be
-    wrong. The message offers `allow_partial` only where it would change the code.
+    1. Incomplete, without `allow_partial`: 2. Parts that were not examined may be faulty, so 0 and 1 could both be
+    wrong.
+       The message offers `allow_partial` only where it would change the code.
     2. Findings at or above `fail_on`: 1, or 0 with `exit_zero`.
     3. Verdict `not_reproduced` or `inconclusive`: 2. The question has no answer yet, and a script would read 0 as
-    "healthy". `exit_zero` does not change this: it applies to findings.
+       "healthy". `exit_zero` does not change this: it applies to findings.
     4. Otherwise 0.
     """
     if not report.complete and not allow_partial:
@@ -114,10 +115,8 @@ Action: TypeAlias = Callable[[], Outcome]
 Work: TypeAlias = Callable[[Progress | None, SetAside], Report]
 """Makes the report. A search that stops at the first failure must not stop at a suppressed one."""
 
-_SHOWING_AGAIN = "merge"
-"""The command that shows reports of other commands again."""
-_MAX_BASELINE = 64 * 1024 * 1024
-"""In bytes; a finding takes about 200."""
+_SHOWING_AGAIN = "merge"  # the command that shows reports of other commands again
+_MAX_BASELINE = 64 * 1024 * 1024  # in bytes; a finding takes about 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +192,6 @@ class Examination:
         return places
 
     def _decide(self, report: Report) -> Report:
-        """Apply the configuration to the report's findings."""
         from ampdoctor.gates.findings import apply_ignores, apply_severities
 
         return apply_severities(apply_ignores(report, self.decided.ignores, today()), self.decided.rules)
@@ -267,9 +265,7 @@ def reporting(
 
 # -- the end of a process that runs a user's script: exactly as Python itself ends it --
 
-
-_RAISED = 1
-"""Python's exit code after an uncaught error."""
+_RAISED = 1  # Python's exit code after an uncaught error
 
 
 class _Ended:
@@ -396,11 +392,7 @@ class _Job:
             self.tell(report)
 
     def __call__(self, _progress: Progress | None, _set_aside: SetAside) -> Report:
-        """Run the script under the watch.
-
-        Raises ForkedChildError in a child that the script forked, at the script's end, and UsageError where there is
-        nothing to run.
-        """
+        """Run the script under the watch; raises ForkedChildError at the end of a child that the script forked."""
         from ampdoctor.workflows.watch_script import watching
 
         process, folder = os.getpid(), Path.cwd()

@@ -25,9 +25,7 @@ from ampdoctor.reports.formats import FORMATS
 
 # -- Typer's errors: it does not export their types, so they are recognised by attributes --
 
-
-_PYDANTICS = "Value error, "
-"""Typer's validation puts this before the message about a choice."""
+_PYDANTICS = "Value error, "  # Typer's validation puts this before the message about a choice
 
 
 def is_usage_error(error: BaseException) -> bool:
@@ -51,15 +49,11 @@ def said_of_the_value(error: Any) -> str:
 
 # -- what a file trains with, for a command without a target: Python files are read as text, never run --
 
-
 REPLAYING = ("bisect-nan", "profile", "recommend")
 """The commands that replay a run."""
-_LONGEST = 1_000_000
-"""Largest file that is read, in bytes."""
-_LISTED = 200
-"""Most Python files that are read in a folder."""
-_SHOWN = 5
-"""Most files that are listed."""
+_LONGEST = 1_000_000  # largest file that is read, in bytes
+_LISTED = 200  # most Python files that are read in a folder
+_SHOWN = 5  # most files that are listed
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _NOT_REPLAYED = {
     "deepspeed": "DeepSpeed's engine, which is not replayed: hand over its model, loss and optimizer as a TrainingRun",
@@ -105,7 +99,6 @@ def door_of(file: Path) -> Door | None:
 
 
 def _calls(tree: ast.AST) -> dict[str, int]:
-    """Return the methods that are called, each with its first line."""
     called = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
     lines: dict[str, int] = {}
     for node in called:
@@ -123,10 +116,7 @@ def _packages(tree: ast.AST) -> Iterator[str]:
 
 
 def doors(arguments: Sequence[str], error: BaseException) -> list[str]:
-    """Return lines that say which target fits; [] where the command line was refused for another reason.
-
-    `arguments` is the command line without the program's name; `error` refused it.
-    """
+    """Return lines that say which target fits; [] where `error` refused the command line for another reason."""
     if arguments[:1] == ["run"] and _is_missing(error):
         return ["Name what trains: ampdoctor run train.py --its arguments, or ampdoctor run -m package.train"]
     if not arguments or arguments[0] not in REPLAYING:
@@ -151,7 +141,6 @@ def _is_missing(error: Any) -> bool:
 
 
 def _all_of(command: str) -> list[str]:
-    """Return all kinds of target, each with what to type."""
     return [
         "What can be replayed:",
         f"  a script: ampdoctor {command} train.py -- --its arguments",
@@ -172,7 +161,6 @@ def _all_of(command: str) -> list[str]:
 
 
 def _in_folder(command: str, folder: Path) -> list[str]:
-    """Return the training files of a folder, with what to type."""
     try:
         files = sorted(folder.glob("*.py"))[:_LISTED]
     except OSError:
@@ -189,9 +177,7 @@ def _in_folder(command: str, folder: Path) -> list[str]:
 
 # -- similar names: words, files, functions of a Python file, which is not imported --
 
-
-_NEAR = 0.75
-"""Similarity from which two names count as spellings of one: about one letter moved, missing or added."""
+_NEAR = 0.75  # similarity from which two names count as spellings of one: about one letter moved, missing or added
 
 
 def near_name(word: str, names: Iterable[str]) -> str | None:
@@ -234,19 +220,14 @@ _SAME = {
     "gpu": "cuda", "yes": "always", "no": "never",
 }  # fmt: skip
 """Words that other tools use for our choices."""
-_CHOICES = re.compile(r"'([^']*)' is not one of (.*)")
-"""Typer's message; the exception keeps the value nowhere else."""
+_CHOICES = re.compile(r"'([^']*)' is not one of (.*)")  # Typer's message; the exception keeps the value nowhere else
 
 _Commands = dict[str, Any]
 _Correction = Callable[[list[str], BaseException, _Commands], list[str] | None]
 
 
 def instead(arguments: Sequence[str], error: BaseException, commands: _Commands) -> str | None:
-    """Return the command line that was probably meant, without the program's name; None where there is no good guess.
-
-    `arguments` is what was typed, without the program's name. `error` is Typer's or ours. `commands` holds all commands
-    by name, as Typer builds them.
-    """
+    """Return the command line that was probably meant, without the program's name; None without a good guess."""
     if not arguments or any(not argument.strip() for argument in arguments):  # an empty variable of a script
         return None
     if getattr(error, "ctx", None) is None and not isinstance(error, AmpdoctorError):
@@ -259,7 +240,6 @@ def instead(arguments: Sequence[str], error: BaseException, commands: _Commands)
 
 
 def _missing(arguments: Sequence[str], commands: _Commands) -> list[str]:
-    """Return the names of required arguments that are missing."""
     if arguments[0] not in commands or "--help" in arguments:
         return []
     command = commands[arguments[0]]
@@ -324,7 +304,6 @@ def _another_option(arguments: list[str], error: BaseException, commands: _Comma
 
 
 def _another_choice(arguments: list[str], error: BaseException, _commands: _Commands) -> list[str] | None:
-    """Correct a value that is not among an option's choices."""
     refused = _CHOICES.search(str(error)) if getattr(error, "param", None) is not None else None
     if refused is None:
         return None
@@ -389,21 +368,16 @@ def _replaced(arguments: Sequence[str], wrong: str, right: Sequence[str]) -> lis
 
 # -- a target of `run` that is no Python script: a launcher, a notebook, a shell script --
 
-
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun")
 _INTERPRETERS = ("python", "python3", "ipython", "uv", "poetry", "pipenv")
 _AS_A_MODULE = {"accelerate": "--module", "deepspeed": "--module", "torchrun": "-m"}
 """The option with which each launcher starts a module instead of a file."""
 _SHELLS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch")
-_HEAD = 128
-"""The first line names its interpreter within these bytes."""
+_HEAD = 128  # the first line names its interpreter within these bytes
 
 
 def no_script(named: str, arguments: Sequence[str]) -> str | None:
-    """Return a sentence that says what to write instead; None where `named` may be a script.
-
-    `arguments` follow it on the command line.
-    """
+    """Return a sentence that says what to write instead; None where `named` may be a script."""
     file = Path(named)
     name = file.name
     if file.suffix == ".ipynb" and file.is_file():
@@ -451,7 +425,6 @@ def _is_of_a_shell(file: Path) -> bool:
 
 
 # -- paths in errors as the user typed them: deeper code only has the file's name --
-
 
 _MISSING = " does not exist."
 

@@ -138,7 +138,6 @@ def run(
 
 
 def _named(script: str, arguments: tuple[str, ...], *, is_module: bool) -> Script:
-    """Returns the script to run; raises UsageError where there is none."""
     if is_module:
         if script.endswith(".py"):
             raise UsageError(f"-m {script}: a module is named without .py; a file without -m")

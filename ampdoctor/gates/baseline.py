@@ -41,10 +41,7 @@ VERSION = "1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One address of a known finding: what identifies it in another run, and its severity.
-
-    The fields are as in `Finding` and `Where`.
-    """
+    """One address of a known finding, with fields as in `Finding` and `Where`."""
 
     fingerprint: str
     code: str

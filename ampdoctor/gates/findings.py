@@ -154,7 +154,6 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Rep
 
 
 def _reasons(finding: Finding, current: Sequence[tuple[Ignore, _Matcher]]) -> list[str]:
-    """Return the reasons why a finding is suppressed; [] if it is not."""
     reasons: dict[str, None] = {}
     for where in finding.places:
         fitting = next((ignore for ignore, fits in current if fits(finding.code, where)), None)
@@ -165,7 +164,6 @@ def _reasons(finding: Finding, current: Sequence[tuple[Ignore, _Matcher]]) -> li
 
 
 def _outlived(ignore: Ignore, report: Report, *, used: bool, expired: bool) -> Finding | None:
-    """Return the finding about an outdated ignore."""
     if used:
         return _expired(ignore) if expired else None
     return _unused(ignore) if _could_have_been_used(ignore, report) else None

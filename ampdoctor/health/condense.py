@@ -245,7 +245,6 @@ def _curves(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> tup
 
 
 def _numbers(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> dict[CurveName, Column]:
-    """Returns the numbers of each curve from the log's columns."""
     steps, scale, norm = columns["step"], columns["loss_scale"], columns["gradient_norm"]
     with np.errstate(divide="ignore", invalid="ignore"):
         norm = np.where(columns["norm_scaled"] == 1, norm / scale, norm)

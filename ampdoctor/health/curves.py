@@ -19,7 +19,6 @@ from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
 
 # -- steps as columns of numbers --
 
-
 Column: TypeAlias = NDArray[np.float64]
 
 _NUMBERS = (
@@ -206,9 +205,7 @@ def _floats(values: Column, some: NDArray[np.bool_]) -> tuple[float | None, ...]
 
 # -- loss scaling --
 
-
-_MOST = 2000
-"""Most points of a path, and skipped steps, that are kept, as in `ScalePath`."""
+_MOST = 2000  # most points of a path, and skipped steps, that are kept, as in `ScalePath`
 
 _READ = ("step", "loss_scale", "skipped", "growth_tracker")
 

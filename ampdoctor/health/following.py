@@ -32,17 +32,13 @@ _BEGINS_S = 600.0
 """Seconds after which an unchanged output no longer counts as a job that starts: the longest a start takes."""
 _SMALL = 64 * 1024
 """A log up to this size in bytes is read anew each time: its beginning, which decides how it is read, may change."""
-_BEGINNING = 256
-"""Bytes at the beginning that tell whether a file is still the same; a shorter file is read anew."""
-_QUIET_S = 2.0
-"""Seconds without a change after which the last step is given even if numbers are missing."""
-_ENDS_S = 60.0
-"""Seconds without a change after which an exception at the end of an output counts as uncaught."""
+_BEGINNING = 256  # bytes at the beginning that tell whether a file is still the same; a shorter file is read anew
+_QUIET_S = 2.0  # seconds without a change after which the last step is given even if numbers are missing
+_ENDS_S = 60.0  # seconds without a change after which an exception at the end of an output counts as uncaught
 _LONG_S, _RESTS = 0.2, 20.0
 """If reading a log anew takes longer than `_LONG_S`, the next read waits `_RESTS` times as long."""
 _NUMBERS = ("loss", "gradient_norm", "loss_scale", "learning_rates")
-_AGAIN = 8
-"""Times that a folder is listed again if it changes meanwhile; the next call reads the rest."""
+_AGAIN = 8  # times that a folder is listed again if it changes meanwhile; the next call reads the rest
 
 
 class _Source(Protocol):
@@ -53,10 +49,7 @@ class _Source(Protocol):
 
 
 class Follower:
-    """Reads on in a log at each call; the log may not exist yet.
-
-    `found` is the log; None as long as there is none.
-    """
+    """Reads on in a log at each call; the log may not exist yet, and `found` is None until it does."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -65,10 +58,7 @@ class Follower:
         self.found: FoundLog | None = None
 
     def new(self) -> Iterator[Stamped]:
-        """Yields the lines since the last call, in the order of arrival.
-
-        Raises CheckpointError where the file at the path is no log, or cannot be read.
-        """
+        """Yields the lines since the last call, in order; raises CheckpointError if the file is no readable log."""
         if self._source is None:
             found = self._find()
             if found is None:
@@ -100,7 +90,6 @@ def _is_written(path: Path) -> bool:
 
 
 def _has_no_line(path: Path) -> bool:
-    """Whether a file has no complete line."""
     with path.open("rb") as file:
         return b"\n" not in file.read(_AT_ONCE)
 

@@ -30,8 +30,7 @@ STEPS = 4096
 """Last steps that are kept: more than a terminal has columns, and few enough to draw in a millisecond."""
 EVENTS = 64
 """Last events that are kept."""
-_LATELY = 64
-"""Last steps over which a rate is computed."""
+_LATELY = 64  # last steps over which a rate is computed
 
 Kind = Literal["alert", "look", "checkpoint", "action", "attempt", "run", "end"]
 Level = Literal["error", "warning", "note", "good"]
@@ -63,10 +62,7 @@ class Rates:
 
 @dataclass(slots=True)
 class Latest:
-    """Takes a log line by line; its memory does not grow with the run.
-
-    Of several optimizers only the first one's steps are kept.
-    """
+    """Takes a log line by line, in constant memory; of several optimizers only the first one's steps are kept."""
 
     thresholds: Thresholds = DEFAULT_THRESHOLDS
     run: RunLine | None = None  # None before the log's first line
@@ -148,10 +144,7 @@ class Latest:
         return self._detail_step
 
     def worst(self, measure: Measure, count: int) -> list[tuple[str, str, float]]:
-        """Returns name, role and number of the worst tensors at the last measured step, at most `count`.
-
-        The worst headroom is the smallest, the worst share the largest.
-        """
+        """Returns name, role and number of the `count` worst tensors: those of least headroom, or of largest share."""
         names = () if self.run is None else self.run.tensors
         found: list[tuple[str, str, float]] = [
             (names[one.tensor] if one.tensor < len(names) else f"tensor {one.tensor}", one.role, value)

@@ -110,10 +110,7 @@ def largest_gradients(run: HealthRun) -> LargestGradients | None:
 
 
 def proposed(log2_amax: Array, thresholds: Thresholds, framework: Framework) -> ScalerSettings:
-    """Return settings in closed form for a run with these largest gradients: `log2_amax` of shape (steps,), finite.
-
-    `thresholds` holds the share of steps that a settled scaler may skip.
-    """
+    """Return settings in closed form for a run with these largest gradients: `log2_amax` of shape (steps,), finite."""
     drift = find_drift(log2_amax)
     spikes = find_spikes(log2_amax - drift.slope * np.arange(len(log2_amax)))
     largest = [float(part.max()) for part in np.array_split(log2_amax, min(2000, len(log2_amax)))]

@@ -70,10 +70,7 @@ class Looked:
 
 
 def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> Looked:
-    """Reads a log; `told` is called with the number of lines read.
-
-    Raises NoStepError where it has no step, and CheckpointError where it cannot be read.
-    """
+    """Reads a log; raises NoStepError where it has no step, and CheckpointError where it cannot be read."""
     noticed = Noticed()
     reader = _Reader(thresholds)
     with _no_search_for_cycles():
@@ -259,7 +256,6 @@ def _of_ranks(finding: Finding, ranks: int) -> Finding:
 # ampdoctor.
 # Where the cache cannot be read or written, the log is read.
 
-
 LEAST_BYTES = 8 * 1024 * 1024
 """Smallest log whose result is kept: a smaller one is read in a second."""
 MOST_BYTES = 64 * 1024 * 1024
@@ -307,7 +303,6 @@ def _read(file: Path) -> Looked | None:
 
 
 def _write(file: Path, kept: Looked) -> None:
-    """Writes the whole file or nothing."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, name = tempfile.mkstemp(dir=file.parent, prefix="writing-")

@@ -34,8 +34,7 @@ from ampdoctor.reports.section_words import (
 )
 
 _WORD = re.compile(r"\s*\S+\s*")
-_JOINTS = ("./\\", "_-:,=")
-"""Long words are broken after one of these characters, first after those of the first group."""
+_JOINTS = ("./\\", "_-:,=")  # long words are broken after one of these characters, first after those of the first group
 
 
 class Folded:
@@ -65,10 +64,7 @@ class Folded:
 
 
 def breaks(text: str, width: int, hang: int = 0) -> list[int]:
-    """Return the offsets in one paragraph at which new lines begin.
-
-    All lines but the first are indented by `hang` columns.
-    """
+    """Return the offsets in one paragraph where lines begin; all but the first are indented by `hang` columns."""
     found: list[int] = []
     room = width
     column = 0
@@ -163,7 +159,6 @@ def left_over(number: int, what: str, console: Console) -> None:
 
 # -- exponent histograms as bars, with the windows of the formats: values outside a window are lost --
 
-
 FIRST, LAST = -44, 16
 """Exponents that are shown; fp16's window lies within at loss scales from 1 to 2^20."""
 BINADES = (1, 2, 3, 4, 5, 6)
@@ -248,7 +243,6 @@ def fitting(width: int, glyphs: Glyphs) -> Axis | None:
 
 # -- layers that lose most in fp16, with their exponents under the formats' windows --
 
-
 _WIDTHS = (2, 7, 8, 7, 7)
 _INDENT = 2
 _GAP = 2
@@ -312,7 +306,6 @@ def _table(
 def _rulers(
     axis: Axis, sites: Sequence[Site], scales: Sequence[tuple[str, float]], stem: int, console: Console
 ) -> None:
-    """Print the axis and each format's window, above the column of bars."""
     largest = max((site["amax"] for site in sites if isinstance(site["amax"], float)), default=1.0)
     top = math.ceil(math.log2(largest)) if 0.0 < largest < math.inf else 0
     rulers = [(f"magnitudes, {words.count(axis.binades, 'binade')} a column", axis.scale())]
@@ -326,7 +319,6 @@ def _rulers(
 
 
 def _line(cells: Sequence[str]) -> str:
-    """Return cells side by side: the first left-aligned, figures right-aligned."""
     first, *figures = (f"{cell:<{_WIDTHS[0]}}" if not i else f"{cell:>{_WIDTHS[i]}}" for i, cell in enumerate(cells))
     return (" " * _GAP).join((first, *figures)) + " " * _GAP
 

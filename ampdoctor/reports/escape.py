@@ -84,14 +84,12 @@ def _escaped(character: str) -> str:
 # pipe or a backslash become `<code>` with every mark as a character reference, because a pipe ends a table's cell even
 # in a code span.
 
-
 _PROSE = re.compile(
     r"(?![a-fA-F]{7})\(?(?:[A-Za-z]+(?:['-][A-Za-z]+)*|[-+]?[0-9]{1,6}(?:\.[0-9]+)?%?)\)?[.,;:?!]?|[-=<%]"
 )
 """Words without a meaning in Markdown inside a line; seven hexadecimal digits may be a commit."""
 _LONGEST_WORD = 30  # a longer word is a name
-_NAMED = re.compile(r"(.+?)([.,;:!?]*)")
-"""A name before punctuation marks."""
+_NAMED = re.compile(r"(.+?)([.,;:!?]*)")  # a name before punctuation marks
 _CODE_SPAN = re.compile(r"[^`|\\]+")
 _MARK = re.compile(r"[^A-Za-z0-9 \x80-\U0010ffff]")
 _BACKTICKS = re.compile(r"`+")

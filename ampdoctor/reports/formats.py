@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 # -- the target of a rendering --
 
-
 Color = Literal["auto", "always", "never"]
 _COLORS: Mapping[Color, Literal["auto", "standard"] | None] = {"auto": "auto", "always": "standard", "never": None}
 

@@ -65,7 +65,6 @@ def _without_answer(report: Report) -> Iterator[_Annotation]:
 
 
 def _fixed(report: Report) -> Iterator[_Annotation]:
-    """Yield one notice about fixed entries of the baseline, at the baseline's file."""
     if report.baseline is not None and fixed(report):
         said = (fixed_sentence(report), *fixed_lines(report))
         at = Location(posix(report.baseline.file))

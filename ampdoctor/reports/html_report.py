@@ -45,11 +45,9 @@ from ampdoctor.reports.text import fixed, fixed_line
 # Three runs of 2,000 spans and six maps of 200 tensors are 700,000 numbers. As text they would be most of the page's
 # size; as float32 in base64 each takes five characters and keeps seven digits.
 
-
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Names of the runs where there is only room for one letter."""
-_LARGEST, _LEAST = 3.4e38, 1.2e-38
-"""The range of float32's normal numbers; a column with others is packed as float64."""
+_LARGEST, _LEAST = 3.4e38, 1.2e-38  # the range of float32's normal numbers; a column with others is packed as float64
 _SHOWN_BY: Mapping[str, tuple[tuple[str, ...], str]] = {
     "forward": (("activation", "parameter"), "headroom_binades"),
     "backward": (("gradient", "activation_gradient"), "norm"),
@@ -221,8 +219,7 @@ _SCRIPTS = ("core.js", "table.js", "chart.js", "histogram.js", "ranges.js", "hea
 """In the order of their dependencies; one view a file."""
 _DATA = ("profile", "scaler", "path", "proof", "trend", "change", "structure", "tensors")
 """The sections that scripts draw."""
-_DRAWN = ("profile", "path", "proof", "trend", "health")
-"""The sections that need the plotting library."""
+_DRAWN = ("profile", "path", "proof", "trend", "health")  # the sections that need the plotting library
 _IN_FULL = 3
 """Most findings of one code that are all expanded, else only the first: one NaN makes hundreds of tensors NaN."""
 _UNDRAWN = frozenset({"amax_by_step", "quantiles", "weight"})
@@ -389,7 +386,6 @@ RENDERER = the_same_everywhere(render_html)
 
 # -- a report in a notebook: verdict and findings as HTML without scripts, in the notebook's own colours, light or dark
 # --
-
 
 _IN_FULL_IN_A_NOTEBOOK = 20
 """Most findings that get a line of their own; one NaN in a step makes hundreds of tensors NaN."""

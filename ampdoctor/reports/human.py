@@ -32,10 +32,8 @@ _VERDICT_STYLE = {
     "not_judged": "",
 }
 _IN_A_WORD = ("ok", "found", "not_run")
-_IN_FULL = 3
-"""Most findings of one code that are all shown in full, else only the first."""
-_IN_A_LINE = 12
-"""Further findings of that code that get a line each; one NaN in a step makes hundreds of tensors NaN."""
+_IN_FULL = 3  # most findings of one code that are all shown in full, else only the first
+_IN_A_LINE = 12  # further findings of that code that get a line each; one NaN in a step makes hundreds of tensors NaN
 
 
 def render_human(report: Report, console: Console, *, quiet: bool = False, verbose: int = 0) -> None:
@@ -206,7 +204,6 @@ def _evidence(evidence: Mapping[str, Any], verbose: int) -> list[Text]:
 
 
 def _figures(key: str, item: Any) -> Iterable[str]:
-    """Return a line for a figure, or one for each record of a list."""
     if isinstance(item, list | tuple) and item and all(isinstance(part, Mapping) for part in item):
         return [f"{key}[{index}] = {words.record(part)}" for index, part in enumerate(item)]
     return [f"{key} = {words.record(item) if isinstance(item, Mapping) else words.value(item)}"]
@@ -232,7 +229,6 @@ def _label(prescription: Prescription) -> str:
 
 
 def _says(prescription: Prescription | None, sentence: str) -> bool:
-    """Whether the row above already says it."""
     return prescription is not None and sentence in (prescription.detail, words.change(prescription))
 
 
@@ -271,7 +267,6 @@ RENDERER: Renderer = _render
 
 
 # -- the human report as plain text, for a test's failure or a log --
-
 
 WIDTH = 100
 """Columns that fit most terminals and logs."""

@@ -34,12 +34,10 @@ from ampdoctor.reports.section_words import (
     summary_rows,
 )
 
-_NEGLIGIBLE = 1e-5
-"""Smaller differences of gradient errors are not mentioned."""
+_NEGLIGIBLE = 1e-5  # smaller differences of gradient errors are not mentioned
 _SEEN, _OFF = 1e-3, 0.1
 """Share from which a prediction is checked, and the relative distance from the measured value that is mentioned."""
-_FEW = 12
-"""Groups of modules shown without -v."""
+_FEW = 12  # groups of modules shown without -v
 
 
 def loss_scaling(scaler: ScalerSection | None, console: Console, *, verbose: int) -> None:
@@ -109,7 +107,6 @@ def precision(advice: PrecisionAdvice | None, console: Console, *, verbose: int)
 
 
 def _summary(profile: Mapping[str, Any], console: Console) -> None:
-    """Print shares of the nonzero gradients by format."""
     title = f"nonzero gradients in each format {ABOUT}"
     if measured_gradients(profile):
         layout.titled(title, layout.table_of(SUMMARY_HEADINGS, summary_rows(profile), left=[""]), console)
@@ -152,7 +149,6 @@ def _remark(pair: Mapping[str, Any]) -> str:
 
 
 def _outcomes(scaler: ScalerSection, console: Console) -> None:
-    """Print the costs of the scaling, as predicted and as measured by replays."""
     changed = scaler.change
     names = {"before": "replayed as it is", "observed": "replayed with the change" if changed else "replayed"}
     rows = []
@@ -167,7 +163,6 @@ def _outcomes(scaler: ScalerSection, console: Console) -> None:
 
 
 def _simulated(scaler: ScalerSection, console: Console) -> None:
-    """Print the same from a simulation of the scaler over many steps to come."""
     rows = []
     simulated = scaler.simulated or Simulated(current=None, default=None, recommended=None)
     for name, expected in (
@@ -290,7 +285,6 @@ def _flushed(section: PlanSection, console: Console, verbose: int) -> None:
 
 
 # -- scan: checkpoints in order, changes since an earlier one, the structure --
-
 
 _VERDICT_STYLE = {"sick": "bold red", "healthy": "green", "unreadable": "bold yellow", "inconclusive": "yellow"}
 _ROLE_NAMES = {

@@ -220,7 +220,6 @@ def _precision(advice: PrecisionAdvice | None) -> Iterator[str]:
 
 
 def _ranges(profile: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield the formats and the layers that lose most, as in the human report."""
     if profile is None or not profile.get("summary"):
         return
     title = f"\n### Ranges\n\nNonzero gradients in each format {prose(ABOUT)}"

@@ -107,8 +107,6 @@ def _shown(reports: Sequence[Report]) -> Callable[[str, Mapping[str, Any]], str]
 
 
 def _with_lines(finding: Finding, shown: Callable[[str], str]) -> Finding:
-    """Return the finding with another name for each file of the user's code."""
-
     def line(source: Source | None) -> Source | None:
         return None if source is None else replace(source, file=shown(source.file))
 
@@ -204,7 +202,6 @@ def _agreed(maps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _health(reports: Sequence[Report]) -> HealthSection | None:
-    """Return the runs of all reports side by side."""
     known = [report.health for report in reports if report.health is not None]
     if not known:
         return None

@@ -19,12 +19,9 @@ from ampdoctor.reports.fix_code import Code, code_of, setting_of
 
 _CONFIGURATION = frozenset(("AMP911", "AMP912"))
 """Findings about the configuration, which say nothing about the subject of the report."""
-_NOT_FINITE_IN_FP32 = "AMP206"
-"""A profile with this finding has no ranges to derive settings from."""
-_REPLAYED = frozenset(("AMP722", "AMP723"))
-"""Findings of a log whose op a replay from a checkpoint would find."""
-_Options: TypeAlias = Mapping[str, Sequence[str]]
-"""Options of a command line with their values; a flag has none."""
+_NOT_FINITE_IN_FP32 = "AMP206"  # a profile with this finding has no ranges to derive settings from
+_REPLAYED = frozenset(("AMP722", "AMP723"))  # findings of a log whose op a replay from a checkpoint would find
+_Options: TypeAlias = Mapping[str, Sequence[str]]  # options of a command line with their values; a flag has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,6 @@ def _not_judged(report: Report) -> Step:
 
 
 def _watched(report: Report) -> Step:
-    """Return the step after a training without a bad step."""
     log = (report.run.get("kept") or {}).get("health")
     return Step("nothing; its log is judged by", _command("health", log)) if log else Step("nothing")
 
@@ -103,7 +99,6 @@ def _left_out(report: Report) -> Step:
 
 
 def _set_aside(report: Report) -> Step | None:
-    """Return the step for the gates, where nothing else is left to do."""
     if report.baseline is not None and report.baseline.fixed and not report.findings:
         return Step("write the baseline anew by the same command with", _option("--write-baseline", report.baseline))
     behind = next((one.what for one in report.skipped if one.kind == "not_replayed"), None)
@@ -196,7 +191,6 @@ def _scanned(report: Report) -> Step:
 
 
 def _over_time(report: Report) -> Step:
-    """Return the step for a run's log: replay its bundle, replay from a checkpoint, or read the rule."""
     runs = report.health.runs if report.health is not None else ()
     command = next((look.command for run in runs for look in run.looks if look.command is not None), None)
     grave = [finding for finding in report.findings if finding.severity != "note"]
@@ -231,7 +225,6 @@ def _only_configuration(report: Report) -> bool:
 
 
 def _path(report: Report) -> str:
-    """Return the checkpoint as it was named on the command line, if the report has it."""
     return str(report.target.get("location") or report.target.get("path") or "PATH")
 
 
@@ -299,7 +292,6 @@ def _ruins(finding: Finding) -> bool:
 
 
 def _in_the_code(finding: Finding, report: Report) -> Step:
-    """Return the step for a change of code, which only the user can make."""
     if _ruins(finding):
         return _its_page(finding) if report.target.get("checkpoint") is None else _EARLIER
     source = finding.where.source
@@ -346,7 +338,6 @@ def _from_its_checkpoint(report: Report) -> str:
 
 
 def _planned(section: PlanSection) -> Step:
-    """Return the first plan as a step, or the nearest one."""
     plan = section.use or section.fewer
     if plan is None:
         return Step("nothing fits or divides: change the cluster, its parallel sizes, or the batch")
@@ -396,10 +387,7 @@ def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({}))
 
 
 def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
-    """Return a command that replays a report's run with all its options; `more` overrides options of the same name.
-
-    For several runs, or for a saved profile, the factory is not known.
-    """
+    """Return a command that replays a report's run (FACTORY if it is not known); `more` overrides its options."""
     if not target.get("factory") or "merged" in target or "profile" in target:
         return _command(command, "FACTORY", *_typed(more))
     options: dict[str, Sequence[str]] = dict(target.get("options") or {})

@@ -30,7 +30,6 @@ from ampdoctor.reports.text import RUN, SCALER, TARGET, in_order
 # accept
 # a newline at the end.
 
-
 _Node = Mapping[str, Any]
 
 _NONFINITE = ["NaN", "Infinity", "-Infinity"]
@@ -52,10 +51,7 @@ class _MismatchError(Exception):
 
 
 def read_checked(value: Any) -> dict[str, Any]:
-    """Return a report's JSON values, with the words of non-finite numbers as floats where the schema has numbers.
-
-    Raises ReportError, with the first place that does not follow `report.schema.json`.
-    """
+    """Return a report's JSON values, with non-finite words as floats; ReportError where the schema is not met."""
     try:
         read: dict[str, Any] = _read(value, _schema(), "")
     except _MismatchError as mismatch:
@@ -84,7 +80,6 @@ def _read(value: Any, node: _Node, path: str) -> Any:
 
 
 def _check(value: Any, node: _Node, path: str) -> None:
-    """Check the value against the keywords that do not apply to its parts."""
     wanted = node.get("type")
     names = [wanted] if isinstance(wanted, str) else wanted
     if names is not None and not any(_TYPES[name](value) for name in names):
@@ -166,8 +161,7 @@ def _below(path: str, key: str) -> str:
 
 _CAME_LATER = {"health": None, "plan": None}
 """Sections that are missing in older reports of this schema version, with their default."""
-_MAX_DEPTH = 100
-"""Most nested levels; our reports have some ten, and reading or writing recurses at each."""
+_MAX_DEPTH = 100  # most nested levels; our reports have some ten, and reading or writing recurses at each
 
 
 def report_from_text(text: str) -> Report:
@@ -229,7 +223,6 @@ def _kind(skipped: dict[str, Any]) -> SkippedKind:
 
 
 def _scaler(read: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the section with its settings in GradScaler's order."""
     if read is None:
         return None
     return read | {key: in_order(read[key], SCALER) for key in ("current", "recommended", "bounds") if read[key]}
@@ -257,7 +250,6 @@ def _refuse_contradictions(report: Report) -> None:
 
 
 def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
-    """Return the JSON report of a stream of lines."""
     *texts, last = rest.rstrip().split("\n")
     summary = _parsed(last)
     if not isinstance(summary, dict) or summary.get("type") != SUMMARY:
@@ -284,7 +276,6 @@ def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether a value is nested more than `levels` deep."""
     if not isinstance(value, dict | list):
         return False
     return levels == 0 or any(

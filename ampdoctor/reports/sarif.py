@@ -157,7 +157,6 @@ def _location(at: Location, module: str, tensor: str | None) -> _Object:
 
 
 def _uri(file: str) -> tuple[str, str]:
-    """Return the base of the path, and the percent-encoded path."""
     path = PurePosixPath(file)
     base = _ROOT if path.is_absolute() else _REPOSITORY
     relative = path.relative_to(path.anchor) if path.is_absolute() else path

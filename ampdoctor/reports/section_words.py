@@ -84,15 +84,13 @@ def _figures(key: str, item: Any) -> list[tuple[str, str]]:
 
 # -- runs over time --
 
-
 _ENDINGS = {
     "running": "still running",
     "ended": "ended",
     "cut_off": "cut off: the log has no last line and no longer grows",
     "unknown": "",
 }
-_FEW = 8
-"""Most marks of one kind that are shown: the last ones."""
+_FEW = 8  # most marks of one kind that are shown: the last ones
 
 
 def health_title(run: HealthRun) -> str:
@@ -207,13 +205,11 @@ def _number(value: float) -> str:
 
 # -- plans --
 
-
 LEFT_HEADINGS = ("framework", "trains with", "because")
 FLUSHED_HEADINGS = ("nonzero gradients that fp16 makes zero", "kind", "before", "after", "with the new scale")
 _OUTCOMES = {"kept": "", "silent": ", silently", "refused": "refuses"}
 SHOWN_LAYERS = 8
-_REFUSED = 2
-"""Most plans that do not fit and are shown: the smallest ones."""
+_REFUSED = 2  # most plans that do not fit and are shown: the smallest ones
 
 
 def plan_title(section: PlanSection) -> str:
@@ -346,7 +342,6 @@ def gigabytes(count: float) -> str:
 
 # -- profiles: the formats, and the layers that lose most --
 
-
 KINDS: Mapping[str, str] = {"activation_grad": "dA", "weight_grad": "dW", "activation": "A", "weight": "W"}
 GRADIENTS = ("activation_grad", "weight_grad")
 ABOUT = "(dA: of activations, dW: of weights)"
@@ -434,10 +429,7 @@ def _place(site: Site) -> Place:
 
 
 def ahead(exceedances: float | str, horizon: int | None) -> str:
-    """Return how many of the steps ahead are expected to exceed every recorded one.
-
-    `exceedances` is a string where JSON has no number for it ("NaN"); `horizon` is the number of steps ahead.
-    """
+    """Return how many of the steps ahead may exceed every recorded one; `exceedances` may be the text "NaN"."""
     if isinstance(exceedances, str) or math.isnan(exceedances):
         many = "nobody knows how many"
     else:

@@ -58,20 +58,15 @@ VERDICTS: Mapping[Verdict, str] = {
 
 _LEFT_OUT = "not judged: everything that was named is left out"
 """Replaces the verdict's words where nothing was listed either."""
-_NOTHING_SEEN = "nothing sick was seen"
-"""Replaces the verdict's words where a training was watched."""
+_NOTHING_SEEN = "nothing sick was seen"  # replaces the verdict's words where a training was watched
 _TRAINING = ("loss", "gradient norm")
 """Without one of these checks, a log says nothing about how well the training goes."""
-_TOO_FEW = "not judged: too few steps to say what is usual"
-"""Replaces the verdict's words where a log is short."""
+_TOO_FEW = "not judged: too few steps to say what is usual"  # replaces the verdict's words where a log is short
 _PLANNED = ("no plan", "a plan that is exact and fits")
 """Replace the verdict's words where a batch was planned: without a plan, and with one."""
-_FOUND_NOT_MADE = ("checkpoint", "data")
-"""Phases that find a value which something earlier has produced."""
-_SMALL = 2.0**-10
-"""Smaller powers of two are shown as such: 2^-56 rather than 1.3877787807814457e-17."""
-_LARGE = 2.0**17
-"""Larger loss scales are shown as powers of two."""
+_FOUND_NOT_MADE = ("checkpoint", "data")  # phases that find a value which something earlier has produced
+_SMALL = 2.0**-10  # smaller powers of two are shown as such: 2^-56 rather than 1.3877787807814457e-17
+_LARGE = 2.0**17  # larger loss scales are shown as powers of two
 
 
 def verdict(report: Report) -> str:
@@ -121,7 +116,6 @@ def _alone(report: Report) -> str:
 
 
 def _is_there(result: str) -> bool:
-    """Whether the log has a number, by the result of its check."""
     return bool(result) and result != "not in the log" and not result.startswith("not judged: none")
 
 
@@ -349,16 +343,11 @@ def target_file(target: Mapping[str, Any]) -> str:
 
 # -- gates: suppressed findings, and fixed entries of the baseline --
 
-
-_IN_A_LINE = 12
-"""Most fixed entries that get a line each."""
+_IN_A_LINE = 12  # most fixed entries that get a line each
 
 
 def gate_words(report: Report, *, verbose: int = 0) -> list[tuple[str, list[str]]]:
-    """Return sentences about the gates, each with the lines below it.
-
-    From `verbose` 1 on, every suppressed finding and every fixed entry has its line.
-    """
+    """Return sentences about the gates, each with the lines below it; `verbose` from 1 on gives every line."""
     said: list[tuple[str, list[str]]] = []
     if report.suppressed:
         said.append(_set_aside(report, verbose=verbose))
@@ -420,7 +409,6 @@ def _gate_line(one: Suppressed) -> str:
 
 # -- a curve in one line of text --
 
-
 _LEVELS, _PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 _NONFINITE, _PLAIN_NONFINITE = "\N{MULTIPLICATION SIGN}", "!"
 
@@ -466,7 +454,6 @@ def _height(cell: Sequence[float | None], *, logarithmic: bool) -> float | None:
 
 
 # -- the order of keys for people, which JSON loses by sorting --
-
 
 RUN = (
     "device",

@@ -20,7 +20,6 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 
 # -- the order of rows, and rows that a later one replaces --
 
-
 LATE = 8
 """Rows that wait for numbers of their step that are logged late. More rows than this in a row form a stretch of a run,
 which a restart may repeat."""
@@ -82,10 +81,7 @@ class Order:
             yield Skipped(what=rows, reason=f"a later row repeats or precedes {them}")
 
     def errors(self, name: str) -> Iterator[ErrorNote]:
-        """Yields an error where half of the rows or more are lost, as with two runs in one file.
-
-        Repeated rows with the same values do not count as lost.
-        """
+        """Yields an error where at least half of the rows are lost, unless all of these only repeat others."""
         if self.undone and 2 * self.lost >= self.rows:
             message = (
                 f"A later row repeats or precedes {self.lost:,} of the {self.rows:,} rows of {name}, which are out of "
@@ -96,13 +92,11 @@ class Order:
 
 # -- rows of other tools' logs as lines of a run's log --
 
-
 _SAYS_SOMETHING = frozenset({"loss", "gradient_norm", "grad_norm", "loss_scale", "scale", "seconds", "skipped"})
 OF_A_NETWORK = "loss/"
 """Prefix of a loss that belongs to one of several networks; each network is a series of its own."""
 _LARGEST = 2.0**63
-_MOST_STEPS = 2**53
-"""Larger values are not steps: numbers are kept as floats, which cannot tell such steps apart."""
+_MOST_STEPS = 2**53  # larger values are not steps: numbers are kept as floats, which cannot tell such steps apart
 
 
 @dataclass(slots=True)
@@ -303,7 +297,6 @@ def _count(value: float | None) -> int | None:
 
 # -- columns without numbers: texts, booleans, empty cells --
 
-
 MANY = 8
 """So many empty losses at the end may stand for NaN: AMP703's hopeless steps."""
 _JUDGED = {"loss": "loss", "grad_norm": "gradient norm", "scale": "loss scale"}
@@ -481,8 +474,7 @@ class LogKind:
         claims: Returns the logs of this kind in a place, the latest first, each as its files in reading order.
         read: Yields the lines of these files in the order of arrival, up to the size that each file has when opened.
         begin: Begins to read a log that is one growing file, from its beginning; None for any other log.
-        lacks: Yields missing or unreadable parts of a place's log. An error means that the run cannot be called
-        healthy.
+        lacks: Yields missing or unreadable parts of a place's log. With an error the run cannot be called healthy.
     """
 
     format: str
@@ -498,10 +490,7 @@ def kind_of_one_file(
     begin: Begin,
     matters: Callable[[bytes], bool] = lambda _: True,
 ) -> LogKind:
-    """Returns a kind where each file is a log of its own.
-
-    `of_place` returns these files, the latest first. `matters` says whether a last line without newline would be a row.
-    """
+    """Returns a kind where each file is a log; `matters` says if a last line without newline would be a row."""
     return LogKind(
         format=format,
         claims=lambda place: [[name] for name in of_place(place)],

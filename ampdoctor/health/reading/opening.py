@@ -37,7 +37,6 @@ from ampdoctor.package import beside
 
 # -- ampdoctor's own log --
 
-
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip"})
 
 
@@ -129,7 +128,6 @@ AMPDOCTOR = LogKind(format="ampdoctor", claims=_claims, read=_read, lacks=_lacks
 
 # -- the folders below a folder in which logs may lie --
 
-
 _USUAL = (
     ("", "checkpoint-*"),
     ("", "version_*"),
@@ -147,10 +145,8 @@ _USUAL = (
     ("runs", "*/*"),  # Ultralytics' runs/detect/train
 )
 """Where runs keep their logs: a folder, and a pattern for the names in it, of which the latest comes first."""
-_LEVELS = 6
-"""How deep folders are searched: Hydra's `outputs/DATE/TIME/lightning_logs/name/version_0`."""
-_MOST = 1000
-"""Most folders that are searched; a data set has more."""
+_LEVELS = 6  # how deep folders are searched: Hydra's `outputs/DATE/TIME/lightning_logs/name/version_0`
+_MOST = 1000  # most folders that are searched; a data set has more
 _NO_RUNS = frozenset({"calls.safetensors", "pyvenv.cfg"})
 """Files in a step that `ampdoctor run` has recorded, and in a virtual environment."""
 
@@ -165,10 +161,7 @@ class Places:
 
 
 def places_below(root: Path) -> Places:
-    """Returns the folders below `root`, each once; raises CheckpointError where `root` itself cannot be listed.
-
-    Hidden folders and virtual environments belong to other tools and are not searched.
-    """
+    """Returns the folders below `root`, each once, without hidden folders and virtual environments."""
     places, seen = Places(), {identity_of(root)}
     waiting = deque([("", list_folder(root), _LEVELS)])
     while waiting:  # level by level, so that a deep folder does not use up the limit before its neighbours
@@ -312,10 +305,7 @@ class FoundLogs:
 
 
 def find_log(path: str | os.PathLike[str]) -> FoundLog:
-    """Returns the log at a path: a file, a folder with one, or a folder above the folders of runs, whose last is taken.
-
-    Raises CheckpointError where there is none or the path cannot be read, and LimitExceededError for too many files.
-    """
+    """Returns the log at a path: a file, a folder with one, or the last log below it; else raises CheckpointError."""
     found = find_logs(path)
     first, *others = found.logs
     names = [_beside(first, other, Path(path)) for other in others]
@@ -323,10 +313,7 @@ def find_log(path: str | os.PathLike[str]) -> FoundLog:
 
 
 def find_logs(path: str | os.PathLike[str]) -> FoundLogs:
-    """Returns all logs at a path: a file, or those in a folder and in the folders below it.
-
-    Raises CheckpointError where there is none or the path cannot be read, and LimitExceededError for too many files.
-    """
+    """Returns all logs at a path: a file, or those in a folder and below it; without one raises CheckpointError."""
     typed, budget = os.fspath(path), Budget()
     place = _place(Path(path), budget)
     if place.named:
@@ -362,7 +349,6 @@ def find_logs(path: str | os.PathLike[str]) -> FoundLogs:
 
 
 def _none(place: Place, refused: Mapping[str, str], budget: Budget) -> str:
-    """Returns the sentence about a folder without a log."""
     name = place.folder.name or str(place.folder)
     if refused:
         return f"{name} holds no log that can be read: {next(iter(refused.values()))}"
@@ -440,7 +426,6 @@ def _of(root: Path, folder: Path, name: str) -> str:
 
 
 def _beside(first: FoundLog, other: FoundLog, root: Path) -> Skipped:
-    """Returns a note about another log than the one that is read."""
     if other.folder == first.folder:
         older = other.written_ns < first.written_ns
         reason = f"a log that was written before {first.names[0]}" if older else f"another log than {first.names[0]}"
@@ -452,13 +437,11 @@ def _beside(first: FoundLog, other: FoundLog, root: Path) -> Skipped:
 
 # -- a second process that parses a long log, while this one evaluates it --
 
-
 LEAST_BYTES = 48 * 1024 * 1024
 """Smallest log for which a process is started: a smaller one is read in the time that it saves."""
 _Batch: TypeAlias = list[Row] | tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]
 """Rows of lines, or at the end what was noticed: `Left` by file, and the `Skipped`."""
-_LINES = 512
-"""Lines that go through the pipe at once."""
+_LINES = 512  # lines that go through the pipe at once
 _MARSHAL, _SIZE = 2, 8
 """The version of marshal's format (later ones search for shared objects), and the bytes of a batch's size."""
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1024 * 1024

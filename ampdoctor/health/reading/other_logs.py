@@ -55,10 +55,8 @@ _NETWORKS = {"g": "g", "gen": "g", "generator": "g", "d": "d", "disc": "d", "dis
 """Names of the networks of an adversarial training, and which of the two each one is."""
 _BESIDE = frozenset({"loss", "losses", "train", "training", "total", "a", "b"})
 """Words that may stand beside such a name in the column of the network's whole loss; `loss_d_real` is only a part."""
-_TRIED = 1000
-"""Rows in which a log must have a loss, a norm or a scale."""
-_HEAD = 1024 * 1024
-"""Bytes in which these rows must stand."""
+_TRIED = 1000  # rows in which a log must have a loss, a norm or a scale
+_HEAD = 1024 * 1024  # bytes in which these rows must stand
 _TABLES = frozenset({".csv", ".tsv"})
 _MODES = ("mode", "split", "phase", "stage")
 """Columns that say whether a row belongs to the training or to an evaluation."""
@@ -288,10 +286,8 @@ ANY_TABLE = kind_of_one_file("table", _logs_of, TableRows)
 
 # -- `trainer_state.json` of the Hugging Face Trainer --
 
-
 _NAME = "trainer_state.json"
-_SUMMARY = "train_runtime"
-"""A key of the line that the Trainer writes at the end."""
+_SUMMARY = "train_runtime"  # a key of the line that the Trainer writes at the end
 _HIDES = (
     "the Trainer writes 0.0, or the mean of those before it, in place of a loss that is not finite, unless "
     "logging_nan_inf_filter=False; 0.0 beside a gradient norm that is not finite is read as NaN"
@@ -370,12 +366,9 @@ TENSORBOARD = LogKind(format="tensorboard", claims=_claims_events, read=_read_ev
 # The file is a log in LevelDB's format. A record is a protobuf message of wandb_internal.proto; only the fields that
 # lead to a logged number are read.
 
-
 _MAGIC = b":W&B"
-_HEADER = 7
-"""Bytes before the first record."""
-_HISTORY, _RUN, _EXIT = 2, 17, 18
-"""Fields of a Record."""
+_HEADER = 7  # bytes before the first record
+_HISTORY, _RUN, _EXIT = 2, 17, 18  # fields of a Record
 
 
 def _claims_wandb(place: Place) -> Sequence[Sequence[str]]:
@@ -448,7 +441,6 @@ WANDB = LogKind(format="wandb", claims=_claims_wandb, read=_read_wandb)
 
 
 # -- DeepSpeed's CSV monitor: one table for each number, such as `Train_Samples_train_loss.csv` --
-
 
 _FILES = {
     "Train_Samples_train_loss.csv": "loss",

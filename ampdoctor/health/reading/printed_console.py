@@ -20,7 +20,6 @@ from ampdoctor.health.reading.printed_line import Printed, printed
 
 # -- skipped steps, and logs with nothing else: with Accelerate's configuration DeepSpeed prints only overflows --
 
-
 OVERFLOW = re.compile(
     rb"(?:OVERFLOW! Rank 0|\[Rank 0\] Overflow detected\.) Skipping step\. Attempted loss scale: ([0-9.e+]+),"
     rb"(?: reducing to ([0-9.e+]+))?"
@@ -35,8 +34,7 @@ _TIME = re.compile(rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[,.](\d{3})")
 _GROWN = 1.5
 """Growth of the scale since the overflow before that counts as real: scalers double it, and only some digits are
 printed."""
-_LONGER = 1.5
-"""Times the shortest time between two overflows; after a longer time other steps were taken in between."""
+_LONGER = 1.5  # times the shortest time between two overflows; after a longer time other steps were taken in between
 _WHY = "DeepSpeed has printed overflows alone: steps between them are estimated from their times (steps_per_print=N)"
 
 

@@ -15,8 +15,7 @@ from ampdoctor.checkpoints.log_files import field_of
 
 LONGEST = 16 * 1024
 """Longest line that is parsed, in bytes: a printed dictionary of some hundred numbers."""
-_MAY_SAY = re.compile(rb"loss|norm|epoch|\d\s*/\s*\d", re.IGNORECASE)
-"""A line without any of these is not parsed."""
+_MAY_SAY = re.compile(rb"loss|norm|epoch|\d\s*/\s*\d", re.IGNORECASE)  # a line without any of these is not parsed
 
 _NAMES_A_NUMBER = re.compile(rb"loss|norm", re.IGNORECASE)
 _ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][0-9A-B])")
@@ -45,8 +44,7 @@ _EVALUATES = re.compile(
     r"(?<![\w/.-])(?:val|valid|validation|validat(?:e|ing)|eval|evaluation|evaluat(?:e|ing)|test|testing|dev)(?![\w/.-])",
     re.IGNORECASE,
 )
-_MAY_EVALUATE = ("val", "test", "dev")
-"""A line without any of these is not about an evaluation."""
+_MAY_EVALUATE = ("val", "test", "dev")  # a line without any of these is not about an evaluation
 _EVALUATED = re.compile(r"(?:val|valid|validation|eval|test|dev)[ _/]*loss", re.IGNORECASE)
 
 _TOKEN = re.compile(
@@ -61,8 +59,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-_MOST_WORDS = 6
-"""Most words in a row without a number, an equals sign or a bar between them; a sentence has more."""
+_MOST_WORDS = 6  # most words in a row without a number, an equals sign or a bar between them; a sentence has more
 _WRAPPERS = frozenset({"tensor", "np.float64", "np.float32", "np.float16", "float", "array"})
 _HARMLESS = frozenset(
     {"train", "training", "current", "batch", "mean", "avg", "average", "running", "global", "step", "iter"}

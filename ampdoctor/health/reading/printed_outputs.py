@@ -19,7 +19,6 @@ from ampdoctor.health.reading.printed_line import printed
 
 # -- how a job ended: an uncaught exception at the end of its output --
 
-
 _RANK = re.compile(rb"^\s*(?:\[(?:default|rank)?[ _]?\d{1,6}\]:|\[\d+,\d{1,6}\]<std(?:out|err)>:?|\d{1,6}:) ?")
 """Prefixes of torchrun, Open MPI and Slurm: the tracebacks of several processes are mixed line by line."""
 _HEAD_BYTES = b"Traceback (most recent call last)"
@@ -43,8 +42,7 @@ _PASSES = re.compile(
     rb"\[\d{4}-\d\d-\d\d [^]]+\] (?:\[\w+\] \[launch\.py|torch\.distributed))|\d%\|[^|]*\|"
 )
 """What launchers, trackers and bars print after the exception, and further lines of torch's own messages."""
-_LONGEST = 200
-"""Characters of an exception with its message."""
+_LONGEST = 200  # characters of an exception with its message
 _GOES_ON = 2
 """Rows after an exception that show that it was caught. One row may have waited for the last drawing of a bar."""
 _INTERRUPTED = 130
@@ -156,11 +154,9 @@ _SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr", ".o
 _NAMES = frozenset({"log", "stdout", "stderr", "output"})
 _HEAD = 8 * 1024 * 1024
 """Bytes that are searched for the first line of a step: before it a job prints its arguments and compiles."""
-_ENOUGH = 1024 * 1024
-"""Bytes from the first line of a step on that decide the layout."""
+_ENOUGH = 1024 * 1024  # bytes from the first line of a step on that decide the layout
 _LOOK = 256 * 1024
-_FEW = 8
-"""Lines of a job that has just begun."""
+_FEW = 8  # lines of a job that has just begun
 
 _ITERATION = re.compile(rb"\biteration\s+(\d{1,16})/\s*\d+\s*\|(.*)")
 _MEGATRON = {
@@ -276,7 +272,6 @@ class _Text:
 
 
 def _lines(head: bytes) -> list[bytes]:
-    """Returns the whole lines."""
     return head.replace(b"\r", b"\n").split(b"\n")[:-1]
 
 
@@ -332,7 +327,6 @@ def _logs_of(format: str) -> Callable[[Place], list[str]]:  # noqa: A002
 
 
 def _tells_of_overflows(file: RegularFile) -> bool:
-    """Whether a file has messages about skipped steps."""
     return any(overflow_in(line) is not None for line in lines_in(file))
 
 
@@ -363,11 +357,9 @@ DEEPSPEED = kind_of_one_file("deepspeed", _logs_of("deepspeed"), _deepspeed, _is
 
 # -- where a framework writes its numbers, if its output has none --
 
-
 _HEAD_ASKED = 64 * 1024
 _TEXTS = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr"})
-_MOST_ASKED = 8
-"""Most files of a folder that are searched, the latest first."""
+_MOST_ASKED = 8  # most files of a folder that are searched, the latest first
 _LOGS: Mapping[str, re.Pattern[bytes]] = MappingProxyType(
     {
         "Lightning writes its numbers to lightning_logs/version_N/metrics.csv (CSVLogger), or to event files there": (

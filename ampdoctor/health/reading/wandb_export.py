@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from ampdoctor.errors import CheckpointError
 
 _RANGES = ("__MIN", "__MAX")
-_BETWEEN = " - "
-"""Separates the name of a run and that of a metric: "ruby-sun-12 - train/loss"."""
+_BETWEEN = " - "  # separates the name of a run and that of a metric: "ruby-sun-12 - train/loss"
 _LISTED = 4
 
 

@@ -28,7 +28,6 @@ from ampdoctor.package import beside
 
 # -- the sinks, and the meaning of `--export KIND=TARGET` --
 
-
 KINDS: tuple[Kind, ...] = (
     to_tensorboard.KIND,
     to_wandb.KIND,
@@ -40,8 +39,7 @@ KINDS: tuple[Kind, ...] = (
 """A new sink is a file with a `KIND`, and its line here."""
 
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-"""How a URL begins; one letter and a colon are a Windows drive."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # how a URL begins; one letter and a colon are a Windows drive
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +73,7 @@ def is_url(target: str) -> bool:
 
 
 def export_of(text: str) -> Export:
-    """Returns the sink that an `--export` names.
-
-    Raises UsageError where the kind is unknown, the target is invalid or cannot be written, or the library is missing.
-    """
+    """Returns the sink of an `--export`; raises UsageError for an invalid kind or target, or a missing library."""
     name, equals, target = text.partition("=")
     forms = ", ".join(f"{kind.name}={kind.target}" for kind in KINDS)
     kind = next((kind for kind in KINDS if kind.name == name), None)
@@ -182,11 +177,7 @@ class Exporter:
 
 
 def export(lines: Iterable[Stamped], exports: Sequence[Export]) -> None:
-    """Gives all steps of one run's log to sinks; each sink is closed at the end, even where another fails.
-
-    Raises UsageError where a sink needs a running training, and OutputError where one has failed; the others are
-    complete.
-    """
+    """Gives one run's log to sinks, and closes each; if one fails (OutputError), the others are still complete."""
     for one in exports:
         if one.kind.is_endpoint(one.target):
             raise UsageError(f"--export {one}: an endpoint is asked while a training runs; name a file for a log")
@@ -223,10 +214,7 @@ def sentence_of(error: BaseException) -> str:
 
 
 class ScalarWriter:
-    """Writes to any object with `add_scalar(tag, value, step)`; `add_text` and `flush` are optional.
-
-    The user closes the object.
-    """
+    """Writes to an object with `add_scalar(tag, value, step)`, which the user closes."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
@@ -269,15 +257,13 @@ def sink_of(given: Any) -> Sink:
 # without a limit.
 # None of that may happen inside a training.
 
-
 ORPHAN_S = 60.0
 """Seconds that a sink may take to finish after the training's process has died."""
 _NAP_S = 0.2
 _LINES = 20_000
 """Most lines that wait in the sink's process, while a library is imported or a server is slow; more wait in the pipe,
 and then in the training's process."""
-_POLITE = 10
-"""Added to its niceness: the training needs the cores."""
+_POLITE = 10  # added to its niceness: the training needs the cores
 
 
 class Apart:

@@ -191,7 +191,6 @@ def together(held: dict[str, float], more: Mapping[str, float]) -> None:
 
 # -- lines of a log as numbers and alerts --
 
-
 LAYERS = 8
 """Layers that are shown of each metric at each look, those with the largest values. Each is a stored series, and a
 model has hundreds of layers."""

@@ -11,10 +11,8 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import PREFIX
 from ampdoctor.health.sinks.sink import Kind, RunFacts, text_of_alert
 
-_AT_ONCE = 1000
-"""Most metrics of one request that MLflow accepts."""
-_TAG = 5000
-"""Characters of a tag."""
+_AT_ONCE = 1000  # most metrics of one request that MLflow accepts
+_TAG = 5000  # characters of a tag
 _FORBIDDEN = re.compile(r"[^\w. /:-]")
 
 

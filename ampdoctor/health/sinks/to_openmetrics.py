@@ -18,7 +18,6 @@ from ampdoctor.health.sinks.sink import Kind, RunFacts, Sink
 
 # -- a run as text, in OpenMetrics or in Prometheus's older format, which node_exporter reads --
 
-
 _BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 """Upper bounds of the buckets of a step's time."""
 _ALERTS = Metric(name="alerts_total", type="counter", help="What was noticed, by its cause.")

@@ -8,8 +8,7 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import PREFIX
 from ampdoctor.health.sinks.sink import Kind, RunFacts, text_of_alert, title_of
 
-_LEVELS = {"error": "ERROR", "warning": "WARN"}
-"""Notes send no alert."""
+_LEVELS = {"error": "ERROR", "warning": "WARN"}  # notes send no alert
 
 
 class Wandb:
