@@ -164,10 +164,8 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a pyproject.toml has our table. Errors in a file without it are ignored.
-
-    A file that names us and is too large to read counts as ours, so that reading it reports the size.
-    """
+    """Whether a pyproject.toml has our table. Errors in a file without it are ignored."""
+    # A file that names us and is too large to read counts as ours, so that reading it reports the size
     name = str(path)
     try:
         if not mentions(name, b"ampdoctor", what=_WHAT):

@@ -182,10 +182,8 @@ class ConfiguredCommand(TyperCommand):
 
     @contextmanager
     def _blaming(self, ctx: Any) -> Iterator[None]:
-        """Put the source of the setting before an error about an option that is not on the command line.
-
-        An error is about the options before its first colon; the advice after it may name others.
-        """
+        """Put the source of the setting before an error about an option that is not on the command line."""
+        # An error is about the options before its first colon; the advice after it may name others
         try:
             yield
         except UsageError as error:

@@ -209,7 +209,6 @@ def _cell(text: str, width: int) -> str:
 
 
 def _events(events: Sequence[Event], room: int, width: int) -> list[Text]:
-    """Returns the last events: the newest in full, and as many earlier ones as fit."""
     from rich.text import Text
 
     shown: list[Text] = []
@@ -287,10 +286,8 @@ class _ToldToEnd(KeyboardInterrupt):
 
 @contextmanager
 def _told_to_end() -> Iterator[None]:
-    """Lets its body clean up before one of these signals ends the process, as it ends every other command.
-
-    A signal that is ignored (`nohup`) or handled by others is left alone.
-    """
+    """Lets its body clean up before one of these signals ends the process, as it ends every other command."""
+    # A signal that is ignored (`nohup`) or handled by others is left alone
     came: list[int] = []
 
     def end(number: int, _: FrameType | None) -> None:
@@ -322,7 +319,6 @@ class _Lines:
         self._said, self._said_at = -1, time.monotonic()
 
     def happened(self, events: Iterable[Event]) -> None:
-        """Prints events."""
         for event in events:
             self._write(event_line(event) + "\n")
 

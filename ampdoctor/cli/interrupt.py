@@ -13,8 +13,7 @@ from types import FrameType
 
 from ampdoctor.errors import EXIT_INTERRUPTED
 
-INTERRUPTED = "ampdoctor: interrupted"
-"""Printed after Ctrl-C."""
+INTERRUPTED = "ampdoctor: interrupted"  # printed after Ctrl-C
 _leave = os._exit  # Python's own, which `process.claim_process` replaces
 
 
@@ -28,10 +27,8 @@ class _Claim:
 
 
 def claim() -> None:
-    """Note each Ctrl-C; until `main()` answers, the first one ends the process.
-
-    A Ctrl-C that is already ignored (`nohup`) or handled by others is left alone.
-    """
+    """Note each Ctrl-C; until `main()` answers, the first one ends the process."""
+    # A Ctrl-C that is already ignored (`nohup`) or handled by others is left alone
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         try:
             signal.signal(signal.SIGINT, _on_ctrl_c)

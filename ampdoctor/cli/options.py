@@ -67,8 +67,7 @@ def _begun(values: Iterable[str], incomplete: str) -> list[str]:
     return [value for value in values if value.startswith(incomplete)]
 
 
-ListFormat = Literal["human", "json"]
-"""For output that is not a report: a rule's page, the environment."""
+ListFormat = Literal["human", "json"]  # for output that is not a report: a rule's page, the environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,8 +441,7 @@ def files_of(exports: Iterable[Export]) -> tuple[str, ...]:
 
 # -- options that apply to one run, and that no file or environment variable may set --
 
-ONE_RUN = "of one run"
-"""Marks such an option in its `Annotated`."""
+ONE_RUN = "of one run"  # marks such an option in its `Annotated`
 
 
 # -- thresholds --

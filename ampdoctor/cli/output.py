@@ -71,8 +71,7 @@ def of_rank(report: Report, rank: int) -> Report:
 
 VARIABLE = "GITHUB_STEP_SUMMARY"
 MAX_BYTES = 1024 * 1024
-"""Limit for all that a step writes there; above it GitHub shows none of it (docs.github.com, "Step isolation and
-limits")."""
+"""Limit of a step's whole summary; above it GitHub shows none of it (docs.github.com, "Step isolation and limits")."""
 
 
 def summary_file() -> str:
@@ -114,8 +113,7 @@ def _append(descriptor: int, report: Report) -> None:
         raise OSError(f"only {written} of {len(data)} bytes fit")
 
 
-WIDTH_WITHOUT_TERMINAL = 200
-"""Columns for logs and pipes: so wide that names are rarely wrapped."""
+WIDTH_WITHOUT_TERMINAL = 200  # columns for logs and pipes: so wide that names are rarely wrapped
 _USUAL_WIDTH = 80
 _NARROWEST, _WIDEST = 20, 1000  # values of COLUMNS that are accepted
 
@@ -292,10 +290,8 @@ def repository_root(folder: Path) -> Path | None:
 
 
 def place_in_repository() -> dict[str, Any]:
-    """Return the working directory's place for a report's target; {} at the root, or outside any repository.
-
-    In a job of GitHub Actions the root is the workspace, which may not be a clone.
-    """
+    """Return the working directory's place for a report's target; {} at the root, or outside any repository."""
+    # In a job of GitHub Actions the root is the workspace, which may not be a clone
     try:
         here = Path.cwd()
     except OSError:  # the folder was deleted

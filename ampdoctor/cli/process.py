@@ -198,10 +198,8 @@ def keep_freed_memory() -> None:
 
 
 def settle(code: int) -> int:
-    """Protect the exit code from exit handlers, threads and Ctrl-C, which from now on ends the process at once.
-
-    A child that the examined code forked ends here: handlers and buffers belong to the claimed process.
-    """
+    """Protect the exit code from exit handlers, threads and Ctrl-C, which from now on ends the process at once."""
+    # A child that the examined code forked ends here: handlers and buffers belong to the claimed process
     if _Claim.process not in {None, os.getpid()}:
         os._exit(code)
     # Python notes an interrupt inside an `exec` of a text, as dataclasses do it, and ends by the signal after its last

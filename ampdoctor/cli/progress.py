@@ -157,8 +157,7 @@ def progress_line(*, wanted: bool) -> Iterator[Progress | None]:
 
 # -- an estimate for thousands of steps: printed once, on stderr, after the first steps --
 
-TIMED = 3
-"""Steps that are timed. The first one also creates the optimizer's state, so the median counts."""
+TIMED = 3  # steps that are timed. The first one also creates the optimizer's state, so the median counts
 
 
 class Estimate:

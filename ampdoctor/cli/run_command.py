@@ -206,10 +206,8 @@ class Examination:
         return left
 
     def _deliver_failure(self, error: AmpdoctorError, places: Iterable[Destination], placed: Mapping[str, Any]) -> None:
-        """Write a report that says what could not be examined, for programs that read reports and not stderr.
-
-        An error while writing does not replace `error`, which ends the command.
-        """
+        """Write a report that says what could not be examined, for programs that read reports and not stderr."""
+        # An error while writing does not replace `error`, which ends the command
         if self.decided.command is None:
             return
         named = self.inputs[0] if self.inputs else self.decided.command

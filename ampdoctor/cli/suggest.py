@@ -49,8 +49,7 @@ def said_of_the_value(error: Any) -> str:
 
 # -- what a file trains with, for a command without a target: Python files are read as text, never run --
 
-REPLAYING = ("bisect-nan", "profile", "recommend")
-"""The commands that replay a run."""
+REPLAYING = ("bisect-nan", "profile", "recommend")  # the commands that replay a run
 _LONGEST = 1_000_000  # largest file that is read, in bytes
 _LISTED = 200  # most Python files that are read in a folder
 _SHOWN = 5  # most files that are listed

@@ -35,8 +35,7 @@ from ampdoctor.gates.findings import suppressed_worst_first
 from ampdoctor.package import version
 
 FORMAT = "ampdoctor-baseline"
-VERSION = "1"
-"""Increases with a change that an older ampdoctor would misread."""
+VERSION = "1"  # increases with a change that an older ampdoctor would misread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +151,6 @@ class _Known:
             self._take(finding.code, where, "note")
 
     def left(self) -> tuple[Entry, ...]:
-        """Return the remaining entries, sorted."""
         return _sorted(entry for entries in self._left.values() for entry in entries)
 
     def _take(self, code: str, where: Where, severity: Severity) -> tuple[int, Entry] | None:

@@ -88,10 +88,8 @@ def standing(columns: Mapping[str, Column], groups: Groups) -> Mapping[str, Colu
 
 
 Mark: TypeAlias = CheckpointLine | LookLine | ActionLine
-MOST_ENTRIES = 10_000
-"""Last steps of a log that are judged by how they end."""
-MOST_MARKS = 10_000
-"""Most checkpoints, looks and actions that are kept: the last ones."""
+MOST_ENTRIES = 10_000  # last steps of a log that are judged by how they end
+MOST_MARKS = 10_000  # most checkpoints, looks and actions that are kept: the last ones
 
 
 @dataclass(slots=True)

@@ -67,11 +67,9 @@ class Columns:
 
 
 def with_proved_skips(columns: Mapping[str, Column]) -> Mapping[str, Column]:
-    """Returns the columns, ordered by step, with skipped steps that the log does not mark and later rows prove.
-
-    The rule is that of `over_time.ill_steps.proves_a_skip` for single rows. Where one is proved, a finite norm means
-    that the step was taken.
-    """
+    """Returns the columns, ordered by step, with skipped steps that the log does not mark and later rows prove."""
+    # The rule is that of `over_time.ill_steps.proves_a_skip` for single rows. Where one is proved, a finite norm means
+    # that the step was taken.
     skipped, loss, norm, scale = (columns[name] for name in ("skipped", "loss", "gradient_norm", "loss_scale"))
     unknown = np.isnan(skipped)
     if not unknown.any() or len(skipped) < 2:
@@ -161,10 +159,7 @@ def axis_of(columns: Mapping[str, Column], spans: Spans) -> HealthAxis:
 
 
 def curve_of(name: CurveName, values: Column, spans: Spans) -> Curve | None:
-    """Returns a number's curve; None where it is never known.
-
-    `values` has one entry for each row: NaN where it is unknown, infinite where it was not finite.
-    """
+    """Returns the curve of `values` (NaN: unknown, infinite: not finite) over the spans; None where all are unknown."""
     if np.isnan(values).all():
         return None
     grid = spans.grid(values)
@@ -187,7 +182,6 @@ def curve_of(name: CurveName, values: Column, spans: Spans) -> Curve | None:
 
 
 def _counted(values: Column, spans: Spans) -> tuple[int | None, ...] | None:
-    """Returns the last known value of each span; None where there is none at all."""
     if np.isnan(values).all():
         return None
     last = np.where(np.isnan(values), -1.0, values)
@@ -213,10 +207,7 @@ _READ = ("step", "loss_scale", "skipped", "growth_tracker")
 def scaler_histories(
     columns: Mapping[str, Column], names: Sequence[str], state: Mapping[str, Any] | None
 ) -> tuple[ScalerHistory, ...]:
-    """Returns the history of each scaler of an optimizer's steps.
-
-    `columns` are ordered by step; `names` are those of the scalers; `state` is the first scaler's at the run's start.
-    """
+    """Returns the history of each scaler in an optimizer's steps; `state` is the first one's at the run's start."""
     known = np.isfinite(columns["loss_scale"])
     if not known.any() or np.all(columns["loss_scale"][known] == 1):  # the scaler is disabled
         return ()

@@ -13,8 +13,7 @@ from ampdoctor.evidence.report_health import HeatMap, MapName
 
 MOST_COLUMNS = 400
 MOST_ROWS = 200
-MOST_CELLS = 480_000
-"""All maps of a run together: six of full size, some 4 MB of a page."""
+MOST_CELLS = 480_000  # all maps of a run together: six of full size, some 4 MB of a page
 SHOWN: tuple[tuple[MapName, str], ...] = (
     ("norm", "gradient"),
     ("zero_share", "gradient"),
@@ -46,7 +45,6 @@ class _Growing:
     columns: list[_Values] = field(default_factory=list)
 
     def add(self, step: int, rows: NDArray[np.intp], values: _Values) -> None:
-        """Adds the values of some rows at a step."""
         if not self.steps or self.steps[-1] != step:
             if len(self.steps) >= _HELD:
                 self._halve()
@@ -179,7 +177,6 @@ def _medians(table: _Values) -> _Values:
 
 
 def _worst_columns(name: MapName, table: _Values, spans: Sequence[NDArray[np.intp]]) -> list[int]:
-    """Returns the column with the worst cell of each span of columns."""
     worst = _badness(name, table).max(axis=0, initial=-np.inf)
     return [int(span[np.argmax(worst[span])]) for span in spans]
 

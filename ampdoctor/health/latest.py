@@ -26,10 +26,8 @@ from ampdoctor.evidence.log_records import (
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
-STEPS = 4096
-"""Last steps that are kept: more than a terminal has columns, and few enough to draw in a millisecond."""
-EVENTS = 64
-"""Last events that are kept."""
+STEPS = 4096  # last steps that are kept: more than a terminal has columns, and few enough to draw in a millisecond
+EVENTS = 64  # last events that are kept
 _LATELY = 64  # last steps over which a rate is computed
 
 Kind = Literal["alert", "look", "checkpoint", "action", "attempt", "run", "end"]

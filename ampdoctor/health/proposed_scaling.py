@@ -27,13 +27,10 @@ from ampdoctor.scaling.search import FEWEST_STEPS, MOST_SKIPS, WORTH_SKIPS, draw
 from ampdoctor.scaling.trace import find_drift
 
 Array = NDArray[np.float64]
-NO_ROOM = math.log2(FORMATS["fp16"].max)
-"""log2 of the value at a headroom of 0 powers of two: 65504."""
+NO_ROOM = math.log2(FORMATS["fp16"].max)  # log2 of the value at a headroom of 0 powers of two: 65504
 FP16_BINADES = NO_ROOM + 24
-"""Powers of two from fp16's smallest number, 2^-24, to its largest: no larger headroom is possible for a nonzero fp16
-gradient."""
-HAIR = 1e-6
-"""Distance from the limit in powers of two, more than the rounding error of a logarithm."""
+"""Powers of two from fp16's smallest number, 2^-24, to its largest: the largest headroom of a nonzero gradient."""
+HAIR = 1e-6  # distance from the limit in powers of two, more than the rounding error of a logarithm
 
 
 def with_proposed_scaling(run: HealthRun, thresholds: Thresholds, framework: Framework = "torch") -> HealthRun:
@@ -75,10 +72,8 @@ class LargestGradients:
 
 
 def largest_gradients(run: HealthRun) -> LargestGradients | None:
-    """Return the largest gradients of a run with one scaler; None where its log has no headroom or no scale.
-
-    Between two steps with a known headroom, the earlier one's largest gradient is used, within the step's own bounds.
-    """
+    """Return the largest gradients of a run with one scaler; None where its log has no headroom or no scale."""
+    # Between two steps with a known headroom, the earlier one's largest gradient is used, within the step's own bounds.
     curve = next((curve for curve in run.curves if curve.name == "headroom_binades"), None)
     points = [(step, scale) for step, scale in run.scalers[0].path.points if 0.0 < scale < math.inf]
     if curve is None or not points or not run.axis.last:
@@ -136,10 +131,8 @@ def _numbers(values: tuple[float | None, ...]) -> Array:
 
 
 def _skipped_steps(run: HealthRun, first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.int64], bool]:
-    """Return the skipped steps, and whether they are exact.
-
-    Where the path has only some of them, they are spread evenly over each span that counts them.
-    """
+    """Return the skipped steps, and whether they are exact."""
+    # Where the path has only some of them, they are spread evenly over each span that counts them
     path = run.scalers[0].path
     if len(path.skips) == path.skipped:
         return np.array([step - run.first_step for step in path.skips], np.int64), True

@@ -43,12 +43,10 @@ from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import FoundLog, lines_ahead
 from ampdoctor.package import version
 
-Told: TypeAlias = Callable[[int], None]
-"""Called with the number of lines read."""
+Told: TypeAlias = Callable[[int], None]  # called with the number of lines read
 
 LATELY_S = 600
-"""A log without a last line counts as growing if it was written to within this time: the longest a step or a save
-takes."""
+"""A log without a last line counts as growing if it was written within this time: the longest a step or save takes."""
 _TELLS_ITS_END = frozenset({"ampdoctor"})
 _EVERY = 20_000
 
@@ -118,10 +116,8 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
 
 @contextmanager
 def _no_search_for_cycles() -> Iterator[None]:
-    """Stops Python's search for garbage cycles, which runs after every few hundred new objects.
-
-    Lines make no cycles, and the search takes an eighth of the time of a long log.
-    """
+    """Stops Python's search for garbage cycles, which runs after every few hundred new objects."""
+    # Lines make no cycles, and the search takes an eighth of the time of a long log
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -226,7 +222,6 @@ class _Reader:
 
 
 def _of_the_end(condenser: Condenser, thresholds: Thresholds) -> Iterator[Finding]:
-    """Yields findings about the last steps that were not undone, with the optimizer's name if there are several."""
     for optimizer, entries in condenser.last_entries():
         for finding in at_the_end(entries, thresholds):
             yield replace(finding, evidence={**finding.evidence, "optimizer": optimizer}) if optimizer else finding
@@ -256,11 +251,9 @@ def _of_ranks(finding: Finding, ranks: int) -> Finding:
 # ampdoctor.
 # Where the cache cannot be read or written, the log is read.
 
-LEAST_BYTES = 8 * 1024 * 1024
-"""Smallest log whose result is kept: a smaller one is read in a second."""
+LEAST_BYTES = 8 * 1024 * 1024  # smallest log whose result is kept: a smaller one is read in a second
 MOST_BYTES = 64 * 1024 * 1024
-MOST_FILES = 50
-"""Most results that are kept; the least recently used are deleted first."""
+MOST_FILES = 50  # most results that are kept; the least recently used are deleted first
 
 
 def look_again(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> Looked:

@@ -159,10 +159,8 @@ def left_over(number: int, what: str, console: Console) -> None:
 
 # -- exponent histograms as bars, with the windows of the formats: values outside a window are lost --
 
-FIRST, LAST = -44, 16
-"""Exponents that are shown; fp16's window lies within at loss scales from 1 to 2^20."""
-BINADES = (1, 2, 3, 4, 5, 6)
-"""Exponents that may share a column, finest first; each divides the shown range."""
+FIRST, LAST = -44, 16  # exponents that are shown; fp16's window lies within at loss scales from 1 to 2^20
+BINADES = (1, 2, 3, 4, 5, 6)  # exponents that may share a column, finest first; each divides the shown range
 WINDOWS: Mapping[str, tuple[float, float]] = {"fp16": (-25, 16), "bf16": (-134, 128), "e5m2": (-17, 16)}
 """log2 of the magnitude below which a format rounds to zero, and of the end of its range (65504 is nearly 2^16)."""
 
@@ -262,7 +260,6 @@ def layers(profile: Mapping[str, Any], console: Console, *, verbose: int) -> Non
 
 
 def _scales(profile: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return fp16's windows: at the run's own loss scale, and at the fitting one if it is another."""
     own, fits = profile.get("loss_scale") or 1.0, profile.get("recommended_scale")
     found = [(f"fp16 at a loss scale of {words.binary(own)}", float(own))]
     if fits and fits != own:

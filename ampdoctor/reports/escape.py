@@ -36,10 +36,8 @@ _TAIL = 300
 
 
 def sanitise(text: str) -> str:
-    r"""Return `text` with every character escaped that acts on a terminal or is invisible (`\x1b`, `\u202e`).
-
-    At the beginning of a command to GitHub's runner, the second character is escaped (`:\x3aerror`, `#\x23[group]`).
-    """
+    r"""Return `text` with every character escaped that acts on a terminal or is invisible (`\x1b`, `\u202e`)."""
+    # At the beginning of a command to GitHub's runner, the second character is escaped (`:\x3aerror`, `#\x23[group]`).
     shown = "".join(_escaped(c) if _is_hidden(c) else c for c in text)
     return _COMMAND.sub(lambda found: found[0][0] + _escaped(found[0][1]), shown)
 

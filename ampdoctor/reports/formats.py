@@ -67,7 +67,6 @@ class _Buffer(io.StringIO):
         self._terminal = stream is not None and stream.isatty()
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
         return self._terminal
 
 

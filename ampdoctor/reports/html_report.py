@@ -45,8 +45,7 @@ from ampdoctor.reports.text import fixed, fixed_line
 # Three runs of 2,000 spans and six maps of 200 tensors are 700,000 numbers. As text they would be most of the page's
 # size; as float32 in base64 each takes five characters and keeps seven digits.
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""Names of the runs where there is only room for one letter."""
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # names of the runs where there is only room for one letter
 _LARGEST, _LEAST = 3.4e38, 1.2e-38  # the range of float32's normal numbers; a column with others is packed as float64
 _SHOWN_BY: Mapping[str, tuple[tuple[str, ...], str]] = {
     "forward": (("activation", "parameter"), "headroom_binades"),
@@ -91,10 +90,8 @@ def alerts(section: HealthSection, findings: Sequence[Finding]) -> list[dict[str
 
 
 def _map_of(finding: Finding, runs: Sequence[HealthRun]) -> tuple[int, int, int] | None:
-    """Return the run, map and row that show a finding's subject; None where none does.
-
-    The map is that of a number in the evidence, else the usual one for the phase.
-    """
+    """Return the run, map and row that show a finding's subject; None where none does."""
+    # The map is that of a number in the evidence, else the usual one for the phase
     where = finding.where
     place = where.tensor or where.module
     measured = [key.removesuffix("_before") for key in finding.evidence]
@@ -191,10 +188,8 @@ def _run(run: HealthRun, index: int) -> dict[str, Any]:
 
 
 def packed(values: Iterable[float | None]) -> dict[str, str]:
-    """Return numbers as float32 in base64, or as float64 where one does not fit. Missing values are NaN.
-
-    A value that is itself NaN becomes infinite: it is known, and it is not finite.
-    """
+    """Return numbers as float32 in base64, or as float64 where one does not fit. Missing values are NaN."""
+    # A value that is itself NaN becomes infinite: it is known, and it is not finite
     known = [math.nan if v is None else math.inf if math.isnan(v) else float(v) for v in values]
     beyond = any((abs(v) > _LARGEST and not math.isinf(v)) or 0.0 < abs(v) < _LEAST for v in known)
     return _base64("d" if beyond else "f", known)
@@ -330,7 +325,6 @@ def settings(known: Mapping[str, Any] | None, without: Sequence[str] = ()) -> st
 
 
 def _alike(findings: Sequence[Finding]) -> list[list[tuple[int, Finding]]]:
-    """Return the findings with their numbers, grouped where they follow each other and share a code."""
     numbered = enumerate(findings)
     return [list(group) for _, group in groupby(numbered, key=lambda it: (it[1].severity, it[1].code, it[1].cause))]
 

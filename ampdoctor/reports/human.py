@@ -268,8 +268,7 @@ RENDERER: Renderer = _render
 
 # -- the human report as plain text, for a test's failure or a log --
 
-WIDTH = 100
-"""Columns that fit most terminals and logs."""
+WIDTH = 100  # columns that fit most terminals and logs
 
 
 def plain_text(report: Report, *, quiet: bool = False, verbose: int = 0, width: int = WIDTH) -> str:

@@ -109,7 +109,6 @@ def _verdict(report: Report, about: str) -> _Case:
 
 
 def _found(report: Report) -> Iterator[_Case]:
-    """Yield a case for each rule and file, in the order of their worst findings."""
     alike: dict[tuple[str, str], list[Finding]] = {}
     for finding in report.findings:
         alike.setdefault((location_of(finding, report.target).file, finding.code), []).append(finding)

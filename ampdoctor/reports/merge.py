@@ -177,7 +177,6 @@ def _subject(report: Report) -> str:
 
 
 def _run(reports: Sequence[Report]) -> dict[str, Any]:
-    """Return what all agree on; the notes list the differences."""
     runs = [{key: value for key, value in report.run.items() if key != "notes"} for report in reports]
     agreed = _agreed(runs)
     notes = list(_once(report.run.get("notes") or () for report in reports))
@@ -217,7 +216,6 @@ def _tensors(reports: Sequence[Report]) -> tuple[TensorRow, ...] | None:
 
 
 def _once(lists: Iterable[Iterable[T]]) -> tuple[T, ...]:
-    """Return every entry of the lists in order, equal ones once."""
     first: dict[str, T] = {}
     for entries in lists:
         for entry in entries:

@@ -32,7 +32,6 @@ class Step:
     line: str = ""  # the command to type or the line to paste; "" where the words are enough
 
     def __str__(self) -> str:
-        """Return the step on one line."""
         return f"{self.said}: {self.line}" if self.line else self.said
 
 
@@ -92,7 +91,6 @@ def _watched(report: Report) -> Step:
 
 
 def _left_out(report: Report) -> Step:
-    """Return the step where everything was left out: pointers to files elsewhere, or files beside checkpoints."""
     if any(one.kind == "lfs_pointer" for one in report.skipped):
         return Step("fetch what the pointers stand for, then run the same command again", "git lfs pull")
     return Step("nothing; what was named lies beside checkpoints, and holds no weights, moments or scaler")
@@ -211,7 +209,6 @@ def _resume(name: str, path: str, why: str) -> Step:
 
 
 def _finite_before(change: ChangeSection) -> bool:
-    """Whether the older of two checkpoints was finite, and its scaler alive."""
     scale = change.old.scale
     return not any(tensor.old_nonfinite for tensor in change.tensors) and (scale is None or scale >= 1.0)
 
@@ -269,10 +266,8 @@ def _sick(report: Report) -> Step:
 
 
 def _proved(they_are: str, them: str, finding: Finding, report: Report) -> str:
-    """Return how far a change is proven: a recorded or last step shows nothing about later steps.
-
-    Where a kernel is at fault, another format runs another kernel, which proves no cure.
-    """
+    """Return how far a change is proven: a recorded or last step shows nothing about later steps."""
+    # Where a kernel is at fault, another format runs another kernel, which proves no cure
     shown = report.proof
     made = finding.prescription
     if shown is not None and made is not None and (shown.kind, shown.value) == (made.kind, made.value):
@@ -351,7 +346,6 @@ def _planned(section: PlanSection) -> Step:
 
 
 def _profiled(report: Report) -> Step:
-    """Go on from the saved file where there is one, without another run."""
     saved = report.run.get("saved")
     again = _command("recommend", saved) if saved else _recommend(report.target)
     return Step("have settings derived from this", again)
@@ -377,7 +371,6 @@ def _option(name: str, baseline: BaselineSection) -> str:
 
 
 def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
-    """Return `recommend` for a report's run, or for the files of its measurement."""
     advice: _Options = target.get("advice_options") or {}
     if not target.get("profile"):
         return _replay("recommend", target, {**advice, **more})
@@ -399,7 +392,6 @@ def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingPro
 
 
 def _typed(options: _Options) -> list[str]:
-    """Return options as they are typed: one with several values is repeated."""
     return [word for name, values in options.items() for word in _each(name, values)]
 
 

@@ -229,11 +229,9 @@ def _scaler(read: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _refuse_contradictions(report: Report) -> None:
-    """Refuse a report that no run can have produced, since it will decide an exit code.
-
-    A suppressed finding counts as any other. A watched run that died is sick and may have no finding, but then it is
-    incomplete.
-    """
+    """Refuse a report that no run can have produced, since it will decide an exit code."""
+    # A suppressed finding counts as any other. A watched run that died is sick and may have no finding, but then it is
+    # incomplete.
     found = (*report.findings, *(one.finding for one in report.suppressed))
     errors = any(finding.severity == "error" for finding in found)
     said = None
@@ -291,7 +289,6 @@ def _beyond_floats(value: Any) -> bool:
 
 
 def _parsed(text: str) -> Any:
-    """Return the JSON value of a line; None where it is not exactly one."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -100,10 +100,8 @@ def _rule_of(finding: Finding) -> _Object:
 
 
 def _results(report: Report) -> Iterable[_Object]:
-    """Yield a result for each finding, worst first, and for suppressed ones.
-
-    Fixed entries of the baseline have none: GitHub treats each result as an open alert, and a missing one as fixed.
-    """
+    """Yield a result for each finding, worst first, and for suppressed ones."""
+    # Fixed entries of the baseline have none: GitHub treats each result as an open alert, and a missing one as fixed.
     compared = report.baseline is not None
     for finding in report.findings:
         yield _result(finding, report) | ({"baselineState": "new"} if compared else {})
@@ -170,7 +168,6 @@ def _encoded(character: str) -> bytes:
 
 
 def _notifications(report: Report, left_out: int) -> Iterable[_Object]:
-    """Yield what could not be examined (error), what has no answer (warning), and what was left out (note)."""
     for error in report.errors:
         yield _notification("error", f"{error.what} ({error.kind}): {error.message}", error.kind)
     if report.verdict in ("not_reproduced", "inconclusive"):

@@ -184,7 +184,6 @@ def _arguments(arguments: ScalerArguments) -> str:
 
 
 def _of(run: HealthRun, name: CurveName) -> tuple[float, float] | None:
-    """Returns the first and the last median of a curve; None where it has none."""
     values = [value for curve in run.curves if curve.name == name for value in curve.middle if value is not None]
     return (values[0], values[-1]) if values else None
 
@@ -348,8 +347,7 @@ ABOUT = "(dA: of activations, dW: of weights)"
 SUMMARY_HEADINGS = ("format", "", "flushed", "subnormal", "overflow", "error")
 LAYER_HEADINGS = ("", "fp16", "measured", "fits", "e5m2")
 NOT_MEASURED = "not measured: no gradient of a half tensor is finite and nonzero"
-FEW = 12
-"""Most layers that are shown without -v: those that lose most."""
+FEW = 12  # most layers that are shown without -v: those that lose most
 _ROWS = ("fp16", "fp16_recommended", "fp16_unscaled", "bf16", "e4m3fn", "e5m2")
 
 Site: TypeAlias = Mapping[str, Any]

@@ -231,7 +231,6 @@ def why(finding: Finding) -> tuple[str, ...]:
 
 
 def _moved_first(evidence: Mapping[str, Any]) -> str:
-    """Return it in words; "" where it is unknown, or `first` is something else."""
     first = evidence.get("first")
     return _MOVED_FIRST.get(first, "") if isinstance(first, str) else ""
 
@@ -328,10 +327,8 @@ def file_in(file: str | None, target: Mapping[str, Any]) -> str:
 
 
 def target_file(target: Mapping[str, Any]) -> str:
-    """Returns the file or folder of a report: that of its factory or saved profile, else ".".
-
-    For `package.module:function` it is `package/module.py`, where such a module lies in most repositories.
-    """
+    """Returns the file or folder of a report: that of its factory or saved profile, else "."."""
+    # For `package.module:function` it is `package/module.py`, where such a module lies in most repositories
     factory = target.get("factory")
     if scanned_path(target):
         return checkpoint_path(target)

@@ -21,8 +21,7 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 # -- the order of rows, and rows that a later one replaces --
 
 LATE = 8
-"""Rows that wait for numbers of their step that are logged late. More rows than this in a row form a stretch of a run,
-which a restart may repeat."""
+"""Rows that wait for late numbers of their step; only a longer sequence of rows is a stretch that a restart repeats."""
 
 
 @dataclass(slots=True)
@@ -93,8 +92,7 @@ class Order:
 # -- rows of other tools' logs as lines of a run's log --
 
 _SAYS_SOMETHING = frozenset({"loss", "gradient_norm", "grad_norm", "loss_scale", "scale", "seconds", "skipped"})
-OF_A_NETWORK = "loss/"
-"""Prefix of a loss that belongs to one of several networks; each network is a series of its own."""
+OF_A_NETWORK = "loss/"  # prefix of a loss that belongs to one of several networks; each network is a series of its own
 _LARGEST = 2.0**63
 _MOST_STEPS = 2**53  # larger values are not steps: numbers are kept as floats, which cannot tell such steps apart
 
@@ -231,7 +229,6 @@ class RunLines:
 
 
 def _adds(known: Row, late: Row) -> bool:
-    """Whether a row adds new values to its step, and contradicts none."""
     new = late.values.keys() - known.values.keys()
     return bool(new) and all(known.values[name] == late.values[name] for name in late.values.keys() - new)
 
@@ -297,8 +294,7 @@ def _count(value: float | None) -> int | None:
 
 # -- columns without numbers: texts, booleans, empty cells --
 
-MANY = 8
-"""So many empty losses at the end may stand for NaN: AMP703's hopeless steps."""
+MANY = 8  # so many empty losses at the end may stand for NaN: AMP703's hopeless steps
 _JUDGED = {"loss": "loss", "grad_norm": "gradient norm", "scale": "loss scale"}
 _TOLD = {"step": "number of the step", **_JUDGED}
 

@@ -49,10 +49,8 @@ def _claims(place: Place) -> Sequence[Sequence[str]]:
 
 
 def _lacks(place: Place) -> Iterator[ErrorNote | Skipped]:
-    """Yields the files of each rank that cannot be read, are compressed, empty or missing.
-
-    The oldest may be missing: they are deleted to free disk space.
-    """
+    """Yields the files of each rank that cannot be read, are compressed, empty or missing."""
+    # The oldest may be missing: they are deleted to free disk space
     if place.named:
         return
     packed = {inner: name for name in place.names if (inner := _packed(name)) and inner not in place.names}
@@ -411,7 +409,6 @@ def _logs_in(place: Place) -> Iterator[FoundLog]:
 
 
 def _typed_by_its_folder(logs: Iterable[FoundLog]) -> list[FoundLog]:
-    """Returns the logs of a folder; a single one gets the folder's name."""
     found = list(logs)
     return [replace(one, typed=str(one.folder)) for one in found] if len(found) == 1 else found
 

@@ -77,7 +77,6 @@ def _delimiter(name: str, header: bytes) -> str:
 
 
 def _is_header(line: bytes) -> bool:
-    """Whether a line holds the column names of a table, whatever the file's name is."""
     names = line.decode("utf-8", "replace").split(_delimiter("", line))
     fields = {field_of(name.strip(' "')) for name in names}
     return len(names) > 1 and "step" in fields and not fields.isdisjoint(_SOMETHING)
@@ -236,7 +235,6 @@ def _is_of_an_evaluation(values: _Values) -> bool:
 
 
 def _is_part(key: object) -> bool:
-    """Whether a column is a part of the training's loss, as `train/box_loss`."""
     name = key.strip().lower() if isinstance(key, str) else ""
     return name.startswith("train/") and name.endswith("_loss")
 

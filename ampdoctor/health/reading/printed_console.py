@@ -32,8 +32,7 @@ _REDUCED = re.compile(
 """The message of fairseq and Apex, with the loss scale after the step, which is half of the one before."""
 _TIME = re.compile(rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[,.](\d{3})")
 _GROWN = 1.5
-"""Growth of the scale since the overflow before that counts as real: scalers double it, and only some digits are
-printed."""
+"""Growth of the scale since the last overflow that counts: scalers double it, and only some digits are printed."""
 _LONGER = 1.5  # times the shortest time between two overflows; after a longer time other steps were taken in between
 _WHY = "DeepSpeed has printed overflows alone: steps between them are estimated from their times (steps_per_print=N)"
 
@@ -129,8 +128,7 @@ def _seconds(line: bytes) -> float | None:
         return None
 
 
-MOST_TRIED = 2000
-"""Lines with numbers that decide the layout of a file."""
+MOST_TRIED = 2000  # lines with numbers that decide the layout of a file
 _MAIN = ("loss", "grad_norm")
 _COUNTED = "no line says which step it is of: the lines are counted"
 _MARKS = ("step", "bar", "fraction", "epoch", "count")
@@ -199,7 +197,6 @@ def _place(one: Printed) -> str:
 
 
 def _rises(places: list[int | float | None]) -> bool:
-    """Whether these steps rise, apart from a few restarts."""
     if not places or None in places:
         return False
     known = [place for place in places if place is not None]

@@ -14,8 +14,7 @@ from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import AMPDOCTOR, FoundLog
 
 MOST_BYTES = 64 * 1024 * 1024
-MOST_ROWS = 50_000
-"""Largest log that is compared with others; a longer one is judged by itself."""
+MOST_ROWS = 50_000  # largest log that is compared with others; a longer one is judged by itself
 _ALIKE = 1e-3  # relative difference of a number in two logs of one run: one of them prints four digits
 _NUMBERS = ("loss", "gradient_norm", "loss_scale", "skipped")
 

@@ -257,12 +257,10 @@ def sink_of(given: Any) -> Sink:
 # without a limit.
 # None of that may happen inside a training.
 
-ORPHAN_S = 60.0
-"""Seconds that a sink may take to finish after the training's process has died."""
+ORPHAN_S = 60.0  # seconds that a sink may take to finish after the training's process has died
 _NAP_S = 0.2
 _LINES = 20_000
-"""Most lines that wait in the sink's process, while a library is imported or a server is slow; more wait in the pipe,
-and then in the training's process."""
+"""Most lines that wait in the sink's process while it is slow; more wait in the pipe, then in the training."""
 _POLITE = 10  # added to its niceness: the training needs the cores
 
 

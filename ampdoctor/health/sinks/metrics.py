@@ -29,8 +29,7 @@ from ampdoctor.health.sinks.sink import RunFacts
 
 Type = Literal["gauge", "counter", "histogram"]
 Keep = Literal["last", "highest", "lowest"]
-PREFIX = "ampdoctor"
-"""Prefix of every name that stands among others."""
+PREFIX = "ampdoctor"  # prefix of our names where they stand among others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +191,7 @@ def together(held: dict[str, float], more: Mapping[str, float]) -> None:
 # -- lines of a log as numbers and alerts --
 
 LAYERS = 8
-"""Layers that are shown of each metric at each look, those with the largest values. Each is a stored series, and a
-model has hundreds of layers."""
+"""Layers with the largest values that are shown of a metric: each is a stored series, and a model has hundreds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,7 +345,6 @@ class Projection:
         return {name_of(name, "", optimizer): value for name, value in values.items()}
 
     def _worst(self, what: str, found: Iterable[tuple[TensorDetail, float | None]]) -> dict[str, float]:
-        """Returns the largest value, and the layers with the largest values that are not zero."""
         known = [(value, one.tensor) for one, value in found if value is not None and not math.isnan(value)]
         if not known:
             return {}

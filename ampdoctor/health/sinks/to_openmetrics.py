@@ -174,17 +174,14 @@ class _Exposed:
         self._lock = threading.Lock()
 
     def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:
-        """As in `Sink`."""
         with self._lock:
             self._state.log(metrics, step, time_ms)
 
     def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:  # noqa: ARG002 - a counter needs neither
-        """As in `Sink`."""
         with self._lock:
             self._state.alert(finding)
 
     def text(self, *, openmetrics: bool) -> str:
-        """Returns the text as of now."""
         with self._lock:
             return self._state.text(time.time(), openmetrics=openmetrics)
 
