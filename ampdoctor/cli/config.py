@@ -301,7 +301,7 @@ USES: Mapping[str, Use] = {
     "to-gpus": "neither",
     "write-baseline": "writes",
 }
-"""What is done with the value of each option that takes free text or a list of it.
+"""The use of each option's value that is free text or a list of it.
 
 "writes": a file or a folder of this name; "writes forms": FORM=FILE; "exports": KIND=TARGET, a folder or a server;
 "runs code": FILE.py:NAME or a module; "runs code from": a folder; "reads": a file, without executing it; "neither": not

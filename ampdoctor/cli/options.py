@@ -59,7 +59,7 @@ def threshold_completions(incomplete: str) -> list[str]:
 
 
 def hardware_completions(incomplete: str) -> list[str]:
-    """What a precision is recommended for."""
+    """Hardware that a precision can be recommended for."""
     return _begun(TARGETS, incomplete)
 
 

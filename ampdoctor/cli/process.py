@@ -22,7 +22,7 @@ _STDOUT, _STDERR = 1, 2
 
 STDOUT = "-"
 NAMES_OF_STDOUT = frozenset({STDOUT, "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
-"""Opened by name, these would lead to whatever descriptor 1 is at that time."""
+"""Opened by name, these would lead to the current descriptor 1, which may be stderr by then."""
 
 
 class StdoutClosedError(Exception):

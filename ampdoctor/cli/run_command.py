@@ -121,7 +121,7 @@ _MAX_BASELINE = 64 * 1024 * 1024  # in bytes; a finding takes about 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What the configuration sets before the run."""
+    """The settings of the configuration for a run."""
 
     command: str | None = None  # the command that runs; None where it is not known
     file: str | None = None  # the configuration file, which must not be overwritten
@@ -187,7 +187,7 @@ class Examination:
             note(f"ampdoctor: rank {rank}: the report is in {wanted[0].file}")
         return outcome if refused is None else Outcome(EXIT_ERROR, str(refused))
 
-    def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:  # noqa: ARG002 - who has a say in it
+    def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:  # noqa: ARG002 - for subclasses
         """Return the destinations of this report: all of them."""
         return places
 
@@ -206,7 +206,7 @@ class Examination:
         return left
 
     def _deliver_failure(self, error: AmpdoctorError, places: Iterable[Destination], placed: Mapping[str, Any]) -> None:
-        """Write a report that says what could not be examined, for programs that read reports and not stderr."""
+        """Write a report about what could not be examined, for programs that read reports and not stderr."""
         # An error while writing does not replace `error`, which ends the command
         if self.decided.command is None:
             return

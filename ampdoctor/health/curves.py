@@ -68,8 +68,8 @@ class Columns:
 
 def with_proved_skips(columns: Mapping[str, Column]) -> Mapping[str, Column]:
     """Returns the columns, ordered by step, with skipped steps that the log does not mark and later rows prove."""
-    # The rule is that of `over_time.ill_steps.proves_a_skip` for single rows. Where one is proved, a finite norm means
-    # that the step was taken.
+    # `diagnosis.health.step_state.proves_a_skip` has the rule for single rows. Where a skip is proved, a finite norm
+    # means that the step was taken.
     skipped, loss, norm, scale = (columns[name] for name in ("skipped", "loss", "gradient_norm", "loss_scale"))
     unknown = np.isnan(skipped)
     if not unknown.any() or len(skipped) < 2:

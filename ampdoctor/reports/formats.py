@@ -74,7 +74,7 @@ class _Buffer(io.StringIO):
 
 
 class Renderer(Protocol):
-    """One form of a report; whoever writes a report need not know the forms."""
+    """One form of a report."""
 
     def __call__(self, report: Report, canvas: Canvas, /) -> str:
         """Return the whole text; the same report and canvas give the same bytes."""

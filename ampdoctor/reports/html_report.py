@@ -2,7 +2,7 @@
 
 The most important parts (findings, where, why, change, proof, lines to paste, all small tables) are plain HTML and need
 no JavaScript. Scripts add charts and long tables. Nothing is fetched: a Content-Security-Policy forbids every request,
-and every script or style but the page's own, which it knows by their hashes.
+and every script or style but the page's own, by their hashes.
 
 Names come from files that others wrote. In the HTML they pass `sanitise` and Jinja2's autoescape; the scripts get them
 as JSON, and insert them as text nodes only.

@@ -383,7 +383,7 @@ LOOKED_THROUGH = 64 * 1024 * 1024
 
 @dataclass(slots=True)
 class Budget:
-    """What may still be read while a log is searched."""
+    """Limits how much is read while a log is searched."""
 
     left: int = LOOKED_THROUGH  # bytes
     passed_by: int = 0  # files that were not read because nothing was left
@@ -395,7 +395,7 @@ class Place:
 
     folder: Path
     names: tuple[str, ...]  # in order; for a named file its own name only
-    named: bool = False  # whether one file was named: it is read whatever its name is
+    named: bool = False  # one file was named, and is read under any name
     refused: dict[str, str] = field(default_factory=dict)  # by name, why a possible log cannot be read; grows
     budget: Budget = field(default_factory=Budget)  # shared with other places
     known: dict[tuple[str, str], Any] = field(default_factory=dict)  # results, so that each file is searched once
@@ -423,7 +423,7 @@ class Place:
 
 @dataclass(slots=True)
 class Noticed:
-    """What is noticed while a log is read."""
+    """Notes that are collected while a log is read."""
 
     left: defaultdict[str, Left] = field(default_factory=lambda: defaultdict(Left))  # by file: lost lines
     skipped: list[Skipped] = field(default_factory=list)  # what else was left out, and why

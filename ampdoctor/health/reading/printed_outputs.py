@@ -41,7 +41,7 @@ _PASSES = re.compile(
     rb"CUDA kernel errors might|For debugging consider|Compile with `?TORCH_USE|"
     rb"\[\d{4}-\d\d-\d\d [^]]+\] (?:\[\w+\] \[launch\.py|torch\.distributed))|\d%\|[^|]*\|"
 )
-"""What launchers, trackers and bars print after the exception, and further lines of torch's own messages."""
+"""Lines of launchers, trackers and bars after the exception, and further lines of torch's own messages."""
 _LONGEST = 200  # characters of an exception with its message
 _GOES_ON = 2
 """Rows after an exception that show that it was caught. One row may have waited for the last drawing of a bar."""

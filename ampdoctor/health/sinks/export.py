@@ -267,7 +267,7 @@ _POLITE = 10  # added to its niceness: the training needs the cores
 class Apart:
     """The training's end of the pipe.
 
-    A method may block as long as the sink does, so it belongs in a thread that nobody waits for. A forked process of
+    A method may block as long as the sink does, so it belongs in a thread of its own. A forked process of
     the training may hold the pipe open; `close` ends the sink anyway. The sink has the environment of this process at
     its first line.
     """

@@ -202,7 +202,7 @@ class OpenMetricsFile(_Exposed):
         """As in `Sink`."""
         beside = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
         try:
-            beside.unlink(missing_ok=True)  # left by a process of the same number, or a link planted by somebody
+            beside.unlink(missing_ok=True)  # an old process's, or a planted link
             with beside.open("x", encoding="utf-8") as file:  # "x" follows no link
                 file.write(self.text(openmetrics=self._path.suffix != ".prom"))
             beside.replace(self._path)
