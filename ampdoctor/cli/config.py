@@ -108,13 +108,10 @@ _HEADER = re.compile(r"""^[ \t]*\[\[?[ \t]*tool[ \t]*\.[ \t]*["']?ampdoctor["']?
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
-    """A configuration file after reading.
-
-    A file that was found may come from a stranger, so it may not write or run anything outside its own folder.
-    """
+    """A configuration file after reading."""
 
     name: str  # its path from the working directory
-    found: bool  # False: the user named it
+    found: bool  # not named by the user, so perhaps a stranger's; False: named
     prefix: str  # comes before each key: "tool.ampdoctor." or nothing
     table: Mapping[str, Any]  # the content, not yet checked
     ignore_lines: tuple[int, ...] = ()  # the line of each `[[ignore]]`, where it can be found

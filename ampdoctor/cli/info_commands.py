@@ -113,9 +113,6 @@ def _line(threshold: Threshold) -> str:
     return f"{threshold.key} = {threshold.default:g} ({range_}): {threshold.why}"
 
 
-# -- `ampdoctor env` --
-
-
 def env(form: Annotated[ListFormat, typer.Option("--format", help="Form of the list.")] = "human") -> Action:
     """List what to paste into a bug report.
 
@@ -162,8 +159,6 @@ def _shown(fact: Any) -> str:
         return "none"
     return "; ".join(fact) or "none" if isinstance(fact, list) else str(fact)
 
-
-# -- `ampdoctor merge` --
 
 _MAX_REPORT = 256 * 1024 * 1024  # bytes; a report with a histogram for each of 1,000 modules has some 10 MB
 

@@ -324,10 +324,7 @@ R = TypeVar("R")
 
 
 def flatten(function: Callable[..., R]) -> Callable[..., R]:
-    """Return `function` with each dataclass parameter replaced by the fields of the dataclass.
-
-    The fields carry Typer's `Annotated[type, typer.Option(...)]`; `function` receives the values as the dataclass.
-    """
+    """Return `function` with each dataclass parameter replaced by its fields, which carry Typer's `Annotated`."""
     hints = get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type[Any]] = {}

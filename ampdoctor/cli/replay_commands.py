@@ -137,9 +137,6 @@ def _counted(batches: str | None) -> int | Literal["checkpoint"] | None:
     return int(batches)
 
 
-# -- `ampdoctor profile` --
-
-
 @flatten
 def profile(
     context: typer.Context,
@@ -189,9 +186,6 @@ def profile(
         return workflow.profile(request, save=save, progress=progress)
 
     return reporting(work, output, gates, [*files, *replay.inputs(target[0])], [] if save is None else [save])
-
-
-# -- `ampdoctor recommend` --
 
 
 @flatten

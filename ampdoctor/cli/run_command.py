@@ -273,10 +273,7 @@ class _Ended:
 
 
 def answer(error: BaseException | None) -> int:
-    """Print what Python prints for the error that ended a script, and return the exit code.
-
-    The traceback of `error` is shown as it is; None means that the script reached its end.
-    """
+    """Print what Python prints for the error that ended a script (None: its end), and return the exit code."""
     if error is None:
         return EXIT_OK
     if isinstance(error, SystemExit):
@@ -298,11 +295,9 @@ def flush() -> None:
 
 
 def end_as_python(code: int) -> int:
-    """Return the exit code of the process.
-
-    Raises KeyboardInterrupt where one ended the script; it has been printed already. Python then ends by the signal,
-    after exit handlers and threads, which is how a shell's loop knows to stop.
-    """
+    """Return the exit code of the process."""
+    # Raises KeyboardInterrupt where one ended the script; it has been printed already. Python then ends by the signal,
+    # after exit handlers and threads, which is how a shell's loop knows to stop.
     if _Ended.interrupted and code == EXIT_INTERRUPTED:
         sys.excepthook = _say_nothing
         raise _Ended.interrupted.pop()

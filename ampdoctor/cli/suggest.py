@@ -429,10 +429,7 @@ _MISSING = " does not exist."
 
 
 def as_typed(said: str, arguments: Sequence[str]) -> str:
-    """Return a message that begins with a file's name, with the path from the command line in its place.
-
-    Where the file does not exist, it also says what the path looks like: a URL, or a pattern that matched nothing.
-    """
+    """Return a message with the path from the command line in place of the file's name that it begins with."""
     for argument in arguments:
         path = argument.partition("=")[2] if argument.startswith("--") else argument
         name = PurePath(path).name

@@ -152,9 +152,6 @@ def _named(script: str, arguments: tuple[str, ...], *, is_module: bool) -> Scrip
         raise UsageError(f"{error}; is {near} meant?" if near is not None else str(error)) from None
 
 
-# -- `ampdoctor health` --
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowOptions:
     """Whether a log is read once, or while it grows."""

@@ -28,11 +28,9 @@ class RuleSettings:
 
 
 def apply_severities(report: Report, rules: Mapping[str, RuleSettings]) -> Report:
-    """Return the report with a project's severities (`rules` by code), again sorted with the worst first.
-
-    The verdict follows: a report is sick if an error is among its findings, suppressed or not. Suppressing an error
-    does not make a checkpoint healthy; lowering its severity does.
-    """
+    """Return the report with a project's severities (`rules` by code), again sorted with the worst first."""
+    # The verdict follows: a report is sick if an error is among its findings, suppressed or not. Suppressing an error
+    # does not make a checkpoint healthy; lowering its severity does.
     if not any(rules[f.code].severity for f in report.found if f.code in rules):
         return report
     suppressed = [replace(one, finding=_graded(one.finding, rules)) for one in report.suppressed]

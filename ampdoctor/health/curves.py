@@ -258,9 +258,7 @@ def _history(columns: Mapping[str, Column], name: str, arguments: ScalerArgument
             skipped=len(skips),
             replica=0,
         ),
-        growths=int(
-            ((moves > 0) & (columns["skipped"][:-1] != 1)).sum()
-        ),  # after a skipped step, a rise is a new scaler
+        growths=int(((moves > 0) & (columns["skipped"][:-1] != 1)).sum()),  # after a skipped step, it is a new scaler
         backoffs=int((moves < 0).sum()),
         growth_tracker=int(tracker[-1]) if len(tracker) else None,
         arguments=arguments,

@@ -34,12 +34,10 @@ HAIR = 1e-6  # distance from the limit in powers of two, more than the rounding 
 
 
 def with_proposed_scaling(run: HealthRun, thresholds: Thresholds, framework: Framework = "torch") -> HealthRun:
-    """Return the run with `recommended` and `would_be` of its scaler, where other settings would have been better.
-
-    Better means fewer skipped steps, by a thousandth of all; or, where gradients were flushed to zero, a scale at least
-    twice as large for few skipped steps. A run with several scalers is returned unchanged: its headroom does not say
-    whose gradients it belongs to.
-    """
+    """Return the run with `recommended` and `would_be` of its scaler, where other settings would have been better."""
+    # Better means fewer skipped steps, by a thousandth of all; or, where gradients were flushed to zero, a scale at
+    # least twice as large for few skipped steps. A run with several scalers is returned unchanged: its headroom does
+    # not say whose gradients it belongs to.
     if len(run.scalers) != 1 or not run.steps:
         return run
     gradients = largest_gradients(run)

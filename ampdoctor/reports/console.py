@@ -200,10 +200,7 @@ class Axis:
         return f"{low}{high:>{self.columns - len(low)}}"
 
     def window(self, name: str, *, shift: float = 0.0) -> str:
-        """Return the window of a format in `WINDOWS` as a line with its name: `├──fp16──┤`.
-
-        A scale moves the values up, and so the window down, by `shift` powers of two.
-        """
+        """Return the window of a format in `WINDOWS`, `shift` powers of two further down, as a line: `├──fp16──┤`."""
         low, high = (self._column(edge - shift) for edge in WINDOWS[name])
         start, end = max(low, 0), min(high, self.columns)
         if end - start < 2:

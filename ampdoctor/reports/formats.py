@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-# -- the target of a rendering --
-
 Color = Literal["auto", "always", "never"]
 _COLORS: Mapping[Color, Literal["auto", "standard"] | None] = {"auto": "auto", "always": "standard", "never": None}
 
@@ -31,11 +29,9 @@ class Canvas:
     verbose: int = 0  # from 1 on: everything in full, as in `render_human`
 
     def draw(self, show: Callable[[Console], None]) -> str:
-        """Return what `show` prints to a console like this one.
-
-        Rich writes to its stream even while it captures, so it gets a buffer with the stream's properties. Characters
-        that the stream's encoding lacks are replaced by others.
-        """
+        """Return what `show` prints to a console like this one."""
+        # Rich writes to its stream even while it captures, so it gets a buffer with the stream's properties. Characters
+        # that the stream's encoding lacks are replaced by others.
         from rich.console import Console
 
         auto = False if self.stream is None else None
@@ -68,9 +64,6 @@ class _Buffer(io.StringIO):
 
     def isatty(self) -> bool:
         return self._terminal
-
-
-# -- renderers --
 
 
 class Renderer(Protocol):

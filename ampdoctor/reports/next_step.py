@@ -226,10 +226,7 @@ def _path(report: Report) -> str:
 
 
 def _healthy_before(members: Sequence[Mapping[str, Any]], first_sick: str | None) -> str | None:
-    """Return the last healthy checkpoint before `first_sick`; `members` are the checkpoints that were read, in order.
-
-    If only a log has a problem, `first_sick` is None, and the first member with such a log counts.
-    """
+    """Return the last healthy checkpoint before `first_sick`; if that is None, before the first sick member."""
     last = None
     for member in members:
         if member["name"] == first_sick or (first_sick is None and member["verdict"] == "sick"):

@@ -165,10 +165,7 @@ _MAX_DEPTH = 100  # most nested levels; our reports have some ten, and reading o
 
 
 def report_from_text(text: str) -> Report:
-    """Return the report in a JSON or JSONL text; its first line decides which it is.
-
-    Raises ReportError for any other text, one that was cut, another schema version, or a value against the schema.
-    """
+    """Return the report in a JSON or JSONL text, decided by the first line; ReportError for any other text."""
     first, _, rest = text.lstrip().partition("\n")
     begun = _parsed(first)
     if isinstance(begun, dict) and begun.get("type") == HEADER:

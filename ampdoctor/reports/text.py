@@ -88,10 +88,7 @@ def of_verdict(report: Report) -> str:
 
 
 def outcome(report: Report) -> str:
-    """Return the verdict alone; for a healthy replay or recording with the number of steps.
-
-    For a healthy log without a loss and a norm it says what was judged instead.
-    """
+    """Return the verdict alone; if healthy, with the replayed steps, and for logs without a loss with what was judged."""
     steps = report.run.get("steps")
     what = "recorded step" if report.run.get("replays") == 0 else "replayed step"  # a profile or a log: nothing ran
     seen = f" in {count(steps, what)}" if report.verdict == "healthy" and isinstance(steps, int) else ""

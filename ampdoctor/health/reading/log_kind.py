@@ -102,9 +102,7 @@ class Row:
     """A row of a log: a step and some of its numbers."""
 
     step: int  # as the log counts
-    values: dict[str, float] = field(
-        default_factory=dict
-    )  # by the names of `StepLine` or `LogEntry`, or `loss/NETWORK`
+    values: dict[str, float] = field(default_factory=dict)  # names as in `StepLine`, `LogEntry`, or `loss/NETWORK`
     time_ms: int = 0  # since 1970; 0 where the log does not say
 
 

@@ -124,7 +124,7 @@ def _other_version(text: bytes) -> bool:
 AMPDOCTOR = LogKind(format="ampdoctor", claims=_claims, read=_read, lacks=_lacks)
 
 
-# -- the folders below a folder in which logs may lie --
+# -- the folders below a folder that may hold logs --
 
 _USUAL = (
     ("", "checkpoint-*"),
@@ -446,11 +446,9 @@ _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1024 * 1024
 
 
 def lines_ahead(found: FoundLog, noticed: Noticed) -> Iterator[Stamped]:
-    """Yields the lines of `found`, parsed by another process where the log is long and a core is free.
-
-    If that process fails, the rest is read here, and raises what reading raises (CheckpointError). `noticed` is
-    complete after the last line.
-    """
+    """Yields the lines of `found`, parsed by another process where the log is long and a core is free."""
+    # If that process fails, the rest is read here, and raises what reading raises (CheckpointError). `noticed` is
+    # complete after the last line.
     read = 0
     process = _started(found)
     if process is not None:

@@ -195,17 +195,14 @@ def _epoch(values: _Values) -> float | None:
 
 
 def _fields(values: _Values) -> dict[str, float]:
-    """Returns a row's fields; none for a row of an evaluation. Where only parts of the loss are there, it is their sum.
-
-    Losses of two networks that train against each other are not summed.
-    """
+    """Returns a row's fields, none for an evaluation; where only parts of the loss are there, it is their sum."""
     if _is_of_an_evaluation(values):
         return {}
     fields = known_fields(values)
     networks = (
         {} if "loss" in fields else {key: side for key in values if isinstance(key, str) and (side := _network(key))}
     )
-    if len(set(networks.values())) > 1:
+    if len(set(networks.values())) > 1:  # losses of two networks that train against each other are not summed
         losses = {f"{OF_A_NETWORK}{key}": as_number(values[key]) for key in networks}
         return fields | {name: loss for name, loss in losses.items() if loss is not None}
     if "loss" not in fields:

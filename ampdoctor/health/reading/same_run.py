@@ -71,9 +71,7 @@ def _held(log: FoundLog) -> _Held:
         for one in log.lines(Noticed()):
             line = one.line
             if isinstance(line, StepLine):
-                there = (
-                    1.0 if told else None for told in (line.learning_rates, line.seconds)
-                )  # only whether it is there
+                there = (1.0 if told else None for told in (line.learning_rates, line.seconds))  # present or not
                 rows.append((*(getattr(line, name) for name in _NUMBERS), *there))
             elif isinstance(line, EndLine):
                 has_more = has_more or bool(line.exit_code or line.reason)

@@ -12,10 +12,7 @@ _LISTED = 4
 
 
 def metrics_of(header: Sequence[str], name: str) -> Mapping[str, str]:
-    """Returns the metric of each column of an export, "" for the ranges beside it, and {} for another table.
-
-    `name` is the file's, for the error. Raises CheckpointError for an export of several runs.
-    """
+    """Returns the metric of each column, "" for ranges, {} for another table; CheckpointError for several runs."""
     ranges = {column for column in header if column.endswith(_RANGES)}
     found = {
         column: column.rpartition(_BETWEEN) for column in header if column + _RANGES[0] in ranges and _BETWEEN in column
