@@ -94,8 +94,7 @@ def _kind(annotated: Any) -> tuple[Kind, tuple[str, ...]]:
 # -- the configuration file: where it is searched, and how it is read; nothing in it is executed --
 
 RULES_KEY, IGNORE_KEY = "rules", "ignore"
-OWN, SHARED = "ampdoctor.toml", "pyproject.toml"
-"""The first is read in a folder that has both. In the second, our table is `[tool.ampdoctor]`."""
+OWN, SHARED = "ampdoctor.toml", "pyproject.toml"  # the first takes precedence; in the second: `[tool.ampdoctor]`
 _FEW = 8  # most keys that an error lists; for more it names a command that shows them
 MAX_BYTES = 512 * 1024
 _WHAT = "the configuration"

@@ -236,8 +236,7 @@ def _amount(value: float) -> str:
     return f"{value / size:.3g}{letter}"
 
 
-FRAME_S = 0.25
-"""Seconds between two reads. Nobody reads faster, and the log lags its training by only a twentieth of a second."""
+FRAME_S = 0.25  # seconds between two reads: nobody reads faster, and the log is only a twentieth of a second late
 _EVERY = 100  # steps between two plain lines
 _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 """Signals that end a process silently: `kill`, and a closed terminal."""

@@ -249,8 +249,7 @@ def ampdoctor(
     """Diagnose mixed-precision training: what broke, why, what to change, and the proof."""
 
 
-_ARGUMENTS_ARE_THE_SCRIPTS = {"allow_interspersed_args": False}
-"""All words after the script are the script's, even if they look like our options."""
+_ARGUMENTS_ARE_THE_SCRIPTS = {"allow_interspersed_args": False}  # even those that look like our options
 
 app.command(
     "run", cls=ConfiguredCommand, epilog=f"{_SETTINGS}\n\n{_EPILOG}", context_settings=_ARGUMENTS_ARE_THE_SCRIPTS

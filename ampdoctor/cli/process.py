@@ -133,10 +133,8 @@ def _open_missing_stderr() -> None:
             os.close(nowhere)
 
 
-_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
-"""Variables with which a user sets how OpenMP's threads wait."""
-_KEEP = {-3: 1 << 30, -1: (1 << 31) - 1}
-"""glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (malloc.h), and their values here, in bytes."""
+_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # set how OpenMP's threads wait
+_KEEP = {-3: 1 << 30, -1: (1 << 31) - 1}  # glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (malloc.h), in bytes
 
 
 class _Claim:

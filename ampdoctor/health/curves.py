@@ -25,8 +25,7 @@ _NUMBERS = (
     *("step", "loss", "gradient_norm", "norm_scaled", "norm_clipped", "max_norm", "loss_scale", "skipped"),
     *("growth_tracker", "seconds", "data_seconds", "memory_bytes", "samples", "tokens", "scaler"),
 )
-_MORE = ("rate", "time_ms", "group")
-"""Columns that are no fields of a step: the first group's learning rate, the stamp's time, the number in `Groups`."""
+_MORE = ("rate", "time_ms", "group")  # beside the fields: first learning rate, the stamp's time, the number in `Groups`
 _BLOCK = 8192
 
 

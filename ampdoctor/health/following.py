@@ -24,19 +24,15 @@ from ampdoctor.evidence.paths import logs_in, rank_and_number
 from ampdoctor.health.reading.log_kind import Begin, Noticed, Order, RunLines, run_of
 from ampdoctor.health.reading.opening import AMPDOCTOR, FileState, FoundLog, find_log
 
-_ENOUGH = 2 * 1024 * 1024
-"""A reader that starts late begins so many bytes before the end: some ten thousand steps, judged in a second."""
+_ENOUGH = 2 * 1024 * 1024  # a late reader begins so many bytes before the end: some ten thousand steps, read in 1 s
 _AT_ONCE = 1024 * 1024
 _OUTPUTS = frozenset({".log", ".out", ".err"})
-_BEGINS_S = 600.0
-"""Seconds after which an unchanged output no longer counts as a job that starts: the longest a start takes."""
-_SMALL = 64 * 1024
-"""A log up to this size in bytes is read anew each time: its beginning, which decides how it is read, may change."""
+_BEGINS_S = 600.0  # seconds without a change after which an output is no starting job: the longest a start takes
+_SMALL = 64 * 1024  # a log up to so many bytes is read anew each time: its beginning, and so its layout, may change
 _BEGINNING = 256  # bytes at the beginning that tell whether a file is still the same; a shorter file is read anew
 _QUIET_S = 2.0  # seconds without a change after which the last step is given even if numbers are missing
 _ENDS_S = 60.0  # seconds without a change after which an exception at the end of an output counts as uncaught
-_LONG_S, _RESTS = 0.2, 20.0
-"""If reading a log anew takes longer than `_LONG_S`, the next read waits `_RESTS` times as long."""
+_LONG_S, _RESTS = 0.2, 20.0  # after a full read longer than `_LONG_S`, the next waits `_RESTS` times as long
 _NUMBERS = ("loss", "gradient_norm", "loss_scale", "learning_rates")
 _AGAIN = 8  # times that a folder is listed again if it changes meanwhile; the next call reads the rest
 

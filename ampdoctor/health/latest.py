@@ -34,8 +34,7 @@ Kind = Literal["alert", "look", "checkpoint", "action", "attempt", "run", "end"]
 Level = Literal["error", "warning", "note", "good"]
 Measure = Literal["flushed_share", "headroom_binades", "zero_share"]
 _OF_HEALTH: Mapping[str, Level] = MappingProxyType({"sick": "error", "good": "good"})
-_OF_ZEROS = frozenset({"gradient", "activation_gradient"})
-"""Tensors whose zeros matter: zeros of an activation come from its ReLU."""
+_OF_ZEROS = frozenset({"gradient", "activation_gradient"})  # zeros of an activation come from its ReLU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,7 @@ from ampdoctor.scaling.trace import find_drift
 
 Array = NDArray[np.float64]
 NO_ROOM = math.log2(FORMATS["fp16"].max)  # log2 of the value at a headroom of 0 powers of two: 65504
-FP16_BINADES = NO_ROOM + 24
-"""Powers of two from fp16's smallest number, 2^-24, to its largest: the largest headroom of a nonzero gradient."""
+FP16_BINADES = NO_ROOM + 24  # from fp16's smallest number, 2^-24, to its largest: the largest possible headroom
 HAIR = 1e-6  # distance from the limit in powers of two, more than the rounding error of a logarithm
 
 

@@ -45,8 +45,7 @@ from ampdoctor.package import version
 
 Told: TypeAlias = Callable[[int], None]  # called with the number of lines read
 
-LATELY_S = 600
-"""A log without a last line counts as growing if it was written within this time: the longest a step or save takes."""
+LATELY_S = 600  # a log without last line counts as growing if written within this time: the longest step or save
 _TELLS_ITS_END = frozenset({"ampdoctor"})
 _EVERY = 20_000
 
@@ -248,8 +247,7 @@ def _of_ranks(finding: Finding, ranks: int) -> Finding:
 # -- the cache: results for a log are kept in the user's cache folder --
 #
 # The key consists of the paths, sizes, times and inodes of the log's files, the thresholds and the version of
-# ampdoctor.
-# Where the cache cannot be read or written, the log is read.
+# ampdoctor. Where the cache cannot be read or written, the log is read.
 
 LEAST_BYTES = 8 * 1024 * 1024  # smallest log whose result is kept: a smaller one is read in a second
 MOST_BYTES = 64 * 1024 * 1024

@@ -178,8 +178,7 @@ class Glyphs:
 
 
 UNICODE = Glyphs("▁▂▃▄▅▆▇█", "├", "┤", "◄", "►", "─")
-ASCII = Glyphs(".:-=+*#@", "|", "|", "<", ">", "-")
-"""For a stream whose encoding has no block elements."""
+ASCII = Glyphs(".:-=+*#@", "|", "|", "<", ">", "-")  # for a stream whose encoding has no block elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

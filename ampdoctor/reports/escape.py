@@ -30,8 +30,7 @@ _COMMAND = re.compile(
 """The beginning of a command to GitHub's runner: `::name` of a known command at the start of a line, and the older
 `##[` anywhere in a line (actions/runner, ActionCommand.cs and ActionCommandManager.cs)."""
 
-_LONGEST = 1000
-"""Maximum length of an error's sentence: longer than any of ours with ordinary names, and still quick to read."""
+_LONGEST = 1000  # characters of an error's sentence: more than ours with ordinary names, and still quick to read
 _TAIL = 300
 
 
@@ -77,10 +76,9 @@ def _escaped(character: str) -> str:
 # -- GitHub-flavoured Markdown in which names from outside stay plain names --
 #
 # A word of prose is unchanged. Every other word (a name, a path, a number with a unit) becomes a code span: in it,
-# GitHub
-# resolves no mention (`@team`), issue (`#123`), link, emoji or commit, and there is no markup. Words with a backtick, a
-# pipe or a backslash become `<code>` with every mark as a character reference, because a pipe ends a table's cell even
-# in a code span.
+# GitHub resolves no mention (`@team`), issue (`#123`), link, emoji or commit, and there is no markup. Words with a
+# backtick, a pipe or a backslash become `<code>` with every mark as a character reference, because a pipe ends a
+# table's cell even in a code span.
 
 _PROSE = re.compile(
     r"(?![a-fA-F]{7})\(?(?:[A-Za-z]+(?:['-][A-Za-z]+)*|[-+]?[0-9]{1,6}(?:\.[0-9]+)?%?)\)?[.,;:?!]?|[-=<%]"

@@ -215,10 +215,8 @@ _SCRIPTS = ("core.js", "table.js", "chart.js", "histogram.js", "ranges.js", "hea
 _DATA = ("profile", "scaler", "path", "proof", "trend", "change", "structure", "tensors")
 """The sections that scripts draw."""
 _DRAWN = ("profile", "path", "proof", "trend", "health")  # the sections that need the plotting library
-_IN_FULL = 3
-"""Most findings of one code that are all expanded, else only the first: one NaN makes hundreds of tensors NaN."""
-_UNDRAWN = frozenset({"amax_by_step", "quantiles", "weight"})
-"""Parts of a measured place that no view shows: a third of the page's size."""
+_IN_FULL = 3  # most findings of one code that are all expanded, else only the first: one NaN makes hundreds
+_UNDRAWN = frozenset({"amax_by_step", "quantiles", "weight"})  # not in any view: a third of the page's size
 
 
 def render_html(report: Report) -> str:
@@ -381,8 +379,7 @@ RENDERER = the_same_everywhere(render_html)
 # -- a report in a notebook: verdict and findings as HTML without scripts, in the notebook's own colours, light or dark
 # --
 
-_IN_FULL_IN_A_NOTEBOOK = 20
-"""Most findings that get a line of their own; one NaN in a step makes hundreds of tensors NaN."""
+_IN_FULL_IN_A_NOTEBOOK = 20  # most findings with a line of their own; one NaN in a step makes hundreds
 
 
 def render_fragment(report: Report) -> str:

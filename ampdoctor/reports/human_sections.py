@@ -35,8 +35,7 @@ from ampdoctor.reports.section_words import (
 )
 
 _NEGLIGIBLE = 1e-5  # smaller differences of gradient errors are not mentioned
-_SEEN, _OFF = 1e-3, 0.1
-"""Share from which a prediction is checked, and the relative distance from the measured value that is mentioned."""
+_SEEN, _OFF = 1e-3, 0.1  # share from which a prediction is checked, and relative error that is mentioned
 _FEW = 12  # groups of modules shown without -v
 
 

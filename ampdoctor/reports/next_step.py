@@ -17,8 +17,7 @@ from ampdoctor.evidence.report_scan import ChangeSection
 from ampdoctor.reports import text
 from ampdoctor.reports.fix_code import Code, code_of, setting_of
 
-_CONFIGURATION = frozenset(("AMP911", "AMP912"))
-"""Findings about the configuration, which say nothing about the subject of the report."""
+_CONFIGURATION = frozenset(("AMP911", "AMP912"))  # findings about the configuration, not the report's subject
 _NOT_FINITE_IN_FP32 = "AMP206"  # a profile with this finding has no ranges to derive settings from
 _REPLAYED = frozenset(("AMP722", "AMP723"))  # findings of a log whose op a replay from a checkpoint would find
 _Options: TypeAlias = Mapping[str, Sequence[str]]  # options of a command line with their values; a flag has none

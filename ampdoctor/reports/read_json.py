@@ -27,8 +27,7 @@ from ampdoctor.reports.text import RUN, SCALER, TARGET, in_order
 #
 # A report that is read decides an exit code, so it is read as strictly as it is written; jsonschema is a dependency of
 # the tests only, which compare the two. Patterns must match the whole text, as in our schema: `$` in Python would
-# accept
-# a newline at the end.
+# accept a newline at the end.
 
 _Node = Mapping[str, Any]
 
@@ -159,8 +158,7 @@ def _below(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-_CAME_LATER = {"health": None, "plan": None}
-"""Sections that are missing in older reports of this schema version, with their default."""
+_CAME_LATER = {"health": None, "plan": None}  # sections that older reports of this version lack
 _MAX_DEPTH = 100  # most nested levels; our reports have some ten, and reading or writing recurses at each
 
 

@@ -26,8 +26,7 @@ from ampdoctor.reports.text import Location, in_repository, location_of
 MAX_RESULTS = 25_000
 MAX_COMPRESSED = 10_000_000  # bytes
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-_ROOT, _REPOSITORY = "ROOT", "%SRCROOT%"
-"""Bases of relative URIs: the machine's root for a source file elsewhere, and the repository."""
+_ROOT, _REPOSITORY = "ROOT", "%SRCROOT%"  # bases of URIs: the machine's root for other files, and the repository
 _PROBLEM: Mapping[Severity, str] = {"error": "error", "warning": "warning", "note": "recommendation"}
 """GitHub's `problem.severity`; SARIF's own `level` has our three words."""
 

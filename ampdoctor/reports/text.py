@@ -56,14 +56,11 @@ VERDICTS: Mapping[Verdict, str] = {
     "not_judged": "not judged: the content is listed, not examined",
 }
 
-_LEFT_OUT = "not judged: everything that was named is left out"
-"""Replaces the verdict's words where nothing was listed either."""
+_LEFT_OUT = "not judged: everything that was named is left out"  # replaces the verdict's words if nothing was listed
 _NOTHING_SEEN = "nothing sick was seen"  # replaces the verdict's words where a training was watched
-_TRAINING = ("loss", "gradient norm")
-"""Without one of these checks, a log says nothing about how well the training goes."""
+_TRAINING = ("loss", "gradient norm")  # without these checks, a log does not show how well the training goes
 _TOO_FEW = "not judged: too few steps to say what is usual"  # replaces the verdict's words where a log is short
-_PLANNED = ("no plan", "a plan that is exact and fits")
-"""Replace the verdict's words where a batch was planned: without a plan, and with one."""
+_PLANNED = ("no plan", "a plan that is exact and fits")  # replace the verdict's words for a batch plan
 _FOUND_NOT_MADE = ("checkpoint", "data")  # phases that find a value which something earlier has produced
 _SMALL = 2.0**-10  # smaller powers of two are shown as such: 2^-56 rather than 1.3877787807814457e-17
 _LARGE = 2.0**17  # larger loss scales are shown as powers of two
@@ -88,7 +85,7 @@ def of_verdict(report: Report) -> str:
 
 
 def outcome(report: Report) -> str:
-    """Return the verdict alone; if healthy, with the replayed steps, and for logs without a loss with what was judged."""
+    """Return the verdict alone; if healthy, with the replayed steps, or for logs without loss with what was judged."""
     steps = report.run.get("steps")
     what = "recorded step" if report.run.get("replays") == 0 else "replayed step"  # a profile or a log: nothing ran
     seen = f" in {count(steps, what)}" if report.verdict == "healthy" and isinstance(steps, int) else ""

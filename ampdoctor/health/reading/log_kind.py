@@ -20,8 +20,7 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 
 # -- the order of rows, and rows that a later one replaces --
 
-LATE = 8
-"""Rows that wait for late numbers of their step; only a longer sequence of rows is a stretch that a restart repeats."""
+LATE = 8  # rows that wait for late numbers of their step; only more rows than this form a stretch that is repeated
 
 
 @dataclass(slots=True)
@@ -375,8 +374,7 @@ class Unread:
                 yield Skipped(what=what, reason="it is no number" if one.texts == 1 else "they are no numbers")
 
 
-LOOKED_THROUGH = 64 * 1024 * 1024
-"""Bytes of possible logs that are searched until one is found: a folder may hold a thousand outputs."""
+LOOKED_THROUGH = 64 * 1024 * 1024  # most bytes that are searched for a log: a folder may hold a thousand outputs
 
 
 @dataclass(slots=True)

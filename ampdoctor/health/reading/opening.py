@@ -434,13 +434,11 @@ def _beside(first: FoundLog, other: FoundLog, root: Path) -> Skipped:
 
 # -- a second process that parses a long log, while this one evaluates it --
 
-LEAST_BYTES = 48 * 1024 * 1024
-"""Smallest log for which a process is started: a smaller one is read in the time that it saves."""
+LEAST_BYTES = 48 * 1024 * 1024  # a smaller log is read here in the time that a second process would save
 _Batch: TypeAlias = list[Row] | tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]
 """Rows of lines, or at the end what was noticed: `Left` by file, and the `Skipped`."""
 _LINES = 512  # lines that go through the pipe at once
-_MARSHAL, _SIZE = 2, 8
-"""The version of marshal's format (later ones search for shared objects), and the bytes of a batch's size."""
+_MARSHAL, _SIZE = 2, 8  # marshal's version (later ones search for shared objects), and bytes of a batch's size
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1024 * 1024
 """Linux's fcntl for the size of a pipe: it holds some batches, so that neither process waits for the other."""
 

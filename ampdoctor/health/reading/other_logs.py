@@ -58,8 +58,7 @@ _BESIDE = frozenset({"loss", "losses", "train", "training", "total", "a", "b"})
 _TRIED = 1000  # rows in which a log must have a loss, a norm or a scale
 _HEAD = 1024 * 1024  # bytes in which these rows must stand
 _TABLES = frozenset({".csv", ".tsv"})
-_MODES = ("mode", "split", "phase", "stage")
-"""Columns that say whether a row belongs to the training or to an evaluation."""
+_MODES = ("mode", "split", "phase", "stage")  # columns that tell a row of the training from one of an evaluation
 _EVALUATIONS = frozenset({"val", "valid", "validation", "eval", "evaluation", "test", "dev"})
 _COUNTED = "no column says which step a row is of: the rows are counted"
 

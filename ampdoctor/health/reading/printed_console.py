@@ -31,8 +31,7 @@ _REDUCED = re.compile(
 )
 """The message of fairseq and Apex, with the loss scale after the step, which is half of the one before."""
 _TIME = re.compile(rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[,.](\d{3})")
-_GROWN = 1.5
-"""Growth of the scale since the last overflow that counts: scalers double it, and only some digits are printed."""
+_GROWN = 1.5  # growth of the scale between overflows that counts: scalers double it, but only some digits are printed
 _LONGER = 1.5  # times the shortest time between two overflows; after a longer time other steps were taken in between
 _WHY = "DeepSpeed has printed overflows alone: steps between them are estimated from their times (steps_per_print=N)"
 

@@ -43,8 +43,7 @@ _PASSES = re.compile(
 )
 """Lines of launchers, trackers and bars after the exception, and further lines of torch's own messages."""
 _LONGEST = 200  # characters of an exception with its message
-_GOES_ON = 2
-"""Rows after an exception that show that it was caught. One row may have waited for the last drawing of a bar."""
+_GOES_ON = 2  # rows after an exception that show that it was caught; one may have waited for a bar's last drawing
 _INTERRUPTED = 130
 
 
@@ -152,8 +151,7 @@ class PrintedRows:
 
 _SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr", ".o", ".e"})
 _NAMES = frozenset({"log", "stdout", "stderr", "output"})
-_HEAD = 8 * 1024 * 1024
-"""Bytes that are searched for the first line of a step: before it a job prints its arguments and compiles."""
+_HEAD = 8 * 1024 * 1024  # bytes searched for the first line of a step: a job prints its arguments first, and compiles
 _ENOUGH = 1024 * 1024  # bytes from the first line of a step on that decide the layout
 _LOOK = 256 * 1024
 _FEW = 8  # lines of a job that has just begun

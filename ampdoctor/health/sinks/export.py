@@ -102,8 +102,7 @@ def _no_url(kind: Kind, target: str) -> str | None:
     return f"it is a URL, and {kind.name} is written to a path of this machine"
 
 
-EVERY_S = 1.0
-"""Seconds between two flushes while lines come, and between two rows for a sink that sends them to a server."""
+EVERY_S = 1.0  # seconds between two flushes while lines come, and between two rows for a sink that sends to a server
 
 
 class Exporter:
@@ -254,13 +253,11 @@ def sink_of(given: Any) -> Sink:
 # -- a sink in a process of its own: lines of the log go through a pipe, as text, and nothing comes back --
 #
 # A library that talks to a server imports for seconds, starts threads, patches other modules and may wait at exit
-# without a limit.
-# None of that may happen inside a training.
+# without a limit. None of that may happen inside a training.
 
 ORPHAN_S = 60.0  # seconds that a sink may take to finish after the training's process has died
 _NAP_S = 0.2
-_LINES = 20_000
-"""Most lines that wait in the sink's process while it is slow; more wait in the pipe, then in the training."""
+_LINES = 20_000  # most lines that wait in the sink's process; more wait in the pipe, then in the training
 _POLITE = 10  # added to its niceness: the training needs the cores
 
 

@@ -190,8 +190,7 @@ def together(held: dict[str, float], more: Mapping[str, float]) -> None:
 
 # -- lines of a log as numbers and alerts --
 
-LAYERS = 8
-"""Layers with the largest values that are shown of a metric: each is a stored series, and a model has hundreds."""
+LAYERS = 8  # shown layers of a metric, those with the largest values: each is a series, and a model has hundreds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
