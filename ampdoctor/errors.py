@@ -98,7 +98,7 @@ class ForkedChildError(BaseException):
 
 
 class StoppedError(SystemExit):
-    """Ends a watched training at its first bad step, as `on_sick="stop"` asks.
+    """Ends a watched training at its first bad step, because of `on_sick="stop"`.
 
     As a `SystemExit` with the code of findings it passes `except Exception`, runs every `finally`, and ends the process
     without a traceback, whoever started the training.
@@ -137,7 +137,7 @@ class CollectiveError(ReplayError):
 
 
 class LimitExceededError(CheckpointError):
-    """An input needs more than a safe limit allows: `what` names it ("header bytes"), `actual` is its size."""
+    """An input needs `actual` of `what` ("header bytes"), which is more than the safe `limit`."""
 
     def __init__(self, what: str, limit: int, actual: int) -> None:
         super().__init__(f"{what}: {actual} is beyond the limit of {limit}")

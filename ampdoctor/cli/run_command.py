@@ -79,8 +79,7 @@ def judge(
 ) -> Outcome:
     """Return the exit code of a report: the first of these that applies.
 
-    1. Incomplete, without `allow_partial`: 2. Parts that were not examined may be faulty, so 0 and 1 could both be
-    wrong.
+    1. Incomplete, without `allow_partial`: 2. Parts that were not examined may be faulty, so 0 and 1 may be wrong.
        The message offers `allow_partial` only where it would change the code.
     2. Findings at or above `fail_on`: 1, or 0 with `exit_zero`.
     3. Verdict `not_reproduced` or `inconclusive`: 2. The question has no answer yet, and a script would read 0 as

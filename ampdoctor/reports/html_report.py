@@ -376,8 +376,7 @@ def _visible(value: Any) -> Any:
 RENDERER = the_same_everywhere(render_html)
 
 
-# -- a report in a notebook: verdict and findings as HTML without scripts, in the notebook's own colours, light or dark
-# --
+# -- a report in a notebook: HTML without scripts, in the notebook's own colours, light or dark --
 
 _IN_FULL_IN_A_NOTEBOOK = 20  # most findings with a line of their own; one NaN in a step makes hundreds
 

@@ -49,7 +49,7 @@ _SECTIONS = (
 
 
 def merge_reports(reports: Sequence[Report]) -> Report:
-    """Return the reports as one; a single one unchanged. None, or several commands, raise UsageError."""
+    """Return the reports as one; a single one unchanged. No report, or several commands, raise UsageError."""
     if not reports:
         raise UsageError("there is no report to merge")
     first = reports[0]

@@ -253,7 +253,7 @@ def plan_rows(section: PlanSection) -> Iterator[list[str]]:
     refused = [plan for plan in section.exact if not plan.fits]
     for plan in section.exact:
         if plan in refused[:-_REFUSED]:
-            continue  # plans that do not fit are only in the JSON
+            continue  # larger plans that do not fit are only in the JSON
         label = "use" if not marked and plan.fits else ""
         marked = marked or bool(label)
         same = force is not None and plan.micro_batch == force.plan.micro_batch
