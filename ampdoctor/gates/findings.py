@@ -64,7 +64,7 @@ def _graded(finding: Finding, rules: Mapping[str, RuleSettings]) -> Finding:
 
 
 def _verdict(before: Report, after: Report) -> Verdict:
-    """Return the new verdict. One that is not sick despite an error stays, since its workflow knew the error."""
+    """Return the new verdict; one that is not sick despite an error stays, as its workflow decided it so."""
     was, now = (any(f.severity == "error" for f in report.found) for report in (before, after))
     if was == now or before.verdict == "not_judged":
         return before.verdict
