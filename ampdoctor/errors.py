@@ -1,7 +1,7 @@
 """The exception tree: each error carries one sentence for the user.
 
-Only `main()` prints errors and turns them into an exit code. That code is the same for all of them: no error is a
-finding, and the code under examination may raise one too. Everywhere else errors are raised and pass through.
+Only `main()` prints errors and turns them into an exit code. All of them have the same code: no error is a finding,
+even if the examined code raises it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class OtherFormatError(CheckpointError):
 
 
 class NoCheckpointError(CheckpointError):
-    """What was named is there, and is no checkpoint."""
+    """The named file or folder exists, and is no checkpoint."""
 
 
 class NoStepError(CheckpointError):
@@ -56,11 +56,9 @@ class NoStepError(CheckpointError):
 
 
 class SeveralRunsError(CheckpointError):
-    """A folder holds several runs, and which of them is meant is not known.
+    """A folder holds several runs, and it is not clear which one is meant.
 
-    Args:
-        message: One sentence, with a list of them.
-        typed: What names each of them on a command line.
+    `message` is one sentence with a list of them; `typed` names each of them on a command line.
     """
 
     def __init__(self, message: str, typed: str) -> None:
@@ -79,8 +77,8 @@ class UserCodeError(FactoryError):
 
     Attributes:
         traceback_text: The user's traceback, trimmed to the frames of their code; shown below the sentence.
-        raised: Type and message of what was raised, in one line ("AssertionError: the loss is not finite").
-        explained: Where, why and what to write instead, if it is a refusal of torch's that comes of mixed precision.
+        raised: Type and message of the error in one line ("AssertionError: the loss is not finite").
+        explained: Where, why and what to write instead, if torch refused something because of mixed precision.
     """
 
     kind = "raised"
@@ -100,10 +98,10 @@ class ForkedChildError(BaseException):
 
 
 class StoppedError(SystemExit):
-    """A watched training is ended where it fell sick, because somebody asked for that.
+    """Ends a watched training at its first bad step, because of `on_sick="stop"`.
 
-    As a `SystemExit` with the code of findings it passes `except Exception`, lets every `finally` run, and ends the
-    process without a traceback, whoever started the training.
+    As a `SystemExit` with the code of findings it passes `except Exception`, runs every `finally`, and ends the process
+    without a traceback, whoever started the training.
     """
 
     def __init__(self) -> None:
@@ -111,9 +109,9 @@ class StoppedError(SystemExit):
 
 
 class SickTrainingError(AmpdoctorError):
-    """A training was ended where it fell sick, because `ampdoctor.watch(on_sick="stop")` had asked for that.
+    """A training was ended at its first bad step, because `ampdoctor.watch(on_sick="stop")` asked for that.
 
-    It is raised where the watch ends. Inside, `StoppedError` leaves the loop, whatever `except Exception` stands there.
+    It is raised where the watch ends. Inside, `StoppedError` leaves the loop, even through an `except Exception`.
 
     Attributes:
         report: The diagnosis, a `Report`.
@@ -133,19 +131,13 @@ class ReplayError(AmpdoctorError):
 
 
 class CollectiveError(ReplayError):
-    """What runs on one rank alone would start a collective, which all ranks have to run."""
+    """Code that runs on one rank only would start a collective, which all ranks have to run."""
 
     kind = "collective"
 
 
 class LimitExceededError(CheckpointError):
-    """An input would need more than a safe bound allows.
-
-    Args:
-        what: What is limited, in words ("header bytes").
-        limit: The bound.
-        actual: What the input asks for.
-    """
+    """An input needs `actual` of `what` ("header bytes"), which is more than the safe `limit`."""
 
     def __init__(self, what: str, limit: int, actual: int) -> None:
         super().__init__(f"{what}: {actual} is beyond the limit of {limit}")

@@ -1,4 +1,4 @@
-"""What the package knows of itself: its version, its folder, and how it is run beside this process."""
+"""Facts about the package: its version, its folder, and how to run it in another process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-"""Where the package lies: frames of files below it are ours, not the user's."""
+"""Frames of files below this folder are ours, not the user's."""
 
 
 @cache
@@ -22,9 +22,9 @@ def version() -> str:
 
 
 def beside(module: str, *arguments: str) -> list[str]:
-    """Returns the command that runs `main` of a module of this package in a Python of its own; [] where there is none.
+    """Returns the command that runs `main` of one of our modules in another Python process; [] where there is none.
 
-    It runs this ampdoctor and no other, whose folder it puts behind all others: a library's may lie beside it.
+    It runs this ampdoctor and no other. Our folder comes last on its path, since it may also hold other libraries.
     """
     start = (
         "import sys; place = sys.argv.pop(1); sys.path.insert(0, place); import ampdoctor; del sys.path[0]; "
@@ -34,7 +34,7 @@ def beside(module: str, *arguments: str) -> list[str]:
 
 
 def working_folder() -> Path:
-    """Where this process works; the root where somebody has deleted that folder."""
+    """Return the working directory; the root where it was deleted."""
     try:
         return Path.cwd()
     except FileNotFoundError:

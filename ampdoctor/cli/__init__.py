@@ -1,1 +1,1 @@
-"""The command line: one thin file a command, which parses, calls a workflow and renders its report."""
+"""The command line: each command parses its options, calls a workflow and renders the report."""

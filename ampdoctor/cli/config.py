@@ -1,4 +1,4 @@
-"""What a configuration file says, checked key by key: defaults of options, settings of rules, ignores."""
+"""Reads and checks the configuration file: defaults of options, settings of rules, ignores."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ from ampdoctor.evidence.location import Source
 from ampdoctor.gates.findings import Ignore, RuleSettings, SeverityOrIgnore
 from ampdoctor.reports.escape import is_seen
 
-# Which options are settings: what a configuration file and the environment may say instead of the command line.
-#
-# All of them are read off the commands' own signatures, so that there is no second list to keep.
-
+# -- settings: the options that a file and the environment may set, read from the commands' own signatures --
 
 Kind = Literal["boolean", "integer", "number", "text", "list"]
 EXPECTED: Mapping[Kind, str] = {
@@ -42,24 +39,17 @@ EXPECTED: Mapping[Kind, str] = {
 _KINDS: Mapping[Any, Kind] = {bool: "boolean", int: "integer", float: "number", str: "text"}
 
 NO_SETTINGS = frozenset({"config", "isolated", "show-config", "write-baseline", "module"})
-"""Options of one run alone. As a standing setting --write-baseline would make every run its own baseline."""
+"""Options that apply to one run. As a standing setting, --write-baseline would make every run its own baseline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """An option, as a configuration file knows it.
+    """An option that a configuration file may set."""
 
-    Attributes:
-        parameter: Python's name of it.
-        key: The long option without its dashes.
-        kind: What its value is.
-        choices: The values that there are, where they are counted.
-    """
-
-    parameter: str
-    key: str
+    parameter: str  # the Python name
+    key: str  # the long option without its dashes
     kind: Kind
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # the allowed values, where there is a fixed set
 
     @property
     def option(self) -> str:
@@ -67,32 +57,24 @@ class Setting:
         return f"--{self.key}"
 
     def variables(self, command: str) -> list[str]:
-        """Return the environment variables that set it for a command, the one that holds before the other first."""
+        """Return the environment variables that set it for a command; the first takes precedence."""
         name = self.key.upper().replace("-", "_")
         return [f"AMPDOCTOR_{command.upper().replace('-', '_')}_{name}", f"AMPDOCTOR_{name}"]
 
 
 def settings_of(function: Callable[..., Any]) -> tuple[Setting, ...]:
-    """Return the settings of a command, in the order of its options.
-
-    Args:
-        function: The command, with `Annotated[type, typer.Option("--name", ...)]` parameters.
-    """
+    """Return the settings of a command with `Annotated[type, typer.Option("--name", ...)]` parameters."""
     return tuple(one for one, of_one_run in options_of(function) if not of_one_run)
 
 
 def options_of(function: Callable[..., Any]) -> Iterator[tuple[Setting, bool]]:
-    """Yield every option of a command, and whether it is about one run, so that it is no setting.
-
-    Args:
-        function: As in `settings_of`.
-    """
+    """Yield every option of a command, and whether it applies to one run only, so that it is not a setting."""
     for name, parameter in inspect.signature(function).parameters.items():
         annotated, *metadata = get_args(parameter.annotation) or (None,)
         option = next((item for item in metadata if isinstance(item, OptionInfo)), None)
         if option is None:
             continue
-        first = option.default  # in an annotation the first name stands where defaults do
+        first = option.default  # inside `Annotated`, Typer stores the first option name as the default
         names = map(str, (first, *(option.param_decls or ())))
         key = next(name.removeprefix("--") for name in names if name.startswith("--"))
         kind, choices = _kind(annotated)
@@ -109,66 +91,52 @@ def _kind(annotated: Any) -> tuple[Kind, tuple[str, ...]]:
     return _KINDS[annotated], ()
 
 
-# The configuration file: where it is looked for, and how it is read. It is data; nothing in it is ever executed.
-
+# -- the configuration file: where it is searched, and how it is read; nothing in it is executed --
 
 RULES_KEY, IGNORE_KEY = "rules", "ignore"
-OWN, SHARED = "ampdoctor.toml", "pyproject.toml"
-"""In a folder that has both, the first is read. In the second our table is one of many: `[tool.ampdoctor]`."""
-_FEW = 8
-"""Keys that an error lists; more are shown by a command of their own."""
+OWN, SHARED = "ampdoctor.toml", "pyproject.toml"  # the first takes precedence; in the second: `[tool.ampdoctor]`
+_FEW = 8  # most keys that an error lists; for more it names a command that shows them
 MAX_BYTES = 512 * 1024
 _WHAT = "the configuration"
 _MAX_DOTS = 500
-"""In a line. Python's parser takes time and memory with the square of a dotted key's parts: 40 kB took it 4 s, and
-400 kB more memory than there was."""
+"""Per line. Python's parser takes time and memory with the square of the parts of a dotted key: 40 kB took it 4 s, and
+400 kB took more memory than the machine had."""
 _HEADER = re.compile(r"""^[ \t]*\[\[?[ \t]*tool[ \t]*\.[ \t]*["']?ampdoctor["']?[ \t]*[.\]]""", re.MULTILINE)
-"""Of a table of ours."""
+"""The header of one of our tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
-    """One configuration file, read.
+    """A configuration file after reading."""
 
-    Attributes:
-        name: Its path from the working directory.
-        found: True where it lay there, False where the user named it. Whoever wrote a file that lay there may be
-            anybody: it may not reach beyond its own folder.
-        prefix: What stands before each of its keys: "tool.ampdoctor." or nothing.
-        table: Its content, not yet looked at.
-        ignore_lines: The line of each `[[ignore]]` in it, where they can be told.
-    """
-
-    name: str
-    found: bool
-    prefix: str
-    table: Mapping[str, Any]
-    ignore_lines: tuple[int, ...] = ()
+    name: str  # its path from the working directory
+    found: bool  # not named by the user, so perhaps a stranger's; False: named
+    prefix: str  # comes before each key: "tool.ampdoctor." or nothing
+    table: Mapping[str, Any]  # the content, not yet checked
+    ignore_lines: tuple[int, ...] = ()  # the line of each `[[ignore]]`, where it can be found
 
     @property
     def folder(self) -> Path:
-        """The folder that its relative paths are relative to."""
+        """Relative paths in the file start here."""
         return Path(self.name).parent
 
     def place(self, key: str) -> str:
-        """Return where a key stands, for a sentence."""
+        """Return a key with its file, for an error message."""
         return f"{self.name}: {self.prefix}{key}"
 
 
 def load_config(named: str | None) -> ConfigFile | None:
-    """Return the configuration file that is named, or that the working directory belongs to; None where there is none.
+    """Return the named configuration file, or the one that applies to the working directory; None where there is none.
 
-    One of another user is not read unless it is named: anybody may leave one in /tmp, and it could turn a sick
-    checkpoint green. That is said on stderr and is no error, or it would keep everybody there from working.
-
-    Raises:
-        UsageError: It cannot be read, or is not TOML.
+    A file of another user is not read unless it is named: anybody could put one in /tmp, and it could make a damaged
+    checkpoint pass. A line on stderr names it; an error would stop everybody who works there. A file that cannot be
+    read or is not TOML raises UsageError.
     """
     if named is not None:
         return _read(Path(named), found=False)
     try:
         here = Path.cwd()
-    except OSError:  # somebody has deleted it
+    except OSError:  # the folder was deleted
         return None
     for path in _candidates(here):
         if path.name == SHARED and not _is_ours(path):
@@ -181,7 +149,7 @@ def load_config(named: str | None) -> ConfigFile | None:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Where a configuration may lie: in this folder or the nearest above it, up to the root of the repository."""
+    """Return the files in this folder and its parents, nearest first, up to the root of the repository."""
     paths = []
     root = repository_root(folder)
     for level in (folder, *folder.parents):
@@ -192,10 +160,8 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a pyproject.toml has our table; whatever is wrong with one that has none is not our affair.
-
-    One that names us and is too large to be looked at may have it: reading it refuses it.
-    """
+    """Whether a pyproject.toml has our table. Errors in a file without it are ignored."""
+    # A file that names us and is too large to read counts as ours, so that reading it reports the size
     name = str(path)
     try:
         if not mentions(name, b"ampdoctor", what=_WHAT):
@@ -238,11 +204,11 @@ def _read(path: Path, *, found: bool) -> ConfigFile:
 
 
 def _foreign(path: Path) -> bool:
-    """Whether the file, or a link to it, is of a user who is neither this one nor root."""
+    """Whether the file, or a link to it, belongs to a user who is neither this one nor root."""
     if not hasattr(os, "geteuid"):
         return False
     owners = {path.lstat().st_uid}
-    with contextlib.suppress(OSError):  # a link to nowhere: reading it says so
+    with contextlib.suppress(OSError):  # a broken link: reading it reports the error
         owners.add(path.stat().st_uid)
     return not owners <= {os.geteuid(), 0}
 
@@ -257,7 +223,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{name} is not TOML: {error}") from None
-    except (RecursionError, ValueError):  # a date that is none, an integer of too many digits
+    except (RecursionError, ValueError):  # an invalid date, an integer of too many digits
         raise UsageError(
             f"{name} is not TOML that can be read: it is nested too deeply, or a number is too long"
         ) from None
@@ -270,7 +236,7 @@ def _ignore_lines(text: str, *, shared: bool) -> tuple[int, ...]:
 
 
 def unknown_key(place: str, key: str, known: Collection[str]) -> UsageError:
-    """Return the error of a key that there is not, with the nearest that there is."""
+    """Return the error for an unknown key, with the nearest known one."""
     near = difflib.get_close_matches(key.replace("_", "-"), list(known), n=1)
     few = (
         f"there are {', '.join(sorted(known))}" if len(known) <= _FEW else "--isolated --show-config lists a command's"
@@ -279,7 +245,7 @@ def unknown_key(place: str, key: str, known: Collection[str]) -> UsageError:
 
 
 def wrong_value(place: str, expected: str, value: Any) -> UsageError:
-    """Return the error of a value of another type than the key takes."""
+    """Return the error for a value of the wrong type."""
     kinds = {
         bool: "a boolean",
         int: "a whole number",
@@ -291,16 +257,14 @@ def wrong_value(place: str, expected: str, value: Any) -> UsageError:
     return UsageError(f"{place}: expected {expected}, not {kinds.get(type(value), 'a date or time')}")
 
 
-# Paths in a configuration file: relative to its folder, and what a file that merely lay there may not reach.
+# -- paths in a configuration file are relative to its folder --
 #
-# A configuration that was found above the working directory may be a stranger's, come with a repository. It can set
-# options, and some of them write files or name code. So a found one may only write into its own folder, and not to
-# hidden files there (`.git`, `.github`, `.env` belong to other tools), and may only name code by a path in it: a module
-# is whatever Python finds by that name, `os` for one. What is read is read inertly, from wherever. A file that the user
-# names with --config is the user's word, and may do all of it.
-#
-# What an option does with its text stands in one table, `USES`; a test holds it complete.
-
+# A file that was found above the working directory may come from a stranger, inside a repository. It can set options
+# that write files or name code. So it may only write into its own folder, and not to hidden files there (`.git`,
+# `.github`, `.env` belong to other tools). It may name code only by a path in that folder: a module name, such as `os`,
+# is whatever Python finds. Files that are only read may lie anywhere, since reading executes nothing. A file that the
+# user names with --config may do all of this. `USES` says what each option does with its text; a test checks that it is
+# complete.
 
 Use = Literal["writes", "writes forms", "exports", "runs code", "runs code from", "reads", "neither"]
 USES: Mapping[str, Use] = {
@@ -333,24 +297,17 @@ USES: Mapping[str, Use] = {
     "to-gpus": "neither",
     "write-baseline": "writes",
 }
-"""Of every option whose value is a text or a list of texts, and not one of a few words, what is done with it.
+"""The use of each option's value that is free text or a list of it.
 
-"writes": a file or a folder of this name; "writes forms": FORM=FILE; "exports": KIND=TARGET, a place or a server; "runs
-code": FILE.py:NAME or a module; "runs code from": a folder; "reads": a file, inertly; "neither": it is no path.
-"""
+"writes": a file or a folder of this name; "writes forms": FORM=FILE; "exports": KIND=TARGET, a folder or a server;
+"runs code": FILE.py:NAME or a module; "runs code from": a folder; "reads": a file, without executing it; "neither": not
+a path."""
 
 
 def placed(file: ConfigFile, place: str, key: str, value: Any) -> Any:
-    """Return a setting's value with its paths as they are from the working directory.
+    """Return a setting's value with its paths relative to the working directory.
 
-    Args:
-        file: The configuration file.
-        place: Where the key stands, for the sentence.
-        key: The setting's key.
-        value: What stands there.
-
-    Raises:
-        UsageError: The file was found, not named, and the value leads where such a file may not reach.
+    `place` names the key in errors. Raises UsageError where a found file names something out of its reach.
     """
     match USES.get(key, "neither"):
         case "writes forms":
@@ -370,7 +327,7 @@ def placed(file: ConfigFile, place: str, key: str, value: Any) -> Any:
 
 
 def paths_in(key: str, value: Any) -> list[str]:
-    """Return the files that a setting's value names, by which an error may speak of it."""
+    """Return the files that a setting's value names; an error may mention them instead of the option."""
     use = USES.get(key, "neither")
     if use in ("writes forms", "exports"):
         return [path for text in value if (path := text.partition("=")[2])]
@@ -383,13 +340,13 @@ def _with_path(file: ConfigFile, place: str, text: str) -> str:
 
 
 def _exported(file: ConfigFile, place: str, text: str) -> str:
-    """The target of an export as it is from the working directory; a found file names no server and no account."""
-    from ampdoctor.health.sinks.export import KINDS  # what few runs need
+    """Return an export's target relative to the working directory. A found file may not name a server or account."""
+    from ampdoctor.health.sinks.export import KINDS  # few runs need it
 
     name, equals, target = text.partition("=")
     kind = next((kind for kind in KINDS if kind.name == name), None)
     if kind is None or not target.strip():
-        return text  # the option itself refuses it
+        return text  # the option itself reports it
     if kind.is_path and not kind.is_endpoint(target) and "://" not in target:
         return f"{name}{equals}{_one(file, place, os.path.expanduser(target), writes=True)}"  # noqa: PTH111 - a text
     if file.found:
@@ -398,7 +355,7 @@ def _exported(file: ConfigFile, place: str, text: str) -> str:
 
 
 def _code(file: ConfigFile, place: str, value: str, *, alone: bool) -> str:
-    """FILE.py:NAME, or FILE.py `alone`."""
+    """Place FILE.py:NAME, or FILE.py where `alone`."""
     path, colon, name = value.rpartition(":")
     if alone and value.endswith(".py"):
         return _one(file, place, value, runs=True)
@@ -411,12 +368,12 @@ def _code(file: ConfigFile, place: str, value: str, *, alone: bool) -> str:
 
 
 def _one(file: ConfigFile, place: str, path: str, *, writes: bool = False, runs: bool = False) -> str:
-    if not path.strip() or (writes and path in NAMES_OF_STDOUT):  # empty: the option itself refuses it
+    if not path.strip() or (writes and path in NAMES_OF_STDOUT):  # empty: the option itself reports it
         return path
     joined = os.path.normpath(file.folder / path)
     if file.found and (writes or runs):
         _refuse_outside(file, place, joined, written=writes)
-    return f".{os.sep}{joined}" if joined.startswith("~") else joined  # a folder of that name, and nobody's home
+    return f".{os.sep}{joined}" if joined.startswith("~") else joined  # a folder named `~...`, not a home folder
 
 
 def _refuse_outside(file: ConfigFile, place: str, path: str, *, written: bool) -> None:
@@ -433,7 +390,7 @@ def _because(file: ConfigFile) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Default:
-    """A value that stands in a file, and where."""
+    """A value from a file, and its file and key."""
 
     value: Any
     place: str
@@ -441,39 +398,22 @@ class Default:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A configuration, as one command sees it.
+    """A configuration, restricted to one command."""
 
-    Attributes:
-        file: Its name; None where there is none.
-        prefix: What stands before each of its keys.
-        defaults: Of the command's options, by key.
-        rules: Settings of rules, by code.
-        ignores: In the order in which they stand.
-    """
-
-    file: str | None = None
-    prefix: str = ""
-    defaults: Mapping[str, Default] = field(default_factory=dict)
-    rules: Mapping[str, RuleSettings] = field(default_factory=dict)
-    ignores: tuple[Ignore, ...] = ()
+    file: str | None = None  # its name; None: there is no file
+    prefix: str = ""  # comes before each key
+    defaults: Mapping[str, Default] = field(default_factory=dict)  # of the command's options, by key
+    rules: Mapping[str, RuleSettings] = field(default_factory=dict)  # by code
+    ignores: tuple[Ignore, ...] = ()  # in the file's order
 
     @property
     def sets_something(self) -> bool:
-        """Whether the file says anything to the command."""
+        """Whether the file sets anything for the command."""
         return bool(self.defaults or self.rules or self.ignores)
 
 
 def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[Setting]]) -> Config:
-    """Return what a file says to a command. The whole file is checked, whichever command runs.
-
-    Args:
-        file: The file.
-        command: The command's name.
-        settings: Of each command, by its name.
-
-    Raises:
-        UsageError: A key that there is not, or a value that it does not take.
-    """
+    """Return a file's settings for one command; the whole file is checked, by the `settings` of every command."""
     everywhere: dict[str, Setting] = {s.key: s for group in settings.values() for s in group}
     own = {setting.key for setting in settings[command]}
     shared: dict[str, Default] = {}
@@ -507,7 +447,6 @@ def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[
 def _of_command(
     file: ConfigFile, command: str, table: Any, settings: Sequence[Setting], everywhere: Mapping[str, Setting]
 ) -> dict[str, Default]:
-    """The keys of a command's own table."""
     if not isinstance(table, dict):
         raise wrong_value(file.place(command), "a table", table)
     known = {setting.key: setting for setting in settings}
@@ -539,21 +478,15 @@ def _is(value: Any, kind: Kind) -> bool:
     return isinstance(value, types[kind])
 
 
-# `[tool.ampdoctor.rules]` and `[[tool.ampdoctor.ignore]]`: what a project has decided about rules and findings.
+# -- `[tool.ampdoctor.rules]` and `[[tool.ampdoctor.ignore]]` --
 
-
-_MAX_IGNORES = 1000
-"""Each is held against each finding, of which a hostile checkpoint has as many as it likes."""
+_MAX_IGNORES = 1000  # each is compared with each finding, and a hostile checkpoint can have any number of findings
 _PATTERNS = ("tensor", "module", "file")
 _IGNORE_KEYS = ("rule", *_PATTERNS, "reason", "expires")
 
 
 def read_rules(file: ConfigFile, table: Any) -> Mapping[str, RuleSettings]:
-    """Return the settings of rules, by code.
-
-    Raises:
-        UsageError: A rule that there is not, twice the same one, or a value that its key does not take.
-    """
+    """Return the settings of rules, by code. An unknown or repeated rule and a wrong value raise UsageError."""
     if not isinstance(table, dict):
         raise wrong_value(file.place(RULES_KEY), "a table", table)
     rules: dict[str, RuleSettings] = {}
@@ -569,11 +502,7 @@ def read_rules(file: ConfigFile, table: Any) -> Mapping[str, RuleSettings]:
 
 
 def read_ignores(file: ConfigFile, tables: Any) -> tuple[Ignore, ...]:
-    """Return the ignores, in the order in which they stand.
-
-    Raises:
-        UsageError: One without rule or reason, an unknown key, or a value that its key does not take.
-    """
+    """Return the ignores, in the file's order. A missing reason, an unknown key or a wrong value raises UsageError."""
     if not isinstance(tables, list):
         raise UsageError(
             f"{file.place(IGNORE_KEY)}: expected tables, [[{file.prefix}{IGNORE_KEY}]], each of one ignore"

@@ -1,7 +1,8 @@
-"""A command whose options a configuration file and the environment may set as well.
+"""A command whose options a configuration file and the environment can set as well.
 
-What holds: command line, else environment, else configuration file, else default. Typer's own parser knows the first,
-second and fourth; the third is its default map, which is read when the first option asks for it: after `--help`.
+The command line overrides the environment, which overrides the configuration file, which overrides the default. Typer's
+parser handles all but the file; the file is Typer's default map, read when the first option needs it, so after
+`--help`.
 """
 
 from __future__ import annotations
@@ -48,12 +49,11 @@ _OF_ONE_RUN = {
         ),
     ],
 }
-_FLAG, _VARIABLE, _FILE = "COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP"
-"""Typer's names of where a value came from."""
+_FLAG, _VARIABLE, _FILE = "COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP"  # Typer's names for the source of a value
 
 
 def configured(function: Callable[..., R]) -> Callable[..., R]:
-    """Return the command with the options that say where its settings come from; it does not see them itself."""
+    """Return the command with the options that choose its configuration; the command itself does not receive them."""
     defaults: dict[str, Any] = {"config": None, "isolated": False, "show_config": False}
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
@@ -71,12 +71,12 @@ def configured(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def on_the_command_line(context: typer.Context) -> frozenset[str]:
-    """Return the parameters that the command line itself gives: what a setting says holds for many runs."""
+    """Return the parameters that are on the command line itself."""
     return frozenset(name for name in context.params if _source(context, name) == _FLAG)
 
 
 def moved_in_the_file(context: typer.Context) -> Moves:
-    """Return the thresholds that the configuration file moves, by code and name."""
+    """Return the thresholds that the configuration file sets, by code and name."""
     command: Any = context.command
     if not isinstance(command, ConfiguredCommand):
         return {}
@@ -92,20 +92,16 @@ class ConfiguredCommand(TyperCommand):
         for setting in self.settings:
             option: Any = self._parameter(setting.parameter)
             option.envvar = setting.variables(self.name or "")
-            option.show_envvar = False  # all alike: the help's last lines say how they are made
+            option.show_envvar = False  # the end of the help explains how their names are made
 
     def get_help(self, ctx: Any) -> str:
-        """Return the help, whose defaults are the tool's and not a file's."""
+        """Return the help, with the tool's defaults and not a file's."""
         ctx.default_map = None
         return super().get_help(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line, with the environment and the configuration file behind it.
-
-        Raises:
-            UsageError: A value that came from one of these is none that its option takes; the sentence says where.
-        """
-        if ctx.resilient_parsing:  # completion, which must not fail over a file
+        """Parse the command line, the environment and the file; errors name the source of the value."""
+        if ctx.resilient_parsing:  # completion, which must not fail because of a file
             return super().parse_args(ctx, args)
         ctx.default_map = _Defaults(ctx, self)
         try:
@@ -117,7 +113,7 @@ class ConfiguredCommand(TyperCommand):
             raise UsageError(f"{origin}: {said_of_the_value(error)}") from None
 
     def invoke(self, ctx: Any) -> Action:
-        """Return the command's action, with what the configuration has decided."""
+        """Return the command's action, with the configuration's decisions."""
         if ctx.params["show_config"]:
             from ampdoctor.cli.configured_command import show_config
 
@@ -144,7 +140,7 @@ class ConfiguredCommand(TyperCommand):
         return blamed
 
     def _parse(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; to show the configuration no target is needed."""
+        """Parse; --show-config needs no target."""
         typed = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -152,10 +148,10 @@ class ConfiguredCommand(TyperCommand):
             parameter: Any = error.param
             if parameter is None or parameter.param_type_name != "argument" or not ctx.params.get("show_config"):
                 raise
-        return super().parse_args(ctx, [*typed, "."])  # any will do
+        return super().parse_args(ctx, [*typed, "."])  # any target will do
 
     def config(self, ctx: Any) -> Config:
-        """Return what the configuration file says to this command."""
+        """Return the configuration for this command."""
         defaults = ctx.default_map
         return defaults.config() if isinstance(defaults, _Defaults) else Config()
 
@@ -163,7 +159,7 @@ class ConfiguredCommand(TyperCommand):
         return next(parameter for parameter in self.params if parameter.name == name)
 
     def _origin(self, ctx: Any, name: str) -> str | None:
-        """Where a parameter's value came from, if neither the command line nor the tool gave it."""
+        """Return where a parameter's value came from; None: from the command line or the tool's default."""
         setting = next((setting for setting in self.settings if setting.parameter == name), None)
         source = _source(ctx, name)
         if setting is not None and source == _VARIABLE:
@@ -174,7 +170,6 @@ class ConfiguredCommand(TyperCommand):
         return None
 
     def _effective(self, ctx: Any) -> list[tuple[str, Any, str]]:
-        """Every setting with its value and where it came from."""
         return [
             (
                 setting.key,
@@ -187,10 +182,8 @@ class ConfiguredCommand(TyperCommand):
 
     @contextmanager
     def _blaming(self, ctx: Any) -> Iterator[None]:
-        """Put the place before an error about an option that nobody has typed.
-
-        A sentence is about the options before its first colon; behind it stands advice, which may name others.
-        """
+        """Put the source of the setting before an error about an option that is not on the command line."""
+        # An error is about the options before its first colon; the advice after it may name others
         try:
             yield
         except UsageError as error:
@@ -206,7 +199,7 @@ class ConfiguredCommand(TyperCommand):
 
 
 class _Defaults:
-    """Typer's default map: what the configuration file says, read when it is first asked for."""
+    """Typer's default map: the configuration file, read at the first access."""
 
     def __init__(self, ctx: Any, command: ConfiguredCommand) -> None:
         self._ctx = ctx
@@ -220,7 +213,7 @@ class _Defaults:
         return None if default is None else default.value
 
     def config(self) -> Config:
-        """Return the configuration, which `--config` and `--isolated` have their say about."""
+        """Return the configuration, as `--config` and `--isolated` choose it."""
         if self._config is None:
             self._config = self._read()
         return self._config
@@ -235,7 +228,7 @@ class _Defaults:
 
 
 def _all_settings(ctx: Any) -> Mapping[str, Sequence[Setting]]:
-    """The settings of every command that has some: the whole file is checked, whichever runs."""
+    """Return the settings of every command: the whole file is checked, whichever runs."""
     group = getattr(ctx.parent, "command", None)
     commands = getattr(group, "commands", {ctx.command.name: ctx.command})
     return {name: command.settings for name, command in commands.items() if isinstance(command, ConfiguredCommand)}
@@ -245,17 +238,16 @@ def _source(ctx: Any, name: str) -> str | None:
     return getattr(ctx.get_parameter_source(name), "name", None)
 
 
-# What follows `--` on the command line of a command that runs the user's code: the arguments of their script.
-
+# -- `--`: what follows it are the arguments of the user's script --
 
 _KEY = "ampdoctor.script_arguments"
 
 
 class ReplayCommand(ConfiguredCommand):
-    """A command whose target may be a script, with arguments of its own."""
+    """A command whose target may be a script with arguments of its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse what stands before `--`, where that names the target; else `--` only ends the options, as ever."""
+        """Parse the words before `--` where they name the target; else `--` only ends the options, as usual."""
         head, after = _split(args)
         if after and not ctx.resilient_parsing and self._names_target(ctx, head):
             ctx.meta[_KEY] = tuple(after)
@@ -269,7 +261,7 @@ class ReplayCommand(ConfiguredCommand):
     def _names_target(self, ctx: Any, args: list[str]) -> bool:
         try:
             parsed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-        except Exception:  # noqa: BLE001 - what is wrong with it is said where it is parsed in earnest
+        except Exception:  # noqa: BLE001 - the real parsing reports the error
             return True
         arguments: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
         return any(isinstance(parsed.get(one.name), str | list | tuple) and parsed[one.name] for one in arguments)
@@ -288,8 +280,7 @@ def script_arguments(context: typer.Context) -> tuple[str, ...]:
     return given
 
 
-# `--show-config`: every setting of a command, and where it comes from.
-
+# -- `--show-config` --
 
 _PREFIX = "AMPDOCTOR_"
 
@@ -297,15 +288,7 @@ _PREFIX = "AMPDOCTOR_"
 def show_config(
     command: str, settings: Sequence[tuple[str, Any, str]], config: Config, form: str, variables: Sequence[str]
 ) -> Action:
-    """Return the action that shows them.
-
-    Args:
-        command: The command's name.
-        settings: Key, value and origin of each.
-        config: The configuration that was read.
-        form: `json`, or anything else for people.
-        variables: The environment variables that there are.
-    """
+    """Return the action that shows `settings` (key, value and origin of each), as `form` "json" or as text."""
 
     def action() -> Outcome:
         _note_strangers(variables)
@@ -316,7 +299,7 @@ def show_config(
 
 
 def _note_strangers(variables: Sequence[str]) -> None:
-    """Say which variables look like settings and are none: a typing error there is silent anywhere else."""
+    """Say which variables look like settings and are none: a typing error there is reported nowhere else."""
     for name in sorted(os.environ):
         if name.startswith(_PREFIX) and name not in variables:
             near = near_name(name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in variables])

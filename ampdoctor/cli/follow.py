@@ -1,4 +1,4 @@
-"""`follow`: shows a log while it grows, on a terminal as a picture, elsewhere as plain lines, until it has ended."""
+"""Shows a log while it grows, until it has ended: as a picture on a terminal, elsewhere as plain lines."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ if TYPE_CHECKING:
     from ampdoctor.reports.formats import Color
 
 
-# A running training on a terminal: what `ampdoctor health LOG --follow` draws, a few times a second, at any size.
-
+# -- the picture of `ampdoctor health LOG --follow` --
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "good": "green"}
-_QUIET_S = 60.0
-"""Seconds without a line after which that is said."""
+_QUIET_S = 60.0  # seconds without a line after which the log counts as silent
 _LABEL, _VALUE = 15, 12
 _MEASURES: tuple[tuple[Measure, str], ...] = (
     ("flushed_share", "flushed to zero"),
@@ -91,16 +89,7 @@ def number(value: float | None) -> str:
 
 
 def view(latest: Latest, *, name: str, width: int, height: int, plain: bool = False, now: float | None = None) -> Text:
-    """Returns the whole picture, as many lines and columns as there are, and no more.
-
-    Args:
-        latest: What is known.
-        name: Of the log, for people.
-        width: Columns.
-        height: Lines.
-        plain: ASCII only.
-        now: Seconds since 1970; None: the clock's.
-    """
+    """Returns the picture, at most `width` by `height`, ASCII only if `plain`; `now` is in seconds since 1970."""
     from rich.text import Text
 
     head = _head(latest, name, time.time() if now is None else now)
@@ -181,7 +170,7 @@ def _curves(latest: Latest, width: int, *, plain: bool) -> list[Text]:
 
 
 def _layers(latest: Latest, width: int, room: int) -> list[Text]:
-    """The worst tensors: side by side where there is room, else the first measure that says something."""
+    """Returns the worst tensors: several measures side by side where they fit, else the first that has values."""
     from rich.text import Text
 
     count = min(room - 1, 5)
@@ -208,7 +197,7 @@ def _worst(latest: Latest, measure: Measure, count: int) -> list[tuple[str, str,
 
 
 def _row(value: str, name: str, role: str, width: int) -> str:
-    """A tensor's number and name; of a name that is too long the end says most."""
+    """Returns a tensor's number and name; of a name that is too long the end is kept."""
     role = _SHORT_ROLES.get(role, role)
     room = max(width - 12 - len(role) - 3, 4)
     shown = name if len(name) <= room else f"..{name[2 - room :]}"
@@ -220,7 +209,6 @@ def _cell(text: str, width: int) -> str:
 
 
 def _events(events: Sequence[Event], room: int, width: int) -> list[Text]:
-    """The last events, each in as many lines as there are for it: the newest in full, and as many more as fit."""
     from rich.text import Text
 
     shown: list[Text] = []
@@ -248,14 +236,11 @@ def _amount(value: float) -> str:
     return f"{value / size:.3g}{letter}"
 
 
-FRAME_S = 0.25
-"""Between two looks: an eye does not read faster, and a log is a twentieth of a second behind its training."""
-_EVERY = 100
-"""Steps from one plain line to the next."""
+FRAME_S = 0.25  # seconds between two reads: nobody reads faster, and the log is only a twentieth of a second late
+_EVERY = 100  # steps between two plain lines
 _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-"""What ends a process without a word: a `kill`, and a terminal that is closed."""
-_SLOW_S = 60.0
-"""Seconds after which a step is said anyway: some take minutes."""
+"""Signals that end a process silently: `kill`, and a closed terminal."""
+_SLOW_S = 60.0  # seconds after which a step is printed anyway: some steps take minutes
 
 
 def follow(
@@ -266,20 +251,11 @@ def follow(
     every: int = _EVERY,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Shows a log until its last line is there.
+    """Shows a log, a folder with one, or the place where one will be, until its last line is there.
 
-    Args:
-        log: A log, a folder with one, or where one will be.
-        output: As of the report that comes afterwards: where that takes standard output for itself, this is shown on
-            stderr.
-        thresholds: Of the judge.
-        every: Steps from one plain line to the next.
-        pause: Waits so many seconds.
-
-    Raises:
-        CheckpointError: There is a file, and it is no log.
-        OutputError: What it is shown on cannot be written.
-        StdoutClosedError: Whoever read it has gone.
+    It is shown on stderr where the report of `output` needs stdout. `every` is the number of steps between plain lines;
+    `pause` waits that many seconds. Raises CheckpointError where the file is not a log, OutputError where the output
+    cannot be written, and StdoutClosedError where the reader of stdout has gone.
     """
     for_people = output.format == "human" and output.output is None
     stream = report_stream() if for_people else sys.stderr
@@ -300,24 +276,21 @@ def _noted(text: str) -> None:
 
 
 def _is_drawn_on(stream: TextIO) -> bool:
-    """Whether a stream is a terminal on which a picture can be drawn anew."""
     return stream.isatty() and os.environ.get("TERM") != "dumb" and sys.platform != "win32"
 
 
 class _ToldToEnd(KeyboardInterrupt):
-    """A signal that ends a process has come; for process 1 of a container it does not, and it is as Ctrl-C there."""
+    """A signal that ends a process. It does not end process 1 of a container, and acts as Ctrl-C there."""
 
 
 @contextmanager
 def _told_to_end() -> Iterator[None]:
-    """Lets what runs inside clean up before one of these signals ends the process, as it ends every other command.
-
-    One that is ignored (`nohup`), or somebody else's, stays so.
-    """
+    """Lets its body clean up before one of these signals ends the process, as it ends every other command."""
+    # A signal that is ignored (`nohup`) or handled by others is left alone
     came: list[int] = []
 
     def end(number: int, _: FrameType | None) -> None:
-        if not came:  # another one while the first is being obeyed changes nothing
+        if not came:  # further signals during the cleanup are ignored
             came.append(number)
             raise _ToldToEnd
 
@@ -335,11 +308,9 @@ def _told_to_end() -> Iterator[None]:
 
 
 class _Lines:
-    """Says what has happened, and now and then a step.
+    """Prints events, and a step from time to time.
 
-    Args:
-        write: Takes a line with its end.
-        every: Steps from one line to the next; 0 for none.
+    `write` takes a line with its newline; `every` is the number of steps between two lines, 0 for none.
     """
 
     def __init__(self, write: Callable[[str], None], every: int) -> None:
@@ -347,12 +318,11 @@ class _Lines:
         self._said, self._said_at = -1, time.monotonic()
 
     def happened(self, events: Iterable[Event]) -> None:
-        """Something has."""
         for event in events:
             self._write(event_line(event) + "\n")
 
     def step(self, latest: Latest, *, least: int | None = None) -> None:
-        """Says the last step, if that is so many after the one that was said; None: as many as are usual."""
+        """Prints the last step if it is at least `least` steps after the one printed before; None: the usual number."""
         last, least = latest.last, self._every if least is None else least
         slow = time.monotonic() - self._said_at > _SLOW_S
         if not self._every or last is None or last.step == self._said:
@@ -363,7 +333,7 @@ class _Lines:
 
 
 def _print(lines: _Lines, follower: Follower, latest: Latest, log: str, pause: Callable[[float], None]) -> None:
-    """Plain lines; of what was there before, no more steps than the last."""
+    """Prints plain lines; of the steps that were already there, only the last."""
     waiting = caught_up = False
     while True:
         for whole in follower.new():
@@ -381,7 +351,7 @@ def _print(lines: _Lines, follower: Follower, latest: Latest, log: str, pause: C
 
 
 def _draw(follower: Follower, latest: Latest, picture: _Picture, pause: Callable[[float], None]) -> None:
-    """Draws on the terminal's second screen; what the picture was in the end stays on the first."""
+    """Draws on the terminal's second screen; the last picture stays on the first."""
     from rich.live import Live
 
     console = picture.console
@@ -394,7 +364,7 @@ def _draw(follower: Follower, latest: Latest, picture: _Picture, pause: Callable
                 drawn_at = time.monotonic()
                 for whole in follower.new():
                     latest.hear(whole)
-                    if time.monotonic() - drawn_at > FRAME_S:  # a long log that was there before
+                    if time.monotonic() - drawn_at > FRAME_S:  # while a long existing log is read
                         live.update(picture.drawn(latest), refresh=True)
                         drawn_at = time.monotonic()
                 if follower.found is not None:
@@ -407,13 +377,7 @@ def _draw(follower: Follower, latest: Latest, picture: _Picture, pause: Callable
 
 
 class _Picture:
-    """Draws for a terminal at the size that it has by then.
-
-    Args:
-        stream: The terminal.
-        color: As of a report.
-        name: Of the log.
-    """
+    """Draws for a terminal at its current size; `name` is the log's."""
 
     def __init__(self, stream: TextIO, color: Color, name: str) -> None:
         self.console = _console(stream, color)
@@ -422,7 +386,7 @@ class _Picture:
         self._plain = not (stream.encoding or "").lower().startswith("utf")
 
     def drawn(self, latest: Latest, *, lines_left: int = 0) -> Text:
-        """Returns it, with so many lines of the terminal left free."""
+        """Returns the picture, with `lines_left` lines of the terminal left free."""
         width, height = _size(self._stream)
         from rich.console import ConsoleDimensions
 
@@ -445,7 +409,7 @@ def _console(stream: TextIO, color: Color) -> Console:
 
 
 def _size(stream: TextIO) -> tuple[int, int]:
-    """Columns and lines, asked anew each time: the user may have drawn the window wider."""
+    """Returns columns and lines, read each time: the user may have resized the window."""
     try:
         size = os.get_terminal_size(stream.fileno())
     except OSError:

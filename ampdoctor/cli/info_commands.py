@@ -1,4 +1,4 @@
-"""`ampdoctor rule`."""
+"""`ampdoctor rule`, `ampdoctor env` and `ampdoctor merge`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 
 def _completions(incomplete: str) -> list[tuple[str, str]]:
-    """Codes and names that begin so, each with what it is about."""
     from ampdoctor.diagnosis.catalogue import rules
 
     codes = [(rule.code, rule.title) for rule in rules().values() if rule.code.startswith(incomplete.upper())]
-    if incomplete[:1].islower():  # a shell keeps only what begins as it was typed, and any case is understood
+    if incomplete[:1].islower():  # a shell keeps only completions that begin as typed
         codes = [(code.lower(), title) for code, title in codes]
     names = [(rule.name, rule.title) for rule in rules().values() if incomplete and rule.name.startswith(incomplete)]
     return codes or names
@@ -75,7 +74,6 @@ def _as_json(rules: list[Rule]) -> str:
 
 
 def _whole(rule: Rule) -> dict[str, Any]:
-    """A rule with its page and its thresholds, as JSON."""
     thresholds = [
         {
             "name": threshold.name,
@@ -110,13 +108,9 @@ def _as_text(rules: list[Rule], color: Color, *, whole: bool) -> str:
 
 
 def _line(threshold: Threshold) -> str:
-    """A threshold in a line: what it is, what it may be, and why."""
     short = f", {threshold.option}" if threshold.option else ""
     range_ = f"{threshold.unit}, {threshold.lowest:g} to {threshold.highest:g}{short}"
     return f"{threshold.key} = {threshold.default:g} ({range_}): {threshold.why}"
-
-
-# `ampdoctor env`.
 
 
 def env(form: Annotated[ListFormat, typer.Option("--format", help="Form of the list.")] = "human") -> Action:
@@ -152,7 +146,7 @@ def _software() -> dict[str, Any]:
 
 def _torch() -> dict[str, Any]:
     try:
-        import torch  # noqa: F401 - alone, and first: one that cannot be loaded is what this page is for
+        import torch  # noqa: F401 - first and alone: this page must also show that torch cannot be imported
     except Exception as error:  # noqa: BLE001
         return {"torch_import": f"{type(error).__name__}: {error}"}
     from ampdoctor.precision.spec import device_facts, torch_facts
@@ -166,11 +160,7 @@ def _shown(fact: Any) -> str:
     return "; ".join(fact) or "none" if isinstance(fact, list) else str(fact)
 
 
-# `ampdoctor merge`.
-
-
-_MAX_REPORT = 256 * 1024 * 1024
-"""Bytes: one with a histogram for each of 1,000 modules has some 10 MB."""
+_MAX_REPORT = 256 * 1024 * 1024  # bytes; a report with a histogram for each of 1,000 modules has some 10 MB
 
 
 @flatten

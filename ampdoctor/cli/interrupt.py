@@ -1,8 +1,7 @@
 """Ctrl-C ends the process with exit code 130 and one sentence, whenever it comes.
 
-Code that is being imported may swallow a KeyboardInterrupt, or turn it into an error about the half that is missing;
-that the key was pressed is therefore noted where the signal arrives. This module is imported before all others, and
-imports next to nothing.
+Code that is being imported may swallow a KeyboardInterrupt, or raise another error about the missing half. So the
+signal handler notes that the key was pressed. This module is imported before all others, and imports almost nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from types import FrameType
 
 from ampdoctor.errors import EXIT_INTERRUPTED
 
-INTERRUPTED = "ampdoctor: interrupted"
-"""What is said after Ctrl-C."""
-_leave = os._exit
-"""Python's own: `process.claim_process` puts another in its place."""
+INTERRUPTED = "ampdoctor: interrupted"  # printed after Ctrl-C
+_leave = os._exit  # Python's own, which `process.claim_process` replaces
 
 
 class _Claim:
-    """What is known of the process; one, as the process is one."""
+    """State of the process, of which there is one."""
 
     answering: bool = False
     interrupted: bool = False
@@ -30,10 +27,8 @@ class _Claim:
 
 
 def claim() -> None:
-    """Note each Ctrl-C; until `main()` answers, the first one ends the process.
-
-    Nothing is done about a Ctrl-C that is ignored already (`nohup`) or handled by somebody else.
-    """
+    """Note each Ctrl-C; until `main()` answers, the first one ends the process."""
+    # A Ctrl-C that is already ignored (`nohup`) or handled by others is left alone
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         try:
             signal.signal(signal.SIGINT, _on_ctrl_c)
@@ -48,7 +43,7 @@ def release() -> None:
 
 
 def answer() -> None:
-    """From now on a Ctrl-C is raised as a KeyboardInterrupt, which `main()` answers."""
+    """From now on raise a KeyboardInterrupt on Ctrl-C, which `main()` answers."""
     _Claim.answering = True
 
 
@@ -58,12 +53,12 @@ def interrupted() -> bool:
 
 
 def ignore() -> None:
-    """Let a further Ctrl-C change nothing: how the process ends is decided."""
+    """Ignore further Ctrl-C: the end of the process is decided."""
     _Claim.deaf = True
 
 
 def settle(code: int) -> None:
-    """From now on a Ctrl-C ends all at once, with this exit code."""
+    """From now on end at once on Ctrl-C, with this exit code."""
     _Claim.code = code
     _Claim.deaf = False
 
@@ -72,7 +67,7 @@ def _on_ctrl_c(signum: int, frame: FrameType | None) -> None:
     if _Claim.deaf:
         return
     _Claim.interrupted = True
-    if _Claim.code is not None:  # all is said, and what is waited for is an exit handler or a thread
+    if _Claim.code is not None:  # only exit handlers or threads still run
         _leave(_Claim.code)
     if not _Claim.answering or _torch_is_loading():  # nothing has been written yet
         _end()
@@ -80,7 +75,7 @@ def _on_ctrl_c(signum: int, frame: FrameType | None) -> None:
 
 
 def _torch_is_loading() -> bool:
-    """Its C++ runs Python and aborts where that raises."""
+    """Whether torch is being imported: its C++ code runs Python, and aborts where that raises."""
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     return bool(getattr(spec, "_initializing", False))
 

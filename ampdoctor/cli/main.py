@@ -45,21 +45,19 @@ from ampdoctor.errors import (
 from ampdoctor.reports.escape import sentence
 
 _TRACEBACK_FROM = 2  # -vv
-_COMPLETION = "_AMPDOCTOR_COMPLETE"
-"""The variable in which a shell asks for completions."""
+_COMPLETION = "_AMPDOCTOR_COMPLETE"  # the variable with which a shell asks for completions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; nothing is raised, but for the Ctrl-C that has ended a script.
+    """Run the command line and return its exit code; it raises only the KeyboardInterrupt that has ended a script.
 
-    Args:
-        argv: The arguments without the program's name; None: those of the process, whose stdout then belongs to the
-            report until it ends.
+    `argv` has the arguments without the program's name. None means those of the process, whose stdout then belongs to
+    the report until it ends.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and arguments[:1] == [
         "run"
-    ]:  # the process is the script's: nothing is claimed but Ctrl-C until then
+    ]:  # the process belongs to the script: only Ctrl-C is claimed until it starts
         return run_command.end_as_python(_answer(arguments))
     streams.harden()
     if argv is not None:
@@ -68,10 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         process.claim_process()
         streams.claim_stdout()
         code = _answer(arguments)
-    except KeyboardInterrupt:  # pressed between two lines of ours
+    except KeyboardInterrupt:  # outside `_answer`
         code = _say_interrupted()
     interrupt.ignore()
-    if interrupt.interrupted() and code != EXIT_INTERRUPTED:  # swallowed, and answered all the same
+    if interrupt.interrupted() and code != EXIT_INTERRUPTED:  # some code swallowed the KeyboardInterrupt
         code = _say_interrupted()
     return process.settle(code)
 
@@ -81,7 +79,7 @@ def _answer(arguments: list[str]) -> int:
         return _run(arguments)
     except streams.StdoutClosedError:
         return EXIT_ERROR
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it must not pass for findings
+    except BaseException as error:  # noqa: BLE001 - no error may look like findings
         if interrupt.interrupted() or _interrupted(error):
             return _say_interrupted()
         _explain(error, arguments)
@@ -105,14 +103,14 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> Action | int:
-    """Return the command's action, or an exit code where parsing was all there was to do (`--help`)."""
+    """Return the command's action, or an exit code where parsing did everything (`--help`)."""
     from ampdoctor.cli.main import app
 
     hook = sys.excepthook
-    with contextlib.redirect_stdout(io.StringIO()) as shown:  # Typer's own way of writing ends the process on an error
+    with contextlib.redirect_stdout(io.StringIO()) as shown:  # Typer's own output ends the process on an error
         try:
             result = app(arguments or ["--help"], prog_name="ampdoctor", standalone_mode=False)
-        except SystemExit as ended:  # how an answer to a shell's completion ends
+        except SystemExit as ended:  # how a shell's completion ends
             result = ended.code
         except (KeyError, ValueError):
             if _COMPLETION not in os.environ:
@@ -120,7 +118,7 @@ def _parse(arguments: list[str]) -> Action | int:
             said = f"{_COMPLETION} asks for completions, and what else a shell says then is not set: unset it"
             raise UsageError(said) from None
         finally:
-            sys.excepthook = hook  # Typer puts its own there, for good
+            sys.excepthook = hook  # Typer replaces it for good
     if not arguments and _COMPLETION not in os.environ:
         streams.note(shown.getvalue().rstrip("\n"))
         return EXIT_ERROR
@@ -135,7 +133,7 @@ def _parse(arguments: list[str]) -> Action | int:
 
 
 def _interrupted(error: BaseException) -> bool:
-    """Whether Ctrl-C is what it began with: one that stops an import half-way comes out as an error about the rest."""
+    """Whether Ctrl-C caused the error: if it stops an import, another error about the missing rest may follow."""
     seen: set[int] = set()  # errors may refer to one another in a circle
     chain: list[BaseException | None] = [error]
     while chain:
@@ -151,7 +149,7 @@ def _interrupted(error: BaseException) -> bool:
 def _explain(error: BaseException, arguments: list[str]) -> None:
     try:
         usage = _explained(error, arguments)
-    except BaseException:  # noqa: BLE001 - a class of the user's, whose own str() raises
+    except BaseException:  # noqa: BLE001 - a user's class whose str() raises
         usage = False
         streams.note(_internal(f"{type(error).__name__}, which raises where its message is read"))
     if _verbosity(arguments) >= _TRACEBACK_FROM and not usage:
@@ -159,14 +157,14 @@ def _explain(error: BaseException, arguments: list[str]) -> None:
 
 
 def _explained(error: BaseException, arguments: list[str]) -> bool:
-    """Say what went wrong; True where that is the command line, of which no traceback tells more."""
+    """Print the error; return True for a usage error, for which a traceback would not help."""
     if is_usage_error(error):
         streams.note(f"ampdoctor: error: {sentence(said_by(error))}")
         context = getattr(error, "ctx", None)
         if not _say_instead(error, arguments) and context is not None:
             streams.note(f"Try '{context.command_path} --help' for help.")
         return True
-    if isinstance(error, SystemExit):  # code under examination that got past the guards around it
+    if isinstance(error, SystemExit):  # from the examined code, past our guards
         said = sentence(f"the code under examination ended the process with {error.code!r}")
         streams.note(f"ampdoctor: error: {said}")
     elif isinstance(error, ForkedChildError):
@@ -187,7 +185,6 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
 
 
 def _say_instead(error: BaseException, arguments: list[str]) -> bool:
-    """Say which ways in there are, or what to type instead, where that can be known."""
     from typer.main import get_command
 
     from ampdoctor.cli.main import app
@@ -199,7 +196,7 @@ def _say_instead(error: BaseException, arguments: list[str]) -> bool:
     root: Any = get_command(app)
     try:
         meant = None if ways else instead(arguments, error, root.commands)
-    except Exception:  # noqa: BLE001 - the sentence stands without a guess
+    except Exception:  # noqa: BLE001 - the error message needs no suggestion
         meant = None
     if meant is not None:
         streams.note(f"Type: {sentence(f'ampdoctor {meant}')}")
@@ -215,13 +212,12 @@ def _internal(what: str) -> str:
 
 
 def _verbosity(arguments: Sequence[str]) -> int:
-    """How often -v was given; read here because a crash may come before the options are parsed."""
+    """Return how often -v was given; a crash may come before the options are parsed."""
     short = (argument for argument in arguments if re.fullmatch(r"-[qv]+", argument))
     return sum(argument.count("v") for argument in short) + arguments.count("--verbose")
 
 
-# The Typer application: which commands there are.
-
+# -- the Typer application --
 
 _EPILOG = "Exit codes: 0 nothing at or above --fail-on, 1 findings, 2 anything else that went wrong, 130 Ctrl-C."
 
@@ -234,7 +230,7 @@ app = typer.Typer(
     name="ampdoctor",
     epilog=_EPILOG,
     rich_markup_mode=None,  # plain help: half the start-up time, and the same text everywhere
-    pretty_exceptions_enable=False,  # main() alone says how an error looks
+    pretty_exceptions_enable=False,  # only main() prints errors
 )
 
 
@@ -253,8 +249,7 @@ def ampdoctor(
     """Diagnose mixed-precision training: what broke, why, what to change, and the proof."""
 
 
-_ARGUMENTS_ARE_THE_SCRIPTS = {"allow_interspersed_args": False}
-"""Whatever stands behind the script, also what looks like an option of ours."""
+_ARGUMENTS_ARE_THE_SCRIPTS = {"allow_interspersed_args": False}  # even those that look like our options
 
 app.command(
     "run", cls=ConfiguredCommand, epilog=f"{_SETTINGS}\n\n{_EPILOG}", context_settings=_ARGUMENTS_ARE_THE_SCRIPTS

@@ -40,7 +40,7 @@ from ampdoctor.workflows.requests import (
     set_all_aside,
 )
 
-# What a shell is offered for the value of an option that is no plain choice.
+# -- shell completion for options with free values --
 
 
 def report_completions(incomplete: str) -> list[str]:
@@ -59,7 +59,7 @@ def threshold_completions(incomplete: str) -> list[str]:
 
 
 def hardware_completions(incomplete: str) -> list[str]:
-    """What a precision is recommended for."""
+    """Hardware that a precision can be recommended for."""
     return _begun(TARGETS, incomplete)
 
 
@@ -67,8 +67,7 @@ def _begun(values: Iterable[str], incomplete: str) -> list[str]:
     return [value for value in values if value.startswith(incomplete)]
 
 
-ListFormat = Literal["human", "json"]
-"""Of what is no report: a rule's page, the environment."""
+ListFormat = Literal["human", "json"]  # for output that is not a report: a rule's page, the environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +215,7 @@ class ReplayOptions:
             refuse_empty(option, value)
 
     def inputs(self, target: str) -> list[str]:
-        """Return the files and folders that the command may read, as far as its arguments name them."""
+        """Return the files and folders that the arguments name and the command may read."""
         named = [part for part in (target, self.batches, self.loss, self.model) if part is not None]
         files = [file for part in named for file in (part, part.rpartition(":")[0]) if Path(file).is_file()]
         return files if self.checkpoint is None else [*files, self.checkpoint]
@@ -231,18 +230,10 @@ class ReplayOptions:
         advice: AdviceOptions | None = None,
         script_arguments: tuple[str, ...] = (),
     ) -> tuple[ReplayRequest, list[str]]:
-        """Return what the workflows take, and the saved profiles where those are the target.
+        """Return the request for the workflows, and the saved profiles where those are the target.
 
-        Args:
-            targets: As they were typed.
-            thresholds: What counts as lost, as harmful, as too many.
-            allow_partial: A checkpoint may fit the model only in part.
-            typed: The parameters that the command line itself gives.
-            advice: For whom the advice is.
-            script_arguments: Those of the user's script.
-
-        Raises:
-            UsageError: Several targets, and not all of them are profiles; or options of a replay where nothing runs.
+        `typed` holds the parameters that are on the command line itself. Raises UsageError for several targets that are
+        not all profiles, and for options of a replay where nothing runs.
         """
         for target in targets:
             refuse_empty("TARGET", target)
@@ -268,11 +259,11 @@ class ReplayOptions:
         return request, files
 
     def _given(self, typed: Collection[str]) -> list[str]:
-        """Those of its options that were typed: a setting is there for the runs that it fits."""
+        """Return its options on the command line. A setting from a file applies only to the runs that it fits."""
         return [f"--{option.name.replace('_', '-')}" for option in fields(self) if option.name in typed]
 
     def request(self, factory: str, *, allow_partial: bool, script_arguments: tuple[str, ...] = ()) -> ReplayRequest:
-        """Return what the workflows take."""
+        """Return the request for the workflows."""
         return ReplayRequest(
             factory=factory,
             arguments=parse_arguments(self.arg),
@@ -294,21 +285,13 @@ class ReplayOptions:
 
 
 def refuse_empty(name: str, value: str | None) -> None:
-    """Refuse the empty string that an unset variable of a script becomes.
-
-    Raises:
-        UsageError: `value` is empty or blank.
-    """
+    """Raise UsageError for an empty or blank value, as an unset variable of a script gives."""
     if value is not None and not value.strip():
         raise UsageError(f"{name} is empty: is a variable of the script not set?")
 
 
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:
-    """Return the keyword arguments that `--arg KEY=JSON` names.
-
-    Raises:
-        UsageError: No `=`, a key that is no Python name, a key twice, or a value that is not JSON.
-    """
+    """Return the keyword arguments of `--arg KEY=JSON`; raises UsageError for an invalid or repeated one."""
     arguments: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -335,17 +318,13 @@ def _value(pair: str, key: str, text: str) -> Any:
         raise UsageError(f"--arg {key}: a number in the value has too many digits") from None
 
 
-# Give Typer one option per field of an options dataclass, so that options shared by commands are written once.
-
+# -- one Typer option per field of an options dataclass --
 
 R = TypeVar("R")
 
 
 def flatten(function: Callable[..., R]) -> Callable[..., R]:
-    """Return `function` with each parameter that is a dataclass replaced by that dataclass's fields.
-
-    The fields carry Typer's `Annotated[type, typer.Option(...)]`; the values come back to `function` as the dataclass.
-    """
+    """Return `function` with each dataclass parameter replaced by its fields, which carry Typer's `Annotated`."""
     hints = get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type[Any]] = {}
@@ -386,15 +365,14 @@ def _default(field: Field[Any]) -> Any:
     return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
-# The options that say what the findings come to: what fails a run, and what has been decided about it before.
-
+# -- gates: which findings fail a run, and which are already known --
 
 FailOn = Literal["error", "warning", "never"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateOptions:
-    """What exit code the report means."""
+    """How the report becomes an exit code."""
 
     fail_on: Annotated[
         FailOn, typer.Option("--fail-on", help="Exit with 1 for findings of this severity and worse.")
@@ -425,19 +403,18 @@ class GateOptions:
         refuse_empty("--write-baseline", self.write_baseline)
 
     def lived_with(self, set_aside: SetAside) -> SetAside:
-        """What a replay goes on behind: what is set aside, and all failures where a baseline is to hold all of them."""
+        """Return the failures that a replay continues past: suppressed ones; with --write-baseline, all."""
         return set_aside if self.write_baseline is None else lambda report: set_all_aside(set_aside(report))
 
 
-# The option that says where a log goes beside the report.
-
+# -- exports --
 
 _KINDS = ", ".join(f"{kind.name}={kind.target}" for kind in KINDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """Where the numbers and the alerts of a log go."""
+    """Where the numbers and alerts of a log are exported."""
 
     export: Annotated[
         list[str],
@@ -450,28 +427,21 @@ class ExportOptions:
     ] = field(default_factory=list)
 
     def exports(self) -> tuple[Export, ...]:
-        """Return what was asked for.
-
-        Raises:
-            UsageError: One makes no sense, or its library is not installed.
-        """
+        """Return the exports; raises UsageError where one is invalid or its library is not installed."""
         return tuple(export_of(text) for text in self.export)
 
 
 def files_of(exports: Iterable[Export]) -> tuple[str, ...]:
-    """Return the files that exports write in folders that are there: those in others take nobody's place."""
+    """Return the files that exports write in existing folders; files in new folders overwrite nothing."""
     return tuple(file for one in exports for file in one.files() if Path(file).parent.is_dir())
 
 
-# Options that say something of one run alone, which no file or environment may say for many.
+# -- options that apply to one run, and that no file or environment variable may set --
+
+ONE_RUN = "of one run"  # marks such an option in its `Annotated`
 
 
-ONE_RUN = "of one run"
-"""Stands behind the option in `Annotated`."""
-
-
-# The options by which a user moves thresholds, and what they come to.
-
+# -- thresholds --
 
 SHORT: Mapping[str, Threshold] = MappingProxyType(
     {
@@ -484,7 +454,7 @@ SHORT: Mapping[str, Threshold] = MappingProxyType(
         "horizon": HORIZON,
     }
 )
-"""By parameter of `AdviceThresholdOptions`: the threshold that it is another name of."""
+"""The threshold that each parameter of `AdviceThresholdOptions` is a short name for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -502,26 +472,19 @@ class ThresholdOptions:
     ] = field(default_factory=list)
 
     def thresholds(self, *below: Moves, typed: Collection[str] | None = None) -> Thresholds:
-        """Return all thresholds as the workflows take them.
+        """Return all thresholds for the workflows.
 
-        Args:
-            below: Values from elsewhere, over which the options win; a later one wins over those before it.
-            typed: The options that the command line itself gives, which win over those from the environment or a
-                configuration file; None: all of them.
-
-        Raises:
-            UsageError: One is not known, out of its range or given twice, or two contradict each other.
+        `below` holds values from elsewhere: later ones override earlier ones, and the options override all of them.
+        `typed` names the options on the command line itself, which override those from the environment or a
+        configuration file; None means all. Raises UsageError where a threshold is unknown, out of range or given twice,
+        or where two contradict each other.
         """
         options = {option.name for option in fields(self)}
         here = options if typed is None else options.intersection(typed)
         return thresholds_from(*below, self.moves(options - here), self.moves(here))
 
     def moves(self, options: Collection[str]) -> Moves:
-        """Return what these of the options ask for, as a configuration has it.
-
-        Raises:
-            UsageError: The form is another, or a threshold is given twice.
-        """
+        """Return the thresholds that `options` set, by code and name. A threshold given twice raises UsageError."""
         named = {code: dict(names) for code, names in parse_thresholds(self.threshold).items()}
         moves = named if "threshold" in options else {}
         for option, threshold in SHORT.items():
@@ -536,7 +499,7 @@ class ThresholdOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviceThresholdOptions(ThresholdOptions):
-    """With short names for what counts as lost, as harmful, as too many in a recommendation."""
+    """Short names for the thresholds of a recommendation."""
 
     tau: Annotated[
         float | None,
@@ -597,11 +560,7 @@ class AdviceThresholdOptions(ThresholdOptions):
 
 
 def parse_thresholds(pairs: list[str]) -> Moves:
-    """Return the values that `--threshold CODE.NAME=VALUE` names.
-
-    Raises:
-        UsageError: No `.` or `=`, a value that is no number or out of range, an unknown threshold, or one twice.
-    """
+    """Return the values of `--threshold CODE.NAME=VALUE`; raises UsageError for an invalid or repeated one."""
     moves: dict[str, dict[str, float]] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")

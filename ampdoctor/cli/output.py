@@ -1,6 +1,6 @@
-"""Render a report to its destinations.
+"""Renders a report to its destinations.
 
-They are checked before the work starts, and files appear whole or not at all.
+They are checked before the work starts, and files are written whole or not at all.
 """
 
 from __future__ import annotations
@@ -23,19 +23,13 @@ from ampdoctor.live.log.facts import launched
 from ampdoctor.reports.formats import FORMATS, Canvas, Color, ReportFormat, renderer
 from ampdoctor.workflows.output_files import refuse_part, refuse_unwritable, write_whole
 
-# One process of several, as torchrun starts them: rank 0 speaks, and every other keeps its report in a file.
+# -- one process of several, as torchrun starts them: rank 0 writes the output, any other rank a file of its own --
 
-
-_NUMBER = re.compile("[0-9]{1,9}")
-"""Of a process; `int` itself refuses thousands of digits with an error of its own."""
+_NUMBER = re.compile("[0-9]{1,9}")  # a rank or world size; `int` itself refuses thousands of digits with its own error
 
 
 def rank_of(environment: Mapping[str, str] | None = None) -> int:
-    """The rank of this process as torchrun, Slurm or Open MPI has it; 0 where it is the only one.
-
-    Raises:
-        UsageError: They are set and are no numbers of a process group.
-    """
+    """Return this process's rank from torchrun, Slurm or Open MPI (0: a single process); may raise UsageError."""
     known = os.environ if environment is None else environment
     rank, size = known.get("RANK"), known.get("WORLD_SIZE")
     if not rank or not size:
@@ -46,20 +40,20 @@ def rank_of(environment: Mapping[str, str] | None = None) -> int:
 
 
 def rank_file(rank: int, output: str | None, log: str | None = None) -> str:
-    """Where a rank other than 0 keeps its report: with its log, else beside the `--output` of rank 0, or here."""
+    """Return the report's file of a rank other than 0: with its log, else beside the `--output` of rank 0, or here."""
     if log is not None:
         return str(Path(log) / f"report.rank{rank}.jsonl")
     return str(Path(output or "").parent / f"rank{rank}.jsonl")
 
 
 def own_file(file: str, rank: int) -> str:
-    """A file of this rank alone: `ranges.npz` of rank 0 is `ranges.rank1.npz` of rank 1."""
+    """Return a file name for one rank: `ranges.npz` of rank 0 is `ranges.rank1.npz` of rank 1."""
     path = Path(file)
     return file if rank == 0 else str(path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))
 
 
 def of_rank(report: Report, rank: int) -> Report:
-    """The report with the rank in the address of each finding."""
+    """Return the report with the rank in the location of each finding."""
     if rank == 0:
         return report
 
@@ -73,20 +67,15 @@ def of_rank(report: Report, rank: int) -> Report:
     )
 
 
-# `--github-summary`: the report as Markdown at the end of the step's summary, a file that GitHub names and shows.
-
+# -- `--github-summary`: the report as Markdown at the end of the step's summary, a file that GitHub names --
 
 VARIABLE = "GITHUB_STEP_SUMMARY"
 MAX_BYTES = 1024 * 1024
-"""Of all that a step leaves there; above it GitHub shows none of it (docs.github.com, "Step isolation and limits")."""
+"""Limit of a step's whole summary; above it GitHub shows none of it (docs.github.com, "Step isolation and limits")."""
 
 
 def summary_file() -> str:
-    """The file that takes the summary.
-
-    Raises:
-        UsageError: There is none, or it cannot be written.
-    """
+    """Return the summary's file; raises UsageError where there is none, or it cannot be written."""
     file = os.environ.get(VARIABLE)
     if not file:
         raise UsageError(f"--github-summary is for a step of GitHub Actions: {VARIABLE} is not set")
@@ -95,11 +84,7 @@ def summary_file() -> str:
 
 
 def append_summary(report: Report, file: str) -> None:
-    """Append the report, whole or not at all; a line where it does not fit beside what is there.
-
-    Raises:
-        OutputError: The file cannot be written; what was there before is still there.
-    """
+    """Append the report, or one line where it does not fit; on failure (OutputError) the file stays as it was."""
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -128,16 +113,14 @@ def _append(descriptor: int, report: Report) -> None:
         raise OSError(f"only {written} of {len(data)} bytes fit")
 
 
-WIDTH_WITHOUT_TERMINAL = 200
-"""Columns where nobody has said how many: names in logs and pipes are then rarely folded."""
+WIDTH_WITHOUT_TERMINAL = 200  # columns for logs and pipes: so wide that names are rarely wrapped
 _USUAL_WIDTH = 80
-_NARROWEST, _WIDEST = 20, 1000
-"""Columns: what COLUMNS may say."""
+_NARROWEST, _WIDEST = 20, 1000  # values of COLUMNS that are accepted
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """One rendering: `file` is a path as the user wrote it, or `-` for stdout; `append`: it is a step's summary."""
+    """One rendering: `file` is a path as the user wrote it, or `-` for stdout; `append` marks a step's summary."""
 
     format: ReportFormat
     file: str
@@ -154,15 +137,9 @@ def destinations(
 ) -> tuple[Destination, ...]:
     """Return where the report goes, files first and stdout last.
 
-    Args:
-        options: What the user asked for.
-        inputs: Files and folders that the command reads: none of them may be written over.
-        also: Further files that the command writes.
-        rank: Of this process; one other than 0 has a file of its own for everything.
-        log: The folder of its log, in which that file lies; None for a command that keeps none.
-
-    Raises:
-        UsageError: An unknown format, two reports for one place, a place that cannot be written, or an input.
+    `inputs` are read by the command and must not be overwritten; `also` are other files that it writes. A rank other
+    than 0 writes one file, in the folder `log` where there is one. Raises UsageError for an unknown format, two reports
+    for one place, a place that cannot be written, or an input.
     """
     wanted = [Destination(options.format, _place(options.output or STDOUT)), *map(_parse, options.report)]
     if options.github_summary:
@@ -181,7 +158,7 @@ def destinations(
             where = "standard output" if destination.file == STDOUT else destination.file
             raise UsageError(f"two outputs for {where}: give one of them a file of its own")
         taken.add(place)
-        if destination.file != STDOUT and not (rank and log):  # a log's folder is made with the log
+        if destination.file != STDOUT and not (rank and log):  # a log's folder is created with the log
             try:
                 _refuse(destination.file, inputs)
             except UsageError as error:
@@ -192,31 +169,18 @@ def destinations(
 
 
 def refuse_unread(inputs: Iterable[str], files: Iterable[str]) -> None:
-    """Refuse to write over files of a checkpoint that the work failed before it came to.
-
-    Args:
-        inputs: As for `destinations`.
-        files: What is about to be written, and has been promised to `to_be_written`.
-
-    Raises:
-        UsageError: One of them is a file of a checkpoint that was to be read.
-    """
+    """Raise UsageError if `files` would overwrite a checkpoint's file that the failed work had not reached yet."""
     if not any(map(os.path.isfile, files)):
         return
     from ampdoctor.checkpoints.found import find
 
     for read in inputs:
-        with contextlib.suppress(CheckpointError):  # no checkpoint, or why the work has failed
+        with contextlib.suppress(CheckpointError):  # it is no checkpoint, or the reason why the work has failed
             find(read).open().close()
 
 
 def deliver(report: Report, places: Iterable[Destination], options: OutputOptions) -> None:
-    """Render and write the report everywhere it should go; one place that fails does not cost the others theirs.
-
-    Raises:
-        OutputError: A place could not be written: the first one, after all have been tried.
-        StdoutClosedError: The reader of stdout has gone.
-    """
+    """Render and write the report to all places; the first error is raised after all places were tried."""
     failed: Exception | None = None
     for place in places:
         try:
@@ -237,23 +201,19 @@ def _deliver_one(report: Report, place: Destination, options: OutputOptions) -> 
 
 
 def canvas(stream: TextIO | None, *, color: Color, quiet: bool = False, verbose: int = 0) -> Canvas:
-    """Return what a report is drawn for where it goes to `stream`, or to a file; `COLUMNS` is honoured."""
+    """Return the width, colour and detail for a report on `stream`, or in a file; `COLUMNS` is honoured."""
     interactive = stream is not None and stream.isatty()
     width = _columns_given() or (_width(stream) if interactive else WIDTH_WITHOUT_TERMINAL)
     return Canvas(width=width, stream=stream, color=color, quiet=quiet, verbose=verbose)
 
 
 def write_file(file: str, text: str) -> None:
-    """Write a report's text, whole or not at all.
-
-    Raises:
-        OutputError: It cannot be written; what was there before is still there.
-    """
+    """Write a report's text, whole or not at all; raises OutputError on failure, and keeps the old file."""
     write_whole(file, text.encode("utf-8", "backslashreplace"))
 
 
 def _columns_given() -> int | None:
-    """The width that COLUMNS asks for, where a report can be read in it."""
+    """Return the width from COLUMNS, where a report is readable in it."""
     given = os.environ.get("COLUMNS", "")
     if not re.fullmatch(r"[0-9]{1,4}", given) or not _NARROWEST <= int(given) <= _WIDEST:
         return None
@@ -261,7 +221,7 @@ def _columns_given() -> int | None:
 
 
 def _width(terminal: TextIO | None) -> int:
-    """Columns of the terminal that takes the report, which descriptor 1 need not be."""
+    """Return the columns of the terminal that shows the report, which may not be descriptor 1."""
     if terminal is None:
         return _USUAL_WIDTH
     try:
@@ -289,7 +249,7 @@ def _place(file: str) -> str:
 
 
 def _identity(file: str) -> object:
-    """What two names of one place have in common; None: writing there twice does no harm."""
+    """Return a key that is equal for two names of one place; None where writing twice does no harm."""
     if file != STDOUT:
         harmless = os.path.exists(file) and stat.S_ISCHR(os.stat(file).st_mode)  # noqa: PTH110, PTH116 - never raises
         return None if harmless else file_key(file)
@@ -306,37 +266,35 @@ def _refuse(file: str, inputs: Iterable[str]) -> None:
     for read in inputs:
         _refuse_input(file, read)
     place = Path(os.path.realpath(file))
-    if place.suffix == ".py" and place.is_file():  # the factory's, or one that it imports
+    if place.suffix == ".py" and place.is_file():  # the factory, or a module that it imports
         raise UsageError(f"cannot write {file}: it is Python source, not a report; name another file")
 
 
 def _refuse_input(file: str, read: str) -> None:
-    """Refuse to write over an input, or into a folder that is one what would be read with it."""
+    """Refuse to overwrite an input, or to add a file to an input folder that would be read with it."""
     with contextlib.suppress(OSError, ValueError):  # one of them does not exist
         if Path(file).samefile(read):
             raise UsageError(f"cannot write {file}: it is what is to be read")
     refuse_part(file, read)
 
 
-# The repository that the working directory lies in.
+# -- the repository of the working directory --
 #
-# A report's paths are from the working directory. GitHub takes those of annotations and of code scanning from the
-# repository's root, so that a report made below it says where it was made.
+# A report's paths are relative to the working directory. GitHub needs paths for annotations and code scanning relative
+# to the repository's root, so a report made below the root says where it was made.
 
 
 def repository_root(folder: Path) -> Path | None:
-    """The nearest folder, this one or above it, with `.git`: a folder, or the file of a worktree or submodule."""
+    """Return the nearest folder, this or a parent, with `.git`: a folder, or the file of a worktree or submodule."""
     return next((level for level in (folder, *folder.parents) if os.path.exists(level / ".git")), None)  # noqa: PTH110 - never raises
 
 
 def place_in_repository() -> dict[str, Any]:
-    """What a report's target says of the working directory: nothing where it is the root, or in no repository.
-
-    In a job of GitHub Actions the root is the workspace, which need not be a clone.
-    """
+    """Return the working directory's place for a report's target; {} at the root, or outside any repository."""
+    # In a job of GitHub Actions the root is the workspace, which may not be a clone
     try:
         here = Path.cwd()
-    except OSError:  # somebody has deleted it
+    except OSError:  # the folder was deleted
         return {}
     root = next((root for root in _roots(here) if here.is_relative_to(root)), here)
     if root == here:
@@ -345,7 +303,7 @@ def place_in_repository() -> dict[str, Any]:
 
 
 def _roots(here: Path) -> Iterator[Path]:
-    """Yield what may be the root, the likeliest first; without links, as the working directory is."""
+    """Yield possible roots, the likeliest first, with links resolved."""
     workspace = Path(os.environ.get("GITHUB_WORKSPACE", ""))
     if workspace.is_absolute():
         yield Path(os.path.realpath(workspace))

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from ampdoctor.batching.plans import BatchSettings, Cluster, Memory, PlanRequest, States
 
 
-# Devices and numbers as people type them: `512`, `64x8`; `7e9`, `7B`, `350M`.
-
+# -- devices and numbers as people type them: `512`, `64x8`; `7e9`, `7B`, `350M` --
 
 _DEVICES = re.compile(r"(?P<first>\d{1,9})(x(?P<each>\d{1,9}))?")
 _NUMBER = re.compile(r"(?P<number>\d{1,15}(\.\d{1,6})?(e\d{1,2})?)(?P<unit>[kmbt]?)", re.IGNORECASE)
@@ -30,11 +29,7 @@ _POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
 
 
 def devices_of(option: str, text: str) -> tuple[int, int | None]:
-    """Return how many devices there are, and how many on a node where that is said.
-
-    Raises:
-        UsageError: It is neither a number nor NODESxDEVICES, or there are none.
-    """
+    """Return the number of devices, and the number on each node where it is given; may raise UsageError."""
     found = _DEVICES.fullmatch(text.strip())
     if found is None:
         raise UsageError(f"{option} {text}: devices are a number, or nodes x devices of a node, as in 512 or 64x8")
@@ -46,11 +41,7 @@ def devices_of(option: str, text: str) -> tuple[int, int | None]:
 
 
 def parameters_of(option: str, text: str) -> float:
-    """Return how many parameters a number means.
-
-    Raises:
-        UsageError: It is none, or less than 1.
-    """
+    """Return the number of parameters; raises UsageError where it is invalid or less than 1."""
     found = _NUMBER.fullmatch(text.strip())
     number = 0.0 if found is None else float(found["number"]) * 10 ** _POWERS[found["unit"].lower()]
     if number < 1:
@@ -59,11 +50,7 @@ def parameters_of(option: str, text: str) -> float:
 
 
 def bytes_each_of(option: str, text: str) -> tuple[float, float, float]:
-    """Return the bytes of a parameter's weight, gradient and optimizer states.
-
-    Raises:
-        UsageError: It is not three numbers.
-    """
+    """Return the bytes of a parameter's weight, gradient and optimizer states; raises UsageError for other texts."""
     parts = text.split(",")
     try:
         weight, gradient, moments = (float(part) for part in parts)
@@ -74,19 +61,14 @@ def bytes_each_of(option: str, text: str) -> tuple[float, float, float]:
     return weight, gradient, moments
 
 
-# Sizes as people type them: `512MB`, `4GB`, `1.5GiB`, `2g`.
-
+# -- sizes as people type them: `512MB`, `4GB`, `1.5GiB`, `2g` --
 
 _SIZE = re.compile(r"(?P<number>\d{1,12}(\.\d{1,6})?) ?(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
 _BYTE_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def bytes_of(option: str, text: str) -> int:
-    """Return the bytes that a size means: thousands of thousands, with an `i` powers of 1024, without a unit bytes.
-
-    Raises:
-        UsageError: It is none, or less than a byte.
-    """
+    """Return a size in bytes: units are powers of 1000, with an `i` powers of 1024; may raise UsageError."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or (found["binary"] and not found["unit"]):
         raise UsageError(f"{option} {text}: a size is a number with its unit, as in 512MB or 4GB")
@@ -96,8 +78,7 @@ def bytes_of(option: str, text: str) -> int:
     return size
 
 
-# The options of `plan`.
-
+# -- options --
 
 _SIZES = ("tensor", "pipeline", "context")
 
@@ -130,15 +111,11 @@ class ClusterOptions:
     ] = None
 
     def clusters(self, said: BatchSettings) -> tuple[Cluster | None, Cluster]:
-        """Return the cluster in force, where there is one, and the one to plan for.
-
-        Raises:
-            UsageError: No devices are named, or the parallel sizes do not divide them.
-        """
+        """Return the current cluster, where there is one, and the one to plan for; may raise UsageError."""
         from ampdoctor.batching.plans import Cluster
 
         sizes = {name: getattr(self, name) or getattr(said, name) or 1 for name in _SIZES}
-        for name in _SIZES:  # `or` above would make 1 of a 0
+        for name in _SIZES:  # `or` above would turn a 0 into 1
             for given in (getattr(self, name), getattr(self, f"to_{name}")):
                 if given is not None and given < 1:
                     raise UsageError(f"the {name} parallel size starts at 1, not {given}")
@@ -157,7 +134,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """The batch in force, and what is known of the job."""
+    """The current batch, and facts about the job."""
 
     global_batch: Annotated[
         int | None,
@@ -201,7 +178,7 @@ class BatchOptions:
     ] = None
 
     def said(self, read: BatchSettings) -> BatchSettings:
-        """Return what the configuration says with what the command line says in its place."""
+        """Return the settings of the configuration file, overridden by the command line."""
         from dataclasses import replace
 
         given: dict[str, Any] = {
@@ -223,7 +200,7 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """What fits a device."""
+    """How much fits on a device."""
 
     max_micro_batch: Annotated[
         int | None,
@@ -266,11 +243,7 @@ class MemoryOptions:
     ] = "2,2,12"
 
     def memory(self, said: BatchSettings, before: Cluster | None, after: Cluster) -> Memory:
-        """Return what is known.
-
-        Raises:
-            UsageError: A size that is none, or figures that contradict each other.
-        """
+        """Return the known figures; raises UsageError where a size is invalid, or figures contradict each other."""
         from ampdoctor.batching.plans import Memory, per_sample_of_peak
 
         if self.max_micro_batch is not None and self.max_micro_batch < 1:
@@ -319,7 +292,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What else is wanted."""
+    """Further options of the plan."""
 
     profile: Annotated[
         str | None,
@@ -345,18 +318,7 @@ class PlanOptions:
     def request(
         self, read: BatchSettings, config: str | None, cluster: ClusterOptions, batch: BatchOptions, fit: MemoryOptions
     ) -> PlanRequest:
-        """Return what the workflow takes.
-
-        Args:
-            read: What the configuration says.
-            config: Its file.
-            cluster: The devices.
-            batch: The batch.
-            fit: What fits.
-
-        Raises:
-            UsageError: Something that is said makes no sense.
-        """
+        """Return the request for the workflow; `read` holds the settings of the file `config`."""
         from ampdoctor.batching.plans import PlanRequest
 
         if self.scale is not None and self.profile is None:
@@ -377,8 +339,7 @@ class PlanOptions:
         )
 
 
-_MAX_BYTES = 1 << 20
-"""Of a configuration: they have some kilobytes."""
+_MAX_BYTES = 1 << 20  # limit for a configuration file; they have some kilobytes
 
 
 @flatten

@@ -1,4 +1,4 @@
-"""The process that `main()` owns: the examined code sets no exit code, torch is loaded and memory kept with care."""
+"""Process-wide setup: stdout for the report only, exit codes safe from the examined code, memory, import of torch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from ampdoctor.cli import interrupt
 from ampdoctor.errors import EXIT_ERROR, OutputError, UsageError
 from ampdoctor.reports.escape import sanitise_lines
 
-# The two streams: the report and nothing else on stdout, everything else on stderr, and neither can crash the tool.
-
+# -- streams: only the report goes to stdout, everything else to stderr; no stream error crashes the tool --
 
 _STDOUT, _STDERR = 1, 2
 
 STDOUT = "-"
 NAMES_OF_STDOUT = frozenset({STDOUT, "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
-"""Opened by name they would lead to whatever descriptor 1 is by then."""
+"""Opened by name, these would lead to the current descriptor 1, which may be stderr by then."""
 
 
 class StdoutClosedError(Exception):
-    """Whoever read stdout has gone (`| head`); there is nobody to tell."""
+    """The reader of stdout has gone (`| head`)."""
 
 
 class _StreamClaim:
-    """What `claim_stdout()` has set apart; one for the process, as its file descriptors are."""
+    """The stream of `claim_stdout()`: one for the process, like its file descriptors."""
 
     made: bool = False
     stream: TextIO | None = None
 
 
 def harden() -> None:
-    """Let no character crash a stream, whatever its encoding."""
+    """Escape characters that a stream cannot encode."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -47,9 +46,9 @@ def harden() -> None:
 def claim_stdout() -> None:
     """Keep the process's stdout for the report until the process ends.
 
-    The report gets a descriptor of its own; descriptor 1 and `sys.stdout` become stderr. What the examined code prints
-    late (a thread, a child, an exit handler) then cannot end up in the report. Nothing is done where `sys.stdout` has
-    been replaced: whoever did that decides what goes there.
+    The report gets a descriptor of its own; descriptor 1 and `sys.stdout` become stderr. So late output of the examined
+    code (from a thread, a child, an exit handler) cannot end up in the report. Nothing is changed where `sys.stdout`
+    has been replaced already.
     """
     out = sys.stdout
     if _StreamClaim.made or out is not sys.__stdout__:
@@ -61,7 +60,7 @@ def claim_stdout() -> None:
             private = os.dup(out.fileno())
             _StreamClaim.stream = os.fdopen(private, "w", encoding=out.encoding, errors="backslashreplace")
         os.dup2(_STDERR, _STDOUT)
-    except (OSError, ValueError):  # closed behind Python's back: there is nothing to keep
+    except (OSError, ValueError):  # the descriptor was closed without Python: there is nothing to keep
         return
     _StreamClaim.made = True
     sys.stdout = sys.stderr
@@ -69,7 +68,7 @@ def claim_stdout() -> None:
 
 @contextmanager
 def report_on_stderr() -> Iterator[None]:
-    """While the block runs, what goes to the report's stream goes to stderr: stdout belongs to somebody's script."""
+    """Send the report's stream to stderr inside the block: stdout belongs to the user's script."""
     before = _StreamClaim.made, _StreamClaim.stream
     _StreamClaim.made, _StreamClaim.stream = True, sys.stderr
     try:
@@ -79,17 +78,12 @@ def report_on_stderr() -> Iterator[None]:
 
 
 def report_stream() -> TextIO | None:
-    """The stream that takes the report; None where the process was started without a stdout."""
+    """Return the report's stream; None where the process was started without a stdout."""
     return _StreamClaim.stream if _StreamClaim.made else sys.stdout
 
 
 def write_stdout(text: str) -> None:
-    """Write to the report's stream and flush.
-
-    Raises:
-        StdoutClosedError: The reader has gone.
-        OutputError: stdout is closed or cannot take the text (disk full).
-    """
+    """Write to the report's stream and flush; raises StdoutClosedError if its reader has gone, else OutputError."""
     stream = report_stream()
     if stream is None:
         raise OutputError("standard output is closed, and no --output was given")
@@ -99,13 +93,13 @@ def write_stdout(text: str) -> None:
     except BrokenPipeError:
         discard(stream)
         raise StdoutClosedError from None
-    except (OSError, ValueError) as error:  # ValueError: the code that ran has closed it
+    except (OSError, ValueError) as error:  # ValueError: the examined code has closed it
         discard(stream)
         raise OutputError(f"cannot write to standard output: {getattr(error, 'strerror', None) or error}") from error
 
 
 def note(text: str) -> None:
-    """Write a line to stderr, or nowhere: a note that cannot be delivered must not change the outcome."""
+    """Write a line to stderr, if possible: a failure here must not change the outcome."""
     if sys.stderr is None:
         return
     try:
@@ -113,15 +107,15 @@ def note(text: str) -> None:
         sys.stderr.flush()
     except OSError:
         discard(sys.stderr)
-    except Exception:  # noqa: BLE001 - the code that ran has closed it, or put an object of its own in its place
+    except Exception:  # noqa: BLE001 - the examined code has closed or replaced it
         return
 
 
 def discard(stream: TextIO) -> None:
-    """Point the stream at nothing, so that the interpreter's last flush cannot fail and change the exit code."""
+    """Redirect the stream to the null device, so that the interpreter's last flush cannot change the exit code."""
     try:
         descriptor = stream.fileno()
-    except (OSError, ValueError):  # not a real file: nothing will be flushed to one
+    except (OSError, ValueError):  # it is not a real file, and needs no flush
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
@@ -129,7 +123,7 @@ def discard(stream: TextIO) -> None:
 
 
 def _open_missing_stderr() -> None:
-    """Without a stderr the next file opened would get its number, and the examined code's prints."""
+    """Open a missing stderr: else the next file would get its number, and the examined code's output."""
     try:
         os.fstat(_STDERR)
     except OSError:
@@ -139,29 +133,27 @@ def _open_missing_stderr() -> None:
             os.close(nowhere)
 
 
-_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
-"""Variables with which a user says how OpenMP's threads wait."""
-_KEEP = {-3: 1 << 30, -1: (1 << 31) - 1}
-"""glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (malloc.h), and their values here, in bytes."""
+_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # set how OpenMP's threads wait
+_KEEP = {-3: 1 << 30, -1: (1 << 31) - 1}  # glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (malloc.h), in bytes
 
 
 class _Claim:
-    """What is known of the process; one, as the process is one."""
+    """State of the process, of which there is one."""
 
     process: int | None = None
     code: int | None = None
 
 
 def claim_process() -> None:
-    """Note each Ctrl-C, and let `os._exit` end the process with a code of ours only.
+    """Note each Ctrl-C, and let `os._exit` end the process only with an exit code of ours.
 
-    OpenMP is told to let waiting threads sleep, unless it was told something: its default spins, and where another
-    process holds a core, two threads then take longer than one (products and casts of a transformer's size beside one
-    busy process, two cores: 6.2 to 18.5 s against 4.2 to 4.4 s on one thread; asleep 4.5 to 5.5 s, and alone as fast as
-    with the default).
+    OpenMP's waiting threads are set to sleep, unless the user has set something. By default they spin, and where
+    another process uses a core, two threads then take longer than one (products and casts of a transformer's size
+    beside one busy process, two cores: 6.2 to 18.5 s against 4.2 to 4.4 s on one thread; asleep 4.5 to 5.5 s, and alone
+    as fast as with the default).
     """
     if not _WAITING & os.environ.keys():
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is loaded, which is not yet
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is imported, which happens later
     interrupt.claim()
     interrupt.answer()
     _Claim.process = os.getpid()
@@ -170,11 +162,11 @@ def claim_process() -> None:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Imports what stays until the process ends, hidden from the collector of cycles.
+    """Imports modules that stay until the process ends, without searching them for garbage cycles.
 
-    torch makes hundreds of thousands of objects. To look through them while they are made takes a tenth of its import,
-    and to look through them once more at the process's end a quarter of it. In a process that is not ours nothing is
-    hidden: its own objects would be with them.
+    torch makes hundreds of thousands of objects. Searching them during the import takes a tenth of its time, and once
+    more at the process's end a quarter of it. In a process that is not ours nothing is frozen, since its own objects
+    would be frozen too.
     """
     if _Claim.process != os.getpid() or not gc.isenabled():
         yield
@@ -188,10 +180,10 @@ def loading() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let what a step frees serve the next one: glibc hands large blocks back to the system, and each comes back empty.
+    """Make glibc reuse freed memory: it returns large blocks to the system, and each new one needs page faults.
 
-    Each page of it is a fault then, a fifth of a diagnosis: four steps of a GPT-2 124M took 36.5 s instead of 44.7, and
-    6.2 GB instead of 5.7. Nothing is done where the user has said how memory is handed out, or it is not glibc's.
+    They take a fifth of a diagnosis: four steps of a GPT-2 124M took 36.5 s instead of 44.7, and 6.2 GB instead of 5.7.
+    Nothing is changed where the user has configured the allocator, or it is not glibc's.
     """
     if os.name != "posix" or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
@@ -204,14 +196,12 @@ def keep_freed_memory() -> None:
 
 
 def settle(code: int) -> int:
-    """Keep the exit code from what still runs: exit handlers, threads, Ctrl-C, which from now on ends all at once.
-
-    A child that the examined code forked ends here: handlers and buffers are those of the process that was claimed.
-    """
+    """Protect the exit code from exit handlers, threads and Ctrl-C, which from now on ends the process at once."""
+    # A child that the examined code forked ends here: handlers and buffers belong to the claimed process
     if _Claim.process not in {None, os.getpid()}:
         os._exit(code)
-    # An interrupt inside an `exec` of a text, as dataclasses do it, is noted by Python, which then dies of the signal
-    # after its last line; the next `exec` of a text takes the note back (`run_eval_code_obj` of CPython's pythonrun.c).
+    # Python notes an interrupt inside an `exec` of a text, as dataclasses do it, and ends by the signal after its last
+    # line; the next `exec` of a text clears the note (`run_eval_code_obj` of CPython's pythonrun.c).
     exec("")  # noqa: S102
     _Claim.code = code
     interrupt.settle(code)
@@ -219,11 +209,11 @@ def settle(code: int) -> int:
 
 
 def _replace_exit() -> None:
-    """Give `os._exit` our exit code: 2 before there is an answer, afterwards that of the answer."""
+    """Make `os._exit` use our exit code: 2 before there is a result, then the result's code."""
     leave = os._exit
 
     def end(status: int) -> NoReturn:
-        if os.getpid() != _Claim.process:  # a forked worker: its code is its own
+        if os.getpid() != _Claim.process:  # a forked worker keeps its own code
             leave(status)
         if _Claim.code is None:
             note(f"ampdoctor: error: the code under examination ended the process with os._exit({status!r})")
@@ -232,24 +222,16 @@ def _replace_exit() -> None:
     os._exit = end
 
 
-# Read a text file of the user's: a configuration, a baseline, a report.
+# -- text files of the user: a configuration, a baseline, a report --
 
-
-_PIECE = 1024 * 1024
-"""Bytes of a file of any size that are in memory at a time."""
+_PIECE = 1024 * 1024  # bytes of a file that are in memory at a time
 
 
 def read_text(file: str, *, limit: int, what: str, lenient: bool = False) -> str:
-    """Return the text of a regular file, without a byte order mark.
+    """Return the text of a regular file of at most `limit` bytes, without a byte order mark.
 
-    Args:
-        file: As the user knows it.
-        limit: Bytes that are still read.
-        what: What it is, for the sentence ("the baseline").
-        lenient: Of what is not UTF-8 return what is.
-
-    Raises:
-        UsageError: It is not there, cannot be read, is no file, is not UTF-8, or is larger than the limit.
+    `what` names it in errors ("the baseline"). `lenient` replaces bytes that are not UTF-8. Raises UsageError where the
+    file is missing, unreadable, not regular, not UTF-8, or too large.
     """
     with _opened(file, what) as stream:
         data = stream.read(limit + 1)
@@ -262,24 +244,20 @@ def read_text(file: str, *, limit: int, what: str, lenient: bool = False) -> str
 
 
 def mentions(file: str, word: bytes, *, what: str) -> bool:
-    """Return whether a word stands anywhere in a regular file, be it of any size.
-
-    Raises:
-        UsageError: It is not there, cannot be read, or is no file.
-    """
+    """Return whether a regular file of any size contains `word`; raises UsageError where it cannot be read."""
     kept = b""
     with _opened(file, what) as stream:
         while piece := stream.read(_PIECE):
             if word in (kept := kept + piece):
                 return True
-            kept = kept[-len(word) :]  # the word may begin in this piece and end in the next
+            kept = kept[-len(word) :]  # the word may begin in this piece and end in the next one
     return False
 
 
 @contextlib.contextmanager
 def _opened(file: str, what: str) -> Iterator[BinaryIO]:
     try:
-        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe of that name must not block
+        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a named pipe must not block
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {what} {file}: {getattr(error, 'strerror', None) or error}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,7 +1,7 @@
-"""Progress on stderr: only on a terminal, only for work that lasts, and gone afterwards.
+"""Progress on stderr: only on a terminal, only for long work, and cleared afterwards.
 
-Rich has progress bars as well. They bring a thread that draws beside user code, which may fork or hold the interpreter,
-and a start-up of their own; one line that is rewritten whenever a workflow says how far it is needs neither.
+Rich's progress bars bring a thread that draws beside user code, which may fork or hold the interpreter, and take time
+to start. One line that is rewritten at each progress call needs neither.
 """
 
 from __future__ import annotations
@@ -31,24 +31,16 @@ _CLEAR = "\r\x1b[K"
 
 @dataclass(slots=True)
 class _Phase:
-    """Work of one kind: what came before it says nothing about how long it takes.
-
-    Attributes:
-        name: What it is.
-        start: When it began, in seconds.
-        at: When `done` was last looked at.
-        done: How far it was then.
-        rate: Parts a second, lately; None before two looks.
-    """
+    """Work of one kind, with a speed of its own."""
 
     name: tuple[str, int | None]
-    start: float
-    at: float
-    done: int
-    rate: float | None = None
+    start: float  # when it began, in seconds
+    at: float  # when `done` was last updated
+    done: int  # the progress at `at`
+    rate: float | None = None  # recent parts a second; None before two updates
 
     def advance(self, done: int, now: float) -> None:
-        """Take in how far it is: an exponential average over time, whatever the distance of the looks."""
+        """Update the rate: an exponential average over time, whatever the distance between updates."""
         passed = now - self.at
         if passed <= 0.0 or done == self.done:
             return
@@ -70,7 +62,7 @@ class ProgressLine:
         self._phase: _Phase | None = None
 
     def __call__(self, what: str, done: int, total: int | None, *, unit: str = "") -> None:
-        """Show how far `what` is, at most ten times a second."""
+        """Show the progress of `what`, at most ten times a second."""
         now = self._clock()
         phase = self._of(("" if unit else what, total), done, now)
         elapsed = now - self._start
@@ -90,12 +82,12 @@ class ProgressLine:
         self._write(_CLEAR + set_cell_size(line, room).rstrip())
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self._shown:
             self._write(_CLEAR)
 
     def _of(self, name: tuple[str, int | None], done: int, now: float) -> _Phase:
-        """The phase that this belongs to: another one where something else is counted, or from the start again."""
+        """Return the phase: a new one where another thing is counted, or the count starts again."""
         if self._phase is None or self._phase.name != name or done < self._phase.done:
             self._phase = _Phase(name, now, now, done)
         return self._phase
@@ -104,7 +96,7 @@ class ProgressLine:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except OSError:  # a lost terminal is no reason to lose the work
+        except OSError:  # a lost terminal must not end the work
             self._shown = False
 
 
@@ -121,7 +113,6 @@ def _share(done: int, total: int, unit: str) -> str:
 
 
 def _unit(amount: float) -> tuple[float, str]:
-    """The unit of bytes in which an amount is read, and its name."""
     return next((unit for unit in _UNITS if amount >= unit[0]), _UNITS[-1])
 
 
@@ -135,7 +126,6 @@ def _speed(phase: _Phase, unit: str) -> str:
 
 
 def _left(phase: _Phase, total: int, now: float) -> str:
-    """The time left at the rate of lately."""
     if not phase.rate or now - phase.start < _SETTLED:
         return ""
     seconds = (total - phase.done) / phase.rate - (now - phase.at)
@@ -165,20 +155,13 @@ def progress_line(*, wanted: bool) -> Iterator[Progress | None]:
         line.clear()
 
 
-# How long a run of thousands of steps will take: said once, on stderr, when the first steps are done.
+# -- an estimate for thousands of steps: printed once, on stderr, after the first steps --
 
-
-TIMED = 3
-"""Steps that are timed. The first makes the optimizer's state and may be slower: the one in the middle counts."""
+TIMED = 3  # steps that are timed. The first one also creates the optimizer's state, so the median counts
 
 
 class Estimate:
-    """A `Progress` that times the first steps, says what all of them come to, and hands everything on.
-
-    Args:
-        onto: Whom to hand on to; None where no line is shown.
-        clock: Gives seconds.
-    """
+    """A `Progress` that times the first steps, prints an estimate for all, and passes everything on to `onto`."""
 
     def __init__(self, onto: Progress | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._onto = onto
@@ -186,7 +169,7 @@ class Estimate:
         self._times: list[float] = []
 
     def __call__(self, what: str, done: int, total: int | None, *, unit: str = "") -> None:
-        """Hand on how far `what` is."""
+        """Pass the progress of `what` on."""
         if total is not None and done == len(self._times) <= TIMED:
             self._times.append(self._clock())
             if done == TIMED < total:

@@ -1,4 +1,4 @@
-"""`ampdoctor bisect-nan`."""
+"""`ampdoctor bisect-nan`, `ampdoctor profile` and `ampdoctor recommend`."""
 
 from __future__ import annotations
 
@@ -129,19 +129,12 @@ def bisect_nan(
 
 
 def _counted(batches: str | None) -> int | Literal["checkpoint"] | None:
-    """Returns how many batches to pass over.
-
-    Raises:
-        UsageError: It is neither a number nor "checkpoint".
-    """
+    """Returns the number of batches to skip; raises UsageError for other texts than a number or "checkpoint"."""
     if batches is None or batches == "checkpoint":
         return batches  # type: ignore[return-value]  # the literal
     if not batches.isascii() or not batches.isdecimal():
         raise UsageError(f"--skip-batches {batches}: a number of micro-batches, or checkpoint")
     return int(batches)
-
-
-# `ampdoctor profile`.
 
 
 @flatten
@@ -193,9 +186,6 @@ def profile(
         return workflow.profile(request, save=save, progress=progress)
 
     return reporting(work, output, gates, [*files, *replay.inputs(target[0])], [] if save is None else [save])
-
-
-# `ampdoctor recommend`.
 
 
 @flatten

@@ -1,6 +1,6 @@
-"""What a command hands to `main()`: the work, not yet begun.
+"""The action of a command: `main()` calls it after parsing.
 
-Typer only parses. It turns a broken pipe and Ctrl-C into codes of its own, so nothing of ours runs inside it: a command
+Typer turns a broken pipe and Ctrl-C into exit codes of its own, so none of our work runs inside Typer: a command
 returns a function, and `main()` calls it.
 """
 
@@ -59,14 +59,12 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.watch_script import Watching
 
 
-# What exit code a report means.
-#
-# Decided from the report alone, before anything is rendered: the same for every format.
+# -- the exit code, decided from the report alone before anything is rendered: the same for every format --
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An exit code, and a sentence for stderr where the code is not the report's findings."""
+    """An exit code, and a sentence for stderr where the code does not come from the findings."""
 
     code: int
     reason: str | None = None
@@ -79,16 +77,14 @@ def judge(
     exit_zero: bool = False,
     allow_partial: bool = False,
 ) -> Outcome:
-    """Return the exit code of a report.
+    """Return the exit code of a report: the first of these that applies.
 
-    The first that holds:
-
-    1. incomplete, and not `allow_partial`: 2. What was not examined may be sick, so neither 0 nor 1 would be true. The
-       sentence offers `allow_partial` only where it would give another code.
-    2. findings at or above `fail_on`: 1, or 0 with `exit_zero`.
-    3. verdict `not_reproduced` or `inconclusive`: 2. The question that was asked has no answer yet; 0 would read as
-       "healthy" in a script. `exit_zero` does not lift this: it is about findings.
-    4. otherwise 0.
+    1. Incomplete, without `allow_partial`: 2. Parts that were not examined may be faulty, so 0 and 1 may be wrong.
+       The message offers `allow_partial` only where it would change the code.
+    2. Findings at or above `fail_on`: 1, or 0 with `exit_zero`.
+    3. Verdict `not_reproduced` or `inconclusive`: 2. The question has no answer yet, and a script would read 0 as
+       "healthy". `exit_zero` does not change this: it applies to findings.
+    4. Otherwise 0.
     """
     if not report.complete and not allow_partial:
         parts = f"{len(report.errors)} part{'' if len(report.errors) == 1 else 's'}"
@@ -116,57 +112,37 @@ def _answer(report: Report, *, fail_on: Literal["error", "warning", "never"], ex
 
 Action: TypeAlias = Callable[[], Outcome]
 Work: TypeAlias = Callable[[Progress | None, SetAside], Report]
-"""Makes a command's report; where it reads no more than it takes, what is set aside does not end its search."""
+"""Makes the report. A search that stops at the first failure must not stop at a suppressed one."""
 
-_SHOWING_AGAIN = "merge"
-"""The command whose reports are of other commands."""
-_MAX_BASELINE = 64 * 1024 * 1024
-"""Bytes: of some 200 for each finding."""
+_SHOWING_AGAIN = "merge"  # the command that shows reports of other commands again
+_MAX_BASELINE = 64 * 1024 * 1024  # in bytes; a finding takes about 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What was decided before the run, in the configuration.
+    """The settings of the configuration for a run."""
 
-    Attributes:
-        command: The command that runs; None where nobody has said.
-        file: The configuration's file, which nothing may overwrite.
-        sets: Whether it sets anything for this command; then the report names it.
-        rules: Settings of rules, by code.
-        ignores: Findings to set aside.
-    """
-
-    command: str | None = None
-    file: str | None = None
-    sets: bool = False
-    rules: Mapping[str, RuleSettings] = field(default_factory=dict)
-    ignores: tuple[Ignore, ...] = ()
+    command: str | None = None  # the command that runs; None where it is not known
+    file: str | None = None  # the configuration file, which must not be overwritten
+    sets: bool = False  # whether it sets anything for this command; then the report names it
+    rules: Mapping[str, RuleSettings] = field(default_factory=dict)  # by code
+    ignores: tuple[Ignore, ...] = ()  # findings to suppress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """The action of a command that makes a report: work, gates, exit code, delivery.
-
-    Attributes:
-        work: Gives the report.
-        output: Where it goes.
-        gates: What its findings come to.
-        inputs: What is read: none of it is written over.
-        also: Files that `work` itself writes.
-        log: The folder in which `work` keeps a log, no part of which is written over; it need not exist yet.
-        decided: What the configuration says.
-    """
+    """The action of a command that makes a report: work, gates, exit code, delivery."""
 
     work: Work
     output: OutputOptions
     gates: GateOptions
-    inputs: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
-    log: str | None = None
+    inputs: tuple[str, ...] = ()  # files that are read, and must not be overwritten
+    also: tuple[str, ...] = ()  # files that `work` itself writes
+    log: str | None = None  # the folder of the log of `work`, which must not be overwritten; it may not exist yet
     decided: Decided = field(default_factory=Decided)
 
     def __call__(self) -> Outcome:
-        """Do it."""
+        """Run the command."""
         from ampdoctor.gates.baseline import baseline_of, set_known_aside, to_text
 
         rank = rank_of()
@@ -176,7 +152,7 @@ class Examination:
         written = self.also if write is None else (*self.also, write)
         places = destinations(self.output, [*self.inputs, *read], written, rank=rank, log=self.log)
         files = [*written, *(place.file for place in places if place.file != STDOUT)]
-        # found before user code runs, which may go elsewhere; a saved report has the place where it was made
+        # Before user code runs, which may change the folder. A saved report names the place where it was made.
         placed = {} if self.decided.command == _SHOWING_AGAIN else place_in_repository()
         if self.log is not None and not rank:
             for file in files:
@@ -197,7 +173,7 @@ class Examination:
                 made = baseline_of(report)
                 write_file(write, to_text(made))
                 known = made
-            except (UsageError, OutputError) as error:  # the report is worth as much without it
+            except (UsageError, OutputError) as error:  # the report is still worth delivering
                 refused = error
         name = write or gates.baseline
         if known is not None and name is not None:
@@ -210,12 +186,11 @@ class Examination:
             note(f"ampdoctor: rank {rank}: the report is in {wanted[0].file}")
         return outcome if refused is None else Outcome(EXIT_ERROR, str(refused))
 
-    def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:  # noqa: ARG002 - who has a say in it
-        """Return where this report goes: everywhere."""
+    def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:  # noqa: ARG002 - for subclasses
+        """Return the destinations of this report: all of them."""
         return places
 
     def _decide(self, report: Report) -> Report:
-        """The report with what the configuration says of its findings."""
         from ampdoctor.gates.findings import apply_ignores, apply_severities
 
         return apply_severities(apply_ignores(report, self.decided.ignores, today()), self.decided.rules)
@@ -230,10 +205,8 @@ class Examination:
         return left
 
     def _deliver_failure(self, error: AmpdoctorError, places: Iterable[Destination], placed: Mapping[str, Any]) -> None:
-        """Write a report that says what could not be examined, for whoever reads a report and no sentence on stderr.
-
-        What is written cannot hide `error`, which ends the command.
-        """
+        """Write a report about what could not be examined, for programs that read reports and not stderr."""
+        # An error while writing does not replace `error`, which ends the command
         if self.decided.command is None:
             return
         named = self.inputs[0] if self.inputs else self.decided.command
@@ -272,7 +245,7 @@ class Examination:
 
 
 def today() -> date:
-    """The day by which ignores expire: in UTC, so that every machine says the same. The only clock in a verdict."""
+    """Return the date that ignores expire by: in UTC, so that every machine agrees. No verdict uses another clock."""
     return datetime.now(tz=UTC).date()
 
 
@@ -287,25 +260,19 @@ def reporting(
     return Examination(work=work, output=output, gates=gates, inputs=tuple(inputs), also=tuple(also))
 
 
-# How a process ends that belongs to somebody's script: as Python itself ends it, word for word.
+# -- the end of a process that runs a user's script: exactly as Python itself ends it --
 
-
-_RAISED = 1
-"""Python's exit code after an error that nobody has caught."""
+_RAISED = 1  # Python's exit code after an uncaught error
 
 
 class _Ended:
-    """What is known of the process; one, as the process is one."""
+    """State of the process, of which there is one."""
 
     interrupted: ClassVar[list[KeyboardInterrupt]] = []
 
 
 def answer(error: BaseException | None) -> int:
-    """Say what Python says of what a script has ended with, and return the exit code.
-
-    Args:
-        error: With the traceback as it is to be shown; None: the script has reached its end.
-    """
+    """Print what Python prints for the error that ended a script (None: its end), and return the exit code."""
     if error is None:
         return EXIT_OK
     if isinstance(error, SystemExit):
@@ -320,19 +287,16 @@ def answer(error: BaseException | None) -> int:
 
 
 def flush() -> None:
-    """Empty the streams' buffers, as Python does behind a file's last line; what cannot be written is told later."""
+    """Flush the streams, as Python does after a file's last line; a stream that cannot be written is reported later."""
     for stream in (sys.stderr, sys.stdout):
         with contextlib.suppress(Exception):
             stream.flush()
 
 
 def end_as_python(code: int) -> int:
-    """Return the exit code of the process.
-
-    Raises:
-        KeyboardInterrupt: One has ended the script, and has been told. Python dies of the signal where it meets one
-            that nobody has caught, after exit handlers and threads, which is how a shell's loop knows to stop.
-    """
+    """Return the exit code of the process."""
+    # Raises KeyboardInterrupt where one ended the script; it has been printed already. Python then ends by the signal,
+    # after exit handlers and threads, which is how a shell's loop knows to stop.
     if _Ended.interrupted and code == EXIT_INTERRUPTED:
         sys.excepthook = _say_nothing
         raise _Ended.interrupted.pop()
@@ -350,10 +314,10 @@ def _asked(error: SystemExit) -> int:
 
 
 def _show(error: BaseException) -> int | None:
-    """Call the script's `sys.excepthook`, or Python's; an exit code where it ends the process."""
+    """Call the script's `sys.excepthook`, or Python's; return an exit code where the hook ends the process."""
     told = (type(error), error, error.__traceback__)
     sys.last_type, sys.last_value, sys.last_traceback = told
-    if sys.version_info >= (3, 12):  # which forgets it at the process's end, as those before do not
+    if sys.version_info >= (3, 12):  # it clears last_exc at the end of the process; older versions do not
         sys.last_exc = error
     hook = getattr(sys, "excepthook", None)
     sys.audit("sys.excepthook", hook, *told)
@@ -373,10 +337,10 @@ def _show(error: BaseException) -> int | None:
 
 
 def _failed(hook: Any, told: tuple[Any, ...]) -> BaseException | None:
-    """Call it; what it raises is returned, without the frame of this function."""
+    """Call `hook`; return the exception that it raises, without the frame of this function."""
     try:
         hook(*told)
-    except BaseException as error:  # noqa: BLE001 - as Python takes it
+    except BaseException as error:  # noqa: BLE001 - as Python does
         traceback = error.__traceback__
         return error.with_traceback(None if traceback is None else traceback.tb_next)
     return None
@@ -389,37 +353,28 @@ def _write(what: object) -> None:
 
 
 def _say_nothing(*_: object) -> None:
-    """It has been told."""
+    """Print nothing: the error has been printed."""
 
 
-# The action of `ampdoctor run`: somebody's script, from its first line to its last, and what was seen meanwhile.
+# -- `ampdoctor run` --
 
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """The script's one run.
-
-    Attributes:
-        script: What runs.
-        request: How it is watched.
-        code: Its exit code; None before it has ended.
-        tell: Shows the diagnosis when it is made.
-        still_open: In a process that the script has forked: the watch, which the parent ends.
-        shown: The diagnoses that were shown when they were made.
-    """
+    """The script's one run."""
 
     script: Script
     request: WatchRequest
-    code: int | None = None
-    still_open: ExitStack | None = None
-    shown: list[Report] = field(default_factory=list)
+    code: int | None = None  # the script's exit code; None before it has ended
+    still_open: ExitStack | None = None  # in a process that the script forked: the watch, which the parent ends
+    shown: list[Report] = field(default_factory=list)  # diagnoses that were shown when they were made
     home: ExitStack = field(default_factory=ExitStack)
-    tell: Callable[[Report], None] | None = None
+    tell: Callable[[Report], None] | None = None  # shows the diagnosis when it is made
     watch: Watching | None = None
 
     @property
     def is_one_of_several(self) -> bool:
-        """Whether a launcher, or other processes, take an exit code other than 0 for a crash."""
+        """Whether a launcher or other processes take an exit code other than 0 for a crash."""
         doctor = None if self.watch is None else self.watch.doctor
         return exit_code_ends_others() or (doctor is not None and doctor.place.world > 1)
 
@@ -429,12 +384,7 @@ class _Job:
             self.tell(report)
 
     def __call__(self, _progress: Progress | None, _set_aside: SetAside) -> Report:
-        """Run it, watched.
-
-        Raises:
-            ForkedChildError: The script has forked, and this is the child at the script's end.
-            UsageError: There is nothing to run.
-        """
+        """Run the script under the watch; raises ForkedChildError at the end of a child that the script forked."""
         from ampdoctor.workflows.watch_script import watching
 
         process, folder = os.getpid(), Path.cwd()
@@ -453,17 +403,17 @@ class _Job:
             self.code = answer(ended)
             if watch is not None and os.getpid() == process:
                 watch.ended(ended)
-            del ended  # its traceback leads to this frame: only the collector would free what the script's frames hold
+            del ended  # its traceback holds this frame, so the script's frames would wait for the garbage collector
         finally:
             if os.getpid() != process:
                 self.still_open, stack = stack.pop_all(), ExitStack()
             try:
                 stack.close()
-            except Exception as error:  # noqa: BLE001 - nothing of ours ends somebody's script
+            except Exception as error:  # noqa: BLE001 - our errors must not end a user's script
                 _unwatched("has failed", error)
         if os.getpid() != process:
             raise ForkedChildError
-        with contextlib.suppress(OSError):  # files are named from where the command was typed
+        with contextlib.suppress(OSError):  # file names are relative to the folder of the command line
             self.home.enter_context(contextlib.chdir(folder))
         report = None if watch is None else watch.report
         logged = watch is not None and watch.has_begun
@@ -477,18 +427,18 @@ class _Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedRun(Examination):
-    """Runs a script, and then does with the report what every command does; the script's own exit code goes first."""
+    """Runs a script, then handles the report as every command does; the script's own exit code takes precedence."""
 
     def __call__(self) -> Outcome:
-        """Do it."""
+        """Run the script."""
         job = self.work
         assert isinstance(job, _Job)  # noqa: S101 for the type checker
 
         def tell(report: Report) -> None:
-            """Show it now: the training may go on for days."""
+            """Show the diagnosis now: the training may run for days."""
             decided = replace(self._decide(report), gate=self._gate())
             here = [place for place in destinations(self.output, self.inputs) if _is_for_people(place)]
-            job.shown.append(report)  # where stderr takes nothing, it does not take it at the end either
+            job.shown.append(report)  # if stderr fails now, it would also fail at the end
             deliver(decided, here, self.output)
 
         job.tell = tell
@@ -507,7 +457,7 @@ class WatchedRun(Examination):
         return Outcome(job.code or outcome.code, outcome.reason)
 
     def _left_to_health(self, job: _Job, outcome: Outcome) -> Outcome:
-        """A launcher takes any code but 0 for a crash: it ends the other processes, or starts all of them anew."""
+        """Return 0: a launcher takes any other code for a crash, and ends or restarts all processes."""
         if outcome.reason and job.shown:
             note(f"ampdoctor: {sentence(outcome.reason)}")
         if job.shown or rank_of() == 0:
@@ -519,7 +469,7 @@ class WatchedRun(Examination):
         return Outcome(0)
 
     def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:
-        """Return where this report goes: among what a script prints, only what has something to say."""
+        """Return the destinations of this report: stdout only where there is something to report."""
         job = self.work
         if isinstance(job, _Job) and job.shown:
             return tuple(place for place in places if not _is_for_people(place))
@@ -530,7 +480,7 @@ class WatchedRun(Examination):
 
 
 def watched_run(script: Script, request: WatchRequest, output: OutputOptions, gates: GateOptions) -> WatchedRun:
-    """Return the action that runs the script, watched, and judges and delivers what was seen."""
+    """Return the action that runs the script under the watch, then judges and delivers the report."""
     files = () if script.kind == "module" else (script.named,)
     job = _Job(script=script, request=request)
     exports = files_of(one for one in request.export if isinstance(one, Export))

@@ -20,7 +20,7 @@ from ampdoctor.workflows.requests import Progress, SetAside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanOptions:
-    """What of a checkpoint is looked at, and how closely."""
+    """Which parts of a checkpoint are read, and how closely."""
 
     against: Annotated[
         str | None,
@@ -44,11 +44,7 @@ class ScanOptions:
     ] = False
 
     def refuse_contradictions(self, paths: list[str]) -> None:
-        """Refuse options that contradict each other, or the number of paths.
-
-        Raises:
-            UsageError: Some do.
-        """
+        """Raise UsageError for options that contradict each other, or the number of paths."""
         of_one = {"--list": self.listing, "--against": self.against is not None, "--all": self.every}
         given = [option for option, typed in of_one.items() if typed]
         tensors = {"--against": self.against is not None, "--all": self.every, "--exact": self.exact}
@@ -70,7 +66,7 @@ class ScanOptions:
         progress: Progress | None,
         set_aside: SetAside,
     ) -> Report:
-        """Do what is asked; each workflow is loaded where it is wanted, for `--help` needs none."""
+        """Run the scan; each workflow is imported only where it is needed, so that `--help` is fast."""
         if self.listing:
             with loading():
                 from ampdoctor.workflows.scan_checkpoint import list_structure
@@ -138,5 +134,5 @@ def scan(
     thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
     asked.refuse_contradictions(paths)
     inputs = paths if asked.against is None else [*paths, asked.against]
-    whole = gates.write_baseline is not None  # it is to know what is in each checkpoint of a folder
+    whole = gates.write_baseline is not None  # a baseline must hold every checkpoint of a folder
     return reporting(functools.partial(asked.work, paths, thresholds, whole), output, gates, inputs)

@@ -1,7 +1,7 @@
-"""What to type instead of a command line that was refused.
+"""Suggests what to type instead of a refused command line.
 
-A guess is made from the arguments, the commands with their options, and the files that lie where the user points. What
-the error's own sentence says already (Typer's for arguments, ours for rules and thresholds) is not said again.
+The guess uses the arguments, the commands with their options, and the files in the folder. It does not repeat what the
+error message already says (Typer's for arguments, ours for rules and thresholds).
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from ampdoctor.replay.bundles.manifest import bundle_at
 from ampdoctor.replay.user_modules import factories_in, sure_factories_in
 from ampdoctor.reports.formats import FORMATS
 
-# What Typer says when it refuses a command line; it keeps its exception types to itself, so attributes must tell.
+# -- Typer's errors: it does not export their types, so they are recognised by attributes --
 
-
-_PYDANTICS = "Value error, "
-"""What the validation behind typer puts before the sentence about a choice."""
+_PYDANTICS = "Value error, "  # Typer's validation puts this before the message about a choice
 
 
 def is_usage_error(error: BaseException) -> bool:
@@ -36,30 +34,25 @@ def is_usage_error(error: BaseException) -> bool:
 
 
 def said_by(error: Any) -> str:
-    """Return its sentence, with the option that it is about, and of the possible ones those that are alike."""
+    """Return the error's message with its option, and only those alternatives that are similar."""
     possible = getattr(error, "possibilities", None)
-    if possible:  # the two hyphens that all begin with count for them there
+    if possible:  # Typer's own comparison counts the two leading hyphens, which all share
         alike = get_close_matches(error.option_name.strip("-"), [name.strip("-") for name in possible])
         error.possibilities = [name for name in possible if name.strip("-") in alike]
     return str(error.format_message()).replace(_PYDANTICS, "", 1)
 
 
 def said_of_the_value(error: Any) -> str:
-    """Return its sentence about the value alone: for a value that came by no option."""
+    """Return the error's message about the value alone, for a value that did not come from an option."""
     return str(error.message).replace(_PYDANTICS, "", 1)
 
 
-# Which way in fits: for a command that was not told what to replay, from Python files read as text; none is run.
+# -- what a file trains with, for a command without a target: Python files are read as text, never run --
 
-
-REPLAYING = ("bisect-nan", "profile", "recommend")
-"""The commands that take a run."""
-_LONGEST = 1_000_000
-"""Bytes of a file that is read."""
-_LISTED = 200
-"""Python files of a folder that are read."""
-_SHOWN = 5
-"""Files that are named: as many as can be read at a glance."""
+REPLAYING = ("bisect-nan", "profile", "recommend")  # the commands that replay a run
+_LONGEST = 1_000_000  # largest file that is read, in bytes
+_LISTED = 200  # most Python files that are read in a folder
+_SHOWN = 5  # most files that are listed
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _NOT_REPLAYED = {
     "deepspeed": "DeepSpeed's engine, which is not replayed: hand over its model, loss and optimizer as a TrainingRun",
@@ -70,21 +63,15 @@ _NOT_REPLAYED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """What a Python file is, as far as its text says.
+    """How a Python file trains, judged by its text."""
 
-    Attributes:
-        what: What trains in it, as a phrase.
-        line: Where; None where no single line shows it.
-        target: What to name on the command line; None where no door fits.
-    """
-
-    what: str
-    line: int | None = None
-    target: str | None = None
+    what: str  # what trains, as a phrase
+    line: int | None = None  # None where no single line shows it
+    target: str | None = None  # what to name on the command line; None where nothing fits
 
 
 def door_of(file: Path) -> Door | None:
-    """Returns what a file is; None if nothing in it trains, or it cannot be read as Python."""
+    """Return how a file trains; None if nothing in it trains, or it cannot be read as Python."""
     try:
         if not file.is_file() or file.stat().st_size > _LONGEST:
             return None
@@ -111,7 +98,6 @@ def door_of(file: Path) -> Door | None:
 
 
 def _calls(tree: ast.AST) -> dict[str, int]:
-    """Returns the methods that are called, each with its first line."""
     called = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
     lines: dict[str, int] = {}
     for node in called:
@@ -129,12 +115,7 @@ def _packages(tree: ast.AST) -> Iterator[str]:
 
 
 def doors(arguments: Sequence[str], error: BaseException) -> list[str]:
-    """Returns the lines that say which way in fits; [] where the command line was refused for something else.
-
-    Args:
-        arguments: What was typed, without the program's name.
-        error: What refused it.
-    """
+    """Return lines that say which target fits; [] where `error` refused the command line for another reason."""
     if arguments[:1] == ["run"] and _is_missing(error):
         return ["Name what trains: ampdoctor run train.py --its arguments, or ampdoctor run -m package.train"]
     if not arguments or arguments[0] not in REPLAYING:
@@ -159,7 +140,6 @@ def _is_missing(error: Any) -> bool:
 
 
 def _all_of(command: str) -> list[str]:
-    """Returns the ways in, each with what to type."""
     return [
         "What can be replayed:",
         f"  a script: ampdoctor {command} train.py -- --its arguments",
@@ -180,7 +160,6 @@ def _all_of(command: str) -> list[str]:
 
 
 def _in_folder(command: str, folder: Path) -> list[str]:
-    """Returns what lies in a folder, with what to type."""
     try:
         files = sorted(folder.glob("*.py"))[:_LISTED]
     except OSError:
@@ -195,15 +174,13 @@ def _in_folder(command: str, folder: Path) -> list[str]:
     return ["In this folder:", *lines, *more] if lines else []
 
 
-# Near spellings of what was typed: names, files, functions of a Python file, which is not imported for it.
+# -- similar names: words, files, functions of a Python file, which is not imported --
 
-
-_NEAR = 0.75
-"""Likeness from which two names are spellings of one: a letter moved, missing or too many, and little more."""
+_NEAR = 0.75  # similarity from which two names count as spellings of one: about one letter moved, missing or added
 
 
 def near_name(word: str, names: Iterable[str]) -> str | None:
-    """Returns the name that the word is a near spelling of, or the beginning of no other."""
+    """Return the name that begins with the word, if there is only one, or the most similar name."""
     known = sorted(set(names))
     begun = [name for name in known if name.startswith(word)]
     if len(begun) == 1:
@@ -212,7 +189,7 @@ def near_name(word: str, names: Iterable[str]) -> str | None:
 
 
 def near_file(path: str) -> str | None:
-    """Returns the file or folder beside a path that is not there whose name is a near spelling of it."""
+    """Return the file or folder with the most similar name in the folder of a path that does not exist."""
     wanted = Path(path)
     try:
         names = sorted(entry.name for entry in wanted.parent.iterdir() if entry.suffix == wanted.suffix)
@@ -223,7 +200,7 @@ def near_file(path: str) -> str | None:
 
 
 def near_factory(target: str) -> str | None:
-    """Returns `FILE.py:FUNCTION` for a Python file that was named with a wrong function, or with none."""
+    """Return `FILE.py:FUNCTION` for a Python file that was named with a wrong function or without one."""
     file, _, wanted = target.partition(":")
     if not Path(file).is_file():
         file = near_file(file) or file
@@ -241,22 +218,15 @@ _SAME = {
     "text": "human", "xml": "junit", "yaml": "json", "info": "warning", "warn": "warning", "none": "never",
     "gpu": "cuda", "yes": "always", "no": "never",
 }  # fmt: skip
-"""Words of other tools for a choice of ours."""
-_CHOICES = re.compile(r"'([^']*)' is not one of (.*)")
-"""Typer's sentence; its exceptions keep the value nowhere else."""
+"""Words that other tools use for our choices."""
+_CHOICES = re.compile(r"'([^']*)' is not one of (.*)")  # Typer's message; the exception keeps the value nowhere else
 
 _Commands = dict[str, Any]
 _Correction = Callable[[list[str], BaseException, _Commands], list[str] | None]
 
 
 def instead(arguments: Sequence[str], error: BaseException, commands: _Commands) -> str | None:
-    """Returns the command line that was probably meant, without the program's name; None where nobody can know.
-
-    Args:
-        arguments: What was typed, without the program's name.
-        error: What refused it: an error of the command line, or one of ours.
-        commands: All there are, by name, as Typer builds them.
-    """
+    """Return the command line that was probably meant, without the program's name; None without a good guess."""
     if not arguments or any(not argument.strip() for argument in arguments):  # an empty variable of a script
         return None
     if getattr(error, "ctx", None) is None and not isinstance(error, AmpdoctorError):
@@ -269,7 +239,6 @@ def instead(arguments: Sequence[str], error: BaseException, commands: _Commands)
 
 
 def _missing(arguments: Sequence[str], commands: _Commands) -> list[str]:
-    """The names of required arguments that are not given."""
     if arguments[0] not in commands or "--help" in arguments:
         return []
     command = commands[arguments[0]]
@@ -279,7 +248,7 @@ def _missing(arguments: Sequence[str], commands: _Commands) -> list[str]:
 
 
 def _is_taken(arguments: Sequence[str], commands: _Commands) -> bool:
-    """Whether its command takes all of a command line: one that would be refused is not to be typed."""
+    """Whether the command accepts a command line; one that would be refused is not suggested."""
     if arguments[0] not in commands:
         return True
     command = commands[arguments[0]]
@@ -295,7 +264,7 @@ def _is_taken(arguments: Sequence[str], commands: _Commands) -> bool:
 
 
 def _another_command(arguments: list[str], _error: BaseException, commands: _Commands) -> list[str] | None:
-    """A command that is misspelt, left out, or not the first word."""
+    """Correct a command that is misspelt, left out, or not the first word."""
     first, *rest = arguments
     if first in commands:
         return None
@@ -320,7 +289,7 @@ def _another_command(arguments: list[str], _error: BaseException, commands: _Com
 
 
 def _another_option(arguments: list[str], error: BaseException, commands: _Commands) -> list[str] | None:
-    """An option that is misspelt, or is a value of another (`--json`)."""
+    """Correct an option that is misspelt, or is a value of another (`--json`)."""
     wrong = getattr(error, "option_name", None)
     if wrong is None or arguments[0] not in commands:
         return None
@@ -334,7 +303,6 @@ def _another_option(arguments: list[str], error: BaseException, commands: _Comma
 
 
 def _another_choice(arguments: list[str], error: BaseException, _commands: _Commands) -> list[str] | None:
-    """A value that is none of an option's choices."""
     refused = _CHOICES.search(str(error)) if getattr(error, "param", None) is not None else None
     if refused is None:
         return None
@@ -345,13 +313,13 @@ def _another_choice(arguments: list[str], error: BaseException, _commands: _Comm
 
 
 def _another_target(arguments: list[str], error: BaseException, commands: _Commands) -> list[str] | None:
-    """A file, folder or function that is not there, or is not for this command."""
+    """Correct a file, folder or function that does not exist, or does not fit this command."""
     if not isinstance(error, AmpdoctorError) or arguments[0] not in commands:
         return None
     command, *rest = arguments
     named = any(":" in word or word.endswith(".py") for word in rest)
     for before, word in pairwise(["", *rest]):
-        if word.startswith("-") or "=" in word:  # `--report json=FILE`: a new file has no near one
+        if word.startswith("-") or "=" in word:  # `--report json=FILE`: a new file resembles none
             continue
         if ":" in word or word.endswith(".py"):
             factory = near_factory(word) if isinstance(error, FactoryError) or command == "scan" else None
@@ -369,7 +337,7 @@ def _another_target(arguments: list[str], error: BaseException, commands: _Comma
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file is a report or a saved profile, damaged perhaps: `scan` would not take it either."""
+    """Whether a file is a report or a saved profile, even a damaged one: `scan` would not take it either."""
     try:
         with path.open("rb") as file:
             head = file.read(4096)
@@ -382,7 +350,7 @@ _CORRECTIONS: tuple[_Correction, ...] = (_another_command, _another_option, _ano
 
 
 def _replaced(arguments: Sequence[str], wrong: str, right: Sequence[str]) -> list[str]:
-    """The arguments with one of them, or the name or value around its `=`, replaced."""
+    """Return the arguments with `wrong` replaced, where it is an argument or stands before or after an `=`."""
     found: list[str] = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -397,25 +365,18 @@ def _replaced(arguments: Sequence[str], wrong: str, right: Sequence[str]) -> lis
     return found
 
 
-# What was named to be run and is no Python script: a launcher, a notebook, a script of the shell.
-
+# -- a target of `run` that is no Python script: a launcher, a notebook, a shell script --
 
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun")
 _INTERPRETERS = ("python", "python3", "ipython", "uv", "poetry", "pipenv")
 _AS_A_MODULE = {"accelerate": "--module", "deepspeed": "--module", "torchrun": "-m"}
-"""The option of each with which it starts a module instead of a file."""
+"""The option with which each launcher starts a module instead of a file."""
 _SHELLS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch")
-_HEAD = 128
-"""Bytes in which a first line names its interpreter."""
+_HEAD = 128  # the first line names its interpreter within these bytes
 
 
 def no_script(named: str, arguments: Sequence[str]) -> str | None:
-    """Returns a sentence that says what to write instead; None where it may be a script.
-
-    Args:
-        named: What was typed in the script's place.
-        arguments: What follows it.
-    """
+    """Return a sentence that says what to write instead; None where `named` may be a script."""
     file = Path(named)
     name = file.name
     if file.suffix == ".ipynb" and file.is_file():
@@ -442,7 +403,7 @@ def no_script(named: str, arguments: Sequence[str]) -> str | None:
 
 
 def _from_script(arguments: Sequence[str]) -> list[str]:
-    """What follows from the first word that names a script, or `-m`, on; all where none does."""
+    """Return the words from the first that names a script, or `-m`; all of them where none does."""
     for at, word in enumerate(arguments):
         if word.endswith(".py") or word in ("-m", "--module"):
             return list(arguments[at:])
@@ -462,21 +423,13 @@ def _is_of_a_shell(file: Path) -> bool:
     return first.startswith(b"#!") and first.rstrip().endswith(b"sh")
 
 
-# An error about a path names it as it was typed: below the command line a file has its own name only.
-
+# -- paths in errors as the user typed them: deeper code only has the file's name --
 
 _MISSING = " does not exist."
 
 
 def as_typed(said: str, arguments: Sequence[str]) -> str:
-    """Return a sentence that begins with the name of a file with the whole path in the name's place.
-
-    Where there is no such file, it also says what the path looks like: a URL, or a pattern that matched nothing.
-
-    Args:
-        said: What is wrong with a checkpoint.
-        arguments: What was typed, without the program's name.
-    """
+    """Return a message with the path from the command line in place of the file's name that it begins with."""
     for argument in arguments:
         path = argument.partition("=")[2] if argument.startswith("--") else argument
         name = PurePath(path).name

@@ -1,4 +1,4 @@
-"""`ampdoctor run`."""
+"""`ampdoctor run` and `ampdoctor health`."""
 
 from __future__ import annotations
 
@@ -138,11 +138,6 @@ def run(
 
 
 def _named(script: str, arguments: tuple[str, ...], *, is_module: bool) -> Script:
-    """Returns what is to be run.
-
-    Raises:
-        UsageError: There is no such thing, or it is something else.
-    """
     if is_module:
         if script.endswith(".py"):
             raise UsageError(f"-m {script}: a module is named without .py; a file without -m")
@@ -157,12 +152,9 @@ def _named(script: str, arguments: tuple[str, ...], *, is_module: bool) -> Scrip
         raise UsageError(f"{error}; is {near} meant?" if near is not None else str(error)) from None
 
 
-# `ampdoctor health`.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowOptions:
-    """Whether a log is looked at once, or while it grows."""
+    """Whether a log is read once, or while it grows."""
 
     follow: Annotated[
         bool,
@@ -180,7 +172,7 @@ class FollowOptions:
         progress: Progress | None,
         _: SetAside,
     ) -> Report:
-        """Do what is asked."""
+        """Read the log, after following it where --follow is given."""
         with loading():
             from ampdoctor.workflows import health as workflow
 

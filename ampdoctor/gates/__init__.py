@@ -1,1 +1,1 @@
-"""What a user has decided about findings, before they count: pure functions from report to report."""
+"""A project's decisions about findings: pure functions from report to report."""

@@ -1,9 +1,9 @@
-"""The baseline: findings that are known already; only new findings count.
+"""The baseline: findings that are already known; only new findings count.
 
 A finding is recognised by its fingerprint (code, module, op and tensor), and by its file if several paths were named,
-but never by its numbers. A path that is named alone, even a folder of many checkpoints, is one training: its baseline
-holds from one save to the next. Within a checkpoint the ratchet has no slack: where one finding was known, a second one
-is new, and so is one that is worse than it was, or that is about one more tensor.
+but never by its numbers. A single path, even a folder of many checkpoints, is one training: its baseline holds from one
+save to the next. Within a checkpoint every increase is new: a second finding where one was known, a worse one, or one
+about one more tensor.
 """
 
 from __future__ import annotations
@@ -35,18 +35,12 @@ from ampdoctor.gates.findings import suppressed_worst_first
 from ampdoctor.package import version
 
 FORMAT = "ampdoctor-baseline"
-VERSION = "1"
-"""Raised by a change that an older ampdoctor would misread."""
+VERSION = "1"  # increases with a change that an older ampdoctor would misread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One address of a known finding: what identifies it in another run, and its severity.
-
-    Attributes:
-        fingerprint, code, severity, module, op, tensor: As in `Finding` and `Where`.
-        file: The checkpoint's file if several paths were named; None: a checkpoint of any name.
-    """
+    """One address of a known finding, with fields as in `Finding` and `Where`."""
 
     fingerprint: str
     code: str
@@ -54,27 +48,21 @@ class Entry:
     module: str
     op: str | None
     tensor: str | None
-    file: str | None
+    file: str | None  # if several paths were named; None: a checkpoint of any name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The known findings of one run.
+    """The known findings of one run."""
 
-    Attributes:
-        command: The command that found them ("scan", "scan --against", ...): others look for other things.
-        entries: One for each address of a finding, sorted.
-    """
-
-    command: str
-    entries: tuple[Entry, ...]
+    command: str  # it found them ("scan", "scan --against", ...): others search other things
+    entries: tuple[Entry, ...]  # one for each address of a finding, sorted
 
 
 def baseline_of(report: Report) -> Baseline:
-    """Return the baseline that knows every finding of the report, including those that a baseline has set aside.
+    """Return a baseline of all the report's findings, including those that a baseline has suppressed.
 
-    Raises:
-        UsageError: The report is incomplete or judges nothing: what was not examined would be new in the next run.
+    Raises UsageError for an incomplete or unjudged report: parts that were not examined would be new in the next run.
     """
     if not report.complete:
         raise UsageError("the report is incomplete, so that no baseline was written")
@@ -86,7 +74,7 @@ def baseline_of(report: Report) -> Baseline:
 
 
 def _enough_for_each(groups: Iterable[Iterable[Finding]], target: Mapping[str, Any]) -> Iterator[Entry]:
-    """The entries that know the findings of each checkpoint by itself: of one address as many as any has, the worst."""
+    """Yield as many entries of an address as the checkpoint with most of them has, the worst severities."""
     enough: dict[tuple[str, str | None], list[Entry]] = {}
     for group in groups:
         own: dict[tuple[str, str | None], list[Entry]] = defaultdict(list)
@@ -104,19 +92,11 @@ def _severity(entry: Entry) -> int:
 
 
 def set_known_aside(report: Report, baseline: Baseline, file: str, *, written: bool = False) -> Report:
-    """Return the report with the known findings set aside.
+    """Return the report with the known findings suppressed; `file` is the baseline's name.
 
-    Entries without a finding are listed as fixed; a finding that an ignore sets aside still counts as there. An entry
-    is not fixed if it was not examined: in an incomplete report, one that judges nothing, or in another file.
-
-    Args:
-        report: Any report.
-        baseline: A baseline of the same command.
-        file: The baseline's file name, for the report.
-        written: True if the baseline was just written from this report.
-
-    Raises:
-        UsageError: The baseline is of another command.
+    Entries without a finding are listed as fixed; a finding that an ignore suppresses still exists. An entry is not
+    fixed if it was not examined: in an incomplete or unjudged report, or in another file. `written` means that the
+    baseline was just written from this report. Raises UsageError for a baseline of another command.
     """
     if baseline.command != _command(report):
         raise _other_command(baseline, _command(report), file)
@@ -166,12 +146,11 @@ class _Known:
         return True
 
     def cross_off(self, finding: Finding) -> None:
-        """Use up the entry of each of a finding's addresses, whatever its severity: the finding is still there."""
+        """Use up the entry of each of a finding's addresses, whatever its severity: the finding still exists."""
         for where in finding.places:
             self._take(finding.code, where, "note")
 
     def left(self) -> tuple[Entry, ...]:
-        """Return the remaining entries, sorted."""
         return _sorted(entry for entries in self._left.values() for entry in entries)
 
     def _take(self, code: str, where: Where, severity: Severity) -> tuple[int, Entry] | None:
@@ -183,7 +162,7 @@ class _Known:
 
 
 def _all_were_read(report: Report) -> bool:
-    """Was each checkpoint of a folder of many read? What another holds is not fixed because it was not read."""
+    """Whether each checkpoint of a folder of many was read: else a finding may be missing only because it was not."""
     return report.target.get("count") is None or len(report.target.get("members", ())) >= report.target["count"]
 
 
@@ -194,11 +173,7 @@ def _was_examined(entry: Entry, report: Report) -> bool:
 
 
 def refuse_other_command(baseline: Baseline, command: str, file: str) -> None:
-    """Refuse a baseline of another command before the work begins; `set_known_aside` checks the rest afterwards.
-
-    Raises:
-        UsageError: The baseline is of another command.
-    """
+    """Raise UsageError for a baseline of another command, before the work begins; `set_known_aside` checks the rest."""
     if baseline.command.partition(" ")[0] != command:
         raise _other_command(baseline, command, file)
 
@@ -216,15 +191,7 @@ def to_text(baseline: Baseline) -> str:
 
 
 def from_text(text: str, file: str) -> Baseline:
-    """Return the baseline in a file's text.
-
-    Args:
-        text: The file's text.
-        file: The file's name, for the sentence.
-
-    Raises:
-        UsageError: The text is not a baseline, or one of an unknown version.
-    """
+    """Return the baseline in a file's text; raises UsageError for any other text, or an unknown version."""
     try:
         read = json.loads(text, object_pairs_hook=unique_keys)
     except DuplicateKeyError as error:
@@ -263,7 +230,7 @@ def _read_entry(item: Any, index: int, file: str) -> Entry:
 
 
 def _command(report: Report) -> str:
-    """Return the command: a comparison of two checkpoints looks for other things than a scan of one."""
+    """Return the command: comparing two checkpoints searches other things than scanning one."""
     return f"{report.command} --against" if report.change is not None else report.command
 
 

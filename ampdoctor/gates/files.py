@@ -1,4 +1,4 @@
-"""The files in findings and reports, under the names that ignores and baselines use.
+"""The files of findings and reports, under the names that ignores and baselines use.
 
 A path is relative to the working directory if it lies below it, else absolute. It does not matter through which path
 the file was scanned.
@@ -15,12 +15,7 @@ from ampdoctor.evidence.report import Report
 
 
 def checkpoint_file(where: Where, target: Mapping[str, Any]) -> str | None:
-    """Returns the checkpoint's file that holds the address, else the checkpoint; None if there is none.
-
-    Args:
-        where: An address.
-        target: The report's target.
-    """
+    """Returns the checkpoint's file with the address, else the checkpoint; None if there is none."""
     return scanned_path(target) if where.file is None else file_within(checkpoint_path(target), where.file)
 
 

@@ -1,4 +1,4 @@
-"""Severities that a project has chosen, rule by rule."""
+"""A project's own severities and ignores."""
 
 from __future__ import annotations
 
@@ -21,27 +21,16 @@ SeverityOrIgnore = Literal["error", "warning", "note", "ignore"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSettings:
-    """A project's settings for one rule.
+    """A project's settings for one rule."""
 
-    Attributes:
-        severity: Severity of each of its findings; `ignore` sets them aside; None: the rule decides.
-        thresholds: Numbers of the rule, by name; each rule has its own names.
-    """
-
-    severity: SeverityOrIgnore | None = None
-    thresholds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    severity: SeverityOrIgnore | None = None  # `ignore` suppresses its findings; None: the rule decides
+    thresholds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # by name
 
 
 def apply_severities(report: Report, rules: Mapping[str, RuleSettings]) -> Report:
-    """Return the report with the severities that its rules were given, worst first again.
-
-    The verdict follows: a report is sick if an error is among its findings, set aside or not. Setting an error aside
-    does not make a checkpoint healthy; deciding that it is not an error does.
-
-    Args:
-        report: Any report.
-        rules: Settings by the rule's code.
-    """
+    """Return the report with a project's severities (`rules` by code), again sorted with the worst first."""
+    # The verdict follows: a report is sick if an error is among its findings, suppressed or not. Suppressing an error
+    # does not make a checkpoint healthy; lowering its severity does.
     if not any(rules[f.code].severity for f in report.found if f.code in rules):
         return report
     suppressed = [replace(one, finding=_graded(one.finding, rules)) for one in report.suppressed]
@@ -63,7 +52,7 @@ def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def suppressed_worst_first(suppressed: Iterable[Suppressed]) -> tuple[Suppressed, ...]:
-    """Return what was set aside in the order of `worst_first`."""
+    """Return suppressed findings in the order of `worst_first`."""
     return tuple(sorted(suppressed, key=lambda one: SEVERITIES.index(one.finding.severity)))
 
 
@@ -75,7 +64,7 @@ def _graded(finding: Finding, rules: Mapping[str, RuleSettings]) -> Finding:
 
 
 def _verdict(before: Report, after: Report) -> Verdict:
-    """Return the new verdict. One that is not sick beside an error stays: its workflow knew about the error."""
+    """Return the new verdict; one that is not sick despite an error stays, as its workflow decided it so."""
     was, now = (any(f.severity == "error" for f in report.found) for report in (before, after))
     if was == now or before.verdict == "not_judged":
         return before.verdict
@@ -84,43 +73,30 @@ def _verdict(before: Report, after: Report) -> Verdict:
     return verdict_of(after.found, settled=after.complete)
 
 
-# Ignores: findings that a project has examined and accepted, each with its reason.
+# -- ignores: findings that a project has examined and accepted, each with its reason --
 #
-# An ignore ages: the tensor is renamed, the bug is fixed, the reason no longer holds. So an ignore that fits nothing,
-# or whose date has passed, is itself a finding.
+# An ignore becomes outdated: the tensor is renamed, the bug is fixed, the reason no longer holds. So an ignore that
+# matches nothing, or whose date has passed, is itself a finding.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ignore:
-    """One entry: accepted findings of a rule, at the places that it names.
+    """Accepted findings of a rule, at the places that the patterns name.
 
-    A pattern is a shell's (`*`, `?`, `[abc]`), fits the whole name with its case, and its `*` crosses dots and slashes.
-
-    Attributes:
-        rule: Code of the rule.
-        reason: Why they are accepted; a sentence for whoever reads it next year.
-        tensor: Pattern of the tensor's name; None fits any, and also a finding without a tensor.
-        module: Pattern of the module's name.
-        file: Pattern of the file, the checkpoint's or the user's source file. Its path is relative to the working
-            directory if it lies below it, else absolute, whichever path was scanned.
-        expires: The last day on which it holds; None: it never expires.
-        written: Where the entry is written.
+    A pattern is a shell's (`*`, `?`, `[abc]`), matches the whole name with its case, and its `*` crosses dots and
+    slashes. A pattern that is None matches anything, also a finding without such a name.
     """
 
-    rule: str
-    reason: str
+    rule: str  # code of the rule
+    reason: str  # why they are accepted; a sentence for later readers
     tensor: str | None = None
     module: str | None = None
-    file: str | None = None
-    expires: date | None = None
-    written: Source | None = None
+    file: str | None = None  # the checkpoint's or the user's source file; a path as in `gates.files`
+    expires: date | None = None  # the last day on which it holds
+    written: Source | None = None  # where the entry is written
 
     def matcher(self, target: Mapping[str, Any]) -> _Matcher:
-        """Return a test of whether it names a rule's finding at an address. Make it once: patterns compile slowly.
-
-        Args:
-            target: The target of the findings' report.
-        """
+        """Return a test whether it matches a rule's finding at an address. Make it once: patterns compile slowly."""
         tensor, module, file = (_pattern(pattern) for pattern in (self.tensor, self.module, self.file))
 
         def fits(code: str, where: Where) -> bool:
@@ -145,16 +121,12 @@ def _pattern(pattern: str | None) -> Callable[[str], bool] | None:
 
 
 def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Report:
-    """Return the report with ignored findings set aside, and a finding for each outdated ignore.
+    """Return the report with ignored findings suppressed, and a finding for each outdated ignore.
 
-    A finding about many tensors is set aside if the ignores together name every one of them.
-    "Unused" (AMP911) is only reported if this run could have used the ignore: see `_could_have_been_used`. An expired
-    ignore (AMP912) sets nothing aside any more, and is reported if it would have.
-
-    Args:
-        report: Any report.
-        ignores: The ignores in their written order; the first that fits an address gives the reason.
-        today: The day of the judgement.
+    The first ignore that matches an address gives the reason. A finding about many tensors is suppressed if the ignores
+    together name every one of them. "Unused" (AMP911) is only reported if this run could have used the ignore: see
+    `_could_have_been_used`. An ignore that expired before `today` (AMP912) suppresses nothing any more, and is reported
+    if it would have.
     """
     if not ignores:
         return report
@@ -180,7 +152,6 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Rep
 
 
 def _reasons(finding: Finding, current: Sequence[tuple[Ignore, _Matcher]]) -> list[str]:
-    """Return the reasons why a finding is set aside; [] if it is not."""
     reasons: dict[str, None] = {}
     for where in finding.places:
         fitting = next((ignore for ignore, fits in current if fits(finding.code, where)), None)
@@ -191,18 +162,15 @@ def _reasons(finding: Finding, current: Sequence[tuple[Ignore, _Matcher]]) -> li
 
 
 def _outlived(ignore: Ignore, report: Report, *, used: bool, expired: bool) -> Finding | None:
-    """Return the finding about an outdated ignore."""
     if used:
         return _expired(ignore) if expired else None
     return _unused(ignore) if _could_have_been_used(ignore, report) else None
 
 
 def _could_have_been_used(ignore: Ignore, report: Report) -> bool:
-    """Did this run examine what the ignore names?
-
-    Many commands and many checkpoints share one list. So the rule must belong to this command, the report must be
-    judged and complete, and the ignore's file must be among the examined ones.
-    """
+    """Whether this run examined what the ignore names."""
+    # Many commands and many checkpoints share one list. So the rule must belong to this command, the report must be
+    # judged and complete, and the ignore's file must be among the examined ones.
     if report.verdict == "not_judged" or not report.complete or report.command not in rules()[ignore.rule].commands:
         return False
     return ignore.file is None or any(fnmatchcase(name, ignore.file) for name in examined(report))

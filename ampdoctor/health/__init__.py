@@ -1,1 +1,1 @@
-"""Runs over their steps, from their logs."""
+"""Judges runs over time, from their logs."""

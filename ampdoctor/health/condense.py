@@ -1,4 +1,4 @@
-"""Makes of a log's lines what a report shows of its run."""
+"""Turns a log's lines into what a report shows of its run."""
 
 from __future__ import annotations
 
@@ -38,18 +38,14 @@ from ampdoctor.health.curves import (
 )
 from ampdoctor.health.heat_maps import Maps
 
-# Which lines of a log stand in the end: a later attempt, restart or run undoes from its first step on.
+# -- steps that a later attempt, restart or run has repeated, and thereby undone --
 
 
 @dataclass(slots=True)
 class Groups:
-    """The attempts, restarts and runs of a log, in the order in which they began.
+    """The attempts, restarts and runs of a log, in the order in which they began."""
 
-    Attributes:
-        first: The first step of each.
-    """
-
-    first: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)  # the first step of each
     _numbers: dict[tuple[str, int, int], int] = field(default_factory=dict)
 
     def of(self, stamp: Stamp) -> int:
@@ -62,14 +58,14 @@ class Groups:
         return number
 
     def begins(self, group: int, step: int) -> bool:
-        """Takes a step of a group; is it the group's first so far?"""
+        """Takes a step of a group; returns whether it is the group's first so far."""
         if step >= self.first[group]:
             return False
         self.first[group] = step
         return True
 
     def undone_from(self, group: int) -> int:
-        """Returns the step from which on a group's lines were undone by later ones."""
+        """Returns the step from which on later groups have undone this one."""
         return min(self.first[group + 1 :], default=2**63 - 1)
 
     def undone(self) -> Iterable[tuple[int, int]]:
@@ -80,7 +76,7 @@ class Groups:
 
 
 def standing(columns: Mapping[str, Column], groups: Groups) -> Mapping[str, Column]:
-    """Returns the rows that stand, in the order of their steps; of several of one step in the order of arrival."""
+    """Drops rows that a later restart repeated; sorts the others by step, those of one step in the order of arrival."""
     limits = np.array([groups.undone_from(group) for group in range(len(groups.first))], dtype=np.float64)
     steps, of = columns["step"], columns["group"].astype(np.intp)
     kept: NDArray[np.intp] = np.flatnonzero(steps < limits[of]) if len(steps) else np.empty(0, np.intp)
@@ -92,23 +88,16 @@ def standing(columns: Mapping[str, Column], groups: Groups) -> Mapping[str, Colu
 
 
 Mark: TypeAlias = CheckpointLine | LookLine | ActionLine
-MOST_ENTRIES = 10_000
-"""Steps, the last of a log, that are judged by how they end."""
-MOST_MARKS = 10_000
-"""Checkpoints, looks and actions that are kept; of more, the last."""
+MOST_ENTRIES = 10_000  # last steps of a log that are judged by how they end
+MOST_MARKS = 10_000  # most checkpoints, looks and actions that are kept: the last ones
 
 
 @dataclass(slots=True)
 class Condenser:
-    """Hears the lines of one rank in the order of their arrival, in bounded memory: some 150 bytes a step.
-
-    Attributes:
-        groups: The attempts, restarts and runs that it has heard of.
-        header: The last line that said what the run is.
-    """
+    """Takes the lines of one rank in the order of arrival, in bounded memory: some 150 bytes a step."""
 
     groups: Groups = field(default_factory=Groups)
-    header: RunLine = field(default_factory=lambda: RunLine(name=""))
+    header: RunLine = field(default_factory=lambda: RunLine(name=""))  # the last line that described the run
     _steps: dict[int, Columns] = field(default_factory=dict)
     _maps: dict[int, Maps] = field(default_factory=dict)
     _marks: list[tuple[int, Mark]] = field(default_factory=list)
@@ -148,14 +137,11 @@ class Condenser:
         return group
 
     def runs(self, *, name: str, source: str, kind: str, lately: bool | None) -> tuple[HealthRun, ...]:
-        """Returns the run; of several optimizers, one each.
+        """Returns the run, or one for each of several optimizers.
 
-        Args:
-            name: Where the log has none.
-            source: Path of the log, as the user named it.
-            kind: Whose log it is, in a word.
-            lately: Whether the log has grown lately; None where a log of this kind does not say whether a run has
-                ended.
+        `name` is used where the log has none; `source` is the log's path as the user gave it; `kind` is the log's
+        format. `lately` says whether the log has grown lately; None where logs of this kind do not say whether a run
+        has ended.
         """
         optimizers = sorted(self._steps)
         ending: Ending = "ended" if self._end is not None else "unknown"
@@ -174,7 +160,7 @@ class Condenser:
         )
 
     def last_entries(self) -> Iterator[tuple[str, tuple[LogEntry, ...]]]:
-        """Yields each optimizer's name ("" where there is one), and the last of its steps that stand."""
+        """Yields each optimizer's name ("" where there is only one), and its last steps that were not undone."""
         names = self.header.optimizers
         for optimizer in sorted(self._steps):
             columns = standing(self._steps[optimizer].whole(), self.groups)
@@ -185,7 +171,7 @@ class Condenser:
         columns = with_proved_skips(standing(self._steps[optimizer].whole(), self.groups))
         steps, names = columns["step"], self.header.optimizers
         skipped = int((columns["skipped"] == 1).sum())
-        since = np.maximum(np.diff(steps, prepend=steps[:1] - 1), 1)  # a line stands for the steps since the one before
+        since = np.maximum(np.diff(steps, prepend=steps[:1] - 1), 1)  # a line stands for the steps since the last line
         told = int(since[~np.isnan(columns["skipped"])].sum())
         maps = self._maps.get(optimizer) or Maps()
         spans = spans_of(steps)
@@ -230,7 +216,7 @@ class Condenser:
 
 
 def _with_scaler(line: RunLine, before: RunLine) -> RunLine:
-    """The header of a later file, which does not say again in what state the scaler began."""
+    """Returns the header of a later file with the scaler's initial state, which it does not repeat."""
     return replace(line, scaler=before.scaler)
 
 
@@ -257,7 +243,6 @@ def _curves(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> tup
 
 
 def _numbers(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> dict[CurveName, Column]:
-    """Returns what is drawn, from what the log says of each step."""
     steps, scale, norm = columns["step"], columns["loss_scale"], columns["gradient_norm"]
     with np.errstate(divide="ignore", invalid="ignore"):
         norm = np.where(columns["norm_scaled"] == 1, norm / scale, norm)
@@ -287,7 +272,7 @@ def _numbers(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> di
 
 
 def _rate(columns: Mapping[str, Column], counted: str) -> Column:
-    """Returns what was counted from each row to the one before it, a second of the steps between them."""
+    """Returns the rate between each row and the row before; `seconds` is the time of one step."""
     values, rate = columns[counted], np.full(len(columns[counted]), np.nan)
     if len(values) > 1:
         seconds = columns["seconds"][1:] * np.diff(columns["step"])

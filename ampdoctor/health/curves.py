@@ -1,4 +1,4 @@
-"""Curves of a run over at most 2,000 spans of its steps, with the extremes of each span kept."""
+"""Curves of a run over at most 2,000 spans of its steps, with the extremes of each span."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from ampdoctor.evidence.log_records import Stamped, StepLine
 from ampdoctor.evidence.report_health import Curve, CurveName, HealthAxis, ScalerHistory
 from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
 
-# The steps of a run as columns of numbers, gathered while a log is read.
-
+# -- steps as columns of numbers --
 
 Column: TypeAlias = NDArray[np.float64]
 
@@ -26,15 +25,14 @@ _NUMBERS = (
     *("step", "loss", "gradient_norm", "norm_scaled", "norm_clipped", "max_norm", "loss_scale", "skipped"),
     *("growth_tracker", "seconds", "data_seconds", "memory_bytes", "samples", "tokens", "scaler"),
 )
-_MORE = ("rate", "time_ms", "group")
-"""What is no field of a step: the rate of its first group of parameters, its stamp's time, its number of `Groups`."""
+_MORE = ("rate", "time_ms", "group")  # beside the fields: first learning rate, the stamp's time, the number in `Groups`
 _BLOCK = 8192
 
 
 class Columns:
-    """Steps of one optimizer. A number that is not known is NaN; a loss or norm that was NaN is infinite.
+    """Steps of one optimizer. An unknown number is NaN; a loss or norm that was NaN is stored as infinite.
 
-    To a curve the two are the same, not finite. Whole numbers up to 2^53 are exact.
+    A curve treats both as not finite. Whole numbers up to 2^53 are exact.
     """
 
     def __init__(self) -> None:
@@ -42,13 +40,7 @@ class Columns:
         self._blocks: list[NDArray[np.float64]] = []
 
     def add(self, whole: Stamped, step: StepLine, group: int) -> None:
-        """Adds a step.
-
-        Args:
-            whole: Its line.
-            step: What it says.
-            group: Of those lines that stand or fall together, in the order of their beginnings.
-        """
+        """Adds a step from the line `whole`; `group` is its number in `Groups`."""
         rates = step.learning_rates
         if step.loss != step.loss or step.gradient_norm != step.gradient_norm:  # NaN
             step = replace(step, loss=_infinite(step.loss), gradient_norm=_infinite(step.gradient_norm))
@@ -69,19 +61,14 @@ class Columns:
 
     def _fold(self) -> None:
         if self._rows:
-            self._blocks.append(np.array(self._rows, dtype=np.float64))  # which makes NaN of None
+            self._blocks.append(np.array(self._rows, dtype=np.float64))  # None becomes NaN
             self._rows = []
 
 
 def with_proved_skips(columns: Mapping[str, Column]) -> Mapping[str, Column]:
-    """Returns the columns with the skips that a log does not say and that the rows behind them prove.
-
-    As `over_time.ill_steps.proves_a_skip` has it for single rows. Where one is proved, a finite norm says of the other
-    rows that they were taken.
-
-    Args:
-        columns: In the order of the steps.
-    """
+    """Returns the columns, ordered by step, with skipped steps that the log does not mark and later rows prove."""
+    # `diagnosis.health.step_state.proves_a_skip` has the rule for single rows. Where a skip is proved, a finite norm
+    # means that the step was taken.
     skipped, loss, norm, scale = (columns[name] for name in ("skipped", "loss", "gradient_norm", "loss_scale"))
     unknown = np.isnan(skipped)
     if not unknown.any() or len(skipped) < 2:
@@ -91,19 +78,14 @@ def with_proved_skips(columns: Mapping[str, Column]) -> Mapping[str, Column]:
     ill = np.isinf(loss) | np.isinf(norm)
     proved = unknown[:-1] & (falls | (ill[:-1] & np.isfinite(told)))
     if not proved.any() or (np.isinf(norm[~np.isnan(norm)]).all() and falls_over(loss.tolist())):
-        return columns  # a norm that is never finite while the loss falls is not what the optimizer saw
+        return columns  # the optimizer did not see this norm: it is never finite while the loss falls
     known = np.where(unknown & ~ill & np.isfinite(norm), 0.0, skipped)
     known[:-1][proved] = 1.0
     return {**columns, "skipped": known}
 
 
 def entries_of(columns: Mapping[str, Column], most: int) -> tuple[LogEntry, ...]:
-    """Returns the last rows as a checkpoint's rules read them; a number that was NaN is infinite there.
-
-    Args:
-        columns: In the order of the steps.
-        most: How many.
-    """
+    """Returns the last `most` rows as the checkpoint rules read them, ordered by step; NaN is stored as infinite."""
     norm = np.where(columns["norm_clipped"] == 1, np.nan, columns["gradient_norm"])
     values = (columns["step"], columns["loss"], norm, columns["rate"], columns["loss_scale"], columns["skipped"])
     return tuple(
@@ -135,23 +117,18 @@ MOST_SPANS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Equal shares of the rows of columns that are in the order of their steps.
+    """Equal shares of the rows of columns that are ordered by step."""
 
-    Attributes:
-        starts: The first row of each span.
-        rows: How many rows there are.
-    """
-
-    starts: NDArray[np.intp]
-    rows: int
+    starts: NDArray[np.intp]  # the first row of each span
+    rows: int  # the number of rows
 
     @property
     def ends(self) -> NDArray[np.intp]:
-        """Behind the last row of each span."""
+        """The row after the last of each span."""
         return np.append(self.starts[1:], self.rows)
 
     def grid(self, values: Column) -> Column:
-        """Returns a row of values for each span, filled up with NaN."""
+        """Returns a row of values for each span, padded with NaN."""
         lengths = self.ends - self.starts
         grid = np.full((len(self.starts), int(lengths.max(initial=0))), np.nan)
         grid[np.arange(grid.shape[1]) < lengths[:, None]] = values
@@ -159,7 +136,7 @@ class Spans:
 
 
 def spans_of(steps: Column) -> Spans:
-    """Returns the spans of steps in their order; the lines of one step are in one span where there is room for all."""
+    """Returns the spans of ordered steps; the lines of one step share a span where there are few enough steps."""
     firsts = np.flatnonzero(np.append(True, steps[1:] != steps[:-1])) if len(steps) else np.empty(0, np.intp)
     if len(firsts) > MOST_SPANS:
         firsts = firsts[np.linspace(0, len(firsts), MOST_SPANS, endpoint=False).astype(np.intp)]
@@ -167,7 +144,7 @@ def spans_of(steps: Column) -> Spans:
 
 
 def axis_of(columns: Mapping[str, Column], spans: Spans) -> HealthAxis:
-    """Returns the spans by their steps, with what was counted up to the end of each."""
+    """Returns the steps of the spans, with the counts at the end of each."""
     steps, last = columns["step"], spans.ends - 1
     skipped = np.add.reduceat(columns["skipped"] == 1, spans.starts) if len(spans.starts) else np.empty(0)
     return HealthAxis(
@@ -181,22 +158,16 @@ def axis_of(columns: Mapping[str, Column], spans: Spans) -> HealthAxis:
 
 
 def curve_of(name: CurveName, values: Column, spans: Spans) -> Curve | None:
-    """Returns a number's curve; None where it is nowhere known.
-
-    Args:
-        name: What it is.
-        values: A value for each row; NaN where it is not known, infinite where it was not finite.
-        spans: Of the rows.
-    """
+    """Returns the curve of `values` (NaN: unknown, infinite: not finite) over the spans; None where all are unknown."""
     if np.isnan(values).all():
         return None
     grid = spans.grid(values)
     nonfinite = np.isinf(grid).sum(axis=1)
     grid[np.isinf(grid)] = np.nan
-    grid.sort(axis=1)  # NaN goes to the end
+    grid.sort(axis=1)  # NaN sorts last
     known = np.isfinite(grid).sum(axis=1)
     row, some, last = np.arange(len(grid)), known > 0, np.maximum(known - 1, 0)
-    middle = grid[row, last // 2] / 2 + grid[row, (last + 1) // 2] / 2  # their sum may be too large
+    middle = grid[row, last // 2] / 2 + grid[row, (last + 1) // 2] / 2  # their sum may overflow
     return Curve(
         name=name,
         low=_floats(grid[:, 0], some),
@@ -210,7 +181,6 @@ def curve_of(name: CurveName, values: Column, spans: Spans) -> Curve | None:
 
 
 def _counted(values: Column, spans: Spans) -> tuple[int | None, ...] | None:
-    """Returns the last known value of each span; None where none is known in any."""
     if np.isnan(values).all():
         return None
     last = np.where(np.isnan(values), -1.0, values)
@@ -226,11 +196,9 @@ def _floats(values: Column, some: NDArray[np.bool_]) -> tuple[float | None, ...]
     return tuple(value if there else None for value, there in zip(values.tolist(), some.tolist(), strict=True))
 
 
-# What a run's steps say of its loss scaling.
+# -- loss scaling --
 
-
-_MOST = 2000
-"""Points of a path, and skipped steps, that are kept: as `ScalePath` says."""
+_MOST = 2000  # most points of a path, and skipped steps, that are kept, as in `ScalePath`
 
 _READ = ("step", "loss_scale", "skipped", "growth_tracker")
 
@@ -238,15 +206,9 @@ _READ = ("step", "loss_scale", "skipped", "growth_tracker")
 def scaler_histories(
     columns: Mapping[str, Column], names: Sequence[str], state: Mapping[str, Any] | None
 ) -> tuple[ScalerHistory, ...]:
-    """Returns the history of each scaler that the steps of an optimizer name.
-
-    Args:
-        columns: In the order of the steps.
-        names: Of the scalers, by their index.
-        state: Of the first scaler when the run began.
-    """
+    """Returns the history of each scaler in an optimizer's steps; `state` is the first one's at the run's start."""
     known = np.isfinite(columns["loss_scale"])
-    if not known.any() or np.all(columns["loss_scale"][known] == 1):  # a scaler that is switched off
+    if not known.any() or np.all(columns["loss_scale"][known] == 1):  # the scaler is disabled
         return ()
     scalers = np.where(np.isnan(columns["scaler"]), 0, columns["scaler"])
     found = sorted({int(one) for one in np.unique(scalers[known])})
@@ -264,7 +226,7 @@ def scaler_histories(
 
 
 def arguments_in(state: Mapping[str, Any] | None) -> ScalerArguments | None:
-    """Returns the settings in a scaler's `state_dict()`; None where it has them not."""
+    """Returns the settings in a scaler's `state_dict()`; None where they are missing."""
     if state is None:
         return None
     try:
@@ -295,7 +257,7 @@ def _history(columns: Mapping[str, Column], name: str, arguments: ScalerArgument
             skipped=len(skips),
             replica=0,
         ),
-        growths=int(((moves > 0) & (columns["skipped"][:-1] != 1)).sum()),  # behind a skipped step, a scaler is new
+        growths=int(((moves > 0) & (columns["skipped"][:-1] != 1)).sum()),  # after a skipped step, it is a new scaler
         backoffs=int((moves < 0).sum()),
         growth_tracker=int(tracker[-1]) if len(tracker) else None,
         arguments=arguments,

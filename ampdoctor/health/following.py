@@ -1,7 +1,7 @@
-"""A log that grows, read on from where it was left: by another process, on another machine, over a copy of its files.
+"""Reads a growing log on from where it was left, also in another process or on a copy on another machine.
 
-A file is known by its first line, which names the run and the file's number in it: not by its name, which changes when
-the next one is begun, and not by its inode, which changes when a copy is brought up to date.
+A file is recognised by its first line, which names the run and the file's number in it. Its name changes when the next
+file begins, and its inode changes when a copy is updated.
 """
 
 from __future__ import annotations
@@ -24,60 +24,37 @@ from ampdoctor.evidence.paths import logs_in, rank_and_number
 from ampdoctor.health.reading.log_kind import Begin, Noticed, Order, RunLines, run_of
 from ampdoctor.health.reading.opening import AMPDOCTOR, FileState, FoundLog, find_log
 
-_ENOUGH = 2 * 1024 * 1024
-"""Bytes, the last of a log, with which a reader begins who comes late: some ten thousand steps, judged in a second."""
+_ENOUGH = 2 * 1024 * 1024  # a late reader begins so many bytes before the end: some ten thousand steps, read in 1 s
 _AT_ONCE = 1024 * 1024
 _OUTPUTS = frozenset({".log", ".out", ".err"})
-_BEGINS_S = 600.0
-"""Seconds after which no first step is waited for in an output to which nothing is added: the longest a start takes."""
-_SMALL = 64 * 1024
-"""Bytes of a log that is read anew each time: what is learnt from its beginning may still change."""
-_BEGINNING = 256
-"""Bytes by which it is known whether a file is still the same; a shorter one is read anew."""
-_QUIET_S = 2.0
-"""Seconds without a change after which no more is waited for the numbers that the last step lacks."""
-_ENDS_S = 60.0
-"""Seconds without a change after which an exception at the end of an output was not caught."""
-_LONG_S, _RESTS = 0.2, 20.0
-"""A log that is read anew each time, which takes longer than that, is left alone for so many times as long."""
+_BEGINS_S = 600.0  # seconds without a change after which an output is no starting job: the longest a start takes
+_SMALL = 64 * 1024  # a log up to so many bytes is read anew each time: its beginning, and so its layout, may change
+_BEGINNING = 256  # bytes at the beginning that tell whether a file is still the same; a shorter file is read anew
+_QUIET_S = 2.0  # seconds without a change after which the last step is given even if numbers are missing
+_ENDS_S = 60.0  # seconds without a change after which an exception at the end of an output counts as uncaught
+_LONG_S, _RESTS = 0.2, 20.0  # after a full read longer than `_LONG_S`, the next waits `_RESTS` times as long
 _NUMBERS = ("loss", "gradient_norm", "loss_scale", "learning_rates")
-_AGAIN = 8
-"""Times that a folder is listed anew which changes meanwhile; the next look has the rest."""
+_AGAIN = 8  # times that a folder is listed again if it changes meanwhile; the next call reads the rest
 
 
 class _Source(Protocol):
-    """What grows; the seam is between files that are read on and files that are written anew each time."""
+    """A growing log: files that are read on, or files that are written anew each time."""
 
     def new(self) -> Iterator[Stamped]:
-        """Yields what has come since the last time.
-
-        Raises:
-            CheckpointError: It cannot be read.
-        """
+        """Yields the lines since the last call; raises CheckpointError where it cannot be read."""
 
 
 class Follower:
-    """Reads a log on, as often as it is asked; one that is not there yet may come.
-
-    Args:
-        path: As for `find_log`.
-
-    Attributes:
-        found: The log; None as long as there is none.
-    """
+    """Reads on in a log at each call; the log may not exist yet, and `found` is None until it does."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._source: _Source | None = None
-        self._size = 0  # of a file that has no step yet
+        self._size = 0  # of a file without a step
         self.found: FoundLog | None = None
 
     def new(self) -> Iterator[Stamped]:
-        """Yields the lines that have come since the last time, in the order of their arrival.
-
-        Raises:
-            CheckpointError: There is a file at the path and it is no log, or it cannot be read.
-        """
+        """Yields the lines since the last call, in order; raises CheckpointError if the file is no readable log."""
         if self._source is None:
             found = self._find()
             if found is None:
@@ -87,10 +64,7 @@ class Follower:
         yield from self._source.new()
 
     def _find(self) -> FoundLog | None:
-        """The log; None where none has begun: a path that is not there, an empty file, a folder without one.
-
-        Nor has it in the output of a job that still prints its arguments.
-        """
+        """Returns the log; None for a missing path, an empty file, a folder without a log, or a job that starts."""
         is_file = self._path.is_file()
         size = self._path.stat().st_size if is_file else 0
         if size and size == self._size and _is_written(self._path):
@@ -112,26 +86,20 @@ def _is_written(path: Path) -> bool:
 
 
 def _has_no_line(path: Path) -> bool:
-    """Whether a file has not come to the end of its first line."""
     with path.open("rb") as file:
         return b"\n" not in file.read(_AT_ONCE)
 
 
 @dataclass(slots=True)
 class _Place:
-    """How far a file was read.
+    """How far a file was read."""
 
-    Attributes:
-        first: Its first line.
-        offset: The end of the last whole line.
-    """
-
-    first: bytes
-    offset: int
+    first: bytes  # its first line
+    offset: int  # the end of the last whole line
 
 
 class _Ours:
-    """The files of a log of ours; all of its rank, where one with its usual name was found."""
+    """The files of ampdoctor's own log: all of its rank, where it was found under its usual name."""
 
     def __init__(self, found: FoundLog) -> None:
         self._folder = found.folder
@@ -141,7 +109,7 @@ class _Ours:
         self._finished: set[str] = set()
         self._place: _Place | None = None
         self._begun = False
-        self._passed_by = 0  # bytes of the file with which is begun, of which the tables of names alone are read
+        self._passed_by = 0  # bytes of the first file that are skipped, except for its tables of names
 
     def new(self) -> Iterator[Stamped]:
         with ExitStack() as stack:
@@ -151,12 +119,12 @@ class _Ours:
             for at, (name, file) in enumerate(files):
                 yield from self._read(file)
                 self._passed_by = 0
-                if at < len(files) - 1:  # what is torn at its end stays so: nobody writes there any more
+                if at < len(files) - 1:  # nobody writes there any more, so a torn last line stays torn
                     self._finished.add(name)
                     self._place = None
 
     def _opened(self, stack: ExitStack) -> list[tuple[str, BinaryIO]]:
-        """The files that are not finished, all open at one moment: the running one may be given a number any time."""
+        """Opens all unfinished files at once, since the current one may be renamed at any time."""
         for _ in range(_AGAIN):
             files: list[tuple[str, BinaryIO]] = []
             before = self._listed()
@@ -176,14 +144,14 @@ class _Ours:
         if self._rank is None:
             return [name for name in self._names if (self._folder / name).exists()]
         try:
-            names = logs_in(os.listdir(self._folder)).get(self._rank, [])  # noqa: PTH208 - names are all that is wanted
-        except OSError:  # it is being made anew, or its disk is away for a moment
+            names = logs_in(os.listdir(self._folder)).get(self._rank, [])  # noqa: PTH208 - only names are needed
+        except OSError:  # it is being recreated, or its disk is temporarily unavailable
             return []
-        # a FIFO under such a name would wait to be opened, and a link to nothing come again and again
+        # opening a FIFO would block, and a broken link would be listed again each time
         return [name for name in names if name not in self._finished and (self._folder / name).is_file()]
 
     def _begin_late(self, files: list[tuple[str, BinaryIO]]) -> None:
-        """Passes by what is before the last bytes."""
+        """Skips what lies before the last `_ENOUGH` bytes."""
         self._begun = bool(files)
         enough = 0
         for at in reversed(range(len(files))):
@@ -202,7 +170,7 @@ class _Ours:
         if not first.endswith(b"\n"):
             return
         place = self._place
-        if place is None or place.first != first or size < place.offset:  # another file, or this one begun anew
+        if place is None or place.first != first or size < place.offset:  # another file, or this one was restarted
             place = self._place = _Place(first, 0)
         file.seek(place.offset)
         while lines := file.readlines(_AT_ONCE):
@@ -221,17 +189,17 @@ class _Ours:
 
 
 class _Others:
-    """A log of another kind: one file to which lines are added is read on, any other is read anew where it has changed.
+    """A log of another tool: one growing file is read on; any other is read anew after each change.
 
-    What was given before is passed by. From the first step on that has got a number since, as one whose learning rate
-    is written after its loss, steps are given again. So that this is rare, a last step that has fewer numbers than the
-    one before it waits for more.
+    Lines given before are skipped. If a step has got a new number since, as where the learning rate is written after
+    the loss, the steps from it on are given again. To make this rare, a last step with fewer numbers than the one
+    before is held back.
     """
 
     def __init__(self, found: FoundLog) -> None:
         self._found = found
         self._state: list[FileState] = []
-        self._given: list[Stamped] = []  # of the lines that may still change
+        self._given: list[Stamped] = []  # lines that may still change
         self._growing: _Growing | None = None
         self._held: Stamped | None = None
         self._quiet_at = self._rests_until = 0.0
@@ -259,7 +227,7 @@ class _Others:
             self._rests_until = ended + _RESTS * (ended - began)
 
     def _lines(self, state: Sequence[FileState]) -> Iterator[tuple[Stamped, bool]]:
-        """Returns the lines from the first on that may have changed, each with whether it still may."""
+        """Returns the lines from the first changed one on, each with whether it may still change."""
         begin = self._found.kind.begin
         if begin is None or state[0].size < _SMALL:
             self._growing = None
@@ -292,12 +260,12 @@ class _Others:
         self._given = may_change
 
     def _may_change(self, whole: Stamped, before: Stamped | None) -> bool:
-        if isinstance(whole.line, EndLine):  # of an exception, which may be caught
+        if isinstance(whole.line, EndLine):  # after an exception, which may have been caught
             return self._found.kind.begin is not None
         return before is not None and _says_less(whole, before)
 
     def _quiet(self, now: float) -> Iterator[Stamped]:
-        """Gives a step that waits, if nothing has come for a while."""
+        """Gives the held step if nothing has come for a while."""
         held = self._held
         if held is not None and now >= self._quiet_at:
             self._held = None
@@ -306,11 +274,7 @@ class _Others:
 
 
 class _Growing:
-    """A file to which lines are added.
-
-    Raises:
-        CheckpointError: It cannot be read, or its beginning is no log any more.
-    """
+    """A file to which lines are added; raises CheckpointError where it cannot be read or is no log any more."""
 
     def __init__(self, found: FoundLog, begin: Begin) -> None:
         (self._name,) = found.names
@@ -322,12 +286,12 @@ class _Growing:
         self._offset = 0
 
     def is_another(self) -> bool:
-        """Whether another file has taken its place, or it was begun anew."""
+        """Whether another file has taken its place, or it was restarted."""
         with RegularFile(self._path, self._name) as file:
             return file.size < self._offset or file.head(_BEGINNING) != self._first
 
     def new(self) -> Iterator[tuple[Stamped, bool]]:
-        """Yields what has come, and then the steps that may still get a number."""
+        """Yields new lines, then the steps that may still change."""
         if not self._offset:
             yield self._lines.header(), False
         with RegularFile(self._path, self._name) as file:
@@ -340,7 +304,7 @@ class _Growing:
             yield self._lines.end(end), True
 
     def _texts(self, file: RegularFile) -> Iterator[list[bytes]]:
-        """Yields the lines that have an end, by the block; one that is longer than a block is none."""
+        """Yields complete lines in blocks; a line longer than a block is skipped."""
         while self._offset < file.size:
             block = file.read(self._offset, min(_AT_ONCE, file.size - self._offset)).replace(b"\r", b"\n")
             end = block.rfind(b"\n") + 1
@@ -355,7 +319,7 @@ def _are_alike(one: Stamped, other: Stamped) -> bool:
 
 
 def _says_less(one: Stamped, before: Stamped) -> bool:
-    """Does a step lack a number that the step before it has?"""
+    """Whether a step lacks a number that the step before has."""
     if not isinstance(one.line, StepLine) or not isinstance(before.line, StepLine):
         return False
     return any(

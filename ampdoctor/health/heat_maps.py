@@ -1,4 +1,4 @@
-"""Numbers of many tensors over a run's steps: heat maps whose columns and rows are the worst of all that there were."""
+"""Heat maps of many tensors over a run's steps; each column and row is the worst of those that it stands for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from ampdoctor.evidence.report_health import HeatMap, MapName
 
 MOST_COLUMNS = 400
 MOST_ROWS = 200
-MOST_CELLS = 480_000
-"""Of all maps of a run: six of full size, some 4 MB of a page."""
+MOST_CELLS = 480_000  # all maps of a run together: six of full size, some 4 MB of a page
 SHOWN: tuple[tuple[MapName, str], ...] = (
     ("norm", "gradient"),
     ("zero_share", "gradient"),
@@ -27,10 +26,10 @@ SHOWN: tuple[tuple[MapName, str], ...] = (
     ("headroom_binades", "activation"),
     ("flushed_share", "activation_gradient"),
 )
-"""What is drawn, and of which tensors."""
+"""The measures that are drawn, and the role of their tensors."""
 _LOWEST_IS_WORST = frozenset({"headroom_binades"})
 _BY_CHANGE = frozenset({"norm", "amax", "update_ratio"})
-"""Of these no value is bad in itself: the worst is farthest from what is usual for its tensor, in binades."""
+"""No value of these is bad in itself: the worst is farthest from its tensor's median, in powers of two."""
 _HELD = 2 * MOST_COLUMNS
 
 _Values = NDArray[np.float64]
@@ -38,7 +37,7 @@ _Values = NDArray[np.float64]
 
 @dataclass(slots=True)
 class _Growing:
-    """One map while it is gathered: at most `_HELD` columns, of neighbours the worse where there would be more."""
+    """A map that is still growing: at most `_HELD` columns; beyond that the worse of two neighbours is kept."""
 
     name: MapName
     rows: dict[str, int] = field(default_factory=dict)
@@ -46,7 +45,6 @@ class _Growing:
     columns: list[_Values] = field(default_factory=list)
 
     def add(self, step: int, rows: NDArray[np.intp], values: _Values) -> None:
-        """Adds what a line says of some rows at a step."""
         if not self.steps or self.steps[-1] != step:
             if len(self.steps) >= _HELD:
                 self._halve()
@@ -59,13 +57,13 @@ class _Growing:
         (np.fmin if lowest else np.fmax).at(column, rows, values)  # a module that is called twice has two values
 
     def forget_from(self, step: int) -> None:
-        """Forgets what was undone."""
+        """Drops the steps from `step` on."""
         kept = [at for at, known in enumerate(self.steps) if known < step]
         self.steps = [self.steps[at] for at in kept]
         self.columns = [self.columns[at] for at in kept]
 
     def table(self) -> _Values:
-        """Returns a row a tensor, a column a step."""
+        """Returns an array of shape (tensors, steps)."""
         table = np.full((len(self.rows), len(self.columns)), np.nan)
         for at, column in enumerate(self.columns):
             table[: len(column), at] = column
@@ -86,15 +84,10 @@ class Maps:
         self._layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], _Layout] = {}
         self._table: Sequence[str] = ()
         self.headroom: dict[int, float] = {}
-        """By step the least headroom of its gradients: of the steps that are looked at, however many."""
+        """The least headroom of the gradients at each measured step."""
 
     def add(self, line: DetailLine | DetailTable, table: Sequence[str]) -> None:
-        """Adds a line.
-
-        Args:
-            line: The tensors of a step, or some of them.
-            table: Their names, as the file says them before the line.
-        """
+        """Adds a line with the tensors of a step, or some of them; `table` holds their names."""
         if table is not self._table:
             self._table, self._layouts = table, {}
         details = table_of(line)
@@ -117,13 +110,13 @@ class Maps:
                 self.headroom[line.step] = min(self.headroom.get(line.step, least), least)
 
     def forget_from(self, step: int) -> None:
-        """Forgets the steps that a later attempt has undone."""
+        """Drops the steps that a later attempt has undone."""
         for growing in self._maps.values():
             growing.forget_from(step)
         self.headroom = {at: value for at, value in self.headroom.items() if at < step}
 
     def heat_maps(self) -> tuple[HeatMap, ...]:
-        """Returns those that the log had numbers for."""
+        """Returns the maps that have numbers."""
         there = [(key, growing) for key, growing in self._maps.items() if growing.steps]
         rows = sum(min(len(growing.rows), MOST_ROWS) for _, growing in there)
         columns = max(min(MOST_COLUMNS, MOST_CELLS // max(rows, 1)), 2)
@@ -135,7 +128,7 @@ _MOST_LAYOUTS = 64
 
 @dataclass(slots=True)
 class _Members:
-    """The tensors of a line that belong to one map: their places in the line, and their names."""
+    """The tensors of a line that belong to one map: their positions in the line, and their names."""
 
     at: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -148,7 +141,7 @@ class _Members:
 
 
 class _Layout:
-    """Which tensors a line speaks of; most lines of a log speak of the same."""
+    """The tensors of a line; most lines of a log have the same."""
 
     def __init__(self, details: DetailTable, table: Sequence[str]) -> None:
         self.members: dict[tuple[MapName, str], _Members] = {}
@@ -163,7 +156,7 @@ class _Layout:
 
 
 def _badness(name: MapName, table: _Values) -> _Values:
-    """Returns how bad each cell is; -inf where nothing is known."""
+    """Returns how bad each cell is; -inf where it is unknown."""
     if name in _BY_CHANGE:
         with np.errstate(divide="ignore", invalid="ignore"):
             logs = np.log2(np.abs(table))
@@ -184,7 +177,6 @@ def _medians(table: _Values) -> _Values:
 
 
 def _worst_columns(name: MapName, table: _Values, spans: Sequence[NDArray[np.intp]]) -> list[int]:
-    """Returns of each span of columns the one with the worst cell."""
     worst = _badness(name, table).max(axis=0, initial=-np.inf)
     return [int(span[np.argmax(worst[span])]) for span in spans]
 

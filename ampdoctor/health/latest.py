@@ -1,4 +1,4 @@
-"""`Latest`: what a look at a running training needs of its log: last steps, worst tensors, what has happened."""
+"""`Latest`: the state of a running training from its log: last steps, worst tensors, events."""
 
 from __future__ import annotations
 
@@ -26,84 +26,51 @@ from ampdoctor.evidence.log_records import (
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
-STEPS = 4096
-"""Last steps that are kept: more than a terminal has columns, and few enough to be drawn in a millisecond."""
-EVENTS = 64
-"""Last events that are kept."""
-_LATELY = 64
-"""Last steps over which a rate is taken."""
+STEPS = 4096  # last steps that are kept: more than a terminal has columns, and few enough to draw in a millisecond
+EVENTS = 64  # last events that are kept
+_LATELY = 64  # last steps over which a rate is computed
 
 Kind = Literal["alert", "look", "checkpoint", "action", "attempt", "run", "end"]
 Level = Literal["error", "warning", "note", "good"]
 Measure = Literal["flushed_share", "headroom_binades", "zero_share"]
 _OF_HEALTH: Mapping[str, Level] = MappingProxyType({"sick": "error", "good": "good"})
-_OF_ZEROS = frozenset({"gradient", "activation_gradient"})
-"""Tensors whose zeros tell something: those of an activation are the work of its ReLU."""
+_OF_ZEROS = frozenset({"gradient", "activation_gradient"})  # zeros of an activation come from its ReLU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that has happened.
+    """An event in a run."""
 
-    Attributes:
-        step: The attempted step; None where there is none.
-        kind: What.
-        level: How bad.
-        says: In a sentence, with names as the log has them.
-    """
-
-    step: int | None
+    step: int | None  # the attempted step
     kind: Kind
     level: Level
-    says: str
+    says: str  # a sentence, with names as in the log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Over the last steps; None where the log does not say.
+    """Rates over the last steps; None where the log has no numbers for them."""
 
-    Attributes:
-        steps: A second.
-        samples: A second.
-        tokens: A second.
-        data_share: Of the time, waiting for data.
-    """
-
-    steps: float | None = None
-    samples: float | None = None
-    tokens: float | None = None
-    data_share: float | None = None
+    steps: float | None = None  # a second
+    samples: float | None = None  # a second
+    tokens: float | None = None  # a second
+    data_share: float | None = None  # share of the time spent waiting for data
 
 
 @dataclass(slots=True)
 class Latest:
-    """Hears a log line by line; its memory does not grow with the run.
-
-    Of several optimizers the first one's steps are kept.
-
-    Attributes:
-        thresholds: Of the judge.
-        run: What the log says the run is; None before its first line.
-        stamp: Of the last line.
-        steps: The last ones.
-        events: The last ones.
-        findings: Of all events that are findings, each alert once.
-        skipped: Steps that were not taken, of those that were heard.
-        first_step: The first that was heard.
-        lost: What the log has lost.
-        end: The last line; None while it is not there.
-    """
+    """Takes a log line by line, in constant memory; of several optimizers only the first one's steps are kept."""
 
     thresholds: Thresholds = DEFAULT_THRESHOLDS
-    run: RunLine | None = None
-    stamp: Stamp | None = None
+    run: RunLine | None = None  # None before the log's first line
+    stamp: Stamp | None = None  # of the last line
     steps: deque[StepLine] = field(default_factory=lambda: deque(maxlen=STEPS))
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS))
-    findings: list[Finding] = field(default_factory=list)
-    skipped: int = 0
-    first_step: int | None = None
+    findings: list[Finding] = field(default_factory=list)  # each alert once
+    skipped: int = 0  # of the steps that were read
+    first_step: int | None = None  # the first step that was read
     lost: LostLine | None = None
-    end: EndLine | None = None
+    end: EndLine | None = None  # None until the log's last line
     _judge: Judge = field(init=False)
     _times: deque[tuple[int, StepLine]] = field(default_factory=lambda: deque(maxlen=_LATELY))
     _details: dict[tuple[int, str, str, int], TensorDetail] = field(default_factory=dict)
@@ -115,7 +82,7 @@ class Latest:
         self._judge = Judge(self.thresholds)
 
     def hear(self, whole: Stamped) -> tuple[Event, ...]:
-        """Takes a line, and returns what has happened with it."""
+        """Takes a line, and returns its events."""
         line, before = whole.line, self.stamp
         happened: list[Event] = []
         if before is not None and _begins_anew(before, whole.stamp):
@@ -145,7 +112,7 @@ class Latest:
 
     @property
     def rates(self) -> Rates:
-        """Of the last steps."""
+        """The rates of the last steps."""
         if len(self._times) < 2:
             return Rates()
         (began, first), (ended, last) = self._times[0], self._times[-1]
@@ -165,21 +132,16 @@ class Latest:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The last that was read."""
+        """The last value that was read."""
         return next((line.memory_bytes for line in reversed(self.steps) if line.memory_bytes is not None), None)
 
     @property
     def detail_step(self) -> int | None:
-        """The step whose tensors are known one by one; None without one."""
+        """The last step with measured tensors."""
         return self._detail_step
 
     def worst(self, measure: Measure, count: int) -> list[tuple[str, str, float]]:
-        """Returns name, role and number of the worst tensors of the last step that was looked at closely.
-
-        Args:
-            measure: Which number; of a headroom the smallest is the worst, of a share the largest.
-            count: How many.
-        """
+        """Returns name, role and number of the `count` worst tensors: those of least headroom, or of largest share."""
         names = () if self.run is None else self.run.tensors
         found: list[tuple[str, str, float]] = [
             (names[one.tensor] if one.tensor < len(names) else f"tensor {one.tensor}", one.role, value)
@@ -191,7 +153,7 @@ class Latest:
         return sorted(found, key=lambda row: (row[2] if least else -row[2], row[0]))[:count]
 
     def _begin_anew(self, before: Stamp, now: Stamp) -> list[Event]:
-        """Another run has begun in the folder, a restart, or an attempt after a rollback."""
+        """Resets for another run in the folder, a restart, or an attempt after a rollback."""
         self.end = None
         if before.run_id == now.run_id:
             what = "the run was started anew" if before.restarts != now.restarts else "a rollback: a new attempt begins"
@@ -233,7 +195,7 @@ class Latest:
         new = []
         for finding in findings:
             key = (finding.code, finding.where.tensor, step)
-            if key not in self._told:  # the live judge has said so, or ours
+            if key not in self._told:  # the log may already have the alert of the live judge
                 self._told.add(key)
                 self.findings.append(finding)
                 says = f"{finding.code} {finding.message}"

@@ -1,9 +1,9 @@
-"""What another setting of the loss scaler would have done with the gradients of a run, from what its log says of them.
+"""Predicts how another loss-scaler setting would have worked in a run, from the headroom in its log.
 
-A log has no gradients, but it bounds the largest of each step: a skipped step's overflowed at its scale, a taken step's
-did not, and the headroom says how far it was from it. A span of many steps keeps the extremes of their headroom: one
-step of it gets the largest gradient, the others get the median one. The scaler's own rules (`ampdoctor.scaling`) do the
-rest.
+A log has no gradients, but it bounds the largest of each step: that of a skipped step overflowed at its scale, that of
+a taken step did not, and the headroom is its distance from overflow. A span of many steps keeps the extremes of their
+headroom: one of its steps gets the largest gradient, the others the median one. The scaler's own rules
+(`ampdoctor.scaling`) do the rest.
 """
 
 from __future__ import annotations
@@ -27,26 +27,16 @@ from ampdoctor.scaling.search import FEWEST_STEPS, MOST_SKIPS, WORTH_SKIPS, draw
 from ampdoctor.scaling.trace import find_drift
 
 Array = NDArray[np.float64]
-NO_ROOM = math.log2(FORMATS["fp16"].max)
-"""log2 of what a headroom of 0 binades reaches: 65504."""
-FP16_BINADES = NO_ROOM + 24
-"""From fp16's smallest number, 2^-24, to its largest: no gradient that half keeps is farther from overflow."""
-HAIR = 1e-6
-"""Binades beside the limit, more than the rounding of a logarithm."""
+NO_ROOM = math.log2(FORMATS["fp16"].max)  # log2 of the value at a headroom of 0 powers of two: 65504
+FP16_BINADES = NO_ROOM + 24  # from fp16's smallest number, 2^-24, to its largest: the largest possible headroom
+HAIR = 1e-6  # distance from the limit in powers of two, more than the rounding error of a logarithm
 
 
 def with_proposed_scaling(run: HealthRun, thresholds: Thresholds, framework: Framework = "torch") -> HealthRun:
-    """Return the run with `recommended` and `would_be` of its scaler, where other settings would have been better.
-
-    Better is: fewer skipped steps, by a thousandth of all; or, where gradients were flushed to zero, a scale that is
-    higher by a binade or more for few skipped steps. A run with several scalers is left as it is: its headroom does not
-    say whose gradients it is about.
-
-    Args:
-        run: A run with a scaler, skips and headroom, as its log has them.
-        thresholds: What is tolerated.
-        framework: Whose scaler it is.
-    """
+    """Return the run with `recommended` and `would_be` of its scaler, where other settings would have been better."""
+    # Better means fewer skipped steps, by a thousandth of all; or, where gradients were flushed to zero, a scale at
+    # least twice as large for few skipped steps. A run with several scalers is returned unchanged: its headroom does
+    # not say whose gradients it belongs to.
     if len(run.scalers) != 1 or not run.steps:
         return run
     gradients = largest_gradients(run)
@@ -70,27 +60,17 @@ def with_proposed_scaling(run: HealthRun, thresholds: Thresholds, framework: Fra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestGradients:
-    """What a log tells of the largest gradient of each step of the run.
+    """Bounds from a log on the largest gradient of each step of the run."""
 
-    Attributes:
-        log2_amax: Of each step from the first to the last, finite; a skipped step's is the least that overflows.
-        scale: The loss scale of each step, as it was.
-        skipped: How many steps were skipped.
-        known: Number of the spans whose headroom the log has.
-    """
-
-    log2_amax: Array
-    scale: Array
-    skipped: int
-    known: int
+    log2_amax: Array  # one for each step from first to last, finite; for a skipped step the least that overflows
+    scale: Array  # the loss scale of each step
+    skipped: int  # number of skipped steps
+    known: int  # number of spans with a headroom in the log
 
 
 def largest_gradients(run: HealthRun) -> LargestGradients | None:
-    """Return the largest gradients of a run with one scaler; None where its log says no headroom or no scale.
-
-    Between two steps with a known headroom, the largest gradient is taken to be that of the earlier, within what the
-    step itself bounds.
-    """
+    """Return the largest gradients of a run with one scaler; None where its log has no headroom or no scale."""
+    # Between two steps with a known headroom, the earlier one's largest gradient is used, within the step's own bounds.
     curve = next((curve for curve in run.curves if curve.name == "headroom_binades"), None)
     points = [(step, scale) for step, scale in run.scalers[0].path.points if 0.0 < scale < math.inf]
     if curve is None or not points or not run.axis.last:
@@ -103,11 +83,11 @@ def largest_gradients(run: HealthRun) -> LargestGradients | None:
 
     usual, least = (_numbers(values) for values in (curve.middle, curve.low))
     known = np.flatnonzero(np.isfinite(usual))
-    if len(known) == 0 or np.median(usual[known]) > FP16_BINADES:  # a run in bf16 with a scaler it does not need
+    if len(known) == 0 or np.median(usual[known]) > FP16_BINADES:  # a run in bf16 with a scaler that it does not need
         return None
     of_span = np.clip(np.searchsorted(last, steps), 0, len(last) - 1)
     source = known[np.clip(np.searchsorted(known, np.arange(len(last)), side="right") - 1, 0, None)]
-    # a headroom is known at the scale of its own span, and the gradient holds on without one
+    # a headroom holds at the scale of its own span; a span without one keeps the gradient of the last known span
     scale_then = log2_scale[last[source]]
     log2_amax = (NO_ROOM - usual[source] - scale_then)[of_span]
     worst = (first[known] + last[known]) // 2
@@ -122,13 +102,7 @@ def largest_gradients(run: HealthRun) -> LargestGradients | None:
 
 
 def proposed(log2_amax: Array, thresholds: Thresholds, framework: Framework) -> ScalerSettings:
-    """Return settings in closed form for a run whose largest gradients were these.
-
-    Args:
-        log2_amax: Shape (steps,), finite.
-        thresholds: The share of steps that a settled scaler may skip.
-        framework: Whose scaler it is.
-    """
+    """Return settings in closed form for a run with these largest gradients: `log2_amax` of shape (steps,), finite."""
     drift = find_drift(log2_amax)
     spikes = find_spikes(log2_amax - drift.slope * np.arange(len(log2_amax)))
     largest = [float(part.max()) for part in np.array_split(log2_amax, min(2000, len(log2_amax)))]
@@ -154,10 +128,8 @@ def _numbers(values: tuple[float | None, ...]) -> Array:
 
 
 def _skipped_steps(run: HealthRun, first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.int64], bool]:
-    """Return the skipped steps, and whether they are these very steps.
-
-    Where the path has only a choice of them, they lie evenly over each span that counts them.
-    """
+    """Return the skipped steps, and whether they are exact."""
+    # Where the path has only some of them, they are spread evenly over each span that counts them
     path = run.scalers[0].path
     if len(path.skips) == path.skipped:
         return np.array([step - run.first_step for step in path.skips], np.int64), True
@@ -179,7 +151,7 @@ def _better(simulated: Simulation, gradients: LargestGradients, *, flushes: bool
 
 
 def _flushes(run: HealthRun, thresholds: Thresholds) -> bool:
-    """Return whether at most looks at the run some tensor's gradients were flushed beyond what is tolerated."""
+    """Return whether, at most measurements, some tensor's gradients were flushed beyond the threshold."""
     for one in run.maps:
         if one.name == "flushed_share" and one.role == "gradient" and one.values:
             shares = np.array([[math.nan if v is None else v for v in row] for row in one.values], np.float64)

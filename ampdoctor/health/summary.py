@@ -1,4 +1,4 @@
-"""Reads a log once: what it shows, and what the rules on runs over time find in it."""
+"""Reads a log once for its curves and maps, and for the findings of the rules on runs over time."""
 
 from __future__ import annotations
 
@@ -43,56 +43,31 @@ from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import FoundLog, lines_ahead
 from ampdoctor.package import version
 
-Told: TypeAlias = Callable[[int], None]
-"""Told how many lines were read."""
+Told: TypeAlias = Callable[[int], None]  # called with the number of lines read
 
-LATELY_S = 600
-"""A log without a last line is growing where it was written to within this time: the longest a step or a save takes."""
+LATELY_S = 600  # a log without last line counts as growing if written within this time: the longest step or save
 _TELLS_ITS_END = frozenset({"ampdoctor"})
 _EVERY = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looked:
-    """What reading a log has shown.
+    """The result of reading a log."""
 
-    Attributes:
-        runs: One for each optimizer.
-        findings: Those that stand, in the order of arrival.
-        undone: Those at steps that a rollback or a restart has undone.
-        ranks: How many ranks the log has lines of.
-        detail_every: Steps from one look at single tensors to the next, where the log says it.
-        skipped: What was left out.
-        errors: What keeps the log from being judged.
-        unfinished: Files whose last line was left out, because nothing ends it.
-        unplaced: Skipped steps of which the log does not say which they were.
-        unread: By the name of its check, what is said of a number that is never there.
-    """
-
-    runs: tuple[HealthRun, ...]
-    findings: tuple[Finding, ...] = ()
-    undone: tuple[Finding, ...] = ()
-    ranks: Positive = 1
-    detail_every: Positive | None = None
-    skipped: tuple[Skipped, ...] = ()
-    errors: tuple[ErrorNote, ...] = ()
-    unfinished: tuple[str, ...] = ()
-    unplaced: Count = 0
-    unread: Mapping[str, str] = field(default_factory=dict)
+    runs: tuple[HealthRun, ...]  # one for each optimizer
+    findings: tuple[Finding, ...] = ()  # in the order of arrival, without undone ones
+    undone: tuple[Finding, ...] = ()  # findings at steps that a rollback or a restart has undone
+    ranks: Positive = 1  # ranks that have lines in the log
+    detail_every: Positive | None = None  # steps between two measurements of single tensors
+    skipped: tuple[Skipped, ...] = ()  # what was left out
+    errors: tuple[ErrorNote, ...] = ()  # why the log cannot be judged
+    unfinished: tuple[str, ...] = ()  # files whose last line was left out, since it has no newline
+    unplaced: Count = 0  # skipped steps whose number is not in the log
+    unread: Mapping[str, str] = field(default_factory=dict)  # by check: a note on a number that is never there
 
 
 def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> Looked:
-    """Reads a log.
-
-    Args:
-        found: The log.
-        thresholds: Those in force.
-        told: Told about the progress.
-
-    Raises:
-        CheckpointError: It cannot be read, or has no step that can be.
-        NoStepError: It has none.
-    """
+    """Reads a log; raises NoStepError where it has no step, and CheckpointError where it cannot be read."""
     noticed = Noticed()
     reader = _Reader(thresholds)
     with _no_search_for_cycles():
@@ -140,10 +115,8 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
 
 @contextmanager
 def _no_search_for_cycles() -> Iterator[None]:
-    """Python looks for cycles of garbage after every few hundred new objects.
-
-    Lines make none, and looking takes an eighth of the time of a long log.
-    """
+    """Stops Python's search for garbage cycles, which runs after every few hundred new objects."""
+    # Lines make no cycles, and the search takes an eighth of the time of a long log
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -154,13 +127,13 @@ def _no_search_for_cycles() -> Iterator[None]:
 
 
 def grown_lately(found: FoundLog) -> bool:
-    """Was a log written to within `LATELY_S`?"""
+    """Whether a log was written to within `LATELY_S`."""
     newest = max((file.written_ns for file in found.state()), default=0)
     return time.time() - newest / 1e9 < LATELY_S
 
 
 class _Reader:
-    """Hears all lines: those of the first rank are condensed, those of every rank are judged."""
+    """Takes all lines: those of the first rank are condensed, those of every rank are judged."""
 
     def __init__(self, thresholds: Thresholds) -> None:
         self._thresholds = thresholds
@@ -169,7 +142,7 @@ class _Reader:
         self._restarts: dict[int, int] = {}
         self._runs: dict[int, str] = {}
         self._turn: tuple[int, str, int] | None = None
-        self._judge: Judge  # of the turn
+        self._judge: Judge  # of the current turn
         self._turns: set[tuple[int, str, int]] = set()
         self._taken_turns = False
         self._shown: int | None = None
@@ -189,7 +162,7 @@ class _Reader:
         self._last[stamp.rank] = whole
         kind = type(line)
         if kind is AlertLine and isinstance(line, AlertLine):
-            if line.finding.code not in self._judged:  # those are found anew, with the thresholds in force
+            if line.finding.code not in self._judged:  # the others are found anew, with the current thresholds
                 self._add(whole, line.finding)
         elif kind is LookLine and isinstance(line, LookLine):
             self._judge.knows(line)
@@ -200,7 +173,7 @@ class _Reader:
                 self._add(whole, finding)
 
     def ends(self) -> None:
-        """No line follows: of a log that just breaks off, the last steps are judged as they stand."""
+        """Ends the log: if it just breaks off, its last steps are judged as they are."""
         for rank, judge in self.ranks.items():
             for finding in judge.ends():
                 self._add(self._last[rank], finding)
@@ -209,7 +182,7 @@ class _Reader:
         rank, restarts = stamp.rank, self._restarts.get(stamp.rank, stamp.restarts)
         if self._runs.setdefault(rank, stamp.run_id) != stamp.run_id:
             self._runs[rank] = stamp.run_id
-            if stamp.restarts <= restarts:  # no restart of it: another run has another past
+            if stamp.restarts <= restarts:  # another run, which has another past
                 self.ranks.pop(rank, None)
         judge = self.ranks.get(rank)
         if judge is None:
@@ -221,7 +194,7 @@ class _Reader:
         return judge
 
     def mixed(self, name: str) -> list[Skipped]:
-        """Returns what is said of lines of several runs that take turns: from its first step on, the last counts."""
+        """Returns a note if lines of several runs take turns."""
         reason = "lines of several runs take turns in it, as if two trainings wrote at once: the last to begin counts"
         return [Skipped(what=name, reason=reason)] if self._taken_turns else []
 
@@ -231,7 +204,7 @@ class _Reader:
         self._found.append((self.condenser.groups.of(whole.stamp), placed))
 
     def findings(self) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-        """Returns those that stand, and those that were undone; what every rank saw at one step is said once."""
+        """Returns the valid findings and the undone ones; a finding of several ranks at one step is there once."""
         standing: dict[Hashable, Finding] = {}
         ranks: dict[Hashable, set[int]] = {}
         undone = []
@@ -248,14 +221,13 @@ class _Reader:
 
 
 def _of_the_end(condenser: Condenser, thresholds: Thresholds) -> Iterator[Finding]:
-    """What the steps that stand in the end say; of several optimizers, whose steps they are."""
     for optimizer, entries in condenser.last_entries():
         for finding in at_the_end(entries, thresholds):
             yield replace(finding, evidence={**finding.evidence, "optimizer": optimizer}) if optimizer else finding
 
 
 def _as_written(finding: Finding, zeros: AbstractSet[int]) -> Finding:
-    """A finding about a loss that is not finite says where the log has 0.0 for it, which is what the user sees."""
+    """Adds to a finding about a non-finite loss that the log has 0.0 there, which is what the user sees."""
     loss = finding.evidence.get("loss")
     if finding.where.step not in zeros or not isinstance(loss, float) or math.isfinite(loss):
         return finding
@@ -264,7 +236,7 @@ def _as_written(finding: Finding, zeros: AbstractSet[int]) -> Finding:
 
 
 def _at(finding: Finding, step: int) -> Finding:
-    """A look's finding, at the step of the run and not at that of its replay."""
+    """Returns a look's finding with the step of the run, not of its replay."""
     return replace(finding, where=replace(finding.where, step=step))
 
 
@@ -272,25 +244,18 @@ def _of_ranks(finding: Finding, ranks: int) -> Finding:
     return finding if ranks == 1 else replace(finding, evidence={**finding.evidence, "ranks": ranks})
 
 
-# What a log has shown is kept in the user's cache folder, so that a second look need not read it again.
+# -- the cache: results for a log are kept in the user's cache folder --
 #
-# It is found again by the paths, sizes, times and inodes of the log's files, by the thresholds and by the version of
-# ampdoctor. A cache that cannot be read or written is none: the log is read.
+# The key consists of the paths, sizes, times and inodes of the log's files, the thresholds and the version of
+# ampdoctor. Where the cache cannot be read or written, the log is read.
 
-
-LEAST_BYTES = 8 * 1024 * 1024
-"""Of a log that is kept: a smaller one is read in a second."""
+LEAST_BYTES = 8 * 1024 * 1024  # smallest log whose result is kept: a smaller one is read in a second
 MOST_BYTES = 64 * 1024 * 1024
-MOST_FILES = 50
-"""Looks that are kept; those that were not used for longest go first."""
+MOST_FILES = 50  # most results that are kept; the least recently used are deleted first
 
 
 def look_again(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> Looked:
-    """Returns what `look` returns, from an earlier one of the same log where there was one.
-
-    Raises:
-        CheckpointError: The log cannot be read, or has no step.
-    """
+    """Returns what `look` returns, from the cache where possible; raises CheckpointError as `look` does."""
     state, folder = found.state(), _folder()
     if folder is None or sum(file.size for file in state) < LEAST_BYTES:
         return look(found, thresholds, told)
@@ -307,7 +272,7 @@ def look_again(found: FoundLog, thresholds: Thresholds, told: Told | None = None
 
 
 def _folder() -> Path | None:
-    """The folder; None for a user without a home. A path that is not absolute counts as none, as XDG has it."""
+    """Returns the folder; None for a user without a home. XDG ignores a relative path."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         cache = named if named.is_absolute() else Path("~/.cache").expanduser()
@@ -329,13 +294,12 @@ def _read(file: Path) -> Looked | None:
 
 
 def _write(file: Path, kept: Looked) -> None:
-    """Writes a whole file or none."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, name = tempfile.mkstemp(dir=file.parent, prefix="writing-")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                # in one go, by the encoder in C: json.dump makes the text piece by piece, in Python
+                # at once, with the encoder in C: json.dump builds the text in Python, piece by piece
                 stream.write(json.dumps(to_plain(kept, "health"), allow_nan=False, separators=(",", ":")))
             Path(name).replace(file)
         except BaseException:

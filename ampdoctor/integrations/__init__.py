@@ -1,1 +1,1 @@
-"""Where people are: one file a framework or a tool."""
+"""Integrations: one file for each framework or tool."""

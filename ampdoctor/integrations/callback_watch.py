@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CallbackWatch:
-    """Begins with a training and ends with it, as often as there is one.
+    """Watches each training between two events of a framework.
 
     Args:
         settings: Those of `ampdoctor.watch`, by keyword.
@@ -28,19 +28,19 @@ class CallbackWatch:
 
     @property
     def report(self) -> Report | None:
-        """The diagnosis of the last training's first sick step; None as long as there is nothing to say."""
+        """The diagnosis of the last training's first bad step; None if there was none."""
         return None if self._watch is None else self._watch.report
 
     def begin(self, model: nn.Module | None) -> None:
-        """A training begins; one that nobody has ended has ended before."""
+        """Begins a watch of the model's training, and ends an earlier one that is still open."""
         self.end(None)
         self._watch = self._stack.enter_context(watch(model, **self._settings))
 
     def end(self, error: BaseException | None) -> None:
-        """The training has ended, in order or by an error; told twice, the first counts.
+        """Ends the watch, with the exception that ended the training, if any; a second call has no effect.
 
         Raises:
-            SickTrainingError: It was stopped because it fell sick.
+            SickTrainingError: It was stopped at a bad step.
         """
         stack = self._stack.pop_all()
         try:

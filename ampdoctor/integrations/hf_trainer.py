@@ -1,4 +1,4 @@
-"""`AmpDoctorCallback` for `transformers.Trainer`, and for those that are made of it (TRL's)."""
+"""`AmpDoctorCallback` for `transformers.Trainer` and the Trainers based on it (TRL's)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class AmpDoctorCallback(TrainerCallback):
-    """Watches each training of the Trainer whose `callbacks` it is in, as `ampdoctor.watch` does.
+    """Watches each training of a Trainer as `ampdoctor.watch` does; pass it in `callbacks`.
 
-    A Trainer tells its callbacks of no exception. Given to it as one of `callbacks`, this one hears of them from
-    `trainer.train`; added later, by `add_callback`, it hears of none, and a watch that an exception has left standing
-    ends when the next training begins.
+    A Trainer does not report exceptions to its callbacks. If this one is passed in `callbacks`, it wraps
+    `trainer.train` to notice them. If it is added later with `add_callback`, it cannot, and a watch that an exception
+    left open ends when the next training begins.
 
     Args:
         settings: Those of `ampdoctor.watch`, by keyword: `folder`, `every`, `on_sick`, `look`, `guard`, `bundle`,
@@ -31,21 +31,21 @@ class AmpDoctorCallback(TrainerCallback):
 
     @property
     def report(self) -> Report | None:
-        """The diagnosis of the last training's first sick step; None as long as there is nothing to say."""
+        """The diagnosis of the last training's first bad step; None if there was none."""
         return self._watch.report
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's seam
-        """The Trainer is made, and a frame above this one makes it."""
+        """Wraps the Trainer's `train`; the Trainer is found in a frame above, where it is constructed."""
         trainer = _trainer_above(self)
         if trainer is not None:
             self._hear_of_errors(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's seam
-        """Begin."""
+        """Begins the watch."""
         self._watch.begin(model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's seam
-        """End."""
+        """Ends the watch."""
         self._watch.end(None)
 
     def _hear_of_errors(self, trainer: Any) -> None:

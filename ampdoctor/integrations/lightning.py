@@ -1,4 +1,4 @@
-"""`AmpDoctorCallback` for Lightning, under either of its names."""
+"""`AmpDoctorCallback` for Lightning, under either of its package names."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ _NAMES = ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
 
 
 def _bases() -> tuple[Any, ...]:
-    """Lightning's own class: of the package, or the packages, that the program has imported, else of one that there is.
-
-    Raises:
-        ImportError: There is none.
-    """
+    """Returns Lightning's `Callback` of each package that is imported already, else of one that is installed."""
     used = [name for name in _NAMES if name in sys.modules]
     there = used or [name for name in _NAMES if find_spec(name.partition(".")[0]) is not None][:1] or list(_NAMES[:1])
     return tuple(import_module(name).Callback for name in there)
 
 
-class AmpDoctorCallback(*_bases()):  # type: ignore[misc]  # a class that is known when the program runs
-    """Watches each fit of the Trainer whose `callbacks` it is in, as `ampdoctor.watch` does.
+class AmpDoctorCallback(*_bases()):  # type: ignore[misc]  # the base class is known only at run time
+    """Watches each fit of a Trainer as `ampdoctor.watch` does; pass it in `callbacks`.
 
     Args:
         settings: Those of `ampdoctor.watch`, by keyword: `folder`, `every`, `on_sick`, `look`, `guard`, `bundle`,
@@ -40,17 +36,17 @@ class AmpDoctorCallback(*_bases()):  # type: ignore[misc]  # a class that is kno
 
     @property
     def report(self) -> Report | None:
-        """The diagnosis of the last fit's first sick step; None as long as there is nothing to say."""
+        """The diagnosis of the last fit's first bad step; None if there was none."""
         return self._watch.report
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - the framework's seam
-        """Begin."""
+        """Begins the watch."""
         self._watch.begin(pl_module)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - the framework's seam
-        """End."""
+        """Ends the watch."""
         self._watch.end(None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002 - the framework's seam
-        """End, with what ended the fit."""
+        """Ends the watch with the exception that ended the fit."""
         self._watch.end(exception)

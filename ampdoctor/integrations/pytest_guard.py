@@ -1,4 +1,4 @@
-"""What the fixture `amp_guard` is: watches steps of a test, or replays a run, and fails the test with the diagnosis."""
+"""The fixture `amp_guard`: watches steps of a test, or replays a run, and fails the test with the diagnosis."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ if TYPE_CHECKING:
 class NonFinite(pytest.fail.Exception):  # type: ignore[name-defined,misc]  # pytest makes it without annotations
     """A step went non-finite; the message is the diagnosis.
 
-    As pytest's own failures it is no `Exception`, so that a training loop's `except Exception` does not hide it.
+    As pytest's own failures it is no `Exception`, so a training loop's `except Exception` does not hide it.
 
     Attributes:
-        codes: Of what was found, each once.
-        told: It has failed its test, and is not to be told again.
+        codes: The codes of the findings, each once.
+        told: Whether it has already failed its test, so that it is not raised again.
     """
 
     codes: tuple[str, ...] = ()
     told = False
 
-    __module__ = "builtins"  # a failure's first line then begins with the bare name, as pytest's own do
+    __module__ = "builtins"  # the failure's first line then has the bare name, as with pytest's own failures
 
 
 _SET_ASIDE = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
-"""What says that a test does not count. Its steps counted before it said so; an `xfail` mark, put there beforehand, is
-pytest's to judge."""
+"""Exceptions for tests that do not count; steps before them count. An `xfail` mark is left to pytest."""
 _RUNNING: list[StepWatch] = []
-"""The watch of the test that is running, where there is one: a second one would watch the first at work."""
+"""The watch of the running test, if any: a second one would watch the first one's work."""
 
 
 class AmpGuard:
@@ -58,16 +57,18 @@ class AmpGuard:
         scaler: Any = None,
         max_skipped: int | None = None,
     ) -> Iterator[StepWatch]:
-        """Watch the user's own steps inside this context; one inside another only tells that one of its parts.
+        """Watch the user's own steps inside this context.
+
+        A nested context only adds its model and optimizers to the outer watch.
 
         Args:
-            model: The model; without it models are met when they are called.
-            optimizer: The optimizer, or several by name; without it they are met at their first step.
-            scaler: A loss scaler, where it is not torch's own.
+            model: The model; without it, models are found when they are called.
+            optimizer: The optimizer, or several by name; without it, they are found at their first step.
+            scaler: A loss scaler, if it is not torch's own.
             max_skipped: Steps that a scaler may skip in all; None: as many as it takes to settle.
 
         Raises:
-            NonFinite: A step is sick, at that step.
+            NonFinite: A step is bad; raised at that step.
         """
         if _RUNNING:
             _RUNNING[-1].meet(model, _listed(optimizer))
@@ -77,7 +78,7 @@ class AmpGuard:
 
         def stop(report: Report) -> None:
             failed.append(_failure_of_step(report))
-            raise failed[-1] from None  # what the test's own check said is in the diagnosis
+            raise failed[-1] from None  # the diagnosis contains the message of the test's own check
 
         watch = StepWatch(stop, max_skipped=max_skipped)
         try:
@@ -90,20 +91,20 @@ class AmpGuard:
         except _SET_ASIDE:
             if not failed:
                 raise
-        if failed and not failed[-1].told:  # the loop has swallowed it; a fixture's block only sees its test end
+        if failed and not failed[-1].told:  # the loop caught it; a fixture's context only sees the end of its test
             raise failed[-1]
 
     def run(self, run: str | Callable[..., TrainingRun] | TrainingRun, *, steps: int = 8, **options: Any) -> Report:
-        """Replay a run as `ampdoctor bisect-nan` does, with its cause and its cure proven by replay.
+        """Replay a run as `ampdoctor bisect-nan` does, with cause and fix proven by replay.
 
         Args:
             run: A factory, its name (`package.module:function`, `path/to/file.py:function`), or a run. A factory is
-                better: a run is copied for each fresh start, and what its functions close over is not.
+                better: a run is copied for each fresh start, but objects in the closures of its functions are not.
             steps: Optimizer steps to replay.
             options: Further fields of `ampdoctor.ReplayRequest` (`checkpoint`, `precision`, `arguments`, ...).
 
         Returns:
-            The report, where it has no errors.
+            The report, if it has no errors.
 
         Raises:
             NonFinite: A finding is an error; the message is the first finding and the whole report.

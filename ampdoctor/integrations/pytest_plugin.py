@@ -1,7 +1,7 @@
-"""The pytest plugin: tests that fail with a diagnosis when a training step goes non-finite.
+"""The pytest plugin: tests fail with a diagnosis when a training step goes non-finite.
 
-`@pytest.mark.amp_finite` watches a whole test, the fixture `amp_guard` a part of one. This file is loaded by every
-pytest run of an environment that has ampdoctor, and so imports neither torch nor the rest of ampdoctor.
+`@pytest.mark.amp_finite` watches a whole test, the fixture `amp_guard` a part of one. Every pytest run loads this file
+if ampdoctor is installed, so it imports neither torch nor the rest of ampdoctor.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 MARKER = "amp_finite"
 PROPERTY = "ampdoctor"
-"""Name of the user property (`--junitxml`) and of the report's mark that say which rules a test failed."""
+"""The user property (`--junitxml`) and the report's attribute with the codes that a test failed."""
 
 
 class NeverTrainsWarning(pytest.PytestWarning):
-    """A marked test passed, and nothing in it was a training step: it would pass whatever the numbers are."""
+    """A marked test passed without a training step: it would pass with any numbers."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,30 +63,30 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note in the report of a test which rules it failed; the note survives xdist."""
+    """Store the codes that a test failed in its report, where xdist keeps them."""
     raised = call.excinfo
     report = yield
-    codes = (_told(call.excinfo) or _told(raised)) if call.when == "call" else []  # unittest puts its own there
+    codes = (_told(call.excinfo) or _told(raised)) if call.when == "call" else []  # unittest replaces `call.excinfo`
     if codes and raised is not None and report.skipped and not hasattr(report, "wasxfail"):
-        # a TestCase keeps its skip to itself, and pytest puts it in the place of what was raised
+        # a TestCase handles its skip itself, and pytest then replaces the exception with the skip
         report.outcome, report.longrepr = "failed", item.repr_failure(raised)
     if codes and report.failed:
         setattr(report, PROPERTY, codes)
-        for noted in (item, report):  # --junitxml takes it from the teardown's report, which is the item's
+        for noted in (item, report):  # --junitxml reads the teardown's report, which has the item's properties
             noted.user_properties.append((PROPERTY, " ".join(codes)))
     return report
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> Any:
-    """Say "N" and "NONFINITE" for what counts as failed."""
+    """Show "N" and "NONFINITE" for such failures, which count as failed."""
     if report.failed and getattr(report, PROPERTY, None):
         return "failed", "N", ("NONFINITE", {"red": True})
     return None
 
 
 def _told(ended: pytest.ExceptionInfo[BaseException] | None) -> list[str]:
-    """The codes of the guard's failure that a test has ended with, by itself, as a cause or in a group."""
+    """Return the codes of the guard's failure in an exception: itself, its causes, or its group."""
     return list(dict.fromkeys(_codes(ended.value))) if ended is not None else []
 
 
@@ -103,7 +103,7 @@ def _codes(error: BaseException | None) -> Iterator[str]:
 
 
 def _options(marker: pytest.Mark) -> dict[str, Any]:
-    """The arguments of the marker; fails the test where it has others than it takes."""
+    """Return the arguments of the marker; fail the test for unknown ones."""
     known = {"max_skipped"}
     value = marker.kwargs.get("max_skipped")
     if wrong := [*map(repr, marker.args), *sorted(set(marker.kwargs) - known)]:

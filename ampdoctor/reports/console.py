@@ -1,6 +1,6 @@
-"""How the human report is laid out: text that folds where a reader would, tables, labelled rows and lists.
+"""The layout of the human report: folded text, tables, labelled rows and lists.
 
-Everything passes through `sanitise` into a `Text`, never through Rich's markup: names come from files of others.
+All text passes through `sanitise` into a `Text`, never through Rich's markup: names come from others' files.
 """
 
 from __future__ import annotations
@@ -34,18 +34,17 @@ from ampdoctor.reports.section_words import (
 )
 
 _WORD = re.compile(r"\s*\S+\s*")
-_JOINTS = ("./\\", "_-:,=")
-"""Where a word that is longer than a line is broken, after one of these: the parts of a name or path first."""
+_JOINTS = ("./\\", "_-:,=")  # long words are broken after one of these characters, first after those of the first group
 
 
 class Folded:
-    """Text that is folded between words, and within a word that is longer than a line after the dot of a name.
+    """Text that is folded between words, and inside a word that is longer than a line after the dot of a name.
 
-    Rich alone breaks such a word wherever the line ends: `feed_forwar` and `d_network`.
+    Rich itself breaks such a word at any character: `feed_forwar` and `d_network`.
     """
 
     def __init__(self, content: Text, *, hang: int = 0) -> None:
-        """`content` with every line but the first indented by `hang` columns."""
+        """Indents every line of `content` but the first by `hang` columns."""
         self._content = content
         self._hang = hang
 
@@ -58,20 +57,14 @@ class Folded:
             yield Padding(line, (0, 0, 0, hang)) if index and hang else line
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """From the longest word, or what a narrow table leaves of it, to all on one line."""
+        """Measure from the longest word, limited by the width, up to all on one line."""
         words_ = self._content.plain.split() or [""]
         whole = min(cell_len(self._content.plain), options.max_width)
         return Measurement(min(max(map(cell_len, words_)), whole), whole)
 
 
 def breaks(text: str, width: int, hang: int = 0) -> list[int]:
-    """Return the offsets at which new lines begin.
-
-    Args:
-        text: One paragraph.
-        width: Columns of a line, at least 1.
-        hang: Columns that every line but the first leaves free.
-    """
+    """Return the offsets in one paragraph where lines begin; all but the first are indented by `hang` columns."""
     found: list[int] = []
     room = width
     column = 0
@@ -90,7 +83,7 @@ def breaks(text: str, width: int, hang: int = 0) -> list[int]:
 
 
 def _cut(word: str, room: int) -> int:
-    """How many characters of a word go on a line of `room` columns; at least one."""
+    """Return how many characters of a word fit in a line of `room` columns; at least one."""
     fitting, columns = 0, 0
     for character in word:
         columns += get_character_cell_size(character)
@@ -105,7 +98,7 @@ def _cut(word: str, room: int) -> int:
 
 
 def text(said: str, style: str = "") -> Text:
-    """Text from anywhere, harmless."""
+    """Return sanitised text."""
     return Text(sanitise(said), style=style, overflow="fold")
 
 
@@ -121,7 +114,7 @@ def heading(title: str, console: Console, style: str = "bold") -> None:
 
 
 def labelled(rows: Iterable[tuple[str, Text]], console: Console, *, indent: int = 2) -> None:
-    """Print rows of a label and what it says; the labels stand in a column of their own."""
+    """Print rows of a label and a text; the labels have a column of their own."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="dim")
     table.add_column(ratio=1)
@@ -132,7 +125,7 @@ def labelled(rows: Iterable[tuple[str, Text]], console: Console, *, indent: int 
 
 
 def listed(title: str, lines: Iterable[Text | str], console: Console, *, style: str = "bold") -> None:
-    """Print a title and a line for each item; nothing where there is none."""
+    """Print a title and a line for each item; nothing without items."""
     items = [line if isinstance(line, Text) else text(line) for line in lines]
     if not items:
         return
@@ -142,7 +135,7 @@ def listed(title: str, lines: Iterable[Text | str], console: Console, *, style: 
 
 
 def table_of(headings: Sequence[str], rows: Iterable[Sequence[Text | str]], *, left: Iterable[str] = ()) -> Table:
-    """A table without lines: the first column and those in `left` are for names, figures stand to the right."""
+    """Return a table without lines; the first column and those in `left` are left-aligned, the others right-aligned."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
     named = {headings[0], *left}
     for name in headings:
@@ -164,20 +157,17 @@ def left_over(number: int, what: str, console: Console) -> None:
         show(text(f"... and {words.count(number, 'more ' + what)} (-v)", "dim"), console, indent=2)
 
 
-# Exponent histograms as bars, and beside them the windows of the formats: what lies outside of one is lost in it.
+# -- exponent histograms as bars, with the windows of the formats: values outside a window are lost --
 
-
-FIRST, LAST = -44, 16
-"""Exponents that are shown: fp16's window at loss scales from 1 to 2^20 lies within."""
-BINADES = (1, 2, 3, 4, 5, 6)
-"""How many exponents may share a column, finest first; each divides what is shown."""
+FIRST, LAST = -44, 16  # exponents that are shown; fp16's window lies within at loss scales from 1 to 2^20
+BINADES = (1, 2, 3, 4, 5, 6)  # exponents that may share a column, finest first; each divides the shown range
 WINDOWS: Mapping[str, tuple[float, float]] = {"fp16": (-25, 16), "bf16": (-134, 128), "e5m2": (-17, 16)}
 """log2 of the magnitude below which a format rounds to zero, and of the end of its range (65504 is nearly 2^16)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """The characters of bars and rulers: rising levels, the ends of a window, those where it goes on, its line."""
+    """The characters of bars and rulers: levels, the ends of a window, ends beyond the axis, and its line."""
 
     levels: str
     left: str
@@ -188,39 +178,28 @@ class Glyphs:
 
 
 UNICODE = Glyphs("▁▂▃▄▅▆▇█", "├", "┤", "◄", "►", "─")
-ASCII = Glyphs(".:-=+*#@", "|", "|", "<", ">", "-")
-"""For a stream whose encoding has no block elements."""
+ASCII = Glyphs(".:-=+*#@", "|", "|", "<", ">", "-")  # for a stream whose encoding has no block elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """Exponents from `FIRST` to `LAST`, `binades` of them a column.
-
-    Attributes:
-        binades: One of `BINADES`.
-        glyphs: What it is drawn with.
-    """
+    """An axis of exponents from `FIRST` to `LAST`, with `binades` (one of `BINADES`) of them a column."""
 
     binades: int
     glyphs: Glyphs = UNICODE
 
     @property
     def columns(self) -> int:
-        """How wide it is."""
+        """The width."""
         return (LAST - FIRST) // self.binades
 
     def scale(self) -> str:
-        """The exponents at both ends."""
+        """Return a line with the exponents at both ends."""
         low, high = f"2^{FIRST}", f"2^{LAST}"
         return f"{low}{high:>{self.columns - len(low)}}"
 
     def window(self, name: str, *, shift: float = 0.0) -> str:
-        """A format's window as a line with its name in it: `├──fp16──┤`.
-
-        Args:
-            name: A format of `WINDOWS`.
-            shift: Binades by which a scale moves the values up, and so the window down.
-        """
+        """Return the window of a format in `WINDOWS`, `shift` powers of two further down, as a line: `├──fp16──┤`."""
         low, high = (self._column(edge - shift) for edge in WINDOWS[name])
         start, end = max(low, 0), min(high, self.columns)
         if end - start < 2:
@@ -231,11 +210,10 @@ class Axis:
         return " " * start + left + label.center(end - start - 2, self.glyphs.line) + right
 
     def bars(self, histogram: Mapping[str, Any], *, shift: float = 0.0) -> str:
-        """Counts by exponent, each as high as the logarithm of its share; what lies beyond an end stands at that end.
+        """Return counts by exponent as bars, each as high as the logarithm of its share; outliers count at the ends.
 
-        Args:
-            histogram: `bins` and `counts` as `numerics.Histogram.to_dict` gives them: eight bins a binade.
-            shift: Binades that the counted magnitudes lie above those that are shown.
+        `histogram` has `bins` and `counts` as `numerics.Histogram.to_dict` gives them: eight bins for each power of
+        two. The counted magnitudes are `shift` powers of two above the shown ones.
         """
         totals = [0] * self.columns
         for index, count in zip(histogram.get("bins") or (), histogram.get("counts") or (), strict=False):
@@ -252,13 +230,12 @@ class Axis:
 
 
 def fitting(width: int, glyphs: Glyphs) -> Axis | None:
-    """The finest axis of at most `width` columns; None where even the coarsest is wider."""
+    """Return the finest axis of at most `width` columns; None where even the coarsest is wider."""
     axes = (Axis(binades=binades, glyphs=glyphs) for binades in BINADES)
     return next((axis for axis in axes if axis.columns <= width), None)
 
 
-# The layers that lose most in fp16, each with its exponents under the formats' windows.
-
+# -- layers that lose most in fp16, with their exponents under the formats' windows --
 
 _WIDTHS = (2, 7, 8, 7, 7)
 _INDENT = 2
@@ -266,7 +243,7 @@ _GAP = 2
 
 
 def layers(profile: Mapping[str, Any], console: Console, *, verbose: int) -> None:
-    """Print gradients, and with `verbose` activations and weights, which no loss scale moves."""
+    """Print gradients, and with `verbose` activations and weights, which no loss scale changes."""
     sites, measured = half_sites(profile), measured_of(profile)
     gradients = [site for site in sites if site["kind"] in GRADIENTS]
     if gradients:
@@ -279,7 +256,6 @@ def layers(profile: Mapping[str, Any], console: Console, *, verbose: int) -> Non
 
 
 def _scales(profile: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """fp16's windows: at the run's own loss scale, and at the one that fits, where it is another one."""
     own, fits = profile.get("loss_scale") or 1.0, profile.get("recommended_scale")
     found = [(f"fp16 at a loss scale of {words.binary(own)}", float(own))]
     if fits and fits != own:
@@ -294,7 +270,7 @@ def _table(
     console: Console,
     verbose: int,
 ) -> None:
-    """Names stand before their figures where both fit on a line, else on a line of their own above them."""
+    """Print names before their figures if both fit on a line, else on a line above them."""
     shown = worst_first(sites, measured)[: None if verbose else FEW]
     names = [sanitise(layer_name(site)) for site in shown]
     longest = max(map(cell_len, names))
@@ -323,7 +299,6 @@ def _table(
 def _rulers(
     axis: Axis, sites: Sequence[Site], scales: Sequence[tuple[str, float]], stem: int, console: Console
 ) -> None:
-    """The axis and each format's window, above the column of bars."""
     largest = max((site["amax"] for site in sites if isinstance(site["amax"], float)), default=1.0)
     top = math.ceil(math.log2(largest)) if 0.0 < largest < math.inf else 0
     rulers = [(f"magnitudes, {words.count(axis.binades, 'binade')} a column", axis.scale())]
@@ -337,13 +312,12 @@ def _rulers(
 
 
 def _line(cells: Sequence[str]) -> str:
-    """Cells side by side: the first to the left, figures to the right."""
     first, *figures = (f"{cell:<{_WIDTHS[0]}}" if not i else f"{cell:>{_WIDTHS[i]}}" for i, cell in enumerate(cells))
     return (" " * _GAP).join((first, *figures)) + " " * _GAP
 
 
 def _shift(site: Site) -> int:
-    """Binades that the counted magnitudes lie above those of the unscaled loss, where the user's step scales it."""
+    """Return the powers of two from the unscaled loss's magnitudes up to the counted ones, if the step scales it."""
     counted, shown = site["histogram"].get("amax"), site["amax"]
     if not isinstance(counted, str) or not isinstance(shown, float) or not 0.0 < shown < math.inf:
         return 0

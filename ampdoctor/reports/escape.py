@@ -1,6 +1,6 @@
-"""Makes text from outside (tensor and module names, paths, messages) harmless to show.
+"""Makes text from outside (tensor and module names, paths, messages) safe to show.
 
-Whoever wrote a checkpoint chose its names: escape sequences in a name could rewrite a terminal, bidirectional controls
+The author of a checkpoint chose its names: escape sequences in a name could rewrite a terminal, bidirectional controls
 could reorder a line, and a newline could forge one. In the log of a GitHub workflow, a line that begins with
 `::set-output ...::` (a folded name may begin a line) is a command to the runner.
 """
@@ -12,15 +12,15 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode categories that act on a terminal or cannot be seen or encoded: controls, format characters (including the
+"""Unicode categories that act on a terminal, are invisible or cannot be encoded: controls, format characters (with the
 bidirectional ones), surrogates, line and paragraph separators."""
 
 _UNSEEN = (
     (0x034F, 0x034F), (0x115F, 0x1160), (0x17B4, 0x17B5), (0x180B, 0x180F), (0x2800, 0x2800), (0x3164, 0x3164),
     (0xFE00, 0xFE0F), (0xFFA0, 0xFFA0), (0xFFF0, 0xFFF8), (0xE0000, 0xE0FFF),
 )  # fmt: skip
-"""First and last of invisible characters of other categories: those of Unicode's property Default_Ignorable_Code_Point
-(fillers of Hangul, joiners, variation selectors), and the empty Braille pattern."""
+"""First and last of invisible characters of other categories: those with Unicode's property
+Default_Ignorable_Code_Point (Hangul fillers, joiners, variation selectors), and the empty Braille pattern."""
 
 _COMMAND = re.compile(
     r"::(?=(?:add-mask|add-matcher|add-path|debug|echo|endgroup|error|group|internal-set-repo-path|notice|remove-matcher"
@@ -30,27 +30,24 @@ _COMMAND = re.compile(
 """The beginning of a command to GitHub's runner: `::name` of a known command at the start of a line, and the older
 `##[` anywhere in a line (actions/runner, ActionCommand.cs and ActionCommandManager.cs)."""
 
-_LONGEST = 1000
-"""Maximum length of an error's sentence: longer than any of ours with ordinary names, and still quick to read."""
+_LONGEST = 1000  # characters of an error's sentence: more than ours with ordinary names, and still quick to read
 _TAIL = 300
 
 
 def sanitise(text: str) -> str:
-    r"""Return `text` with every character escaped that acts on a terminal or is invisible (`\x1b`, `\u202e`).
-
-    At the beginning of a command to GitHub's runner, the second character is escaped (`:\x3aerror`, `#\x23[group]`).
-    """
+    r"""Return `text` with every character escaped that acts on a terminal or is invisible (`\x1b`, `\u202e`)."""
+    # At the beginning of a command to GitHub's runner, the second character is escaped (`:\x3aerror`, `#\x23[group]`).
     shown = "".join(_escaped(c) if _is_hidden(c) else c for c in text)
     return _COMMAND.sub(lambda found: found[0][0] + _escaped(found[0][1]), shown)
 
 
 def is_seen(text: str) -> bool:
-    """Is any part of a text visible? Spaces and characters without a shape are not."""
+    """Whether any part of a text is visible. Spaces and characters without a shape are not."""
     return any(not c.isspace() and not _is_hidden(c) for c in text)
 
 
 def sentence(text: str) -> str:
-    """Returns one line of bounded length, whatever names from outside it holds; its beginning and its end are kept."""
+    """Returns one sanitised line of bounded length; its beginning and its end are kept."""
     line = sanitise(text.strip())
     if len(line) <= _LONGEST:
         return line
@@ -58,7 +55,7 @@ def sentence(text: str) -> str:
 
 
 def sanitise_lines(text: str) -> str:
-    """Returns the same for our own or the user's text of several lines (a traceback): newlines and tabs stay."""
+    """Returns sanitised text of several lines, such as a traceback; newlines stay, tabs become spaces."""
     return "\n".join(sanitise(line.expandtabs(4)) for line in text.split("\n"))
 
 
@@ -76,38 +73,31 @@ def _escaped(character: str) -> str:
     return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
 
 
-# Text for GitHub-flavoured Markdown in which names from outside are only names.
+# -- GitHub-flavoured Markdown in which names from outside stay plain names --
 #
-# A word of prose stays as it is. Every other word (a name, a path, a number with a unit) becomes a code span: GitHub
-# resolves no mention (`@team`), issue (`#123`), link, emoji or commit in it, and nothing in it is markup. Words with a
-# backtick, a pipe or a backslash become `<code>` with every mark as a character reference, because a table's cell ends
-# at a pipe even in a code span.
-
+# A word of prose is unchanged. Every other word (a name, a path, a number with a unit) becomes a code span: in it,
+# GitHub resolves no mention (`@team`), issue (`#123`), link, emoji or commit, and there is no markup. Words with a
+# backtick, a pipe or a backslash become `<code>` with every mark as a character reference, because a pipe ends a
+# table's cell even in a code span.
 
 _PROSE = re.compile(
     r"(?![a-fA-F]{7})\(?(?:[A-Za-z]+(?:['-][A-Za-z]+)*|[-+]?[0-9]{1,6}(?:\.[0-9]+)?%?)\)?[.,;:?!]?|[-=<%]"
 )
-"""Words that mean nothing to Markdown after the beginning of a line; seven hexadecimal digits may name a commit."""
+"""Words without a meaning in Markdown inside a line; seven hexadecimal digits may be a commit."""
 _LONGEST_WORD = 30  # a longer word is a name
-_NAMED = re.compile(r"(.+?)([.,;:!?]*)")
-"""A name before the marks of its sentence."""
+_NAMED = re.compile(r"(.+?)([.,;:!?]*)")  # a name before punctuation marks
 _CODE_SPAN = re.compile(r"[^`|\\]+")
 _MARK = re.compile(r"[^A-Za-z0-9 \x80-\U0010ffff]")
 _BACKTICKS = re.compile(r"`+")
 
 
 def prose(text: str, *, html: bool = False) -> str:
-    """Returns one line of text from outside, for a place of inline Markdown.
-
-    Args:
-        text: Any text; invisible characters are shown as escapes.
-        html: True inside an HTML block, where Markdown's own code spans are not read.
-    """
+    """Returns a line of text from outside for inline Markdown; inside an `html` block code spans do not work."""
     return " ".join(_word(word, html=html) for word in sanitise(text).split(" "))
 
 
 def code(name: str, *, html: bool = False) -> str:
-    """Returns a name, spaces included, as a code span; nothing for an empty name."""
+    """Returns a name with its spaces as a code span; "" for an empty name."""
     shown = sanitise(name)
     if not shown:
         return ""

@@ -1,4 +1,4 @@
-"""The lines of Python that put a prescription into a training script: with `ampdoctor.apply`, and in plain torch."""
+"""Lines of Python that apply a prescription in a training script: with `ampdoctor.apply`, and in plain torch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,12 @@ _HALF = {"fp16": "float16", "bf16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The training that the lines are for.
+    """The training that the lines are for."""
 
-    Attributes:
-        device: Device type of the user's training ("cuda"): a CPU replay under CUDA's policy stands for a GPU.
-        half: The half dtype that it computes in.
-        autocast: False for a half model without autocast.
-        scaled: False where no GradScaler is at work, so that there is none to change: one must be put into the loop.
-    """
-
-    device: str = "cuda"
-    half: str = "float16"
-    autocast: bool = True
-    scaled: bool = True
+    device: str = "cuda"  # device type of the user's training; a CPU replay under CUDA's policy stands for a GPU
+    half: str = "float16"  # the half dtype that it computes in
+    autocast: bool = True  # False for a half model without autocast
+    scaled: bool = True  # False without a GradScaler: then one must be added to the loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +40,9 @@ class Code:
 
 
 def setting_of(report: Report, finding: Finding | None = None) -> Setting:
-    """The training behind a report; one of a scan stands for autocast in fp16 on a GPU, with a scaler.
+    """Return the training behind a report; for a log, the training of `finding`.
 
-    Args:
-        report: The report.
-        finding: Of its findings; those of a log are each of the training that the log is of.
+    A scan stands for autocast in fp16 on a GPU, with a scaler.
     """
     if report.health is not None:
         return _logged(report.health, finding)
@@ -66,7 +57,7 @@ def setting_of(report: Report, finding: Finding | None = None) -> Setting:
 
 
 def _logged(health: HealthSection, finding: Finding | None) -> Setting:
-    """The training behind a log, as the look at the finding's own step knows it, or else the last look."""
+    """Return the training behind a log, from the look at the finding's step, or else from the last look."""
     where = None if finding is None else finding.where
     looks = [
         look
@@ -87,14 +78,9 @@ def _logged(health: HealthSection, finding: Finding | None) -> Setting:
 
 
 def code_of(prescription: Prescription, setting: Setting, cause: str | None = None) -> Code:
-    """The lines for a change; none for one that a replay has disproved, and none where words must do.
+    """Return the lines for a change; none for one that a replay has disproved, or that needs words instead.
 
     The names `model`, `optimizer`, `scaler`, `loss_fn`, `batch`, `batches` and `max_norm` stand for the user's own.
-
-    Args:
-        prescription: The change.
-        setting: The training.
-        cause: Of the finding.
     """
     if prescription.status in ("failed", "worse"):
         return Code()
@@ -118,7 +104,7 @@ PROTOCOL = (
     "scaler.update()",
     "optimizer.zero_grad()  # after a skipped step as well",
 )
-"""The order of calls of torch's AMP recipe."""
+"""The order of calls in torch's AMP recipe."""
 _CONTINUED = ('scaler.load_state_dict(checkpoint["scaler"])  # with model and optimizer, where the run resumes',)
 
 
@@ -169,7 +155,7 @@ def _fp32_modules(prescription: Prescription, setting: Setting) -> Code:
 
 
 def _stored_in_fp32(prescription: Prescription) -> Code:
-    """For what half parameters lose between the steps, where no forward of theirs need ever run (a frozen EMA)."""
+    """Return lines for half parameters that lose bits between steps, whose forward may never run (a frozen EMA)."""
     names = _names(prescription.value)
     if not names:
         return Code()
@@ -197,14 +183,14 @@ def _dtype(prescription: Prescription, setting: Setting) -> Code:
 
 
 def _init_scale(prescription: Prescription, setting: Setting) -> Code:
-    """None for a step that scales by hand, or with a scaler of its own: which line of it does, only the user knows."""
+    """Return lines for a new scale; none for a step with manual scaling or its own scaler, whose line is unknown."""
     if not _is_number(prescription.value) or not setting.scaled:
         return Code()
     return Code(_apply(prescription, "scaler"), (_built({"init_scale": prescription.value}, setting),))
 
 
 def _scaler(prescription: Prescription, setting: Setting) -> Code:
-    """In plain torch alone where there was no scaler: `apply` changes one, and scales no loss."""
+    """Return lines for a scaler; only plain torch without one, since `apply` changes a scaler and scales no loss."""
     settings = prescription.value
     if not isinstance(settings, Mapping) or not all(_is_number(number) for number in settings.values()):
         return Code()
@@ -254,7 +240,7 @@ _MAKERS: Mapping[str, Callable[[Prescription, Setting], Code]] = {
 
 
 def _apply(prescription: Prescription, *parts: str) -> tuple[str, ...]:
-    """The call of `ampdoctor.apply`, with the user's optimizer or scaler as keywords; what is not proved says so."""
+    """Return the call of `ampdoctor.apply`, with optimizer or scaler as keywords, and a mark if it is unproven."""
     arguments = "".join(f", {part}={part}" for part in parts)
     if prescription.verified:
         return apply_call(prescription.kind, prescription.value, arguments=arguments)

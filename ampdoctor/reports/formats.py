@@ -1,4 +1,4 @@
-"""The forms that a report can have, by the name that `--format` takes; one renderer a file."""
+"""The forms of a report, by their name in `--format`; one renderer a file."""
 
 from __future__ import annotations
 
@@ -14,45 +14,31 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-# The place that a report is drawn for.
-
-
 Color = Literal["auto", "always", "never"]
 _COLORS: Mapping[Color, Literal["auto", "standard"] | None] = {"auto": "auto", "always": "standard", "never": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canvas:
-    """The place that a report is drawn for, and how much of it is wanted there; forms for programs do not ask.
+    """Where a report is shown, and in how much detail; forms for programs ignore it."""
 
-    Attributes:
-        width: Columns.
-        stream: What it is like: whether it is a terminal, and its encoding. It is not written to. None: a file.
-        color: Whether there is any; auto: on a terminal, as `NO_COLOR`, `FORCE_COLOR` and `TERM=dumb` have it.
-        quiet: Show the findings, and what could not be examined, only.
-        verbose: From 1 on also nested evidence, every alternative that was tried, every check, and each of many alike
-            findings in full.
-    """
-
-    width: int
-    stream: TextIO | None = None
-    color: Color = "auto"
-    quiet: bool = False
-    verbose: int = 0
+    width: int  # in columns
+    stream: TextIO | None = None  # decides on terminal and encoding, and is not written to; None: a file
+    color: Color = "auto"  # auto: colour on a terminal, as `NO_COLOR`, `FORCE_COLOR` and `TERM=dumb` say
+    quiet: bool = False  # only findings, and what could not be examined
+    verbose: int = 0  # from 1 on: everything in full, as in `render_human`
 
     def draw(self, show: Callable[[Console], None]) -> str:
-        """Return what `show` prints to a console that is like this place.
-
-        Rich writes to the stream that it is given even while it captures, so it is given a buffer and the stream's
-        traits, its encoding among them: what has no place in it is drawn with other characters.
-        """
+        """Return what `show` prints to a console like this one."""
+        # Rich writes to its stream even while it captures, so it gets a buffer with the stream's properties. Characters
+        # that the stream's encoding lacks are replaced by others.
         from rich.console import Console
 
         auto = False if self.stream is None else None
         console = Console(
             file=_Buffer(self.stream),
             width=self.width,
-            height=1,  # both given, for Rich believes COLUMNS and LINES whatever they say
+            height=1,  # both are given, since Rich trusts any COLUMNS and LINES
             force_terminal={"auto": auto, "always": True, "never": False}[self.color],
             color_system=_COLORS[self.color],
             no_color={"auto": None, "always": False, "never": True}[self.color],
@@ -67,7 +53,7 @@ class Canvas:
 
 
 class _Buffer(io.StringIO):
-    """A buffer that is, of itself, a terminal and of an encoding where the stream is; files are written in UTF-8."""
+    """A buffer with the stream's encoding that is a terminal if the stream is one; files are written in UTF-8."""
 
     encoding = "utf-8"
 
@@ -77,22 +63,18 @@ class _Buffer(io.StringIO):
         self._terminal = stream is not None and stream.isatty()
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
         return self._terminal
 
 
-# The seam between a report and the forms that it can have.
-
-
 class Renderer(Protocol):
-    """One form of a report. It is a seam so that whoever writes a report need not know which forms there are."""
+    """One form of a report."""
 
     def __call__(self, report: Report, canvas: Canvas, /) -> str:
-        """Return the whole text, byte for byte the same for the same report and canvas."""
+        """Return the whole text; the same report and canvas give the same bytes."""
 
 
 def the_same_everywhere(render: Callable[[Report], str]) -> Renderer:
-    """Return the renderer of a form that takes no account of where its text goes."""
+    """Return the renderer of a form that ignores its canvas."""
 
     def renderer(report: Report, _canvas: Canvas, /) -> str:
         return render(report)
@@ -110,7 +92,7 @@ FORMATS: Mapping[str, str] = {
     "sarif": "sarif",
     "html": "html_report",
 }
-"""The file of each, whose `RENDERER` it is; in the order in which they are offered."""
+"""The module of each form, with its `RENDERER`, in the order in which they are listed."""
 
 if TYPE_CHECKING:
     ReportFormat: TypeAlias = str
@@ -119,5 +101,5 @@ else:
 
 
 def renderer(form: ReportFormat) -> Renderer:
-    """Return what renders a form, loaded now: most runs need one of them."""
+    """Return the renderer of a form; it is imported now, since most runs need only one."""
     return cast("Renderer", import_module(f"ampdoctor.reports.{FORMATS[form]}").RENDERER)

@@ -1,8 +1,8 @@
 """The renderer of GitHub annotations: workflow commands that a step prints (`::error file=...,line=...::...`).
 
-GitHub shows ten annotations of a kind for a step and drops the others without a word, so at most ten are made, the
-worst first, and the last one says how many there are beside it. One more line, which is no command, gives the verdict
-to whoever reads the log. Escapes: docs.github.com, "Workflow commands", as the runner undoes them (ActionCommand.cs).
+GitHub shows ten annotations of a kind for a step and silently drops the others, so at most ten are made, the worst
+first, and the last one says how many more there are. One more line, which is no command, gives the verdict for readers
+of the log. Escapes: docs.github.com, "Workflow commands", as the runner decodes them (ActionCommand.cs).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def render_github(report: Report) -> str:
 
 
 def _without_answer(report: Report) -> Iterator[_Annotation]:
-    """Yield what comes before every finding, as it decides the exit code: what could not be examined, or settled."""
+    """Yield what could not be examined or settled; it comes before the findings, since it decides the exit code."""
     about = Location(target_file(report.target))
     if not report.complete:
         parts = tuple(f"{error.what} ({error.kind}): {error.message}" for error in report.errors)
@@ -65,7 +65,6 @@ def _without_answer(report: Report) -> Iterator[_Annotation]:
 
 
 def _fixed(report: Report) -> Iterator[_Annotation]:
-    """Yield one notice of what of the baseline is fixed, at the file that is to be written anew."""
     if report.baseline is not None and fixed(report):
         said = (fixed_sentence(report), *fixed_lines(report))
         at = Location(posix(report.baseline.file))

@@ -1,11 +1,11 @@
-"""The HTML renderer: one self-contained page that opens offline, on a phone and in the dark.
+"""The HTML renderer: one self-contained page that works offline, on a phone and in dark mode.
 
-What a reader needs first (findings, where, why, change, proof, lines to paste, every small table) is plain HTML, there
-without JavaScript as well. Scripts add charts and the tables that are too long for a page. Nothing is fetched: a
-Content-Security-Policy forbids every request and every script or style but those of the page, known by their hash.
+The most important parts (findings, where, why, change, proof, lines to paste, all small tables) are plain HTML and need
+no JavaScript. Scripts add charts and long tables. Nothing is fetched: a Content-Security-Policy forbids every request,
+and every script or style but the page's own, by their hashes.
 
 Names come from files that others wrote. In the HTML they pass `sanitise` and Jinja2's autoescape; the scripts get them
-as JSON, and put them into the page as text nodes only.
+as JSON, and insert them as text nodes only.
 """
 
 from __future__ import annotations
@@ -40,27 +40,24 @@ from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.section_words import NOT_MEASURED, ahead, finding_parts, measured_gradients
 from ampdoctor.reports.text import fixed, fixed_line
 
-# What the HTML page says of runs over time: sentences for everybody, and packed numbers for the scripts that draw.
+# -- runs over time: sentences for the page, and packed numbers for the scripts --
 #
 # Three runs of 2,000 spans and six maps of 200 tensors are 700,000 numbers. As text they would be most of the page's
-# weight; as float32 in base64 each takes five letters, and seven digits of it stay.
+# size; as float32 in base64 each takes five characters and keeps seven digits.
 
-
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""Names of the runs where there is room for no more than one letter."""
-_LARGEST, _LEAST = 3.4e38, 1.2e-38
-"""Of float32's normal numbers; beyond them a column keeps all its bits."""
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # names of the runs where there is only room for one letter
+_LARGEST, _LEAST = 3.4e38, 1.2e-38  # the range of float32's normal numbers; a column with others is packed as float64
 _SHOWN_BY: Mapping[str, tuple[tuple[str, ...], str]] = {
     "forward": (("activation", "parameter"), "headroom_binades"),
     "backward": (("gradient", "activation_gradient"), "norm"),
     "optimizer": (("parameter", "gradient"), "norm"),
 }
-"""Of each phase the roles whose maps may show a finding, and the map for one whose evidence names none."""
+"""For each phase, the roles whose maps may show a finding, and the map for a finding whose evidence names none."""
 _PACKED = frozenset({"axis", "curves", "maps"})
 
 
 def health_data(section: HealthSection, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return what the scripts draw."""
+    """Return the data for the scripts."""
     return {
         "axis": section.axis,
         "runs": [_run(run, index) for index, run in enumerate(section.runs)],
@@ -69,10 +66,9 @@ def health_data(section: HealthSection, findings: Sequence[Finding]) -> dict[str
 
 
 def alerts(section: HealthSection, findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Return the findings that have a step, in the order of their steps.
+    """Return the findings with a step, in the order of their steps; none without a run.
 
-    Each with the number of its finding, and the number of its run: that whose log it names, the first where it names
-    none. Without a run there are none.
+    Each has its finding's number, and the number of the run whose log it names (the first run if it names none).
     """
     runs = {run.source: index for index, run in reversed(list(enumerate(section.runs)))}
     found = [
@@ -94,10 +90,8 @@ def alerts(section: HealthSection, findings: Sequence[Finding]) -> list[dict[str
 
 
 def _map_of(finding: Finding, runs: Sequence[HealthRun]) -> tuple[int, int, int] | None:
-    """Return the run, its map and the row of it that show what a finding is about; None where none does.
-
-    A number that its evidence has is the map's own, else the one that its pass usually breaks.
-    """
+    """Return the run, map and row that show a finding's subject; None where none does."""
+    # The map is that of a number in the evidence, else the usual one for the phase
     where = finding.where
     place = where.tensor or where.module
     measured = [key.removesuffix("_before") for key in finding.evidence]
@@ -117,7 +111,7 @@ def _map_of(finding: Finding, runs: Sequence[HealthRun]) -> tuple[int, int, int]
 
 
 def bundles(report: Report) -> dict[int, LookMark]:
-    """Return the look at each finding's own step that has left a bundle, by the finding's number."""
+    """Return, by finding, the look at the finding's own step that has kept a bundle."""
     section, found = report.health, {}
     for alert in alerts(section, report.findings) if section else ():
         looks = section.runs[alert["run"]].looks if section else ()
@@ -128,7 +122,7 @@ def bundles(report: Report) -> dict[int, LookMark]:
 
 
 def summaries(report: Report) -> list[dict[str, str]]:
-    """Return a line for each run: its letter, its name and the rest of the sentence."""
+    """Return a line for each run: its letter, its name and its summary."""
     if report.health is None:
         return []
     by_run: dict[int, list[str]] = {}
@@ -141,7 +135,7 @@ def summaries(report: Report) -> list[dict[str, str]]:
 
 
 def summary(run: HealthRun, severities: Sequence[str]) -> str:
-    """Return what a run was, how it ended and what was noticed, in one line."""
+    """Return a run's kind, its end and its findings, in one line."""
     ends = {"running": "still running", "ended": "ended", "cut_off": "cut off without a last line", "unknown": ""}
     end = ends[run.ending] + (f" with exit code {run.exit_code}" if run.exit_code else "")
     steps = words.count(run.steps, "step") + (f", {run.first_step:,} to {run.last_step:,}" if run.steps > 1 else "")
@@ -161,7 +155,7 @@ def summary(run: HealthRun, severities: Sequence[str]) -> str:
 
 
 def letter(index: int) -> str:
-    """Return the letter of a run; beyond the alphabet its number."""
+    """Return the letter of a run, or its number after Z."""
     return LETTERS[index] if index < len(LETTERS) else str(index + 1)
 
 
@@ -194,17 +188,15 @@ def _run(run: HealthRun, index: int) -> dict[str, Any]:
 
 
 def packed(values: Iterable[float | None]) -> dict[str, str]:
-    """Return numbers as float32, in base64; as float64 where one has no such form. What is missing is NaN.
-
-    A number that is itself NaN is infinite here: it is known, and it is no number.
-    """
+    """Return numbers as float32 in base64, or as float64 where one does not fit. Missing values are NaN."""
+    # A value that is itself NaN becomes infinite: it is known, and it is not finite
     known = [math.nan if v is None else math.inf if math.isnan(v) else float(v) for v in values]
     beyond = any((abs(v) > _LARGEST and not math.isinf(v)) or 0.0 < abs(v) < _LEAST for v in known)
     return _base64("d" if beyond else "f", known)
 
 
 def exactly(values: Iterable[float | None]) -> dict[str, str]:
-    """The same, always as float64: counts up to 2^53 are exact."""
+    """Return numbers as float64 in base64: counts up to 2^53 are exact."""
     return _base64("d", [math.nan if v is None else float(v) for v in values])
 
 
@@ -219,20 +211,17 @@ _CHARTS = "vendor/echarts.min.js"
 _SCRIPTS = ("core.js", "table.js", "chart.js", "histogram.js", "ranges.js", "heatmap.js", "headroom.js", "scaler.js",
             "path.js", "proof.js", "tensors.js", "trend.js", "health.js", "health_lanes.js", "health_strip.js",
             "health_maps.js", "health_scalers.js", "health_alerts.js", "start.js")  # fmt: skip
-"""In the order in which they rest on each other; one view a file."""
+"""In the order of their dependencies; one view a file."""
 _DATA = ("profile", "scaler", "path", "proof", "trend", "change", "structure", "tensors")
 """The sections that scripts draw."""
-_DRAWN = ("profile", "path", "proof", "trend", "health")
-"""Those that need the plotting library."""
-_IN_FULL = 3
-"""Findings of one code that are all in sight; of more, the first: one NaN makes hundreds of tensors NaN."""
-_UNDRAWN = frozenset({"amax_by_step", "quantiles", "weight"})
-"""Parts of a measured place that no view shows: a third of the page's size."""
+_DRAWN = ("profile", "path", "proof", "trend", "health")  # the sections that need the plotting library
+_IN_FULL = 3  # most findings of one code that are all expanded, else only the first: one NaN makes hundreds
+_UNDRAWN = frozenset({"amax_by_step", "quantiles", "weight"})  # not in any view: a third of the page's size
 
 
 def render_html(report: Report) -> str:
-    """Return the report as one HTML page, byte for byte the same for the same report."""
-    shown = report_as_dict(replace(report, health=None))  # its numbers go to the scripts alone, packed
+    """Return the report as one HTML page; the same report gives the same bytes."""
+    shown = report_as_dict(replace(report, health=None))  # only the scripts get its numbers, packed
     data = _data(shown)
     if report.findings:
         first = report.findings[0]
@@ -277,7 +266,7 @@ def render_html(report: Report) -> str:
 
 @cache
 def environment() -> Environment:
-    """The templates' settings: every value is escaped, and what acts or hides in a text is made visible."""
+    """Return Jinja2's environment: every value is escaped, and invisible characters are made visible."""
     made = Environment(
         loader=PackageLoader("ampdoctor.reports", "html"),
         autoescape=True,
@@ -304,13 +293,13 @@ def environment() -> Environment:
 
 
 def inert_json(value: Any) -> str:
-    r"""Return JSON that cannot end, or open, anything in HTML: ASCII, with `<`, `>` and `&` as `\u003c` and so on."""
+    r"""Return JSON that cannot open or close anything in HTML: ASCII, with `<`, `>` and `&` as `\u003c` and so on."""
     text = json.dumps(_visible(value), sort_keys=True, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def number(value: Any) -> str:
-    """Return a number in four significant digits, `-` where there is none; what is not finite comes as a word."""
+    """Return a number in four significant digits, `-` for None; a non-finite number is already a word."""
     if value is None:
         return "-"
     if isinstance(value, str):
@@ -334,7 +323,6 @@ def settings(known: Mapping[str, Any] | None, without: Sequence[str] = ()) -> st
 
 
 def _alike(findings: Sequence[Finding]) -> list[list[tuple[int, Finding]]]:
-    """Return the findings with their numbers, those of one code that follow each other together."""
     numbered = enumerate(findings)
     return [list(group) for _, group in groupby(numbered, key=lambda it: (it[1].severity, it[1].code, it[1].cause))]
 
@@ -388,17 +376,13 @@ def _visible(value: Any) -> Any:
 RENDERER = the_same_everywhere(render_html)
 
 
-# A report in a notebook's cell: its verdict and findings as a small piece of HTML, without any script.
-#
-# Colours are the notebook's own (`currentColor`, in shades), so that the piece reads in the light and in the dark.
+# -- a report in a notebook: HTML without scripts, in the notebook's own colours, light or dark --
 
-
-_IN_FULL_IN_A_NOTEBOOK = 20
-"""Findings that get a line of their own; one NaN in a step makes hundreds of tensors NaN."""
+_IN_FULL_IN_A_NOTEBOOK = 20  # most findings with a line of their own; one NaN in a step makes hundreds
 
 
 def render_fragment(report: Report) -> str:
-    """Return the report as a fragment of HTML; names in it are as inert as in the page."""
+    """Return the report as a fragment of HTML; names are escaped as in the page."""
     return (
         environment()
         .get_template("fragment.html.j2")

@@ -1,6 +1,6 @@
-"""The human renderer: the verdict, for each finding what, where, why, what to change and the proof, then the details.
+"""The human renderer: the verdict; for each finding what, where, why, change and proof; then the details.
 
-Severity and outcome are words first and colours second. The last line says what to do next.
+Severity and outcome are shown as words first, and by colour second. The last line says what to do next.
 """
 
 from __future__ import annotations
@@ -32,21 +32,15 @@ _VERDICT_STYLE = {
     "not_judged": "",
 }
 _IN_A_WORD = ("ok", "found", "not_run")
-_IN_FULL = 3
-"""Findings of one code that are all shown in full; of more, the first is."""
-_IN_A_LINE = 12
-"""Further findings of that code that get a line each; one NaN in a step makes hundreds of tensors NaN."""
+_IN_FULL = 3  # most findings of one code that are all shown in full, else only the first
+_IN_A_LINE = 12  # further findings of that code that get a line each; one NaN in a step makes hundreds of tensors NaN
 
 
 def render_human(report: Report, console: Console, *, quiet: bool = False, verbose: int = 0) -> None:
-    """Print the report to `console`.
+    """Print the report to `console`, whose width folds long names and never cuts them.
 
-    Args:
-        report: What to show.
-        console: Where; its width folds long names and never cuts them.
-        quiet: Show the findings, and what could not be examined, only.
-        verbose: From 1 on also nested evidence, every alternative that was tried, every check, and each of many alike
-            findings in full.
+    `quiet` shows only findings and what could not be examined. From `verbose` 1 on, nested evidence, every alternative,
+    every check, and each of many similar findings are shown in full.
     """
     if not quiet:
         _head(report, console)
@@ -77,7 +71,7 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
 
 
 def _kept(report: Report, console: Console) -> None:
-    """Say what a watched training has left, and how it is replayed; the command is never folded."""
+    """Print what a watched training has kept, and how to replay it; the command is never folded."""
     kept = report.run.get("kept") or {}
     if not kept.get("health"):
         return
@@ -93,7 +87,7 @@ def _kept(report: Report, console: Console) -> None:
 
 
 def _next(report: Report, console: Console) -> None:
-    """Say what to do; what is to be copied stands on a line of its own where it does not fit, and is never folded."""
+    """Print what to do; if a line to copy does not fit, it gets a line of its own without folding."""
     step = next_step(report)
     whole = Text("next: ", "bold") + text(str(step))
     console.print()
@@ -125,7 +119,7 @@ def _head(report: Report, console: Console) -> None:
 
 def _target(report: Report) -> str:
     factory = report.target.get("factory")
-    measured = "profile" in report.target  # by that factory, at another time: it is no target beside the files
+    measured = "profile" in report.target  # the files are the target; the factory was measured at another time
     named = [
         words.value(v)
         for key, v in report.target.items()
@@ -134,7 +128,7 @@ def _target(report: Report) -> str:
     if measured and isinstance(factory, str):
         named[-1] += f" (measured from {words.value(factory)})"
     step = report.target.get("global_step")
-    if step is not None and report.trend is None:  # of many checkpoints the trend says which one it is about
+    if step is not None and report.trend is None:  # for many checkpoints the trend has the step
         named.append(f"step {step}")
     return ", ".join(named)
 
@@ -147,13 +141,13 @@ def _verdict(report: Report) -> Text:
 
 
 def _setting(key: str, item: Any) -> str:
-    """A setting in words: `threads 1`, and of a switch only its name: `autocast`, `not deterministic`."""
+    """Return a setting in words: `threads 1`; for a switch only its name: `autocast`, `not deterministic`."""
     name = key.replace("_", " ")
     return f"{'' if item else 'not '}{name}" if isinstance(item, bool) else f"{name} {words.value(item)}"
 
 
 def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, report: Report) -> None:
-    """Show findings of one code: all in full where they are few, else the first in full and the others in a line."""
+    """Print findings of one code: a few in full; of many the first in full and the others in a line each."""
     full = len(alike) if verbose or len(alike) <= _IN_FULL else 1
     for index, finding in enumerate(alike[:full]):
         if index:
@@ -170,7 +164,7 @@ def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, report
 
 
 def _finding(finding: Finding, console: Console, verbose: int, setting: Setting) -> None:
-    head = Text(overflow="fold")  # without a style of its own, which would spread over all that is appended
+    head = Text(overflow="fold")  # without a style, which would apply to all appended text
     head.append(finding.severity.upper(), _SEVERITY_STYLE[finding.severity])
     head.append(" ").append_text(text(f"{finding.code} {finding.name}", "bold"))
     show(head.append_text(text(f": {finding.message}")), console)
@@ -188,7 +182,7 @@ def _finding(finding: Finding, console: Console, verbose: int, setting: Setting)
 
 
 def _paste(prescription: Prescription, cause: str | None, setting: Setting, console: Console, verbose: int) -> None:
-    """Print lines to copy: never folded, which would break them; a narrow terminal wraps them and copies them whole."""
+    """Print lines to copy without folding; a narrow terminal wraps them and still copies them whole."""
     code = code_of(prescription, setting, cause)
     blocks = [("with ampdoctor", code.apply), ("in plain torch", code.torch)]
     blocks = [(title, lines) for title, lines in blocks if lines]
@@ -210,7 +204,6 @@ def _evidence(evidence: Mapping[str, Any], verbose: int) -> list[Text]:
 
 
 def _figures(key: str, item: Any) -> Iterable[str]:
-    """Return a line for a figure, or one for each record of a list of them."""
     if isinstance(item, list | tuple) and item and all(isinstance(part, Mapping) for part in item):
         return [f"{key}[{index}] = {words.record(part)}" for index, part in enumerate(item)]
     return [f"{key} = {words.record(item) if isinstance(item, Mapping) else words.value(item)}"]
@@ -230,13 +223,12 @@ def _prescription(prescription: Prescription, verbose: int) -> list[tuple[str, T
 
 
 def _label(prescription: Prescription) -> str:
-    """Code that no replay can change, or that was changed in vain, is advice to whoever writes it."""
+    """Return "advice" for code that no replay can change, or that was changed in vain, else "change"."""
     unproved = prescription.kind == "code" and prescription.status in ("failed", "not_run")
     return "advice" if unproved else "change"
 
 
 def _says(prescription: Prescription | None, sentence: str) -> bool:
-    """Is it what the row above says already?"""
     return prescription is not None and sentence in (prescription.detail, words.change(prescription))
 
 
@@ -256,7 +248,7 @@ def _checks(report: Report, console: Console, verbose: int) -> None:
     rows = []
     for check in shown:
         margin = _settings(check.headroom) if check.headroom else ""
-        said = check.result not in _IN_A_WORD and not verbose  # a sentence, with its numbers in it
+        said = check.result not in _IN_A_WORD and not verbose  # a sentence with its own numbers
         rows.append((check.name, f"{check.result} ({margin})" if margin and not said else check.result))
     paths = [path for path in report.target.get("paths", ()) if isinstance(path, str)]
     for path in paths:
@@ -274,21 +266,12 @@ def _render(report: Report, canvas: Canvas, /) -> str:
 RENDERER: Renderer = _render
 
 
-# The human report as plain text, for places that are no terminal: a test's failure, a log.
+# -- the human report as plain text, for a test's failure or a log --
 
-
-WIDTH = 100
-"""Columns: a failed test is read in a terminal, and in logs that fold what is longer."""
+WIDTH = 100  # columns that fit most terminals and logs
 
 
 def plain_text(report: Report, *, quiet: bool = False, verbose: int = 0, width: int = WIDTH) -> str:
-    """Return the human report without colour.
-
-    Args:
-        report: What to show.
-        quiet: As for `Canvas`.
-        verbose: As for `Canvas`.
-        width: Columns.
-    """
+    """Return the human report without colour; `quiet` and `verbose` as for `Canvas`."""
     text = RENDERER(report, Canvas(width=width, color="never", quiet=quiet, verbose=verbose))
     return "\n".join(line.rstrip() for line in text.split("\n")).strip("\n")

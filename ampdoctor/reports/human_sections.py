@@ -1,4 +1,4 @@
-"""The sections of `profile` and `recommend`: loss scaling, precision by module, and ranges by format."""
+"""The sections of the human report: scaling, precision, ranges, runs over time, plans and scans."""
 
 from __future__ import annotations
 
@@ -34,16 +34,13 @@ from ampdoctor.reports.section_words import (
     summary_rows,
 )
 
-_NEGLIGIBLE = 1e-5
-"""Differences of gradient errors that are not worth a word."""
-_SEEN, _OFF = 1e-3, 0.1
-"""Share from which a prediction has to hold, and its relative distance from what was measured that is worth a word."""
-_FEW = 12
-"""Groups of modules shown without -v."""
+_NEGLIGIBLE = 1e-5  # smaller differences of gradient errors are not mentioned
+_SEEN, _OFF = 1e-3, 0.1  # share from which a prediction is checked, and relative error that is mentioned
+_FEW = 12  # groups of modules shown without -v
 
 
 def loss_scaling(scaler: ScalerSection | None, console: Console, *, verbose: int) -> None:
-    """What is there, what to use, what holds each setting, and what was predicted, simulated and seen."""
+    """Print the current and recommended settings, the limits of each, and predicted and measured results."""
     if scaler is None:
         return
     recommended = None if scaler.recommended is None else asdict(scaler.recommended)
@@ -73,7 +70,7 @@ def loss_scaling(scaler: ScalerSection | None, console: Console, *, verbose: int
 
 
 def ranges(profile: Mapping[str, Any] | None, console: Console, *, verbose: int) -> None:
-    """The shares by format, the layers that lose most with their histograms, and what shadow steps measured."""
+    """Print the shares by format, the layers that lose most with their histograms, and measurements of shadow steps."""
     if profile is None or not profile.get("summary"):
         return
     _summary(profile, console)
@@ -82,7 +79,7 @@ def ranges(profile: Mapping[str, Any] | None, console: Console, *, verbose: int)
 
 
 def precision(advice: PrecisionAdvice | None, console: Console, *, verbose: int) -> None:
-    """The precision for the run, and the modules that need another one than that."""
+    """Print the precision for the run, and the modules that need another one."""
     if advice is None:
         return
     rows = [("use", text(f"{advice.precision} on {advice.target}: {advice.why}", "bold"))]
@@ -109,7 +106,6 @@ def precision(advice: PrecisionAdvice | None, console: Console, *, verbose: int)
 
 
 def _summary(profile: Mapping[str, Any], console: Console) -> None:
-    """Shares of the nonzero gradients by format."""
     title = f"nonzero gradients in each format {ABOUT}"
     if measured_gradients(profile):
         layout.titled(title, layout.table_of(SUMMARY_HEADINGS, summary_rows(profile), left=[""]), console)
@@ -152,7 +148,6 @@ def _remark(pair: Mapping[str, Any]) -> str:
 
 
 def _outcomes(scaler: ScalerSection, console: Console) -> None:
-    """What the scaling costs: as predicted, and as replays have measured it."""
     changed = scaler.change
     names = {"before": "replayed as it is", "observed": "replayed with the change" if changed else "replayed"}
     rows = []
@@ -167,7 +162,6 @@ def _outcomes(scaler: ScalerSection, console: Console) -> None:
 
 
 def _simulated(scaler: ScalerSection, console: Console) -> None:
-    """The same from a simulation of the scaler over many steps to come."""
     rows = []
     simulated = scaler.simulated or Simulated(current=None, default=None, recommended=None)
     for name, expected in (
@@ -207,7 +201,7 @@ def _confidence(confidence: ScalingConfidence, horizon: int | None) -> str:
 
 
 def _fragment(emitted: EmittedSettings, console: Console) -> None:
-    """Lines to copy: never folded, which would break them."""
+    """Print lines to copy without folding, which would break them."""
     layout.show(text(f"  for {emitted.framework}", "dim"), console)
     for line in emitted.text.splitlines():
         console.print(Text(f"    {sanitise(line)}"), soft_wrap=True)
@@ -219,11 +213,11 @@ def _settings(settings: Mapping[str, Any] | None, shown: Callable[[Any], str] = 
     return ", ".join(f"{key}={shown(v)}" for key, v in settings.items()) if settings else "none"
 
 
-# The section of the human report on runs over their steps.
+# -- health --
 
 
 def health(section: HealthSection | None, console: Console) -> None:
-    """Print each run: a line, what became of its scaler, its checkpoints, and what replays the steps that were kept."""
+    """Print each run: a summary, its scalers and checkpoints, and commands that replay the steps that were kept."""
     for run in section.runs if section is not None else ():
         heading(section_words.health_title(run), console)
         show(text(section_words.run_line(run)), console, indent=2, hang=2)
@@ -232,11 +226,11 @@ def health(section: HealthSection | None, console: Console) -> None:
             console.print(text(f"    {command}"), soft_wrap=True)
 
 
-# The section of `plan`: the plans, what fits, what they change, and what nobody may leave as it is.
+# -- plan --
 
 
 def plan(section: PlanSection | None, console: Console, *, verbose: int) -> None:
-    """Show it all; of the gradients of a profile those that change most."""
+    """Print the plans, what fits, and what they change; without -v only the gradients of a profile that change most."""
     if section is None:
         return
     layout.titled(f"plans, {section.rule}", _plans(section), console)
@@ -258,7 +252,7 @@ def plan(section: PlanSection | None, console: Console, *, verbose: int) -> None
 
 
 def fragment(emitted: EmittedSettings, console: Console) -> None:
-    """Print settings to copy: never folded, which would break them."""
+    """Print settings to copy without folding, which would break them."""
     layout.heading(f"for {emitted.framework}", console)
     for line in emitted.text.splitlines():
         console.print(Text(f"  {sanitise(line)}"), soft_wrap=True)
@@ -289,8 +283,7 @@ def _flushed(section: PlanSection, console: Console, verbose: int) -> None:
     layout.left_over(0 if shown is None else len(flushed.layers) - shown, "gradient", console)
 
 
-# The sections that only a scan has: its checkpoints in order, what changed since an earlier one, and the structure.
-
+# -- scan: checkpoints in order, changes since an earlier one, the structure --
 
 _VERDICT_STYLE = {"sick": "bold red", "healthy": "green", "unreadable": "bold yellow", "inconclusive": "yellow"}
 _ROLE_NAMES = {
@@ -306,7 +299,7 @@ _MOST_MOVED = 5
 
 
 def trend(report: Report, console: Console) -> None:
-    """The checkpoints that were read, one a line."""
+    """Print the checkpoints that were read, one a line."""
     section = report.trend
     if section is None:
         return
@@ -332,7 +325,7 @@ def trend(report: Report, console: Console) -> None:
 
 
 def change(report: Report, console: Console) -> None:
-    """What became of the tensors, by role, and which moved most."""
+    """Print the changes of tensors by role, and the tensors that changed most."""
     section = report.change
     if section is None:
         return
@@ -367,7 +360,7 @@ def change(report: Report, console: Console) -> None:
 
 
 def structure(report: Report, console: Console) -> None:
-    """Everything that lies in a checkpoint, by role; names are folded, never cut."""
+    """Print everything in a checkpoint by role; names are folded, never cut."""
     section = report.structure
     if section is None:
         return

@@ -1,6 +1,7 @@
-"""The JSON renderer: strict JSON with sorted keys, byte for byte the same for the same report.
+"""The JSON renderer: strict JSON with sorted keys; the same report gives the same bytes.
 
-The form is fixed by `report.schema.json` beside this file; a change that breaks readers raises `SCHEMA_VERSION`.
+`report.schema.json` beside this file defines the form; a change that breaks readers raises `SCHEMA_VERSION`. The
+docstrings of the `Of...` classes are the schema's descriptions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def render_json(report: Report) -> str:
 
 
 def strict_json(value: Any) -> str:
-    """Return `value` as strict JSON text; see `to_plain` for what becomes of numbers."""
+    """Return `value` as strict JSON text; `to_plain` converts the numbers."""
     encoder = json.JSONEncoder(indent=2, sort_keys=True, allow_nan=False, ensure_ascii=True)
     text = StringIO()  # `json.dumps` keeps every piece until the end: 400 MB more for 100,000 tensors
     text.writelines(encoder.iterencode(to_plain(value)))
@@ -32,12 +33,12 @@ def strict_json(value: Any) -> str:
 
 
 def strict_json_line(value: Any) -> str:
-    """The same in one line, for a stream of such."""
+    """Return the same in one line, for a stream of lines."""
     return _inert(json.dumps(to_plain(value), sort_keys=True, allow_nan=False, ensure_ascii=True)) + "\n"
 
 
 def _inert(text: str) -> str:
-    """The same JSON without `##[`, which in a GitHub log begins a command wherever it stands; only strings hold it."""
+    """Escape `##[`, which begins a command anywhere in a GitHub log; in JSON only strings contain it."""
     return text.replace("##[", "#\\u0023[")
 
 
@@ -78,7 +79,7 @@ def _prescription(prescription: Prescription, setting: Setting, cause: str | Non
 RENDERER = the_same_everywhere(render_json)
 
 
-# The JSON Schemas of a report: made from the classes that it consists of, and shipped as files beside this room.
+# -- the JSON Schemas of a report: generated from its classes, and shipped as files beside this one --
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,8 @@ def schema() -> dict[str, Any]:
 
 
 def schema_of_classes() -> dict[str, Any]:
-    """Return the same, made anew; it needs docstrings, which `python -OO` takes away."""
+    """Return the same, generated anew; it needs docstrings, which `python -OO` removes."""
     made = schema_of(Report, {Report: OfReport, Finding: OfFinding, Prescription: OfPrescription})
-    made["$defs"]["prescription"] |= _VERIFIED  # a status and what it means cannot contradict each other
+    made["$defs"]["prescription"] |= _VERIFIED  # a status and `verified` cannot contradict each other
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"urn:ampdoctor:report:{SCHEMA_VERSION}"}
     return {**head, "title": "ampdoctor report", **made, "description": _ABOUT}

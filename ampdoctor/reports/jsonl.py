@@ -1,8 +1,8 @@
 """The JSONL renderer: the JSON report as a stream, one object a line, each with its `type`.
 
-First a `report` line with everything but the lists, then a line for each of their entries, last a `summary` line that
-counts them: a stream without it has been cut. The form is fixed by `report-line.schema.json` beside this file; nothing
-of the JSON report is lost, and `from_json` reads both.
+First comes a `report` line with everything but the lists, then a line for each of their entries, last a `summary` line
+that counts them: a stream without it has been cut. `report-line.schema.json` beside this file defines the form. Nothing
+of the JSON report is lost, and `read_json` reads both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LISTS: Mapping[str, str] = {
     "error": "errors",
     "tensor": "tensors",
 }
-"""The type of a line, and the list of the JSON report that it is an entry of; in the order of the lines."""
+"""The type of a line, and the list of the JSON report that it belongs to, in the order of the lines."""
 
 
 def render_jsonl(report: Report) -> str:

@@ -1,13 +1,12 @@
-"""The JUnit XML renderer: what GitLab, Jenkins and other CI servers show as tests.
+"""The JUnit XML renderer: GitLab, Jenkins and other CI servers show it as tests.
 
-A test case stands for a rule in a file that it was found in, and for each thing that was checked and is in order. A
-report does not know every rule that could have been found, and a list of all of them as passed would claim that each
-was decided, also where what it needs is not in the checkpoint; its checks say what was looked at. A check that found
-something is the failed case of its rule, so that nothing is counted twice. What of the baseline is fixed passes. One
-case is the verdict: a report without an answer is an error there, and no report is empty.
+A test case stands for a rule in a file with a finding, and for each check that passed. Rules without a finding have no
+case: listing them as passed would claim that each was decided, even if the checkpoint lacks what it needs. A check with
+a finding is the failed case of its rule, so nothing is counted twice. A fixed entry of the baseline passes. One case is
+the verdict: a report without an answer is an error there, and no report is empty.
 
-A finding below the gate (`--fail-on`) passes and says what it says: the tests fail where the exit code does, but for
-`--exit-zero`, with which the tests are what is left to fail.
+A finding below the gate (`--fail-on`) passes with its message: tests fail where the exit code does, except under
+`--exit-zero`, where only the tests fail.
 """
 
 from __future__ import annotations
@@ -27,30 +26,21 @@ from ampdoctor.reports.formats import the_same_everywhere
 from ampdoctor.reports.text import fixed, fixed_line, location_of, place_of, target_file
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What no XML 1.0 document may hold, not even escaped (its production 2, Char)."""
+"""Characters that no XML 1.0 document may contain, not even escaped (its production 2, Char)."""
 
 _Result: TypeAlias = Literal["passed", "failure", "error", "skipped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """A test case.
+    """A test case."""
 
-    Attributes:
-        group: Its class name: the file.
-        name: The rule or what was checked.
-        result: How it went.
-        kind: A short word for a failure or an error.
-        message: A line.
-        lines: The rest of it.
-    """
-
-    group: str
-    name: str
+    group: str  # its class name: the file
+    name: str  # the rule or the check
     result: _Result = "passed"
-    kind: str = ""
-    message: str = ""
-    lines: tuple[str, ...] = ()
+    kind: str = ""  # a short word for a failure or an error
+    message: str = ""  # a line
+    lines: tuple[str, ...] = ()  # the rest
 
 
 def render_junit(report: Report) -> str:
@@ -119,7 +109,6 @@ def _verdict(report: Report, about: str) -> _Case:
 
 
 def _found(report: Report) -> Iterator[_Case]:
-    """Yield a case for each rule and file, in the order of their worst findings."""
     alike: dict[tuple[str, str], list[Finding]] = {}
     for finding in report.findings:
         alike.setdefault((location_of(finding, report.target).file, finding.code), []).append(finding)
@@ -138,7 +127,7 @@ def _found(report: Report) -> Iterator[_Case]:
 
 
 def _failing(gate: Gate | None) -> tuple[Severity, ...]:
-    """The severities that fail: as on the command line, whatever exit code was asked for; without one all but notes."""
+    """Return the severities that fail, by --fail-on and regardless of --exit-zero; without a gate all but notes."""
     fail_on = "warning" if gate is None else gate.fail_on
     return () if fail_on == "never" else SEVERITIES[: SEVERITIES.index(fail_on) + 1]
 
@@ -169,7 +158,7 @@ def _checked(check: Check, about: str) -> _Case:
 
 
 def _add(suite: ET.Element, case: _Case, time: int) -> None:
-    """Add a case; one of a name that was there already gets a number, for CI servers show one case of a name."""
+    """Add a case; repeated names get a number, since CI servers show only one case of a name."""
     name = case.name if time == 1 else f"{case.name} ({time})"
     element = ET.SubElement(suite, "testcase", {"classname": _xml(case.group), "name": _xml(name)})
     text = "\n".join(map(_xml, case.lines))
@@ -182,7 +171,7 @@ def _add(suite: ET.Element, case: _Case, time: int) -> None:
 
 
 def _xml(text: str) -> str:
-    """The text in one line, with what XML cannot hold as an escape that can be read."""
+    """Return the text in one line, with characters that XML forbids as readable escapes."""
     return _NOT_XML.sub(lambda found: f"\\u{ord(found[0]):04x}", sanitise(text))
 
 

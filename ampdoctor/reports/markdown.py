@@ -1,7 +1,7 @@
-"""The Markdown renderer, for GitHub's step summaries and comments: the verdict, a table, and each finding to unfold.
+"""The Markdown renderer, for GitHub's step summaries and comments: the verdict, a table, and folded findings.
 
-GitHub drops a step's summary above 1 MiB, so that the text ends at 900 kB, between two findings or rows, with a line
-that says so. Below that no name is cut.
+GitHub drops a step's summary above 1 MiB, so the text ends at 900 kB, between two findings or rows, with a line that
+says so. Up to there no name is cut.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _scaler(scaler: ScalerSection | None) -> Iterator[str]:
         head = ""
     if scaler.change and scaler.bound_by:
         yield f"\nBound by: {prose(text.value(scaler.bound_by))}\n"
-    if scaler.predicted and not scaler.change:  # else nobody has judged the settings
+    if scaler.predicted and not scaler.change:  # without a prediction the settings were not judged
         yield "\nNo change needed: nothing tried is better by more than noise.\n"
     head = "\n" + header(
         "outcome", "steps skipped", "activation gradients flushed", "weight gradients flushed", "error"
@@ -220,7 +220,6 @@ def _precision(advice: PrecisionAdvice | None) -> Iterator[str]:
 
 
 def _ranges(profile: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield what the human report says of the formats, and of the layers that lose most."""
     if profile is None or not profile.get("summary"):
         return
     title = f"\n### Ranges\n\nNonzero gradients in each format {prose(ABOUT)}"
@@ -253,7 +252,7 @@ def _set_aside(report: Report) -> Iterator[str]:
 
 
 def _checks(report: Report) -> Iterator[str]:
-    """Yield what was looked at and what was left out, each as one part: cut inside, it could not be folded."""
+    """Yield checks and skipped parts, each as one part: a cut inside would break the folding."""
     tables = {
         "checked": [
             row([prose(one.name), prose(one.result), code(text.record(one.headroom))]) for one in report.checks

@@ -1,18 +1,16 @@
-"""Several reports of one command as one: those of the ranks of one job, or of several jobs.
+"""Merges several reports of one command: those of the ranks of one job, or of several jobs.
 
-What becomes of each part:
-
-- `verdict`: the worst; `complete` where all are.
-- `findings`, `suppressed`: a finding that several ranks have (one fingerprint, one file, one target) is there once, as
-  the rank has it on which it is worst and earliest, with `ranks` in its evidence; a repeated report adds nothing. Where
-  the targets differ, its file says which one it is of.
-- `checks`, `skipped`, `errors`, `tensors`, `thresholds`: of all, the same ones once.
-- `run`: what all agree on. `target`: the one that all have; of several what all agree on, with the `paths` of all, and
-  in `merged` the target and the verdict of each. Paths are from the repository's root where the reports were made in
-  several folders of it.
-- `health`: the runs of all, the same ones once, in the order of the reports.
-- every other section describes one run or checkpoint and cannot be summed up: that of the first report that has one
-  stays, and a note in `run` says so where another differs.
+- `verdict`: the worst; `complete` if all are.
+- `findings`, `suppressed`: a finding of several ranks (same fingerprint, file and target) is kept once, from the rank
+  where it is worst and earliest, with `ranks` in its evidence; a repeated report adds nothing. If the targets differ,
+  its file says which one it belongs to.
+- `checks`, `skipped`, `errors`, `tensors`, `thresholds`: those of all reports, equal ones once.
+- `run`: what all agree on. `target`: the common one; if there are several, what all agree on, with the `paths` of all,
+  and in `merged` the target and verdict of each. Paths are relative to the repository's root if the reports were made
+  in several of its folders.
+- `health`: the runs of all reports in their order, equal ones once.
+- every other section describes one run or checkpoint and cannot be merged: the first one is kept, and a note in `run`
+  says if another report has a different one.
 """
 
 from __future__ import annotations
@@ -51,11 +49,7 @@ _SECTIONS = (
 
 
 def merge_reports(reports: Sequence[Report]) -> Report:
-    """Return the reports as one; a single one as it is.
-
-    Raises:
-        UsageError: There is none, or they are of several commands.
-    """
+    """Return the reports as one; a single one unchanged. No report, or several commands, raise UsageError."""
     if not reports:
         raise UsageError("there is no report to merge")
     first = reports[0]
@@ -85,7 +79,7 @@ def merge_reports(reports: Sequence[Report]) -> Report:
 
 
 def _placed(reports: Sequence[Report]) -> list[Report]:
-    """The reports with files in their findings that are told apart where the targets are several."""
+    """Return the reports with files in their findings that differ where the targets differ."""
     if not _differ(reports):
         return list(reports)
 
@@ -107,14 +101,12 @@ def _placed(reports: Sequence[Report]) -> list[Report]:
 
 
 def _shown(reports: Sequence[Report]) -> Callable[[str, Mapping[str, Any]], str]:
-    """How a path of one report is shown in that of all, by its target: where they share no folder, from the root."""
+    """Return a function that shows a path of one report: relative to the root if the reports have different folders."""
     folders = {_key(report.target.get("repository")) for report in reports}
     return path_in_repository if len(folders) > 1 else lambda path, _: path
 
 
 def _with_lines(finding: Finding, shown: Callable[[str], str]) -> Finding:
-    """The finding with another name for each file of the user's code."""
-
     def line(source: Source | None) -> Source | None:
         return None if source is None else replace(source, file=shown(source.file))
 
@@ -136,10 +128,10 @@ def _suppressed(reports: Iterable[Report]) -> tuple[Suppressed, ...]:
 
 
 def _alike(found: Iterable[tuple[str, Sequence[tuple[Finding, T]]]]) -> list[list[T]]:
-    """Those that differ in rank alone, together; the second of a kind in a report meets the seconds of the others.
+    """Group findings that differ only in rank.
 
-    Args:
-        found: For each report its target, and its findings with what is to be grouped by them.
+    `found` has each report's target and its findings with the grouped items. The second equal finding of a report is
+    grouped with the second of the others.
     """
     groups: dict[tuple[str, str, str | None, int], list[T]] = {}
     for target, entries in found:
@@ -152,7 +144,7 @@ def _alike(found: Iterable[tuple[str, Sequence[tuple[Finding, T]]]]) -> list[lis
 
 
 def _ranks_of(finding: Finding) -> Sequence[int]:
-    """Those that a merged report names; of a log's finding `ranks` is how many they were."""
+    """Return the ranks in a merged report's finding; in a log's finding `ranks` is only their number."""
     named = finding.evidence.get("ranks")
     return named if isinstance(named, list | tuple) and named else [finding.where.rank]
 
@@ -179,13 +171,12 @@ def _differ(reports: Sequence[Report]) -> bool:
 
 
 def _subject(report: Report) -> str:
-    """What the report is about: its target, whichever clone of the repository the folder lies in."""
+    """Return the report's target, regardless of which clone of the repository its folder lies in."""
     place = (report.target.get("repository") or {}).get("folder")
     return _key({**report.target, "repository": place})
 
 
 def _run(reports: Sequence[Report]) -> dict[str, Any]:
-    """What all agree on, and in its notes what they do not."""
     runs = [{key: value for key, value in report.run.items() if key != "notes"} for report in reports]
     agreed = _agreed(runs)
     notes = list(_once(report.run.get("notes") or () for report in reports))
@@ -210,7 +201,6 @@ def _agreed(maps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _health(reports: Sequence[Report]) -> HealthSection | None:
-    """The runs of all reports side by side, which is what the section is for."""
     known = [report.health for report in reports if report.health is not None]
     if not known:
         return None
@@ -226,7 +216,6 @@ def _tensors(reports: Sequence[Report]) -> tuple[TensorRow, ...] | None:
 
 
 def _once(lists: Iterable[Iterable[T]]) -> tuple[T, ...]:
-    """Every entry of the lists in order, equal ones once."""
     first: dict[str, T] = {}
     for entries in lists:
         for entry in entries:
@@ -239,5 +228,5 @@ def _first(values: Iterable[T | None]) -> T | None:
 
 
 def _key(value: Any) -> str:
-    """The same text for equal values, which may be of types that cannot be hashed."""
+    """Return the same text for equal values, whose types may not be hashable."""
     return strict_json_line(value)

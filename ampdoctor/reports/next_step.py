@@ -1,4 +1,4 @@
-"""What to do next: one action for a person who has read the report, or nothing of it but its last line."""
+"""The next step after a report: one action for a person who may read only the last line."""
 
 from __future__ import annotations
 
@@ -17,30 +17,20 @@ from ampdoctor.evidence.report_scan import ChangeSection
 from ampdoctor.reports import text
 from ampdoctor.reports.fix_code import Code, code_of, setting_of
 
-_CONFIGURATION = frozenset(("AMP911", "AMP912"))
-"""Findings about the configuration: they say nothing of what was examined."""
-_NOT_FINITE_IN_FP32 = "AMP206"
-"""A profile with it holds no ranges from which settings could be derived."""
-_REPLAYED = frozenset(("AMP722", "AMP723"))
-"""Findings of a log about what a replay of the steps from a checkpoint on finds the op of."""
-_Options: TypeAlias = Mapping[str, Sequence[str]]
-"""Of a command line: each with its values, a flag with none."""
+_CONFIGURATION = frozenset(("AMP911", "AMP912"))  # findings about the configuration, not the report's subject
+_NOT_FINITE_IN_FP32 = "AMP206"  # a profile with this finding has no ranges to derive settings from
+_REPLAYED = frozenset(("AMP722", "AMP723"))  # findings of a log whose op a replay from a checkpoint would find
+_Options: TypeAlias = Mapping[str, Sequence[str]]  # options of a command line with their values; a flag has none
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do.
-
-    Attributes:
-        said: In words.
-        line: The command to type, or the line to paste; "" where the words say it all.
-    """
+    """One action."""
 
     said: str
-    line: str = ""
+    line: str = ""  # the command to type or the line to paste; "" where the words are enough
 
     def __str__(self) -> str:
-        """On one line."""
         return f"{self.said}: {self.line}" if self.line else self.said
 
 
@@ -69,7 +59,7 @@ def next_step(report: Report) -> Step:
 
 
 def bundle_command(report: Report) -> str:
-    """The command that replays the bundle of a watched training; "" where none was kept."""
+    """Return the command that replays the bundle of a watched training; "" where none was kept."""
     kept = report.run.get("kept") or {}
     if not kept.get("bundle"):
         return ""
@@ -95,20 +85,17 @@ def _not_judged(report: Report) -> Step:
 
 
 def _watched(report: Report) -> Step:
-    """A training in which nothing was sick."""
     log = (report.run.get("kept") or {}).get("health")
     return Step("nothing; its log is judged by", _command("health", log)) if log else Step("nothing")
 
 
 def _left_out(report: Report) -> Step:
-    """All that was named was left out: pointers to files elsewhere, or what lies beside checkpoints."""
     if any(one.kind == "lfs_pointer" for one in report.skipped):
         return Step("fetch what the pointers stand for, then run the same command again", "git lfs pull")
     return Step("nothing; what was named lies beside checkpoints, and holds no weights, moments or scaler")
 
 
 def _set_aside(report: Report) -> Step | None:
-    """What is to be done about the gates, where they have left nothing else to do."""
     if report.baseline is not None and report.baseline.fixed and not report.findings:
         return Step("write the baseline anew by the same command with", _option("--write-baseline", report.baseline))
     behind = next((one.what for one in report.skipped if one.kind == "not_replayed"), None)
@@ -150,7 +137,7 @@ def _incomplete(report: Report) -> Step:
 
 
 def _not_reproduced(report: Report) -> Step:
-    """Look for all that there is, then come nearer to the circumstances: the failure's state first, then more steps."""
+    """Search everything that is there, then come closer to the failure: its checkpoint first, then more steps."""
     cut = comparison_left_out(report)
     if cut is not None:
         options = dict(report.target.get("options") or {})
@@ -166,7 +153,7 @@ def _not_reproduced(report: Report) -> Step:
 
 
 def _scanned(report: Report) -> Step:
-    """A checkpoint holds no cause: go on from an earlier one, or replay from there."""
+    """Return how to go on from an earlier checkpoint, or replay from there: a checkpoint itself shows no cause."""
     if report.verdict != "sick":
         warned = next((finding for finding in report.findings if finding.severity == "warning"), None)
         collapsed = next((m["name"] for m in report.target.get("members", ()) if m.get("collapsed")), None)
@@ -181,7 +168,7 @@ def _scanned(report: Report) -> Step:
     if report.change is not None and _finite_before(report.change):
         older = report.target.get("against") or {}
         return _resume(older.get("path", "OLD"), older.get("location") or older.get("path", "OLD"), "which is finite")
-    if report.trend is None or "members" not in report.target:  # of several paths no folder is known
+    if report.trend is None or "members" not in report.target:  # several paths have no common folder
         return _EARLIER
     first_sick, members = report.trend.first_sick, report.target["members"]
     healthy = _healthy_before(members, first_sick)
@@ -201,7 +188,6 @@ def _scanned(report: Report) -> Step:
 
 
 def _over_time(report: Report) -> Step:
-    """A run's log: its bundle shows what happened, the last good checkpoint is where to go on, a rule what to do."""
     runs = report.health.runs if report.health is not None else ()
     command = next((look.command for run in runs for look in run.looks if look.command is not None), None)
     grave = [finding for finding in report.findings if finding.severity != "note"]
@@ -222,13 +208,12 @@ def _resume(name: str, path: str, why: str) -> Step:
 
 
 def _finite_before(change: ChangeSection) -> bool:
-    """Whether the older of two checkpoints was finite, and its scaler alive."""
     scale = change.old.scale
     return not any(tensor.old_nonfinite for tensor in change.tensors) and (scale is None or scale >= 1.0)
 
 
 def _only_configuration(report: Report) -> bool:
-    """Whether what counts (or, where nothing does, what is left) is about the configuration alone."""
+    """Whether all findings that count (or, if none counts, all others) are about the configuration."""
     if report.command != "scan" and report.verdict != "sick":
         return False
     counting = [finding for finding in report.findings if finding.severity != "note"] or report.findings
@@ -236,17 +221,11 @@ def _only_configuration(report: Report) -> bool:
 
 
 def _path(report: Report) -> str:
-    """The checkpoint as it was named on the command line, as far as the report tells."""
     return str(report.target.get("location") or report.target.get("path") or "PATH")
 
 
 def _healthy_before(members: Sequence[Mapping[str, Any]], first_sick: str | None) -> str | None:
-    """The last healthy checkpoint that was read before the one that the report is about.
-
-    Args:
-        members: What was read, in order.
-        first_sick: The one that it is about; None where only a log is sick, and the first with such a log is meant.
-    """
+    """Return the last healthy checkpoint before `first_sick`; if that is None, before the first sick member."""
     last = None
     for member in members:
         if member["name"] == first_sick or (first_sick is None and member["verdict"] == "sick"):
@@ -257,7 +236,7 @@ def _healthy_before(members: Sequence[Mapping[str, Any]], first_sick: str | None
 
 
 def _sick(report: Report) -> Step:
-    """The first change that is proved, else what the first finding's own leaves to do."""
+    """Return the first proven change, else what the first finding's own change leaves to do."""
     finding = _cured(report) or report.findings[0]
     prescription = finding.prescription
     if prescription is None:
@@ -277,16 +256,14 @@ def _sick(report: Report) -> Step:
         return _in_the_code(finding, report)
     if report.command == "recommend" and report.scaler is not None and report.scaler.change:
         return _recommended(report)
-    if code == Code():  # a replay has disproved it
+    if code == Code():  # a replay has disproved the change
         return _its_page(finding)
     return Step(f"paste the lines shown, which no replay has proved, {_then(report)}")
 
 
 def _proved(they_are: str, them: str, finding: Finding, report: Report) -> str:
-    """How far a change is proved: a step that was recorded, or is the last, shows that step and none after it.
-
-    Where a kernel is at fault, another format runs another kernel: that is no proof of a cure.
-    """
+    """Return how far a change is proven: a recorded or last step shows nothing about later steps."""
+    # Where a kernel is at fault, another format runs another kernel, which proves no cure
     shown = report.proof
     made = finding.prescription
     if shown is not None and made is not None and (shown.kind, shown.value) == (made.kind, made.value):
@@ -300,13 +277,12 @@ def _proved(they_are: str, them: str, finding: Finding, report: Report) -> str:
 
 
 def _ruins(finding: Finding) -> bool:
-    """Only an earlier checkpoint helps; any other finding can be an error because a project has decided so."""
+    """Whether only an earlier checkpoint helps. Any other finding may be an error only by a project's settings."""
     rule = rules().get(finding.code)
     return rule is not None and rule.ruins_checkpoint
 
 
 def _in_the_code(finding: Finding, report: Report) -> Step:
-    """A change that only the user can make, where it is one of the code."""
     if _ruins(finding):
         return _its_page(finding) if report.target.get("checkpoint") is None else _EARLIER
     source = finding.where.source
@@ -318,13 +294,13 @@ def _in_the_code(finding: Finding, report: Report) -> Step:
     again = bundle_command(report)
     where = finding.where
     in_model = where.module or (where.module == "" and where.phase == "forward")
-    if again and in_model:  # what surrounds the model is replayed as it was recorded
+    if again and in_model:  # the code around the model is replayed as it was recorded
         return Step(f"{change}; the bundle shows whether that helps", again)
     return Step(f"{change}, {_then(report)}")
 
 
 def _then(report: Report) -> str:
-    """How the change is seen: a file that was saved before it will say the same for ever."""
+    """Return how to see the effect of a change: a profile saved before it never changes."""
     return "then measure a new profile" if report.target.get("profile") else "then run the same command again"
 
 
@@ -333,7 +309,7 @@ def _its_page(finding: Finding) -> Step:
 
 
 def _cured(report: Report) -> Finding | None:
-    """The first finding with a change that is proved; where nothing is sick, a note asks for none."""
+    """Return the first finding with a proven change; a note counts only in a sick report."""
     proved = (f for f in report.findings if f.prescription is not None and f.prescription.verified)
     return next((f for f in proved if f.severity != "note" or report.verdict == "sick"), None)
 
@@ -353,7 +329,6 @@ def _from_its_checkpoint(report: Report) -> str:
 
 
 def _planned(section: PlanSection) -> Step:
-    """Use the first plan, or the nearest there is to one."""
     plan = section.use or section.fewer
     if plan is None:
         return Step("nothing fits or divides: change the cluster, its parallel sizes, or the batch")
@@ -367,7 +342,6 @@ def _planned(section: PlanSection) -> Step:
 
 
 def _profiled(report: Report) -> Step:
-    """Go on from the file where there is one: nothing need run again."""
     saved = report.run.get("saved")
     again = _command("recommend", saved) if saved else _recommend(report.target)
     return Step("have settings derived from this", again)
@@ -393,7 +367,6 @@ def _option(name: str, baseline: BaselineSection) -> str:
 
 
 def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
-    """`recommend` for the run of a report, or from the files that it was measured into."""
     advice: _Options = target.get("advice_options") or {}
     if not target.get("profile"):
         return _replay("recommend", target, {**advice, **more})
@@ -403,13 +376,7 @@ def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({}))
 
 
 def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
-    """A command that replays the run of a report, with all that was said of that run.
-
-    Args:
-        command: Its name.
-        target: The report's; of several runs, or of a file that was measured long ago, too little is known.
-        more: Further options, which take the place of those of the same name.
-    """
+    """Return a command that replays a report's run (FACTORY if it is not known); `more` overrides its options."""
     if not target.get("factory") or "merged" in target or "profile" in target:
         return _command(command, "FACTORY", *_typed(more))
     options: dict[str, Sequence[str]] = dict(target.get("options") or {})
@@ -421,7 +388,6 @@ def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingPro
 
 
 def _typed(options: _Options) -> list[str]:
-    """Options as they are typed: an option with several values is given several times, a flag has none."""
     return [word for name, values in options.items() for word in _each(name, values)]
 
 

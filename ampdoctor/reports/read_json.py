@@ -1,9 +1,9 @@
-"""Read a report back from what `to_json` and `to_jsonl` write: rendered again, it says the same.
+"""Reads a report back from JSON or JSON lines; rendered again, it is the same.
 
-Numbers come back as they were written: floats with 6 significant digits. What follows from the rest (`url`,
-`fingerprint`, `verified`, the `code` to paste) is made anew and not read. A non-finite number in the free form of
-`evidence`, `target` or `headroom` stays its word, for there a name may be that word. The keys of `run`, `target` and
-scaler settings have the order again in which people read them; those of `evidence` are sorted for people, too.
+Numbers come back as they were written: floats with 6 significant digits. Derived fields (`url`, `fingerprint`,
+`verified`, the `code` to paste) are computed anew and not read. A non-finite number in the free form of `evidence`,
+`target` or `headroom` stays a word, since a name may be that word. The keys of `run`, `target` and scaler settings get
+their order for people back; those of `evidence` are sorted for people, too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from ampdoctor.reports.json_report import schema
 from ampdoctor.reports.jsonl import HEADER, LISTS, SUMMARY
 from ampdoctor.reports.text import RUN, SCALER, TARGET, in_order
 
-# Hold a value against the report's schema, and read it: the part of JSON Schema that ours is written in.
+# -- checking and reading a value by the report's schema: the part of JSON Schema that ours uses --
 #
-# A report that is read back decides an exit code, so that it is read as strictly as it is written; jsonschema is a
-# dependency of the tests only, which hold the two against one another. Patterns have both ends, and as in JSON Schema
-# the last one is the text's own: `$` in Python would let a newline through.
-
+# A report that is read decides an exit code, so it is read as strictly as it is written; jsonschema is a dependency of
+# the tests only, which compare the two. Patterns must match the whole text, as in our schema: `$` in Python would
+# accept a newline at the end.
 
 _Node = Mapping[str, Any]
 
@@ -51,11 +50,7 @@ class _MismatchError(Exception):
 
 
 def read_checked(value: Any) -> dict[str, Any]:
-    """Return a report's JSON values with the strings of non-finite numbers as floats, where the schema has numbers.
-
-    Raises:
-        ReportError: The value does not follow `report.schema.json`; the sentence names the first place.
-    """
+    """Return a report's JSON values, with non-finite words as floats; ReportError where the schema is not met."""
     try:
         read: dict[str, Any] = _read(value, _schema(), "")
     except _MismatchError as mismatch:
@@ -84,7 +79,6 @@ def _read(value: Any, node: _Node, path: str) -> Any:
 
 
 def _check(value: Any, node: _Node, path: str) -> None:
-    """Hold the value itself against the keywords that do not speak of its parts."""
     wanted = node.get("type")
     names = [wanted] if isinstance(wanted, str) else wanted
     if names is not None and not any(_TYPES[name](value) for name in names):
@@ -129,7 +123,7 @@ def _object(value: dict[str, Any], node: _Node, path: str) -> dict[str, Any]:
 
 
 def _any_of(value: Any, nodes: list[_Node], path: str) -> Any:
-    """Read as the first that fits; else complain as the one does that came furthest."""
+    """Read as the first node that fits; else raise the error of the one that came furthest."""
     mismatches = []
     for node in nodes:
         try:
@@ -164,18 +158,12 @@ def _below(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-_CAME_LATER = {"health": None, "plan": None}
-"""Sections that the first reports of this schema version do not know, and what they say without them."""
-_MAX_DEPTH = 100
-"""Levels of values in values; a report of ours has some ten, and what reads or writes one calls itself for each."""
+_CAME_LATER = {"health": None, "plan": None}  # sections that older reports of this version lack
+_MAX_DEPTH = 100  # most nested levels; our reports have some ten, and reading or writing recurses at each
 
 
 def report_from_text(text: str) -> Report:
-    """Return the report that a JSON or JSONL text holds; which of the two, its first line says.
-
-    Raises:
-        ReportError: It is neither, has been cut, is of another schema version, or does not follow the schema.
-    """
+    """Return the report in a JSON or JSONL text, decided by the first line; ReportError for any other text."""
     first, _, rest = text.lstrip().partition("\n")
     begun = _parsed(first)
     if isinstance(begun, dict) and begun.get("type") == HEADER:
@@ -184,11 +172,7 @@ def report_from_text(text: str) -> Report:
 
 
 def report_from_dict(data: Any) -> Report:
-    """Return the report that the values of a JSON report hold.
-
-    Raises:
-        ReportError: They are none, are of another schema version, or do not follow the schema.
-    """
+    """Return the report in the values of a JSON report; raises ReportError where they are none."""
     if _deeper(data, _MAX_DEPTH):
         raise ReportError(f"a report that is nested more than {_MAX_DEPTH} deep")
     if _beyond_floats(data):
@@ -220,12 +204,12 @@ def _report(read: dict[str, Any]) -> Report:
 
 
 def _finding(read: dict[str, Any]) -> dict[str, Any]:
-    """The finding, whose further addresses are in the same part of a step."""
+    """Read a finding; its further addresses are in the same part of a step."""
     return {**read, "also": [{"phase": read["where"]["phase"], **place} for place in read["also"]]}
 
 
 def _kind(skipped: dict[str, Any]) -> SkippedKind:
-    """What was left out, by its words: a report has nothing else."""
+    """Return the kind of a skipped part from its text, since a report has nothing else."""
     if skipped["what"].startswith(STEPS_AFTER):
         return "not_replayed"
     if skipped["what"] == NOT_IN_HALF:
@@ -234,18 +218,15 @@ def _kind(skipped: dict[str, Any]) -> SkippedKind:
 
 
 def _scaler(read: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The section with its settings in the order in which people know them."""
     if read is None:
         return None
     return read | {key: in_order(read[key], SCALER) for key in ("current", "recommended", "bounds") if read[key]}
 
 
 def _refuse_contradictions(report: Report) -> None:
-    """Refuse what no run can have come to: an exit code will be decided by it.
-
-    A finding that was set aside is as true as any other. A watched run that has died is sick and may have no finding,
-    but then it is incomplete.
-    """
+    """Refuse a report that no run can have produced, since it will decide an exit code."""
+    # A suppressed finding counts as any other. A watched run that died is sick and may have no finding, but then it is
+    # incomplete.
     found = (*report.findings, *(one.finding for one in report.suppressed))
     errors = any(finding.severity == "error" for finding in found)
     said = None
@@ -262,7 +243,6 @@ def _refuse_contradictions(report: Report) -> None:
 
 
 def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
-    """The JSON report of a stream of lines."""
     *texts, last = rest.rstrip().split("\n")
     summary = _parsed(last)
     if not isinstance(summary, dict) or summary.get("type") != SUMMARY:
@@ -289,7 +269,6 @@ def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether a value holds others more than so many levels deep."""
     if not isinstance(value, dict | list):
         return False
     return levels == 0 or any(
@@ -298,14 +277,13 @@ def _deeper(value: Any, levels: int) -> bool:
 
 
 def _beyond_floats(value: Any) -> bool:
-    """Whether a value is or holds an integer that is none of ours: what reads a number may make a float of it."""
+    """Whether a value is or holds an integer too large for a float; readers may convert it to one."""
     if isinstance(value, dict | list):
         return any(map(_beyond_floats, value.values() if isinstance(value, dict) else value))
     return isinstance(value, int) and abs(value) > sys.float_info.max
 
 
 def _parsed(text: str) -> Any:
-    """What a line says; None where it is not the whole of a JSON value."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

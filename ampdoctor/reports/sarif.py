@@ -1,9 +1,9 @@
-"""The SARIF 2.1.0 renderer, as code-scanning services read it.
+"""The SARIF 2.1.0 renderer, for code-scanning services.
 
-GitHub refuses a whole file for one result without a physical location, so each has one: the user's source line where it
-is known, else line 1 of the checkpoint's file, with the tensor as a logical location. Its limits are kept as well:
-25 000 results a run, 10 MB compressed (docs.github.com, "SARIF support for code scanning"); the worst are kept, and a
-notification says how many are not there.
+GitHub refuses a whole file if one result has no physical location, so each has one: the user's source line if known,
+else line 1 of the checkpoint's file, with the tensor as a logical location. Its limits are kept as well: 25 000 results
+a run, 10 MB compressed (docs.github.com, "SARIF support for code scanning"). The worst results are kept, and a
+notification says how many are missing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from ampdoctor.reports.text import Location, in_repository, location_of
 MAX_RESULTS = 25_000
 MAX_COMPRESSED = 10_000_000  # bytes
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-_ROOT, _REPOSITORY = "ROOT", "%SRCROOT%"
-"""What a relative URI is relative to: the machine's root for a source file elsewhere, and the repository."""
+_ROOT, _REPOSITORY = "ROOT", "%SRCROOT%"  # bases of URIs: the machine's root for other files, and the repository
 _PROBLEM: Mapping[Severity, str] = {"error": "error", "warning": "warning", "note": "recommendation"}
 """GitHub's `problem.severity`; SARIF's own `level` has our three words."""
 
@@ -35,7 +34,7 @@ _Object: TypeAlias = dict[str, Any]
 
 
 def render_sarif(report: Report) -> str:
-    """Return the report as SARIF 2.1.0: one run, one result for a finding."""
+    """Return the report as SARIF 2.1.0: one run, one result for each finding."""
     results = list(_results(report))
     kept = min(len(results), MAX_RESULTS)
     text = _log(report, results, kept)
@@ -70,7 +69,7 @@ def _log(report: Report, results: list[_Object], kept: int) -> str:
 
 
 def _rules(report: Report) -> list[_Object]:
-    """Each code that a result refers to, with its page of the catalogue; its level is that of its worst finding."""
+    """Return each code that a result uses, with its page of the catalogue; its level is that of its worst finding."""
     first: dict[str, _Object] = {}
     for finding in (*report.findings, *(one.finding for one in report.suppressed)):
         if finding.code not in first:
@@ -100,10 +99,8 @@ def _rule_of(finding: Finding) -> _Object:
 
 
 def _results(report: Report) -> Iterable[_Object]:
-    """Yield a result for each finding, worst first, and for what is suppressed.
-
-    What only the baseline had has none: GitHub takes each result for an alert that is open, and its absence for fixed.
-    """
+    """Yield a result for each finding, worst first, and for suppressed ones."""
+    # Fixed entries of the baseline have none: GitHub treats each result as an open alert, and a missing one as fixed.
     compared = report.baseline is not None
     for finding in report.findings:
         yield _result(finding, report) | ({"baselineState": "new"} if compared else {})
@@ -137,7 +134,7 @@ def _sentences(finding: Finding) -> Iterable[str]:
 
 
 def _fingerprints(fingerprint: str) -> _Object:
-    """Ours, also in place of GitHub's: that is of the line's text, and line 1 for all findings of a checkpoint."""
+    """Return our fingerprint, also in place of GitHub's: its hash of line 1 is the same for all of a checkpoint."""
     return {"ampdoctor/v1": fingerprint, "primaryLocationLineHash": fingerprint}
 
 
@@ -157,7 +154,6 @@ def _location(at: Location, module: str, tensor: str | None) -> _Object:
 
 
 def _uri(file: str) -> tuple[str, str]:
-    """What the path is relative to, and the path, percent-encoded."""
     path = PurePosixPath(file)
     base = _ROOT if path.is_absolute() else _REPOSITORY
     relative = path.relative_to(path.anchor) if path.is_absolute() else path
@@ -165,13 +161,12 @@ def _uri(file: str) -> tuple[str, str]:
 
 
 def _encoded(character: str) -> bytes:
-    """Its UTF-8; of a surrogate in which Python keeps a byte of a name that is not UTF-8 (PEP 383), that byte."""
+    """Return a character's UTF-8; for a surrogate that stands for a non-UTF-8 byte of a name (PEP 383), that byte."""
     kept = "\udc80" <= character <= "\udcff"
     return character.encode("utf-8", "surrogateescape" if kept else "surrogatepass")
 
 
 def _notifications(report: Report, left_out: int) -> Iterable[_Object]:
-    """Yield what could not be examined (error), what has no answer (warning), and what was left out (note)."""
     for error in report.errors:
         yield _notification("error", f"{error.what} ({error.kind}): {error.message}", error.kind)
     if report.verdict in ("not_reproduced", "inconclusive"):

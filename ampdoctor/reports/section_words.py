@@ -1,4 +1,4 @@
-"""Splits a finding into the texts that a page shows: what, where, why, what to change, proof, lines to paste."""
+"""Findings, runs, plans and profiles in words, shared by the reports for people."""
 
 from __future__ import annotations
 
@@ -24,44 +24,26 @@ from ampdoctor.reports.fix_code import Setting, code_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A prescription in words.
+    """A prescription in words."""
 
-    Attributes:
-        label: `change`, or `advice` if only the author of the code can follow it.
-        text: What to change.
-        status: The result of its replay, in a word.
-        proof: The same in a sentence.
-        blocks: Lines to paste, by what they need.
-    """
-
-    label: str
-    text: str
-    status: str
-    proof: str
-    blocks: tuple[tuple[str, str], ...]
+    label: str  # `change`, or `advice` if only the author of the code can follow it
+    text: str  # what to change
+    status: str  # the result of its replay, in a word
+    proof: str  # the same in a sentence
+    blocks: tuple[tuple[str, str], ...]  # lines to paste, with their titles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindingParts:
-    """A finding in words; the texts have to be made inert before they are shown.
-
-    Attributes:
-        finding: The finding.
-        place: Its address in a line.
-        why: Its cause and what moved first, as far as they are known; each a line.
-        figures: Name and value of each number of its evidence.
-        change: Its prescription, if it has one.
-        others: The other changes that were tried.
-        help: What to do, unless the change says it already.
-    """
+    """A finding in words; the texts must be sanitised before they are shown."""
 
     finding: Finding
-    place: str
-    why: tuple[str, ...]
-    figures: tuple[tuple[str, str], ...]
+    place: str  # its address in a line
+    why: tuple[str, ...]  # its cause and what moved first, one line each
+    figures: tuple[tuple[str, str], ...]  # name and value of each number of its evidence
     change: Change | None
-    others: tuple[Change, ...]
-    help: str
+    others: tuple[Change, ...]  # other changes that were tried
+    help: str  # what to do, unless the change says it
 
 
 def finding_parts(finding: Finding, setting: Setting) -> FindingParts:
@@ -100,8 +82,7 @@ def _figures(key: str, item: Any) -> list[tuple[str, str]]:
     return [(key, words.record(item) if isinstance(item, Mapping) else words.value(item))]
 
 
-# What the reports for people say of a run over its steps.
-
+# -- runs over time --
 
 _ENDINGS = {
     "running": "still running",
@@ -109,23 +90,22 @@ _ENDINGS = {
     "cut_off": "cut off: the log has no last line and no longer grows",
     "unknown": "",
 }
-_FEW = 8
-"""Marks of one kind that are told; of more, the last."""
+_FEW = 8  # most marks of one kind that are shown: the last ones
 
 
 def health_title(run: HealthRun) -> str:
-    """Returns a run's name, with its log and its optimizer where these say more."""
+    """Returns a run's name, with its log and its optimizer if they add something."""
     optimizer = f", {_optimizer(run.optimizer)}" if run.optimizer else ""
     return f"run {run.name}{optimizer} ({run.source})" if run.name != run.source else f"run {run.name}{optimizer}"
 
 
 def _optimizer(name: str) -> str:
-    """A name that says what it is, as that of the first one that a watch meets, is said once."""
+    """Returns an optimizer's name without a second "optimizer" before it."""
     return name if name.startswith("optimizer") else f"optimizer {name}"
 
 
 def run_line(run: HealthRun) -> str:
-    """Returns the run in a line: how far it came, how it ended, and its loss."""
+    """Returns the run in a line: its steps, how it ended, and its loss."""
     last = f"steps {run.first_step:,} to {run.last_step:,}"
     logged = f" ({words.count(run.steps, 'step')} logged)" if run.steps != run.last_step - run.first_step + 1 else ""
     loss = _of(run, "loss")
@@ -140,7 +120,7 @@ def run_line(run: HealthRun) -> str:
 
 
 def facts(run: HealthRun) -> Iterator[tuple[str, str]]:
-    """Yields what else is told of a run: a label and a sentence."""
+    """Yields further facts about a run: a label and a sentence each."""
     if run.skipped:
         share = f" ({words.percent(run.skip_share)})" if run.skip_share is not None else ""
         yield "skipped", f"{words.count(run.skipped, 'step')}{share}"
@@ -166,12 +146,12 @@ def facts(run: HealthRun) -> Iterator[tuple[str, str]]:
 
 
 def commands(run: HealthRun) -> Sequence[str]:
-    """Returns what replays the steps that were kept; a command is copied whole."""
+    """Returns commands that replay the steps that were kept."""
     return [look.command for look in run.looks[-_FEW:] if look.command is not None]
 
 
 def scale_line(scaler: ScalerHistory) -> str:
-    """Returns what became of a loss scale."""
+    """Returns the history of a loss scale in a line."""
     scales = [scale for _, scale in scaler.path.points]
     if not scales:
         moved = "loss scale not in the log"
@@ -186,7 +166,7 @@ def scale_line(scaler: ScalerHistory) -> str:
 
 
 def settings_line(scaler: ScalerHistory) -> str:
-    """Returns a scaler's settings, and what others would have come to."""
+    """Returns a scaler's settings, and the result of recommended ones."""
     now = _arguments(scaler.arguments) if scaler.arguments is not None else "settings not in the log"
     if scaler.growth_tracker is not None:
         now += f"; {words.count(scaler.growth_tracker, 'step')} since the scale last changed"
@@ -204,7 +184,6 @@ def _arguments(arguments: ScalerArguments) -> str:
 
 
 def _of(run: HealthRun, name: CurveName) -> tuple[float, float] | None:
-    """Returns the first and the last median of a curve; None where it has none."""
     values = [value for curve in run.curves if curve.name == name for value in curve.middle if value is not None]
     return (values[0], values[-1]) if values else None
 
@@ -223,25 +202,23 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-# The words of a plan: its line, its tables, and what each row says.
-
+# -- plans --
 
 LEFT_HEADINGS = ("framework", "trains with", "because")
 FLUSHED_HEADINGS = ("nonzero gradients that fp16 makes zero", "kind", "before", "after", "with the new scale")
 _OUTCOMES = {"kept": "", "silent": ", silently", "refused": "refuses"}
 SHOWN_LAYERS = 8
-_REFUSED = 2
-"""Plans that do not fit and are shown: the smallest of them."""
+_REFUSED = 2  # most plans that do not fit and are shown: the smallest ones
 
 
 def plan_title(section: PlanSection) -> str:
-    """What is planned, in a line."""
+    """Return a plan's subject in a line."""
     was = "" if section.before is None else f"{cluster(section.before)} -> "
     return f"{section.global_batch} samples a step: {was}{cluster(section.after)}"
 
 
 def cluster(one: PlannedCluster) -> str:
-    """The devices, and the ranks that see other samples where those are fewer."""
+    """Return the devices, and the ranks with different samples if there are fewer."""
     sizes = {"tp": one.tensor, "pp": one.pipeline, "cp": one.context}
     parallel = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     devices = words.count(one.devices, "device")
@@ -249,19 +226,19 @@ def cluster(one: PlannedCluster) -> str:
 
 
 def product(plan: PlannedBatch) -> str:
-    """A plan as its product."""
+    """Return a plan as its product."""
     return f"{plan.micro_batch} x {plan.accumulation} x {plan.data_parallel} = {plan.global_batch}"
 
 
 def plan_headings(section: PlanSection) -> tuple[str, ...]:
-    """The columns: what no plan has a figure for is left out."""
+    """Return the column titles, without columns that no plan fills."""
     off, needs = _columns(section)
     figures = [title for title, there in (("off", off), ("a device needs", needs)) if there]
     return ("", "micro-batch x accumulation x ranks", *figures, " ")
 
 
 def plan_rows(section: PlanSection) -> Iterator[list[str]]:
-    """A row for each plan, the one in force first."""
+    """Yield a row for each plan, the current one first."""
     off, needs = _columns(section)
 
     def row(label: str, plan: PlannedBatch, note: str) -> list[str]:
@@ -276,7 +253,7 @@ def plan_rows(section: PlanSection) -> Iterator[list[str]]:
     refused = [plan for plan in section.exact if not plan.fits]
     for plan in section.exact:
         if plan in refused[:-_REFUSED]:
-            continue  # a table of what nobody can run helps nobody; the JSON has them
+            continue  # larger plans that do not fit are only in the JSON
         label = "use" if not marked and plan.fits else ""
         marked = marked or bool(label)
         same = force is not None and plan.micro_batch == force.plan.micro_batch
@@ -291,25 +268,25 @@ def plan_rows(section: PlanSection) -> Iterator[list[str]]:
 
 
 def _unfit(plan: PlannedBatch, larger: int) -> str:
-    """That a plan does not fit, or is not known to, and so many larger ones that are not shown."""
+    """Return that a plan does not fit, or is not known to fit, with the number of larger ones that are not shown."""
     said, one, several = ("not known to fit", "is", "are") if plan.fits is None else ("does not fit", "does", "do")
     return f"{said}; nor {one if larger == 1 else several} {words.count(larger, 'larger one')}" if larger > 0 else said
 
 
 def changes_title(section: PlanSection) -> str:
-    """Of which plan the changes are."""
+    """Return a title with the plan that the changes belong to."""
     plan = section.use or next(iter((*section.exact, *section.nearest)), None)
     return "what it changes" if plan is None else f"what it changes: {product(plan)}"
 
 
 def _columns(section: PlanSection) -> tuple[bool, bool]:
-    """Whether some plan is off, and whether one has a size."""
+    """Whether some plan misses the global batch, and whether one has a size."""
     plans = [*section.exact, *section.nearest]
     return any(plan.off for plan in plans), any(plan.bytes_needed is not None for plan in plans)
 
 
 def memory_rows(section: PlanSection) -> Iterator[tuple[str, str]]:
-    """What fits, and why."""
+    """Yield what fits, and why."""
     memory = section.memory
     if section.in_force is not None:
         yield "in force", section.in_force.source
@@ -322,7 +299,7 @@ def memory_rows(section: PlanSection) -> Iterator[tuple[str, str]]:
 
 
 def left_rows(section: PlanSection) -> Iterator[list[str]]:
-    """A row for each framework."""
+    """Yield a row for each framework."""
     for one in section.left_as_it_is:
         yield [one.framework, _trains(one), one.said]
 
@@ -332,7 +309,7 @@ def _trains(one: LeftAsItIs) -> str:
 
 
 def flushed_title(flushed: FlushedByPlan) -> str:
-    """Which loss scale keeps what fp16 keeps now."""
+    """Return the loss scale that keeps what fp16 keeps now."""
     kept = f"init_scale {words.setting(flushed.init_scale)} keeps fp16's gradients as they are"
     if flushed.bound_by is not None:
         kept = f"init_scale {words.setting(flushed.init_scale)}: at a higher one {flushed.bound_by} would overflow"
@@ -340,7 +317,7 @@ def flushed_title(flushed: FlushedByPlan) -> str:
 
 
 def flushed_rows(flushed: FlushedByPlan, *, layers: int | None) -> Iterator[list[str]]:
-    """The totals, then the gradients that change most."""
+    """Yield the totals, then the gradients that change most."""
     for one in (*flushed.totals, *flushed.layers[:layers]):
         least = "at least " if one.lower_bound else ""
         yield [
@@ -358,12 +335,11 @@ def _between(one: FlushedOfPlan) -> str:
 
 
 def gigabytes(count: float) -> str:
-    """Bytes as gigabytes of 10^9."""
+    """Return bytes as gigabytes of 10^9."""
     return f"{count / 1e9:.3g} GB"
 
 
-# A profile in words and figures: the formats, and the layers that lose most; the same in every report.
-
+# -- profiles: the formats, and the layers that lose most --
 
 KINDS: Mapping[str, str] = {"activation_grad": "dA", "weight_grad": "dW", "activation": "A", "weight": "W"}
 GRADIENTS = ("activation_grad", "weight_grad")
@@ -371,8 +347,7 @@ ABOUT = "(dA: of activations, dW: of weights)"
 SUMMARY_HEADINGS = ("format", "", "flushed", "subnormal", "overflow", "error")
 LAYER_HEADINGS = ("", "fp16", "measured", "fits", "e5m2")
 NOT_MEASURED = "not measured: no gradient of a half tensor is finite and nonzero"
-FEW = 12
-"""Number of layers that are shown unless all are: those that lose most."""
+FEW = 12  # most layers that are shown without -v: those that lose most
 _ROWS = ("fp16", "fp16_recommended", "fp16_unscaled", "bf16", "e4m3fn", "e5m2")
 
 Site: TypeAlias = Mapping[str, Any]
@@ -380,7 +355,7 @@ Place: TypeAlias = tuple[str, str, str]
 
 
 def measured_gradients(profile: Mapping[str, Any]) -> bool:
-    """Tell whether any gradient had a value to measure."""
+    """Whether any gradient had a value to measure."""
     rows = (profile.get("summary") or {}).values()
     return any(figures.get("flushed") is not None for kinds in rows for figures in kinds.values())
 
@@ -410,7 +385,7 @@ def half_sites(profile: Mapping[str, Any]) -> list[Site]:
 
 
 def measured_of(profile: Mapping[str, Any]) -> dict[Place, float]:
-    """Return what really flushed at the run's own loss scale, by place."""
+    """Return the measured flushed share at the run's own loss scale, by place."""
     shadows = [s for s in profile.get("shadows") or () if s["scale"] == profile.get("loss_scale")]
     return {_place(site): site["measured"] for shadow in shadows for site in shadow["sites"]}
 
@@ -419,7 +394,7 @@ def worst_first(sites: Sequence[Site], measured: Mapping[Place, float]) -> list[
     """Return the places, those that lose most first."""
 
     def loss(site: Site) -> tuple[float, float, str, str]:
-        """Returns the measured loss if there is one: the flushed gradient of a bias may be noise that cancels."""
+        """Returns the measured loss first, if any: the flushed gradient of a bias may be noise that cancels."""
         here = _flushed(site, "fp16") or 0.0
         return -measured.get(_place(site), here), -here, site["name"], site["kind"]
 
@@ -452,12 +427,7 @@ def _place(site: Site) -> Place:
 
 
 def ahead(exceedances: float | str, horizon: int | None) -> str:
-    """Return in words how many of the steps ahead are expected to exceed every recorded one.
-
-    Args:
-        exceedances: How many; a string where JSON has no number for it ("NaN").
-        horizon: How many steps are ahead; None if that is unknown.
-    """
+    """Return how many of the steps ahead may exceed every recorded one; `exceedances` may be the text "NaN"."""
     if isinstance(exceedances, str) or math.isnan(exceedances):
         many = "nobody knows how many"
     else:

@@ -1,4 +1,4 @@
-"""The words of the human report: places, numbers and outcomes as a person would say them."""
+"""Places, numbers and outcomes of a report in words."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOVED_FIRST = {
     "weights": "the weights",
     "hardware": "the hardware",
 }
-"""What the rules on runs over time say in their evidence, under `first`."""
+"""Words for `first` in the evidence of the rules on runs over time."""
 _PROOF: Mapping[PrescriptionStatus, str] = {
     "verified": (
         "verified by replay: from the same state the failure comes back without the change; "
@@ -56,22 +56,14 @@ VERDICTS: Mapping[Verdict, str] = {
     "not_judged": "not judged: the content is listed, not examined",
 }
 
-_LEFT_OUT = "not judged: everything that was named is left out"
-"""In place of the verdict's own words, where nothing was listed either."""
-_NOTHING_SEEN = "nothing sick was seen"
-"""In place of the verdict's own words, where a training was watched."""
-_TRAINING = ("loss", "gradient norm")
-"""Checks of a log without which nothing is known of how well the training goes."""
-_TOO_FEW = "not judged: too few steps to say what is usual"
-"""In place of the verdict's own words, where a log is short."""
-_PLANNED = ("no plan", "a plan that is exact and fits")
-"""In place of the verdict's own words, where a batch was planned: where there is none, and where there is one."""
-_FOUND_NOT_MADE = ("checkpoint", "data")
-"""Phases in which a value is met that something else, earlier, has made."""
-_SMALL = 2.0**-10
-"""Below it a power of two is shown as one: 2^-56 rather than 1.3877787807814457e-17."""
-_LARGE = 2.0**17
-"""Above it a loss scale is shown as one."""
+_LEFT_OUT = "not judged: everything that was named is left out"  # replaces the verdict's words if nothing was listed
+_NOTHING_SEEN = "nothing sick was seen"  # replaces the verdict's words where a training was watched
+_TRAINING = ("loss", "gradient norm")  # without these checks, a log does not show how well the training goes
+_TOO_FEW = "not judged: too few steps to say what is usual"  # replaces the verdict's words where a log is short
+_PLANNED = ("no plan", "a plan that is exact and fits")  # replace the verdict's words for a batch plan
+_FOUND_NOT_MADE = ("checkpoint", "data")  # phases that find a value which something earlier has produced
+_SMALL = 2.0**-10  # smaller powers of two are shown as such: 2^-56 rather than 1.3877787807814457e-17
+_LARGE = 2.0**17  # larger loss scales are shown as powers of two
 
 
 def verdict(report: Report) -> str:
@@ -81,7 +73,7 @@ def verdict(report: Report) -> str:
 
 
 def of_verdict(report: Report) -> str:
-    """Return the verdict without any number."""
+    """Return the verdict without numbers."""
     if report.verdict == "not_judged" and report.command == "run":
         return _NOTHING_SEEN
     if report.verdict == "not_judged" and report.command == "health":
@@ -93,10 +85,7 @@ def of_verdict(report: Report) -> str:
 
 
 def outcome(report: Report) -> str:
-    """Return the verdict alone, of a healthy replay or recording with the steps that were looked at.
-
-    Of a healthy log with neither a loss nor a norm it says what alone was judged.
-    """
+    """Return the verdict alone; if healthy, with the replayed steps, or for logs without loss with what was judged."""
     steps = report.run.get("steps")
     what = "recorded step" if report.run.get("replays") == 0 else "replayed step"  # a profile or a log: nothing ran
     seen = f" in {count(steps, what)}" if report.verdict == "healthy" and isinstance(steps, int) else ""
@@ -104,7 +93,7 @@ def outcome(report: Report) -> str:
 
 
 def _alone(report: Report) -> str:
-    """What alone was judged of logs that lack the loss and the norm; of one log in its name, of several in a count."""
+    """Return what was judged of logs without loss and norm: by name for one log, as a count for several."""
     if report.command != "health":
         return ""
     logs: dict[str, dict[str, str]] = {}
@@ -121,12 +110,11 @@ def _alone(report: Report) -> str:
 
 
 def _is_there(result: str) -> bool:
-    """Is a number in the log, as the result of its check says?"""
     return bool(result) and result != "not in the log" and not result.startswith("not judged: none")
 
 
 def counts(report: Report) -> str:
-    """Return how many findings of each severity there are and how many are suppressed, to stand behind the outcome."""
+    """Return the number of findings of each severity, and of suppressed ones, to follow the outcome."""
     numbers = [(sum(finding.severity == s for finding in report.findings), s) for s in SEVERITIES]
     found = ", ".join(count(number, severity) for number, severity in numbers if number)
     set_aside = f"; {count(len(report.suppressed), 'finding')} suppressed" if report.suppressed else ""
@@ -134,25 +122,25 @@ def counts(report: Report) -> str:
 
 
 def target(named: Mapping[str, Any]) -> str:
-    """Return what a report is about, in a line: the checkpoint, or the factory, or the saved profile."""
+    """Return the subject of a report in a line: the checkpoint, the factory, or the saved profile."""
     about = named.get("location") or named.get("path") or named.get("profile") or named.get("factory") or ""
     checkpoint = named.get("checkpoint")
     return f"{about} with {checkpoint}" if checkpoint else str(about)
 
 
 def moved(thresholds: Sequence[MovedThreshold]) -> str:
-    """Return in one line which thresholds the user has moved."""
+    """Return the thresholds that the user has changed, in a line."""
     said = (f"{t.code}.{t.name} = {value(t.value)} (default {value(t.default)})" for t in thresholds)
     return f"thresholds moved: {', '.join(said)}"
 
 
 def settings_from(configuration: Configuration) -> str:
-    """Return in one line which configuration file had a say."""
+    """Return the configuration file that was used, in a line."""
     return f"settings from {value(configuration.file)}"
 
 
 def place(where: Where) -> str:
-    """Return the address in one line: when, which part, which module and op, which line of the user's code."""
+    """Return an address in one line: when, which part, which module and op, which line of the user's code."""
     parts = [part for part in (_when(where), _part(where), _what(where), _lines(where)) if part]
     return "; ".join(parts)
 
@@ -189,7 +177,7 @@ def _what(where: Where) -> str:
         parts.append(f"file {where.file}")
     if where.nonfinite != "none":
         kind = {"nan": "NaN", "inf": "Inf"}[where.nonfinite]
-        of_a_checkpoint = where.file is not None and where.source is None  # which has no code, and a run's log has
+        of_a_checkpoint = where.file is not None and where.source is None  # it has no code; a run's log has
         met = where.phase in _FOUND_NOT_MADE or of_a_checkpoint
         parts.append(f"{kind} is {'there' if met else 'born here'}")
     return ", ".join(parts)
@@ -209,7 +197,7 @@ def _line(source: Source) -> str:
 
 
 def change(prescription: Prescription) -> str:
-    """Return what to change, in one line: the sentence, and the exact value where the sentence does not carry it."""
+    """Return what to change, in one line: the sentence, and the exact value where the sentence lacks it."""
     exact = f"{prescription.kind} = {_changed_to(prescription)}"
     if not prescription.detail:
         return exact
@@ -224,29 +212,25 @@ def _changed_to(prescription: Prescription) -> str:
 
 
 def proof(prescription: Prescription) -> str:
-    """Return what replaying the change has shown, in one line."""
+    """Return the result of replaying the change, in one line."""
     sentence = _PROOF[prescription.status]
     return f"{sentence} ({prescription.reason})" if prescription.reason else sentence
 
 
 def why(finding: Finding) -> tuple[str, ...]:
-    """Return its cause, and what moved first where it is about a run over time; each a line."""
+    """Return the lines about a finding's cause, and about what moved first in a run over time."""
     said = (finding.cause or "").replace("_", " ")
     first = _moved_first(finding.evidence)
     return tuple(line for line in (said, f"what moved first: {first}" if first else "") if line)
 
 
 def _moved_first(evidence: Mapping[str, Any]) -> str:
-    """In words; "" where it is not known, or `first` is something else."""
     first = evidence.get("first")
     return _MOVED_FIRST.get(first, "") if isinstance(first, str) else ""
 
 
 def known(evidence: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what says something, by name: JSON sorts it, so that a report that was read back has it so.
-
-    What is None or empty is left out, and what `why` says.
-    """
+    """Return the evidence without None, empty values and what `why` says, sorted by name as in JSON."""
     told = {"first"} if _moved_first(evidence) else set()
     said = {key: item for key, item in evidence.items() if item is not None and key not in told}
     return {key: said[key] for key in sorted(said) if not isinstance(said[key], Sized) or said[key]}
@@ -265,7 +249,7 @@ def value(item: Any) -> str:
 
 
 def setting(item: Any) -> str:
-    """Return a setting that is to be copied: as `value`, but with every digit of its numbers."""
+    """Return a setting to copy: as `value`, but with all digits of its numbers."""
     if isinstance(item, Mapping):
         return json.dumps(dict(item), sort_keys=True, ensure_ascii=False)
     if isinstance(item, float) and math.isfinite(item):
@@ -274,12 +258,12 @@ def setting(item: Any) -> str:
 
 
 def record(item: Mapping[str, Any]) -> str:
-    """Return what is known of a record: `dtype float16, shape [48, 128]`."""
+    """Return the known parts of a record: `dtype float16, shape [48, 128]`."""
     return ", ".join(f"{key} {value(part)}" for key, part in known(item).items())
 
 
 def percent(fraction: Any) -> str:
-    """Return a fraction 0..1 as a percentage that tells a small number from none."""
+    """Return a fraction 0..1 as a percentage; a small nonzero one as `<0.01%`."""
     if not isinstance(fraction, int | float):
         return "-"
     if 0 < fraction < 1e-4:
@@ -293,12 +277,12 @@ def count(number: int, noun: str) -> str:
 
 
 def short(number: Any) -> str:
-    """Return a figure of a table in two significant digits: `0.00039`; `-` where there is none."""
+    """Return a number for a table in two significant digits: `0.00039`; `-` where there is none."""
     return f"{number:.2g}" if isinstance(number, int | float) else value(number) if number is not None else "-"
 
 
 def binary(number: Any) -> str:
-    """Return a loss scale: `65536`, and powers of two that nobody knows by heart as `2^24`."""
+    """Return a loss scale: `65536`, and very large or small powers of two as `2^24`."""
     if not isinstance(number, int | float) or not math.isfinite(number):
         return "-" if number is None else value(number)
     mantissa, exponent = math.frexp(number)
@@ -307,24 +291,19 @@ def binary(number: Any) -> str:
     return f"{number:.10g}"
 
 
-# The file of a finding, and its line if known: annotations and code scanning need one.
+# -- the file of a finding, and its line if known: annotations and code scanning need one --
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A place in a file.
+    """A place in a file."""
 
-    Attributes:
-        file: Path with `/`, relative to the working directory if it lies below it.
-        line: 1-based; None if no source line is known.
-    """
-
-    file: str
-    line: int | None = None
+    file: str  # a path with `/`, relative to the working directory if it lies below it
+    line: int | None = None  # 1-based; None if unknown
 
 
 def location_of(finding: Finding, target: Mapping[str, Any]) -> Location:
-    """Returns the user's line of a finding, else the checkpoint's file, else what was examined."""
+    """Returns the user's line of a finding, else the checkpoint's file, else the report's subject."""
     source = finding.where.source or finding.where.forward_source
     if source is not None:
         return Location(posix(source.file), source.line)
@@ -332,20 +311,18 @@ def location_of(finding: Finding, target: Mapping[str, Any]) -> Location:
 
 
 def in_repository(at: Location, target: Mapping[str, Any]) -> Location:
-    """Returns the place from the repository's root, because GitHub knows nothing about a working directory."""
+    """Returns the place relative to the repository's root, because GitHub does not know the working directory."""
     return replace(at, file=path_in_repository(at.file, target))
 
 
 def file_in(file: str | None, target: Mapping[str, Any]) -> str:
-    """Returns the checkpoint's file of that name, else what was examined."""
+    """Returns the checkpoint's file of that name, else the report's subject."""
     return target_file(target) if file is None else file_within(checkpoint_path(target), posix(file))
 
 
 def target_file(target: Mapping[str, Any]) -> str:
-    """Returns the file or folder of a report; for a factory its file, for a saved profile that profile; else ".".
-
-    For `package.module:function` it is `package/module.py`, which is where such a module lies in most repositories.
-    """
+    """Returns the file or folder of a report: that of its factory or saved profile, else "."."""
+    # For `package.module:function` it is `package/module.py`, where such a module lies in most repositories
     factory = target.get("factory")
     if scanned_path(target):
         return checkpoint_path(target)
@@ -355,20 +332,13 @@ def target_file(target: Mapping[str, Any]) -> str:
     return posix(target.get("profile") or ".")
 
 
-# What gates have done to a report, in words: what was set aside, and what of the baseline is fixed.
+# -- gates: suppressed findings, and fixed entries of the baseline --
 
-
-_IN_A_LINE = 12
-"""Fixed entries that get a line each."""
+_IN_A_LINE = 12  # most fixed entries that get a line each
 
 
 def gate_words(report: Report, *, verbose: int = 0) -> list[tuple[str, list[str]]]:
-    """Return a sentence, and the lines that belong below it, for each thing that there is to say.
-
-    Args:
-        report: Any.
-        verbose: From 1 on every finding that was set aside, and every entry that is fixed, has its line.
-    """
+    """Return sentences about the gates, each with the lines below it; `verbose` from 1 on gives every line."""
     said: list[tuple[str, list[str]]] = []
     if report.suppressed:
         said.append(_set_aside(report, verbose=verbose))
@@ -378,19 +348,19 @@ def gate_words(report: Report, *, verbose: int = 0) -> list[tuple[str, list[str]
 
 
 def fixed(report: Report) -> Sequence[FixedEntry]:
-    """Return the entries of the baseline that were not found again."""
+    """Return the baseline's entries that were not found again."""
     return () if report.baseline is None else report.baseline.fixed
 
 
 def fixed_sentence(report: Report) -> str:
-    """Return how many those are, and what to do about the baseline."""
+    """Return the number of fixed entries, and how to update the baseline."""
     file = report.baseline.file if report.baseline is not None else ""
     gone = f"{count(len(fixed(report)), 'finding')} of the baseline {file} no longer there"
     return f"{gone}: {shlex.join(['--write-baseline', file])} writes it anew"
 
 
 def fixed_lines(report: Report, *, verbose: int = 0) -> list[str]:
-    """Return a line for each of them, or for the first."""
+    """Return a line for each fixed entry, or for the first ones."""
     entries = fixed(report)
     shown = entries if verbose else entries[:_IN_A_LINE]
     more = [f"... and {len(entries) - len(shown)} more"] if len(shown) < len(entries) else []
@@ -398,14 +368,14 @@ def fixed_lines(report: Report, *, verbose: int = 0) -> list[str]:
 
 
 def fixed_line(entry: FixedEntry) -> str:
-    """Return what an entry says."""
+    """Return the line of a fixed entry."""
     return f"{entry.severity} {entry.code} {place_of(entry)}: {entry.message}"
 
 
 def place_of(entry: FixedEntry) -> str:
-    """Return what tells an entry from others of its code: tensor or module, what is done to it, of several its file."""
+    """Return what tells an entry from others of its code: tensor or module, op, and the file if there are several."""
     name, op, file = entry.tensor or entry.module, entry.op or "", entry.file
-    if name and op and not op.startswith("state:"):  # that is the tensor itself
+    if name and op and not op.startswith("state:"):  # "state:" ops are the tensor itself
         name = f"{name} ({op})"
     return f"{name or op} in {file}" if file else str(name or op)
 
@@ -428,24 +398,18 @@ def _gate_line(one: Suppressed) -> str:
     return f"{finding.severity} {finding.code} {finding.name}: {finding.message} ({spot}); {one.by}: {one.reason}"
 
 
-# A curve in one line of text.
-
+# -- a curve in one line of text --
 
 _LEVELS, _PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 _NONFINITE, _PLAIN_NONFINITE = "\N{MULTIPLICATION SIGN}", "!"
 
 
 def sparkline(values: Sequence[float | None], width: int, *, logarithmic: bool = False, plain: bool = False) -> str:
-    """Returns the last or all of the values, a character for one or more of them; a space where none is known.
+    """Returns a curve in at most `width` characters, each for the median of one or more values; a space for None.
 
-    A character stands for the median of its values, or says that one of them is not finite: an overflow among a
-    thousand good steps is seen.
-
-    Args:
-        values: In order; None where there is none.
-        width: Characters at most.
-        logarithmic: Levels are equal ratios; what is not positive is then on the lowest.
-        plain: ASCII only.
+    A character marks a non-finite value among its values, so an overflow in a thousand good steps is visible. If
+    `logarithmic`, levels are equal ratios, and values that are not positive get the lowest level. `plain` means ASCII
+    only.
     """
     if width < 1 or not values:
         return ""
@@ -468,7 +432,7 @@ def sparkline(values: Sequence[float | None], width: int, *, logarithmic: bool =
 
 
 def _height(cell: Sequence[float | None], *, logarithmic: bool) -> float | None:
-    """The height of a column: NaN where a value of it is not finite, None where there is none."""
+    """Return the height of a column: NaN where one of its values is not finite, None where there is none."""
     known = [value for value in cell if value is not None]
     if not known:
         return None
@@ -480,8 +444,7 @@ def _height(cell: Sequence[float | None], *, logarithmic: bool) -> float | None:
     return math.log2(value) if value > 0.0 else -math.inf
 
 
-# The order of keys for people: JSON sorts its keys, so a report that was read back has lost their order.
-
+# -- the order of keys for people, which JSON loses by sorting --
 
 RUN = (
     "device",

@@ -1,1 +1,1 @@
-"""Reading any log as lines of ours."""
+"""Reads any tool's log as lines of a run's log."""

@@ -1,4 +1,4 @@
-"""What a kind of log is: it claims the files that are its own, and reads them as the lines of a run's log."""
+"""Base of all log readers: a kind of log claims its own files, and yields their content as lines of a run's log."""
 
 from __future__ import annotations
 
@@ -18,39 +18,30 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, Line, RunLine, Stamp, Stamped, StepLine
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
-# In which order the rows of a log come, and which of them say nothing in the end.
+# -- the order of rows, and rows that a later one replaces --
 
-
-LATE = 8
-"""Rows of steps that still wait for numbers that are logged late; and so many in a row are a stretch of a run, which
-another one may have begun again."""
+LATE = 8  # rows that wait for late numbers of their step; only more rows than this form a stretch that is repeated
 
 
 @dataclass(slots=True)
 class Order:
-    """Counts the rows of a log that a later one repeats, or undoes by falling back behind their step.
+    """Counts the rows of a log that a later row repeats, or undoes by falling back behind their step.
 
-    A restart from a checkpoint is in order: it follows a stretch of steps and goes over it again. A row that stands by
-    itself, or among a few, does neither.
-
-    Attributes:
-        rows: Rows, without those that only add to a step.
-        repeated: Those of them that say what the row before them has said.
-        undone: Those that say something else than what counts of their step, or stand from where a row fell back.
-        zeros: Steps whose loss stands as 0.0 in the log, and is read as NaN.
+    A restart from a checkpoint is in order: it follows a stretch of steps and repeats it. A single row, or a few, form
+    no stretch and are no restart.
     """
 
-    rows: int = 0
-    repeated: int = 0
-    undone: int = 0
-    zeros: set[int] = field(default_factory=set)
+    rows: int = 0  # without rows that only add to a step
+    repeated: int = 0  # rows that say the same as the row before
+    undone: int = 0  # rows that contradict the value used for their step, or lie behind the point where a row fell back
+    zeros: set[int] = field(default_factory=set)  # steps whose loss is 0.0 in the log, and is read as NaN
     _standing: array[int] = field(default_factory=lambda: array("q"))
     _stretch: int = 0
     _begun_again: int = 0
     _until: int = -1
 
     def goes_on(self, step: int) -> None:
-        """Takes the step of a row, which is another than that of the row before, or has fallen back."""
+        """Takes the step of a row, which differs from the step of the row before, or has fallen back."""
         self.rows += 1
         last = self._standing[-1] if self._standing else -1
         if step <= last:
@@ -70,28 +61,25 @@ class Order:
         self._standing.append(step)
 
     def repeats(self, *, alike: bool) -> None:
-        """Takes a row of the same step as the row before, which says the same or something else."""
+        """Takes a row of the same step as the row before, with the same values (`alike`) or others."""
         self.rows += 1
         self.repeated += alike
         self.undone += not alike
 
     @property
     def lost(self) -> int:
-        """How many rows count for nothing."""
+        """The number of rows that are not used."""
         return self.repeated + self.undone
 
     def left_out(self) -> Iterator[Skipped]:
-        """Yields what is said of the rows that count for nothing."""
+        """Yields the note about unused rows."""
         if self.lost:
             rows = "a row of a step" if self.lost == 1 else f"{self.lost:,} rows of steps"
             them = "it" if self.lost == 1 else "each of them"
             yield Skipped(what=rows, reason=f"a later row repeats or precedes {them}")
 
     def errors(self, name: str) -> Iterator[ErrorNote]:
-        """Yields what keeps a log from being judged: half of its rows are lost, as of two runs in one file, or more.
-
-        Rows that are there twice, and say the same both times, are no loss.
-        """
+        """Yields an error where at least half of the rows are lost, unless all of these only repeat others."""
         if self.undone and 2 * self.lost >= self.rows:
             message = (
                 f"A later row repeats or precedes {self.lost:,} of the {self.rows:,} rows of {name}, which are out of "
@@ -100,34 +88,25 @@ class Order:
             yield ErrorNote(what=name, kind="out_of_order", message=message)
 
 
-# Rows of other people's logs as lines of a run's log: a row has a step and some numbers of it.
-
+# -- rows of other tools' logs as lines of a run's log --
 
 _SAYS_SOMETHING = frozenset({"loss", "gradient_norm", "grad_norm", "loss_scale", "scale", "seconds", "skipped"})
-OF_A_NETWORK = "loss/"
-"""How the name of a loss begins that one of several networks minimises; each is a series of its own."""
+OF_A_NETWORK = "loss/"  # prefix of a loss that belongs to one of several networks; each network is a series of its own
 _LARGEST = 2.0**63
-_MOST_STEPS = 2**53
-"""What is beyond is no step: numbers are kept as floats, which tell no two such steps apart."""
+_MOST_STEPS = 2**53  # larger values are not steps: numbers are kept as floats, which cannot tell such steps apart
 
 
 @dataclass(slots=True)
 class Row:
-    """A row of a log.
+    """A row of a log: a step and some of its numbers."""
 
-    Attributes:
-        step: Its step, as the log counts them.
-        values: Its numbers, by the names of `StepLine` or of `LogEntry`, and losses of several networks by theirs.
-        time_ms: Milliseconds since 1970; 0 where the log does not say.
-    """
-
-    step: int
-    values: dict[str, float] = field(default_factory=dict)
-    time_ms: int = 0
+    step: int  # as the log counts
+    values: dict[str, float] = field(default_factory=dict)  # names as in `StepLine`, `LogEntry`, or `loss/NETWORK`
+    time_ms: int = 0  # since 1970; 0 where the log does not say
 
 
 def row_of(fields: Mapping[str, float], time_ms: int = 0) -> Row | None:
-    """Returns the row that these fields are; None without a step."""
+    """Returns the row with these fields; None without a step."""
     step = step_of(fields)
     if step is None:
         return None
@@ -135,7 +114,7 @@ def row_of(fields: Mapping[str, float], time_ms: int = 0) -> Row | None:
 
 
 class SkipCount:
-    """Makes of a count of skipped steps, as ampdoctor's exports have it, whether a step was skipped."""
+    """Turns a running count of skipped steps, as in ampdoctor's exports, into one flag a step."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -150,7 +129,7 @@ class SkipCount:
 
 
 def milliseconds(seconds: object) -> int:
-    """Returns a time of a log, which is in seconds since 1970; 0 for what is none."""
+    """Returns milliseconds for a log's time in seconds since 1970; 0 for an invalid one."""
     if not isinstance(seconds, int | float) or not abs(seconds) < _LARGEST / 1000:
         return 0
     return int(seconds * 1000)
@@ -159,16 +138,11 @@ def milliseconds(seconds: object) -> int:
 def lines_of(
     rows: Iterable[Row], run: RunLine, order: Order, *, ended: Callable[[], EndLine | None] = lambda: None
 ) -> Iterator[Stamped]:
-    """Yields the lines of a run; rows of one step become one step, and a number that is no step's makes no line.
+    """Yields the lines of a run: rows of one step become one line, and rows without a number of a step make none.
 
-    Where the step falls back, and the row is no late one that only adds to its step, the run was started again from an
-    earlier checkpoint: what follows is its next attempt, which undoes what came before it from there on.
-
-    Args:
-        rows: In the order in which they were logged.
-        run: What is known of the run.
-        order: Told in which order they come.
-        ended: Asked behind the last row for what the log says of the run's end; None where it does not.
+    `rows` come in the order in which they were logged; `order` counts repeated ones. `ended` is called after the last
+    row for the run's end. Where the step falls back, and the row does not only add to its step, the run was restarted
+    from an earlier checkpoint: a new attempt begins, which undoes the old one from that step on.
     """
     made = RunLines(run, order)
     yield made.header()
@@ -181,12 +155,7 @@ def lines_of(
 
 
 class RunLines:
-    """Makes the lines of a run from its rows, as they come.
-
-    Args:
-        run: What is known of the run.
-        order: Told in which order they come.
-    """
+    """Makes the lines of a run from its rows, as they come; `order` counts repeated ones."""
 
     def __init__(self, run: RunLine, order: Order) -> None:
         self._run, self._order = run, order
@@ -202,7 +171,7 @@ class RunLines:
         return self._stamped(replace(end, steps=self._steps), self._last, self._attempt)
 
     def hear(self, row: Row) -> Iterator[Stamped]:
-        """Takes a row, and yields the lines of the steps to which nothing can be added any more."""
+        """Takes a row, and yields the lines of the steps that are complete."""
         if not 0 <= row.step < _MOST_STEPS:
             return
         waiting = self._waiting
@@ -216,7 +185,7 @@ class RunLines:
             known.time_ms = row.time_ms or known.time_ms
             return
         if waiting and row.step <= waiting[-1].step:
-            if not says_something(row.values):  # a rate or an average of something that has passed
+            if not says_something(row.values):  # a rate or an average over earlier steps
                 return
             yield from self.rest()
             self._attempt += 1
@@ -226,14 +195,14 @@ class RunLines:
             yield from self._lines([self._waiting.pop(0)])
 
     def waiting(self) -> list[Stamped]:
-        """Returns the lines of the steps to which something may still be added, as they are now."""
+        """Returns the lines of the steps that may still change, as they are now."""
         steps = self._steps
         lines = list(self._lines(self._waiting))
         self._steps = steps
         return lines
 
     def rest(self) -> Iterator[Stamped]:
-        """Yields the lines of the steps that wait."""
+        """Yields the lines of the waiting steps."""
         rows, self._waiting = self._waiting, []
         yield from self._lines(rows)
 
@@ -257,7 +226,6 @@ class RunLines:
 
 
 def _adds(known: Row, late: Row) -> bool:
-    """Does a row add new values to its step, and contradict none?"""
     new = late.values.keys() - known.values.keys()
     return bool(new) and all(known.values[name] == late.values[name] for name in late.values.keys() - new)
 
@@ -267,7 +235,7 @@ def _same(one: float, other: float) -> bool:
 
 
 def says_something(values: Mapping[str, float]) -> bool:
-    """Is one of these numbers a step's?"""
+    """Whether one of these numbers belongs to a step."""
     return not values.keys().isdisjoint(_SAYS_SOMETHING) or bool(_networks(values))
 
 
@@ -276,7 +244,7 @@ def _networks(values: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def _of_networks(line: StepLine, values: Mapping[str, float], networks: Sequence[str]) -> list[StepLine]:
-    """Returns a step of each network that has a loss in it; what the row says of none of them is the first one's."""
+    """Returns a step of each network that has a loss; other values of the row go to the first."""
     losses = {at: loss for at, name in enumerate(networks) if (loss := values.get(OF_A_NETWORK + name)) is not None}
     return [
         replace(line, loss=loss, optimizer=at)
@@ -308,7 +276,7 @@ def _step(row: Row) -> StepLine | None:
 
 
 def _loss(values: Mapping[str, float]) -> float | None:
-    """Returns the loss; NaN for a 0.0 beside a norm that is not finite: the Trainer and its trackers write it so."""
+    """Returns the loss; NaN for a 0.0 beside a norm that is not finite, as the Trainer and its trackers write it."""
     return math.nan if _hides_a_nan(values) else values.get("loss")
 
 
@@ -321,11 +289,9 @@ def _count(value: float | None) -> int | None:
     return int(value) if value is not None and math.isfinite(value) and 0 <= value < _LARGEST else None
 
 
-# Columns of a log that are there, and have no number: a text, a truth value, or nothing.
+# -- columns without numbers: texts, booleans, empty cells --
 
-
-MANY = 8
-"""Empty losses, up to the last, behind which numbers may be NaN: AMP703's hopeless steps."""
+MANY = 8  # so many empty losses at the end may stand for NaN: AMP703's hopeless steps
 _JUDGED = {"loss": "loss", "grad_norm": "gradient norm", "scale": "loss scale"}
 _TOLD = {"step": "number of the step", **_JUDGED}
 
@@ -339,7 +305,7 @@ class _Column:
     longest: int = 0
 
     def ends_empty(self) -> bool:
-        """Whether it is empty at the end for longer than it ever was before, as where it is written now and then."""
+        """Whether the column is empty at the end for longer than ever before, unlike one written now and then."""
         return self.numbers > 0 and self.empty_since >= MANY and self.empty_since > self.longest
 
     @property
@@ -349,12 +315,12 @@ class _Column:
 
 @dataclass(slots=True)
 class Unread:
-    """Counts, of each number that is judged, the rows that have one and those that have a column without one."""
+    """Counts, for each number that is judged, the rows with a number and the rows with a column but no number."""
 
     _columns: dict[str, _Column] = field(default_factory=dict)
 
     def hear(self, row: Mapping[str, Any]) -> None:
-        """Takes a row: its values by the names of their columns."""
+        """Takes a row: its values by column name."""
         numbers = known_fields(row)
         if "step" in numbers and step_of(numbers) is None:
             del numbers["step"]
@@ -375,7 +341,7 @@ class Unread:
         return self._columns.setdefault(name, _Column())
 
     def checks(self) -> dict[str, str]:
-        """Returns, by the name of its check, what is said of a number that is never there."""
+        """Returns a note for each check whose column never has a number."""
         return {
             _JUDGED[name]: f"not judged: none of {one.texts + one.empty} values is a number"
             for name, one in self._columns.items()
@@ -383,7 +349,7 @@ class Unread:
         }
 
     def errors(self, log: str) -> Iterator[ErrorNote]:
-        """Yields what keeps a log from being judged."""
+        """Yields the reasons why a log cannot be judged."""
         for name, one in self._columns.items():
             if name not in {"loss", "step"}:
                 continue
@@ -401,52 +367,37 @@ class Unread:
             yield ErrorNote(what=f"{log}: {what}", kind="unreadable", message=message)
 
     def left_out(self) -> Iterator[Skipped]:
-        """Yields what else is said of values that are no numbers."""
+        """Yields notes about other values that are not numbers."""
         for name, one in self._columns.items():
             if one.numbers > one.texts > 0:
                 what = f"a {_TOLD[name]}" if one.texts == 1 else f"{one.texts:,} values of the {_TOLD[name]}"
                 yield Skipped(what=what, reason="it is no number" if one.texts == 1 else "they are no numbers")
 
 
-LOOKED_THROUGH = 64 * 1024 * 1024
-"""Bytes of texts that may be logs which are looked through until one is found: a folder may hold a thousand outputs."""
+LOOKED_THROUGH = 64 * 1024 * 1024  # most bytes that are searched for a log: a folder may hold a thousand outputs
 
 
 @dataclass(slots=True)
 class Budget:
-    """What may still be read in search of a log.
+    """Limits how much is read while a log is searched."""
 
-    Attributes:
-        left: Bytes.
-        passed_by: How many files were not looked at, because nothing was left.
-    """
-
-    left: int = LOOKED_THROUGH
-    passed_by: int = 0
+    left: int = LOOKED_THROUGH  # bytes
+    passed_by: int = 0  # files that were not read because nothing was left
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A file that was named, or a folder with the names of its files.
-
-    Attributes:
-        folder: Where the files are.
-        names: Theirs, in order; of a file that was named its own alone.
-        named: Whether it is one file that was named: then it is read whatever it is called.
-        refused: By name, why a file cannot be read that may be a log, as a sentence; it grows while kinds are asked.
-        budget: What may be read in search of a log, here and in other places.
-        known: What kinds have found out about files, so that each is looked through once.
-    """
+    """A file that was named, or a folder with the names of its files."""
 
     folder: Path
-    names: tuple[str, ...]
-    named: bool = False
-    refused: dict[str, str] = field(default_factory=dict)
-    budget: Budget = field(default_factory=Budget)
-    known: dict[tuple[str, str], Any] = field(default_factory=dict)
+    names: tuple[str, ...]  # in order; for a named file its own name only
+    named: bool = False  # one file was named, and is read under any name
+    refused: dict[str, str] = field(default_factory=dict)  # by name, why a possible log cannot be read; grows
+    budget: Budget = field(default_factory=Budget)  # shared with other places
+    known: dict[tuple[str, str], Any] = field(default_factory=dict)  # results, so that each file is searched once
 
     def head(self, name: str, count: int) -> bytes:
-        """Returns how a file begins; b"" where it cannot be read, which is kept in `refused`."""
+        """Returns the first `count` bytes of a file; b"" where it cannot be read, with the reason in `refused`."""
         try:
             with RegularFile(self.folder / name, name) as file:
                 return file.head(count)
@@ -455,7 +406,7 @@ class Place:
             return b""
 
     def latest(self, names: Iterable[str]) -> list[str]:
-        """Returns files by the last change of their contents, the latest first; of equal ones the last by name."""
+        """Returns files by their modification time, the latest first; of equal times the last by name."""
 
         def written(name: str) -> tuple[int, str]:
             try:
@@ -468,54 +419,41 @@ class Place:
 
 @dataclass(slots=True)
 class Noticed:
-    """What is noticed while a log is read.
+    """Notes that are collected while a log is read."""
 
-    Attributes:
-        left: By file, which of its lines were left out.
-        skipped: What else was left out, and why.
-        order: In which order the rows of another's log have come.
-        unplaced: Skipped steps of which the log does not say which they were.
-        unread: The columns that have no number.
-    """
-
-    left: defaultdict[str, Left] = field(default_factory=lambda: defaultdict(Left))
-    skipped: list[Skipped] = field(default_factory=list)
+    left: defaultdict[str, Left] = field(default_factory=lambda: defaultdict(Left))  # by file: lost lines
+    skipped: list[Skipped] = field(default_factory=list)  # what else was left out, and why
     order: Order = field(default_factory=Order)
-    unplaced: int = 0
-    unread: Unread = field(default_factory=Unread)
+    unplaced: int = 0  # skipped steps whose number is not in the log
+    unread: Unread = field(default_factory=Unread)  # columns without numbers
 
     def lines_lost(self) -> list[Skipped]:
-        """Returns of each file that has lost lines, which."""
+        """Returns a note for each file that has lost lines."""
         return [Skipped(what=name, reason=said) for name, left in sorted(self.left.items()) if (said := left.said())]
 
     def unfinished(self) -> tuple[str, ...]:
-        """Returns the names of the files whose last line was left out because nothing ends it."""
+        """Returns the files whose last line was left out because it has no newline."""
         return tuple(name for name, left in sorted(self.left.items()) if left.unfinished)
 
 
 class LineRows(Protocol):
-    """Makes rows of a file's lines, as they come."""
+    """Makes rows from a file's lines, as they come."""
 
     def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:
-        """Yields what further lines say.
-
-        Args:
-            lines: Whole ones.
-            left: Gets what is left out.
-        """
+        """Yields the rows of further whole lines; `left` counts those that cannot be used."""
 
     def rest(self, noticed: Noticed) -> Iterator[Row]:
-        """Yields what waits for a line that has not come, and says what was noticed."""
+        """Yields rows that wait for a line that has not come, and adds notes to `noticed`."""
 
     def end(self) -> EndLine | None:
-        """Returns how the run has ended, by the lines so far; None where they do not say."""
+        """Returns how the run ended, by the lines so far; None where they do not say."""
 
 
 Begin: TypeAlias = Callable[[RegularFile], LineRows]
 Read: TypeAlias = Callable[[Path, Sequence[str], Noticed], Iterator[Stamped]]
 
 
-def _nothing(place: Place) -> Iterator[ErrorNote | Skipped]:  # noqa: ARG001 - as every kind's
+def _nothing(place: Place) -> Iterator[ErrorNote | Skipped]:  # noqa: ARG001 - the signature of `lacks`
     yield from ()
 
 
@@ -524,15 +462,11 @@ class LogKind:
     """A kind of log.
 
     Attributes:
-        format: Whose it is, in a word, as in `HealthRun.format`.
-        claims: Returns the logs of this kind in a place, the latest first, each as its files in the order in which they
-            are read.
-        read: Yields what these files of a folder say as lines of a run's log, in the order of their arrival. Each file
-            is read as far as it goes when it is opened.
-        begin: Begins to read a log that is one file to which lines are added; None for any other. It looks at the
-            file's beginning.
-        lacks: Yields what belongs to the log of a place and is not read: as an error what should have been, so that
-            there is no saying that all is well.
+        format: As in `HealthRun.format`.
+        claims: Returns the logs of this kind in a place, the latest first, each as its files in reading order.
+        read: Yields the lines of these files in the order of arrival, up to the size that each file has when opened.
+        begin: Begins to read a log that is one growing file, from its beginning; None for any other log.
+        lacks: Yields missing or unreadable parts of a place's log. With an error the run cannot be called healthy.
     """
 
     format: str
@@ -548,14 +482,7 @@ def kind_of_one_file(
     begin: Begin,
     matters: Callable[[bytes], bool] = lambda _: True,
 ) -> LogKind:
-    """Returns a kind of which each file is a log.
-
-    Args:
-        format: As in `LogKind`.
-        of_place: Returns those files of a place that are such a log, the latest first.
-        begin: As in `LogKind`.
-        matters: Whether a last line that nothing ends would have been a row.
-    """
+    """Returns a kind where each file is a log; `matters` says if a last line without newline would be a row."""
     return LogKind(
         format=format,
         claims=lambda place: [[name] for name in of_place(place)],
@@ -565,7 +492,7 @@ def kind_of_one_file(
 
 
 def reading(begin: Begin, matters: Callable[[bytes], bool] = lambda _: True) -> Read:
-    """Returns how a log of one file is read as a whole, by what makes rows of its lines."""
+    """Returns a function that reads a log of one file; `begin` makes rows of its lines."""
 
     def read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
         (name,) = names
@@ -581,23 +508,23 @@ def reading(begin: Begin, matters: Callable[[bytes], bool] = lambda _: True) -> 
 
 
 def _rest(made: LineRows, noticed: Noticed) -> Iterator[Row]:
-    yield from made.rest(noticed)  # asked for when the lines have come
+    yield from made.rest(noticed)  # a generator: it must run after the last line
 
 
 def run_of(folder: Path, name: str) -> RunLine:
-    """Returns what is known of the run whose log is this file."""
+    """Returns the header of the run whose log is this file."""
     return RunLine(name=folder.name if name == "metrics.csv" else Path(name).stem)
 
 
-# Steps that are counted anew in each epoch, as steps of the whole run.
+# -- steps that restart at each epoch --
 
 
 @dataclass(slots=True)
 class Epochs:
-    """Counts on where the number of a step falls back because another epoch begins.
+    """Turns steps that restart at each epoch into steps of the whole run.
 
-    A number that falls back in the same epoch, or in an earlier one, is a restart, and falls back here too. Where the
-    epoch is not known, one that has come to its end is over.
+    A step that falls back within an epoch, or to an earlier one, is a restart, and falls back in the result too. Where
+    the epoch is not known, a new one begins after the last step of the old one.
     """
 
     _epoch: float | None = None
@@ -608,13 +535,7 @@ class Epochs:
     _of: int | None = None
 
     def step(self, epoch: float | None, step: int, of: int | None = None) -> int:
-        """Returns the step of the run.
-
-        Args:
-            epoch: The epoch, where it is known.
-            step: The number of the step, as it is logged.
-            of: How many steps an epoch has, where it is known.
-        """
+        """Returns the step of the run; `of` is the number of steps in an epoch, where it is known."""
         if epoch is not None and self._epoch is not None and epoch != self._epoch:
             if epoch < self._epoch:
                 self._offset = self._offsets.get(epoch, 0)

@@ -1,4 +1,4 @@
-"""Finds the log at a path: the kinds of log in the order in which they are asked, and where runs keep theirs."""
+"""Finds the log at a path: the kinds of log in the order in which they are tried, and the folders of runs."""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ from ampdoctor.health.reading.other_logs import (
 from ampdoctor.health.reading.printed_outputs import CONSOLE, DEEPSPEED, MEGATRON, log_elsewhere
 from ampdoctor.package import beside
 
-# The log that ampdoctor writes while a training runs.
-
+# -- ampdoctor's own log --
 
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip"})
 
 
 def _claims(place: Place) -> Sequence[Sequence[str]]:
-    """All files of a folder's log by their names, where one of them is ours: another's first line may be damaged."""
+    """Claims all files of a folder's log by name if one begins as ours: the first line of another may be damaged."""
     names = place.names if place.named else [name for files in logs_in(place.names).values() for name in files]
     heads = {name: place.head(name, HEAD) for name in names}
     ours = any(map(begins_run_log, heads.values()))
@@ -50,10 +49,8 @@ def _claims(place: Place) -> Sequence[Sequence[str]]:
 
 
 def _lacks(place: Place) -> Iterator[ErrorNote | Skipped]:
-    """Yields the files of each rank that cannot be read, are packed, empty or not there.
-
-    The oldest may be missing: somebody needed the room.
-    """
+    """Yields the files of each rank that cannot be read, are compressed, empty or missing."""
+    # The oldest may be missing: they are deleted to free disk space
     if place.named:
         return
     packed = {inner: name for name in place.names if (inner := _packed(name)) and inner not in place.names}
@@ -86,7 +83,7 @@ def _missing(rank: int, names: Sequence[str]) -> Iterator[ErrorNote | Skipped]:
 
 
 def _packed(name: str) -> str | None:
-    """Returns the name of the log's file that somebody has packed; None for any other name."""
+    """Returns the name of a log file inside a compressed one; None for any other name."""
     path = PurePath(name)
     return path.stem if path.suffix in _PACKED and rank_and_number(path.stem) is not None else None
 
@@ -109,7 +106,7 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
 
 
 def _last(left: Left) -> Iterator[Stamped]:
-    """The line that nothing ends, where the process was killed or still writes: it can be read if it is whole."""
+    """Yields the last line without newline, if it is whole: the process was killed or still writes."""
     text, left.unfinished = left.unfinished, b""
     try:
         whole = quick_line_of(text) if text else None
@@ -120,15 +117,14 @@ def _last(left: Left) -> Iterator[Stamped]:
 
 
 def _other_version(text: bytes) -> bool:
-    """Is a line, which is an object with a kind, of another version's form? Of ours an unknown kind is passed by."""
+    """Whether a line has another schema version. An unknown kind of the own version is ignored."""
     return bool(json.loads(text).get("schema_version") != SCHEMA_VERSION)
 
 
 AMPDOCTOR = LogKind(format="ampdoctor", claims=_claims, read=_read, lacks=_lacks)
 
 
-# The folders below one in which logs of runs may lie.
-
+# -- the folders below a folder that may hold logs --
 
 _USUAL = (
     ("", "checkpoint-*"),
@@ -141,46 +137,32 @@ _USUAL = (
     ("wandb", "*run-*"),
     ("ampdoctor-health", "*"),
     ("", "*"),
-    ("", "*/version_*"),  # Lightning's loggers that have a name
+    ("", "*/version_*"),  # Lightning's loggers with a name
     ("", "*/vis_data"),  # mmengine's
     ("", "*/*"),
     ("runs", "*/*"),  # Ultralytics' runs/detect/train
 )
-"""Where runs keep their logs: the folder, and the names in it, of which the latest comes first."""
-_LEVELS = 6
-"""How deep folders are looked into: Hydra's `outputs/DATE/TIME/lightning_logs/name/version_0`."""
-_MOST = 1000
-"""Folders that are looked into; a data set has more."""
+"""Where runs keep their logs: a folder, and a pattern for the names in it, of which the latest comes first."""
+_LEVELS = 6  # how deep folders are searched: Hydra's `outputs/DATE/TIME/lightning_logs/name/version_0`
+_MOST = 1000  # most folders that are searched; a data set has more
 _NO_RUNS = frozenset({"calls.safetensors", "pyvenv.cfg"})
-"""What lies in a step that `ampdoctor run` has recorded, and in a virtual environment."""
+"""Files in a step that `ampdoctor run` has recorded, and in a virtual environment."""
 
 
 @dataclass(slots=True)
 class Places:
-    """The folders below one.
+    """The folders below a folder."""
 
-    Attributes:
-        folders: They, those first in which runs usually keep their logs.
-        skipped: What was not looked into, and why.
-        errors: The folders that cannot be listed.
-    """
-
-    folders: list[Path] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
-    errors: list[ErrorNote] = field(default_factory=list)
+    folders: list[Path] = field(default_factory=list)  # those where runs usually keep their logs come first
+    skipped: list[Skipped] = field(default_factory=list)  # folders that were not searched, and why
+    errors: list[ErrorNote] = field(default_factory=list)  # folders that cannot be listed
 
 
 def places_below(root: Path) -> Places:
-    """Returns the folders below one; a folder to which two ways lead is one of them once.
-
-    Hidden folders are another tool's, as a virtual environment's are, and are not looked into.
-
-    Raises:
-        CheckpointError: The folder itself cannot be listed.
-    """
+    """Returns the folders below `root`, each once, without hidden folders and virtual environments."""
     places, seen = Places(), {identity_of(root)}
     waiting = deque([("", list_folder(root), _LEVELS)])
-    while waiting:  # level by level, so that a deep folder takes no room from those beside it
+    while waiting:  # level by level, so that a deep folder does not use up the limit before its neighbours
         prefix, listing, levels = waiting.popleft()
         for name in listing.names:
             path = listing.path / name
@@ -220,7 +202,7 @@ def _usual(folder: Path) -> Iterator[Path]:
 
 
 def last_written(folder: Path) -> tuple[int, str]:
-    """Returns the last change of what lies in a folder, in nanoseconds, and its name, which decides of equal ones."""
+    """Returns the last modification of a folder's files in nanoseconds, and the folder's name, which decides ties."""
     try:
         times = [entry.stat().st_mtime_ns for entry in os.scandir(folder) if entry.is_file()]
     except OSError:
@@ -240,7 +222,7 @@ KINDS: tuple[LogKind, ...] = (
     CONSOLE,
     DEEPSPEED,
 )
-"""In the order in which they are asked: a file is of the first that claims it."""
+"""The order in which they are tried: a file belongs to the first kind that claims it."""
 
 _READ = (
     "ampdoctor's own log, trainer_state.json, metrics.csv, TensorBoard's event files, a .wandb file, what a job prints "
@@ -249,75 +231,50 @@ _READ = (
 
 
 class FileState(NamedTuple):
-    """What tells a file from what it was before; the time of its last change, unlike that of its contents, nobody sets.
-
-    Attributes:
-        path: Its path.
-        size: Bytes.
-        written_ns: When its contents were last written, in nanoseconds.
-        changed_ns: When it was last changed.
-        inode: Its number on its disk.
-    """
+    """Detects whether a file has changed. Nobody can set `changed_ns`, unlike the modification time."""
 
     path: str
     size: int
-    written_ns: int
-    changed_ns: int
+    written_ns: int  # the modification time
+    changed_ns: int  # the inode change time
     inode: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundLog:
-    """A log that can be read, again and again.
+    """A log that can be read repeatedly."""
 
-    Attributes:
-        typed: The path as it was typed.
-        kind: Of which kind it is.
-        folder: Where its files are.
-        names: Its files.
-        skipped: Other logs that lie there, and are not read.
-        errors: What belongs to the log and cannot be read.
-    """
-
-    typed: str
+    typed: str  # the path as it was typed
     kind: LogKind
     folder: Path
     names: tuple[str, ...]
-    skipped: tuple[Skipped, ...] = field(default=())
-    errors: tuple[ErrorNote, ...] = field(default=())
+    skipped: tuple[Skipped, ...] = field(default=())  # other logs at the path, which are not read
+    errors: tuple[ErrorNote, ...] = field(default=())  # parts of the log that cannot be read
 
     @property
     def name(self) -> str:
-        """A name for people: the folder's, or the file's."""
+        """The folder's or the file's name, for people."""
         return Path(self.typed).name or self.folder.absolute().name
 
     @property
     def shown(self) -> str:
-        """Its path for people."""
+        """The path for people."""
         return shown_path(self.typed)
 
     @property
     def written_ns(self) -> int:
-        """When it was last written to, in nanoseconds since 1970; 0 where a file is gone."""
+        """When it was last written, in nanoseconds since 1970; 0 where a file is gone."""
         try:
             return max(file.written_ns for file in self.state())
         except CheckpointError:
             return 0
 
     def lines(self, noticed: Noticed) -> Iterator[Stamped]:
-        """Yields its lines in the order of their arrival.
-
-        Raises:
-            CheckpointError: It cannot be read.
-        """
+        """Yields its lines in the order of arrival; raises CheckpointError where it cannot be read."""
         return self.kind.read(self.folder, self.names, noticed)
 
     def state(self) -> list[FileState]:
-        """Returns of each file how it is now.
-
-        Raises:
-            CheckpointError: A file is gone.
-        """
+        """Returns the current state of each file; raises CheckpointError where one is gone."""
         found = []
         for name in self.names:
             try:
@@ -338,26 +295,15 @@ class FoundLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundLogs:
-    """The logs at a path.
+    """The logs at a path."""
 
-    Attributes:
-        logs: They; the first is the one that is shown while it grows.
-        skipped: What else may be a log and is not read.
-        errors: Folders in which a log may lie, and that cannot be listed.
-    """
-
-    logs: tuple[FoundLog, ...]
-    skipped: tuple[Skipped, ...] = ()
-    errors: tuple[ErrorNote, ...] = ()
+    logs: tuple[FoundLog, ...]  # the first is the one that --follow shows
+    skipped: tuple[Skipped, ...] = ()  # other possible logs, which are not read
+    errors: tuple[ErrorNote, ...] = ()  # folders that may hold a log and cannot be listed
 
 
 def find_log(path: str | os.PathLike[str]) -> FoundLog:
-    """Returns the log at a path: a file, a folder with one, or a folder above the folders of runs, of which the last.
-
-    Raises:
-        CheckpointError: There is none, or the path cannot be read.
-        LimitExceededError: The folder has too many entries.
-    """
+    """Returns the log at a path: a file, a folder with one, or the last log below it; else raises CheckpointError."""
     found = find_logs(path)
     first, *others = found.logs
     names = [_beside(first, other, Path(path)) for other in others]
@@ -365,12 +311,7 @@ def find_log(path: str | os.PathLike[str]) -> FoundLog:
 
 
 def find_logs(path: str | os.PathLike[str]) -> FoundLogs:
-    """Returns all logs at a path: a file, or those in a folder and in the folders below it.
-
-    Raises:
-        CheckpointError: There is none, or the path cannot be read.
-        LimitExceededError: The folder has too many entries.
-    """
+    """Returns all logs at a path: a file, or those in a folder and below it; without one raises CheckpointError."""
     typed, budget = os.fspath(path), Budget()
     place = _place(Path(path), budget)
     if place.named:
@@ -406,7 +347,6 @@ def find_logs(path: str | os.PathLike[str]) -> FoundLogs:
 
 
 def _none(place: Place, refused: Mapping[str, str], budget: Budget) -> str:
-    """Returns the sentence about a folder without a log."""
     name = place.folder.name or str(place.folder)
     if refused:
         return f"{name} holds no log that can be read: {next(iter(refused.values()))}"
@@ -419,7 +359,7 @@ def _none(place: Place, refused: Mapping[str, str], budget: Budget) -> str:
 
 
 def has_log(path: Path) -> bool:
-    """Is there a log in a file or folder itself? What cannot be read is none."""
+    """Whether a file or folder itself is or holds a log that can be read."""
     return _has_log(path, Budget())
 
 
@@ -431,7 +371,7 @@ def _has_log(path: Path, budget: Budget) -> bool:
 
 
 def has_log_below(path: Path) -> bool:
-    """Is there one in a folder above those of runs? What cannot be read is none."""
+    """Whether a folder or one below it holds a log that can be read."""
     try:
         find_log(path)
     except CheckpointError:
@@ -442,7 +382,7 @@ def has_log_below(path: Path) -> bool:
 def _place(path: Path, budget: Budget) -> Place:
     if is_folder(path):
         return Place(path, tuple(list_folder(path).files), budget=budget)
-    with RegularFile(path, path.name):  # says why, where it cannot be opened
+    with RegularFile(path, path.name):  # raises with the reason where it cannot be opened
         return Place(path.parent, (path.name,), named=True, budget=budget)
 
 
@@ -464,12 +404,11 @@ def _logs_in(place: Place) -> Iterator[FoundLog]:
             )
             if place.named:
                 return
-            if kind is AMPDOCTOR:  # what is exported beside our own log is none of the others, and written anew
+            if kind is AMPDOCTOR:  # exports beside our own log are no other logs, and are written anew
                 place = replace(place, names=tuple(n for n in place.names if not will_be_written(place.folder / n)))
 
 
 def _typed_by_its_folder(logs: Iterable[FoundLog]) -> list[FoundLog]:
-    """The logs of a folder; a single one goes by the folder's name."""
     found = list(logs)
     return [replace(one, typed=str(one.folder)) for one in found] if len(found) == 1 else found
 
@@ -484,7 +423,6 @@ def _of(root: Path, folder: Path, name: str) -> str:
 
 
 def _beside(first: FoundLog, other: FoundLog, root: Path) -> Skipped:
-    """Names another log than the one that is read."""
     if other.folder == first.folder:
         older = other.written_ns < first.written_ns
         reason = f"a log that was written before {first.names[0]}" if older else f"another log than {first.names[0]}"
@@ -494,33 +432,21 @@ def _beside(first: FoundLog, other: FoundLog, root: Path) -> Skipped:
     return Skipped(what=what, reason=f"a log that was written before {own}'s" if older else f"another log than {own}'s")
 
 
-# Reads a long log in two processes: one parses its lines while this one does what is to be done with them.
+# -- a second process that parses a long log, while this one evaluates it --
 
-
-LEAST_BYTES = 48 * 1024 * 1024
-"""Of a log for which a process is started: a smaller one is read in the seconds that it saves."""
+LEAST_BYTES = 48 * 1024 * 1024  # a smaller log is read here in the time that a second process would save
 _Batch: TypeAlias = list[Row] | tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]
-"""Lines, or what was noticed when the last was read: by file what is `Left` of it, and what is `Skipped`."""
-_LINES = 512
-"""Lines that go through the pipe at once."""
-_MARSHAL, _SIZE = 2, 8
-"""The version of the values' form: later ones look for what is shared. And the bytes of the size before each batch."""
+"""Rows of lines, or at the end what was noticed: `Left` by file, and the `Skipped`."""
+_LINES = 512  # lines that go through the pipe at once
+_MARSHAL, _SIZE = 2, 8  # marshal's version (later ones search for shared objects), and bytes of a batch's size
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1024 * 1024
 """Linux's fcntl for the size of a pipe: it holds some batches, so that neither process waits for the other."""
 
 
 def lines_ahead(found: FoundLog, noticed: Noticed) -> Iterator[Stamped]:
-    """Yields what `found.lines` yields, parsed by another process where the log is long and there is a core for it.
-
-    Whatever becomes of that process, the rest is read here: it raises then what reading raises.
-
-    Args:
-        found: The log.
-        noticed: Filled when the last line has been taken.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
+    """Yields the lines of `found`, parsed by another process where the log is long and a core is free."""
+    # If that process fails, the rest is read here, and raises what reading raises (CheckpointError). `noticed` is
+    # complete after the last line.
     read = 0
     process = _started(found)
     if process is not None:
@@ -549,7 +475,7 @@ def _started(found: FoundLog) -> subprocess.Popen[bytes] | None:
             with suppress(OSError):
                 return subprocess.Popen(  # noqa: S603 - our own, with the names of the log's files
                     command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for this process, which ends that one
+                    start_new_session=True,  # Ctrl-C is for this process only, which ends the other
                 )  # fmt: skip
     return None
 
@@ -559,16 +485,16 @@ def _cores() -> int:
 
 
 def _batches(process: subprocess.Popen[bytes]) -> Iterator[_Batch]:
-    """Yields lists of rows, and at last what was noticed; it ends without that where the process has failed."""
+    """Yields lists of rows, then what was noticed; without the latter where the process has failed."""
     stream = process.stdout
     with suppress(EOFError, OSError, ValueError, TypeError):
         while stream is not None and (size := stream.read(_SIZE)):
-            batch: _Batch = marshal.loads(stream.read(int.from_bytes(size)))  # noqa: S302 - plain values, and our own
+            batch: _Batch = marshal.loads(stream.read(int.from_bytes(size)))  # noqa: S302 - plain values from our process
             yield batch
 
 
 def main() -> None:
-    """The other process: writes the rows of a log's lines, by the batch, and what was noticed."""
+    """Runs the other process: writes the rows of a log's lines in batches, then what was noticed."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     with suppress(ImportError, OSError):
@@ -579,7 +505,7 @@ def main() -> None:
     folder, *names = sys.argv[1:]
     noticed = Noticed()
     lines = AMPDOCTOR.read(Path(folder), names, noticed)
-    with suppress(BrokenPipeError), out:  # nobody listens any more
+    with suppress(BrokenPipeError), out:  # the reader has gone
         while batch := [row_of(whole) for whole in islice(lines, _LINES)]:
             _send(out, batch)
         left = [(name, *astuple(one)) for name, one in noticed.left.items()]

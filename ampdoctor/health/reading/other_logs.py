@@ -1,4 +1,4 @@
-"""Tables and JSON lines with the column names that trainers use: Lightning's `metrics.csv`, and any other."""
+"""Reads other tools' logs: tables, JSON lines, trainer_state.json, event files, W&B's file, DeepSpeed's monitor."""
 
 from __future__ import annotations
 
@@ -52,16 +52,13 @@ from ampdoctor.health.reading.wandb_export import metrics_of
 _LIGHTNING = "metrics.csv"
 _SOMETHING = frozenset({"loss", "grad_norm", "scale"})
 _NETWORKS = {"g": "g", "gen": "g", "generator": "g", "d": "d", "disc": "d", "discriminator": "d", "critic": "d"}
-"""What the networks of an adversarial training are called, and which of the two each is."""
+"""Names of the networks of an adversarial training, and which of the two each one is."""
 _BESIDE = frozenset({"loss", "losses", "train", "training", "total", "a", "b"})
-"""Words beside that name in the column of the network's whole loss; `loss_d_real` is a part of one."""
-_TRIED = 1000
-"""Rows by which a file is told from one of another kind: a log says a loss, a norm or a scale within these."""
-_HEAD = 1024 * 1024
-"""Bytes in which these rows stand."""
+"""Words that may stand beside such a name in the column of the network's whole loss; `loss_d_real` is only a part."""
+_TRIED = 1000  # rows in which a log must have a loss, a norm or a scale
+_HEAD = 1024 * 1024  # bytes in which these rows must stand
 _TABLES = frozenset({".csv", ".tsv"})
-_MODES = ("mode", "split", "phase", "stage")
-"""Columns that say of a row whether it is of the training or of an evaluation."""
+_MODES = ("mode", "split", "phase", "stage")  # columns that tell a row of the training from one of an evaluation
 _EVALUATIONS = frozenset({"val", "valid", "validation", "eval", "evaluation", "test", "dev"})
 _COUNTED = "no column says which step a row is of: the rows are counted"
 
@@ -79,25 +76,21 @@ def _delimiter(name: str, header: bytes) -> str:
 
 
 def _is_header(line: bytes) -> bool:
-    """Is a line that of the names of a table, whatever its file is called?"""
     names = line.decode("utf-8", "replace").split(_delimiter("", line))
     fields = {field_of(name.strip(' "')) for name in names}
     return len(names) > 1 and "step" in fields and not fields.isdisjoint(_SOMETHING)
 
 
 class TableRows:
-    """Makes rows of a table's lines, or of lines that are JSON objects.
+    """Makes rows from the lines of a table, or from lines that are JSON objects.
 
-    Args:
-        file: The file; its beginning says what its columns are.
+    The beginning of the file decides the columns. Raises CheckpointError where it cannot be read, has more columns than
+    a log, or is W&B's export of several runs.
 
     Attributes:
-        has_steps: Whether the beginning names steps, or epochs that rise.
-        wrong_steps: Whether it has a column of steps that are none.
-        says_something: Whether it says a loss, a norm or a scale.
-
-    Raises:
-        CheckpointError: It cannot be read, has more columns than a log, or is W&B's export of several runs.
+        has_steps: Whether the beginning has steps, or epochs that rise.
+        wrong_steps: Whether it has a column of invalid steps.
+        says_something: Whether it has a loss, a norm or a scale.
     """
 
     def __init__(self, file: RegularFile) -> None:
@@ -150,8 +143,8 @@ class TableRows:
         if self._table or not left.unfinished:
             return
         torn, last = Left(), left.unfinished
-        yield from self.rows(iter([last]), torn)  # an object is whole where it can be read
-        if not torn.damaged:  # else it was no object
+        yield from self.rows(iter([last]), torn)  # an object that can be parsed is whole
+        if not torn.damaged:  # else it was not an object
             left.unfinished = b""
 
     def _parsed(self, lines: Iterator[bytes], left: Left) -> Iterator[_Values]:
@@ -175,7 +168,7 @@ class TableRows:
         step = step_of(fields)
         return None if step is None else self._epochs.step(_epoch(values), step)
 
-    def _by_epoch(self, values: _Values, fields: dict[str, float]) -> int | None:  # noqa: ARG002 - as the others
+    def _by_epoch(self, values: _Values, fields: dict[str, float]) -> int | None:  # noqa: ARG002 - same signature
         epoch = _epoch(values)
         return None if epoch is None or epoch < 0 or epoch != int(epoch) else int(epoch)
 
@@ -201,17 +194,14 @@ def _epoch(values: _Values) -> float | None:
 
 
 def _fields(values: _Values) -> dict[str, float]:
-    """Returns a row's fields; none of a row of an evaluation. Where the loss has parts alone, it is their sum.
-
-    Losses of two networks that train against each other are no parts of one.
-    """
+    """Returns a row's fields, none for an evaluation; where only parts of the loss are there, it is their sum."""
     if _is_of_an_evaluation(values):
         return {}
     fields = known_fields(values)
     networks = (
         {} if "loss" in fields else {key: side for key in values if isinstance(key, str) and (side := _network(key))}
     )
-    if len(set(networks.values())) > 1:
+    if len(set(networks.values())) > 1:  # losses of two networks that train against each other are not summed
         losses = {f"{OF_A_NETWORK}{key}": as_number(values[key]) for key in networks}
         return fields | {name: loss for name, loss in losses.items() if loss is not None}
     if "loss" not in fields:
@@ -228,7 +218,7 @@ def _says_something(fields: Mapping[str, float]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _network(column: str) -> str:
-    """Returns which of two networks a column is the loss of, as `G_loss`, `loss_D`, `train/gen_loss`; "" for none."""
+    """Returns the network whose loss a column is, as `G_loss`, `loss_D`, `train/gen_loss`; "" for none."""
     words = re.findall(r"[a-z]+|[A-Z](?![a-z])|[A-Z][a-z]+", column)
     lower = [word.lower() for word in words]
     sides = {_NETWORKS[word] for word in lower if word in _NETWORKS}
@@ -241,13 +231,12 @@ def _is_of_an_evaluation(values: _Values) -> bool:
 
 
 def _is_part(key: object) -> bool:
-    """Is a column's name that of a part of the training's loss, as `train/box_loss`?"""
     name = key.strip().lower() if isinstance(key, str) else ""
     return name.startswith("train/") and name.endswith("_loss")
 
 
 def _is_a_log(place: Place, name: str) -> bool:
-    """Does a file name steps, and a loss, a norm or a scale?"""
+    """Whether a file has steps, and a loss, a norm or a scale."""
     if ("table", name) not in place.known:
         found = False
         try:
@@ -278,7 +267,7 @@ def _logs_of(place: Place) -> list[str]:
 
 
 def _json_lines(place: Place, name: str) -> bool:
-    """Does a file that is called JSON begin with an object in a line of its own, as mmengine's `scalars.json`?"""
+    """Whether a `.json` file begins with an object in a line of its own, as mmengine's `scalars.json`."""
     if not name.endswith(".json"):
         return False
     first, ended, _ = place.head(name, 64 * 1024).partition(b"\n")
@@ -289,12 +278,10 @@ LIGHTNING = LogKind(format="lightning", claims=_claims_lightning, read=reading(T
 ANY_TABLE = kind_of_one_file("table", _logs_of, TableRows)
 
 
-# `trainer_state.json` of the Hugging Face Trainer.
-
+# -- `trainer_state.json` of the Hugging Face Trainer --
 
 _NAME = "trainer_state.json"
-_SUMMARY = "train_runtime"
-"""A key of the line that the Trainer writes at the end."""
+_SUMMARY = "train_runtime"  # a key of the line that the Trainer writes at the end
 _HIDES = (
     "the Trainer writes 0.0, or the mean of those before it, in place of a loss that is not finite, unless "
     "logging_nan_inf_filter=False; 0.0 beside a gradient norm that is not finite is read as NaN"
@@ -345,7 +332,7 @@ def _read_trainer_state(folder: Path, names: Sequence[str], noticed: Noticed) ->
 TRANSFORMERS = LogKind(format="transformers", claims=_claims_trainer_state, read=_read_trainer_state)
 
 
-# TensorBoard's event files, whichever framework has written them: the files of one folder are one run's.
+# -- TensorBoard's event files, of any framework: the files of one folder belong to one run --
 
 
 def _claims_events(place: Place) -> Sequence[Sequence[str]]:
@@ -368,17 +355,14 @@ def _read_events(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterat
 TENSORBOARD = LogKind(format="tensorboard", claims=_claims_events, read=_read_events)
 
 
-# The file of a W&B run (`run-ID.wandb`), online or offline: its history, without the library and without its server.
+# -- the file of a W&B run (`run-ID.wandb`), online or offline, read without the library and the server --
 #
-# The file is a log in LevelDB's frame. A record is a protobuf message of wandb_internal.proto, whose fields that lead
-# to a logged number are followed.
-
+# The file is a log in LevelDB's format. A record is a protobuf message of wandb_internal.proto; only the fields that
+# lead to a logged number are read.
 
 _MAGIC = b":W&B"
-_HEADER = 7
-"""Bytes before the first record."""
-_HISTORY, _RUN, _EXIT = 2, 17, 18
-"""Fields of a Record."""
+_HEADER = 7  # bytes before the first record
+_HISTORY, _RUN, _EXIT = 2, 17, 18  # fields of a Record
 
 
 def _claims_wandb(place: Place) -> Sequence[Sequence[str]]:
@@ -397,7 +381,7 @@ def _read_wandb(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterato
 
 
 class _Run:
-    """What of a run stands in its records beside the rows of its history."""
+    """The run's exit code and last time, read from its records beside the rows."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -415,7 +399,7 @@ class _Run:
                     elif (number, wire) == (_EXIT, BYTES):
                         codes = [code for field, kind, code in message_fields(value) if (field, kind) == (1, VARINT)]
                         self.exit_code = codes[0] & 0xFF if codes else 0
-            except ValueError:  # whole, by its checksum, and of another make
+            except ValueError:  # its checksum is right, but its format is unknown
                 continue
 
     def _row(self, history: bytes) -> Row | None:
@@ -434,7 +418,7 @@ class _Run:
 
 
 def _item(data: bytes) -> dict[str, Any]:
-    """Returns a HistoryItem's value by its key (1), or by its nested key (2) in one name; the value is JSON (16)."""
+    """Returns a HistoryItem's value by its key (1), or by its nested key (2) joined; the value is JSON (16)."""
     keys, text = [], b""
     for number, wire, value in message_fields(data):
         if wire == BYTES and number in (1, 2):
@@ -450,8 +434,7 @@ def _item(data: bytes) -> dict[str, Any]:
 WANDB = LogKind(format="wandb", claims=_claims_wandb, read=_read_wandb)
 
 
-# The folder of DeepSpeed's CSV monitor: one table for each number, `Train_Samples_train_loss.csv` and its like.
-
+# -- DeepSpeed's CSV monitor: one table for each number, such as `Train_Samples_train_loss.csv` --
 
 _FILES = {
     "Train_Samples_train_loss.csv": "loss",
@@ -493,7 +476,7 @@ def _column(file: RegularFile, field: str, noticed: Noticed) -> Iterator[tuple[i
 
 
 def _by_samples(found: Iterator[tuple[int, int, str, float]]) -> Iterator[Row]:
-    """Yields a row for each number of samples; the tables know no steps, so that they are counted."""
+    """Yields a row for each number of samples; the tables have no steps, so steps are counted from the samples."""
     rows: dict[tuple[int, int], Row] = {}
     for start, samples, field, value in found:
         row = rows.setdefault((start, samples), Row(0, {"samples": float(samples)}))

@@ -1,7 +1,7 @@
-"""What a training prints, whichever program prints it: lines with a step and a loss among everything else.
+"""Reads what any training program prints: lines with a step and a loss among other output.
 
-First the beginning of a file is looked through for which of its lines are those of the training: a program may print a
-loss at each step, its mean at each epoch, and that of an evaluation. Then the lines are read one by one.
+First the beginning of a file decides which of its lines belong to the training: a program may print a loss at each
+step, its mean at each epoch, and that of an evaluation. Then the lines are read one by one.
 """
 
 from __future__ import annotations
@@ -18,54 +18,41 @@ from ampdoctor.evidence.report import Skipped
 from ampdoctor.health.reading.log_kind import Epochs, Noticed, Row
 from ampdoctor.health.reading.printed_line import Printed, printed
 
-# What trainers print of a step that they skip; and a log in which nothing else is printed.
-#
-# DeepSpeed prints nothing but its overflows where Accelerate has made its configuration.
-
+# -- skipped steps, and logs with nothing else: with Accelerate's configuration DeepSpeed prints only overflows --
 
 OVERFLOW = re.compile(
     rb"(?:OVERFLOW! Rank 0|\[Rank 0\] Overflow detected\.) Skipping step\. Attempted loss scale: ([0-9.e+]+),"
     rb"(?: reducing to ([0-9.e+]+))?"
 )
-"""What DeepSpeed prints of a step that it skips; it prints none of the others."""
+"""DeepSpeed's message for a skipped step; it prints none for other steps."""
 _REDUCED = re.compile(
     rb"radient overflow(?: detected, ignoring gradient, setting loss scale to: |\.\s+Skipping step, loss scaler \d+ "
     rb"reducing loss scale to )([0-9.e+-]+)"
 )
-"""What fairseq and Apex print of one, with the loss scale behind it, which is half of that before."""
+"""The message of fairseq and Apex, with the loss scale after the step, which is half of the one before."""
 _TIME = re.compile(rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[,.](\d{3})")
-_GROWN = 1.5
-"""Times the scale behind the overflow before, beyond which it has grown: scalers double it, and print some digits."""
-_LONGER = 1.5
-"""Times the shortest time between two overflows, beyond which other steps were taken in between."""
+_GROWN = 1.5  # growth of the scale between overflows that counts: scalers double it, but only some digits are printed
+_LONGER = 1.5  # times the shortest time between two overflows; after a longer time other steps were taken in between
 _WHY = "DeepSpeed has printed overflows alone: steps between them are estimated from their times (steps_per_print=N)"
 
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
-    """A step that was skipped.
+    """A skipped step."""
 
-    Attributes:
-        begins: Where in its line it begins.
-        attempted: The loss scale of the step; where that is not printed, twice the one behind it.
-        scale: The loss scale behind it.
-        seconds: When it was printed, in seconds since 1970; None where the line does not say.
-        is_told: The line says the scale of the step.
-    """
-
-    begins: int
-    attempted: float
-    scale: float
-    seconds: float | None
-    is_told: bool
+    begins: int  # where it begins in its line
+    attempted: float  # the loss scale of the step; where it is not printed, twice the one after it
+    scale: float  # the loss scale after it
+    seconds: float | None  # when it was printed, since 1970; None where the line does not say
+    is_told: bool  # whether the line has the scale of the step
 
     def has_grown(self, before: float) -> bool:
-        """Whether the scale was larger than the one behind the skipped step before, so that steps were taken."""
+        """Whether the scale is larger than after the skipped step before, so that steps were taken in between."""
         return self.attempted > _GROWN * before
 
 
 def overflow_in(line: bytes) -> Overflow | None:
-    """Returns the skipped step of which a line speaks."""
+    """Returns the skipped step that a line reports."""
     if b"verflow" not in line and b"OVERFLOW" not in line:
         return None
     attempted_is_told = True
@@ -83,10 +70,10 @@ def overflow_in(line: bytes) -> Overflow | None:
 
 
 class OverflowRows:
-    """Makes rows of overflows, each of which is printed without its step.
+    """Makes rows from overflows, which are printed without their step.
 
-    Steps that were taken in between are not printed. That there was at least one is known where the scale has grown,
-    or where more time has passed than between the closest two: as many are counted as fit, and one row stands for them.
+    Steps between them are not printed. At least one was taken where the scale has grown, or where more time has passed
+    than between the closest two overflows: as many steps as fit are counted, with one row for all of them.
     """
 
     def __init__(self) -> None:
@@ -95,7 +82,7 @@ class OverflowRows:
         self._at: float | None = None
         self._shortest: float | None = None
 
-    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are no loss
+    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
         """As in `LineRows`."""
         for line in lines:
             found = overflow_in(line)
@@ -108,7 +95,7 @@ class OverflowRows:
         return iter(())
 
     def put(self, found: Overflow) -> Iterator[Row]:
-        """Yields the skipped step, and the last that was taken before it where one was."""
+        """Yields the skipped step, preceded by the last taken step where there was one."""
         steps = self._steps(found)
         if steps > 1:
             taken = {"skipped": 0.0} if self._scale is None else {"skipped": 0.0, "loss_scale": self._scale}
@@ -118,7 +105,7 @@ class OverflowRows:
         self._scale, self._at = found.scale, found.seconds
 
     def _steps(self, found: Overflow) -> int:
-        """Returns how many steps this overflow comes after the one before."""
+        """Returns the number of steps since the overflow before."""
         at = found.seconds
         steps = 2 if self._scale is not None and found.has_grown(self._scale) else 1
         passed = None if at is None or self._at is None else at - self._at
@@ -140,8 +127,7 @@ def _seconds(line: bytes) -> float | None:
         return None
 
 
-MOST_TRIED = 2000
-"""Lines with numbers by which the beginning of a file is judged."""
+MOST_TRIED = 2000  # lines with numbers that decide the layout of a file
 _MAIN = ("loss", "grad_norm")
 _COUNTED = "no line says which step it is of: the lines are counted"
 _MARKS = ("step", "bar", "fraction", "epoch", "count")
@@ -149,36 +135,26 @@ _MARKS = ("step", "bar", "fraction", "epoch", "count")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which lines of a file are those of its training.
+    """Which lines of a file belong to its training."""
 
-    Attributes:
-        place: By what the steps are told: the name of the step, or one of `_MARKS`.
-        rank: Whose lines are read: each process of a job may print them.
-        names: By field, the name that its number has.
-        bars: Whether the place of a printed dictionary is that of the bar beside it.
-        counted: Whether nothing tells the steps, so that the rows are counted, and the overflows between them.
-        rows: How many such lines there are in the beginning.
-        first: The step of the first, as it is printed.
-    """
-
-    place: str
-    rank: int
-    names: dict[str, str]
-    bars: bool
-    counted: bool
-    rows: int
-    first: int
+    place: str  # how steps are given: the name of the step, or one of `_MARKS`
+    rank: int  # the rank whose lines are read: each process may print them
+    names: dict[str, str]  # by field, the name of its number
+    bars: bool  # whether the step of a printed dictionary is that of the bar beside it
+    counted: bool  # whether no line has a step, so that rows and the overflows between them are counted
+    rows: int  # the number of such lines in the beginning
+    first: int  # the step of the first, as printed
 
 
 def layout_of(lines: Iterable[bytes]) -> Layout | None:
-    """Returns how the lines of a file are to be read, from its beginning; None where no line is a training's."""
+    """Returns the layout of a file, from its beginning; None where no line belongs to a training."""
     found: list[Printed] = []
     for line in lines:
         one = printed(line)
         if one is None or not (one.numbers or one.is_bar):
             continue
         if not one.numbers and len(found) > 1 and not (found[-1].numbers or found[-2].numbers):
-            found.pop()  # of the bars between two rows the first and the last count
+            found.pop()  # of the bars between two rows only the first and the last count
         found.append(one)
         if len(found) >= MOST_TRIED:
             break
@@ -209,7 +185,7 @@ def layout_of(lines: Iterable[bytes]) -> Layout | None:
 
 
 def _place(one: Printed) -> str:
-    """Returns by what a line tells its step; "" where it does not."""
+    """Returns how a line gives its step; "" where it does not."""
     if one.named:
         return one.named
     if one.is_dictionary:
@@ -220,7 +196,6 @@ def _place(one: Printed) -> str:
 
 
 def _rises(places: list[int | float | None]) -> bool:
-    """Do these places rise, all but for a restart?"""
     if not places or None in places:
         return False
     known = [place for place in places if place is not None]
@@ -229,7 +204,7 @@ def _rises(places: list[int | float | None]) -> bool:
 
 
 def _beside_bars(found: list[Printed], rank: int) -> list[int | float | None]:
-    """Returns the place that each dictionary of a rank has by its bar."""
+    """Returns the step that each dictionary of a rank gets from its bar."""
     reader = _Bars()
     places: list[int | float | None] = []
     for one in found:
@@ -242,7 +217,7 @@ def _beside_bars(found: list[Printed], rank: int) -> list[int | float | None]:
 
 @dataclass(slots=True)
 class _Bars:
-    """Gives each printed dictionary the place of the bar that is drawn again behind it, or else of the one before."""
+    """Gives each printed dictionary the step of the bar that is drawn after it, or else of the one before."""
 
     last: int | None = None
     _waiting: Printed | None = None
@@ -263,20 +238,16 @@ class _Bars:
 
 @dataclass(slots=True)
 class ConsoleRows:
-    """Makes rows of the lines of a file, as they come.
+    """Makes rows from the lines of a file, as they come.
 
-    A skipped step is printed without its number. It lies between the lines around it: right behind the place of the one
-    before. Where the lines number no steps, each skipped step is counted as one. The most of them between two lines are
-    all steps that a line stands for, and so is a line with as many a skipped step; one with fewer had taken steps as
-    well.
-
-    Attributes:
-        layout: How they are to be read.
-        unplaced: Overflows of which the step is not known, though they may be counted.
+    A skipped step is printed without its number. It belongs between the lines around it, right after the step of the
+    line before. Where lines have no step numbers, each skipped step counts as one step. The largest number of skipped
+    steps between two lines is taken as the number of steps per line: a line with that many is itself skipped, and one
+    with fewer also took steps.
     """
 
     layout: Layout
-    unplaced: int = 0
+    unplaced: int = 0  # overflows without a known step, though they may be counted
     _epochs: Epochs = field(default_factory=Epochs)
     _bars: _Bars = field(default_factory=_Bars)
     _drawn: Printed | None = None
@@ -291,7 +262,7 @@ class ConsoleRows:
     def __post_init__(self) -> None:
         self._at = min(self.layout.first, 1) - 1
 
-    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are no loss
+    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
         """As in `LineRows`."""
         for line in lines:
             yield from self._hear(line)
@@ -315,7 +286,7 @@ class ConsoleRows:
     def _hear(self, line: bytes) -> Iterator[Row]:
         overflow = overflow_in(line)
         if overflow is not None:
-            yield from self._hear(line[: overflow.begins])  # a bar, which nothing ends
+            yield from self._hear(line[: overflow.begins])  # a bar without newline
             self._behind.append((self._at, overflow))
             return
         one = printed(line)
@@ -329,7 +300,7 @@ class ConsoleRows:
             return
         if self.layout.bars:
             yield from self._rows(self._bars.row(one))
-        elif one.is_bar:  # it is drawn again with the loss of its step
+        elif one.is_bar:  # a bar is drawn again with the loss of its step
             before, self._drawn = self._drawn, one
             if before is not None and (before.step, before.of, before.epoch) != (one.step, one.of, one.epoch):
                 yield from self._rows([(before, before.step)])
@@ -337,7 +308,7 @@ class ConsoleRows:
             yield from self._rows([(one, one.step)])
 
     def _is_a_row(self, one: Printed) -> bool:
-        """Is a line one of those of the layout? Of such a line the numbers are kept that have the layout's names."""
+        """Whether a line fits the layout; if so, it keeps only numbers with the layout's names."""
         own = {name: number for name, number in one.numbers.items() if self.layout.names.get(name) == number.name}
         main = one.numbers.keys() & _MAIN
         if not main or not own.keys() >= main or one.rank != self.layout.rank or _place(one) != self.layout.place:
@@ -363,29 +334,29 @@ class ConsoleRows:
                 values.setdefault("scale", self._scale)
                 if not skipped and not self._by_epochs:
                     values["skipped"] = 0.0
-            if self.layout.place == "num_updates":  # fairseq's, of updates that were made: it counts no others
+            if self.layout.place == "num_updates":  # fairseq's counter, of steps that were taken only
                 values.setdefault("skipped", 0.0)
             self._at, self._takes = step, not skipped
             yield Row(step, values)
 
     def _counted(self, behind: Sequence[tuple[int, Overflow]]) -> Iterator[Row]:
-        """Counts skipped steps; where the scale has grown and no line tells of a taken step, there was one."""
+        """Counts skipped steps, and a taken step where the scale has grown and no line shows one."""
         self._most = max(self._most, len(behind))
-        self.unplaced += len(behind)  # a line may stand for more steps than one
+        self.unplaced += len(behind)  # a line may stand for several steps
         for _, one in behind:
             attempted = one.attempted
             if not self._takes and self._scale is not None and one.has_grown(self._scale):
                 if one.is_told or self.layout.place == "epoch":
                     self._count += 1
                     yield Row(self._count, {"loss_scale": self._scale, "skipped": 0.0})
-                else:  # at a floor, which the line does not say; from one line to the next no scale grows
+                else:  # at a minimum that the line does not show: between two lines no scale grows
                     attempted = self._scale
             self._count += 1
             yield Row(self._count, {"loss_scale": attempted, "skipped": 1.0})
             self._scale, self._takes = one.scale, False
 
     def _between(self, behind: Sequence[tuple[int, Overflow]], step: int) -> Iterator[Row]:
-        """Places skipped steps up to a line's step; where it leaves them no room, it counts none of them."""
+        """Places skipped steps before a line's step; counts none where there are not enough steps."""
         if not behind:
             return
         places = list(accumulate((at + 1 for at, _ in behind), lambda before, at: max(before + 1, at)))
@@ -398,7 +369,7 @@ class ConsoleRows:
 
     @property
     def _by_epochs(self) -> bool:
-        """Whether a row stands for more steps than its own number says."""
+        """Whether a row stands for more steps than its number."""
         return self.layout.place == "epoch" and not self.layout.counted
 
     def _step(self, one: Printed, place: int | None) -> int:
@@ -413,7 +384,7 @@ class ConsoleRows:
         return self._epochs.step(epoch, place or 0, one.of)
 
     def _last_overflows(self) -> Iterator[Row]:
-        """The overflows behind the last row: no row stands for their steps, so that they may be counted on from it."""
+        """Yields the overflows after the last row, with steps counted on from it."""
         behind, self._behind = self._behind, []
         if self._by_epochs:
             self.unplaced += len(behind)

@@ -1,8 +1,8 @@
-"""A line that a training loop prints, taken apart: where the loop stands, and the numbers beside their names.
+"""Parses a line that a training loop prints into its step and its named numbers.
 
-There is no list of frameworks here. A number counts where a name that `log_files` knows stands right before it
-(`loss: 2.1`, `gnorm=0.8`, `grad_norm 4.2 (3.9)`, `{'loss': '2.1'}`), and the place of the loop is a named step, a
-fraction (`[50/1251]`, the bar of tqdm) or an epoch. A sentence that has numbers in it is no such line.
+There is no list of frameworks. A number counts where a name that `log_files` knows comes right before it (`loss: 2.1`,
+`gnorm=0.8`, `grad_norm 4.2 (3.9)`, `{'loss': '2.1'}`). The step is a named number, a fraction (`[50/1251]`, tqdm's bar)
+or an epoch. A sentence with numbers in it does not count.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from functools import lru_cache
 
 from ampdoctor.checkpoints.log_files import field_of
 
-LONGEST = 16 * 1024
-"""Bytes of a line that are taken apart: a printed dictionary of some hundred numbers."""
-_MAY_SAY = re.compile(rb"loss|norm|epoch|\d\s*/\s*\d", re.IGNORECASE)
-"""A line that has none of these is passed over without being taken apart."""
+LONGEST = 16 * 1024  # longest line that is parsed, in bytes: a printed dictionary of some hundred numbers
+_MAY_SAY = re.compile(rb"loss|norm|epoch|\d\s*/\s*\d", re.IGNORECASE)  # a line without any of these is not parsed
 
 _NAMES_A_NUMBER = re.compile(rb"loss|norm", re.IGNORECASE)
 _ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][0-9A-B])")
@@ -25,28 +23,27 @@ _RANK = re.compile(
     r"|\[(?:default|rank)[ _](\d{1,6})\]|\brank[ =:]{1,2}(\d{1,6})\b",
     re.IGNORECASE,
 )
-"""torchrun's, Slurm's (`srun --label`) and Open MPI's prefixes, and what a logger says of the rank."""
+"""Prefixes of torchrun, Slurm (`srun --label`) and Open MPI, and loggers that print the rank."""
 _CLOCK = re.compile(
     r"\b\d{4}[-/]\d\d[-/]\d\d(?:[ T_]+\d\d:\d\d:\d\d)?(?:[.,]\d+)?Z?|\b\d\d/\d\d(?:/\d{2,4})?[ T]+\d\d:\d\d:\d\d"
     r"|\b\d+ days?,? |\b\d+:\d\d(?::\d\d)?(?:[.,]\d+)?\b"
 )
 _LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL)\b")
 _BAR = re.compile(r"\d+%\|[^|]*\|\s*(\d{1,16})\s*/\s*(\d{1,16})\s*\[[^\],]*,?[^\],]*")
-"""A bar of tqdm up to what is put behind it: its share, its drawing, its place, its times and its speed."""
+"""A tqdm bar without the text after it: percentage, drawing, step, times and speed."""
 _BAR_ALONE = re.compile(rb"\d%\|[^|]*\|\s*(\d{1,16})\s*/\s*(\d{1,16})\s*\[[^\]=]*\](?:\x1b\[A)?\s*$")
 _TWO_PLACES = re.compile(
     r"(?:\[\s*(\d{1,16})(?:\s*/\s*\d+)?\s*\]|\btrain(?:ing)?:\s*(\d{1,16}))\s*\[\s*(\d{1,16})\s*([/,])\s*(\d{1,16})?",
     re.IGNORECASE,
 )
-"""An epoch and a place in it: `[1][ 50/1251]`, `[29/300][2670/2859]`, `Train: 0 [  50/1251`."""
+"""An epoch and a step in it: `[1][ 50/1251]`, `[29/300][2670/2859]`, `Train: 0 [  50/1251`."""
 _TWO_NUMBERS = re.compile(r"^\W*\[\s*(\d{1,16})\s*,\s*(\d{1,16})\s*\](?=\s*[a-z_ ]*loss)", re.IGNORECASE)
 """An epoch and a step in it: `[1,  2000] loss: 2.173`."""
 _EVALUATES = re.compile(
     r"(?<![\w/.-])(?:val|valid|validation|validat(?:e|ing)|eval|evaluation|evaluat(?:e|ing)|test|testing|dev)(?![\w/.-])",
     re.IGNORECASE,
 )
-_MAY_EVALUATE = ("val", "test", "dev")
-"""A line that has none of these is not about an evaluation."""
+_MAY_EVALUATE = ("val", "test", "dev")  # a line without any of these is not about an evaluation
 _EVALUATED = re.compile(r"(?:val|valid|validation|eval|test|dev)[ _/]*loss", re.IGNORECASE)
 
 _TOKEN = re.compile(
@@ -61,19 +58,18 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-_MOST_WORDS = 6
-"""Words in a row with no number, no sign of equality and no bar between: of more a sentence consists."""
+_MOST_WORDS = 6  # most words in a row without a number, an equals sign or a bar between them; a sentence has more
 _WRAPPERS = frozenset({"tensor", "np.float64", "np.float32", "np.float16", "float", "array"})
 _HARMLESS = frozenset(
     {"train", "training", "current", "batch", "mean", "avg", "average", "running", "global", "step", "iter"}
     | {"optimizer", "at", "epoch", "mini", "minibatch", "smoothed", "trainer", "local", "overall"}
 )
-"""Words before a known name that change nothing: `avg loss` is one, `valid loss` and `box loss` are others."""
+"""Words before a known name that do not change it: `avg loss` is the loss, `valid loss` and `box loss` are not."""
 _OWN_NAMES = {"epoch": "epoch", "norm": "grad_norm", "batch": "step", "dt": "time", "time": "time"} | dict.fromkeys(
     ("avg_loss", "mean_loss", "loss_train", "epoch_loss", "running_loss"), "loss"
 )
-"""Names that tell something on a printed line and not in a table. A time is that of a step where it is in milliseconds,
-or where the time of the data stands beside it; else it may be the time since the start."""
+"""Names that count on a printed line and not in a table. `time` is that of a step if it is in milliseconds, or if the
+time of the data stands beside it; else it may be the time since the start."""
 _OF_SENTENCES = frozenset(
     {"we", "you", "was", "were", "is", "are", "that", "this", "had", "has", "have", "got", "saw", "which", "because"}
     | {"but", "should", "would", "fell", "rose", "when", "our", "my"}
@@ -83,12 +79,7 @@ _OF_A_STEP = frozenset({"at", "after", "for", "in", "of"})
 
 @dataclass(slots=True)
 class Number:
-    """A number of a line.
-
-    Attributes:
-        name: Under which name it was printed, with what joined the two.
-        value: The number.
-    """
+    """A number of a line, with its printed name and the sign that joins the two."""
 
     name: str
     value: float
@@ -96,33 +87,21 @@ class Number:
 
 @dataclass(slots=True)
 class Printed:
-    """A line, taken apart.
+    """A parsed line."""
 
-    Attributes:
-        numbers: By the names of `LogEntry`.
-        step: What the line calls the step, or the number before the slash; None where it has neither.
-        named: The name of the step; "" for a fraction.
-        of: The number behind the slash.
-        epoch: The epoch.
-        rank: The process that has printed it, where that is said.
-        is_bar: Whether the fraction is that of a bar.
-        is_dictionary: Whether the numbers stand in braces.
-        evaluates: The line has an evaluation loss beside the training loss.
-    """
-
-    numbers: dict[str, Number] = field(default_factory=dict)
-    step: int | None = None
-    named: str = ""
-    of: int | None = None
+    numbers: dict[str, Number] = field(default_factory=dict)  # by the names of `LogEntry`
+    step: int | None = None  # the named step, or the number before the slash
+    named: str = ""  # the name of the step; "" for a fraction
+    of: int | None = None  # the number after the slash
     epoch: float | None = None
-    rank: int = 0
-    is_bar: bool = False
-    is_dictionary: bool = False
-    evaluates: bool = False
+    rank: int = 0  # the process that printed it, where the line says so
+    is_bar: bool = False  # whether the fraction is that of a bar
+    is_dictionary: bool = False  # whether the numbers stand in braces
+    evaluates: bool = False  # whether the line has an evaluation loss beside the training loss
 
 
 def printed(line: bytes) -> Printed | None:
-    """Returns what a line says; None for one that says neither a loss or a norm, nor where the loop stands."""
+    """Parses a line; returns None for one that has neither a loss or norm nor a step."""
     if len(line) > LONGEST or not _MAY_SAY.search(line):
         return None
     if not _NAMES_A_NUMBER.search(line) and (alone := _BAR_ALONE.search(line)) is not None:
@@ -158,7 +137,7 @@ def _two_places(text: str, made: Printed) -> str:
 
 
 def _of_training(text: str, made: Printed) -> Printed | None:
-    """Drops the numbers of a line that is about an evaluation."""
+    """Returns None for a line about an evaluation."""
     lower = text.lower()
     if not any(word in lower for word in _MAY_EVALUATE):
         return made
@@ -173,7 +152,7 @@ def _of_training(text: str, made: Printed) -> Printed | None:
 
 
 class _Walk:
-    """Goes over the tokens of a line."""
+    """Walks through the tokens of a line."""
 
     def __init__(self, made: Printed) -> None:
         self._made = made
@@ -184,7 +163,7 @@ class _Walk:
         self._time: tuple[Number, str] | None = None
 
     def read(self, text: str) -> bool:
-        """Takes the line; False for a sentence."""
+        """Reads the line; returns False for a sentence."""
         if not _OF_SENTENCES.isdisjoint(text.lower().split()):
             return False
         for token in _TOKEN.finditer(text):
@@ -196,7 +175,7 @@ class _Walk:
                 self._word(token["word"].rstrip("./-#"))
                 if len(self._words) > _MOST_WORDS:
                     return False
-            elif kind == "equals" or token["other"] == "-":  # `loss - 2.1`, as well as `loss: 2.1`
+            elif kind == "equals" or token["other"] == "-":  # `loss - 2.1` as well as `loss: 2.1`
                 self._equals = (token["equals"] or "-") if self._words else ""
             elif kind == "of":
                 self._fraction(int(token["at"]), int(token["of"]))
@@ -209,7 +188,7 @@ class _Walk:
         return True
 
     def _names_a_place(self, bracket: str) -> bool:
-        """Is what stands here the name of a step or an epoch, as in `Step [100/600]`?"""
+        """Whether the words before name a step or an epoch, as in `Step [100/600]`."""
         if bracket != "[" or not self._words:
             return False
         known = _known(tuple(self._words))
@@ -273,7 +252,7 @@ class _Walk:
 
 @lru_cache(maxsize=4096)
 def _known(words: tuple[str, ...]) -> tuple[str, str] | None:
-    """Returns the field that a name of several words stands for, and its own words; None for another name."""
+    """Returns the field for a name of several words, and the name; None for an unknown name."""
     for start in range(len(words)):
         name = "_".join(words[start:])
         what = field_of(name) or _OWN_NAMES.get(name)

@@ -1,4 +1,4 @@
-"""What a job prints: lines of a text file into which its output was sent."""
+"""Logs in the printed output of a job: Megatron-LM, DeepSpeed, and any program with a step and a loss in its lines."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from ampdoctor.health.reading.log_kind import Noticed, Place, Row, kind_of_one_f
 from ampdoctor.health.reading.printed_console import OVERFLOW, ConsoleRows, Layout, OverflowRows, layout_of, overflow_in
 from ampdoctor.health.reading.printed_line import printed
 
-# How a job has ended, by the last of what it prints: an exception that nothing has caught.
-
+# -- how a job ended: an uncaught exception at the end of its output --
 
 _RANK = re.compile(rb"^\s*(?:\[(?:default|rank)?[ _]?\d{1,6}\]:|\[\d+,\d{1,6}\]<std(?:out|err)>:?|\d{1,6}:) ?")
-"""torchrun's, Open MPI's and Slurm's prefixes: the tracebacks of several processes come line by line in turns."""
+"""Prefixes of torchrun, Open MPI and Slurm: the tracebacks of several processes are mixed line by line."""
 _HEAD_BYTES = b"Traceback (most recent call last)"
 _CHAINED = re.compile(rb"(?:During handling of the above exception|The above exception was the direct cause)")
 _IGNORED = re.compile(
     rb"Exception ignored (?:in|on)|Exception in thread|--- Logging error ---|^Process \S*Process-|Error in atexit"
 )
-"""Python prints a traceback below these, and the script goes on."""
+"""Python prints a traceback after these, and the script goes on."""
 _INDENTED = (b" ", b"\t", "│".encode(), "╭".encode(), "╰".encode())
 _EXCEPTION = re.compile(rb"^([A-Za-z_][\w.]*)(?::\s*(.*))?$")
 _AT_FLOOR = re.compile(
     rb"(?:(\w*(?:Error|Exception)): )?((?:Current loss scale already at minimum|Minimum loss scale reached)[^\r\n]*)"
 )
-"""What DeepSpeed and fairseq raise at the floor of their scale, whether or not the traceback stands in the file."""
+"""Errors of DeepSpeed and fairseq at the minimum of their scale; the traceback may be missing in the file."""
 _WITH_CODE = re.compile(
     rb"exit(?:s|ed)?\s*(?:with\s+)?(?:(?:return|exit)\s+)?(?:code|status)\s*[:=]?\s*-?[1-9]", re.IGNORECASE
 )
@@ -42,11 +41,9 @@ _PASSES = re.compile(
     rb"CUDA kernel errors might|For debugging consider|Compile with `?TORCH_USE|"
     rb"\[\d{4}-\d\d-\d\d [^]]+\] (?:\[\w+\] \[launch\.py|torch\.distributed))|\d%\|[^|]*\|"
 )
-"""What launchers, trackers and bars print behind it, and the further lines of torch's own messages."""
-_LONGEST = 200
-"""Characters of an exception and what it says."""
-_GOES_ON = 2
-"""Rows behind an exception that show that it was caught: one may have waited for a bar that is drawn when it closes."""
+"""Lines of launchers, trackers and bars after the exception, and further lines of torch's own messages."""
+_LONGEST = 200  # characters of an exception with its message
+_GOES_ON = 2  # rows after an exception that show that it was caught; one may have waited for a bar's last drawing
 _INTERRUPTED = 130
 
 
@@ -58,10 +55,10 @@ class _Rows(Protocol):
 
 @dataclass(slots=True)
 class Ending:
-    """Hears the lines of a job for an exception that has ended it.
+    """Searches the lines of a job for an exception that ended it.
 
-    One has where nothing follows its traceback but what launchers and trackers print, or where a launcher says then
-    that the job has ended with a code other than 0. Of several processes' the first counts, of a chain the last.
+    An exception ended the job if only output of launchers and trackers follows its traceback, or if a launcher reports
+    a non-zero exit code after it. The first of several processes counts, and the last of a chain.
     """
 
     _raised: bytes = b""
@@ -107,12 +104,12 @@ class Ending:
         self._chained, self._others = False, 0
 
     def goes_on(self) -> None:
-        """Steps follow: whatever was raised was caught, or the job was started again."""
+        """Forgets the exception: further steps show that it was caught, or that the job was restarted."""
         self._raised, self._others = b"", 0
 
     @property
     def may_have_ended(self) -> bool:
-        """Whether an exception was raised, behind which it is not known yet that the job goes on."""
+        """Whether an exception was raised that may have ended the job."""
         return bool(self._raised)
 
     @property
@@ -125,11 +122,7 @@ class Ending:
 
 
 class PrintedRows:
-    """Makes rows of what a job prints, and knows how it has ended.
-
-    Args:
-        rows: Makes the rows.
-    """
+    """Makes rows from a job's output with `rows`, and finds how the job ended."""
 
     def __init__(self, rows: _Rows) -> None:
         self._rows, self._ending, self._since = rows, Ending(), 0
@@ -158,13 +151,10 @@ class PrintedRows:
 
 _SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr", ".o", ".e"})
 _NAMES = frozenset({"log", "stdout", "stderr", "output"})
-_HEAD = 8 * 1024 * 1024
-"""Bytes in which the first line of a step stands: before it a job prints its arguments and compiles."""
-_ENOUGH = 1024 * 1024
-"""Bytes behind the first line of a step from which is learnt which lines are those of steps."""
+_HEAD = 8 * 1024 * 1024  # bytes searched for the first line of a step: a job prints its arguments first, and compiles
+_ENOUGH = 1024 * 1024  # bytes from the first line of a step on that decide the layout
 _LOOK = 256 * 1024
-_FEW = 8
-"""Lines of a job that has just begun."""
+_FEW = 8  # lines of a job that has just begun
 
 _ITERATION = re.compile(rb"\biteration\s+(\d{1,16})/\s*\d+\s*\|(.*)")
 _MEGATRON = {
@@ -185,16 +175,16 @@ _STEP = re.compile(rb"\[Rank 0\] step=(\d{1,16}), skipped=(\d+)(?:, lr=\[\[?([^,
 
 
 class _MegatronRows:
-    """Makes rows of Megatron-LM's lines, each the mean over the iterations since the one before it.
+    """Makes rows from Megatron-LM's lines, each the mean over the iterations since the line before.
 
-    Megatron-LM leaves a loss that is not finite out of the mean. Only where a line is one iteration, which iteration
-    was skipped or had no finite loss is known; a line of iteration 1 is one.
+    Megatron-LM leaves non-finite losses out of the mean. Which iteration was skipped or had a non-finite loss is known
+    only where a line is one iteration; a line of iteration 1 is one.
     """
 
     def __init__(self) -> None:
         self._before = 0
 
-    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are no loss
+    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
         for line in lines:
             found = _ITERATION.search(line)
             if found is not None:
@@ -223,16 +213,16 @@ class _MegatronRows:
 
 
 class _DeepSpeedRows:
-    """Makes rows of DeepSpeed's lines.
+    """Makes rows from DeepSpeed's lines.
 
-    An overflow is printed without its step: those since the last line of a step are put right behind that step.
+    An overflow is printed without its step: overflows since the last line of a step are placed right after that step.
     """
 
     def __init__(self) -> None:
         self._step = 0
         self._scale: float | None = None
 
-    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are no loss
+    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
         for line in lines:
             overflow = overflow_in(line)
             if overflow is not None:
@@ -249,7 +239,7 @@ class _DeepSpeedRows:
         rate = as_number((found[3] or b"").decode("utf-8", "replace"))
         values = {} if rate is None else {"learning_rate": rate}
         known = {} if self._scale is None else {"loss_scale": self._scale}
-        if self._step != int(found[1]):  # else the last of the overflows was this step's
+        if self._step != int(found[1]):  # else this step was the last of the overflows
             values |= {**known, "skipped": 0.0}
         self._step = int(found[1])
         return Row(self._step, values)
@@ -260,7 +250,7 @@ def _is_overflow_or_step(line: bytes) -> bool:
 
 
 class _Text:
-    """What the beginning of a text says about whose output it is."""
+    """Finds in the beginning of a text whose output it is."""
 
     def __init__(self, head: bytes) -> None:
         self.lines = sum(map(bool, _lines(head)))
@@ -271,7 +261,7 @@ class _Text:
 
     @property
     def format(self) -> str:
-        """Whose it is, in a word; "" for a text that is no log."""
+        """The format in a word; "" for a text that is no log."""
         if self.megatron:
             return "megatron"
         if self.layout is not None:
@@ -280,12 +270,11 @@ class _Text:
 
 
 def _lines(head: bytes) -> list[bytes]:
-    """The whole lines."""
     return head.replace(b"\r", b"\n").split(b"\n")[:-1]
 
 
 def _text(file: RegularFile, most: int = _HEAD) -> tuple[_Text | None, int]:
-    """Looks through the beginning of a file; returns what it says, or None, and how many bytes were read."""
+    """Searches the beginning of a file; returns what it found, or None, and the number of bytes read."""
     head, looked_at = b"", 0
     while len(head) < min(most, file.size):
         more = _LOOK if not head else max(len(head), _LOOK)
@@ -302,7 +291,7 @@ def _text(file: RegularFile, most: int = _HEAD) -> tuple[_Text | None, int]:
 
 
 def _of(place: Place, name: str) -> str:
-    """Returns whose output a file is, in a word; each file is looked through once."""
+    """Returns the format of a file; each file is searched once."""
     if ("output", name) not in place.known:
         found = ""
         if not place.named and place.budget.left <= 0:
@@ -320,7 +309,7 @@ def _of(place: Place, name: str) -> str:
 
 
 def _accepted(place: Place, text: _Text | None) -> str:
-    """A single line with a step and a loss is a log where its file was named and says no more, else an example."""
+    """Returns the format of a text. A single line with a step and a loss counts only in a short named file."""
     if text is None:
         return ""
     single = text.format == "console" and text.layout is not None and text.layout.rows < 2
@@ -336,7 +325,6 @@ def _logs_of(format: str) -> Callable[[Place], list[str]]:  # noqa: A002
 
 
 def _tells_of_overflows(file: RegularFile) -> bool:
-    """Whether skipped steps lie somewhere between the lines of a file."""
     return any(overflow_in(line) is not None for line in lines_in(file))
 
 
@@ -365,13 +353,11 @@ CONSOLE = kind_of_one_file("console", _logs_of("console"), _console, lambda line
 DEEPSPEED = kind_of_one_file("deepspeed", _logs_of("deepspeed"), _deepspeed, _is_overflow_or_step)
 
 
-# Where the log of a training lies whose output has none that is read here.
-
+# -- where a framework writes its numbers, if its output has none --
 
 _HEAD_ASKED = 64 * 1024
 _TEXTS = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr"})
-_MOST_ASKED = 8
-"""Files of a folder that are asked, the latest first."""
+_MOST_ASKED = 8  # most files of a folder that are searched, the latest first
 _LOGS: Mapping[str, re.Pattern[bytes]] = MappingProxyType(
     {
         "Lightning writes its numbers to lightning_logs/version_N/metrics.csv (CSVLogger), or to event files there": (
@@ -391,11 +377,11 @@ _LOGS: Mapping[str, re.Pattern[bytes]] = MappingProxyType(
         ),
     }
 )
-"""Lines that frameworks print at their start; the first match names the framework."""
+"""Lines that frameworks print at their start; the first match decides."""
 
 
 def log_elsewhere(place: Place) -> str | None:
-    """Returns where the framework whose output lies in a place writes its numbers, as a clause; None if it has none."""
+    """Returns where the framework that printed a place's output writes its numbers, as a clause; None: unknown."""
     texts = [name for name in place.names if place.named or Path(name).suffix in _TEXTS]
     for name in place.latest(texts)[:_MOST_ASKED]:
         head = place.head(name, _HEAD_ASKED)

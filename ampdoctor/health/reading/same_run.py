@@ -1,4 +1,4 @@
-"""Logs of one run in several forms, as a table beside event files: the one that has it all is read."""
+"""Finds logs of one run in several forms, such as a table beside event files, and reads the complete one."""
 
 from __future__ import annotations
 
@@ -14,23 +14,18 @@ from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import AMPDOCTOR, FoundLog
 
 MOST_BYTES = 64 * 1024 * 1024
-MOST_ROWS = 50_000
-"""Of a log that is held against others; a longer one is judged by itself."""
-_ALIKE = 1e-3
-"""Share by which a number may differ in two logs: one of them prints four digits of it."""
+MOST_ROWS = 50_000  # largest log that is compared with others; a longer one is judged by itself
+_ALIKE = 1e-3  # relative difference of a number in two logs of one run: one of them prints four digits
 _NUMBERS = ("loss", "gradient_norm", "loss_scale", "skipped")
 
 _Row: TypeAlias = tuple[float | None, ...]
 
 
 def without_copies(logs: Sequence[FoundLog]) -> tuple[list[FoundLog], list[Skipped]]:
-    """Returns the logs that say something which no other one says, and those that do not.
+    """Returns the logs with numbers that no other log has, and notes about the rest; the first of two equal logs stays.
 
-    A log is a copy where each row of it stands in another one, in the same order and with all of its numbers. The steps
-    do not count, as one logger begins at 0 and another at 1. A copy is never sick where the other log is not.
-
-    Args:
-        logs: Those that a folder holds; of two that say the same the first stays.
+    A log is a copy where another one has all its rows in the same order and with all their numbers. Steps are not
+    compared, as one logger begins at 0 and another at 1. So a copy never has a problem that the other log lacks.
     """
     if len(logs) < 2:
         return list(logs), []
@@ -49,17 +44,11 @@ def without_copies(logs: Sequence[FoundLog]) -> tuple[list[FoundLog], list[Skipp
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A log, held against others.
-
-    Attributes:
-        log: The log.
-        rows: The numbers of its steps; empty where they were not read.
-        has_more: It says more than these, so that it is read in any case.
-    """
+    """A log to compare with others."""
 
     log: FoundLog
-    rows: list[_Row]
-    has_more: bool
+    rows: list[_Row]  # the numbers of its steps; empty where they were not read
+    has_more: bool  # whether it has more than these numbers, so that it must be read
 
     def is_in(self, other: _Held) -> bool:
         """Whether another log has all of it."""
@@ -82,13 +71,13 @@ def _held(log: FoundLog) -> _Held:
         for one in log.lines(Noticed()):
             line = one.line
             if isinstance(line, StepLine):
-                there = (1.0 if told else None for told in (line.learning_rates, line.seconds))  # and not which
+                there = (1.0 if told else None for told in (line.learning_rates, line.seconds))  # present or not
                 rows.append((*(getattr(line, name) for name in _NUMBERS), *there))
             elif isinstance(line, EndLine):
                 has_more = has_more or bool(line.exit_code or line.reason)
             if len(rows) > MOST_ROWS:
                 return _Held(log, [], has_more=True)
-    except CheckpointError:  # judging it says why
+    except CheckpointError:  # judging the log reports it
         return _Held(log, [], has_more=True)
     return _Held(log, rows, has_more)
 

@@ -1,4 +1,4 @@
-"""What the columns of a CSV file are that W&B exports from a chart: its runs, and their metrics with their ranges."""
+"""The columns of a CSV file that W&B exports from a chart: metrics of runs, with their ranges."""
 
 from __future__ import annotations
 
@@ -7,21 +7,12 @@ from collections.abc import Mapping, Sequence
 from ampdoctor.errors import CheckpointError
 
 _RANGES = ("__MIN", "__MAX")
-_BETWEEN = " - "
-"""Between the name of a run and that of a metric: "ruby-sun-12 - train/loss"."""
+_BETWEEN = " - "  # separates the name of a run and that of a metric: "ruby-sun-12 - train/loss"
 _LISTED = 4
 
 
 def metrics_of(header: Sequence[str], name: str) -> Mapping[str, str]:
-    """Returns the metric of each column of an export; "" for the ranges beside it, and nothing for another table.
-
-    Args:
-        header: The names of the columns.
-        name: Of the file, for the error's sentence.
-
-    Raises:
-        CheckpointError: It is an export of several runs.
-    """
+    """Returns the metric of each column, "" for ranges, {} for another table; CheckpointError for several runs."""
     ranges = {column for column in header if column.endswith(_RANGES)}
     found = {
         column: column.rpartition(_BETWEEN) for column in header if column + _RANGES[0] in ranges and _BETWEEN in column

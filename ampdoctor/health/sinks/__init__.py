@@ -1,1 +1,1 @@
-"""Where people already look."""
+"""Exports of a log's numbers and alerts to other tools."""

@@ -1,4 +1,4 @@
-"""`Exporter`: hands the lines of one log on to one sink; and `export`, which does so with a whole log at once."""
+"""`Exporter` gives the lines of one log to one sink; `export` does so with a whole log at once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from ampdoctor.health.sinks.metrics import PREFIX, Alert, Projection, Row, toget
 from ampdoctor.health.sinks.sink import Kind, RunFacts, Sink, text_of_alert, title_of
 from ampdoctor.package import beside
 
-# The sinks that there are, and what `--export KIND=TARGET` means.
-
+# -- the sinks, and the meaning of `--export KIND=TARGET` --
 
 KINDS: tuple[Kind, ...] = (
     to_tensorboard.KIND,
@@ -40,24 +39,18 @@ KINDS: tuple[Kind, ...] = (
 """A new sink is a file with a `KIND`, and its line here."""
 
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-"""How a URL begins; one letter and a colon are a disk of Windows."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # how a URL begins; one letter and a colon are a Windows drive
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A sink that was asked for.
-
-    Attributes:
-        kind: Of which kind.
-        target: Where to; of a path the absolute one.
-    """
+    """A requested sink."""
 
     kind: Kind
-    target: str
+    target: str  # an absolute path, where it is a path
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text as typed."""
         return f"{self.kind.name}={self.target}"
 
     @property
@@ -70,22 +63,17 @@ class Export:
         return self.kind.writes(self.target, run) if self.is_path else ()
 
     def begin(self, facts: RunFacts) -> Sink:
-        """Makes the sink; its library is imported now."""
+        """Makes the sink, and imports its library."""
         return self.kind.begin(self.target, facts)
 
 
 def is_url(target: str) -> bool:
-    """Is a target the name of a thing elsewhere, as `s3://bucket/logs`, and no path?"""
+    """Whether a target is a URL such as `s3://bucket/logs`, and not a path."""
     return _URL.match(target) is not None
 
 
 def export_of(text: str) -> Export:
-    """Returns the sink that an `--export` names.
-
-    Raises:
-        UsageError: There is no such kind, its target makes no sense or is none that can be written, or its library is
-            not installed.
-    """
+    """Returns the sink of an `--export`; raises UsageError for an invalid kind or target, or a missing library."""
     name, equals, target = text.partition("=")
     forms = ", ".join(f"{kind.name}={kind.target}" for kind in KINDS)
     kind = next((kind for kind in KINDS if kind.name == name), None)
@@ -114,17 +102,13 @@ def _no_url(kind: Kind, target: str) -> str | None:
     return f"it is a URL, and {kind.name} is written to a path of this machine"
 
 
-EVERY_S = 1.0
-"""Between two flushes while lines come, and between two rows to a sink that asks a server."""
+EVERY_S = 1.0  # seconds between two flushes while lines come, and between two rows for a sink that sends to a server
 
 
 class Exporter:
-    """Hands lines on to a sink, which is made when there is something to give to it.
+    """Gives lines to a sink, which `begin` makes when there is something to give.
 
-    Args:
-        begin: Makes the sink.
-        often: Each row is given to it; otherwise one a second, in which one that is not finite, or the worst, stands
-            for those since.
+    `often` gives it each row; otherwise it gets one a second, with the worst or a non-finite value since the last.
     """
 
     def __init__(self, begin: Callable[[RunFacts], Sink], *, often: bool) -> None:
@@ -141,7 +125,7 @@ class Exporter:
             self._take(said)
 
     def idle(self) -> None:
-        """Takes note that no line waits."""
+        """Called while no line waits: gives and flushes what is due."""
         now = monotonic()
         if self._waiting is not None and now - self._given >= EVERY_S:
             self._give()
@@ -151,7 +135,7 @@ class Exporter:
             self._flush()
 
     def close(self) -> None:
-        """Gives what waits, and closes the sink."""
+        """Gives the waiting row, and closes the sink."""
         for row in self._projection.rest():
             self._take(row)
         self._give()
@@ -192,16 +176,7 @@ class Exporter:
 
 
 def export(lines: Iterable[Stamped], exports: Sequence[Export]) -> None:
-    """Hands a whole log to sinks, each step of it.
-
-    Args:
-        lines: Of one run.
-        exports: Where to; each is closed at the end, also where another fails.
-
-    Raises:
-        UsageError: One of them is for a training that runs.
-        OutputError: One of them has failed; the others have all of it.
-    """
+    """Gives one run's log to sinks, and closes each; if one fails (OutputError), the others are still complete."""
     for one in exports:
         if one.kind.is_endpoint(one.target):
             raise UsageError(f"--export {one}: an endpoint is asked while a training runs; name a file for a log")
@@ -212,7 +187,7 @@ def export(lines: Iterable[Stamped], exports: Sequence[Export]) -> None:
         for pair in list(open_ones):
             try:
                 work(pair[1])
-            except Exception as error:  # noqa: BLE001 - libraries raise what they like
+            except Exception as error:  # noqa: BLE001 - libraries raise all kinds of errors
                 open_ones.remove(pair)
                 failed.append(f"the export {pair[0]} has failed: {sentence_of(error)}")
 
@@ -224,7 +199,7 @@ def export(lines: Iterable[Stamped], exports: Sequence[Export]) -> None:
 
 
 def sentence_of(error: BaseException) -> str:
-    """Returns what an error says in one line; with its name where it is none of ours."""
+    """Returns an error's message in one line, with its type where it is not ours."""
     lines = str(error).strip().splitlines()
     said = lines[0].strip() if lines else ""
     if isinstance(error, AmpdoctorError) and said:
@@ -234,14 +209,11 @@ def sentence_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-# Sinks that a user has made: an object of ours, or a writer of scalars as TensorBoard's.
+# -- a user's own sinks: objects with our methods, or scalar writers such as TensorBoard's --
 
 
 class ScalarWriter:
-    """Writes to any object with `add_scalar(tag, value, step)`; `add_text` and `flush` are used where it has them.
-
-    It is the user's, who closes it.
-    """
+    """Writes to an object with `add_scalar(tag, value, step)`, which the user closes."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
@@ -262,16 +234,12 @@ class ScalarWriter:
             self._writer.flush()
 
     def close(self) -> None:
-        """As in `Sink`, but for the writer's own end."""
+        """As in `Sink`, but the user closes the writer."""
         self.flush()
 
 
 def sink_of(given: Any) -> Sink:
-    """Returns a user's object as a sink.
-
-    Raises:
-        UsageError: It is none.
-    """
+    """Returns a user's object as a sink; raises UsageError where it is none."""
     if isinstance(given, Sink):
         return given
     if callable(getattr(given, "add_scalar", None)):
@@ -282,31 +250,23 @@ def sink_of(given: Any) -> Sink:
     )
 
 
-# A sink in a process of its own, which lives by a pipe: lines of the log go in, as text, and nothing comes back.
+# -- a sink in a process of its own: lines of the log go through a pipe, as text, and nothing comes back --
 #
-# A library that asks a server imports for seconds, starts threads, patches what it finds and waits at exit as long as
-# it likes: none of that belongs into a training. What is done here with lines that come is what `export` does with a
-# log.
+# A library that talks to a server imports for seconds, starts threads, patches other modules and may wait at exit
+# without a limit. None of that may happen inside a training.
 
-
-ORPHAN_S = 60.0
-"""How long a sink may finish what it has begun after the training's process has gone without a goodbye."""
+ORPHAN_S = 60.0  # seconds that a sink may take to finish after the training's process has died
 _NAP_S = 0.2
-_LINES = 20_000
-"""Lines that wait in the sink's process, while a library is imported or a server asked; more wait in the pipe, and then
-in the training's process."""
-_POLITE = 10
-"""Added to its niceness: the cores are the training's."""
+_LINES = 20_000  # most lines that wait in the sink's process; more wait in the pipe, then in the training
+_POLITE = 10  # added to its niceness: the training needs the cores
 
 
 class Apart:
-    """The near end: what a listener of a log gives to a sink that lives elsewhere.
+    """The training's end of the pipe.
 
-    A method may wait as long as the sink does: it is for a thread that nobody waits for. A forked process of the
-    training may hold the pipe open; `close` says the end nevertheless.
-
-    Args:
-        what: The sink; its environment is that of this process when its first line comes.
+    A method may block as long as the sink does, so it belongs in a thread of its own. A forked process of
+    the training may hold the pipe open; `close` ends the sink anyway. The sink has the environment of this process at
+    its first line.
     """
 
     def __init__(self, what: Export) -> None:
@@ -314,23 +274,15 @@ class Apart:
         self._process: subprocess.Popen[bytes] | None = None
 
     def hear(self, whole: Stamped) -> None:
-        """Hands a line on.
-
-        Raises:
-            OutputError: The sink has ended, for the reason that it gave.
-        """
+        """Sends a line; raises OutputError with the sink's reason where the sink has ended."""
         line = whole.line
-        if isinstance(line, DetailLine):  # no sink shows histograms, and they are most of a line
+        if isinstance(line, DetailLine):  # no sink shows histograms, which are most of a line
             tensors = tuple(replace(tensor, histogram=None) for tensor in line.tensors)
             whole = replace(whole, line=replace(line, tensors=tensors))
         self._send(text_of(whole).encode("ascii"))
 
     def close(self) -> None:
-        """Has the sink finish, and waits until it has.
-
-        Raises:
-            OutputError: It has failed.
-        """
+        """Waits until the sink has finished; raises OutputError where it has failed."""
         process = self._process
         if process is not None:
             self._send(b"\n")
@@ -339,7 +291,7 @@ class Apart:
             self._forget(process)
 
     def abandon(self) -> None:
-        """Ends its process where it still runs; what it has not sent is in the log."""
+        """Kills its process where it still runs; the log has what was not sent."""
         process = self._process
         if process is not None:
             process.kill()
@@ -368,9 +320,9 @@ class Apart:
 
 
 def main() -> None:
-    """The far end: reads lines until an empty one or the end, and hands them on to the sink.
+    """Runs the sink's process: reads lines until an empty one or the end, and gives them to the sink.
 
-    Where that fails, the reason is all that it writes, and it ends with 1; whatever a library prints goes nowhere.
+    Where that fails, it writes only the reason, and exits with 1; other output of libraries is discarded.
     """
     os.nice(_POLITE)
     answer = os.dup(1)
@@ -383,11 +335,11 @@ def main() -> None:
     threading.Thread(target=_outlive, args=(parent,), daemon=True).start()
     try:
         _serve(export_of(sys.argv[1]), lines, parent)
-    except BaseException as error:  # noqa: BLE001 - it is said, and this process is nobody else's
+    except BaseException as error:  # noqa: BLE001 - it is reported, and the process belongs to us
         with suppress(OSError):
             os.write(answer, sentence_of(error).encode()[:4000])
         os._exit(1)
-    os._exit(0)  # what a library would still do at exit has no bound
+    os._exit(0)  # a library could take any time at exit
 
 
 def _serve(what: Export, lines: Queue[bytes], parent: int) -> None:
@@ -397,7 +349,7 @@ def _serve(what: Export, lines: Queue[bytes], parent: int) -> None:
             text = lines.get(timeout=_NAP_S)
         except Empty:
             exporter.idle()
-            if os.getppid() != parent:  # gone without a goodbye, and a child of its holds the pipe
+            if os.getppid() != parent:  # the training died, and a child of it holds the pipe
                 break
             continue
         if not text.strip():
@@ -422,15 +374,11 @@ def _outlive(parent: int) -> None:
 
 
 def _started(what: Export) -> subprocess.Popen[bytes]:
-    """Start the process, in a session of its own: Ctrl-C is for the training.
-
-    Raises:
-        OutputError: There is no interpreter to start.
-    """
+    """Start the process in a session of its own, since Ctrl-C is for the training; may raise OutputError."""
     command = beside("ampdoctor.health.sinks.export", str(what), str(os.getpid()))
     if not command:
         raise OutputError("there is no Python that could be started beside this one")
-    return subprocess.Popen(  # noqa: S603 - our own, with what the user has named as arguments
+    return subprocess.Popen(  # noqa: S603 - our own module, with the user's target as argument
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
 

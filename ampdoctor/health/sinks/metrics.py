@@ -1,7 +1,6 @@
-"""The numbers of a run under the names that sinks show: a metric a line, with its unit and what it means.
+"""The numbers of a run under the names that sinks show, each with its unit and meaning.
 
-Names are as OpenMetrics wants them (base units as suffix, counters end in `_total`), and the same in every sink: what
-was looked at in one is found again in another.
+Names follow OpenMetrics (base units as suffix, counters end in `_total`), and are the same in every sink.
 """
 
 from __future__ import annotations
@@ -30,31 +29,20 @@ from ampdoctor.health.sinks.sink import RunFacts
 
 Type = Literal["gauge", "counter", "histogram"]
 Keep = Literal["last", "highest", "lowest"]
-PREFIX = "ampdoctor"
-"""Of every name, where it stands among others'."""
+PREFIX = "ampdoctor"  # prefix of our names where they stand among others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One number of a run.
+    """One number of a run."""
 
-    Attributes:
-        name: Its name, with its unit where it has one.
-        help: What it is.
-        type: As of OpenMetrics; a histogram is of the single values that a sink gets.
-        unit: The name's suffix; "" for none.
-        label: What it is counted or shown by: "layer" or "reason"; "" for one number a run.
-        keep: Which of several steps' stands for them where not each can be shown; one that is not finite always does.
-        of: The kind of line that it comes from.
-    """
-
-    name: str
+    name: str  # with its unit where it has one
     help: str
-    type: Type = "gauge"
-    unit: str = ""
-    label: str = ""
-    keep: Keep = "last"
-    of: Literal["step", "detail", "other"] = "step"
+    type: Type = "gauge"  # as in OpenMetrics; a histogram is made of the single values that a sink gets
+    unit: str = ""  # the name's suffix
+    label: str = ""  # what it is split by: "layer" or "reason"; "" for one number a run
+    keep: Keep = "last"  # which of several steps' values is shown; a non-finite one takes precedence
+    of: Literal["step", "detail", "other"] = "step"  # the kind of line that it comes from
 
 
 METRICS: Mapping[str, Metric] = {
@@ -167,31 +155,21 @@ METRICS: Mapping[str, Metric] = {
 
 
 class Name(NamedTuple):
-    """What a name consists of.
-
-    Attributes:
-        metric: The metric.
-        label: Of which layer, or for which reason; "" where it is not of one.
-        optimizer: Of which optimizer; "" for the first.
-    """
+    """The parts of a name in a sink."""
 
     metric: Metric
-    label: str
-    optimizer: str
+    label: str  # the layer or the reason; "" for neither
+    optimizer: str  # "" for the first
 
 
 def name_of(metric: str, label: str = "", optimizer: str = "") -> str:
-    """Returns the name under which a sink gets a number."""
+    """Returns a number's name in a sink."""
     return "/".join(part for part in (optimizer, metric, label) if part)
 
 
 @lru_cache(4096)
 def parts_of(name: str) -> Name:
-    """Returns what such a name consists of.
-
-    Raises:
-        KeyError: There is no such metric.
-    """
+    """Returns the parts of such a name; raises KeyError for an unknown metric."""
     first, _, rest = name.partition("/")
     if first in METRICS:
         return Name(METRICS[first], rest, "")
@@ -200,7 +178,7 @@ def parts_of(name: str) -> Name:
 
 
 def together(held: dict[str, float], more: Mapping[str, float]) -> None:
-    """Adds a later step's numbers to those that stand for several steps."""
+    """Merges a later step's numbers into those that stand for several steps."""
     for name, value in more.items():
         before = held.get(name)
         keep = parts_of(name).metric.keep
@@ -210,65 +188,46 @@ def together(held: dict[str, float], more: Mapping[str, float]) -> None:
             held[name] = max(before, value) if keep == "highest" else min(before, value)
 
 
-# Lines of a log as numbers under the names of metrics, and as alerts: the one place where that is decided.
+# -- lines of a log as numbers and alerts --
 
-
-LAYERS = 8
-"""Layers that are shown of each metric at each look, those with the largest values: each is a series of its own
-wherever numbers are stored, and a model has hundreds."""
+LAYERS = 8  # shown layers of a metric, those with the largest values: each is a series, and a model has hundreds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Numbers of a step.
+    """Numbers of a step."""
 
-    Attributes:
-        step: The attempted step.
-        time_ms: Milliseconds since 1970 at which the line was handed over.
-        values: By name; at least one.
-    """
-
-    step: int
-    time_ms: int
-    values: dict[str, float]
+    step: int  # the attempted step
+    time_ms: int  # since 1970, when the line was written
+    values: dict[str, float]  # by name; at least one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """Something that was noticed.
+    """A finding at a step."""
 
-    Attributes:
-        step: The attempted step.
-        time_ms: Milliseconds since 1970 at which the line was handed over.
-        finding: What it was.
-    """
-
-    step: int
-    time_ms: int
+    step: int  # the attempted step
+    time_ms: int  # since 1970, when the line was written
     finding: Finding
 
 
 class Projection:
-    """Makes rows and alerts of the lines of one run's log.
-
-    Attributes:
-        facts: Of the run, from its header; None before the first line.
-    """
+    """Makes rows and alerts from the lines of one run's log; `facts` is None before the first line."""
 
     def __init__(self) -> None:
         self.facts: RunFacts | None = None
         self._header = RunLine(name="")
-        self._details: Stamped | None = None  # of a long look, what has come so far
+        self._details: Stamped | None = None  # the lines of a long look so far
         self._skipped: dict[str, int] = {}
         self._rollbacks = 0
         self._before: dict[str, StepLine] = {}
 
     def of(self, whole: Stamped) -> Iterator[Row | Alert]:
-        """Yields what a line says to sinks: nothing, or what a look has come to that it ends."""
+        """Yields the rows and alerts of a line, and those of a look that the line completes."""
         line = whole.line
         if self.facts is None or isinstance(line, RunLine):
             self._begin(whole)
-        if isinstance(line, RunLine):  # says nothing of a step, and may stand amid the lines of a look
+        if isinstance(line, RunLine):  # has no numbers, and may come between the lines of a look
             return
         held = self._details
         if isinstance(line, DetailLine):
@@ -286,7 +245,7 @@ class Projection:
             yield from _alerts(whole)
 
     def rest(self) -> Iterator[Row]:
-        """Yields what a look has come to that no line has ended yet."""
+        """Yields the row of a look that no further line has completed."""
         held, self._details = self._details, None
         if held is not None:
             yield from self._row(held)
@@ -348,7 +307,7 @@ class Projection:
         return values
 
     def _rates(self, line: StepLine, optimizer: str) -> dict[str, float | None]:
-        """What was counted since the line before, which may be many steps away, a second of those steps."""
+        """Returns rates since the line before, which may be many steps earlier; `seconds` is the time of one step."""
         before, self._before[optimizer] = self._before.get(optimizer), line
         if before is None or line.seconds is None or line.step <= before.step:
             return {}
@@ -385,7 +344,6 @@ class Projection:
         return {name_of(name, "", optimizer): value for name, value in values.items()}
 
     def _worst(self, what: str, found: Iterable[tuple[TensorDetail, float | None]]) -> dict[str, float]:
-        """The largest value, and the layers with the largest values that are not zero."""
         known = [(value, one.tensor) for one, value in found if value is not None and not math.isnan(value)]
         if not known:
             return {}
@@ -398,7 +356,7 @@ class Projection:
         return values
 
     def _optimizer(self, index: int) -> str:
-        """The name of an optimizer; "" for the first, which is the only one of most runs."""
+        """Returns the name of an optimizer; "" for the first, which is the only one of most runs."""
         names = self._header.optimizers
         return "" if not index else names[index] if index < len(names) else f"optimizer{index + 1}"
 
@@ -419,12 +377,12 @@ def _alerts(whole: Stamped) -> Iterator[Alert]:
 
 
 def _encodable(text: str) -> str:
-    """A name as a file or a server can take it: of a lone half of a surrogate pair, which JSON can hold, its number."""
+    """Returns a text that can be encoded: a lone surrogate, which JSON can hold, becomes its number."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _are_one(held: DetailLine, more: DetailLine) -> bool:
-    """Whether two lines are of one look: a long one takes several."""
+    """Whether two lines belong to one look: a long one takes several lines."""
     return (held.step, held.optimizer, held.reason) == (more.step, more.optimizer, more.reason)
 
 

@@ -1,4 +1,4 @@
-"""`Sink`: where a run's numbers are shown, stored or watched over; each kind is a file, and a line in the table."""
+"""`Sink`: where a run's numbers are shown or stored; each kind is a file, and a line in the table."""
 
 from __future__ import annotations
 
@@ -13,45 +13,37 @@ from ampdoctor.evidence.report import Finding
 class Sink(Protocol):
     """Takes the numbers of a run; it is a Protocol because a user's own object may be one.
 
-    A name is that of a metric, as `metrics.py` lists them; that of an optimizer and a slash before it, where the run
-    has several and it is not the first; a slash and a layer (or a reason) after it, where it is of one. Steps come in
-    the order of the log, which is not always that of their numbers; what a method raises ends the sink, and nothing
-    else.
+    A name is that of a metric, as `metrics.py` lists them. If the run has several optimizers and it is not the first,
+    the optimizer's name and a slash come before it; for a layer or a reason, a slash and its name come after it. Steps
+    come in the order of the log, which is not always that of their numbers. An exception in a method ends the sink, and
+    nothing else.
     """
 
     def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:
-        """Numbers of a step, at a time since 1970; NaN and the infinities are numbers as well."""
+        """Takes numbers of a step, NaN and infinities among them; the time is since 1970."""
 
     def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:
-        """Something was noticed."""
+        """Takes a finding."""
 
     def flush(self) -> None:
-        """What was given so far is to be seen now; called about once a second while numbers come."""
+        """Makes everything given so far visible; called about once a second while numbers come."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Ends the sink."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a sink says of a run beside its numbers.
+    """Facts about a run that a sink shows."""
 
-    Attributes:
-        name: For people.
-        run_id: The run's own.
-        version: Of the ampdoctor that wrote the log; "" for a log of another tool.
-        precision: The format that it computes in; "" where that is not known.
-        world_size: Number of its processes.
-    """
-
-    name: str
-    run_id: str = ""
-    version: str = ""
-    precision: str = ""
-    world_size: int = 1
+    name: str  # for people
+    run_id: str = ""  # the run's own
+    version: str = ""  # of the ampdoctor that wrote the log; "" for another tool's log
+    precision: str = ""  # the format that it computes in; "" where it is unknown
+    world_size: int = 1  # number of processes
 
     def as_config(self) -> dict[str, str | int]:
-        """Returns what is known, as the configuration of a run under names of ours."""
+        """Returns the known facts as a run's configuration, under names of ours."""
         known: dict[str, str | int] = {
             "run_id": self.run_id,
             "version": self.version,
@@ -78,17 +70,17 @@ class Kind:
     """A kind of sink.
 
     Attributes:
-        name: What stands before the `=` of `--export`.
-        target: What stands after it, in a word.
-        help: What it is, in a sentence.
-        begin: Makes a sink of a target; its library is imported there and nowhere else.
-        module: The library that it needs; None for none.
-        is_path: The target is a path, and is meant from where the command was typed.
-        takes_urls: A target may be a URL as well, which the library understands.
-        often: Each step may be given to it; one that asks a server gets a step a second, which stands for those since.
-        writes: The files that a target comes to, which is a path, for a run of a name, as far as they are known.
-        refuse: Says why a target makes no sense; None where it makes some.
-        is_endpoint: Whether a target is no place to write to but one to be asked at, as long as a training runs.
+        name: Comes before the `=` of `--export`.
+        target: A word for what comes after it.
+        help: A sentence about it.
+        begin: Makes a sink for a target; it alone imports the library.
+        module: The library that it needs.
+        is_path: The target is a path, relative to where the command was typed.
+        takes_urls: The target may also be a URL, which the library understands.
+        often: Takes each step. A sink with a server gets one step a second, which stands for those since the last.
+        writes: Returns the files of a target that is a path, for a run's name, as far as they are known.
+        refuse: Returns why a target is invalid; None for a valid one.
+        is_endpoint: Whether a target is an endpoint that answers requests while a training runs.
     """
 
     name: str
@@ -105,10 +97,10 @@ class Kind:
 
 
 def title_of(finding: Finding) -> str:
-    """Returns an alert's title, short enough for where titles are."""
+    """Returns an alert's title, short enough for all sinks."""
     return f"{finding.code} {finding.name}"[:63]
 
 
 def text_of_alert(finding: Finding, step: int) -> str:
-    """Returns what an alert says below its title."""
+    """Returns an alert's text below its title."""
     return " ".join(part for part in (f"Step {step}: {finding.message}", finding.help) if part)

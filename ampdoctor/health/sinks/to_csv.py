@@ -20,11 +20,7 @@ _ALERTS = ["step", "time_ms", "severity", "code", "name", "message", "help"]
 
 
 class CsvFiles:
-    """Appends to the files of a folder; each begins with the names of its columns.
-
-    Raises:
-        OutputError: One of them is there and begins with others, or is a link.
-    """
+    """Appends to the files of a folder, each with a header; OutputError where one has another header or is a link."""
 
     def __init__(self, folder: str, _facts: RunFacts) -> None:
         self._files: list[TextIO] = []
@@ -35,7 +31,7 @@ class CsvFiles:
         )
 
     def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:
-        """As in `Sink`: what is of the step itself is one line, anything else a line each."""
+        """As in `Sink`: numbers of the step itself make one line, all others a line each."""
         wide: dict[str, dict[str, float]] = {}
         for name, value in metrics.items():
             metric, label, optimizer = parts_of(name)
@@ -65,7 +61,7 @@ class CsvFiles:
 
     def _begin(self, path: Path, columns: list[str]) -> csv.DictWriter[str]:
         header = ",".join(columns)
-        if path.is_symlink():  # a configuration file that was found writes into its own folder alone
+        if path.is_symlink():  # a configuration file that was found may only write into its own folder
             self.close()
             raise OutputError(f"{path} is a link, and is not followed: name the folder that it leads to")
         file = open(path, "a+", newline="", encoding="utf-8", errors="replace", opener=_no_link)  # noqa: SIM115
@@ -86,7 +82,7 @@ def _no_link(name: str, flags: int) -> int:
 
 
 def _text(value: float) -> str:
-    """As pandas and spreadsheets read it: whole numbers whole, and what is not finite as nan, inf and -inf."""
+    """Returns a text for pandas and spreadsheets: whole numbers without a point, and nan, inf and -inf."""
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else f"{value:.6g}"
 
 

@@ -11,15 +11,13 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import PREFIX
 from ampdoctor.health.sinks.sink import Kind, RunFacts, text_of_alert
 
-_AT_ONCE = 1000
-"""Metrics of one request: what its interface takes."""
-_TAG = 5000
-"""Characters of a tag."""
+_AT_ONCE = 1000  # most metrics of one request that MLflow accepts
+_TAG = 5000  # characters of a tag
 _FORBIDDEN = re.compile(r"[^\w. /:-]")
 
 
 class Mlflow:
-    """Sends numbers in batches, which wait for nothing but their server."""
+    """Sends numbers in batches."""
 
     def __init__(self, experiment: str, facts: RunFacts) -> None:
         from mlflow.entities import Metric
@@ -70,7 +68,7 @@ class Mlflow:
 
 
 def _key(name: str) -> str:
-    """A name of a model's part may hold what MLflow refuses."""
+    """Replaces characters that MLflow refuses, as in names of modules."""
     return _FORBIDDEN.sub("_", name)[:250]
 
 

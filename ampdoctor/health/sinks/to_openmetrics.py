@@ -1,4 +1,4 @@
-"""OpenMetrics: a text file that node_exporter picks up, or an endpoint on this machine that Prometheus asks."""
+"""OpenMetrics: a text file for node_exporter, or an endpoint on this machine for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import LAYERS, METRICS, PREFIX, Metric, name_of, parts_of
 from ampdoctor.health.sinks.sink import Kind, RunFacts, Sink
 
-# The state of a run as text, in OpenMetrics or in the older format of Prometheus, which node_exporter reads.
-
+# -- a run as text, in OpenMetrics or in Prometheus's older format, which node_exporter reads --
 
 _BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 """Upper bounds of the buckets of a step's time."""
@@ -45,19 +44,17 @@ class _Histogram:
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """Counts a value; one that is not finite is none, and would make the sum none."""
+        """Counts a value; a non-finite one is ignored, since it would make the sum non-finite."""
         if math.isfinite(value):
             self.counts[bisect_left(_BOUNDS_S, value)] += 1
             self.sum += value
 
 
 class OpenMetricsState:
-    """What is known of a run now.
+    """The current state of a run.
 
-    Counters are there from the beginning, so that their first increase is one.
-
-    Args:
-        facts: Of the run; its name is a label of every series, since several runs may share a machine.
+    Counters exist from the beginning, so that their first increase is visible. The run's name is a label of every
+    series, since several runs may share a machine.
     """
 
     def __init__(self, facts: RunFacts) -> None:
@@ -86,7 +83,7 @@ class OpenMetricsState:
             )
             if metric.type == "histogram":
                 self._histograms.setdefault(metric.name, {}).setdefault(labels, _Histogram()).add(value)
-            elif metric.type != "counter" or math.isfinite(value):  # a counter that is no number is refused by all
+            elif metric.type != "counter" or math.isfinite(value):  # no reader accepts a non-finite counter
                 self._set(metric, labels, value)
             if metric.name == "step_total":
                 self._set(_LAST_STEP, (), time_ms / 1000)
@@ -97,12 +94,7 @@ class OpenMetricsState:
         self._set(_ALERTS, labels, self._values[_ALERTS.name].get(labels, 0.0) + 1)
 
     def text(self, now_s: float, *, openmetrics: bool) -> str:
-        """Returns the whole of it.
-
-        Args:
-            now_s: Seconds since 1970.
-            openmetrics: In OpenMetrics 1.0; otherwise in Prometheus's text format 0.0.4.
-        """
+        """Returns OpenMetrics 1.0, or Prometheus's text format 0.0.4; `now_s` is in seconds since 1970."""
         good = self._values.get(_GOOD, {}).get(())
         if good is not None:
             self._set(_AGE, (), max(now_s - good, 0.0))
@@ -175,30 +167,27 @@ _TYPES = {
 
 
 class _Exposed:
-    """A run's state, under a lock where somebody may ask while it changes."""
+    """A run's state, under a lock for requests while it changes."""
 
     def __init__(self, facts: RunFacts) -> None:
         self._state = OpenMetricsState(facts)
         self._lock = threading.Lock()
 
     def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:
-        """As in `Sink`."""
         with self._lock:
             self._state.log(metrics, step, time_ms)
 
-    def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:  # noqa: ARG002 - a count has neither
-        """As in `Sink`."""
+    def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:  # noqa: ARG002 - a counter needs neither
         with self._lock:
             self._state.alert(finding)
 
     def text(self, *, openmetrics: bool) -> str:
-        """Returns the whole of it, as of now."""
         with self._lock:
             return self._state.text(time.time(), openmetrics=openmetrics)
 
 
 class OpenMetricsFile(_Exposed):
-    """Writes a file anew, completely or not at all: whoever reads it never sees a part.
+    """Writes a file anew, completely or not at all, so that no reader sees a part.
 
     node_exporter reads `*.prom`, in Prometheus's own format and not in OpenMetrics; a file of another name is
     OpenMetrics.
@@ -206,14 +195,14 @@ class OpenMetricsFile(_Exposed):
 
     def __init__(self, path: str, facts: RunFacts) -> None:
         super().__init__(facts)
-        self._path = Path(os.path.realpath(path))  # what a link leads to is written, and the link stays
+        self._path = Path(os.path.realpath(path))  # writes the target of a link, and keeps the link
         self.flush()
 
     def flush(self) -> None:
         """As in `Sink`."""
         beside = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
         try:
-            beside.unlink(missing_ok=True)  # of a process that had this number, or a link that somebody has put there
+            beside.unlink(missing_ok=True)  # an old process's, or a planted link
             with beside.open("x", encoding="utf-8") as file:  # "x" follows no link
                 file.write(self.text(openmetrics=self._path.suffix != ".prom"))
             beside.replace(self._path)
@@ -227,7 +216,7 @@ class OpenMetricsFile(_Exposed):
 
 
 class OpenMetricsEndpoint(_Exposed):
-    """Answers whoever asks on this machine, as long as the run lasts, in the format that is asked for."""
+    """Answers requests from this machine while the run lasts, in the requested format."""
 
     def __init__(self, port: int, facts: RunFacts) -> None:
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -247,7 +236,7 @@ class OpenMetricsEndpoint(_Exposed):
                 self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
-                """Nobody is told who asked."""
+                """Log no request."""
 
         try:
             self._server = ThreadingHTTPServer((_HERE, port), Handler)
@@ -256,7 +245,7 @@ class OpenMetricsEndpoint(_Exposed):
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
 
     def flush(self) -> None:
-        """As in `Sink`; who asks gets it."""
+        """As in `Sink`; requests read the state directly."""
 
     def close(self) -> None:
         """As in `Sink`."""

@@ -12,7 +12,7 @@ from ampdoctor.health.sinks.sink import Kind, RunFacts, text_of_alert, title_of
 
 
 class TensorBoard:
-    """Writes events with TensorBoard's own writer, which needs neither torch nor TensorFlow: a step is one event."""
+    """Writes a step as one event with TensorBoard's own writer, which needs neither torch nor TensorFlow."""
 
     def __init__(self, folder: str, facts: RunFacts) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -51,12 +51,12 @@ class TensorBoard:
 
 
 def _as_folder(name: str) -> str:
-    """A run's name as that of its folder, by which TensorBoard tells runs apart."""
+    """Returns a folder's name for a run, by which TensorBoard tells runs apart."""
     return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name).strip(".") or "run"
 
 
 def _writes(folder: str, run: str) -> tuple[str, ...]:
-    """One of a name that nothing else has, where it lies is known."""
+    """Returns a path inside the run's folder; the writer adds a unique suffix to the file's name."""
     return (os.path.join(folder, _as_folder(run), "events.out.tfevents"),)  # noqa: PTH118 - it may be s3://
 
 

@@ -10,7 +10,7 @@ from ampdoctor.health.sinks.sink import Kind, RunFacts, text_of_alert, title_of
 
 
 class Trackio:
-    """Logs to a run of its own; hardware is not asked for, which would begin to use it."""
+    """Logs to a run of its own, without hardware metrics: reading them would begin to use the hardware."""
 
     def __init__(self, project: str, facts: RunFacts) -> None:
         import trackio
@@ -20,12 +20,12 @@ class Trackio:
             project, facts.name, config=facts.as_config(), embed=False, auto_log_gpu=False, auto_log_cpu=False
         )
 
-    def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:  # noqa: ARG002 - it has its own
-        """As in `Sink`; the time is that of its arrival."""
+    def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:  # noqa: ARG002 - it takes no time
+        """As in `Sink`; the time is that of arrival."""
         self._run.log({f"{PREFIX}/{name}": value for name, value in metrics.items()}, step=step)
 
     def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:  # noqa: ARG002 - the same
-        """As in `Sink`; a note is none."""
+        """As in `Sink`; notes are not sent."""
         if finding.severity in self._levels:
             level = self._levels[finding.severity]
             self._run.alert(title_of(finding), text_of_alert(finding, step), level, step=step)

@@ -1,4 +1,4 @@
-"""Weights & Biases: a run of its own in a project; its environment says whether online, offline or not at all."""
+"""Weights & Biases: a new run in a project; W&B's environment variables decide between online, offline and disabled."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import PREFIX
 from ampdoctor.health.sinks.sink import Kind, RunFacts, text_of_alert, title_of
 
-_LEVELS = {"error": "ERROR", "warning": "WARN"}
-"""A note tells nobody anything at night."""
+_LEVELS = {"error": "ERROR", "warning": "WARN"}  # notes send no alert
 
 
 class Wandb:
-    """Logs to a run that nothing else writes to: its steps are a number like others, since they may come again."""
+    """Logs to a run of its own. Its steps are logged as a metric, since they may repeat."""
 
     def __init__(self, project: str, facts: RunFacts) -> None:
         import wandb
@@ -33,8 +32,8 @@ class Wandb:
         row = {f"{PREFIX}/{name}": value for name, value in metrics.items()}
         self._run.log({**row, f"{PREFIX}/step": step, "_timestamp": time_ms / 1000})
 
-    def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:  # noqa: ARG002 - it is sent now
-        """As in `Sink`; it goes to who has asked W&B for alerts, by mail or Slack."""
+    def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:  # noqa: ARG002 - W&B sends it at once
+        """As in `Sink`; W&B sends it to subscribers by mail or Slack."""
         if finding.severity in _LEVELS:
             self._run.alert(title_of(finding), text_of_alert(finding, step), level=_LEVELS[finding.severity])
 
