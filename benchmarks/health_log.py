@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ampdoctor.evidence.log_records import DetailLine, EndLine, Line, RunLine, Stamp, Stamped, StepLine, TensorDetail
+from ampdoctor.evidence.log_records import DetailLine, EndLine, Line, LogRecord, RunLine, Stamp, StepLine, TensorDetail
 from ampdoctor.evidence.log_text import text_of
 
 SEGMENT = 16 * 1024 * 1024
@@ -44,7 +44,7 @@ def write_log(folder: Path, *, steps: int, every: int, tensors: int, seed: int =
 
     def put(line: Line) -> None:
         nonlocal size, total, segment, file
-        text = text_of(Stamped(Stamp(**stamp, time_ms=time_ms), line))
+        text = text_of(LogRecord(Stamp(**stamp, time_ms=time_ms), line))
         if size + len(text) > SEGMENT:
             file.close()
             segment, size = segment + 1, 0

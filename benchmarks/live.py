@@ -34,7 +34,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ampdoctor.hooks.callbacks import hearing  # the repository is on the path only now
-from ampdoctor.live.numbers.async_reader import Later
+from ampdoctor.live.numbers.async_reader import AsyncReader
 from ampdoctor.live.numbers.step_numbers import EVERY, StepNumbers
 from benchmarks.overhead import Transformer, language_model_loss
 from benchmarks.peers.monitoring import (
@@ -84,7 +84,7 @@ class Ring(Monitor):
     """The deferred reading alone: a tensor a step is put into the ring and read when it has arrived."""
 
     def __init__(self) -> None:
-        self._later: Later[int] = Later()
+        self._later: AsyncReader[int] = AsyncReader()
         self._numbers = torch.zeros(256)
 
     def stepped(self) -> None:

@@ -18,7 +18,7 @@ from ampdoctor.evidence.report_scaler import FlushedGradients, ScalerArguments, 
 from ampdoctor.evidence.report_scan import ChangedCheckpoint, ChangeSection
 from ampdoctor.numerics import Histogram
 from ampdoctor.reports import formats
-from ampdoctor.reports.formats import Canvas
+from ampdoctor.reports.formats import RenderOptions
 
 
 def range_figures(flushed: float, subnormal: float, error: float) -> dict[str, float]:
@@ -158,4 +158,4 @@ EVERY = {
 
 def renderer(form):
     """Return what renders a report in this form, for a page of 200 columns."""
-    return lambda report: formats.renderer(form)(report, Canvas(width=200))
+    return lambda report: formats.renderer(form)(report, RenderOptions(width=200))

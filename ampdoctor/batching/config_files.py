@@ -27,7 +27,7 @@ from ampdoctor.batching.config_fields import (
 )
 from ampdoctor.batching.plans import BatchSettings, Precision
 from ampdoctor.errors import UsageError
-from ampdoctor.scaling.trace import Division
+from ampdoctor.scaling.trace import GradReduceScaling
 
 # -- Trainer arguments of transformers, and Accelerate's configuration --
 #
@@ -152,7 +152,7 @@ def _trainer_stage(deepspeed: Mapping[str, Any], megatron: Mapping[str, Any], na
 
 def _trainer_division(
     precision: Precision | None, *, sharded: bool, elsewhere: bool
-) -> Division | Literal["none"] | None:
+) -> GradReduceScaling | Literal["none"] | None:
     """Under autocast DDP reduces the fp32 gradients of fp32 parameters; FSDP in its mixed precision's dtype."""
     if precision != "fp16":
         return "none"
@@ -207,7 +207,7 @@ def deepspeed(table: Mapping[str, Any], name: str) -> BatchSettings:
     )
 
 
-def _deepspeed_division(table: Mapping[str, Any], stage: int, name: str) -> Division | Literal["none"]:
+def _deepspeed_division(table: Mapping[str, Any], stage: int, name: str) -> GradReduceScaling | Literal["none"]:
     if word(table, "communication_data_type", "fp16") != "fp16":
         return "none"
     scattered = table_in(table, "zero_optimization", name).get("reduce_scatter", True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ampdoctor.batching.plans import BatchPlan, BatchSettings, GradientShift, Reduction, gradient_shift
 from ampdoctor.evidence.report_plan import LeftAsItIs, PlanChange
 from ampdoctor.evidence.targets import PLAN_FRAMEWORKS, PlanFramework
-from ampdoctor.scaling.trace import Division, divisors, reduction_shift
+from ampdoctor.scaling.trace import GradReduceScaling, divisors, reduction_shift
 
 # -- who divides the gradients by the number of ranks, when, and what that costs in an fp16 reduce --
 
@@ -19,7 +19,7 @@ class ReduceStack:
     """Frameworks that divide at the same time; `names` also has the dtype in which they reduce."""
 
     names: str
-    division: Division
+    division: GradReduceScaling
 
 
 STACKS: tuple[ReduceStack, ...] = (
@@ -254,16 +254,16 @@ def _reduces(step: Step) -> Iterator[PlanChange]:
             )
 
 
-def _figure(before: int, after: int, division: Division) -> str:
+def _figure(before: int, after: int, division: GradReduceScaling) -> str:
     return f"{_order(before, division)} -> {_order(after, division)}"
 
 
-def _order(ranks: int, division: Division) -> str:
+def _order(ranks: int, division: GradReduceScaling) -> str:
     first, then = divisors(ranks, division)
     return f"/{first} sum /{then:g}" if division == "split" else f"/{first} sum" if then == 1 else f"sum /{then:g}"
 
 
-def _said(before: int, after: int, division: Division) -> str:
+def _said(before: int, after: int, division: GradReduceScaling) -> str:
     then, now = reduction_shift(before, division), reduction_shift(after, division)
     flush = f"what is divided first flushes {then.lowest:.3g} -> {now.lowest:.3g} binades earlier"
     over = f"the sum overflows {-then.highest:.3g} -> {-now.highest:.3g} binades earlier at worst"

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.targets import PlanFramework
-from ampdoctor.scaling.trace import Division
+from ampdoctor.scaling.trace import GradReduceScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +235,7 @@ class BatchSettings:
     within_node: bool = False
     precision: Precision | None = None
     reduction: Reduction | None = None
-    division: Division | Literal["none"] | None = None
+    division: GradReduceScaling | Literal["none"] | None = None
     rounds_down: bool = False
     fixed_total: bool = False
     filled: bool = False

@@ -13,7 +13,7 @@ import torch
 
 from ampdoctor.checkpoints.file_contents import (
     MASTER_GROUP,
-    Sections,
+    FileContents,
     averaged_names,
     clean_names,
     is_average,
@@ -34,11 +34,11 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 
 
 @dataclass(slots=True)
-class Part:
+class FilePart:
     """One file's content. `index` names the index that lists it as a shard, `beside` further files with its tensors."""
 
     file: RegularFile
-    sections: Sections
+    sections: FileContents
     name: str  # relative to what was opened
     index: str = ""
     beside: tuple[RegularFile, ...] = ()
@@ -49,14 +49,14 @@ class Part:
         return (self.file, *self.beside)
 
 
-class Unit:
+class ShardGroup:
     """Files whose state dicts are parts of the same models; `name` is the index's or the file's.
 
     `models` are state dicts by their path in the file, `main` first, those of shards merged; `inner` is true if the
     files lie in an inner folder; `ordered` if the entries are in the order of `named_parameters()`.
     """
 
-    def __init__(self, name: str, parts: Sequence[Part]) -> None:
+    def __init__(self, name: str, parts: Sequence[FilePart]) -> None:
         self.name = name
         self.parts = tuple(parts)
         self.inner = all("/" in part.name for part in parts)
@@ -73,7 +73,7 @@ class Unit:
         """Returns a stored name as in `named_parameters()` of the bare model."""
         return self._clean[path][name]
 
-    def twin_of(self, other: Unit) -> bool:
+    def twin_of(self, other: ShardGroup) -> bool:
         """Whether it is only the safetensors copy of the same model.
 
         safetensors keeps only one name of a tied weight, so it may have fewer names.
@@ -86,15 +86,15 @@ class Unit:
         return {name: tensor.shape for name, tensor in main.items()}
 
 
-def units_of(parts: Sequence[Part]) -> tuple[Unit, ...]:
+def units_of(parts: Sequence[FilePart]) -> tuple[ShardGroup, ...]:
     """Returns the parts grouped into units, in the order of their first part."""
-    groups: dict[str, list[Part]] = {}
+    groups: dict[str, list[FilePart]] = {}
     for part in parts:
         groups.setdefault(part.index or part.name, []).append(part)
-    return tuple(Unit(name, group) for name, group in groups.items())
+    return tuple(ShardGroup(name, group) for name, group in groups.items())
 
 
-def chosen_unit(units: Sequence[Unit]) -> Unit | None:
+def chosen_unit(units: Sequence[ShardGroup]) -> ShardGroup | None:
     """Returns the unit that holds a checkpoint's model; None if there is none, or several different ones.
 
     Of twins it is the one in safetensors, which loaders prefer. A folder's own model goes before that of an inner
@@ -178,7 +178,7 @@ class Checkpoint:
         *,
         path: str,
         format: str,  # noqa: A002 - the name that reports use
-        parts: list[Part],
+        parts: list[FilePart],
         log: tuple[LogEntry, ...] = (),
         global_step: int | None = None,
         spare_step: int | None = None,
@@ -215,7 +215,7 @@ class Checkpoint:
         return tuple(CheckpointFile(file.name, file.size) for part in self._parts for file in part.files)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[FilePart, ...]:
         """What the files hold, in order."""
         return tuple(self._parts)
 
@@ -297,7 +297,7 @@ class Checkpoint:
                 for path, stored in part.sections.others.items():
                     yield self._loose(path, stored, weightless=weightless)
 
-    def _model_tensors(self, unit: Unit, part: Part) -> Iterator[TensorRef]:
+    def _model_tensors(self, unit: ShardGroup, part: FilePart) -> Iterator[TensorRef]:
         for path, model in part.sections.models.items():
             listed = name_listed(model, unit.models[unit.main]) if unit.main is not None and path != unit.main else {}
             averaged = averaged_names(list(unit.models[path]))
@@ -399,7 +399,7 @@ def _folded(skipped: Sequence[Skipped]) -> Iterator[Skipped]:
             yield Skipped(what=f"{often[each.reason] - _SKIPS_SHOWN} more", reason=each.reason)
 
 
-def _by_path(found: Sequence[tuple[Part, Mapping[str, Mapping[str, Any]]]]) -> dict[str, Mapping[str, Any]]:
+def _by_path(found: Sequence[tuple[FilePart, Mapping[str, Mapping[str, Any]]]]) -> dict[str, Mapping[str, Any]]:
     """Returns the states of all files by path; if two files use one path, by file and path."""
     often = Counter(path for _, states in found for path in states)
     return {

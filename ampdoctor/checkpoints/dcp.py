@@ -12,27 +12,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ampdoctor.checkpoints.checkpoint import Part
+from ampdoctor.checkpoints.checkpoint import FilePart
 from ampdoctor.checkpoints.dcp_metadata import (
     METADATA,
     RANK_METADATA,
+    ChunkLocation,
     DistributedMetadata,
     Piece,
-    Place,
     TensorPlan,
     joined,
     read_metadata,
 )
 from ampdoctor.checkpoints.dcp_names import sections_of
-from ampdoctor.checkpoints.file_contents import Sections
+from ampdoctor.checkpoints.file_contents import FileContents
 from ampdoctor.checkpoints.files import ByteSource, FilePool, PooledFile, RegularFile, Window, is_folder
-from ampdoctor.checkpoints.gathering import Gathering, Layout, Level
+from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout
 from ampdoctor.checkpoints.json_files import parse_json
 from ampdoctor.checkpoints.pickled_objects import Saved
 from ampdoctor.checkpoints.safetensors_file import SafetensorsContent, looks_like_safetensors, read_safetensors
-from ampdoctor.checkpoints.stored_tensor import Shard, ShardedTensor, StoredTensor, StridedTensor, unread, unread_dtype
+from ampdoctor.checkpoints.stored_tensor import JoinedTensor, Shard, StoredTensor, StridedTensor, unread, unread_dtype
 from ampdoctor.checkpoints.torch_files import read_torch_zip
-from ampdoctor.checkpoints.unpickler import Inert
+from ampdoctor.checkpoints.unpickler import PickledObject
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
@@ -115,7 +115,7 @@ class DistributedContent:
 
     file: RegularFile  # the open `.metadata`
     beside: tuple[RegularFile, ...] = ()  # the open data files
-    sections: Sections = field(default_factory=Sections)
+    sections: FileContents = field(default_factory=FileContents)
     errors: list[ErrorNote] = field(default_factory=list)  # what is missing or unreadable
     remarks: list[str] = field(default_factory=list)  # harmless oddities
 
@@ -223,9 +223,9 @@ class _Reading:
         sections.ordered = len(self.files) == 1  # the tensors of several ranks are listed rank by rank
         return DistributedContent(files[0], (*files[1:], *self.files.values()), sections, self._errors, remarks)
 
-    def _open(self, places: Iterable[Place]) -> None:
+    def _open(self, places: Iterable[ChunkLocation]) -> None:
         """Open all data files, and check that the places lie inside them and do not overlap."""
-        by_file: dict[str, list[Place]] = {}
+        by_file: dict[str, list[ChunkLocation]] = {}
         for place in places:
             by_file.setdefault(place.file, []).append(place)
         for name, wanted in sorted(by_file.items()):
@@ -247,7 +247,7 @@ class _Reading:
                 message = f"{shown} is truncated: {self._name} puts {end} bytes into it and it has {file.size}."
                 self._errors.append(ErrorNote(what=shown, kind="truncated", message=message))
 
-    def _require_apart(self, places: list[Place]) -> None:
+    def _require_apart(self, places: list[ChunkLocation]) -> None:
         end = 0
         for place in sorted(places, key=lambda place: place.offset):
             if place.offset < end:
@@ -256,7 +256,7 @@ class _Reading:
                 )
             end = place.offset + place.length
 
-    def _window(self, place: Place | None) -> Window:
+    def _window(self, place: ChunkLocation | None) -> Window:
         if place is None:
             raise CheckpointError("it is described, but nothing says where it lies")
         file = self.files.get(place.file)
@@ -264,7 +264,7 @@ class _Reading:
             raise _Unreadable
         return Window(file, place.offset, place.length)
 
-    def _object(self, place: Place | None) -> Any:
+    def _object(self, place: ChunkLocation | None) -> Any:
         """Returns a Python object that was saved beside the tensors, including tensors inside it."""
         window = self._window(place)
         if place is not None and place.transforms:
@@ -297,7 +297,7 @@ class _Reading:
             raise CheckpointError("it has no pieces")
         if len(shards) == 1:
             return shards[0].stored
-        return ShardedTensor(dtype=plan.dtype, shape=plan.shape, shards=tuple(shards))
+        return JoinedTensor(dtype=plan.dtype, shape=plan.shape, shards=tuple(shards))
 
     def _piece(self, name: str, piece: Piece) -> StridedTensor | Skipped:
         place = piece.place
@@ -318,7 +318,7 @@ class _Reading:
             found = saved.tree
         if isinstance(found, StridedTensor | Skipped):
             return found
-        kind = found.name[:80] if isinstance(found, Inert) else type(found).__name__
+        kind = found.name[:80] if isinstance(found, PickledObject) else type(found).__name__
         return unread(f"a tensor that was saved as {kind} is not read")
 
     def _saved(self, window: Window) -> Saved:
@@ -337,7 +337,7 @@ class _Reading:
             self._errors.append(ErrorNote(what=self._name, kind="unreadable", message=message))
 
 
-def _transformed(place: Place) -> str:
+def _transformed(place: ChunkLocation) -> str:
     return f"its bytes were written through {', '.join(place.transforms)}, which is not read"
 
 
@@ -370,7 +370,7 @@ def read_slices(folder: Path, names: Sequence[str], prefix: str = "") -> Distrib
                 file.close()
             return None
         tensors = _joined(contents, files)
-        sections = Sections(
+        sections = FileContents(
             models={"": tensors}, skipped=[s for content in contents for s in content.skipped], ordered=False
         )
         return DistributedContent(files[0], tuple(files[1:]), sections, _missing(names))
@@ -422,7 +422,7 @@ def _whole(name: str, shards: list[Shard], budget: TilingBudget) -> StoredTensor
     return (
         kept[0].stored
         if len(kept) == 1 and shape == first.shape
-        else ShardedTensor(dtype=first.dtype, shape=shape, shards=tuple(solid))
+        else JoinedTensor(dtype=first.dtype, shape=shape, shards=tuple(solid))
     )
 
 
@@ -458,7 +458,7 @@ def _claims(name: str) -> bool:
     return name.endswith((METADATA, _DATA)) or any(p.fullmatch(name) for p in (_SAVED_APART, SLICES))
 
 
-def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
+def _read(into: CheckpointBuilder, level: FolderState, names: Sequence[str]) -> None:
     """Open the distributed checkpoints of a folder; refusals are reported after what is missing."""
     folders = ["", *filter(_SAVED_APART.fullmatch, names)]
     refused = [_add(into, level, inner, names) for inner in folders]
@@ -467,7 +467,7 @@ def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
         into.refuse(*refusal)
 
 
-def _add(into: Gathering, level: Level, inner: str, names: Sequence[str]) -> _Refusal | None:
+def _add(into: CheckpointBuilder, level: FolderState, inner: str, names: Sequence[str]) -> _Refusal | None:
     """Open the distributed checkpoint of the folder, or of the folder `inner` in it."""
     folder, below = level.path / inner, f"{level.prefix}{inner}/" if inner else level.prefix
     if inner:
@@ -494,7 +494,7 @@ def _add(into: Gathering, level: Level, inner: str, names: Sequence[str]) -> _Re
     return None
 
 
-def _add_slices(into: Gathering, level: Level, slices: Sequence[str]) -> _Refusal | None:
+def _add_slices(into: CheckpointBuilder, level: FolderState, slices: Sequence[str]) -> _Refusal | None:
     try:
         content = read_slices(level.path, slices, level.prefix)
     except CheckpointError as error:
@@ -506,8 +506,8 @@ def _add_slices(into: Gathering, level: Level, slices: Sequence[str]) -> _Refusa
     return None
 
 
-def _take(into: Gathering, content: DistributedContent, index: str = "") -> None:
-    into.parts.append(Part(content.file, content.sections, content.file.name, index, content.beside))
+def _take(into: CheckpointBuilder, content: DistributedContent, index: str = "") -> None:
+    into.parts.append(FilePart(content.file, content.sections, content.file.name, index, content.beside))
     into.errors += content.errors
     into.remarks += content.remarks
 

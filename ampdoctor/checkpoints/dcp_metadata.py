@@ -19,7 +19,7 @@ from ampdoctor.checkpoints.files import RegularFile, plain_name
 from ampdoctor.checkpoints.pickled_objects import fields_of
 from ampdoctor.checkpoints.stored_tensor import READ_DTYPES
 from ampdoctor.checkpoints.torch_objects import TensorBuilder
-from ampdoctor.checkpoints.unpickler import MAX_OBJECT_BYTES, MAX_OPCODES, Global, Inert, InertMachine
+from ampdoctor.checkpoints.unpickler import MAX_OBJECT_BYTES, MAX_OPCODES, GlobalName, PickledObject, SafeUnpickler
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 METADATA = ".metadata"
@@ -63,7 +63,7 @@ Path_ = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ChunkLocation:
     """Where the bytes of a piece or an object are."""
 
     file: str  # beside `.metadata`
@@ -78,7 +78,7 @@ class Piece:
 
     at: tuple[int, ...]
     shape: tuple[int, ...]
-    place: Place | None
+    place: ChunkLocation | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class DistributedMetadata:
     """The contents of a `.metadata`, by names in the flattened state dict."""
 
     tensors: dict[str, TensorPlan]
-    objects: dict[str, Place | None]  # everything else; None without a place
+    objects: dict[str, ChunkLocation | None]  # everything else; None without a place
     order: tuple[str, ...]  # all names
     paths: dict[str, Path_]  # name -> keys of the nested state dict, if known
     foreign: tuple[str, ...]  # names of classes that are not torch's own
@@ -106,7 +106,7 @@ def read_metadata(file: RegularFile) -> DistributedMetadata:
     """Parse and check a `.metadata`; raises CheckpointError if it refers to a file that is not beside it."""
     if file.size > MAX_METADATA_BYTES:
         raise LimitExceededError(f"{file.name}: bytes", MAX_METADATA_BYTES, file.size)
-    machine = InertMachine(
+    machine = SafeUnpickler(
         file.read(0, file.size),
         file.name,
         TensorBuilder(file, None),
@@ -120,7 +120,7 @@ def read_metadata(file: RegularFile) -> DistributedMetadata:
         raise CheckpointError(f"{file.name} is not that of a distributed checkpoint.")
     places = _places(stored, file.name)
     tensors: dict[str, TensorPlan] = {}
-    objects: dict[str, Place | None] = {}
+    objects: dict[str, ChunkLocation | None] = {}
     pieces = 0
     for name, entry in described.items():
         if not isinstance(name, str):
@@ -177,8 +177,8 @@ def _malformed(file: str, why: str) -> CheckpointError:
     return CheckpointError(f"{file} is corrupted: {why}.")
 
 
-def _places(stored: Mapping[Any, Any], file: str) -> dict[tuple[str, tuple[int, ...] | None], Place]:
-    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+def _places(stored: Mapping[Any, Any], file: str) -> dict[tuple[str, tuple[int, ...] | None], ChunkLocation]:
+    places: dict[tuple[str, tuple[int, ...] | None], ChunkLocation] = {}
     plain: set[str] = set()
     for key, value in stored.items():
         index, info = fields_of(key), fields_of(value)
@@ -197,12 +197,12 @@ def _places(stored: Mapping[Any, Any], file: str) -> dict[tuple[str, tuple[int, 
         if where in places:
             raise _malformed(file, f"a piece of {name[:200]!r} has two places")
         words = tuple(t[:40] if isinstance(t, str) else "?" for t in transforms[:10])
-        places[where] = Place(path, offset, length, words)
+        places[where] = ChunkLocation(path, offset, length, words)
     return places
 
 
 def _tensor(
-    name: str, content: Mapping[Any, Any], places: Mapping[tuple[str, tuple[int, ...] | None], Place], file: str
+    name: str, content: Mapping[Any, Any], places: Mapping[tuple[str, tuple[int, ...] | None], ChunkLocation], file: str
 ) -> TensorPlan:
     shape = content.get("size")
     if not _is_sizes(shape) or math.prod(shape) >= 2**63:
@@ -220,9 +220,9 @@ def _tensor(
 
 def _dtype(properties: Any) -> torch.dtype | str:
     """Returns the element type from `TensorProperties`, whose state is a tuple that begins with it."""
-    state = properties.state if isinstance(properties, Inert) else None
+    state = properties.state if isinstance(properties, PickledObject) else None
     dtype = state[0] if isinstance(state, tuple) and state else fields_of(properties).get("dtype")
-    name = dtype.name if isinstance(dtype, Global) else "?"
+    name = dtype.name if isinstance(dtype, GlobalName) else "?"
     return _DTYPES.get(name, name.removeprefix("torch.")[:40])
 
 

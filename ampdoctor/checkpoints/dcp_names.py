@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ampdoctor.checkpoints.file_contents import MAIN_KEYS, MASTER_GROUP, Sections, is_average, sort_out
+from ampdoctor.checkpoints.file_contents import MAIN_KEYS, MASTER_GROUP, FileContents, is_average, sort_out
 from ampdoctor.checkpoints.pickled_objects import MAX_DEPTH, MAX_NODES, Saved, require_finite_tree
 from ampdoctor.checkpoints.scalers import number
 from ampdoctor.checkpoints.stored_tensor import StoredTensor
@@ -40,7 +40,7 @@ _HOLDERS_OF_STEP = ("train_state", "trainer_state", "training_state", "common_st
 
 def sections_of(
     values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], foreign: tuple[str, ...], name: str
-) -> Sections:
+) -> FileContents:
     """Sort a distributed checkpoint's entries into parts.
 
     `values` are stored tensors, `Skipped` and objects by flattened name, `paths` the known keys of the nested state
@@ -217,7 +217,7 @@ def _hashable(value: Any, depth: int = 3) -> Any:
     return (type(value), value) if isinstance(value, str | int | float) or value is None else id(value)
 
 
-def _place_loose(loose: Mapping[str, StoredTensor | Skipped], sections: Sections) -> None:
+def _place_loose(loose: Mapping[str, StoredTensor | Skipped], sections: FileContents) -> None:
     """Add tensors at the top: they are the model, unless another state dict is; then they belong to nothing.
 
     A state dict is the model if it has a usual name or more values than they. Random states in objects do not count.

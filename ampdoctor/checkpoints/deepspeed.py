@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ampdoctor.checkpoints.checkpoint import Part
-from ampdoctor.checkpoints.file_contents import MASTER_GROUP, Sections, sort_out, tensors_in
+from ampdoctor.checkpoints.checkpoint import FilePart
+from ampdoctor.checkpoints.file_contents import MASTER_GROUP, FileContents, sort_out, tensors_in
 from ampdoctor.checkpoints.files import RegularFile
-from ampdoctor.checkpoints.gathering import Gathering, Layout, Level
+from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout
 from ampdoctor.checkpoints.pickled_objects import Saved
 from ampdoctor.checkpoints.scalers import scaler_state
-from ampdoctor.checkpoints.stored_tensor import MAX_DIMENSIONS, Shard, ShardedTensor, StoredTensor, StridedTensor
+from ampdoctor.checkpoints.stored_tensor import MAX_DIMENSIONS, JoinedTensor, Shard, StoredTensor, StridedTensor
 from ampdoctor.checkpoints.zero import (
     Piece,
     RankState,
@@ -40,10 +40,10 @@ from ampdoctor.checkpoints.zero import (
 # only one of them. The others can be broken while that one is sound.
 
 
-def add_unused(parts: Sequence[Part], saved: Sequence[Saved]) -> None:
+def add_unused(parts: Sequence[FilePart], saved: Sequence[Saved]) -> None:
     """Add to each part its file's tensors in storages that no part uses, and scalers that differ.
 
-    `saved` is the content of each part's file. The new tensors belong to nothing (`Sections.others`).
+    `saved` is the content of each part's file. The new tensors belong to nothing (`FileContents.others`).
     """
     used = {place for part in parts for _, tensor in _tensors(part.sections) for place in _places(tensor)}
     scalers = {scaler_state(scaler, "", "") for part in parts for scaler in part.sections.scalers.values()} - {None}
@@ -60,7 +60,7 @@ def add_unused(parts: Sequence[Part], saved: Sequence[Saved]) -> None:
                 scalers |= {state} - {None}
 
 
-def _tensors(sections: Sections) -> Iterator[tuple[str, StoredTensor]]:
+def _tensors(sections: FileContents) -> Iterator[tuple[str, StoredTensor]]:
     """Yields every tensor of a file with its path in it."""
     yield from sections.others.items()
     for path, model in sections.models.items():
@@ -71,7 +71,7 @@ def _tensors(sections: Sections) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _places(tensor: StoredTensor) -> set[object]:
-    shards = tensor.shards if isinstance(tensor, ShardedTensor) else (tensor,)
+    shards = tensor.shards if isinstance(tensor, JoinedTensor) else (tensor,)
     pieces = [shard.stored if isinstance(shard, Shard) else shard for shard in shards]
     return {(piece.file_name, piece.file.origin + piece.offset) for piece in pieces if isinstance(piece, StridedTensor)}
 
@@ -104,7 +104,7 @@ def _claims(name: str) -> bool:
     return (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)) is not None
 
 
-def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
+def _read(into: CheckpointBuilder, level: FolderState, names: Sequence[str]) -> None:
     """Open DeepSpeed's files of a folder and join their partitions."""
     level.taken |= set(names)
     found: dict[int, dict[tuple[bool, str], list[tuple[int, _File]]]] = {}
@@ -150,15 +150,15 @@ def _settled(families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _S
     return mine
 
 
-def _by_itself(into: Gathering, other: _File) -> Part:
+def _by_itself(into: CheckpointBuilder, other: _File) -> FilePart:
     """Returns a file that belongs to no rank as a part of its own, with tensors under their paths in the file."""
     into.remarks.append(f"{other.name} claims the rank of another file, as after a change of settings; read by itself")
-    part = Part(other.file, Sections(foreign=other.saved.foreign), other.name, other.name)
+    part = FilePart(other.file, FileContents(foreign=other.saved.foreign), other.name, other.name)
     add_unused([part], [other.saved])
     return part
 
 
-def _parts(into: Gathering, mine: _Slice, number: int) -> list[Part]:
+def _parts(into: CheckpointBuilder, mine: _Slice, number: int) -> list[FilePart]:
     """Returns the joined parts, with the tensors in the files that no joined tensor uses."""
     files = [*(mine.models[r] for r in sorted(mine.models)), *(mine.optimizers[r] for r in sorted(mine.optimizers))]
     parts = _joined_parts(into, mine, files, number)
@@ -166,10 +166,10 @@ def _parts(into: Gathering, mine: _Slice, number: int) -> list[Part]:
     return parts
 
 
-def _joined_parts(into: Gathering, mine: _Slice, files: Sequence[_File], number: int) -> list[Part]:
+def _joined_parts(into: CheckpointBuilder, mine: _Slice, files: Sequence[_File], number: int) -> list[FilePart]:
     """Returns the parts of one model-parallel rank; the first file's part holds the joined tensors."""
     index = files[0].name
-    parts = [Part(f.file, Sections(foreign=f.saved.foreign), f.name, index) for f in files]
+    parts = [FilePart(f.file, FileContents(foreign=f.saved.foreign), f.name, index) for f in files]
     main = mine.models.get(min(mine.models, default=0))
     tree = main.saved.tree if main is not None and isinstance(main.saved.tree, Mapping) else {}
     if main is not None:
@@ -197,7 +197,7 @@ def _joined_parts(into: Gathering, mine: _Slice, files: Sequence[_File], number:
     return parts
 
 
-def _model_sections(main: _File) -> Sections:
+def _model_sections(main: _File) -> FileContents:
     """Returns the model file alone; it lists its buffers, and frozen parameters are in the module already (ZeRO 2)."""
     sections = sort_out(main.saved)
     sections.models.pop("frozen_param_fragments", None)
@@ -208,7 +208,7 @@ def _model_sections(main: _File) -> Sections:
     return sections
 
 
-def _note_missing(into: Gathering, mine: _Slice, tree: Mapping[Any, Any], number: int) -> bool:
+def _note_missing(into: CheckpointBuilder, mine: _Slice, tree: Mapping[Any, Any], number: int) -> bool:
     """Note the ranks whose files are missing; returns whether there are any."""
     expected = _rank_count(mine, tree)
     absent = [rank for rank in range(expected) if rank not in mine.optimizers] if mine.optimizers else []
@@ -295,7 +295,7 @@ class _Joined:
                 self.flat += 1
 
 
-def _add_weights(into: Sections, mine: _Slice, joined: _Joined) -> None:
+def _add_weights(into: FileContents, mine: _Slice, joined: _Joined) -> None:
     """Add the fp32 weights beside the module's, or instead of them if the module has none (ZeRO 3)."""
     trees = [mine.models[rank].saved.tree for rank in sorted(mine.models)]
     module = into.models.get(_MODULE, {})

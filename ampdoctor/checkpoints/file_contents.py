@@ -25,7 +25,7 @@ from ampdoctor.checkpoints.pickled_objects import (
 from ampdoctor.checkpoints.rank_shards import with_local_shards
 from ampdoctor.checkpoints.scalers import MEGATRON_DEFAULTS, is_own_field, number, scaler_fields
 from ampdoctor.checkpoints.stored_tensor import SparseTensor, StoredTensor
-from ampdoctor.checkpoints.unpickler import Inert
+from ampdoctor.checkpoints.unpickler import PickledObject
 from ampdoctor.evidence.checkpoint_stats import LostNumbers, TensorRole
 from ampdoctor.evidence.report import Skipped
 
@@ -53,7 +53,7 @@ def entries_of(node: Any) -> Iterator[tuple[Any, Any]]:
     return ((key, value) for key, value in pairs if type(value) not in _PLAIN)
 
 
-class Below:
+class ContainsCache:
     """Caches whether a container holds tensors, by `id()`: the tree must stay alive."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Below:
         """Whether it is or holds any reported part: a tensor, an object, an optimizer, a scaler."""
         if type(node) in _PLAIN:
             return False
-        if isinstance(node, StoredTensor | Skipped | Inert):
+        if isinstance(node, StoredTensor | Skipped | PickledObject):
             return True
         if not isinstance(node, Mapping | list | tuple):
             return False
@@ -131,10 +131,10 @@ def lost_numbers(tree: Any, told: Mapping[str, Any], examined: Collection[int]) 
         if isinstance(node, StoredTensor):
             yield from _lost(path or "tensor", [_number(node, examined)])
             continue
-        if not isinstance(node, Mapping | list | tuple | Inert) or id(node) in seen:
+        if not isinstance(node, Mapping | list | tuple | PickledObject) or id(node) in seen:
             continue
         seen.add(id(node))
-        if isinstance(node, Inert) and (array := numpy_array(node)) is not None:
+        if isinstance(node, PickledObject) and (array := numpy_array(node)) is not None:
             yield from _lost_in_array(path, array)
             continue
         apart: tuple[type, ...] = ()
@@ -159,7 +159,7 @@ def _parts(node: Any) -> Iterator[tuple[Any, Any]]:
     """Yields a container's parts with their keys, without an optimizer's groups, which AMP505 judges."""
     if isinstance(node, Mapping):
         yield from ((key, part) for key, part in node.items() if key != "param_groups" or not is_optimizer(node))
-    elif not isinstance(node, Inert):
+    elif not isinstance(node, PickledObject):
         yield from enumerate(node)
     elif not is_module(node):
         yield from ((key, part) for key, part in parts_of(node) if key != "param_groups")
@@ -231,7 +231,7 @@ MASTER_GROUP = "fp32"
 
 
 @dataclass(slots=True)
-class Sections:
+class FileContents:
     """The parts of one file. Keys are paths in the file ("model"; "" for a flat file), entries in stored order.
 
     `masters` are the fp32 copies that an optimizer steps, by the optimizer's path: a list for each group. `places` are
@@ -264,11 +264,11 @@ class Sections:
         return at
 
 
-def sort_out(saved: Saved) -> Sections:
+def sort_out(saved: Saved) -> FileContents:
     """Returns the parts of a saved object."""
     tree = _without_nests(with_local_shards(saved.tree))
-    sections = Sections(foreign=saved.foreign, tree=tree)
-    _visit(tree, "", sections, Below())
+    sections = FileContents(foreign=saved.foreign, tree=tree)
+    _visit(tree, "", sections, ContainsCache())
     losses: dict[str, float] = {}
     if isinstance(tree, Mapping):
         sections.global_step = _step_of(tree)
@@ -280,7 +280,7 @@ def sort_out(saved: Saved) -> Sections:
     return sections
 
 
-def _examined(sections: Sections) -> set[int]:
+def _examined(sections: FileContents) -> set[int]:
     masters = (tensor for groups in sections.masters.values() for group in groups for tensor in group)
     models = (tensor for model in sections.models.values() for tensor in model.values())
     states = (tensor for node in sections.optimizers.values() for _, tensor in tensors_in(node["state"]))
@@ -330,15 +330,15 @@ def _stored_in(node: Any, path: str) -> Iterator[tuple[str, StoredTensor]]:
     return leaves(node, path, (StoredTensor,))
 
 
-def _objects_in(node: Any, path: str) -> Iterator[tuple[str, Inert]]:
-    return leaves(node, path, (Inert,))
+def _objects_in(node: Any, path: str) -> Iterator[tuple[str, PickledObject]]:
+    return leaves(node, path, (PickledObject,))
 
 
-def _visit(node: Any, path: str, into: Sections, below: Below) -> None:
+def _visit(node: Any, path: str, into: FileContents, below: ContainsCache) -> None:
     if isinstance(node, StoredTensor):
         if node.shape or not path:  # a single number belongs to a log or a callback, like plain numbers
             into.others[path or "tensor"] = node
-    elif isinstance(node, Inert):
+    elif isinstance(node, PickledObject):
         _visit_object(node, path, into)
     elif isinstance(node, SparseTensor):
         into.others[into.place(path or "tensor", "values")] = node.values
@@ -351,7 +351,7 @@ def _visit(node: Any, path: str, into: Sections, below: Below) -> None:
         _visit_mapping(node, path, into, below)
 
 
-def _visit_sequence(node: Sequence[Any], path: str, into: Sections, below: Below) -> None:
+def _visit_sequence(node: Sequence[Any], path: str, into: FileContents, below: ContainsCache) -> None:
     if is_average(path) and node and all(isinstance(value, StoredTensor) for value in node):
         into.models[path] = {str(index): value for index, value in enumerate(node)}
         return
@@ -360,7 +360,7 @@ def _visit_sequence(node: Sequence[Any], path: str, into: Sections, below: Below
             _visit(value, into.place(path, index), into, below)
 
 
-def _visit_mapping(node: Mapping[Any, Any], path: str, into: Sections, below: Below) -> None:
+def _visit_mapping(node: Mapping[Any, Any], path: str, into: FileContents, below: ContainsCache) -> None:
     if is_optimizer(node):
         _take_optimizer(node, path, into, below)
         return
@@ -380,17 +380,17 @@ def _visit_mapping(node: Mapping[Any, Any], path: str, into: Sections, below: Be
                 _visit_entry(key, value, path, into, below)
 
 
-def _visit_entry(key: Any, value: Any, path: str, into: Sections, below: Below) -> None:
-    random = _is_random(key) and isinstance(value, StoredTensor | Skipped | Inert | Mapping | list | tuple)
+def _visit_entry(key: Any, value: Any, path: str, into: FileContents, below: ContainsCache) -> None:
+    random = _is_random(key) and isinstance(value, StoredTensor | Skipped | PickledObject | Mapping | list | tuple)
     if random and not any(_is_random(part) for part in path.split(".")):
         _visit_random(value, into.place(path, key), into, below)
     elif below.part(value):
         _visit(value, into.place(path, key), into, below)
 
 
-def _visit_random(node: Any, path: str, into: Sections, below: Below) -> None:
+def _visit_random(node: Any, path: str, into: FileContents, below: ContainsCache) -> None:
     """Skip a random state, recognised by its name; anything in it that could be trained still counts."""
-    inner = Sections(search=into.search, places=into.places)
+    inner = FileContents(search=into.search, places=into.places)
     _visit(node, path, inner, below)
     models = {at: model for at, model in inner.models.items() if any(_is_real(t) for t in model.values())}
     others = {at: tensor for at, tensor in inner.others.items() if _is_real(tensor)}
@@ -414,7 +414,7 @@ def _is_real(tensor: StoredTensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
-def _visit_object(node: Inert, path: str, into: Sections) -> None:
+def _visit_object(node: PickledObject, path: str, into: FileContents) -> None:
     """Visit an object: a whole module is a model; in any other object, all tensors count."""
     if is_module(node):
         content = read_module(node, into.search)
@@ -424,7 +424,7 @@ def _visit_object(node: Inert, path: str, into: Sections) -> None:
         return
     optimizer = optimizer_fields(node, into.search)
     if optimizer is not None:
-        _take_optimizer(optimizer, path, into, Below())
+        _take_optimizer(optimizer, path, into, ContainsCache())
         return
     scaler = scaler_fields(node)
     if scaler:
@@ -436,7 +436,7 @@ def _visit_object(node: Inert, path: str, into: Sections) -> None:
             into.others[into.place(path, at or "tensor")] = tensor
 
 
-def _take_optimizer(node: Mapping[Any, Any], path: str, into: Sections, below: Below) -> None:
+def _take_optimizer(node: Mapping[Any, Any], path: str, into: FileContents, below: ContainsCache) -> None:
     into.optimizers[path] = node
     for key, value in node.items():
         if key == "param_groups":
@@ -451,7 +451,7 @@ def _take_optimizer(node: Mapping[Any, Any], path: str, into: Sections, below: B
         into.scalers[path] = {"loss_scale": node["loss_scale"], "unskipped": 0}
 
 
-def _take_masters(node: Mapping[Any, Any], path: str, into: Sections) -> set[str]:
+def _take_masters(node: Mapping[Any, Any], path: str, into: FileContents) -> set[str]:
     """Take fp32 copies beside the only optimizer, which steps them; returns the handled keys."""
     steppers = [key for key, value in node.items() if is_optimizer(value)]
     for key in _MASTERS:
@@ -464,14 +464,14 @@ def _take_masters(node: Mapping[Any, Any], path: str, into: Sections) -> set[str
     return set()
 
 
-def _take_model(node: Mapping[Any, Any], path: str, into: Sections, below: Below) -> None:
+def _take_model(node: Mapping[Any, Any], path: str, into: FileContents, below: ContainsCache) -> None:
     into.models[path] = {key: value for key, value in node.items() if isinstance(value, StoredTensor)}
     for key, value in node.items():
         if not isinstance(value, StoredTensor):
             _visit_entry(key, value, path, into, below)
 
 
-def _is_state_dict(node: Mapping[Any, Any], path: str, below: Below) -> bool:
+def _is_state_dict(node: Mapping[Any, Any], path: str, below: ContainsCache) -> bool:
     """Whether a mapping maps names to tensors. A container with tensors inside is another part of the checkpoint.
 
     A few scalars are a log or a callback's best score, unless a model is expected at this place.

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from ampdoctor.checkpoints.checkpoint import Checkpoint, Part
+from ampdoctor.checkpoints.checkpoint import Checkpoint, FilePart
 from ampdoctor.checkpoints.dcp import DISTRIBUTED
 from ampdoctor.checkpoints.deepspeed import DEEPSPEED
 from ampdoctor.checkpoints.files import Listing, RegularFile, identity_of, is_folder, list_folder, plain_name
-from ampdoctor.checkpoints.gathering import Gathering, Layout, Level, read_saved, read_sections
+from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout, read_saved, read_sections
 from ampdoctor.checkpoints.json_files import read_trainer_state, read_weight_map
 from ampdoctor.checkpoints.log_files import is_run_log
 from ampdoctor.checkpoints.log_folders import add_run_log, has_run_log, longest_log, may_be_log, run_logs, steps_of
@@ -124,13 +124,13 @@ def _claims(name: str) -> bool:
     return name == TRAINER_STATE or says_weights
 
 
-def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
+def _read(into: CheckpointBuilder, level: FolderState, names: Sequence[str]) -> None:
     left = [n for n in names if n not in level.taken and n not in level.listing.folders and not may_be_log(n)]
     check_numbers(into, [name for name in left if _add_file(into, level, name)], level.prefix)
     level.taken |= set(left)
 
 
-def _add_file(into: Gathering, level: Level, name: str) -> bool:
+def _add_file(into: CheckpointBuilder, level: FolderState, name: str) -> bool:
     """Open a single file; returns whether it became a part."""
     path, shown = level.path / name, level.prefix + name
     reason = _left_alone(name, indexed=level.indexed)
@@ -166,7 +166,7 @@ def _left_alone(name: str, *, indexed: bool) -> str | None:
     return neighbour(name)
 
 
-def _take_step(into: Gathering, path: Path, name: str) -> None:
+def _take_step(into: CheckpointBuilder, path: Path, name: str) -> None:
     """Take the step that Accelerate keeps beside the random state, if it can be read.
 
     It counts batches, and may restart with each epoch, so it is only used if nothing else counts steps.
@@ -225,12 +225,14 @@ def open_file(path: Path) -> Checkpoint:
         if found == "json":
             table = _index_of(file)
         else:
-            return Checkpoint(path=path.name, format=found, parts=[Part(file, read_sections(file, found), path.name)])
+            return Checkpoint(
+                path=path.name, format=found, parts=[FilePart(file, read_sections(file, found), path.name)]
+            )
     except BaseException:
         file.close()
         raise
     file.close()
-    gathering = Gathering(layout="sharded")
+    gathering = CheckpointBuilder(layout="sharded")
     try:
         add_shards(gathering, path, table, "")
         return _finish(gathering, path.name)
@@ -241,7 +243,7 @@ def open_file(path: Path) -> Checkpoint:
 
 def _open_run_log(path: Path) -> Checkpoint:
     """Opens one file of a run's log, whatever its name."""
-    gathering = Gathering()
+    gathering = CheckpointBuilder()
     try:
         gathering.log = steps_of(path.parent, [path.name], "", gathering.skipped)
         add_run_log(gathering, path.parent, [path.name])
@@ -258,7 +260,7 @@ def open_folder(listing: Listing, *, below: bool = False) -> Checkpoint:
     belong to the checkpoint. `below` reads the files in inner folders too, as of a pipeline of several models
     (`unet/`): needed to judge the folder, but not to resume from it.
     """
-    gathering = Gathering()
+    gathering = CheckpointBuilder()
     try:
         _add_with_ranks(gathering, listing, "")
         followed = _follow(gathering, listing)
@@ -291,7 +293,7 @@ def says_checkpoint(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Below:
+class Subfolders:
     """What lies in the folders below a folder."""
 
     folders: tuple[tuple[str, Listing], ...] = ()  # those with files of a checkpoint, by path from the first folder
@@ -299,7 +301,9 @@ class Below:
     unlisted: tuple[tuple[str, CheckpointError], ...] = ()  # folders that cannot be listed
 
 
-def search_below(root: Listing, apart: Collection[str], is_run: Callable[[Listing], bool] = lambda _: False) -> Below:
+def search_below(
+    root: Listing, apart: Collection[str], is_run: Callable[[Listing], bool] = lambda _: False
+) -> Subfolders:
     """Search the folders below `root` for files of checkpoints; below a folder with such files the search stops.
 
     Each folder is listed once, even if two links lead to it. Hidden folders (of other tools), folders with very many
@@ -336,7 +340,7 @@ def search_below(root: Listing, apart: Collection[str], is_run: Callable[[Listin
                 walk(inner, f"{prefix}{name}/", _searched(inner, ()), levels - 1)
 
     walk(root, "", _searched(root, apart), _LEVELS_BELOW)
-    return Below(tuple(folders), tuple(skipped), tuple(unlisted))
+    return Subfolders(tuple(folders), tuple(skipped), tuple(unlisted))
 
 
 def _searched(listing: Listing, apart: Collection[str]) -> list[str]:
@@ -357,7 +361,7 @@ def parts_in(listing: Listing) -> set[str]:
         return own
 
 
-def _add_below(into: Gathering, listing: Listing, followed: str | None) -> None:
+def _add_below(into: CheckpointBuilder, listing: Listing, followed: str | None) -> None:
     """Open the files in the folders below that no other part of the checkpoint has taken."""
     taken = parts_in(listing) | ({followed} if followed is not None else set())
     below = search_below(listing, taken)
@@ -377,7 +381,7 @@ def _writer(names: Sequence[str]) -> str:
     )
 
 
-def _add_with_ranks(into: Gathering, listing: Listing, prefix: str) -> None:
+def _add_with_ranks(into: CheckpointBuilder, listing: Listing, prefix: str) -> None:
     """Open a folder's checkpoint files and those in the folders of its ranks, each once.
 
     Otherwise links could lead in circles, or through one large folder a thousand times.
@@ -400,9 +404,9 @@ def _add_with_ranks(into: Gathering, listing: Listing, prefix: str) -> None:
             _add_folder(into, below, f"{prefix}{name}/")
 
 
-def _add_folder(into: Gathering, listing: Listing, prefix: str) -> None:
+def _add_folder(into: CheckpointBuilder, listing: Listing, prefix: str) -> None:
     """Open the checkpoint files among a folder's files; reports show them with `prefix`."""
-    level = Level(listing, prefix)
+    level = FolderState(listing, prefix)
     before = len(into.parts)
     for layout in LAYOUTS:
         at = len(into.parts)
@@ -414,7 +418,7 @@ def _add_folder(into: Gathering, listing: Listing, prefix: str) -> None:
         part.index = part.index or level.unit
 
 
-def _follow(into: Gathering, listing: Listing) -> str | None:
+def _follow(into: CheckpointBuilder, listing: Listing) -> str | None:
     """Open the folder that a pointer names as the latest checkpoint; returns its name.
 
     If the files beside the pointer form a checkpoint themselves (the Trainer's folder of a DeepSpeed run), a missing
@@ -453,7 +457,7 @@ def _follow(into: Gathering, listing: Listing) -> str | None:
     return target
 
 
-def _add_log(into: Gathering, listing: Listing, prefix: str) -> None:
+def _add_log(into: CheckpointBuilder, listing: Listing, prefix: str) -> None:
     """Take the longest log of the folder, unless the Trainer's own was read; an unreadable log is no error."""
     if into.own_log:
         return
@@ -469,7 +473,7 @@ def _index_of(file: RegularFile) -> dict[str, str]:
     return table
 
 
-def _finish(gathered: Gathering, name: str, inside: Listing | None = None) -> Checkpoint:
+def _finish(gathered: CheckpointBuilder, name: str, inside: Listing | None = None) -> Checkpoint:
     join_rank_files(gathered)
     remark_duplicates(gathered)
     if not gathered.parts:

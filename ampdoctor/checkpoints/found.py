@@ -13,7 +13,7 @@ from ampdoctor.checkpoints.checkpoint import Checkpoint
 from ampdoctor.checkpoints.files import Listing, list_folder
 from ampdoctor.checkpoints.folder import open_file, open_folder
 from ampdoctor.checkpoints.log_folders import longest_log
-from ampdoctor.checkpoints.series import Contents, Family, Member, Series, contents_of
+from ampdoctor.checkpoints.series import CheckpointSeries, Contents, SavedCheckpoint, Series, contents_of
 from ampdoctor.errors import CheckpointError, SeveralRunsError
 from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import ErrorNote, Skipped
@@ -25,7 +25,7 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 RunLog = tuple[LogEntry, ...]
 
 
-def run_log(root: Listing, family: Family) -> tuple[RunLog, tuple[Skipped, ...]]:
+def run_log(root: Listing, family: CheckpointSeries) -> tuple[RunLog, tuple[Skipped, ...]]:
     """Returns the longest of a run's logs, and the logs that could not be read; `root` is the folder that was named."""
     longest: RunLog = ()
     skipped: list[Skipped] = []
@@ -52,7 +52,7 @@ _LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PathContents:
     """The result of examining a path, kept as it was typed."""
 
     typed: str
@@ -61,7 +61,7 @@ class Found:
     contents: Contents = field(default_factory=Contents)  # the checkpoints in that folder
 
     @property
-    def family(self) -> Family | None:
+    def family(self) -> CheckpointSeries | None:
         """The checkpoints of a run in the folder; None if it is a single checkpoint, or none."""
         return self.contents.family
 
@@ -81,7 +81,7 @@ class Found:
         return self.path.name or self.typed
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[SavedCheckpoint, ...]:
         """The checkpoints of a run; () if the path is not a folder of them."""
         return self.family.members if self.family is not None else ()
 
@@ -132,7 +132,7 @@ class Found:
         return checkpoint
 
 
-def find(path: str | os.PathLike[str]) -> Found:
+def find(path: str | os.PathLike[str]) -> PathContents:
     """Examine a path, which may be anything; a file is not opened yet.
 
     Raises CheckpointError for a folder that cannot be listed, LimitExceededError for one with too many entries.
@@ -141,8 +141,8 @@ def find(path: str | os.PathLike[str]) -> Found:
     try:
         mode = Path(path).stat().st_mode
     except (OSError, ValueError):  # opening it reports the error
-        return Found(typed)
+        return PathContents(typed)
     if not stat.S_ISDIR(mode):
-        return Found(typed, is_file=stat.S_ISREG(mode))
+        return PathContents(typed, is_file=stat.S_ISREG(mode))
     listing = list_folder(Path(path))
-    return Found(typed, listing=listing, contents=contents_of(listing))
+    return PathContents(typed, listing=listing, contents=contents_of(listing))

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ampdoctor.checkpoints.checkpoint import Part
-from ampdoctor.checkpoints.file_contents import Sections, sort_out
+from ampdoctor.checkpoints.checkpoint import FilePart
+from ampdoctor.checkpoints.file_contents import FileContents, sort_out
 from ampdoctor.checkpoints.files import Listing, RegularFile
 from ampdoctor.checkpoints.pickled_objects import Saved
 from ampdoctor.checkpoints.safetensors_file import read_safetensors
@@ -19,11 +19,11 @@ from ampdoctor.evidence.run_facts import PROFILE_MARK
 
 
 @dataclass(slots=True)
-class Gathering:
+class CheckpointBuilder:
     """A checkpoint that is being opened; most fields are as in `Checkpoint`."""
 
     layout: str = "folder"  # as in `Checkpoint.format`
-    parts: list[Part] = field(default_factory=list)
+    parts: list[FilePart] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -63,10 +63,10 @@ class Gathering:
         file.close()
         return None
 
-    def add(self, file: RegularFile, index: str = "") -> Part | None:
+    def add(self, file: RegularFile, index: str = "") -> FilePart | None:
         """Add a file that is a part by itself; if it is refused, it is noted and closed, and None is returned."""
         try:
-            part = Part(file, read_sections(file, sniff(file)), file.name, index)
+            part = FilePart(file, read_sections(file, sniff(file)), file.name, index)
         except CheckpointError as error:
             file.close()
             self.refuse(file.name, error)
@@ -88,7 +88,7 @@ def read_saved(file: RegularFile, found: Format) -> Saved:
     return read_torch_legacy(file) if found == "torch-legacy" else read_torch_zip(file)
 
 
-def read_sections(file: RegularFile, found: Format) -> Sections:
+def read_sections(file: RegularFile, found: Format) -> FileContents:
     """Returns the parts of a file that is a checkpoint by itself; raises OtherFormatError for a saved profile."""
     if found == "json":
         raise CheckpointError(f"{file.name} is a JSON file, not a checkpoint.")
@@ -96,7 +96,7 @@ def read_sections(file: RegularFile, found: Format) -> Sections:
         content = read_safetensors(file)
         if PROFILE_MARK in content.metadata:
             raise OtherFormatError(f"{file.name} is a saved profile, not a checkpoint; `ampdoctor recommend` reads it.")
-        return Sections(
+        return FileContents(
             models={"": content.tensors} if content.tensors else {}, skipped=list(content.skipped), ordered=False
         )
     return sort_out(read_saved(file, found))
@@ -106,7 +106,7 @@ def read_sections(file: RegularFile, found: Format) -> Sections:
 
 
 @dataclass(slots=True)
-class Level:
+class FolderState:
     """A folder of a checkpoint while it is being read.
 
     Files of this folder without an index belong together under the name `unit`; with "" each stands alone.
@@ -131,9 +131,10 @@ class Layout:
     `name` is the resulting `Checkpoint.format`; "" if several frameworks use the layout, and other files in the folder
     decide. `claims` says whether it reads a file or folder of this name; names of reports are checked with it too,
     because none of them may be a part of what the next run reads. `read` adds the contents of the claimed names to the
-    `Gathering`, and the handled names to `Level.taken`; it notes errors in the `Gathering` and never raises them.
+    `CheckpointBuilder`, and the handled names to `FolderState.taken`; errors go into the `CheckpointBuilder` and are
+    never raised.
     """
 
     name: str
     claims: Callable[[str], bool]
-    read: Callable[[Gathering, Level, Sequence[str]], None]
+    read: Callable[[CheckpointBuilder, FolderState, Sequence[str]], None]

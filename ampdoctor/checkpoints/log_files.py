@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.checkpoint_stats import LogEntry
-from ampdoctor.evidence.log_records import DetailLine, RunLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.log_records import DetailLine, LogRecord, RunLine, Stamp, StepLine
 from ampdoctor.evidence.log_text import kind_of, line_of
 
 MAX_LOG_BYTES = 64 * 1024 * 1024
@@ -76,7 +76,7 @@ _Fields = dict[str, float]
 
 
 @dataclass(slots=True)
-class Left:
+class SkippedLines:
     """Counts the lines of a file that were left out."""
 
     damaged: int = 0  # cannot be read
@@ -110,7 +110,7 @@ def read_log(file: RegularFile) -> tuple[LogEntry, ...]:
     if file.size > MAX_LOG_BYTES:
         raise LimitExceededError(f"{file.name}: bytes of a log", MAX_LOG_BYTES, file.size)
     if file.name.endswith(".csv"):
-        lines = lines_in(file, left=Left())
+        lines = lines_in(file, left=SkippedLines())
         header = list(islice(lines, 1))
         rows = csv_rows([*header, *_thinned_by_cells(lines)], file.name)
     else:
@@ -144,13 +144,13 @@ def _texts(lines: Iterable[bytes]) -> Iterator[str]:
     return (line.decode("utf-8", "replace") for line in lines)
 
 
-def lines_in(file: RegularFile, longest: int = MAX_LINE, left: Left | None = None) -> Iterator[bytes]:
+def lines_in(file: RegularFile, longest: int = MAX_LINE, left: SkippedLines | None = None) -> Iterator[bytes]:
     """Yields the non-empty lines of a file that are no longer than `longest` bytes.
 
     `left` receives what is left out, and the last line if no newline ends it; without `left` that line is yielded.
     """
     rest, count = b"", 0
-    left, last_too = left or Left(), left is None
+    left, last_too = left or SkippedLines(), left is None
     for start in range(0, file.size, _BLOCK):
         block = file.read(start, min(_BLOCK, file.size - start)).replace(b"\r", b"\n")
         *whole, rest = (rest + (block if start else block.removeprefix(BYTE_ORDER_MARK))).split(b"\n")
@@ -236,13 +236,13 @@ def _entries(rows: Iterable[Mapping[str, Any]]) -> Iterator[LogEntry]:
 
 
 def csv_rows(
-    lines: Iterable[bytes], name: str, *, delimiter: str = ",", left: Left | None = None
+    lines: Iterable[bytes], name: str, *, delimiter: str = ",", left: SkippedLines | None = None
 ) -> Iterator[Mapping[str, Any]]:
     """Yields the rows of a table by the names in its first line. `name` is used in errors.
 
     `left` counts lines that form no row: a quote that nothing closes, or a cell beyond the csv module's limit.
     """
-    left = left or Left()
+    left = left or SkippedLines()
     taken = _LinesOfARow(lines)
     reader = csv.reader(taken, delimiter=delimiter)
     header: list[str] | None = None
@@ -288,9 +288,9 @@ class _LinesOfARow:
         return line
 
 
-def json_rows(lines: Iterable[bytes], left: Left | None = None) -> Iterator[Mapping[str, Any]]:
+def json_rows(lines: Iterable[bytes], left: SkippedLines | None = None) -> Iterator[Mapping[str, Any]]:
     """Yields the objects among lines; other lines are skipped, and count as damaged if they begin like an object."""
-    left = left or Left()
+    left = left or SkippedLines()
     for line in _texts(lines):
         try:
             row = json.loads(line)
@@ -391,7 +391,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class LogRows:
     """Steps or details of a log."""
 
     standing: tuple[Entry, ...]  # by step, without those that a rollback or restart undid
@@ -408,12 +408,12 @@ def begins_run_log(head: bytes) -> bool:
     return kind_of(head.removeprefix(BYTE_ORDER_MARK)) == "run"
 
 
-def read_steps(files: Sequence[RegularFile]) -> Entries:
+def read_steps(files: Sequence[RegularFile]) -> LogRows:
     """Returns the steps of one rank's log, the oldest file first; of more than `MAX_PARSED`, evenly chosen ones."""
     return _entries_of_kind(files, "step", MAX_PARSED)
 
 
-def read_details(files: Sequence[RegularFile]) -> Entries:
+def read_details(files: Sequence[RegularFile]) -> LogRows:
     """Returns the details of a log; of more than `MAX_DETAILS` lines, evenly chosen ones."""
     return _entries_of_kind(files, "detail", MAX_DETAILS)
 
@@ -446,7 +446,7 @@ def log_entry_of(step: StepLine) -> LogEntry:
     )
 
 
-def _entries_of_kind(files: Sequence[RegularFile], kind: str, limit: int) -> Entries:
+def _entries_of_kind(files: Sequence[RegularFile], kind: str, limit: int) -> LogRows:
     damaged: Counter[str] = Counter()
     found = []
     for name, run, text in thinned(_texts_of_kind(files, kind, damaged), limit):
@@ -458,7 +458,7 @@ def _entries_of_kind(files: Sequence[RegularFile], kind: str, limit: int) -> Ent
     for file in files:
         if damaged[file.name] and file.read(file.size - 1, 1) != b"\n":
             damaged[file.name] -= 1
-    return Entries(standing(found), +damaged)
+    return LogRows(standing(found), +damaged)
 
 
 def _texts_of_kind(
@@ -482,7 +482,7 @@ def _texts_of_kind(
                 yield file.name, run, text
 
 
-def _whole(text: bytes) -> Stamped | None:
+def _whole(text: bytes) -> LogRecord | None:
     try:
         return line_of(text)
     except ValueError:

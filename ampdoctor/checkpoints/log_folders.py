@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 
-from ampdoctor.checkpoints.checkpoint import Part
+from ampdoctor.checkpoints.checkpoint import FilePart
 from ampdoctor.checkpoints.event_files import is_event_file, read_events
-from ampdoctor.checkpoints.file_contents import Sections
+from ampdoctor.checkpoints.file_contents import FileContents
 from ampdoctor.checkpoints.files import RegularFile, is_folder, list_folder
-from ampdoctor.checkpoints.gathering import Gathering
+from ampdoctor.checkpoints.gathering import CheckpointBuilder
 from ampdoctor.checkpoints.log_files import is_log, is_run_log, last_state, log_entry_of, read_log, read_steps
 from ampdoctor.checkpoints.scalers import scaler_fields
 from ampdoctor.errors import CheckpointError
@@ -64,7 +64,7 @@ def steps_of(folder: Path, names: Sequence[str], prefix: str, skipped: list[Skip
     return tuple(by_step.values())
 
 
-def add_run_log(into: Gathering, folder: Path, names: Sequence[str]) -> None:
+def add_run_log(into: CheckpointBuilder, folder: Path, names: Sequence[str]) -> None:
     """Makes a run's log the examined object: its files become the parts, with the scaler as it was in the end.
 
     `into` has no part, and the log's steps already; `names` has the oldest file first.
@@ -72,7 +72,7 @@ def add_run_log(into: Gathering, folder: Path, names: Sequence[str]) -> None:
     into.layout = RUN_LOG
     for name in names:
         try:
-            into.parts.append(Part(RegularFile(folder / name, name), Sections(), name))
+            into.parts.append(FilePart(RegularFile(folder / name, name), FileContents(), name))
         except CheckpointError as error:
             into.refuse(name, error)
     if not into.parts:

@@ -21,9 +21,9 @@ from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.checkpoint_stats import (
     OptimizerGroup,
     OptimizerSummary,
-    StarvedMoment,
     TensorSummary,
     UpdateReach,
+    ZeroSecondMoment,
 )
 
 SECOND_MOMENTS = {"exp_avg_sq": "exp_avg"}
@@ -84,7 +84,7 @@ def _group(group: Mapping[str, Any]) -> OptimizerGroup:
     )
 
 
-def _starved(checkpoint: Checkpoint, zeros: Collection[tuple[str, str, str, str]]) -> Iterator[StarvedMoment]:
+def _starved(checkpoint: Checkpoint, zeros: Collection[tuple[str, str, str, str]]) -> Iterator[ZeroSecondMoment]:
     moments = [ref for ref in checkpoint if ref.role == "moment"]
     firsts = {(ref.file, ref.group, ref.name, ref.entry): ref for ref in moments}
     kept = Counter((ref.file, ref.group, ref.name) for ref in moments)
@@ -105,7 +105,7 @@ def _starved(checkpoint: Checkpoint, zeros: Collection[tuple[str, str, str, str]
             yield _compare(second, beside)
 
 
-def _compare(second: TensorRef, first: TensorRef) -> StarvedMoment:
+def _compare(second: TensorRef, first: TensorRef) -> ZeroSecondMoment:
     starved = examined = 0
     largest = 0.0
     for squares, means in side_by_side(second.stored, first.stored):
@@ -119,8 +119,8 @@ def _compare(second: TensorRef, first: TensorRef) -> StarvedMoment:
     return _described(second, starved=starved, examined=examined, largest=largest)
 
 
-def _described(second: TensorRef, *, starved: int, examined: int, largest: float) -> StarvedMoment:
-    return StarvedMoment(
+def _described(second: TensorRef, *, starved: int, examined: int, largest: float) -> ZeroSecondMoment:
+    return ZeroSecondMoment(
         name=second.name,
         module=second.module,
         group=second.group,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.checkpoints.stored_tensor import StoredTensor
-from ampdoctor.checkpoints.unpickler import Global, Inert, OpaqueKey
+from ampdoctor.checkpoints.unpickler import GlobalName, OpaqueKey, PickledObject
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
 
@@ -28,7 +28,7 @@ MAX_PATHS = 100_000_000
 """Maximum number of characters of the paths to all tensors: 400 for each of `MAX_TENSORS`."""
 
 Tree = Any
-"""Dicts, lists, tuples, plain values, `StoredTensor` or `Skipped` for tensors, and `Inert` for any other object."""
+"""Dicts, lists, tuples, plain values, `StoredTensor` or `Skipped` for tensors, `PickledObject` for any other object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def _measured(node: dict[Any, Any] | list[Any] | tuple[Any, ...], known: dict[in
 def _extent(part: Any, known: dict[int, _Extent], name: str) -> _Extent:
     if isinstance(part, dict | list | tuple):
         return known.get(id(part)) or _measured(part, known, name)
-    return _TENSOR if isinstance(part, StoredTensor | Skipped | Inert) else _VALUE
+    return _TENSOR if isinstance(part, StoredTensor | Skipped | PickledObject) else _VALUE
 
 
 # -- inert records: whole modules saved with `torch.save(model)`, and tensors held by objects of any class --
@@ -169,18 +169,18 @@ class Search:
 
 def is_module(node: Any) -> bool:
     """Whether a record is that of an `nn.Module`, whatever its class."""
-    state = node.state if isinstance(node, Inert) else None
+    state = node.state if isinstance(node, PickledObject) else None
     return isinstance(state, dict) and all(
         isinstance(state.get(key), dict) for key in ("_parameters", "_buffers", "_modules")
     )
 
 
-def read_module(root: Inert, search: Search) -> ModuleContent:
+def read_module(root: PickledObject, search: Search) -> ModuleContent:
     """Returns the tensors of a pickled module and its children; a module held twice counts at its first place."""
     content = ModuleContent()
     buffers: set[str] = set()
     seen: set[int] = set()
-    pending: list[tuple[Inert, str, int]] = [(root, "", 0)]
+    pending: list[tuple[PickledObject, str, int]] = [(root, "", 0)]
     while pending:
         module, prefix, depth = pending.pop()
         if id(module) in seen or not is_module(module):
@@ -203,14 +203,14 @@ def read_module(root: Inert, search: Search) -> ModuleContent:
         children = [
             (m, f"{prefix}{_word(key)}.", depth + 1)
             for key, m in module.state["_modules"].items()
-            if isinstance(m, Inert)
+            if isinstance(m, PickledObject)
         ]
         pending.extend(reversed(children))
     content.buffers = frozenset(buffers)
     return content
 
 
-def tensors_inside(root: Inert, search: Search) -> Iterator[tuple[str, StoredTensor | Skipped]]:
+def tensors_inside(root: PickledObject, search: Search) -> Iterator[tuple[str, StoredTensor | Skipped]]:
     """Yields every tensor in an object, with a dotted path; a shared tensor comes once.
 
     NumPy arrays come as `Skipped`: `numpy_array` has their numbers.
@@ -223,13 +223,13 @@ def tensors_inside(root: Inert, search: Search) -> Iterator[tuple[str, StoredTen
             search.look(0, "", 1)
             yield path, node
             continue
-        if not isinstance(node, dict | list | tuple | Inert) or id(node) in seen:
+        if not isinstance(node, dict | list | tuple | PickledObject) or id(node) in seen:
             continue
         if depth > MAX_DEPTH:
             yield path, Skipped(what="", reason=_TOO_DEEP, kind="unread")
             continue
         seen.add(id(node))
-        if isinstance(node, Inert) and node.name in _NUMPY_RECONSTRUCT | _NUMPY_FROM_BUFFER:
+        if isinstance(node, PickledObject) and node.name in _NUMPY_RECONSTRUCT | _NUMPY_FROM_BUFFER:
             if numpy_array(node) is not None:
                 yield path, Skipped(what="", reason="a NumPy array, of which only NaN and Inf are looked for")
             else:
@@ -239,7 +239,7 @@ def tensors_inside(root: Inert, search: Search) -> Iterator[tuple[str, StoredTen
         pending.extend(reversed(parts))
 
 
-def numpy_array(node: Inert) -> NDArray[Any] | None:
+def numpy_array(node: PickledObject) -> NDArray[Any] | None:
     """Returns a pickled NumPy array of numbers, flat, in the order of its bytes; None for any other record."""
     raw: Any = None
     dtype: Any = None
@@ -247,7 +247,12 @@ def numpy_array(node: Inert) -> NDArray[Any] | None:
         dtype, raw = node.state[2], node.state[4]
     elif node.name in _NUMPY_FROM_BUFFER and len(node.args) > 1:
         raw, dtype = node.args[:2]
-    if not isinstance(raw, bytes) or not isinstance(dtype, Inert) or dtype.name != "numpy.dtype" or not dtype.args:
+    if (
+        not isinstance(raw, bytes)
+        or not isinstance(dtype, PickledObject)
+        or dtype.name != "numpy.dtype"
+        or not dtype.args
+    ):
         return None
     big = isinstance(dtype.state, tuple) and len(dtype.state) > 1 and dtype.state[1] == ">"
     if not isinstance(dtype.args[0], str) or _NUMPY_DTYPE.fullmatch(dtype.args[0]) is None:
@@ -258,7 +263,7 @@ def numpy_array(node: Inert) -> NDArray[Any] | None:
         return None
 
 
-def optimizer_fields(node: Inert, search: Search) -> dict[str, Any] | None:
+def optimizer_fields(node: PickledObject, search: Search) -> dict[str, Any] | None:
     """Returns the state dict of an optimizer that was pickled as an object; None for any other record.
 
     The object's state is keyed by the parameters themselves; they get the numbers that `Optimizer.state_dict()` gives.
@@ -303,7 +308,7 @@ def _places(entries: Any) -> int:
 
 def fields_of(node: Any) -> dict[Any, Any]:
     """Returns a record's attributes: its state, including that of `__slots__`; {} for anything else."""
-    state = node.state if isinstance(node, Inert) else None
+    state = node.state if isinstance(node, PickledObject) else None
     if isinstance(state, tuple) and len(state) == 2:
         return {**(state[0] if isinstance(state[0], dict) else {}), **(state[1] if isinstance(state[1], dict) else {})}
     return state if isinstance(state, dict) else {}
@@ -313,7 +318,7 @@ def _searched(node: Any, path: str, search: Search) -> Iterator[tuple[str, Any]]
     """Yields the parts that may hold a tensor; all parts count."""
     for key, part in parts_of(node):
         search.look(1, "")
-        if isinstance(part, StoredTensor | Skipped | dict | list | tuple | Inert):
+        if isinstance(part, StoredTensor | Skipped | dict | list | tuple | PickledObject):
             search.look(1, path)
             search.look(1, key)
             yield key, part
@@ -321,7 +326,7 @@ def _searched(node: Any, path: str, search: Search) -> Iterator[tuple[str, Any]]
 
 def parts_of(node: Any) -> Iterator[tuple[str, Any]]:
     """Yields the parts of a record or a container, with a word for each."""
-    if isinstance(node, Inert):
+    if isinstance(node, PickledObject):
         yield from parts_of(fields_of(node) or [node.state])
         yield from parts_of(node.args)
         yield from parts_of(node.items)
@@ -340,4 +345,4 @@ def _word(key: Any) -> str:
 
 
 def _name(key: Any) -> str:
-    return key.name.rpartition(".")[2] if isinstance(key, Global | Inert) else type(key).__name__
+    return key.name.rpartition(".")[2] if isinstance(key, GlobalName | PickledObject) else type(key).__name__

@@ -1,6 +1,6 @@
 """A rank's own piece of a distributed tensor, as FSDP saves it if every rank writes its own file.
 
-The files hold objects, `DTensor` (FSDP2) or `ShardedTensor` (FSDP1). Each holds its piece as a plain tensor, and the
+The files hold objects, `DTensor` (FSDP2) or `JoinedTensor` (FSDP1). Each holds its piece as a plain tensor, and the
 piece's place in the whole. The objects are never built; this file reads their records.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from ampdoctor.checkpoints.pickled_objects import fields_of
-from ampdoctor.checkpoints.stored_tensor import Shard, ShardedTensor, StoredTensor, StridedTensor, unread
-from ampdoctor.checkpoints.unpickler import Inert
+from ampdoctor.checkpoints.stored_tensor import JoinedTensor, Shard, StoredTensor, StridedTensor, unread
+from ampdoctor.checkpoints.unpickler import PickledObject
 
 _DTENSOR = "torch.distributed.tensor."
 _OLD_DTENSOR = "torch.distributed._tensor."
@@ -37,7 +37,7 @@ def with_local_shards(tree: Any) -> Any:
 
 
 def _replaced(node: Any, done: dict[int, Any]) -> Any:
-    if isinstance(node, Inert):
+    if isinstance(node, PickledObject):
         return _piece_of(node)
     if not isinstance(node, dict | list | tuple):
         return node
@@ -73,7 +73,7 @@ def join_shards(pieces: Sequence[StoredTensor | None]) -> StoredTensor | None:
     if distinct[0].shape == first.whole:
         return distinct[0]
     shards = tuple(Shard(stored=piece, at=piece.at) for piece in distinct)
-    return ShardedTensor(dtype=first.dtype, shape=first.whole, shards=shards)
+    return JoinedTensor(dtype=first.dtype, shape=first.whole, shards=shards)
 
 
 def _apart(pieces: Sequence[LocalShard]) -> bool:
@@ -90,7 +90,7 @@ def _apart(pieces: Sequence[LocalShard]) -> bool:
     return True
 
 
-def _piece_of(node: Inert) -> Any:
+def _piece_of(node: PickledObject) -> Any:
     if node.name.startswith((_DTENSOR, _OLD_DTENSOR)) and node.name.endswith(".DTensor"):
         found = _of_dtensor(node)
     elif node.name.startswith(_SHARDED) and node.name.endswith(".ShardedTensor"):
@@ -100,8 +100,8 @@ def _piece_of(node: Inert) -> Any:
     return unread("a distributed tensor of a form that is not read") if found is False else found
 
 
-def _of_sharded(node: Inert) -> LocalShard | bool | None:
-    """`ShardedTensor.__getstate__`: local shards, metadata, process group, sharding spec, init_rrefs."""
+def _of_sharded(node: PickledObject) -> LocalShard | bool | None:
+    """`JoinedTensor.__getstate__`: local shards, metadata, process group, sharding spec, init_rrefs."""
     state = node.state
     if not isinstance(state, tuple) or len(state) < 2 or not isinstance(state[0], list):
         return False
@@ -115,14 +115,14 @@ def _of_sharded(node: Inert) -> LocalShard | bool | None:
     return _local(shard.get("tensor"), tuple(whole), offsets)
 
 
-def _of_dtensor(node: Inert) -> LocalShard | bool | None:
+def _of_dtensor(node: PickledObject) -> LocalShard | bool | None:
     """The local tensor and its place by the mesh coordinate: `Shard` cuts like `torch.chunk`, `Replicate` does not."""
     fields = fields_of(node)
     spec = fields_of(fields.get("_spec"))
     meta, placements = spec.get("tensor_meta"), spec.get("placements")
     mesh = fields_of(spec.get("mesh"))
     coordinate = mesh.get("_coordinate_on_dim")
-    whole = meta.args[0] if isinstance(meta, Inert) and meta.args else None
+    whole = meta.args[0] if isinstance(meta, PickledObject) and meta.args else None
     sizes = _mesh_sizes(mesh)
     if not _is_shape(whole) or not isinstance(placements, tuple | list) or not _is_shape(coordinate):
         return False
@@ -130,7 +130,7 @@ def _of_dtensor(node: Inert) -> LocalShard | bool | None:
         return False
     at, left = [0] * len(whole), list(whole)
     for placement, size, rank in zip(placements, sizes, coordinate, strict=True):
-        kind = placement.name.rpartition(".")[2] if isinstance(placement, Inert) else ""
+        kind = placement.name.rpartition(".")[2] if isinstance(placement, PickledObject) else ""
         dim = fields_of(placement).get("dim")
         if kind == "Replicate":
             continue

@@ -19,7 +19,7 @@ from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.gathering import read_saved
 from ampdoctor.checkpoints.stored_tensor import StoredTensor
 from ampdoctor.checkpoints.torch_files import sniff
-from ampdoctor.checkpoints.unpickler import Inert
+from ampdoctor.checkpoints.unpickler import PickledObject
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import ErrorNote, Skipped
@@ -59,7 +59,7 @@ class RandomNumbers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class ResumeState:
     """Random numbers, schedules and data loaders of a training when it was saved.
 
     `schedulers` and `loaders` are state dicts in stored order; `numbers` are plain numbers at the top of a file by
@@ -72,7 +72,7 @@ class Standing:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
-def standing_of(checkpoint: Checkpoint, path: Path) -> Standing:
+def standing_of(checkpoint: Checkpoint, path: Path) -> ResumeState:
     """Returns what the open checkpoint and the files beside it (at `path`) hold."""
     found = _Found()
     for part in checkpoint.parts:
@@ -108,8 +108,8 @@ class _Found:
         self._loaders: list[Mapping[str, Any]] = []
         self._numbers: dict[str, float] = {}
 
-    def standing(self) -> Standing:
-        return Standing(
+    def standing(self) -> ResumeState:
+        return ResumeState(
             random=RandomNumbers(**self._random),
             schedulers=tuple(self._schedulers),
             loaders=tuple(self._loaders),
@@ -173,7 +173,7 @@ def _is_plain(node: Any) -> bool:
         return all(map(_is_plain, node.values()))
     if isinstance(node, list | tuple):
         return all(map(_is_plain, node))
-    return not isinstance(node, Inert | Skipped)
+    return not isinstance(node, PickledObject | Skipped)
 
 
 def _loaded(node: Any) -> Any:
@@ -197,7 +197,7 @@ def _numpy_state(node: list[Any] | tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Returns what `numpy.random.get_state` gave; its array is an inert object that ends in its bytes."""
     if len(node) != 5 or node[0] != "MT19937":
         return None
-    state = node[1].state if isinstance(node[1], Inert) else None
+    state = node[1].state if isinstance(node[1], PickledObject) else None
     raw = state[-1] if isinstance(state, tuple) and len(state) == 5 else None
     if not isinstance(raw, bytes) or len(raw) != 4 * _NUMPY_WORDS or not all(map(_is_number, node[2:])):
         return None
@@ -227,7 +227,7 @@ class LoadedCheckpoint:
     files: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = field(default=())
     errors: tuple[ErrorNote, ...] = field(default=())
-    standing: Standing = field(default_factory=Standing)
+    standing: ResumeState = field(default_factory=ResumeState)
 
     @property
     def optimizer(self) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ampdoctor.checkpoints.pickled_objects import fields_of
 from ampdoctor.checkpoints.stored_tensor import StoredTensor
-from ampdoctor.checkpoints.unpickler import Inert
+from ampdoctor.checkpoints.unpickler import PickledObject
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 
 _TORCH_KEYS = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
@@ -43,7 +43,7 @@ def scaler_fields(node: Any) -> Mapping[str, Any] | None:
     DeepSpeed keeps a scaler object in every checkpoint. If nothing is scaled (bf16, fp32), its scale is 1 and never
     moves: then it is not a scaler, and the result is an empty mapping.
     """
-    fields = fields_of(node) if isinstance(node, Inert) else node
+    fields = fields_of(node) if isinstance(node, PickledObject) else node
     if isinstance(fields, Mapping) and fields.keys() >= set(_TORCH_OBJECT.values()):
         whole = {entry: fields[attribute] for entry, attribute in _TORCH_OBJECT.items()}
         return whole if fields.get("_enabled", True) else {}

@@ -14,7 +14,7 @@ from typing import Literal
 from ampdoctor.checkpoints.checkpoint import Checkpoint
 from ampdoctor.checkpoints.files import Listing, identity_of, list_folder
 from ampdoctor.checkpoints.folder import (
-    Below,
+    Subfolders,
     may_hold_tensors,
     open_checkpoint,
     open_folder,
@@ -75,7 +75,7 @@ is part of the word (`fp16`, `v2`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class SavedAt:
     """When a checkpoint was saved, as its name says."""
 
     unit: Unit
@@ -85,7 +85,7 @@ class Moment:
     version: int = 0  # the number that Lightning adds to files of one step (`-v1`)
 
 
-def moment_of(name: str, *, folder: bool) -> Moment | None:
+def moment_of(name: str, *, folder: bool) -> SavedAt | None:
     """Returns what a name says about the time of the save, or None. `name` has its suffix."""
     base = name.removesuffix(".ckpt") if folder else _SUFFIX.sub("", name)
     found = _VERSION.search(base)
@@ -106,7 +106,7 @@ def moment_of(name: str, *, folder: bool) -> Moment | None:
     stem = base
     for part in sorted((m for m in (match, epoch) if m is not None), key=lambda m: -m.start()):
         stem = f"{stem[: part.start(3)]}#{stem[part.end() :]}"
-    return Moment(
+    return SavedAt(
         unit=unit,
         number=int(finest.lstrip("-_")),
         epoch=int(epoch.group(3)) if epoch is not None else None,
@@ -122,7 +122,7 @@ def step_in(path: Path) -> int | None:
 
 
 def run_of(stem: str, *, settings: bool = False) -> str:
-    """Returns the rest of a stem (see `Moment`): equal for the files of one training, as far as names show.
+    """Returns the rest of a stem (see `SavedAt`): equal for the files of one training, as far as names show.
 
     It leaves out what a file holds (`model`, `optimizer`, `ema_0.999`), which piece it is (`rank0`) and which
     checkpoint is best. With `settings`, numbers with a decimal point count as settings (`lr0.1`); without, as metrics,
@@ -186,7 +186,7 @@ like a step (`global_step500/`) is one checkpoint on two levels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class SavedCheckpoint:
     """One checkpoint of a family.
 
     `name` and `inside` (the folder of its files) are relative to the family's folder. `path` is what is opened: all of
@@ -217,10 +217,10 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class CheckpointSeries:
     """The checkpoints of a run, at least one, in the order in which they were saved; `home` is their folder."""
 
-    members: tuple[Member, ...]
+    members: tuple[SavedCheckpoint, ...]
     home: Listing
 
 
@@ -245,9 +245,9 @@ class Series:
 class Contents:
     """The checkpoints in a folder."""
 
-    family: Family | None = None  # those of the only run; None for a single checkpoint or none
+    family: CheckpointSeries | None = None  # those of the only run; None for a single checkpoint or none
     several: tuple[Series, ...] = ()  # the runs, and checkpoints beside them, if there are several
-    below: Below = field(default_factory=Below)  # what was skipped below the folder
+    below: Subfolders = field(default_factory=Subfolders)  # what was skipped below the folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class _Entry:
     name: str
     path: Path
     folder: bool
-    moment: Moment | None
+    moment: SavedAt | None
     alias: Literal["last", "chosen"] | None
     listing: Listing | None = None
 
@@ -288,7 +288,7 @@ def contents_of(root: Listing) -> Contents:
         return Contents(several=tuple(_several(root, members, runs, single)), below=rest)
     if members:
         beside = tuple(_beside(name, listing) for name, listing in single)
-        return Contents(Family((*members, *beside), root), below=rest)
+        return Contents(CheckpointSeries((*members, *beside), root), below=rest)
     if itself:
         return Contents()  # opening it also reads the folders below
     if runs:
@@ -300,7 +300,7 @@ def contents_of(root: Listing) -> Contents:
             replace(m, name=m.name if m.final else f"{name}/{m.name}", inside=f"{name}/{m.inside}".rstrip("/"))
             for m in _ordered(inner, found)
         )
-        return Contents(Family(tuple(named), inner), below=rest)
+        return Contents(CheckpointSeries(tuple(named), inner), below=rest)
     if len(single) == 1:
         return Contents(_only(*single[0]), below=rest)
     return Contents(several=tuple(Series(name=n, names=(n,), paths=(n,)) for n, _ in single), below=rest)
@@ -351,30 +351,30 @@ def _of_two_runs(one: Sequence[_Entry], other: Sequence[_Entry]) -> bool:
         return said != by
     if not pairs and (len(one) < 2 or len(other) < 2):
         return False
-    looks = [_look(Member(name=entry.name, path=entry.path)) for entry in (a, b)]
+    looks = [_look(SavedCheckpoint(name=entry.name, path=entry.path)) for entry in (a, b)]
     first, second = looks
     return first is not None and second is not None and bool(first[1]) and first[1:] == second[1:]
 
 
-def _only(name: str, listing: Listing) -> Family:
+def _only(name: str, listing: Listing) -> CheckpointSeries:
     """Returns the family of the only folder with checkpoints; its files may form a series themselves."""
     groups = _groups(listing)
     members = () if groups is None else _ordered(listing, groups)
     if not members:
-        return Family((Member(name=name, path=listing.path, inside=name, listing=listing),), listing)
+        return CheckpointSeries((SavedCheckpoint(name=name, path=listing.path, inside=name, listing=listing),), listing)
     inside = ((m, f"{name}/{m.inside}".rstrip("/")) for m in members)
-    return Family(
+    return CheckpointSeries(
         tuple(replace(m, name=m.name if m.final else f"{name}/{m.name}", inside=i) for m, i in inside), listing
     )
 
 
-def _beside(name: str, listing: Listing) -> Member:
-    return Member(name=name, path=listing.path, inside=name, placed=False, beside=True, listing=listing)
+def _beside(name: str, listing: Listing) -> SavedCheckpoint:
+    return SavedCheckpoint(name=name, path=listing.path, inside=name, placed=False, beside=True, listing=listing)
 
 
 def _several(
     root: Listing,
-    members: Sequence[Member],
+    members: Sequence[SavedCheckpoint],
     runs: Sequence[tuple[str, Listing, _Groups]],
     single: Sequence[tuple[str, Listing]],
 ) -> Iterator[Series]:
@@ -405,7 +405,7 @@ class _Groups:
 
     series: list[list[_Entry]]
     aliases: list[_Entry]
-    final: Member | None
+    final: SavedCheckpoint | None
     rest: list[_Entry]
 
     @property
@@ -488,7 +488,7 @@ def _proved(unsure: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
 
 def _is_series(group: Sequence[_Entry]) -> bool:
     """Whether the models are equal, and the stored steps grow or, without them, the numbers look like steps."""
-    first, last = (_look(Member(name=e.name, path=e.path)) for e in (group[0], group[-1]))
+    first, last = (_look(SavedCheckpoint(name=e.name, path=e.path)) for e in (group[0], group[-1]))
     if first is None or last is None or not first[1] or first[1] != last[1]:
         return False
     if first[0] is not None and last[0] is not None:
@@ -498,7 +498,7 @@ def _is_series(group: Sequence[_Entry]) -> bool:
     return len(numbers) > 2 and step >= _EVENLY and max(numbers) // step <= 2 * len(numbers)
 
 
-def _look(member: Member) -> tuple[int | None, frozenset[tuple[str, tuple[int, ...]]], bool] | None:
+def _look(member: SavedCheckpoint) -> tuple[int | None, frozenset[tuple[str, tuple[int, ...]]], bool] | None:
     """Returns the stored step, names and shapes of the weights, and whether optimizers exist; None if unreadable."""
     try:
         with member.open() as checkpoint:
@@ -539,14 +539,14 @@ def _together(series: Sequence[_Entry]) -> list[list[_Entry]]:
     return out
 
 
-def _final(root: Listing, rest: Sequence[_Entry], groups: Sequence[Sequence[_Entry]]) -> Member | None:
+def _final(root: Listing, rest: Sequence[_Entry], groups: Sequence[Sequence[_Entry]]) -> SavedCheckpoint | None:
     """Returns the model that a training leaves beside the folders of its checkpoints."""
     if not rest or not all(e.folder for group in groups for e in group):
         return None
     if len(groups) == 1 and any(name.startswith(_TRAINING_STATE) for name in root.names):
         return None
     files = tuple(name for name in root.names if name == "trainer_state.json" or name in {e.name for e in rest})
-    return Member(name=_FINAL, path=root.path, files=files, listing=root)
+    return SavedCheckpoint(name=_FINAL, path=root.path, files=files, listing=root)
 
 
 def _alone(group: Sequence[_Entry], rest: Sequence[_Entry], there: Sequence[str]) -> bool:
@@ -560,12 +560,12 @@ def _unique(aliases: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]
     return [e for e in aliases if (identity := identity_of(e.path)) is None or identity not in known]
 
 
-def _ordered(root: Listing, found: _Groups) -> tuple[Member, ...]:
+def _ordered(root: Listing, found: _Groups) -> tuple[SavedCheckpoint, ...]:
     groups, aliases, final = found.series, found.aliases, found.final
     unit = _unit(groups)
-    placed: list[tuple[tuple[int, ...], Member]] = []
-    ends: list[Member] = []
-    lost: list[Member] = []
+    placed: list[tuple[tuple[int, ...], SavedCheckpoint]] = []
+    ends: list[SavedCheckpoint] = []
+    lost: list[SavedCheckpoint] = []
     by_epoch = unit == "step" and not _steps_follow_epochs(groups)
     for group in groups:
         main = group[0]
@@ -592,7 +592,7 @@ def _ordered(root: Listing, found: _Groups) -> tuple[Member, ...]:
             ends.append(member)
         else:
             lost.append(member)
-    lost += [Member(name=e.name, path=e.path) for e in found.rest]
+    lost += [SavedCheckpoint(name=e.name, path=e.path) for e in found.rest]
     ends += [final] if final is not None else []
     in_order = [member for _, member in sorted(placed, key=lambda pair: (pair[0], pair[1].name))]
     return (*in_order, *ends, *(replace(member, placed=False) for member in lost))
@@ -612,24 +612,24 @@ def _steps_follow_epochs(groups: Sequence[Sequence[_Entry]]) -> bool:
     return steps == sorted(steps)
 
 
-def _counts_steps(placed: Sequence[tuple[tuple[int, ...], Member]]) -> bool:
+def _counts_steps(placed: Sequence[tuple[tuple[int, ...], SavedCheckpoint]]) -> bool:
     """Whether numbers without a word for steps (`checkpoint-500`) equal the steps stored inside."""
     last = max(placed, key=lambda pair: pair[0], default=None)
     return last is not None and _stored_step(last[1]) == last[1].step
 
 
-def _stored_step(member: Member) -> int | None:
+def _stored_step(member: SavedCheckpoint) -> int | None:
     found = _look(member)
     return found[0] if found is not None else None
 
 
-def _member(root: Listing, group: Sequence[_Entry], unit: Literal["step", "epoch", "number"]) -> Member:
+def _member(root: Listing, group: Sequence[_Entry], unit: Literal["step", "epoch", "number"]) -> SavedCheckpoint:
     main = group[0]
     if len(group) == 1:
         inside = main.name if main.folder else ""
-        return Member(name=main.name, path=main.path, inside=inside, unit=unit, listing=main.listing)
+        return SavedCheckpoint(name=main.name, path=main.path, inside=inside, unit=unit, listing=main.listing)
     names = tuple(e.name for e in group)
-    return Member(name=_common(names), path=root.path, files=names, unit=unit, listing=root)
+    return SavedCheckpoint(name=_common(names), path=root.path, files=names, unit=unit, listing=root)
 
 
 def _common(names: Sequence[str]) -> str:

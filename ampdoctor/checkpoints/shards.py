@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampdoctor.checkpoints.checkpoint import Part
+from ampdoctor.checkpoints.checkpoint import FilePart
 from ampdoctor.checkpoints.files import RegularFile, identity_of
-from ampdoctor.checkpoints.gathering import Gathering, Layout, Level
+from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout
 from ampdoctor.checkpoints.json_files import read_weight_map
 from ampdoctor.checkpoints.rank_shards import LocalShard, join_shards
-from ampdoctor.checkpoints.stored_tensor import Shard, ShardedTensor, StoredTensor, StridedTensor
+from ampdoctor.checkpoints.stored_tensor import JoinedTensor, Shard, StoredTensor, StridedTensor
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import ErrorNote
 
@@ -33,7 +33,7 @@ def numbered_family(name: str) -> str:
     return f"{match['stem']}-of-{match['total']}{match['suffix']}" if match else ""
 
 
-def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
+def _read(into: CheckpointBuilder, level: FolderState, names: Sequence[str]) -> None:
     """Open the shards that the indices of a folder list."""
     done: set[str] = set(names)
     indices: dict[object, str] = {}
@@ -54,7 +54,7 @@ def _claims(name: str) -> bool:
 INDEXED = Layout(name="", claims=_claims, read=_read)
 
 
-def _add_index(into: Gathering, folder: Path, name: str, prefix: str) -> frozenset[str]:
+def _add_index(into: CheckpointBuilder, folder: Path, name: str, prefix: str) -> frozenset[str]:
     """Open the shards that an index lists; returns their names, so that they are not opened twice."""
     try:
         with RegularFile(folder / name, prefix + name) as file:
@@ -65,10 +65,10 @@ def _add_index(into: Gathering, folder: Path, name: str, prefix: str) -> frozens
     return add_shards(into, folder / name, table, prefix) if table is not None else frozenset()
 
 
-def add_shards(into: Gathering, index: Path, table: Mapping[str, str], prefix: str) -> frozenset[str]:
+def add_shards(into: CheckpointBuilder, index: Path, table: Mapping[str, str], prefix: str) -> frozenset[str]:
     """Open the shards of an index's table (tensor -> shard) and compare both; returns the shards' names."""
     shards = sorted(set(table.values()))
-    opened: list[Part] = []
+    opened: list[FilePart] = []
     for shard in shards:
         try:
             file = RegularFile(index.parent / shard, prefix + shard)
@@ -86,7 +86,7 @@ def add_shards(into: Gathering, index: Path, table: Mapping[str, str], prefix: s
     return frozenset(shards)
 
 
-def check_numbers(into: Gathering, names: Iterable[str], prefix: str) -> None:
+def check_numbers(into: CheckpointBuilder, names: Iterable[str], prefix: str) -> None:
     """Note missing shards if only the names of the others show that there are more."""
     for matches in _families(names):
         missing = _first_absent(matches)
@@ -97,7 +97,7 @@ def check_numbers(into: Gathering, names: Iterable[str], prefix: str) -> None:
             into.lack(prefix + missing, message)
 
 
-def _require_all_numbers(into: Gathering, index: str, shards: Sequence[str], prefix: str) -> None:
+def _require_all_numbers(into: CheckpointBuilder, index: str, shards: Sequence[str], prefix: str) -> None:
     """Note shards that an index does not list, although the names of the listed ones count them."""
     for matches in _families(shards):
         missing = _first_absent(matches)
@@ -129,9 +129,9 @@ def _first_absent(family: Sequence[re.Match[str]]) -> str | None:
     return f"{like['stem']}-{absent:0{len(like['number'])}d}-of-{like['total']}{like['suffix']}"
 
 
-def remark_duplicates(into: Gathering) -> None:
+def remark_duplicates(into: CheckpointBuilder) -> None:
     """Remark on tensors that several shards of one model hold: the order decides which of them is loaded."""
-    units: dict[str, list[Part]] = {}
+    units: dict[str, list[FilePart]] = {}
     for part in into.parts:
         if part.index:
             units.setdefault(part.index, []).append(part)
@@ -145,7 +145,9 @@ def remark_duplicates(into: Gathering) -> None:
             )
 
 
-def _compare(into: Gathering, index: str, table: Mapping[str, str], opened: Sequence[Part], prefix: str) -> None:
+def _compare(
+    into: CheckpointBuilder, index: str, table: Mapping[str, str], opened: Sequence[FilePart], prefix: str
+) -> None:
     """Compare an index with its shards; loaders read whole shards, so a wrong shard is harmless."""
     holds = {part.name.removeprefix(prefix): _names_in(part, skipped=True) for part in opened}
     everywhere: dict[str, str] = {name: shard for shard, names in holds.items() for name in names}
@@ -166,7 +168,7 @@ def _compare(into: Gathering, index: str, table: Mapping[str, str], opened: Sequ
             into.remarks.append(f"{shard} holds {len(extra)} tensors that {index} does not list, {extra[0]!r} first")
 
 
-def _names_in(part: Part, *, skipped: bool) -> set[str]:
+def _names_in(part: FilePart, *, skipped: bool) -> set[str]:
     names = {name for model in part.sections.models.values() for name in model}
     return names | {s.what for s in part.sections.skipped} if skipped else names
 
@@ -177,14 +179,14 @@ _FLAT = "_flat_param"
 _BY_RANK = re.compile(r"(?P<stem>.+)_rank(?P<rank>\d{1,6})(?P<suffix>\.(bin|pt|pth))")
 
 
-def join_rank_files(into: Gathering) -> None:
+def join_rank_files(into: CheckpointBuilder) -> None:
     """Join the ranks' pieces if they fill the whole tensor; the others stay the shard of one rank."""
-    families: dict[str, dict[int, Part]] = {}
+    families: dict[str, dict[int, FilePart]] = {}
     for part in into.parts:
         match = _BY_RANK.fullmatch(part.name)
         if match and _holds_pieces(part):
             families.setdefault(f"{match['stem']}{match['suffix']}", {})[int(match["rank"])] = part
-    joined: list[tuple[str, list[Part], list[int], int]] = []
+    joined: list[tuple[str, list[FilePart], list[int], int]] = []
     for name, by_rank in families.items():
         parts = [by_rank[rank] for rank in sorted(by_rank)]
         absent = [rank for rank in range(max(by_rank)) if rank not in by_rank]
@@ -202,7 +204,7 @@ def join_rank_files(into: Gathering) -> None:
             into.lack(name, f"{name}: {unfilled} of its tensors are not whole; the file of a rank is missing.")
 
 
-def _holds_pieces(part: Part) -> bool:
+def _holds_pieces(part: FilePart) -> bool:
     models = (t for model in part.sections.models.values() for t in model.values())
     states = (
         t
@@ -214,7 +216,7 @@ def _holds_pieces(part: Part) -> bool:
     return any(isinstance(t, LocalShard) for tensors in (models, states) for t in tensors)
 
 
-def _shapes_told(into: Gathering) -> dict[str, tuple[int, ...]]:
+def _shapes_told(into: CheckpointBuilder) -> dict[str, tuple[int, ...]]:
     """Returns the parameters' shapes, from their moments."""
     return {
         pid: stored.shape
@@ -227,7 +229,7 @@ def _shapes_told(into: Gathering) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _lay_out_flat(parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _lay_out_flat(parts: Sequence[FilePart], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Lay out FSDP1's local state: each rank's part of one flat parameter, and the pieces of each name within it.
 
     The flat parameter is cut regardless of names: a rank may hold the end of one parameter and the beginning of the
@@ -262,14 +264,14 @@ def _one_behind_the_other(pieces: Sequence[StridedTensor], shape: tuple[int, ...
     starts = [0, *itertools.accumulate(piece.numel for piece in pieces)]
     shards = [Shard(stored=p, at=at) for p, at in zip(pieces, starts, strict=False) if p.numel]
     fits = shape is not None and math.prod(shape) == total
-    return ShardedTensor(dtype=pieces[0].dtype, shape=shape if shape and fits else (total,), shards=tuple(shards))
+    return JoinedTensor(dtype=pieces[0].dtype, shape=shape if shape and fits else (total,), shards=tuple(shards))
 
 
 def _storage(stored: StoredTensor) -> object:
     return (stored.file_name, stored.offset) if isinstance(stored, StridedTensor) else None
 
 
-def _join_models(parts: Sequence[Part]) -> int:
+def _join_models(parts: Sequence[FilePart]) -> int:
     """Join the state dicts in the first rank's part; returns how many tensors could not be joined and stay in place."""
     left = 0
     for path in list(dict.fromkeys(path for part in parts for path in part.sections.models)):
@@ -282,7 +284,7 @@ def _join_models(parts: Sequence[Part]) -> int:
     return left
 
 
-def _join_optimizers(parts: Sequence[Part]) -> int:
+def _join_optimizers(parts: Sequence[FilePart]) -> int:
     """Join the optimizers' states in the same way."""
     left = 0
     for path in list(dict.fromkeys(path for part in parts for path in part.sections.optimizers)):
@@ -303,7 +305,7 @@ def _join_optimizers(parts: Sequence[Part]) -> int:
     return left
 
 
-def _join(holders: Sequence[dict[Any, Any]], parts: Sequence[Part], path: str) -> int:
+def _join(holders: Sequence[dict[Any, Any]], parts: Sequence[FilePart], path: str) -> int:
     """Join the ranks' tensors of each name in the first rank; other values are the first rank's.
 
     Further copies of uncut tensors then belong to nothing, but are examined: one can be broken while another is sound.
@@ -316,7 +318,7 @@ def _join(holders: Sequence[dict[Any, Any]], parts: Sequence[Part], path: str) -
         if tensors and whole is None:
             left += 1
             continue
-        used = {id(s.stored) for s in whole.shards} if isinstance(whole, ShardedTensor) else {id(whole)}
+        used = {id(s.stored) for s in whole.shards} if isinstance(whole, JoinedTensor) else {id(whole)}
         for part, copy in zip(parts, values, strict=True):
             if isinstance(copy, StoredTensor) and copy.shape and copy.numel and id(copy) not in used:
                 part.sections.others[f"{path}.{name}" if path else str(name)] = copy

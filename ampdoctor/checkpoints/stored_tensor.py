@@ -284,7 +284,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedTensor(StoredTensor):
+class JoinedTensor(StoredTensor):
     """A tensor whose pieces (at least one) lie in several places; they have been checked to fill it without overlap."""
 
     dtype: torch.dtype

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampdoctor.checkpoints.stored_tensor import ShardedTensor, StoredTensor, StridedTensor
+from ampdoctor.checkpoints.stored_tensor import JoinedTensor, StoredTensor, StridedTensor
 from ampdoctor.errors import LimitExceededError
 
 MAX_LOADED_BYTES = 256 * 1024 * 1024
@@ -77,7 +77,7 @@ def _aligned(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether both are streamed in the same order of elements."""
     if isinstance(one, StridedTensor) and isinstance(other, StridedTensor):
         return _order(one) == _order(other) is not None
-    if isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor) and len(one.shards) == len(other.shards):
+    if isinstance(one, JoinedTensor) and isinstance(other, JoinedTensor) and len(one.shards) == len(other.shards):
         return all(
             a.at == b.at and a.stored.shape == b.stored.shape and _aligned(a.stored, b.stored)
             for a, b in zip(one.shards, other.shards, strict=True)

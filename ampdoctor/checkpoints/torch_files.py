@@ -13,7 +13,7 @@ from ampdoctor.checkpoints.files import ByteSource, RegularFile, shown
 from ampdoctor.checkpoints.pickled_objects import Saved, require_finite_tree
 from ampdoctor.checkpoints.safetensors_file import looks_like_safetensors
 from ampdoctor.checkpoints.torch_objects import StorageRef, TensorBuilder
-from ampdoctor.checkpoints.unpickler import MAX_PICKLE_BYTES, InertMachine
+from ampdoctor.checkpoints.unpickler import MAX_PICKLE_BYTES, SafeUnpickler
 from ampdoctor.errors import CheckpointError, LimitExceededError, OtherFormatError
 
 MAX_MEMBERS = 250_000
@@ -275,7 +275,7 @@ def read_torch_zip(file: ByteSource, ahead: ByteSource | None = None) -> Saved:
     `ahead` is a source of the same bytes from which the structure is read faster.
     """
     records = read_records(ahead or file)
-    machine = InertMachine(records.pickle, file.name, TensorBuilder(file, records.storages))
+    machine = SafeUnpickler(records.pickle, file.name, TensorBuilder(file, records.storages))
     tree, _ = machine.run()
     require_finite_tree(tree, file.name)
     return Saved(tree, tuple(machine.foreign))
@@ -300,7 +300,7 @@ def read_torch_legacy(file: ByteSource) -> Saved:
     """Returns the saved object, with a `StoredTensor` for each strided tensor; no tensor data are read."""
     data = file.head(MAX_PICKLE_BYTES)
     unplaced = TensorBuilder(file, None)
-    machine = InertMachine(data, file.name, unplaced)
+    machine = SafeUnpickler(data, file.name, unplaced)
     position = 0
     parts: list[Any] = []
     starts: list[int] = []
@@ -315,7 +315,7 @@ def read_torch_legacy(file: ByteSource) -> Saved:
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise CheckpointError(f"{file.name} was written on a big-endian machine, which is not read.")
     places = _places(file, position, keys, unplaced.storages)
-    tree, _ = InertMachine(data, file.name, TensorBuilder(file, places)).run(starts[_OBJECT])
+    tree, _ = SafeUnpickler(data, file.name, TensorBuilder(file, places)).run(starts[_OBJECT])
     require_finite_tree(tree, file.name)
     return Saved(tree, tuple(machine.foreign))
 

@@ -21,7 +21,7 @@ from ampdoctor.checkpoints.stored_tensor import (
     unread,
     unread_dtype,
 )
-from ampdoctor.checkpoints.unpickler import Entries, Global, Inert
+from ampdoctor.checkpoints.unpickler import DictItems, GlobalName, PickledObject
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
 
@@ -137,9 +137,9 @@ class TensorBuilder:
     def persistent(self, pid: Any) -> Any:
         """As in `Builder`: a storage, or a class whose source an old torch saved beside it."""
         match pid:
-            case ("module", Global() as owner, *_):
+            case ("module", GlobalName() as owner, *_):
                 return owner
-            case ("storage", Global(name), str(key), _, int(numel), *view):
+            case ("storage", GlobalName(name), str(key), _, int(numel), *view):
                 dtype = _storage_dtype(name)
                 if dtype is None or not 0 <= numel <= _LARGEST or any(v is not None for v in view):
                     raise self._wrong(f"storage {shown(key)} is malformed")
@@ -169,7 +169,7 @@ class TensorBuilder:
     ) -> StoredTensor | Skipped:
         if rest and rest[0]:
             return unread("a tensor that is conjugated or negated on reading is not read")
-        if not isinstance(storage, StorageRef) or not isinstance(dtype, Global):
+        if not isinstance(storage, StorageRef) or not isinstance(dtype, GlobalName):
             raise TypeError(dtype)
         element = _DTYPES.get(dtype.name)
         if element is None:
@@ -208,12 +208,12 @@ class TensorBuilder:
 
     def _from_type(self, func: Any, kind: Any, args: Any, state: Any) -> Any:
         """Returns what a tensor subclass wraps if that is plain, else a record under the subclass's own name."""
-        if not isinstance(func, Global) or not isinstance(kind, Global) or not isinstance(args, tuple):
+        if not isinstance(func, GlobalName) or not isinstance(kind, GlobalName) or not isinstance(args, tuple):
             raise TypeError(func)
         if func.name in _FROM_TYPE:  # the file could nest it as deep as it likes
             raise TypeError(func)
-        made = Inert(kind.name, args, state) if func.name == _WRAPPER else self.build(func.name, args)
-        return Inert(kind.name, args, state) if made is NotImplemented else made
+        made = PickledObject(kind.name, args, state) if func.name == _WRAPPER else self.build(func.name, args)
+        return PickledObject(kind.name, args, state) if made is NotImplemented else made
 
 
 _FROM_TYPE = frozenset({"torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2"})
@@ -251,17 +251,17 @@ def _skip(reason: str) -> Callable[..., Skipped]:
     return lambda *_args: unread(reason)
 
 
-def _mapping(*args: Any) -> Entries:
+def _mapping(*args: Any) -> DictItems:
     """Returns the entries of an OrderedDict, dict or Counter made of nothing, of pairs, or of a mapping."""
     if not args:
-        return Entries((), 0)
+        return DictItems((), 0)
     (content,) = args
     if not isinstance(content, dict | list | tuple):
         raise TypeError(content)
-    return Entries(content.items() if isinstance(content, dict) else content, len(content))
+    return DictItems(content.items() if isinstance(content, dict) else content, len(content))
 
 
-def _defaultdict(_factory: Any = None, *args: Any) -> Entries:
+def _defaultdict(_factory: Any = None, *args: Any) -> DictItems:
     return _mapping(*args)
 
 
@@ -294,7 +294,7 @@ def _bytearray(*args: Any) -> Any:
 
 def _numpy_scalar(dtype: Any, raw: Any = None) -> Any:
     """Returns a NumPy number; loggers leave them beside the weights."""
-    if not isinstance(dtype, Inert) or dtype.name != "numpy.dtype" or not isinstance(raw, bytes):
+    if not isinstance(dtype, PickledObject) or dtype.name != "numpy.dtype" or not isinstance(raw, bytes):
         return NotImplemented
     little = not (isinstance(dtype.state, tuple) and len(dtype.state) > 1 and dtype.state[1] == ">")
     form = _NUMPY_SCALARS.get(dtype.args[0]) if dtype.args and isinstance(dtype.args[0], str) else None

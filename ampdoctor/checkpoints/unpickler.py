@@ -24,14 +24,14 @@ _MAX_PROBES = 300_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Global:
+class GlobalName:
     """A class or function named by a pickle ("module.qualified_name"); it is not imported."""
 
     name: str
 
 
 @dataclass(slots=True, eq=False)
-class Inert:
+class PickledObject:
     """An object that a pickle would build; it is never built."""
 
     name: str  # "module.qualified_name" of the callable
@@ -55,7 +55,7 @@ class OpaqueKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class DictItems:
     """The arguments of a call that makes a dict. The machine makes the dict itself, because it checks the keys.
 
     `count` is the number of pairs as far as it is known.
@@ -103,7 +103,7 @@ class KeyWatch:
 
     def put(self, target: dict[Any, Any], key: Any, value: Any) -> None:
         """Set `target[key] = value`; a key that is not safe to hash is replaced."""
-        if isinstance(key, str | bytes | bool | Inert | Global | OpaqueKey) or key is None:
+        if isinstance(key, str | bytes | bool | PickledObject | GlobalName | OpaqueKey) or key is None:
             target[key] = value
         elif isinstance(key, int | float) and (len(target) < _FEW or self._may_hash(target, key)):
             target[key if isinstance(key, float) or -_MAX_INT_KEY < key < _MAX_INT_KEY else OpaqueKey(key)] = value
@@ -200,10 +200,10 @@ class PickleBytes:
         return raw.decode("utf-8", "surrogatepass")
 
     def _integer(self, raw: bytes) -> Any:
-        """Returns an integer of any length; an overlong one as `Inert`."""
+        """Returns an integer of any length; an overlong one as `PickledObject`."""
         self._spend(_NUMBER_COST + len(raw))
         if len(raw) > _MAX_INT_BYTES:
-            return Inert("builtins.int", (raw,))
+            return PickledObject("builtins.int", (raw,))
         return int.from_bytes(raw, "little", signed=True)
 
     def _decimal(self) -> bytes:
@@ -285,8 +285,8 @@ _NOTHING = object()
 """An empty place of the memo."""
 
 
-class InertMachine(PickleBytes):
-    """Runs the pickles in `data`. A call that `builder` does not understand becomes an `Inert`.
+class SafeUnpickler(PickleBytes):
+    """Runs the pickles in `data`. A call that `builder` does not understand becomes an `PickledObject`.
 
     `foreign` holds the names of unknown classes and functions (`Builder.known`), in order, once each.
     """
@@ -392,7 +392,7 @@ class InertMachine(PickleBytes):
     def _extend(self, values: list[Any]) -> None:
         self._spend(_ITEM_COST * len(values))
         target = self._top()
-        if isinstance(target, Inert):
+        if isinstance(target, PickledObject):
             target.items.extend(values)
         elif isinstance(target, list):
             target.extend(values)
@@ -411,7 +411,7 @@ class InertMachine(PickleBytes):
         self._spend(4 * _ITEM_COST * len(values))
         target = self._top()
         pairs = zip(values[::2], values[1::2], strict=True)
-        if isinstance(target, Inert):
+        if isinstance(target, PickledObject):
             target.pairs.extend(pairs)
         elif isinstance(target, dict):
             self._fill(target, pairs)
@@ -463,10 +463,10 @@ class InertMachine(PickleBytes):
         self._spend(_RECORD_COST + len(module) + len(name))
         self._stack.append(self._foreign_global(f"{module}.{name}"))
 
-    def _foreign_global(self, name: str) -> Global:
+    def _foreign_global(self, name: str) -> GlobalName:
         if not self._builder.known(name):
             self.foreign.setdefault(name)
-        return Global(name)
+        return GlobalName(name)
 
     def _reduce(self) -> None:
         args, func = self._pop(), self._pop()
@@ -492,12 +492,12 @@ class InertMachine(PickleBytes):
         """Push the result of REDUCE and similar opcodes; only the builder is ever called."""
         if not isinstance(args, tuple):
             raise TypeError(args)
-        name = func.name if isinstance(func, Global | Inert) else type(func).__name__
+        name = func.name if isinstance(func, GlobalName | PickledObject) else type(func).__name__
         self._spend(_RECORD_COST + _ITEM_COST * len(args))
-        made = self._builder.build(name, args) if isinstance(func, Global) else NotImplemented
+        made = self._builder.build(name, args) if isinstance(func, GlobalName) else NotImplemented
         if made is NotImplemented:
-            made = Inert(name, args)
-        elif isinstance(made, Entries):
+            made = PickledObject(name, args)
+        elif isinstance(made, DictItems):
             self._spend(8 * _ITEM_COST * made.count)
             made = self._fill({}, made.pairs)
         elif isinstance(made, list):
@@ -509,7 +509,7 @@ class InertMachine(PickleBytes):
     def _build(self) -> None:
         state = self._pop()
         target = self._top()
-        if isinstance(target, Inert):
+        if isinstance(target, PickledObject):
             target.state = state
 
     def _persistent(self, pid: Any) -> None:
@@ -537,7 +537,7 @@ class InertMachine(PickleBytes):
         raise self._malformed(f"byte {self._at - 1} is no opcode")
 
 
-_Step = Callable[[InertMachine], None]
+_Step = Callable[[SafeUnpickler], None]
 
 
 def _constant_step(value: Any) -> _Step:
@@ -562,26 +562,27 @@ _STEPS: dict[str, _Step] = {
     "]": lambda m: m._push_container([]), "}": lambda m: m._push_container({}), "\x8f": lambda m: m._push_container([]),
     ")": _constant_step(()), "t": lambda m: m._make_tuple(m._marked()),
     "\x85": lambda m: m._tuple_of(1), "\x86": lambda m: m._tuple_of(2), "\x87": lambda m: m._tuple_of(3),
-    "l": InertMachine._list, "d": InertMachine._dict, "\x91": InertMachine._list,
-    "a": InertMachine._append, "e": InertMachine._appends, "\x90": InertMachine._appends,
-    "s": InertMachine._setitem, "u": InertMachine._setitems,
+    "l": SafeUnpickler._list, "d": SafeUnpickler._dict, "\x91": SafeUnpickler._list,
+    "a": SafeUnpickler._append, "e": SafeUnpickler._appends, "\x90": SafeUnpickler._appends,
+    "s": SafeUnpickler._setitem, "u": SafeUnpickler._setitems,
     # stack and memo
-    "(": InertMachine._mark, "0": InertMachine._pop_one, "1": lambda m: (m._marked(), None)[1], "2": InertMachine._dup,
+    "(": SafeUnpickler._mark, "0": SafeUnpickler._pop_one,
+    "1": lambda m: (m._marked(), None)[1], "2": SafeUnpickler._dup,
     "p": lambda m: m._put(int(m._decimal())), "q": lambda m: m._put(m._number(U1)),
     "r": lambda m: m._put(m._number(U4)),
     "\x94": lambda m: m._put(m._memoised), "g": lambda m: m._get(int(m._decimal())),
     "h": lambda m: m._get(m._number(U1)), "j": lambda m: m._get(m._number(U4)),
     # opcodes that would import or call something
-    "c": InertMachine._global, "\x93": InertMachine._stack_global, "R": InertMachine._reduce,
-    "\x81": InertMachine._reduce, "\x92": InertMachine._newobj_ex, "i": InertMachine._inst, "o": InertMachine._obj,
-    "b": InertMachine._build,
+    "c": SafeUnpickler._global, "\x93": SafeUnpickler._stack_global, "R": SafeUnpickler._reduce,
+    "\x81": SafeUnpickler._reduce, "\x92": SafeUnpickler._newobj_ex, "i": SafeUnpickler._inst, "o": SafeUnpickler._obj,
+    "b": SafeUnpickler._build,
     "P": lambda m: m._persistent(m._line().decode("ascii")), "Q": lambda m: m._persistent(m._pop()),
     # the frame around it
-    "\x80": InertMachine._protocol, "\x95": InertMachine._frame, ".": InertMachine._stop,
+    "\x80": SafeUnpickler._protocol, "\x95": SafeUnpickler._frame, ".": SafeUnpickler._stop,
     # EXT1, EXT2, EXT4 name things by number in a registry of the process; NEXT_BUFFER and READONLY_BUFFER need data
     # that are not in the file
-    "\x82": InertMachine._refused, "\x83": InertMachine._refused, "\x84": InertMachine._refused,
-    "\x97": InertMachine._refused, "\x98": InertMachine._refused,
+    "\x82": SafeUnpickler._refused, "\x83": SafeUnpickler._refused, "\x84": SafeUnpickler._refused,
+    "\x97": SafeUnpickler._refused, "\x98": SafeUnpickler._refused,
 }
 # fmt: on
-_TABLE: tuple[_Step, ...] = tuple(_STEPS.get(chr(code), InertMachine._unknown) for code in range(256))
+_TABLE: tuple[_Step, ...] = tuple(_STEPS.get(chr(code), SafeUnpickler._unknown) for code in range(256))

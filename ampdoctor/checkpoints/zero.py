@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampdoctor.checkpoints.pickled_objects import fields_of
-from ampdoctor.checkpoints.stored_tensor import Shard, ShardedTensor, StoredTensor, StridedTensor, contiguous_stride
+from ampdoctor.checkpoints.stored_tensor import JoinedTensor, Shard, StoredTensor, StridedTensor, contiguous_stride
 
 Shape = tuple[int, ...]
 
@@ -122,7 +122,7 @@ def join(partitions: Sequence[StridedTensor], pieces: Sequence[Piece], shape: Sh
         return _run(partitions[pieces[0].rank], pieces[0].start, shape)
     if not shards:
         return None if math.prod(shape) else _run(partitions[0], 0, shape)
-    return ShardedTensor(dtype=partitions[0].dtype, shape=shape, shards=tuple(shards))
+    return JoinedTensor(dtype=partitions[0].dtype, shape=shape, shards=tuple(shards))
 
 
 def partitions_of_state(

@@ -43,7 +43,7 @@ NO_SETTINGS = frozenset({"config", "isolated", "show-config", "write-baseline", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ConfigOption:
     """An option that a configuration file may set."""
 
     parameter: str  # the Python name
@@ -62,12 +62,12 @@ class Setting:
         return [f"AMPDOCTOR_{command.upper().replace('-', '_')}_{name}", f"AMPDOCTOR_{name}"]
 
 
-def settings_of(function: Callable[..., Any]) -> tuple[Setting, ...]:
+def settings_of(function: Callable[..., Any]) -> tuple[ConfigOption, ...]:
     """Return the settings of a command with `Annotated[type, typer.Option("--name", ...)]` parameters."""
     return tuple(one for one, of_one_run in options_of(function) if not of_one_run)
 
 
-def options_of(function: Callable[..., Any]) -> Iterator[tuple[Setting, bool]]:
+def options_of(function: Callable[..., Any]) -> Iterator[tuple[ConfigOption, bool]]:
     """Yield every option of a command, and whether it applies to one run only, so that it is not a setting."""
     for name, parameter in inspect.signature(function).parameters.items():
         annotated, *metadata = get_args(parameter.annotation) or (None,)
@@ -78,7 +78,10 @@ def options_of(function: Callable[..., Any]) -> Iterator[tuple[Setting, bool]]:
         names = map(str, (first, *(option.param_decls or ())))
         key = next(name.removeprefix("--") for name in names if name.startswith("--"))
         kind, choices = _kind(annotated)
-        yield Setting(parameter=name, key=key, kind=kind, choices=choices), key in NO_SETTINGS or ONE_RUN in metadata
+        yield (
+            ConfigOption(parameter=name, key=key, kind=kind, choices=choices),
+            key in NO_SETTINGS or ONE_RUN in metadata,
+        )
 
 
 def _kind(annotated: Any) -> tuple[Kind, tuple[str, ...]]:
@@ -412,9 +415,9 @@ class Config:
         return bool(self.defaults or self.rules or self.ignores)
 
 
-def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[Setting]]) -> Config:
+def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[ConfigOption]]) -> Config:
     """Return a file's settings for one command; the whole file is checked, by the `settings` of every command."""
-    everywhere: dict[str, Setting] = {s.key: s for group in settings.values() for s in group}
+    everywhere: dict[str, ConfigOption] = {s.key: s for group in settings.values() for s in group}
     own = {setting.key for setting in settings[command]}
     shared: dict[str, Default] = {}
     special: dict[str, Default] = {}
@@ -445,7 +448,7 @@ def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[
 
 
 def _of_command(
-    file: ConfigFile, command: str, table: Any, settings: Sequence[Setting], everywhere: Mapping[str, Setting]
+    file: ConfigFile, command: str, table: Any, settings: Sequence[ConfigOption], everywhere: Mapping[str, ConfigOption]
 ) -> dict[str, Default]:
     if not isinstance(table, dict):
         raise wrong_value(file.place(command), "a table", table)
@@ -461,7 +464,7 @@ def _of_command(
     return read
 
 
-def _checked(file: ConfigFile, key: str, value: Any, setting: Setting) -> Default:
+def _checked(file: ConfigFile, key: str, value: Any, setting: ConfigOption) -> Default:
     place = file.place(key)
     if not _is(value, setting.kind):
         raise wrong_value(place, EXPECTED[setting.kind], value)

@@ -20,10 +20,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from ampdoctor.cli.config import Config, Default, Setting, load_config, paths_in, read_config, settings_of
+from ampdoctor.cli.config import Config, ConfigOption, Default, load_config, paths_in, read_config, settings_of
 from ampdoctor.cli.options import refuse_empty
 from ampdoctor.cli.process import note, write_stdout
-from ampdoctor.cli.run_command import Action, Decided, Examination, Outcome
+from ampdoctor.cli.run_command import Action, ConfiguredGates, Outcome, ReportCommand
 from ampdoctor.cli.suggest import near_name, said_of_the_value
 from ampdoctor.errors import EXIT_OK, UsageError
 from ampdoctor.evidence.thresholds import Moves
@@ -122,9 +122,9 @@ class ConfiguredCommand(TyperCommand):
             return show_config(self.name or "", self._effective(ctx), self.config(ctx), form, variables)
         with self._blaming(ctx):
             action: Action = super().invoke(ctx)
-        if isinstance(action, Examination):
+        if isinstance(action, ReportCommand):
             config = self.config(ctx)
-            decided = Decided(
+            decided = ConfiguredGates(
                 command=self.name or "",
                 file=config.file,
                 sets=config.sets_something,
@@ -227,7 +227,7 @@ class _Defaults:
         return Config() if file is None else read_config(file, self._command.name or "", _all_settings(self._ctx))
 
 
-def _all_settings(ctx: Any) -> Mapping[str, Sequence[Setting]]:
+def _all_settings(ctx: Any) -> Mapping[str, Sequence[ConfigOption]]:
     """Return the settings of every command: the whole file is checked, whichever runs."""
     group = getattr(ctx.parent, "command", None)
     commands = getattr(group, "commands", {ctx.command.name: ctx.command})

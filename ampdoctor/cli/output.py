@@ -20,7 +20,7 @@ from ampdoctor.errors import CheckpointError, OutputError, UsageError
 from ampdoctor.evidence.paths import file_key
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.live.log.facts import launched
-from ampdoctor.reports.formats import FORMATS, Canvas, Color, ReportFormat, renderer
+from ampdoctor.reports.formats import FORMATS, Color, RenderOptions, ReportFormat, renderer
 from ampdoctor.workflows.output_files import refuse_part, refuse_unwritable, write_whole
 
 # -- one process of several, as torchrun starts them: rank 0 writes the output, any other rank a file of its own --
@@ -200,11 +200,11 @@ def _deliver_one(report: Report, place: Destination, options: OutputOptions) -> 
         write_file(place.file, _render(report, place.format, options, None))
 
 
-def canvas(stream: TextIO | None, *, color: Color, quiet: bool = False, verbose: int = 0) -> Canvas:
+def canvas(stream: TextIO | None, *, color: Color, quiet: bool = False, verbose: int = 0) -> RenderOptions:
     """Return the width, colour and detail for a report on `stream`, or in a file; `COLUMNS` is honoured."""
     interactive = stream is not None and stream.isatty()
     width = _columns_given() or (_width(stream) if interactive else WIDTH_WITHOUT_TERMINAL)
-    return Canvas(width=width, stream=stream, color=color, quiet=quiet, verbose=verbose)
+    return RenderOptions(width=width, stream=stream, color=color, quiet=quiet, verbose=verbose)
 
 
 def write_file(file: str, text: str) -> None:

@@ -56,7 +56,7 @@ from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest
 if TYPE_CHECKING:
     from ampdoctor.gates.baseline import Baseline
     from ampdoctor.gates.findings import Ignore, RuleSettings
-    from ampdoctor.workflows.watch_script import Watching
+    from ampdoctor.workflows.watch_script import ScriptWatch
 
 
 # -- the exit code, decided from the report alone before anything is rendered: the same for every format --
@@ -119,7 +119,7 @@ _MAX_BASELINE = 64 * 1024 * 1024  # in bytes; a finding takes about 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
+class ConfiguredGates:
     """The settings of the configuration for a run."""
 
     command: str | None = None  # the command that runs; None where it is not known
@@ -130,7 +130,7 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Examination:
+class ReportCommand:
     """The action of a command that makes a report: work, gates, exit code, delivery."""
 
     work: Work
@@ -139,7 +139,7 @@ class Examination:
     inputs: tuple[str, ...] = ()  # files that are read, and must not be overwritten
     also: tuple[str, ...] = ()  # files that `work` itself writes
     log: str | None = None  # the folder of the log of `work`, which must not be overwritten; it may not exist yet
-    decided: Decided = field(default_factory=Decided)
+    decided: ConfiguredGates = field(default_factory=ConfiguredGates)
 
     def __call__(self) -> Outcome:
         """Run the command."""
@@ -255,9 +255,9 @@ def reporting(
     gates: GateOptions,
     inputs: Iterable[str] = (),
     also: Iterable[str] = (),
-) -> Examination:
-    """Return the action that does `work`, judges its report and delivers it; arguments are those of `Examination`."""
-    return Examination(work=work, output=output, gates=gates, inputs=tuple(inputs), also=tuple(also))
+) -> ReportCommand:
+    """Return the action that does `work`, judges its report and delivers it; arguments are those of `ReportCommand`."""
+    return ReportCommand(work=work, output=output, gates=gates, inputs=tuple(inputs), also=tuple(also))
 
 
 # -- the end of a process that runs a user's script: exactly as Python itself ends it --
@@ -370,7 +370,7 @@ class _Job:
     shown: list[Report] = field(default_factory=list)  # diagnoses that were shown when they were made
     home: ExitStack = field(default_factory=ExitStack)
     tell: Callable[[Report], None] | None = None  # shows the diagnosis when it is made
-    watch: Watching | None = None
+    watch: ScriptWatch | None = None
 
     @property
     def is_one_of_several(self) -> bool:
@@ -426,7 +426,7 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedRun(Examination):
+class WatchedRun(ReportCommand):
     """Runs a script, then handles the report as every command does; the script's own exit code takes precedence."""
 
     def __call__(self) -> Outcome:
@@ -444,7 +444,7 @@ class WatchedRun(Examination):
         job.tell = tell
         with job.home, report_on_stderr():
             try:
-                outcome = Examination.__call__(self)
+                outcome = ReportCommand.__call__(self)
             except ForkedChildError:
                 return Outcome(job.code or 0)
             except Exception as error:

@@ -24,7 +24,7 @@ class OptimizerGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StarvedMoment:
+class ZeroSecondMoment:
     """A second moment that holds zeros at elements where its first moment does not.
 
     `starved` counts these elements among `examined`; `largest` is the largest magnitude of the first moment there, 0.0
@@ -50,7 +50,7 @@ class OptimizerSummary:
     groups: tuple[OptimizerGroup, ...] = ()
     steps: tuple[tuple[float, int], ...] = ()  # (steps, number of parameters with that many), ascending
     step_dtypes: tuple[str, ...] = ()  # of step counters that are tensors, without "torch."
-    starved: tuple[StarvedMoment, ...] = ()  # second moments that may hold such zeros
+    starved: tuple[ZeroSecondMoment, ...] = ()  # second moments that may hold such zeros
 
 
 TensorRole = Literal["weight", "buffer", "ema", "moment", "scaler", "other"]

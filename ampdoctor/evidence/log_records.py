@@ -420,7 +420,7 @@ KINDS: Mapping[str, type[Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stamped:
+class LogRecord:
     """A whole line: the values that every line has, and its own; `health` reads details as a table."""
 
     stamp: Stamp

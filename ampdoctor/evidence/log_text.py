@@ -18,8 +18,8 @@ from ampdoctor.evidence.log_records import (
     DetailLine,
     DetailTable,
     Line,
+    LogRecord,
     Stamp,
-    Stamped,
     StepLine,
     TensorDetail,
     table_of,
@@ -30,14 +30,14 @@ _ENCODE = json.JSONEncoder(allow_nan=False, ensure_ascii=True, separators=(",", 
 _KIND = re.compile(rb'^\s*\{\s*"kind"\s*:\s*"([a-z_]{1,32})"')
 
 
-def text_of(whole: Stamped) -> str:
+def text_of(whole: LogRecord) -> str:
     """Returns the line as one line of ASCII with its end; raises TypeError for a value that has no form in JSON."""
     values = {"kind": _KIND_OF[type(whole.line)], **_record(whole.stamp), **_record(whole.line)}
     values["schema_version"] = SCHEMA_VERSION
     return _ENCODE(values) + "\n"
 
 
-def line_of(text: str | bytes) -> Stamped | None:
+def line_of(text: str | bytes) -> LogRecord | None:
     """Returns the line in a text; None for a kind or a version that this reader does not support.
 
     Raises ValueError if it is no line of a run's log: cut off, or of another form than the classes.
@@ -51,7 +51,7 @@ def line_of(text: str | bytes) -> Stamped | None:
     kind = KINDS.get(values["kind"])
     if kind is None or values.get("schema_version") != SCHEMA_VERSION:
         return None
-    return Stamped(stamp=checked(Stamp, values), line=cast("Line", checked(kind, values)))
+    return LogRecord(stamp=checked(Stamp, values), line=cast("Line", checked(kind, values)))
 
 
 def kind_of(text: bytes) -> str | None:
@@ -142,7 +142,7 @@ class _OtherError(Exception):
     """A value that only `line_of` can handle."""
 
 
-def quick_line_of(text: str | bytes) -> Stamped | None:
+def quick_line_of(text: str | bytes) -> LogRecord | None:
     """Does the same as `line_of`, faster."""
     try:
         values = _loads(text)
@@ -165,7 +165,7 @@ def _tensor(values: dict[str, Any]) -> TensorDetail:
 
 _Reader: TypeAlias = Callable[[list[Any]], T]
 """Makes a record from the values of a shape."""
-_LINES: dict[tuple[Any, ...], _Reader[Stamped] | None] = {}
+_LINES: dict[tuple[Any, ...], _Reader[LogRecord] | None] = {}
 _TENSORS: dict[tuple[Any, ...], _Reader[TensorDetail] | None] = {}
 """By shape; None for a shape that only `line_of` reads."""
 
@@ -187,13 +187,13 @@ def _learned(
     return known[shape]
 
 
-def _line_reader(values: Mapping[str, Any]) -> _Reader[Stamped]:
+def _line_reader(values: Mapping[str, Any]) -> _Reader[LogRecord]:
     record = _QUICK.get(values["kind"])
     if record is None or values["schema_version"] != SCHEMA_VERSION:
         raise _OtherError
-    stamp, line, stamped = _reader(Stamp, values), _reader(record, values), opened(Stamped)
+    stamp, line, stamped = _reader(Stamp, values), _reader(record, values), opened(LogRecord)
 
-    def read(row: list[Any]) -> Stamped:
+    def read(row: list[Any]) -> LogRecord:
         return stamped(stamp(row), line(row))
 
     return read
@@ -289,7 +289,7 @@ _BOUNDS: Mapping[type, Mapping[str, _Bounds]] = {
 }
 _TWINS: Mapping[type, Any] = {
     record: make_dataclass(f"_{record.__name__}", [one.name for one in fields(cast("Any", record))], slots=True)
-    for record in (*_BOUNDS, Stamped)
+    for record in (*_BOUNDS, LogRecord)
 }
 _ROLES = frozenset(get_args(get_type_hints(TensorDetail)["role"]))
 _QUICK: Mapping[str, type[StepLine | DetailLine]] = MappingProxyType({"step": StepLine, "detail": DetailLine})
@@ -304,7 +304,7 @@ Row: TypeAlias = tuple[Sequence[Any], Sequence[Any], bool] | str
 """Values of the stamp, values of a step or a table of details, and whether it is a step. Another line is its text."""
 
 
-def row_of(whole: Stamped) -> Row:
+def row_of(whole: LogRecord) -> Row:
     """Returns a line's row."""
     line = whole.line
     if isinstance(line, StepLine):
@@ -314,10 +314,10 @@ def row_of(whole: Stamped) -> Row:
     return text_of(whole)
 
 
-def line_of_row(row: Row) -> Stamped:
+def line_of_row(row: Row) -> LogRecord:
     """Returns the line of a row; details as a table."""
     if isinstance(row, str):
-        return cast("Stamped", line_of(row))
+        return cast("LogRecord", line_of(row))
     stamp, values, is_step = row
     return _stamped(_make_stamp(*stamp), _make_step(*values) if is_step else DetailTable(*values))
 
@@ -327,4 +327,4 @@ def _values(record: type) -> Callable[[Any], Sequence[Any]]:
 
 
 _STAMP, _STEP, _TABLE = _values(Stamp), _values(StepLine), _values(DetailTable)
-_stamped, _make_stamp, _make_step = opened(Stamped), opened(Stamp), opened(StepLine)
+_stamped, _make_stamp, _make_step = opened(LogRecord), opened(Stamp), opened(StepLine)

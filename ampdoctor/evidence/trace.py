@@ -97,7 +97,7 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passage:
+class PathOp:
     """An op on the path from a birth's inputs to its harm, or a sink (harmed value) that the birth's values reach.
 
     `order` is the position among the ops of the step; for a sink, that of the op that wrote it. The op in `where` of a
@@ -116,7 +116,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class PropagationPath:
     """How a birth came about, and what it harmed.
 
     `before` are finite ops that fed it, the nearest last; each made the largest input of the next. `carriers` are ops
@@ -125,14 +125,14 @@ class Way:
     number of other ops between it and its first harm that carry its values and make something.
     """
 
-    before: tuple[Passage, ...] = ()
-    carriers: tuple[Passage, ...] = ()
-    harms: tuple[Passage, ...] = ()
+    before: tuple[PathOp, ...] = ()
+    carriers: tuple[PathOp, ...] = ()
+    harms: tuple[PathOp, ...] = ()
     omitted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Birth:
+class NonFiniteOrigin:
     """A non-finite value made from finite inputs.
 
     `departs` is the largest difference, relative to the value in float32, of a finite result made from this birth's
@@ -151,7 +151,7 @@ class Birth:
     operand: Operand | None = None  # that took the op out of its domain
     harms: tuple[str, ...] = ()  # names of the sinks that its values reached
     departs: float = 0.0
-    way: Way = field(default_factory=Way)
+    way: PropagationPath = field(default_factory=PropagationPath)
     after_backward: bool = False
 
 
@@ -206,7 +206,7 @@ class Trace:
 
     step: int
     ops: int  # number of recorded ops
-    births: tuple[Birth, ...]
+    births: tuple[NonFiniteOrigin, ...]
     flushes: tuple[Flush, ...] = ()
     died: tuple[Died, ...] = ()  # where all-zero gradients arose
     unattributed: tuple[str, ...] = ()  # sinks whose non-finite values no recorded op made
@@ -300,7 +300,7 @@ class StepOutcome:
         return self.skipped or self.passes_over
 
     def harms(self, sinks: Sequence[str]) -> bool:
-        """Whether one of these non-finite values (names as in `Sightings`) was used, or skipped.
+        """Whether one of these non-finite values (names as in `NonFiniteReport`) was used, or skipped.
 
         Gradients that are left behind do no harm.
         """
@@ -335,7 +335,7 @@ class Headroom:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sightings:
+class NonFiniteReport:
     """The results of the cheap check of one step.
 
     `sinks` are names of harmed values ("loss", "grad:fc.weight", "param:...", "buffer:...", "optimizer_state:..."), and
@@ -363,7 +363,7 @@ class ModuleUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterBeside:
+class ParameterVsFp32:
     """A trained parameter's gradient and move in one step, compared with the same step in fp32.
 
     `looked_at` counts the elements whose moves were compared; `update` and `expected_update` are norms over these.
@@ -391,7 +391,7 @@ class ParameterBeside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateBeside:
+class StateVsFp32:
     """How a state in a half format that no optimizer trains moved in a step, compared with fp32.
 
     `name` is "norm.running_var", for optimizer state "optimizer:PARAMETER.KEY", for state of the run's own code its
@@ -424,6 +424,6 @@ class Comparison:
     zeroed_share: float  # their share in the squared gradient error
     gradient_norm: float = 1.0  # of fp32's gradients
     updates: tuple[ModuleUpdate, ...] = ()  # half-precision tensors only
-    parameters: tuple[ParameterBeside, ...] = ()  # trained ones with a gradient in fp32
-    states: tuple[StateBeside, ...] = ()  # other states in a half format
+    parameters: tuple[ParameterVsFp32, ...] = ()  # trained ones with a gradient in fp32
+    states: tuple[StateVsFp32, ...] = ()  # other states in a half format
     events: tuple[StepEvent, ...] = ()

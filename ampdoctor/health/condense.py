@@ -18,11 +18,11 @@ from ampdoctor.evidence.log_records import (
     DetailLine,
     DetailTable,
     EndLine,
+    LogRecord,
     LookLine,
     LostLine,
     RunLine,
     Stamp,
-    Stamped,
     StepLine,
 )
 from ampdoctor.evidence.report_health import ActionMark, CheckpointMark, Curve, CurveName, Ending, HealthRun, LookMark
@@ -42,7 +42,7 @@ from ampdoctor.health.heat_maps import Maps
 
 
 @dataclass(slots=True)
-class Groups:
+class Attempts:
     """The attempts, restarts and runs of a log, in the order in which they began."""
 
     first: list[int] = field(default_factory=list)  # the first step of each
@@ -75,7 +75,7 @@ class Groups:
                 yield group, self.undone_from(group)
 
 
-def standing(columns: Mapping[str, Column], groups: Groups) -> Mapping[str, Column]:
+def standing(columns: Mapping[str, Column], groups: Attempts) -> Mapping[str, Column]:
     """Drops rows that a later restart repeated; sorts the others by step, those of one step in the order of arrival."""
     limits = np.array([groups.undone_from(group) for group in range(len(groups.first))], dtype=np.float64)
     steps, of = columns["step"], columns["group"].astype(np.intp)
@@ -93,10 +93,10 @@ MOST_MARKS = 10_000  # most checkpoints, looks and actions that are kept: the la
 
 
 @dataclass(slots=True)
-class Condenser:
+class RunSummarizer:
     """Takes the lines of one rank in the order of arrival, in bounded memory: some 150 bytes a step."""
 
-    groups: Groups = field(default_factory=Groups)
+    groups: Attempts = field(default_factory=Attempts)
     header: RunLine = field(default_factory=lambda: RunLine(name=""))  # the last line that described the run
     _steps: dict[int, Columns] = field(default_factory=dict)
     _maps: dict[int, Maps] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Condenser:
     _lost: dict[tuple[str, int], int] = field(default_factory=dict)
     _end: EndLine | None = None
 
-    def hear(self, whole: Stamped) -> None:
+    def hear(self, whole: LogRecord) -> None:
         """Takes a line."""
         line = whole.line
         if isinstance(line, StepLine):
@@ -129,7 +129,7 @@ class Condenser:
         elif isinstance(line, EndLine):
             self._end = line
 
-    def _group(self, whole: Stamped, step: int) -> int:
+    def _group(self, whole: LogRecord, step: int) -> int:
         group = self.groups.of(whole.stamp)
         if self.groups.begins(group, step) and group:
             for maps in self._maps.values():

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ampdoctor.diagnosis.health.rolling import falls_over
 from ampdoctor.evidence.checkpoint_stats import LogEntry
-from ampdoctor.evidence.log_records import Stamped, StepLine
+from ampdoctor.evidence.log_records import LogRecord, StepLine
 from ampdoctor.evidence.report_health import Curve, CurveName, HealthAxis, ScalerHistory
 from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
 
@@ -25,7 +25,11 @@ _NUMBERS = (
     *("step", "loss", "gradient_norm", "norm_scaled", "norm_clipped", "max_norm", "loss_scale", "skipped"),
     *("growth_tracker", "seconds", "data_seconds", "memory_bytes", "samples", "tokens", "scaler"),
 )
-_MORE = ("rate", "time_ms", "group")  # beside the fields: first learning rate, the stamp's time, the number in `Groups`
+_MORE = (
+    "rate",
+    "time_ms",
+    "group",
+)  # beside the fields: first learning rate, the stamp's time, the number in `Attempts`
 _BLOCK = 8192
 
 
@@ -39,8 +43,8 @@ class Columns:
         self._rows: list[tuple[float | None, ...]] = []
         self._blocks: list[NDArray[np.float64]] = []
 
-    def add(self, whole: Stamped, step: StepLine, group: int) -> None:
-        """Adds a step from the line `whole`; `group` is its number in `Groups`."""
+    def add(self, whole: LogRecord, step: StepLine, group: int) -> None:
+        """Adds a step from the line `whole`; `group` is its number in `Attempts`."""
         rates = step.learning_rates
         if step.loss != step.loss or step.gradient_norm != step.gradient_norm:  # NaN
             step = replace(step, loss=_infinite(step.loss), gradient_norm=_infinite(step.gradient_norm))

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from ampdoctor.checkpoints.files import RegularFile
-from ampdoctor.checkpoints.log_files import MAX_BYTES, Left
+from ampdoctor.checkpoints.log_files import MAX_BYTES, SkippedLines
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.log_records import EndLine, Stamped, StepLine
+from ampdoctor.evidence.log_records import EndLine, LogRecord, StepLine
 from ampdoctor.evidence.log_text import kind_of, quick_line_of
 from ampdoctor.evidence.paths import logs_in, rank_and_number
-from ampdoctor.health.reading.log_kind import Begin, Noticed, Order, RunLines, run_of
+from ampdoctor.health.reading.log_kind import Begin, ReadIssues, RunLines, StepOrder, run_of
 from ampdoctor.health.reading.opening import AMPDOCTOR, FileState, FoundLog, find_log
 
 _ENOUGH = 2 * 1024 * 1024  # a late reader begins so many bytes before the end: some ten thousand steps, read in 1 s
@@ -40,7 +40,7 @@ _AGAIN = 8  # times that a folder is listed again if it changes meanwhile; the n
 class _Source(Protocol):
     """A growing log: files that are read on, or files that are written anew each time."""
 
-    def new(self) -> Iterator[Stamped]:
+    def new(self) -> Iterator[LogRecord]:
         """Yields the lines since the last call; raises CheckpointError where it cannot be read."""
 
 
@@ -53,7 +53,7 @@ class Follower:
         self._size = 0  # of a file without a step
         self.found: FoundLog | None = None
 
-    def new(self) -> Iterator[Stamped]:
+    def new(self) -> Iterator[LogRecord]:
         """Yields the lines since the last call, in order; raises CheckpointError if the file is no readable log."""
         if self._source is None:
             found = self._find()
@@ -111,7 +111,7 @@ class _Ours:
         self._begun = False
         self._passed_by = 0  # bytes of the first file that are skipped, except for its tables of names
 
-    def new(self) -> Iterator[Stamped]:
+    def new(self) -> Iterator[LogRecord]:
         with ExitStack() as stack:
             files = self._opened(stack)
             if not self._begun:
@@ -164,7 +164,7 @@ class _Ours:
                 del files[:at]
                 return
 
-    def _read(self, file: BinaryIO) -> Iterator[Stamped]:
+    def _read(self, file: BinaryIO) -> Iterator[LogRecord]:
         size = os.fstat(file.fileno()).st_size
         first = file.readline(MAX_BYTES)
         if not first.endswith(b"\n"):
@@ -199,12 +199,12 @@ class _Others:
     def __init__(self, found: FoundLog) -> None:
         self._found = found
         self._state: list[FileState] = []
-        self._given: list[Stamped] = []  # lines that may still change
+        self._given: list[LogRecord] = []  # lines that may still change
         self._growing: _Growing | None = None
-        self._held: Stamped | None = None
+        self._held: LogRecord | None = None
         self._quiet_at = self._rests_until = 0.0
 
-    def new(self) -> Iterator[Stamped]:
+    def new(self) -> Iterator[LogRecord]:
         began = time.monotonic()
         if began < self._rests_until:
             return
@@ -226,18 +226,18 @@ class _Others:
         if self._growing is None and ended - began > _LONG_S:
             self._rests_until = ended + _RESTS * (ended - began)
 
-    def _lines(self, state: Sequence[FileState]) -> Iterator[tuple[Stamped, bool]]:
+    def _lines(self, state: Sequence[FileState]) -> Iterator[tuple[LogRecord, bool]]:
         """Returns the lines from the first changed one on, each with whether it may still change."""
         begin = self._found.kind.begin
         if begin is None or state[0].size < _SMALL:
             self._growing = None
-            return ((whole, True) for whole in list(self._found.lines(Noticed())))
+            return ((whole, True) for whole in list(self._found.lines(ReadIssues())))
         if self._growing is None or self._growing.is_another():
             self._growing = _Growing(self._found, begin)
         return self._growing.new()
 
-    def _unheard(self, lines: Iterable[tuple[Stamped, bool]]) -> Iterator[Stamped]:
-        known, may_change = deque(self._given), list[Stamped]()
+    def _unheard(self, lines: Iterable[tuple[LogRecord, bool]]) -> Iterator[LogRecord]:
+        known, may_change = deque(self._given), list[LogRecord]()
         before = last = None
         waits = False
         for whole, open_ in lines:
@@ -259,12 +259,12 @@ class _Others:
             yield last
         self._given = may_change
 
-    def _may_change(self, whole: Stamped, before: Stamped | None) -> bool:
+    def _may_change(self, whole: LogRecord, before: LogRecord | None) -> bool:
         if isinstance(whole.line, EndLine):  # after an exception, which may have been caught
             return self._found.kind.begin is not None
         return before is not None and _says_less(whole, before)
 
-    def _quiet(self, now: float) -> Iterator[Stamped]:
+    def _quiet(self, now: float) -> Iterator[LogRecord]:
         """Gives the held step if nothing has come for a while."""
         held = self._held
         if held is not None and now >= self._quiet_at:
@@ -282,7 +282,7 @@ class _Growing:
         with RegularFile(self._path, self._name) as file:
             self._rows = begin(file)
             self._first = file.head(_BEGINNING)
-        self._lines = RunLines(run_of(found.folder, self._name), Order())
+        self._lines = RunLines(run_of(found.folder, self._name), StepOrder())
         self._offset = 0
 
     def is_another(self) -> bool:
@@ -290,13 +290,13 @@ class _Growing:
         with RegularFile(self._path, self._name) as file:
             return file.size < self._offset or file.head(_BEGINNING) != self._first
 
-    def new(self) -> Iterator[tuple[Stamped, bool]]:
+    def new(self) -> Iterator[tuple[LogRecord, bool]]:
         """Yields new lines, then the steps that may still change."""
         if not self._offset:
             yield self._lines.header(), False
         with RegularFile(self._path, self._name) as file:
             for texts in self._texts(file):
-                for row in self._rows.rows(iter(texts), Left()):
+                for row in self._rows.rows(iter(texts), SkippedLines()):
                     yield from ((whole, False) for whole in self._lines.hear(row))
         yield from ((whole, True) for whole in self._lines.waiting())
         end = self._rows.end()
@@ -314,11 +314,11 @@ class _Growing:
             yield [text for text in block[:end].split(b"\n") if text]
 
 
-def _are_alike(one: Stamped, other: Stamped) -> bool:
+def _are_alike(one: LogRecord, other: LogRecord) -> bool:
     return one == other or repr(one) == repr(other)  # a NaN is not equal to itself
 
 
-def _says_less(one: Stamped, before: Stamped) -> bool:
+def _says_less(one: LogRecord, before: LogRecord) -> bool:
     """Whether a step lacks a number that the step before has."""
     if not isinstance(one.line, StepLine) or not isinstance(before.line, StepLine):
         return False

@@ -15,11 +15,11 @@ from ampdoctor.evidence.log_records import (
     CheckpointLine,
     DetailLine,
     EndLine,
+    LogRecord,
     LookLine,
     LostLine,
     RunLine,
     Stamp,
-    Stamped,
     StepLine,
     TensorDetail,
 )
@@ -81,7 +81,7 @@ class Latest:
     def __post_init__(self) -> None:
         self._judge = Judge(self.thresholds)
 
-    def hear(self, whole: Stamped) -> tuple[Event, ...]:
+    def hear(self, whole: LogRecord) -> tuple[Event, ...]:
         """Takes a line, and returns its events."""
         line, before = whole.line, self.stamp
         happened: list[Event] = []

@@ -22,7 +22,7 @@ from ampdoctor.numerics import FORMATS
 from ampdoctor.scaling import LIM, ScalerSettings, choose, highest_exponent, upper_log2
 from ampdoctor.scaling.choose import DEFAULT_TAIL, MAX_EXPONENT
 from ampdoctor.scaling.closed_forms import find_spikes
-from ampdoctor.scaling.scalers import RULES, Simulation, TorchLanes, expressible, simulate_lanes
+from ampdoctor.scaling.scalers import RULES, GradScalerSim, Simulation, expressible, simulate_lanes
 from ampdoctor.scaling.search import FEWEST_STEPS, MOST_SKIPS, WORTH_SKIPS, drawn
 from ampdoctor.scaling.trace import find_drift
 
@@ -106,7 +106,7 @@ def proposed(log2_amax: Array, thresholds: Thresholds, framework: Framework) -> 
     drift = find_drift(log2_amax)
     spikes = find_spikes(log2_amax - drift.slope * np.arange(len(log2_amax)))
     largest = [float(part.max()) for part in np.array_split(log2_amax, min(2000, len(log2_amax)))]
-    halves = RULES[framework] is not TorchLanes
+    halves = RULES[framework] is not GradScalerSim
     backoff = 0.5 if halves else choose.backoff_factor(spikes, hysteresis_available=False).value
     interval = choose.growth_interval(
         2.0, backoff, skip_rate=thresholds[SKIP_RATE], drift=drift.slope, steps_left=len(log2_amax), spikes=spikes

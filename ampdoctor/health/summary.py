@@ -29,21 +29,21 @@ from ampdoctor.evidence.log_records import (
     DetailLine,
     DetailTable,
     EndLine,
+    LogRecord,
     LookLine,
     Stamp,
-    Stamped,
     StepLine,
 )
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import ErrorNote, Finding, Skipped
 from ampdoctor.evidence.report_health import HealthRun
 from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.health.condense import Condenser
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.condense import RunSummarizer
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import FoundLog, lines_ahead
 from ampdoctor.package import version
 
-Told: TypeAlias = Callable[[int], None]  # called with the number of lines read
+OnProgress: TypeAlias = Callable[[int], None]  # called with the number of lines read
 
 LATELY_S = 600  # a log without last line counts as growing if written within this time: the longest step or save
 _TELLS_ITS_END = frozenset({"ampdoctor"})
@@ -51,7 +51,7 @@ _EVERY = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
+class LogSummary:
     """The result of reading a log."""
 
     runs: tuple[HealthRun, ...]  # one for each optimizer
@@ -66,9 +66,9 @@ class Looked:
     unread: Mapping[str, str] = field(default_factory=dict)  # by check: a note on a number that is never there
 
 
-def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> Looked:
+def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None) -> LogSummary:
     """Reads a log; raises NoStepError where it has no step, and CheckpointError where it cannot be read."""
-    noticed = Noticed()
+    noticed = ReadIssues()
     reader = _Reader(thresholds)
     with _no_search_for_cycles():
         for number, whole in enumerate(lines_ahead(found, noticed)):
@@ -92,7 +92,7 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
     findings, undone = reader.findings()
     findings += tuple(_of_the_end(reader.condenser, thresholds))
     findings = tuple(_as_written(finding, noticed.order.zeros) for finding in findings)
-    return Looked(
+    return LogSummary(
         runs=runs,
         findings=findings,
         undone=undone,
@@ -137,7 +137,7 @@ class _Reader:
 
     def __init__(self, thresholds: Thresholds) -> None:
         self._thresholds = thresholds
-        self.condenser = Condenser()
+        self.condenser = RunSummarizer()
         self.ranks: dict[int, Judge] = {}
         self._restarts: dict[int, int] = {}
         self._runs: dict[int, str] = {}
@@ -148,9 +148,9 @@ class _Reader:
         self._shown: int | None = None
         self._found: list[tuple[int, Finding]] = []
         self._judged = codes_in("health")
-        self._last: dict[int, Stamped] = {}
+        self._last: dict[int, LogRecord] = {}
 
-    def hear(self, whole: Stamped) -> None:
+    def hear(self, whole: LogRecord) -> None:
         stamp, line = whole.stamp, whole.line
         if self._turn != (turn := (stamp.rank, stamp.run_id, stamp.restarts)):
             self._taken_turns |= turn in self._turns
@@ -198,7 +198,7 @@ class _Reader:
         reason = "lines of several runs take turns in it, as if two trainings wrote at once: the last to begin counts"
         return [Skipped(what=name, reason=reason)] if self._taken_turns else []
 
-    def _add(self, whole: Stamped, finding: Finding) -> None:
+    def _add(self, whole: LogRecord, finding: Finding) -> None:
         rank = whole.stamp.rank
         placed = replace(finding, where=replace(finding.where, rank=rank)) if rank else finding
         self._found.append((self.condenser.groups.of(whole.stamp), placed))
@@ -220,7 +220,7 @@ class _Reader:
         return tuple(_of_ranks(finding, len(ranks[key])) for key, finding in standing.items()), tuple(undone)
 
 
-def _of_the_end(condenser: Condenser, thresholds: Thresholds) -> Iterator[Finding]:
+def _of_the_end(condenser: RunSummarizer, thresholds: Thresholds) -> Iterator[Finding]:
     for optimizer, entries in condenser.last_entries():
         for finding in at_the_end(entries, thresholds):
             yield replace(finding, evidence={**finding.evidence, "optimizer": optimizer}) if optimizer else finding
@@ -254,7 +254,7 @@ MOST_BYTES = 64 * 1024 * 1024
 MOST_FILES = 50  # most results that are kept; the least recently used are deleted first
 
 
-def look_again(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> Looked:
+def look_again(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None) -> LogSummary:
     """Returns what `look` returns, from the cache where possible; raises CheckpointError as `look` does."""
     state, folder = found.state(), _folder()
     if folder is None or sum(file.size for file in state) < LEAST_BYTES:
@@ -281,19 +281,19 @@ def _folder() -> Path | None:
     return cache / "ampdoctor" / "health" if cache.is_absolute() else None
 
 
-def _read(file: Path) -> Looked | None:
+def _read(file: Path) -> LogSummary | None:
     try:
         with RegularFile(file, file.name) as there:
             if there.size > MOST_BYTES:
                 return None
-            kept = checked(Looked, json.loads(there.read(0, there.size)))
+            kept = checked(LogSummary, json.loads(there.read(0, there.size)))
         os.utime(file)
     except (CheckpointError, OSError, ValueError, RecursionError):
         return None
     return kept if kept.runs else None
 
 
-def _write(file: Path, kept: Looked) -> None:
+def _write(file: Path, kept: LogSummary) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, name = tempfile.mkstemp(dir=file.parent, prefix="writing-")

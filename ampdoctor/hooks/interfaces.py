@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # -- traced runs --
 
 
-class Calls(Protocol):
+class StepParts(Protocol):
     """Shows which part of a step is running."""
 
     @property
@@ -39,7 +39,7 @@ class Calls(Protocol):
         ...
 
 
-class Watched(Protocol):
+class ObservedRun(Protocol):
     """A run whose steps are traced: a replay (a `Session`), or a user's loop whose parts appear one by one."""
 
     @property
@@ -58,7 +58,7 @@ class Watched(Protocol):
         ...
 
     @property
-    def events(self) -> Calls:
+    def events(self) -> StepParts:
         """Shows which part of the step is running."""
         ...
 
@@ -90,7 +90,7 @@ class Watched(Protocol):
 class Probe(Protocol):
     """Observes a replay."""
 
-    def attach(self, run: Watched) -> AbstractContextManager[None]:
+    def attach(self, run: ObservedRun) -> AbstractContextManager[None]:
         """Installs hooks for the time of this context; they are removed afterwards, also after an exception."""
         ...
 

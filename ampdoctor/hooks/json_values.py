@@ -116,7 +116,7 @@ _PLAIN = (torch.dtype, torch.memory_format, torch.layout)
 _PLAIN_DICTS = (dict, OrderedDict, types.MappingProxyType)
 
 
-class NotInertError(Exception):
+class NotSerializableError(Exception):
     """A value cannot be written; `str(error)` names it in the form of a sentence's end."""
 
 
@@ -142,7 +142,7 @@ class _Writer:
     def tree(self, value: Any, depth: int) -> Tree:
         self._left -= 1
         if depth > _DEEPEST_WRITTEN or self._left < 0:
-            raise NotInertError("something that is too large, or leads back to itself")
+            raise NotSerializableError("something that is too large, or leads back to itself")
         if value is None or value is True or value is False or type(value) in (str, int):
             return value
         if type(value) is float:
@@ -178,13 +178,13 @@ class _Writer:
     def _object(self, value: Any, depth: int) -> Tree:
         cls = type(value)
         if isinstance(value, nn.Module | torch.Tensor | types.FunctionType | types.MethodType | types.ModuleType):
-            raise NotInertError(_said(value))
+            raise NotSerializableError(_said(value))
         if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace):
             held: Mapping[str, Any] = vars(value) if hasattr(value, "__dict__") else _slots(value)
         elif _is_plain(cls) and hasattr(value, "__dict__"):
             held = vars(value)
         else:
-            raise NotInertError(_said(value))
+            raise NotSerializableError(_said(value))
         return {"kind": "object", "class": class_name(cls), "fields": self._fields(held, depth)}
 
     def _many(self, values: Any, depth: int) -> list[Tree]:
@@ -503,12 +503,12 @@ def module_written(module: nn.Module, child: Callable[[nn.Module], Tree]) -> dic
     for name in cls.__qualname__.split("."):
         there = getattr(there, name, None)
     if there is not cls:
-        raise NotInertError(f"a {cls.__qualname__}, which is nowhere by that name")
+        raise NotSerializableError(f"a {cls.__qualname__}, which is nowhere by that name")
     hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
     if not all(str(getattr(hook, "__module__", "")).startswith("ampdoctor.") for hook in hooks):
-        raise NotInertError(f"hooks on a {cls.__qualname__}")
+        raise NotSerializableError(f"hooks on a {cls.__qualname__}")
     if any(p is not None and type(p) is not nn.Parameter for p in module._parameters.values()):
-        raise NotInertError(f"parameters of a kind of their own in a {cls.__qualname__}")
+        raise NotSerializableError(f"parameters of a kind of their own in a {cls.__qualname__}")
     return {
         "class": class_name(cls),
         "fields": {name: written(value) for name, value in vars(module).items() if name not in _OWN},
@@ -585,7 +585,7 @@ def constants_of(classes: Iterable[type]) -> dict[str, Tree]:
 def _note(found: dict[str, Tree], name: str, value: Any) -> None:
     try:
         tree = written(value)
-    except NotInertError:
+    except NotSerializableError:
         return
     if len(repr(tree)) <= _LONGEST:
         found[name] = tree

@@ -27,27 +27,27 @@ Line = tuple[str, int] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class InputRef:
     """A tensor from outside the program: the index into `Program.given`."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ParamRef:
     """A parameter or a buffer of the program's models, by its name in `Program.model`."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ResultRef:
     """A tensor that an instruction has made; numbers are unique in a recording and rise."""
 
     index: int
 
 
-Reference = Given | Held | Made
+Reference = InputRef | ParamRef | ResultRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Call:
     model: str  # its name in `Program.model`; "" for that itself
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    results: Mapping[str, Made]  # the tensors of its output, by their path there ("logits", "0")
+    results: Mapping[str, ResultRef]  # the tensors of its output, by their path there ("logits", "0")
     mode: Mode  # at its start, as is `random`
     random: RandomState
     training: bool
@@ -80,7 +80,7 @@ class Op:
     function: Callable[..., Any]  # as `__torch_function__` gets it
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    results: Mapping[str, Made]
+    results: Mapping[str, ResultRef]
     mode: Mode
     random: RandomState | None  # None for a function that draws nothing
     line: Line
@@ -91,7 +91,7 @@ class Scaled:
     """A scaler has scaled a loss."""
 
     loss: Reference
-    result: Made
+    result: ResultRef
     line: Line
 
 
@@ -118,7 +118,7 @@ class Unscaled:
 class Clipped:
     """Gradients were clipped by their total norm."""
 
-    parameters: tuple[Held, ...]  # those in the models whose gradients were clipped
+    parameters: tuple[ParamRef, ...]  # those in the models whose gradients were clipped
     max_norm: float
     norm_type: float
     line: Line
@@ -174,7 +174,7 @@ def references(instruction: Instruction) -> list[Reference]:
     return []
 
 
-def results(instruction: Instruction) -> tuple[Made, ...]:
+def results(instruction: Instruction) -> tuple[ResultRef, ...]:
     """Returns an instruction's results."""
     if isinstance(instruction, Call | Op):
         return tuple(instruction.results.values())
@@ -189,7 +189,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Leading:
+class PriorSteps:
     """The recorded updates before a step; its weights and its optimizer's state come from a checkpoint."""
 
     steps: tuple[Program, ...] = ()  # the last updates, oldest first, without gaps

@@ -23,7 +23,7 @@ from ampdoctor.hooks.torch_internals import replaced
 Part = Literal["optimizer", "scaler"]
 
 
-class Phases:
+class CallContext:
     """The running parts of a step, nested."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class _Known:
     scale: float
 
 
-class Listener:
+class ScalerCallbacks:
     """Receives a step's calls, which may show parts of the loop for the first time; methods may raise."""
 
     def calls(self, scaler: Any, optimizer: Any) -> None:
@@ -110,13 +110,13 @@ class StepEvents:
         parameters: Callable[[], Iterable[torch.Tensor]],
         optimizers: Mapping[str, torch.optim.Optimizer],
         scaler: Any = None,
-        listener: Listener | None = None,
+        listener: ScalerCallbacks | None = None,
     ) -> None:
         self._optimizers = optimizers
         self._scaler = scaler
-        self._listener = listener or Listener()
+        self._listener = listener or ScalerCallbacks()
         self._watching = False
-        self._phases = Phases()
+        self._phases = CallContext()
         self._last: Any = None  # the scaler that last scaled a loss, in any step
         self._looking = False
         self._knows_scale = False

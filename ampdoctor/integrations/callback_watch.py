@@ -1,4 +1,4 @@
-"""`CallbackWatch`: a watch that a framework's events begin and end."""
+"""`WatchCallback`: a watch that a framework's events begin and end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.watch import Watch
 
 
-class CallbackWatch:
+class WatchCallback:
     """Watches each training between two events of a framework.
 
     Args:

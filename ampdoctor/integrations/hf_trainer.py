@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ampdoctor.integrations.callback_watch import CallbackWatch
+from ampdoctor.integrations.callback_watch import WatchCallback
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Report
@@ -27,7 +27,7 @@ class AmpDoctorCallback(TrainerCallback):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._watch = CallbackWatch(settings)
+        self._watch = WatchCallback(settings)
 
     @property
     def report(self) -> Report | None:

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.integrations.callback_watch import CallbackWatch
+from ampdoctor.integrations.callback_watch import WatchCallback
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Report
@@ -32,7 +32,7 @@ class AmpDoctorCallback(*_bases()):  # type: ignore[misc]  # the base class is k
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
-        self._watch = CallbackWatch(settings)
+        self._watch = WatchCallback(settings)
 
     @property
     def report(self) -> Report | None:

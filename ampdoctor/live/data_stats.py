@@ -26,23 +26,23 @@ _IDS = frozenset({torch.int64, torch.int32})
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class SampleCount:
     """A number of samples and of tokens; None where it is not certain."""
 
     samples: int | None = 0  # rows of batches
     tokens: int | None = 0  # elements of batches of ids, padding included
 
-    def __add__(self, other: Counted) -> Counted:
-        return Counted(_sum(self.samples, other.samples), _sum(self.tokens, other.tokens))
+    def __add__(self, other: SampleCount) -> SampleCount:
+        return SampleCount(_sum(self.samples, other.samples), _sum(self.tokens, other.tokens))
 
-    def times(self, ranks: int) -> Counted:
+    def times(self, ranks: int) -> SampleCount:
         """Returns the same for this number of processes."""
         if ranks == 1:
             return self
-        return Counted(*(None if n is None else n * ranks for n in (self.samples, self.tokens)))
+        return SampleCount(*(None if n is None else n * ranks for n in (self.samples, self.tokens)))
 
 
-_UNKNOWN = Counted(None, None)
+_UNKNOWN = SampleCount(None, None)
 
 
 class Batches:
@@ -55,12 +55,12 @@ class Batches:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._step = Counted()
+        self._step = SampleCount()
         self._over = False  # an optimizer has used the step's count, and another one may use it too
         self._counted_at: int | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._batch: weakref.ref[Tensor] | None = None
-        self._totals: dict[str, Counted] = {}
+        self._totals: dict[str, SampleCount] = {}
         self._factors: dict[int, tuple[weakref.ref[nn.Module], int | None]] = {}
 
     def called(
@@ -71,7 +71,7 @@ class Batches:
         Returns the tensor that represents the batch; None where that is not certain, or it was returned before.
         """
         if self._over:
-            self._step, self._over, self._counted_at = Counted(), False, None
+            self._step, self._over, self._counted_at = SampleCount(), False, None
             self._model = self._batch = None
         if self._counted_at == backwards:
             return None
@@ -90,11 +90,11 @@ class Batches:
         self._step += _UNKNOWN if ranks is None else _size(found).times(ranks)
         return found
 
-    def stepping(self, optimizer: str) -> Counted:
+    def stepping(self, optimizer: str) -> SampleCount:
         """Called before an optimizer's step; returns the total of its samples and tokens, this step included."""
         untold = self._counted_at is None
         self._over = True
-        total = self._totals.get(optimizer, Counted()) + (_UNKNOWN if untold else self._step)
+        total = self._totals.get(optimizer, SampleCount()) + (_UNKNOWN if untold else self._step)
         self._totals[optimizer] = total
         return total
 
@@ -141,9 +141,9 @@ def _batch_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None
     return batch if batch.shape[0] == rows else None
 
 
-def _size(batch: Tensor) -> Counted:
+def _size(batch: Tensor) -> SampleCount:
     is_ids = batch.dtype in _IDS and batch.dim() == 2
-    return Counted(batch.shape[0], batch.numel() if is_ids else None)
+    return SampleCount(batch.shape[0], batch.numel() if is_ids else None)
 
 
 def _has_batches_second(model: nn.Module) -> bool:
@@ -255,12 +255,12 @@ class MemoryReadings:
 class TakenIn:
     """The statistics of one step."""
 
-    counted: Counted  # on all ranks, from the beginning to this step
+    counted: SampleCount  # on all ranks, from the beginning to this step
     data_seconds: float | None  # waited for data since the optimizer's last step; None where that was not seen
     memory: Memory
 
 
-class Intake:
+class DataStats:
     """Collects the statistics of a loop's data."""
 
     def __init__(self, world_size: int) -> None:

@@ -18,15 +18,15 @@ from torch import nn
 from ampdoctor.evidence.trace import Origin, Trace
 from ampdoctor.hooks.names import clean_names, clean_tensor_name, names_of_parameters
 from ampdoctor.hooks.nested import iter_tensors
-from ampdoctor.hooks.scaler_events import Listener, StepEvents
+from ampdoctor.hooks.scaler_events import ScalerCallbacks, StepEvents
 from ampdoctor.hooks.torch_internals import outside_transforms, under_fake_tensors, unseen, unwrapped
 from ampdoctor.probes.modules import CalledModules
 from ampdoctor.probes.nonfinite import dense, holds_nan, is_mask, is_nonfinite, state_tensors
 from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.probes.tensor_memory import Births, storage_key
+from ampdoctor.probes.tensor_memory import OriginIds, storage_key
 
 if TYPE_CHECKING:
-    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.hooks.interfaces import ObservedRun
     from ampdoctor.probes.ops import Site
 
 
@@ -46,7 +46,7 @@ class LiveTrace(OpTraceProbe):
         self._unexplained: set[int] = set()
 
     @contextmanager
-    def watching(self, run: Watched) -> Iterator[None]:
+    def watching(self, run: ObservedRun) -> Iterator[None]:
         """Installs the modes and the module hooks, and begins the first step."""
         self._run = run
         with self._sites.attach(run), self.during(0):
@@ -95,7 +95,7 @@ class LiveTrace(OpTraceProbe):
                 self._harm(sink, tensor)
         return bad
 
-    def behind(self, sink: str, tensors: Iterable[torch.Tensor]) -> tuple[Trace, Births] | None:
+    def behind(self, sink: str, tensors: Iterable[torch.Tensor]) -> tuple[Trace, OriginIds] | None:
         """Returns the trace of the step as if only these tensors were harmed, and the numbers of their origins.
 
         None where they are finite. They may be wrapped by a function transform, and are not recorded as harmed.
@@ -109,7 +109,7 @@ class LiveTrace(OpTraceProbe):
             self._harms = kept
 
     @property
-    def asked(self) -> Births:
+    def asked(self) -> OriginIds:
         """The numbers of the origins of the value that the loop's code read last."""
         return self._readings.asked
 
@@ -146,7 +146,7 @@ class LiveTrace(OpTraceProbe):
                     torch.autograd.graph.increment_version(tensor)
         return result
 
-    def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
+    def _brought(self, tensor: torch.Tensor, site: Site) -> OriginIds:
         """A non-finite value that no op here made, and that belongs to nothing, came with the data."""
         written = self._belongings.came_finite(tensor)
         unowned = not written and not self._belongings.owns(tensor)
@@ -157,7 +157,7 @@ class LiveTrace(OpTraceProbe):
             self._unexplained |= births
         return births
 
-    def _meant(self, births: Births) -> bool:
+    def _meant(self, births: OriginIds) -> bool:
         """An infinity that was written past the dispatcher is never intended."""
         return not births & self._unexplained and super()._meant(births)
 
@@ -189,12 +189,12 @@ def _is_data(tensor: torch.Tensor) -> bool:
 
 
 class LiveRun:
-    """A `Watched` run that grows. `listener` receives the calls on its scalers and optimizers.
+    """A `ObservedRun` run that grows. `listener` receives the calls on its scalers and optimizers.
 
     The first model has the names of its own `named_modules()`; a second one has its class's name before them.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: ScalerCallbacks) -> None:
         self.model = nn.Module()  # holds all models
         self.optimizers: dict[str, torch.optim.Optimizer] = {}  # by name: "optimizer", then "optimizer2" and so on
         self.events = StepEvents(self._parameters, self.optimizers, listener=listener)  # of the running step
@@ -239,7 +239,7 @@ class LiveRun:
         return any(known is optimizer for known in self.optimizers.values())
 
     def parameter_names(self) -> dict[int, str]:
-        """As in `Watched`."""
+        """As in `ObservedRun`."""
         return names_of_parameters(self.model, self.module_names, self.optimizers)
 
     def called(self, model: nn.Module) -> None:
@@ -253,7 +253,7 @@ class LiveRun:
         return [t for t in tensors if id(t) in names or (id(t) in lent and lent[id(t)]() is t)]
 
     def clean_name(self, name: str) -> str:
-        """As in `Watched`."""
+        """As in `ObservedRun`."""
         return clean_tensor_name(name, self.module_names)
 
     def beside(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -57,7 +57,7 @@ def harmless(method: Callable[Concatenate[W, P], Any]) -> Callable[Concatenate[W
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class UpdateAttempt:
     """An update that is about to be made, or that a scaler has held back."""
 
     step: int  # counts this optimizer's updates, from 0
@@ -83,7 +83,7 @@ def _weakly(scaler: Any) -> Callable[[], Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class RepeatedUpdate:
     """An optimizer, or its scaler, steps again on the gradients of its last update. This is not a new step."""
 
     step: int  # the number of that update
@@ -99,19 +99,19 @@ class LoopListener(Protocol):
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before a scaler divides an optimizer's gradients by its scale."""
 
-    def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
+    def about_to_step(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
         """Called before an update; the weights are unchanged."""
 
-    def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
+    def held_back(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
         """Called after a scaler has skipped an update; the weights are unchanged."""
 
-    def attempted(self, attempt: Attempt, *, skipped: bool | None) -> None:
+    def attempted(self, attempt: UpdateAttempt, *, skipped: bool | None) -> None:
         """Called after the update was made or skipped; `skipped` is None where the answer is still on a device."""
 
     def refused(self, method: str, optimizer: Any, error: Exception) -> None:
         """Called after a scaler's "unscale_", "step" or "update" raised an error; `optimizer` may be None."""
 
-    def stepping_again(self, again: Again) -> None:
+    def stepping_again(self, again: RepeatedUpdate) -> None:
         """Called before an optimizer steps on gradients that it has used, or after its scaler has skipped that."""
 
     def failed(self, error: Exception) -> None:
@@ -227,11 +227,11 @@ class LoopWatch:
             random.restore()
             self._busy, self.recorder.away = busy, away
 
-    def program(self, attempt: Attempt) -> Program:
+    def program(self, attempt: UpdateAttempt) -> Program:
         """Returns the recorded step that an update is for."""
         return self.recorder.program(attempt.optimizer, name=attempt.name, scaler=attempt.scaler, step=attempt.step)
 
-    def keepable(self, attempt: Attempt) -> KeptUpdate:
+    def keepable(self, attempt: UpdateAttempt) -> KeptUpdate:
         """Returns the same step in a form that can be kept after the update."""
         return self.recorder.keepable(attempt.optimizer, name=attempt.name, scaler=attempt.scaler, step=attempt.step)
 
@@ -386,7 +386,7 @@ class LoopWatch:
             with self._telling:
                 self._ended(attempt, skipped=_holds_back(optimizer))
 
-    def _ended(self, attempt: Attempt, *, skipped: bool | None) -> None:
+    def _ended(self, attempt: UpdateAttempt, *, skipped: bool | None) -> None:
         known = self._optimizers[id(attempt.optimizer)]
         first = known.attempts == 0
         known.attempts += 1
@@ -410,7 +410,7 @@ class LoopWatch:
             return False
         if not inside_own_step(optimizer, known=inside):
             self._listener.stepping_again(
-                Again(
+                RepeatedUpdate(
                     step=known.attempts - 1,
                     name=known.name,
                     scaled=known.scaled,
@@ -420,7 +420,7 @@ class LoopWatch:
             )
         return True
 
-    def _find_models(self, attempt: Attempt, *, first: bool) -> None:
+    def _find_models(self, attempt: UpdateAttempt, *, first: bool) -> None:
         models = self.recorder.models
         if first and not models.is_root_of(_trained(attempt.optimizer)):
             models.miss(_trained(attempt.optimizer))
@@ -446,10 +446,10 @@ class LoopWatch:
             optimizer = found
         return optimizer
 
-    def _attempt_of(self, optimizer: Any, scaler: Any) -> tuple[Attempt, list[torch.Tensor]]:
+    def _attempt_of(self, optimizer: Any, scaler: Any) -> tuple[UpdateAttempt, list[torch.Tensor]]:
         """Returns the coming update, and the recorded losses that its gradients come from."""
         known, recorded = self._known_as(optimizer), self.recorder.trains()
-        attempt = Attempt(
+        attempt = UpdateAttempt(
             step=known.attempts,
             optimizer=optimizer,
             name=known.name,
@@ -505,7 +505,7 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.scaler: Any = None  # its `step` is running
         self.made = False  # the scaler's `step` has called the optimizer
-        self.attempt: Attempt | None = None  # about to be made
+        self.attempt: UpdateAttempt | None = None  # about to be made
         self.passed: Any = None  # a wrapper whose step runs, until the step of the optimizer inside it runs
         self.again: Any = None  # an optimizer that steps again on the gradients of its last update
         self.saving = False  # a scaler's `state_dict` is running

@@ -33,15 +33,15 @@ from ampdoctor.diagnosis.replay.scaler_state import dead_scaler_finding
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
-from ampdoctor.evidence.trace import Birth, Sightings, StepEvent
+from ampdoctor.evidence.trace import NonFiniteOrigin, NonFiniteReport, StepEvent
 from ampdoctor.hooks.callbacks import OptimizerHooks
 from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.process_state import no_anomaly_mode, no_fast_path, unwarned_of_hooks
-from ampdoctor.hooks.scaler_events import Listener
+from ampdoctor.hooks.scaler_events import ScalerCallbacks
 from ampdoctor.hooks.torch_internals import Backward, in_backward, seen_backwards, under_fake_tensors, unseen
 from ampdoctor.live.live_trace import LiveRun, LiveTrace, has_state, state_of
 from ampdoctor.package import working_folder
-from ampdoctor.probes.tensor_memory import NONE, Births
+from ampdoctor.probes.tensor_memory import NONE, OriginIds
 from ampdoctor.probes.user_code import as_source, shown_from, user_line
 
 if TYPE_CHECKING:
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class Spread:
+class NonFiniteBackward:
     """The non-finite results of one backward."""
 
     what: str  # what was not finite, in words
-    births: tuple[Birth, ...]  # the causes, worst first
-    origins: Births = NONE  # the trace's numbers, in this step, of the causes and of the gradients' origins
+    births: tuple[NonFiniteOrigin, ...]  # the causes, worst first
+    origins: OriginIds = NONE  # the trace's numbers, in this step, of the causes and of the gradients' origins
     curable: bool = False  # a lower loss scale may remove it
     leaves: list[torch.Tensor] = field(default_factory=list)  # the tensors that get the gradients
     # by `id` of the leaf; empty where the backward returned them; None while it runs
@@ -92,13 +92,13 @@ class Spread:
         return gradient is not None and leaf.grad is gradient and (id(leaf) in self._zero or not _is_zero(gradient))
 
 
-class Undecided:
+class PendingOrigins:
     """The non-finite backwards that the loop has neither used nor left out so far."""
 
     def __init__(self) -> None:
-        self._open: list[Spread] = []
+        self._open: list[NonFiniteBackward] = []
 
-    def add(self, spread: Spread) -> None:
+    def add(self, spread: NonFiniteBackward) -> None:
         """Adds a backward that begins, or that had non-finite results."""
         self._open.append(spread)
 
@@ -111,12 +111,12 @@ class Undecided:
         for spread in self._open:
             spread.passed_over, spread.origins = True, NONE
 
-    def used_by(self, optimizer: Any) -> Spread | None:
+    def used_by(self, optimizer: Any) -> NonFiniteBackward | None:
         """Returns the first whose gradients a step of this optimizer uses."""
         held = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
         return next((spread for spread in self._open if spread.reaches(held)), None)
 
-    def left(self, asked: Births, *, stepped: bool) -> Spread | None:
+    def left(self, asked: OriginIds, *, stepped: bool) -> NonFiniteBackward | None:
         """Returns, at the end of the loop, the first that the loop did not leave out.
 
         At the end, a step that was left out looks like a test that takes no steps. It counts as left out where the loop
@@ -173,14 +173,14 @@ class LiveJudge:
     _in_a_row: dict[str, list[float]] = field(default_factory=dict)  # by optimizer: the scales of its latest skips
     _updated: bool = False
 
-    def births(self) -> tuple[Birth, ...]:
+    def births(self) -> tuple[NonFiniteOrigin, ...]:
         """Returns what harms the running step, worst first."""
         return culprits(self.trace.gathered())
 
-    def curable(self, births: tuple[Birth, ...], *more: str) -> bool:
+    def curable(self, births: tuple[NonFiniteOrigin, ...], *more: str) -> bool:
         """Whether a lower loss scale may repair the sinks that the births harm, and the sinks `more`."""
         sinks = (*(sink for birth in births for sink in birth.harms), *more)
-        return scale_may_cure(births, Sightings(sinks=sinks, outputs=(), output_grads=(), fingerprint=""))
+        return scale_may_cure(births, NonFiniteReport(sinks=sinks, outputs=(), output_grads=(), fingerprint=""))
 
     def called(self, event: StepEvent) -> None:
         """Judges a call on a scaler, or on an optimizer whose gradients are finite."""
@@ -218,7 +218,7 @@ class LiveJudge:
         elif self.max_skipped is not None and self.skipped > self.max_skipped:
             self.sick(births, "the gradients", cause="grad_overflow")
 
-    def uses(self, spread: Spread, *, past_scaler: bool = False) -> None:
+    def uses(self, spread: NonFiniteBackward, *, past_scaler: bool = False) -> None:
         """Reports a backward whose non-finite results are used, or remain at the end of the loop."""
         self.sick(spread.births, spread.what, past_scaler=past_scaler)
 
@@ -253,7 +253,7 @@ class LiveJudge:
 
     def sick(
         self,
-        births: tuple[Birth, ...],
+        births: tuple[NonFiniteOrigin, ...],
         what: str,
         *,
         cause: Cause | None = None,
@@ -292,7 +292,7 @@ class LiveJudge:
         )
         self.on_sick(self.report)
 
-    def _finding(self, births: tuple[Birth, ...], cause: Cause | None, *, past_scaler: bool) -> Finding:
+    def _finding(self, births: tuple[NonFiniteOrigin, ...], cause: Cause | None, *, past_scaler: bool) -> Finding:
         main, *others = independent(births)
         scale = self.run.events.scale()
         if scale is not None and scale_kills(main, scale):
@@ -304,7 +304,7 @@ class LiveJudge:
         return finding_of_birth(main, cause=decided, others=others)
 
 
-class StepWatch(Listener):
+class StepWatch(ScalerCallbacks):
     """Watches a loop for as long as `watching` lasts, up to its first sick step.
 
     A GradScaler may skip `max_skipped` steps in all; None: as many as it takes to settle. It settles where its scale
@@ -321,8 +321,8 @@ class StepWatch(Listener):
         self._given = False
         self._backwards = 0
         self._updates = False
-        self._undecided = Undecided()
-        self._running: Spread | None = None
+        self._undecided = PendingOrigins()
+        self._running: NonFiniteBackward | None = None
 
     @contextmanager
     def watching(
@@ -425,7 +425,7 @@ class StepWatch(Listener):
 
     def _spread(
         self, what: str, sink: str, tensors: Iterable[torch.Tensor], leaves: list[torch.Tensor]
-    ) -> Spread | None:
+    ) -> NonFiniteBackward | None:
         """Records a backward's non-finite tensors; reports the state instead where the loop's code broke it by hand."""
         seen = self._trace.behind(sink, tensors)
         if seen is None:
@@ -437,7 +437,7 @@ class StepWatch(Listener):
         births = culprits(trace)
         overflowed = any(b.where.phase == "scaler" for b in births) or self._judge.curable(births, sink)
         curable = self._run.events.scale() is not None and bool(births) and overflowed
-        spread = Spread(what=what, births=births, origins=origins, curable=curable, leaves=leaves)
+        spread = NonFiniteBackward(what=what, births=births, origins=origins, curable=curable, leaves=leaves)
         self._undecided.add(spread)
         return spread
 
@@ -475,18 +475,18 @@ class StepWatch(Listener):
         self._next(optimizer)
 
     def calls(self, scaler: Any, optimizer: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """As in `Listener`."""
+        """As in `ScalerCallbacks`."""
         if hasattr(optimizer, "param_groups") and not under_fake_tensors():
             self._meet_optimizer(optimizer)
 
     def noted(self, event: StepEvent) -> None:
-        """As in `Listener`."""
+        """As in `ScalerCallbacks`."""
         if event.kind != "optimizer_step":  # there the gradients are checked first
             self._judge.called(event)
 
     @contextmanager
     def asking(self, event: StepEvent, optimizer: Any) -> Iterator[None]:
-        """As in `Listener`: the scaler has skipped the step if the optimizer was not called by the end."""
+        """As in `ScalerCallbacks`: the scaler has skipped the step if the optimizer was not called by the end."""
         self._asked, self._stepped = optimizer, None
         yield
         self._asked = None

@@ -26,7 +26,7 @@ from ampdoctor.evidence.trace import StepEvent
 from ampdoctor.hooks.callbacks import Clip
 from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.loop_watch import Attempt, LoopWatch
+from ampdoctor.live.loop_watch import LoopWatch, UpdateAttempt
 from ampdoctor.probes.user_code import HalfMade, as_source, own_line
 
 _SHOWN_BY_CALLS = "the calls alone show it"
@@ -62,18 +62,18 @@ class Protocol:
         advice = HALF_WEIGHTS if halves is not None else HELP["scaler_misuse"]
         return refused_call_finding(step, method, said, source=as_source(own_line()), advice=advice, halves=halves)
 
-    def is_never_updated(self, attempt: Attempt) -> bool:
+    def is_never_updated(self, attempt: UpdateAttempt) -> bool:
         """Whether this skip makes too many in a row without a call of any scaler's `update`."""
         updates = self._watch.scalers.updates
         before, count = self._skips.get(attempt.name, (updates, 0))
         self._skips[attempt.name] = updates, count + 1 if before == updates else 1
         return self._skips[attempt.name][1] == PERSISTS
 
-    def taken(self, attempt: Attempt) -> None:
+    def taken(self, attempt: UpdateAttempt) -> None:
         """Called after an update was made."""
         self._skips.pop(attempt.name, None)
 
-    def broken_by(self, attempt: Attempt) -> Finding | None:
+    def broken_by(self, attempt: UpdateAttempt) -> Finding | None:
         """Returns the finding for an update, made or skipped, whose calls certainly break the protocol; else None."""
         watch = self._watch
         past = (
@@ -90,7 +90,7 @@ class Protocol:
         cure = Prescription(kind="code", value=advice, status="not_run", detail=advice, reason=_SHOWN_BY_CALLS)
         return replace(finding, prescription=cure)
 
-    def _of_calls(self, attempt: Attempt, norms: tuple[float, float] | None) -> Finding | None:
+    def _of_calls(self, attempt: UpdateAttempt, norms: tuple[float, float] | None) -> Finding | None:
         """Judges by the calls alone."""
         watch, scaler, line = self._watch, attempt.scaler, as_source(own_line())
         if attempt.unscaled_by is not None and not watch.recorder.reads.any:
@@ -108,7 +108,7 @@ class Protocol:
             return None
         return certain_misuse([event], attempt.step, line)
 
-    def _clipped(self, attempt: Attempt) -> tuple[float, float] | None:
+    def _clipped(self, attempt: UpdateAttempt) -> tuple[float, float] | None:
         """The gradients' norm before clipping, and the limit; None without a clipping, or where the host would wait."""
         own = {id(p.grad) for group in attempt.optimizer.param_groups for p in group["params"]}
         mine = [clip for clip in self._clips if not own.isdisjoint(clip.gradients)]
@@ -119,7 +119,7 @@ class Protocol:
         with unseen():
             return float(mine[-1].total), mine[-1].max_norm
 
-    def _of_numbers(self, attempt: Attempt, norms: tuple[float, float] | None) -> Finding | None:
+    def _of_numbers(self, attempt: UpdateAttempt, norms: tuple[float, float] | None) -> Finding | None:
         """Judges by the changes that the loop's own code made to its gradients, where the host may read numbers."""
         watch, optimizer = self._watch, attempt.optimizer
         scaler = attempt.scaler or attempt.unscaled_by or watch.scalers.last
@@ -146,7 +146,7 @@ class Protocol:
         return misuse_by_hand(handling, cuts)
 
 
-def _still_scaled(attempt: Attempt, scaled: int, scale: float | None) -> StepEvent:
+def _still_scaled(attempt: UpdateAttempt, scaled: int, scale: float | None) -> StepEvent:
     return StepEvent(
         kind="optimizer_step",
         optimizer=attempt.name,
@@ -171,7 +171,7 @@ def half_weights(
     return HalfWeights(len(halves), names.get(id(halves[0]), "of an optimizer"), made.of(halves))
 
 
-def past_its_scaler(watch: LoopWatch, attempt: Attempt) -> Any:
+def past_its_scaler(watch: LoopWatch, attempt: UpdateAttempt) -> Any:
     """Returns the scaler that scaled the losses of an update which no scaler makes; None without one."""
     scaler = watch.scalers.last
     if attempt.scaler is not None or scaler is None or not watch.recorder.comes_of_scaled(attempt.optimizer):
@@ -179,7 +179,7 @@ def past_its_scaler(watch: LoopWatch, attempt: Attempt) -> Any:
     return scaler
 
 
-def unguarded(attempt: Attempt, scaler: Any) -> Finding:
+def unguarded(attempt: UpdateAttempt, scaler: Any) -> Finding:
     """Returns the finding for an update that is made although its gradients overflow, because of the scale alone."""
     where = Where(step=attempt.step, phase="optimizer", op="optimizer.step", source=as_source(own_line()))
     return unguarded_step_finding(where, _scale_of(scaler))

@@ -10,7 +10,7 @@ import torch
 
 from ampdoctor.hooks.process_state import are_several
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.loop_watch import Attempt
+from ampdoctor.live.loop_watch import UpdateAttempt
 from ampdoctor.live.numbers.readings import StepReading
 
 State = Literal["changed", "intact"]
@@ -38,7 +38,7 @@ UNREAD = (
 UNREAD_BEFORE = "; or one of the {unread} steps just before it was, whose numbers were lost"
 
 
-def too_late(news: LateNews) -> str:
+def too_late(news: LateFailure) -> str:
     """Returns the sentence about a sick step that was known only after its update."""
     said = TOO_LATE.format(step=news.step, what=news.what)
     return said + (UNREAD_BEFORE.format(unread=news.unread) if news.unread else "")
@@ -62,7 +62,7 @@ SKIPPED = "its scaler skips it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LateNews:
+class LateFailure:
     """A step that was found to be sick only after its update."""
 
     step: int
@@ -72,19 +72,19 @@ class LateNews:
     unread: int = 0  # steps just before it whose numbers were lost: one of them may have been the first sick one
 
 
-class BlindSteps:
+class UnreadSteps:
     """The updates whose numbers have not arrived yet."""
 
     def __init__(self) -> None:
         self._steps: dict[tuple[str, int], bool] = {}
 
-    def add(self, attempt: Attempt, *, held: bool) -> None:
+    def add(self, attempt: UpdateAttempt, *, held: bool) -> None:
         """Adds an update before it is made; with `held`, the device holds it back where its numbers are not finite."""
         self._steps[attempt.name, attempt.step] = held
         while len(self._steps) > _MOST:
             del self._steps[next(iter(self._steps))]
 
-    def arrived(self, reading: StepReading) -> LateNews | None:
+    def arrived(self, reading: StepReading) -> LateFailure | None:
         """Returns the news of a sick step; None where the step is sound, or was read before its update."""
         held = self._steps.pop((reading.optimizer, reading.step), None)
         lost = [key for key in self._steps if key[0] == reading.optimizer and key[1] < reading.step]
@@ -102,7 +102,7 @@ class BlindSteps:
         if what is None:
             return None
         intact = held or reading.skipped is True
-        return LateNews(
+        return LateFailure(
             step=reading.step,
             optimizer=reading.optimizer,
             what=what,
@@ -118,7 +118,7 @@ _FLAG, _SCALE = "found_inf", "grad_scale"
 of steps stay unchanged."""
 
 
-class Guard:
+class SkipNonFiniteUpdate:
     """Sets the flag of an optimizer before its step, and removes it afterwards; does not wait for a device."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from ampdoctor.precision.casting import (
     CastInputs,
     InPlaceCast,
     MasterWeights,
-    Swap,
+    TemporaryCast,
     cast_model,
     cast_up,
     map_tensors,
@@ -18,7 +18,7 @@ from ampdoctor.precision.casting import (
 from ampdoctor.precision.cuda_autocast import AutocastPolicy, PolicyName, autocast_policy, policy_in_force
 from ampdoctor.precision.dtype_overrides import (
     AutocastOverride,
-    WideCasts,
+    UpcastHalf,
     WideNumbers,
     as_written,
     override_autocast,
@@ -29,8 +29,8 @@ from ampdoctor.precision.fake_gpu.processes import lasting_emulation
 from ampdoctor.precision.fake_gpu.replace import heard_by
 from ampdoctor.precision.fp16_matmul import HalfProducts, half_products
 from ampdoctor.precision.fp32_modules import (
-    Island,
-    Islands,
+    Fp32Module,
+    Fp32Modules,
     force_fp32,
     half_dtype,
     half_tensors,
@@ -50,15 +50,15 @@ __all__ = [
     "CastInputs",
     "Compute",
     "CudaEmulation",
+    "Fp32Module",
+    "Fp32Modules",
     "HalfProducts",
     "InPlaceCast",
-    "Island",
-    "Islands",
     "MasterWeights",
     "PolicyName",
     "Precision",
-    "Swap",
-    "WideCasts",
+    "TemporaryCast",
+    "UpcastHalf",
     "WideNumbers",
     "as_written",
     "autocast_policy",

@@ -120,7 +120,7 @@ class _Swapped:
             self.tensor.grad = gradient.to(self.tensor.dtype)
 
 
-class Swap:
+class TemporaryCast:
     """A set of parameters and buffers (and the optimizers' state for them) cast to another dtype until `restore()`.
 
     Identity is kept (an optimizer holds the same parameters), storage too: on restoring, values are written into the
@@ -228,7 +228,7 @@ def parameters_and_buffers(module: nn.Module) -> list[Tensor]:
 
 
 @contextmanager
-def cast_model(model: nn.Module, dtype: torch.dtype, optimizers: Iterable[Optimizer] = ()) -> Iterator[Swap]:
+def cast_model(model: nn.Module, dtype: torch.dtype, optimizers: Iterable[Optimizer] = ()) -> Iterator[TemporaryCast]:
     """Run a model with all its floating parameters and buffers in `dtype` (pure half, or the fp32 reference).
 
     Parameters keep their identity; the optimizers' state for them is cast along. fp64 is left alone when widening to
@@ -237,7 +237,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype, optimizers: Iterable[Optimi
     tensors = parameters_and_buffers(model)
     if dtype is torch.float32:
         tensors = [tensor for tensor in tensors if tensor.dtype is not torch.float64]
-    swap = Swap(tensors, dtype, optimizers)
+    swap = TemporaryCast(tensors, dtype, optimizers)
     try:
         yield swap
     finally:

@@ -111,7 +111,7 @@ class WideNumbers(TorchFunctionMode):
         return func(*args, **wide_numbers(func, kwargs or {}))
 
 
-class WideCasts(TorchDispatchMode):
+class UpcastHalf(TorchDispatchMode):
     """Ops that would make float16 or bfloat16 make float32; FP8 stays, as a cast to it is part of the computation."""
 
     def __init__(self) -> None:

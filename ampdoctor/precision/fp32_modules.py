@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision.casting import REDUCED, Swap, cast_up, map_tensors, parameters_and_buffers
+from ampdoctor.precision.casting import REDUCED, TemporaryCast, cast_up, map_tensors, parameters_and_buffers
 from ampdoctor.precision.kernels import let_compile_see_hooks, outside_graphs
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")  # their autocast is switched off 
 
 
 class _Entry(NamedTuple):
-    island: Island
+    island: Fp32Module
     module: nn.Module
     autocast: tuple[bool, ...]
     narrow: torch.dtype | None
@@ -46,7 +46,7 @@ class _Open(threading.local):
 _OPEN = _Open()
 
 
-class Island:
+class Fp32Module:
     """The hooks of one module, without a reference to it: copies and pickles of the module keep them.
 
     `torch.compile` breaks its graph at them, so that the island is compiled as a graph of its own, without autocast.
@@ -117,11 +117,11 @@ def forget(islands: list[Any]) -> None:
         del entries[first:]
 
 
-def island_of(module: nn.Module) -> Island | None:
+def island_of(module: nn.Module) -> Fp32Module | None:
     """The island whose hooks `module` has, if any."""
     hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - there is no public way to see hooks
     owners = (getattr(hook, "__self__", None) for hook in hooks)
-    return next((owner for owner in owners if isinstance(owner, Island)), None)
+    return next((owner for owner in owners if isinstance(owner, Fp32Module)), None)
 
 
 def island_on(module: nn.Module) -> bool:
@@ -146,7 +146,7 @@ def _first_reduced(value: Any) -> torch.dtype | None:
     return found[0] if found else None
 
 
-class Islands:
+class Fp32Modules:
     """Modules that compute in fp32, while `force_fp32` is open.
 
     `names` are the requested modules; containers that have no forward are replaced by their children. `widened` has
@@ -164,8 +164,8 @@ class Islands:
         self._beyond: dict[str, Tensor] = {}
         self._handles: list[Any] = []
         self._islands: list[_Watched] = []
-        self._others: list[tuple[Island, torch.dtype | None]] = []
-        self._swap: Swap | None = None
+        self._others: list[tuple[Fp32Module, torch.dtype | None]] = []
+        self._swap: TemporaryCast | None = None
 
     @property
     def beyond(self) -> dict[str, float]:
@@ -193,10 +193,10 @@ class Islands:
         self._beyond[name] = amax if before is None else torch.maximum(before, amax)
 
 
-class _Watched(Island):
+class _Watched(Fp32Module):
     """An island of a replay: counts its calls, and records outputs that overflow the model's dtype."""
 
-    def __init__(self, name: str, dtype: torch.dtype | None, report: Islands) -> None:
+    def __init__(self, name: str, dtype: torch.dtype | None, report: Fp32Modules) -> None:
         super().__init__(dtype)
         self._name = name
         self._report = report
@@ -278,7 +278,7 @@ def widen_islands(
 
 
 @contextmanager
-def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Optimizer] = ()) -> Iterator[Islands]:
+def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Optimizer] = ()) -> Iterator[Fp32Modules]:
     """Let modules of a mixed-precision model compute in fp32, forward and backward; `names` are from `named_modules()`.
 
     Inputs are cast up (in nested structures and keywords too), half parameters and buffers (and the optimizers' half
@@ -298,7 +298,7 @@ def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Opti
     chosen = resolve_islands(model, names)
     widened = widen_islands(model, chosen)
     modules = dict(model.named_modules())
-    islands = Islands(tuple(chosen), widened)
+    islands = Fp32Modules(tuple(chosen), widened)
     everything = {**chosen, **{name: modules[name] for name in widened}}
     # Within an island all is fp32: an island inside another one casts no outputs.
     inside = {inner for module in everything.values() for inner in module.modules() if inner is not module}
@@ -309,7 +309,7 @@ def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Opti
                 islands._others.append((other, other.dtype))  # noqa: SLF001 - built here
                 other.dtype = None
         halves = [tensor for module in everything.values() for tensor in half_tensors(module)]
-        islands._swap = Swap(halves, torch.float32, optimizers)  # noqa: SLF001
+        islands._swap = TemporaryCast(halves, torch.float32, optimizers)  # noqa: SLF001
         for name, module in everything.items():
             island = _Watched(name, dtypes[name], islands)
             islands._islands.append(island)  # noqa: SLF001

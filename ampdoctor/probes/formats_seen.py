@@ -16,14 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.evidence.run_facts import OVERFLOWED, ModuleFacts
 from ampdoctor.numerics.tensors import Unseen
-from ampdoctor.probes.modules import HalfPlan, is_watched, memory_of, observed_modules, owns_parameters, tensors_in
+from ampdoctor.probes.modules import (
+    LowPrecisionTensors,
+    is_watched,
+    memory_of,
+    observed_modules,
+    owns_parameters,
+    tensors_in,
+)
 from ampdoctor.probes.ops import UNINITIALISED, Sites, is_cast, kernel_name
 from ampdoctor.probes.user_code import called_by_user, own_line
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.hooks.interfaces import ObservedRun
 
 
 # -- which tensors are in half, observed in one half-precision step --
@@ -43,12 +50,12 @@ class HalfProbe:
         self._made: dict[int, weakref.ref[Tensor]] = {}
 
     @property
-    def plan(self) -> HalfPlan:
+    def plan(self) -> LowPrecisionTensors:
         """The tensors found so far."""
-        return HalfPlan(frozenset(self._outputs), frozenset(self._inputs), frozenset(self._parameters))
+        return LowPrecisionTensors(frozenset(self._outputs), frozenset(self._inputs), frozenset(self._parameters))
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install hooks on the observed modules; parameters that are half themselves need no cast."""
         names = run.parameter_names()
         self._storages: dict[int, str] = {}
@@ -143,7 +150,7 @@ class HalfOps:
         self._called = False
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install hooks on every module, to see where the model's forward begins."""
         with ExitStack() as stack:
             for module in run.model.modules():
@@ -330,7 +337,7 @@ class ModuleFactsProbe(TorchDispatchMode):
         self._seen: dict[str, _Seen] = {}
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install module hooks."""
         modules = {run.module_names.get(name, name): module for name, module in run.model.named_modules()}
         self._types = {name: type(module).__name__ for name, module in modules.items()}

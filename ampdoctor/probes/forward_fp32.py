@@ -31,7 +31,7 @@ from ampdoctor.probes.tensor_memory import ByMemory, storage_key, view_key
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.location import Source, Where
-    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.hooks.interfaces import ObservedRun
 
 AMPLIFIES = 8.0
 """Factor by which an op has to enlarge a relative error.
@@ -87,7 +87,7 @@ class WideForwardProbe(TorchDispatchMode):
         self._step = 0
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install the module hooks."""
         with self._sites.attach(run):
             yield

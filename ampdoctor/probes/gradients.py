@@ -16,7 +16,7 @@ from ampdoctor.numerics.tensors import together
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.hooks.interfaces import ObservedRun
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -32,7 +32,7 @@ class _Received:
         raise NotImplementedError
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         self._run = run
         self._names = run.parameter_names()
         with ExitStack() as stack:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ampdoctor.evidence.trace import Birth
+from ampdoctor.evidence.trace import NonFiniteOrigin
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.hooks.interfaces import StepHalted
 from ampdoctor.hooks.torch_internals import (
@@ -26,12 +26,12 @@ from ampdoctor.probes.modules import is_watched, takes_apart, tensors_in
 from ampdoctor.probes.nonfinite import is_mask, is_nonfinite, trained_parameters
 from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.probes.ops import kernel_name
-from ampdoctor.probes.tensor_memory import NONE, Births, union
+from ampdoctor.probes.tensor_memory import NONE, OriginIds, union
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.hooks.interfaces import ObservedRun
     from ampdoctor.probes.ops import Site
 
 
@@ -154,7 +154,7 @@ class OrderProbe:
         self._in_turns_backward = False
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install hooks on all modules and on the parameters that the optimizers hold."""
         names = run.parameter_names()
         trained = trained_parameters(run)
@@ -253,7 +253,7 @@ class PointProbe:
         self.bad: bool | None = None
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install one hook, at the point."""
         with at_point(run, self._point, self._look):
             yield
@@ -271,7 +271,7 @@ class PointProbe:
 
 
 @contextmanager
-def at_point(run: Watched, point: Point, reached: Reached) -> Iterator[None]:
+def at_point(run: ObservedRun, point: Point, reached: Reached) -> Iterator[None]:
     """While the context is open, a step calls `reached` at a point, hidden from the modes that watch ops."""
 
     def arrived(tensors: Sequence[Tensor]) -> None:
@@ -368,7 +368,7 @@ class _Gate:
         self._base = 0
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         with ExitStack() as stack:
             for point, reached in ((self._interval.after, self._begin), (self._interval.until, self._end)):
                 if point is not None:
@@ -427,10 +427,10 @@ class IntervalTrace(OpTraceProbe):
         self._follow = follow
         self._opened = False
         self._micro_batch = 0
-        self.reached: tuple[Birth, ...] = ()
+        self.reached: tuple[NonFiniteOrigin, ...] = ()
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install the trace's own hooks, and those at the ends."""
         with super().attach(run), self._gate.attach(run):
             yield
@@ -457,7 +457,7 @@ class IntervalTrace(OpTraceProbe):
             self._ops += 1
             return func(*args, **kwargs)
 
-    def _brought(self, tensor: Tensor, site: Site) -> Births:
+    def _brought(self, tensor: Tensor, site: Site) -> OriginIds:
         """Outside the interval, ignore masks and what another micro-batch adds to a followed value."""
         if not self._gate.is_open() and (is_mask(tensor) or site.micro_batch != self._micro_batch):
             return NONE

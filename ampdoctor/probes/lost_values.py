@@ -12,7 +12,7 @@ from ampdoctor.hooks.torch_internals import of_transform
 from ampdoctor.probes.modules import tensors_in
 from ampdoctor.probes.nonfinite import dense
 from ampdoctor.probes.ops import CONSTANTS, Ran, Site, Split
-from ampdoctor.probes.recompute import NO_RESULT, Again, doubled
+from ampdoctor.probes.recompute import NO_RESULT, RecomputeAt, doubled
 from ampdoctor.probes.tensor_memory import ByMemory, Memory, is_freed, storage_key
 
 # -- lost elements: 0 or 1 here, and another number in float64 from the same inputs --
@@ -21,7 +21,7 @@ KEPT = 2**16  # lost elements that one record keeps, the first ones: one is enou
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class Producer:
     """What a value came from."""
 
     made_by: str  # as in `ampdoctor.evidence.trace.Operand`
@@ -32,26 +32,28 @@ class Maker:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class RoundedAway:
     """Elements of a storage that are 0 or 1 here and something else in float64."""
 
-    maker: Maker
+    maker: Producer
     places: torch.Tensor  # positions in the storage, in elements
     here: torch.Tensor  # 0, 1 or -1
     meant: torch.Tensor  # in float64
 
 
-def record_of(result: torch.Tensor, at: torch.Tensor, here: torch.Tensor, meant: torch.Tensor, maker: Maker) -> Lost:
+def record_of(
+    result: torch.Tensor, at: torch.Tensor, here: torch.Tensor, meant: torch.Tensor, maker: Producer
+) -> RoundedAway:
     """The record of lost elements; `at` are their positions as if `result` were contiguous."""
     left = at[:KEPT]
     places = torch.zeros_like(left).add_(result.storage_offset())
     for length, stride in zip(reversed(result.shape), reversed(result.stride()), strict=True):
         places += left % length * stride
         left = left // length
-    return Lost(maker, places, here[:KEPT], meant[:KEPT])
+    return RoundedAway(maker, places, here[:KEPT], meant[:KEPT])
 
 
-def outside(lost: Lost, tensor: torch.Tensor) -> Lost | None:
+def outside(lost: RoundedAway, tensor: torch.Tensor) -> RoundedAway | None:
     """The part of a record that remains after the tensor has been written."""
     size = int(tensor.untyped_storage().nbytes()) // tensor.element_size()
     if tensor.numel() >= size and tensor.is_contiguous():
@@ -62,19 +64,19 @@ def outside(lost: Lost, tensor: torch.Tensor) -> Lost | None:
     keep &= ~written[lost.places.clamp(max=size - 1)]
     if not bool(keep.any()):
         return None
-    return Lost(lost.maker, lost.places[keep], lost.here[keep], lost.meant[keep])
+    return RoundedAway(lost.maker, lost.places[keep], lost.here[keep], lost.meant[keep])
 
 
-def loser(ran: Ran, result: torch.Tensor, meant: torch.Tensor, *, zero: bool) -> Maker:
+def loser(ran: Ran, result: torch.Tensor, meant: torch.Tensor, *, zero: bool) -> Producer:
     """The op as the maker of lost elements (`meant`, in float64): rounded to one, flushed, or a flushed epsilon."""
     values = meant.abs()
     share = len(meant) / result.numel()
     if not zero:
         # the value farthest from 1 is the most telling
-        return Maker("rounded_to_one", ran.site, result.dtype, share, float(values.min()))
+        return Producer("rounded_to_one", ran.site, result.dtype, share, float(values.min()))
     numbers = [abs(number) for number, rounded in lost_numbers(ran.call, result.dtype, ran.kernel) if not rounded]
     epsilon = any(bool((values == number).any()) for number in numbers)
-    return Maker("flushed_epsilon" if epsilon else "flushed", ran.site, result.dtype, share, float(values.max()))
+    return Producer("flushed_epsilon" if epsilon else "flushed", ran.site, result.dtype, share, float(values.max()))
 
 
 LITERALS = {"binary_cross_entropy_backward": (1e-12,)}
@@ -122,10 +124,10 @@ class Provenance:
 
     def __init__(self, name_of: Callable[[torch.Tensor], str | None]) -> None:
         self._name_of = name_of
-        self._lost: dict[Memory, list[Lost]] = {}
+        self._lost: dict[Memory, list[RoundedAway]] = {}
         self._kept = 0
-        self._zeros: ByMemory[Maker] = ByMemory()
-        self._makers: ByMemory[Maker] = ByMemory()
+        self._zeros: ByMemory[Producer] = ByMemory()
+        self._makers: ByMemory[Producer] = ByMemory()
         self._gradients: ByMemory[None] = ByMemory()
 
     def clear(self) -> None:
@@ -146,11 +148,11 @@ class Provenance:
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
-    def losses(self, tensor: torch.Tensor) -> tuple[Lost, ...]:
+    def losses(self, tensor: torch.Tensor) -> tuple[RoundedAway, ...]:
         """The records of lost elements in a tensor's storage."""
         return tuple(self._lost.get(storage_key(tensor), ()))
 
-    def meant(self, tensor: torch.Tensor, before: torch.Tensor, losses: tuple[Lost, ...]) -> torch.Tensor | None:
+    def meant(self, tensor: torch.Tensor, before: torch.Tensor, losses: tuple[RoundedAway, ...]) -> torch.Tensor | None:
         """The tensor (values `before`) in float64 with its lost elements restored; None where it shows none of them."""
         if tensor.layout is not torch.strided or tensor.is_complex() or tensor.numel() == 0:
             return None
@@ -166,7 +168,7 @@ class Provenance:
         put_back = ~torch.isnan(seen[0]) & (real == seen[1])
         return torch.where(put_back, seen[0], real) if bool(put_back.any()) else None
 
-    def zeros(self, tensor: torch.Tensor) -> Maker | None:
+    def zeros(self, tensor: torch.Tensor) -> Producer | None:
         """Where a tensor's exact zeros come from, if known."""
         key = storage_key(tensor)
         known = self._zeros.get(key)
@@ -174,15 +176,15 @@ class Provenance:
             return known
         return self._brought(tensor) or self._makers.get(key)
 
-    def maker(self, tensor: torch.Tensor) -> Maker | None:
+    def maker(self, tensor: torch.Tensor) -> Producer | None:
         """The op that wrote a tensor's storage last, or the name under which it came with the step."""
         return self._makers.get(storage_key(tensor)) or self._brought(tensor)
 
-    def _brought(self, tensor: torch.Tensor) -> Maker | None:
+    def _brought(self, tensor: torch.Tensor) -> Producer | None:
         name = self._name_of(tensor)
         if name is None and storage_key(tensor) in self._gradients:
             name = "gradient"
-        return Maker(name, None, tensor.dtype) if name is not None else None
+        return Producer(name, None, tensor.dtype) if name is not None else None
 
     # -- every op --------------------------------------------------------------------------------------------------
 
@@ -212,13 +214,13 @@ class Provenance:
             else:
                 self._zeros.pop(key, None)
 
-    def _maker_of(self, ran: Ran, result: torch.Tensor) -> Maker:
+    def _maker_of(self, ran: Ran, result: torch.Tensor) -> Producer:
         if ran.kernel in MOVES:
             moved = [t for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()]) if t is not result]
             maker = self.maker(moved[0]) if moved else None
             if maker is not None:
                 return maker
-        return Maker("constant" if ran.kernel in FILLS else "computed", ran.site, result.dtype)
+        return Producer("constant" if ran.kernel in FILLS else "computed", ran.site, result.dtype)
 
     def _made(self, ran: Ran) -> list[torch.Tensor]:
         """Results of a dtype that can be an operand, with memory of their own."""
@@ -238,7 +240,7 @@ class Provenance:
             return True
         return any(storage_key(t) in self._gradients for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()]))
 
-    def _losses_of(self, ran: Ran, special: dict[int, tuple[bool, bool]]) -> dict[int, list[Lost]]:
+    def _losses_of(self, ran: Ran, special: dict[int, tuple[bool, bool]]) -> dict[int, list[RoundedAway]]:
         """By `id` of a result: the elements that the op itself loses, and those that it inherits."""
         call = ran.call
         candidates = [t for t in ran.results if id(t) in special and t.dtype != torch.float64]
@@ -248,8 +250,8 @@ class Provenance:
         if ran.kernel in FILLS and not inherited:
             return {}
         put_back = call.substituted(lambda t: inherited[id(t)][0] if id(t) in inherited else None)
-        own, meant = Again(ran, call), Again(ran, put_back)
-        found: dict[int, list[Lost]] = {}
+        own, meant = RecomputeAt(ran, call), RecomputeAt(ran, put_back)
+        found: dict[int, list[RoundedAway]] = {}
         for position, result in enumerate(ran.results):
             if not any(result is t for t in candidates):
                 continue
@@ -274,9 +276,9 @@ class Provenance:
                 found[id(result)] = records
         return found
 
-    def inherited(self, call: Split) -> dict[int, tuple[torch.Tensor, Maker]]:
+    def inherited(self, call: Split) -> dict[int, tuple[torch.Tensor, Producer]]:
         """By `id` of an input: its values with lost elements restored, and the op that lost most of them."""
-        found: dict[int, tuple[torch.Tensor, Maker]] = {}
+        found: dict[int, tuple[torch.Tensor, Producer]] = {}
         if not self._lost:
             return found
         for tensor, before in zip(call.reads, call.before, strict=True):
@@ -286,15 +288,15 @@ class Provenance:
                 found[id(tensor)] = meant, max(losses, key=lambda lost: len(lost.places)).maker
         return found
 
-    def _zeros_of(self, ran: Ran, results: list[torch.Tensor]) -> dict[int, Maker]:
+    def _zeros_of(self, ran: Ran, results: list[torch.Tensor]) -> dict[int, Producer]:
         """By `id` of a result that holds zeros: the maker of the input whose zeros cause them, else the op itself."""
         if not results:
             return {}
-        found: dict[int, Maker] = {}
+        found: dict[int, Producer] = {}
         for tensor in results:
             name = self._name_of(tensor) if ran.call.in_place else None
             by = "constant" if ran.kernel in FILLS else "computed"
-            found[id(tensor)] = Maker(name or by, None if name else ran.site, tensor.dtype)
+            found[id(tensor)] = Producer(name or by, None if name else ran.site, tensor.dtype)
         if ran.kernel not in FILLS or ran.kernel == "where":
             for tensor, before in self._zero_inputs(ran.call):
                 maker = self.zeros(tensor)
@@ -317,7 +319,7 @@ class Provenance:
 
     # -- records ---------------------------------------------------------------------------------------------------
 
-    def _keep(self, tensor: torch.Tensor, records: list[Lost]) -> None:
+    def _keep(self, tensor: torch.Tensor, records: list[RoundedAway]) -> None:
         """Replace the storage's records where the tensor lies."""
         key = storage_key(tensor)
         left = [lost for old in self._lost.get(key, ()) if (lost := outside(old, tensor)) is not None]
@@ -369,7 +371,7 @@ def _moved_by(
     if not ran.call.repeatable or torch.Tag.nondeterministic_seeded in getattr(ran.func, "tags", ()):
         return
     call = ran.call.substituted(lambda t: instead if t is tensor else None)
-    again = Again(ran, call)
+    again = RecomputeAt(ran, call)
     others = [] if ran.results else _as_it_is(ran, call)
     for result in results:
         position = next((i for i, t in enumerate(ran.results) if t is result), 0)

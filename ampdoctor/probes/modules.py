@@ -20,7 +20,7 @@ from ampdoctor.numerics.tensors import is_plain, is_readable
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.hooks.interfaces import ObservedRun
 
 
 # -- which module is running, also while activation checkpointing runs a forward again --
@@ -44,7 +44,7 @@ class ModuleStack:
         return self._stack[-1] if self._stack else None
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install hooks on every module."""
         scripted: dict[int, str] = {}
         with ExitStack() as stack:
@@ -106,7 +106,7 @@ class CalledModules(ModuleStack):
         self._names: dict[int, str] = {}
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:  # noqa: ARG002 - the modules are not the run's
+    def attach(self, run: ObservedRun) -> Iterator[None]:  # noqa: ARG002 - the modules are not the run's
         """Install hooks on every module of the process."""
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._on_call).remove)
@@ -184,7 +184,7 @@ def is_watched(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class HalfPlan:
+class LowPrecisionTensors:
     """What has the half format in the half-precision run, by clean name."""
 
     outputs: frozenset[str]  # modules with an output in the format
@@ -206,7 +206,7 @@ Tensors are numbered in the forward; a gradient that is delivered once more gets
 OnOutput = Callable[[str, "Tensor"], None]
 
 
-def observed_modules(run: Watched) -> Iterator[tuple[str, nn.Module]]:
+def observed_modules(run: ObservedRun) -> Iterator[tuple[str, nn.Module]]:
     """(clean name, module) of modules without children, of those with parameters of their own, and of the root."""
     for name, module in run.model.named_modules():
         if not name or not any(module.children()) or owns_parameters(module):
@@ -246,7 +246,7 @@ class GradientHooks:
         self._hooked.clear()
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install the hooks."""
         names = run.parameter_names()
         with ExitStack() as stack:

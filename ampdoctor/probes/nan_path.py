@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.evidence.location import Phase, Where
-from ampdoctor.evidence.trace import Passage, Way
+from ampdoctor.evidence.trace import PathOp, PropagationPath
 from ampdoctor.numerics import describe
 from ampdoctor.probes.lost_values import FILLS, MOVES, ROOTS
 from ampdoctor.probes.modules import is_watched, tensors_in
 from ampdoctor.probes.nonfinite import dtype_name, kind_of
-from ampdoctor.probes.tensor_memory import NONE, Births, ByMemory, storage_key
+from ampdoctor.probes.tensor_memory import NONE, ByMemory, OriginIds, storage_key
 
 if TYPE_CHECKING:
     from ampdoctor.probes.ops import Ran, Site
@@ -45,8 +45,8 @@ class _Fed:
 class _Carrier:
     """The ops of one module call that carry the same births; `shown` is the first that does not only move values."""
 
-    shown: Passage
-    births: Births
+    shown: PathOp
+    births: OriginIds
     moves: bool
     orders: list[int] = field(default_factory=list)
 
@@ -63,7 +63,7 @@ class Ways:
         self._fed: ByMemory[_Fed] = ByMemory()
         self._written: ByMemory[int] = ByMemory()
         self._carriers: dict[tuple[Any, ...], _Carrier] = {}
-        self._harms: dict[tuple[int, str], Passage] = {}
+        self._harms: dict[tuple[int, str], PathOp] = {}
         self._arrived: set[int] = set()
         self._backwards: list[int] = []
         self._in_backward = False
@@ -87,7 +87,7 @@ class Ways:
                 shape, amax = tuple(tensor.shape), amax_of(tensor)
                 self._fed[key] = _Fed(order, ran.site, dtype_name(tensor), shape, amax, fed)
 
-    def carry(self, ran: Ran, poisoned: Sequence[torch.Tensor], births: Births, order: int, *, born: bool) -> None:
+    def carry(self, ran: Ran, poisoned: Sequence[torch.Tensor], births: OriginIds, order: int, *, born: bool) -> None:
         """Note an op with non-finite results (`poisoned`), which descend from `births`; if `born`, it is the birth."""
         site = ran.site
         self._note_phase(site, order)
@@ -109,7 +109,7 @@ class Ways:
             self._carriers[place] = known = _Carrier(passage, births, moves, orders)
         known.orders.append(order)
 
-    def arrive(self, sink: str, value: torch.Tensor | float | None, births: Births, order: int) -> None:
+    def arrive(self, sink: str, value: torch.Tensor | float | None, births: OriginIds, order: int) -> None:
         """Note that a sink ("loss", "grad:NAME", ...) is non-finite after `order` ops; `value` None: an exception."""
         kind, _, name = sink.partition(":")
         new = [birth for birth in births if (birth, kind) not in self._harms]
@@ -132,16 +132,16 @@ class Ways:
 
     # -- results -----------------------------------------------------------------------------------------------------
 
-    def before(self, reads: Iterable[torch.Tensor]) -> tuple[Passage, ...]:
+    def before(self, reads: Iterable[torch.Tensor]) -> tuple[PathOp, ...]:
         """The finite ops behind an op's inputs, the nearest last: each time the op that made the largest input."""
-        nodes: list[Passage] = []
+        nodes: list[PathOp] = []
         fed, place = self._largest(reads), None
         while fed is not None and len(nodes) < FEEDERS:
             site = fed.site
             if place != (site.phase, site.module, site.call, site.micro_batch):
                 place = (site.phase, site.module, site.call, site.micro_batch)
                 nodes.append(
-                    Passage(
+                    PathOp(
                         order=fed.order,
                         where=site.where(self._step, "none"),
                         dtype=fed.dtype,
@@ -153,7 +153,7 @@ class Ways:
             fed = fed.largest
         return tuple(reversed(nodes))
 
-    def way(self, birth: int, order: int, before: tuple[Passage, ...]) -> Way:
+    def way(self, birth: int, order: int, before: tuple[PathOp, ...]) -> PropagationPath:
         """The path of birth number `birth`, at position `order`; `before` is the result of `before` at that time."""
         # the returned loss is often a sum made at the end of the step; the loss itself existed before its backward
         loss = next((start - 1 for start in self._backwards if start > order), None)
@@ -166,7 +166,7 @@ class Ways:
             key=_rank,
         )
         end = harms[0].order if harms else math.inf
-        shown: dict[tuple[Any, ...], Passage] = {}
+        shown: dict[tuple[Any, ...], PathOp] = {}
         ops = 0
         for place, carrier in self._carriers.items():
             passed = sum(order <= end for order in carrier.orders) if birth in carrier.births else 0
@@ -174,7 +174,7 @@ class Ways:
                 shown.setdefault(place[1:], carrier.shown)
                 ops += passed
         carriers = tuple(sorted(shown.values(), key=lambda passage: passage.order))
-        return Way(before=before, carriers=carriers, harms=tuple(harms), omitted=ops - len(carriers))
+        return PropagationPath(before=before, carriers=carriers, harms=tuple(harms), omitted=ops - len(carriers))
 
     def _note_phase(self, site: Site, order: int) -> None:
         backward = site.phase == "backward"
@@ -189,13 +189,13 @@ class Ways:
 
 def passage_of(
     value: torch.Tensor | float | None, order: int, where: Where, reads: Sequence[torch.Tensor] = ()
-) -> Passage:
-    """A `Passage` with the numbers of `value` (a tensor, a number, or None) and of the op's inputs."""
+) -> PathOp:
+    """A `PathOp` with the numbers of `value` (a tensor, a number, or None) and of the op's inputs."""
     inputs = [amax_of(tensor) for tensor in reads if is_watched(tensor)]
     input_amax = max(inputs, default=None)
     if isinstance(value, torch.Tensor):
         seen = describe(value)
-        return Passage(
+        return PathOp(
             order=order,
             where=where,
             dtype=seen.dtype,
@@ -206,7 +206,7 @@ def passage_of(
             infs=seen.pos_infs + seen.neg_infs,
         )
     nan, inf = (value is not None and math.isnan(value)), (value is not None and math.isinf(value))
-    return Passage(order=order, where=where, input_amax=input_amax, nans=int(nan), infs=int(inf))
+    return PathOp(order=order, where=where, input_amax=input_amax, nans=int(nan), infs=int(inf))
 
 
 def amax_of(tensor: torch.Tensor) -> float:
@@ -226,7 +226,7 @@ def _kind(value: torch.Tensor | float | None) -> Any:
     return "none" if value is None else "nan" if math.isnan(value) else "inf"
 
 
-def _rank(passage: Passage) -> tuple[int, bool]:
+def _rank(passage: PathOp) -> tuple[int, bool]:
     """Sort key: the order of the ops; a loss comes before its gradients."""
     return passage.order, passage.where.op != "loss"
 
@@ -242,10 +242,10 @@ class Readings:
     """
 
     def __init__(self) -> None:
-        self.number: Births = NONE  # of the last value that became a Python number
-        self.asked: Births = NONE  # of the last value that became a number, was compared, or that an op refused
+        self.number: OriginIds = NONE  # of the last value that became a Python number
+        self.asked: OriginIds = NONE  # of the last value that became a number, was compared, or that an op refused
 
-    def note(self, ran: Ran, births: Callable[[Sequence[torch.Tensor], Site], Births]) -> None:
+    def note(self, ran: Ran, births: Callable[[Sequence[torch.Tensor], Site], OriginIds]) -> None:
         """Note an op; `births` gives the births of non-finite inputs at a site."""
         if not ran.bad:
             return
@@ -255,7 +255,7 @@ class Readings:
             self.asked = births(ran.bad, ran.site)
 
     def refused(
-        self, bad: Sequence[torch.Tensor], site: Site, births: Callable[[Sequence[torch.Tensor], Site], Births]
+        self, bad: Sequence[torch.Tensor], site: Site, births: Callable[[Sequence[torch.Tensor], Site], OriginIds]
     ) -> None:
         """Note an op that raised an exception; `bad` are its non-finite inputs."""
         if bad:

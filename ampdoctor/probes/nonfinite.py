@@ -13,7 +13,7 @@ import torch
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.location import NonFinite
-from ampdoctor.evidence.trace import Headroom, Sightings, TensorStats
+from ampdoctor.evidence.trace import Headroom, NonFiniteReport, TensorStats
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.numerics import describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
 from ampdoctor.numerics.formats import FORMATS
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.hooks.interfaces import ObservedRun
 
 
 # -- headroom: how far finite tensors stay below the largest number of their format --
@@ -116,7 +116,7 @@ class NonFiniteProbe:
 
     def __init__(self, *, locate: bool = True) -> None:
         self._locate = locate
-        self.sightings = Sightings(sinks=(), outputs=(), output_grads=(), fingerprint="")
+        self.sightings = NonFiniteReport(sinks=(), outputs=(), output_grads=(), fingerprint="")
         self.observed: tuple[Observation, ...] = ()
         self._before: frozenset[tuple[str, str]] = frozenset()
         self.headroom: Headroom | None = None
@@ -126,7 +126,7 @@ class NonFiniteProbe:
         self._leaf_hooks: list[Any] = []
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install hooks on leaf modules (and the root), their outputs, and every trained parameter."""
         self._run = run
         self._names = run.parameter_names()
@@ -232,7 +232,7 @@ class NonFiniteProbe:
 
         return hook
 
-    def _read(self, tightest: Tightest, *, raised: bool) -> Sightings:
+    def _read(self, tightest: Tightest, *, raised: bool) -> NonFiniteReport:
         values = _to_host(self._flags)
         sinks: dict[str, None] = {"raised": None} if raised else {}
         outputs: dict[str, None] = {}
@@ -259,7 +259,7 @@ class NonFiniteProbe:
                 sinks["loss" if kind == "loss" else f"{kind}:{name}"] = None
         self.observed = tuple(observed)
         digest = hashlib.sha256("\n".join(f"{one.what}\0{one.value!r}" for one in observed).encode("utf-8", "replace"))
-        return Sightings(
+        return NonFiniteReport(
             sinks=tuple(sinks), outputs=tuple(outputs), output_grads=tuple(output_grads), fingerprint=digest.hexdigest()
         )
 
@@ -286,7 +286,7 @@ def _harmed(observed: Sequence[Observation]) -> tuple[Observation, ...]:
     return tuple(one for one in observed if one.kind not in _LOCATING)
 
 
-def trained_parameters(run: Watched) -> frozenset[int]:
+def trained_parameters(run: ObservedRun) -> frozenset[int]:
     """`id` of each parameter that an optimizer holds; of all parameters if the run has no optimizer."""
     held = {id(p) for optimizer in run.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
     # with fp32 masters the optimizers hold copies, which take their gradients from the model's own parameters
@@ -294,7 +294,7 @@ def trained_parameters(run: Watched) -> frozenset[int]:
     return frozenset(held if held & own else own)
 
 
-def state_tensors(run: Watched) -> Iterator[tuple[str, str, torch.Tensor]]:
+def state_tensors(run: ObservedRun) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(kind, name, tensor) of all state that a step changes: parameters, buffers, optimizer state."""
     names = run.parameter_names()
     seen: set[int] = set()
@@ -316,7 +316,7 @@ def state_tensors(run: Watched) -> Iterator[tuple[str, str, torch.Tensor]]:
                     yield "optimizer_state", f"{owner}:{key}", value
 
 
-def outside_gradients(run: Watched) -> Iterator[tuple[str, torch.Tensor]]:
+def outside_gradients(run: ObservedRun) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, gradient) of parameters that only an optimizer holds: fp32 masters of half parameters."""
     inside = {id(parameter) for parameter in run.model.parameters()}
     groups = (group for optimizer in run.optimizers.values() for group in optimizer.param_groups)
@@ -366,7 +366,7 @@ class FiniteBeside:
     that were non-finite before (`best = inf`, uninitialised memory), other tensors that the step makes, and masks.
     """
 
-    def __init__(self, run: Watched) -> None:
+    def __init__(self, run: ObservedRun) -> None:
         self._run = run
         kept = [(name, tensor) for name, tensor in run.beside() if is_watched(tensor)]
         flags = list(chain.from_iterable(extremes_of_each(tensor for _, tensor in kept)))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.trace import Operand, Recomputation
-from ampdoctor.probes.lost_values import LITERALS, Maker, Provenance, is_plain, lost_numbers
+from ampdoctor.probes.lost_values import LITERALS, Producer, Provenance, is_plain, lost_numbers
 from ampdoctor.probes.modules import tensors_in
 from ampdoctor.probes.nonfinite import dense, dtype_name
 from ampdoctor.probes.ops import PICKS, SUMS, Ran
@@ -68,7 +68,7 @@ def nonfinite_number(ran: Ran) -> float | None:
 
 
 def described(
-    maker: Maker | None, made_by: str | None = None, *, here: float | None, meant: float | None = None
+    maker: Producer | None, made_by: str | None = None, *, here: float | None, meant: float | None = None
 ) -> Operand:
     """An operand for the report; `made_by` overrides the maker's, `meant` is a lost element's float64 value."""
     if maker is None:
@@ -102,7 +102,7 @@ def lost_inside(ran: Ran) -> Operand | None:
             if number not in LITERALS.get(ran.kernel, ()) and not _heals(ran, number, dtype):
                 continue
             made_by = "rounded_to_one" if rounded else "flushed_epsilon"
-            own = Maker(made_by, ran.site, dtype, fraction=1.0, amax=abs(number))
+            own = Producer(made_by, ran.site, dtype, fraction=1.0, amax=abs(number))
             return described(own, here=rounded, meant=number)
     return None
 
@@ -212,7 +212,7 @@ def _zero_number(ran: Ran) -> Operand | None:
     call = replace(ran.call, args=tree_map(lambda a: 1.0 if isinstance(a, float) and a == 0.0 else a, ran.call.args))
     if _finite_again(ran, widely(ran.func, call)) is None:
         return None
-    return described(Maker("constant", ran.site, ran.results[0].dtype), here=0.0)
+    return described(Producer("constant", ran.site, ran.results[0].dtype), here=0.0)
 
 
 def _instead(tensor: torch.Tensor, value: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor | None]:

@@ -26,7 +26,7 @@ from ampdoctor.probes.user_code import as_source, user_line
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.location import Where
-    from ampdoctor.evidence.trace import Birth
+    from ampdoctor.evidence.trace import NonFiniteOrigin
 
 
 # -- guards: an op's operand or result is kept within bounds --
@@ -214,19 +214,19 @@ How = Literal["fp32", "line_fp32", "fp64", "line_fp64", "guard", "line_guard"]
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class UserLine:
     """A place in the user's code; for a derivative the line of the forward op."""
 
     source: Source
     op: str  # without namespace, as in `Where.op`
 
 
-def address_of(birth: Birth) -> Address | None:
+def address_of(birth: NonFiniteOrigin) -> UserLine | None:
     """Where to change the code for a birth; None where no line of the user's own runs its op."""
     return address_at(birth.where, after_backward=birth.after_backward)
 
 
-def address_at(where: Where, *, after_backward: bool = False) -> Address | None:
+def address_at(where: Where, *, after_backward: bool = False) -> UserLine | None:
     """Where to change the code; None where no line of the user's own runs the op (an optimizer of torch's).
 
     `after_backward`: the op is in the user's own code after the backward.
@@ -235,7 +235,7 @@ def address_at(where: Where, *, after_backward: bool = False) -> Address | None:
     theirs = after_backward or where.phase not in ("optimizer", "scaler", "data", "checkpoint")
     if source is None or where.op is None or not theirs:
         return None
-    return Address(source, where.op.partition(".")[2])
+    return UserLine(source, where.op.partition(".")[2])
 
 
 class Intervention(FunctionNames):
@@ -245,15 +245,15 @@ class Intervention(FunctionNames):
     is kept in `guards`, so that later runs use the same. `helpless` are the addresses where no guard helped.
     """
 
-    def __init__(self, addresses: Sequence[Address], how: How, *, narrow: bool = False) -> None:
+    def __init__(self, addresses: Sequence[UserLine], how: How, *, narrow: bool = False) -> None:
         super().__init__()
         self._addresses = tuple(dict.fromkeys(addresses))
         self._files = {address.source.file for address in addresses}
         self._how = how
         self._narrow = narrow
-        self.met: set[Address] = set()  # that ran
-        self.guards: dict[tuple[Address, str], Guard] = {}
-        self.helpless: set[Address] = set()
+        self.met: set[UserLine] = set()  # that ran
+        self.guards: dict[tuple[UserLine, str], Guard] = {}
+        self.helpless: set[UserLine] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -265,7 +265,7 @@ class Intervention(FunctionNames):
             return func(*args, **kwargs)  # on a copy in another format, the user's tensor would stay unchanged
         return self._otherwise(address, func, args, kwargs)
 
-    def _address(self, func: Callable[..., Any]) -> Address | None:
+    def _address(self, func: Callable[..., Any]) -> UserLine | None:
         name = function_name(func)
         if name is None and getattr(func, "__module__", None) not in _FUNCTIONAL:
             return None  # a property, a size
@@ -274,14 +274,14 @@ class Intervention(FunctionNames):
             return None
         return next((a for a in self._addresses if a.source == source and self._reached(a, name)), None)
 
-    def _reached(self, address: Address, name: str | None) -> bool:
+    def _reached(self, address: UserLine, name: str | None) -> bool:
         if self._how.startswith("line") or name is None:
             return True  # a function written in Python: the ops inside are not seen
         if is_cast(address.op):
             return True  # autocast's own cast, inside any op of the line
         return name == address.op or name.rstrip("_") == address.op.rstrip("_")
 
-    def _otherwise(self, address: Address, func: Any, args: Any, kwargs: Any) -> Any:
+    def _otherwise(self, address: UserLine, func: Any, args: Any, kwargs: Any) -> Any:
         guarded = self._how.endswith("guard")
         wide = torch.float64 if self._how.endswith("fp64") else torch.float32
         name = function_name(func) or ""
@@ -297,7 +297,7 @@ class Intervention(FunctionNames):
                 result = func(*inputs, **keywords)
         return self._returned(func, args, kwargs, result, wide)
 
-    def _guard(self, address: Address, func: Any, args: Any, kwargs: Any) -> Guard | None:
+    def _guard(self, address: UserLine, func: Any, args: Any, kwargs: Any) -> Guard | None:
         key = address, function_name(func) or ""  # the line of a cast has other ops as well
         guard = self.guards.get(key)
         if guard is None:

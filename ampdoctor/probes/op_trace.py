@@ -13,16 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
 from ampdoctor.evidence.trace import (
-    Birth,
     Died,
     Flush,
     LeftOut,
+    NonFiniteOrigin,
     Operand,
     Origin,
+    PropagationPath,
     Recomputation,
     TensorStats,
     Trace,
-    Way,
 )
 from ampdoctor.hooks.interfaces import describe, is_out_of_memory
 from ampdoctor.hooks.torch_internals import no_modes
@@ -58,8 +58,8 @@ from ampdoctor.probes.recompute import doubled, recompute, widely
 from ampdoctor.probes.tensor_memory import (
     NONE,
     Belongings,
-    Births,
     ByMemory,
+    OriginIds,
     Taint,
     covers_its_memory,
     storage_key,
@@ -68,7 +68,7 @@ from ampdoctor.probes.tensor_memory import (
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.location import Where
-    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.hooks.interfaces import ObservedRun
 
 
 # -- gradients that are zero throughout --
@@ -185,7 +185,7 @@ class OpTraceProbe(TorchDispatchMode):
     # -- the probe's seam ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install module hooks, and a hook on each gradient as the backward writes it."""
         self._run = run
         self._names = run.parameter_names()
@@ -214,14 +214,14 @@ class OpTraceProbe(TorchDispatchMode):
         """Forget the last step, and record the state in which this one begins."""
         self._step = step
         self._ops = 0
-        self._births: list[Birth] = []
+        self._births: list[NonFiniteOrigin] = []
         self._forward_births: dict[int, int] = {}
         self._given: ByMemory[int] = ByMemory()
         self._blank: ByMemory[Site] = ByMemory()
         self._finite: ByMemory[Site] = ByMemory()
         self._departs: dict[int, float] = {}
         self._flushes: list[Flush] = []
-        self._harms: dict[str, Births] = {}
+        self._harms: dict[str, OriginIds] = {}
         self._readings = Readings()
         self._aside = SideSearches()
         self._dead.clear()
@@ -298,7 +298,7 @@ class OpTraceProbe(TorchDispatchMode):
             left_out=self._aside.left_out,
         )
 
-    def _way(self, index: int, birth: Birth) -> Way:
+    def _way(self, index: int, birth: NonFiniteOrigin) -> PropagationPath:
         ways = [birth.way]
         with self._aside.costing("the way of a birth", birth.kernel.partition(".")[2]):
             ways.append(self._ways.way(index, birth.order, birth.way.before))
@@ -389,7 +389,7 @@ class OpTraceProbe(TorchDispatchMode):
                     if id(tensor) in marked:
                         self._taint.cast_shadow(tensor, meant)
 
-    def _parents(self, ran: Ran) -> tuple[Births, list[torch.Tensor] | None]:
+    def _parents(self, ran: Ran) -> tuple[OriginIds, list[torch.Tensor] | None]:
         """The births that a non-finite result descends from; for a new birth also its results in float64."""
         site = ran.site
         if ran.bad:
@@ -410,11 +410,11 @@ class OpTraceProbe(TorchDispatchMode):
             self._forward_births[site.sequence] = index
         return frozenset({index}), wide
 
-    def _meant(self, births: Births) -> bool:
+    def _meant(self, births: OriginIds) -> bool:
         """Whether all births are constants that the user wrote: an infinity among them is a mask's."""
         return all(self._births[index].origin == "constant" for index in births)
 
-    def _inherited(self, bad: Sequence[torch.Tensor], site: Site) -> Births:
+    def _inherited(self, bad: Sequence[torch.Tensor], site: Site) -> OriginIds:
         """The births behind non-finite inputs; if some inputs hold NaN, those that hold only infinities are ignored."""
         nans = [t for t in bad if holds_nan(t)]
         return union(self._taint.births(t) or self._brought(t, site) for t in nans or bad)
@@ -437,7 +437,7 @@ class OpTraceProbe(TorchDispatchMode):
             site = replace(site, module=tensor.rpartition(".")[0])
         operand: Operand | None = None
         inputs: tuple[TensorStats, ...] = ()
-        way = Way()
+        way = PropagationPath()
         if origin == "op":
             with self._aside.costing("what made the operand", ran.kernel):
                 meant = next((self._births[i].where for t in ran.bad for i in sorted(self._taint.births(t))), None)
@@ -445,10 +445,10 @@ class OpTraceProbe(TorchDispatchMode):
         with self._aside.costing("the numbers of the inputs", ran.kernel):
             inputs = self._described(call)
         with self._aside.costing("the way to a birth", ran.kernel):
-            way = Way(before=self._ways.before(call.reads))
+            way = PropagationPath(before=self._ways.before(call.reads))
         index = len(self._births)
         self._births.append(
-            Birth(
+            NonFiniteOrigin(
                 order=self._ops,
                 where=_named(site.where(self._step, kind_of(ran.results), tensor), ran),
                 origin=origin,
@@ -463,7 +463,7 @@ class OpTraceProbe(TorchDispatchMode):
         )
         return index, wide or None
 
-    def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
+    def _brought(self, tensor: torch.Tensor, site: Site) -> OriginIds:
         """The birth for a non-finite input that no op of the step made: it came with the batch, state or a constant."""
         key = storage_key(tensor)
         nobodys = key not in self._given and self._belongings.name_of(tensor) is None
@@ -476,7 +476,9 @@ class OpTraceProbe(TorchDispatchMode):
         if key not in self._given:
             where, origin = self._belongings.origin_of(tensor, site)
             self._given[key] = len(self._births)
-            self._births.append(Birth(order=-1, where=where, origin=origin, kernel="", outputs=(stats_of(tensor),)))
+            self._births.append(
+                NonFiniteOrigin(order=-1, where=where, origin=origin, kernel="", outputs=(stats_of(tensor),))
+            )
         index = self._given[key]
         self._taint.mark(tensor, frozenset({index}), added=False)
         return frozenset({index})
@@ -497,9 +499,9 @@ class OpTraceProbe(TorchDispatchMode):
         if tensor.dtype.is_floating_point and not _shows_memory(ran) and covers_its_memory(tensor):
             self._finite[storage_key(tensor)] = ran.site
 
-    def _past_torch(self, tensor: torch.Tensor, made: Site, how: Literal["unwritten", "unseen"]) -> Birth:
+    def _past_torch(self, tensor: torch.Tensor, made: Site, how: Literal["unwritten", "unseen"]) -> NonFiniteOrigin:
         """A birth in memory that a torch op made and no op has written since."""
-        return Birth(
+        return NonFiniteOrigin(
             order=self._ops,
             where=made.where(self._step, kind_of([tensor])),
             origin="op",
@@ -563,7 +565,7 @@ class OpTraceProbe(TorchDispatchMode):
             if is_nonfinite(parameter.grad):
                 self._harm(f"grad:{self._names[id(parameter)]}", parameter.grad)
 
-    def _harm(self, sink: str, value: torch.Tensor | float | None, births: Births = NONE) -> None:
+    def _harm(self, sink: str, value: torch.Tensor | float | None, births: OriginIds = NONE) -> None:
         births |= self._taint.births(value) if isinstance(value, torch.Tensor) else NONE
         self._harms[sink] = self._harms.get(sink, NONE) | births
         with self._aside.costing("the way of a birth", sink.partition(":")[0]):

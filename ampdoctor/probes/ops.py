@@ -26,7 +26,7 @@ from ampdoctor.probes.modules import ModuleStack, is_watched, tensors_in
 from ampdoctor.probes.user_code import applied_line, as_source, hook_line, user_line
 
 if TYPE_CHECKING:
-    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.hooks.interfaces import ObservedRun
 
 
 # -- names of ops as users know them --
@@ -238,7 +238,7 @@ class Sites:
         self._since = 0
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install the module hooks."""
         self._run = run
         self.take_names()

@@ -11,7 +11,7 @@ from ampdoctor.probes.op_overrides import calling_line
 from ampdoctor.probes.ops import FunctionNames
 
 if TYPE_CHECKING:
-    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.hooks.interfaces import ObservedRun
 
 
 class OwnOps(FunctionNames):
@@ -34,7 +34,7 @@ class OwnOps(FunctionNames):
         return tuple(sorted(self._first, key=lambda name: (entered[name], name.count(".") + bool(name))))
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Watch the session's steps."""
         self._modules.clear()
         with self._modules.attach(run), self.watching():

@@ -15,13 +15,13 @@ from ampdoctor.evidence.run_facts import Place, UpdateFacts
 from ampdoctor.hooks.backwards import PLAIN
 from ampdoctor.numerics import Distance, Histogram, extremes
 from ampdoctor.numerics.tensors import Unseen, blocks, squares
-from ampdoctor.probes.modules import GradientHooks, HalfPlan
+from ampdoctor.probes.modules import GradientHooks, LowPrecisionTensors
 from ampdoctor.ranges.profile import Collector, RangeProfile, RunFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.hooks.interfaces import ObservedRun
 
 
 # -- ranges over a replay --
@@ -36,7 +36,7 @@ class RangeProbe:
     is missing. A constant ratio means a manual loss scale.
     """
 
-    def __init__(self, plan: HalfPlan | None = None) -> None:
+    def __init__(self, plan: LowPrecisionTensors | None = None) -> None:
         self._plan = plan
         self._collector = Collector()
         self._attached = False
@@ -50,7 +50,7 @@ class RangeProbe:
         self.hand_scales: list[float | None] = []
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install hooks on modules, parameters and optimizers; the weights are counted once, before the first step."""
         if not self._attached:
             self._attached = True
@@ -81,7 +81,7 @@ class RangeProbe:
     def _is_half(self, place: Place) -> bool:
         return self._plan is None or self._plan.holds(place)
 
-    def _count_weights(self, run: Watched) -> None:
+    def _count_weights(self, run: ObservedRun) -> None:
         names = run.parameter_names()
         for name, module in run.model.named_modules():
             clean = run.module_names.get(name, name)
@@ -135,7 +135,7 @@ _LARGEST = 127 + _BIAS
 class ReferenceGradients:
     """One fp32 step's gradients: the exponents of half activation gradients, and the values of weight gradients."""
 
-    def __init__(self, plan: HalfPlan | None) -> None:
+    def __init__(self, plan: LowPrecisionTensors | None) -> None:
         self.plan = plan
         self.exponents: dict[Key, Tensor] = {}  # int8: a quarter of the memory, enough to find what flushes
         self.weights: dict[Key, Tensor] = {}  # float32, or float64 where the gradient is
@@ -149,7 +149,7 @@ class ReferenceGradients:
         """Whether the tensor at this place is half in the half-precision run."""
         return self.plan is None or self.plan.holds(place)
 
-    def received(self, run: Watched) -> dict[str, Tensor]:
+    def received(self, run: ObservedRun) -> dict[str, Tensor]:
         """The gradients that the optimizers get, by parameter: the sum over the backwards, before clipping."""
         names = run.parameter_names()
         held = {id(p) for optimizer in run.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
@@ -162,7 +162,7 @@ class ReferenceGradients:
         return summed
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install hooks, which are made here so that what holds gradients is in no reference cycle."""
         self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(self.plan))
         with self._hooks.attach(run):
@@ -229,7 +229,7 @@ class ZeroedProbe:
         self._error = self._norm = 0.0
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install hooks, which are made here as those of the reference are."""
         self._run = run
         self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(self._reference.plan))
@@ -307,7 +307,7 @@ def _exponents(dense: Tensor) -> Tensor:
     return found
 
 
-def _inputs(plan: HalfPlan | None) -> frozenset[str]:
+def _inputs(plan: LowPrecisionTensors | None) -> frozenset[str]:
     return plan.inputs if plan is not None else frozenset()
 
 
@@ -397,7 +397,7 @@ class UpdateProbe:
         self._tallies: dict[str, _Tally] = {}
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Nothing is installed between steps."""
         self._run = run
         yield

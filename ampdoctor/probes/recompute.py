@@ -177,7 +177,7 @@ class _NotByElementError(Exception):
     """An argument has another shape than the result."""
 
 
-class Again:
+class RecomputeAt:
     """Runs an op in float64 on its own inputs or on others (`call`).
 
     An elementwise op runs on the selected elements only: a cast of 38 million weights flushes a handful of them.

@@ -18,14 +18,14 @@ from ampdoctor.probes.nonfinite import is_mask, is_nonfinite, kind_of, outside_g
 from ampdoctor.probes.recompute import doubled
 
 if TYPE_CHECKING:
-    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.hooks.interfaces import ObservedRun
     from ampdoctor.probes.ops import Site
 
 
 # -- which births a non-finite tensor descends from, and its values without them --
 
-Births = frozenset[int]
-NONE: Births = frozenset()
+OriginIds = frozenset[int]
+NONE: OriginIds = frozenset()
 Memory: TypeAlias = StorageWeakRef | WeakIdRef  # weak; unlike an address, never matches a later storage there
 FEWEST = 64  # number of entries from which on a map removes those of freed memory
 _V = TypeVar("_V")
@@ -79,7 +79,7 @@ class Taint:
     """The births behind non-finite values, by storage; and the float64 values without these births, by view."""
 
     def __init__(self) -> None:
-        self._births: ByMemory[Births] = ByMemory()
+        self._births: ByMemory[OriginIds] = ByMemory()
         self._shadows: ByMemory[dict[tuple[Any, ...], torch.Tensor]] = ByMemory()
 
     def clear(self) -> None:
@@ -87,13 +87,13 @@ class Taint:
         self._births.clear()
         self._shadows.clear()
 
-    def births(self, tensor: torch.Tensor) -> Births:
+    def births(self, tensor: torch.Tensor) -> OriginIds:
         """The births that a tensor's memory descends from; for a subclass, those of the tensors that it consists of."""
         if is_plain(tensor):
             return self._births.get(storage_key(tensor), NONE)
         return union(self._births.get(storage_key(part), NONE) for part in (parts_of(tensor) or [tensor]))
 
-    def mark(self, tensor: torch.Tensor, births: Births, *, added: bool) -> None:
+    def mark(self, tensor: torch.Tensor, births: OriginIds, *, added: bool) -> None:
         """Note a non-finite result; with `added`, the op wrote into memory that may hold values of earlier births."""
         key = storage_key(tensor)
         self._births[key] = births | self._births.get(key, NONE) if added else births
@@ -132,7 +132,7 @@ class Taint:
             self._shadows.get(storage_key(tensor), {}).pop(view_key(tensor), None)
 
 
-def union(births: Iterable[Births]) -> Births:
+def union(births: Iterable[OriginIds]) -> OriginIds:
     """The births of several tensors."""
     return frozenset().union(*births)
 
@@ -155,7 +155,7 @@ _STATE: dict[str, Origin] = {"param": "param", "buffer": "buffer", "optimizer_st
 class Belongings:
     """The state and the batch of one step, by storage."""
 
-    run: Watched
+    run: ObservedRun
     step: int
     nonfinite: tuple[torch.Tensor, ...] = ()  # state that was non-finite before the step
     masks: frozenset[str] = frozenset()  # names of buffers that hold infinities on purpose

@@ -16,7 +16,7 @@ from ampdoctor.probes.ops import OVERWRITES, UNINITIALISED, Site, Sites, kernel_
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.location import Where
-    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.hooks.interfaces import ObservedRun
 
 
 # -- ops that write a run's state: the last one of a step determines the value --
@@ -54,7 +54,7 @@ class WritesProbe(TorchDispatchMode):
         self._by_memory: defaultdict[tuple[int, int], list[Write]] = defaultdict(list)
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install the module hooks."""
         with self._sites.attach(run):
             yield
@@ -148,7 +148,7 @@ class OldCastsProbe(TorchDispatchMode):
         self._names: dict[int, str] = {}
 
     @contextmanager
-    def attach(self, run: Watched) -> Iterator[None]:
+    def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install the module hooks."""
         with self._sites.attach(run):
             self._names = dict(run.parameter_names())

@@ -135,7 +135,7 @@ def _nothing(_: str) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class DataPlace:
+class DataPosition:
     """The position in the data at which the batches start."""
 
     steps: int = 0  # optimizer steps before the run, for a function with the parameter `start`
@@ -151,7 +151,7 @@ class DataPlace:
         return not (self.batches or self.epochs or self.state is not None or self.arrive is not None)
 
 
-def drawn(batches: Any, place: DataPlace) -> Iterator[Any]:
+def drawn(batches: Any, place: DataPosition) -> Iterator[Any]:
     """Returns an iterator over a run's batches from `place` on; raises FactoryError if they cannot be iterated."""
     if takes_start(batches):
         made = _iterator(batches(**{START: place.steps}))
@@ -179,7 +179,7 @@ def _arriving(batches: Iterator[Any], arrive: Callable[[], None]) -> Iterator[An
         yield from batches
 
 
-def _from(batches: Any, place: DataPlace) -> Iterator[Any]:
+def _from(batches: Any, place: DataPosition) -> Iterator[Any]:
     """Yields the batches from the position on, over several epochs if wanted."""
     epoch, source = _led_to(batches, place)
     if place.arrive is not None:
@@ -197,7 +197,7 @@ def _from(batches: Any, place: DataPlace) -> Iterator[Any]:
         epoch, source, whole = epoch + 1, None, True
 
 
-def _led_to(batches: Any, place: DataPlace) -> tuple[int, Iterator[Any] | None]:
+def _led_to(batches: Any, place: DataPosition) -> tuple[int, Iterator[Any] | None]:
     """Returns the epoch of the position, and the rest of it; None if it has not begun."""
     if place.state is not None:
         made = _opened(batches)
@@ -264,7 +264,7 @@ ROOM = 256 * 2**20
 _GONE = object()  # replaces a released batch
 
 
-class BatchTape:
+class BatchBuffer:
     """The run's batches, drawn on demand.
 
     A loader may use the same random generators as the training. So the first pass draws each batch at the moment at
@@ -274,7 +274,7 @@ class BatchTape:
     def __init__(self, run: TrainingRun) -> None:
         self.cut = False  # a batch was released to stay within `ROOM`; `rewind` draws from the start again
         self.size = 0  # bytes of the batches held
-        self.place = DataPlace()  # set before the first batch is drawn
+        self.place = DataPosition()  # set before the first batch is drawn
         self._batches: list[Any] = []
         self._sizes: list[int] = []
         self._run = run

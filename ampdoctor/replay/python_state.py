@@ -56,7 +56,7 @@ ROOM = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class DrawHooks:
     """Functions of a replay for drawn items."""
 
     random_state: Callable[[Any], Any]  # returns the generators' state; may share parts of its argument, the last one
@@ -85,12 +85,12 @@ class _Place:
     behind: _Place | None = None
 
 
-class Taped:
+class ReplayableIterator:
     """Replaces an iterator of the user's, also in `isinstance`, and can return to an earlier position."""
 
     __slots__ = ("__weakref__", "_drawing", "_held", "_own", "_place", "_random", "_size", "source")
 
-    def __init__(self, source: Iterator[Any], drawing: Drawing) -> None:
+    def __init__(self, source: Iterator[Any], drawing: DrawHooks) -> None:
         self.source = source
         self._drawing = drawing
         self._place = _Place()
@@ -156,7 +156,7 @@ class Taped:
             self._size -= self._held.popleft()[1]
 
 
-class _Sized(Taped):
+class _Sized(ReplayableIterator):
     """Replaces an iterator that has a length, like a DataLoader's."""
 
     __slots__ = ()
@@ -166,17 +166,19 @@ class _Sized(Taped):
 
 
 class Tapes:
-    """The recorded iterators, each replaced by one `Taped`."""
+    """The recorded iterators, each replaced by one `ReplayableIterator`."""
 
-    def __init__(self, drawing: Drawing) -> None:
+    def __init__(self, drawing: DrawHooks) -> None:
         self._drawing = drawing
-        self._known = weakref.WeakValueDictionary[int, Taped]()  # each holds its source, so its id stays unique
+        self._known = weakref.WeakValueDictionary[
+            int, ReplayableIterator
+        ]()  # each holds its source, so its id stays unique
 
     def taped(self, iterator: Any) -> Any:
         """Returns the replacement of an iterator."""
         known = self._known.get(id(iterator))
         if known is None:
-            known = (_Sized if hasattr(type(iterator), "__len__") else Taped)(iterator, self._drawing)
+            known = (_Sized if hasattr(type(iterator), "__len__") else ReplayableIterator)(iterator, self._drawing)
             self._known[id(iterator)] = known
         return known
 
@@ -189,7 +191,7 @@ def can_be_taped(kind: type) -> bool:
 
 def is_taped(kind: type) -> bool:
     """Is it the type of a recorded iterator?"""
-    return issubclass(kind, Taped)
+    return issubclass(kind, ReplayableIterator)
 
 
 def _copied(item: Any) -> Any:
@@ -226,7 +228,7 @@ class Reached:
     stop: Callable[[], Iterable[int]]  # ids of the run's parts, which are saved elsewhere
     batches: Any  # source of the batches: its state is not restored, because drawn batches are not drawn again
     room: int  # bytes of tensors and arrays that are saved at most
-    drawing: Drawing
+    drawing: DrawHooks
     steps_own: Callable[[], Iterable[int]] = tuple  # ids that the steps change and `batches` reaches too
     _tapes: Tapes = field(init=False)
     _drawing: frozenset[Hashable] | None = field(default=None)
@@ -237,7 +239,7 @@ class Reached:
     def kept(self, keep: Callable[[torch.Tensor], Restore]) -> Iterator[Restore]:
         """Save all that can be restored (tensors by `keep`) and record iterators; yields functions that restore."""
         for place, put_back in self._places():
-            if is_a(place, Taped):
+            if is_a(place, ReplayableIterator):
                 yield place.restore()
             elif put_back:
                 exchange(place, can_be_taped, self._taped)
@@ -269,7 +271,7 @@ class Reached:
         """Describes state that is not restored, and the shapes of tensors and arrays that are."""
         found: dict[Hashable, Hashable] = {}
         for place, put_back in self._places():
-            if is_a(place, Taped):
+            if is_a(place, ReplayableIterator):
                 continue
             if not put_back:
                 found[_known(place)] = _told(place)

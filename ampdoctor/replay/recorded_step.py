@@ -25,15 +25,15 @@ from ampdoctor.hooks.program import (
     Call,
     Clipped,
     Ended,
-    Given,
-    Held,
+    InputRef,
     Instruction,
     Line,
-    Made,
     Mode,
     Op,
+    ParamRef,
     Program,
     Reference,
+    ResultRef,
     Scaled,
     Unscaled,
     called_as_recorded,
@@ -45,7 +45,7 @@ from ampdoctor.hooks.program import (
 from ampdoctor.replay.training_run import TrainingRun
 
 if TYPE_CHECKING:
-    from ampdoctor.hooks.program import EarlierStep, Leading
+    from ampdoctor.hooks.program import EarlierStep, PriorSteps
 
 
 def mode_of(instruction: Instruction) -> Mode | None:
@@ -61,7 +61,7 @@ class RecordedStep:
         self._last: dict[int, int] = {}
         for place, one in enumerate(program.instructions):
             for reference in (*references(one), *results(one)):
-                if isinstance(reference, Made):
+                if isinstance(reference, ResultRef):
                     self._last[reference.index] = place
 
     def run(self, model: nn.Module, given: list[torch.Tensor], scaler: Any) -> torch.Tensor | None:
@@ -71,9 +71,9 @@ class RecordedStep:
         made: dict[int, torch.Tensor] = {}
 
         def named(reference: Reference) -> torch.Tensor:
-            if isinstance(reference, Given):
+            if isinstance(reference, InputRef):
                 return given[reference.index]
-            if isinstance(reference, Held):
+            if isinstance(reference, ParamRef):
                 return held[reference.name]
             if reference.index not in made:
                 raise ReplayError(
@@ -107,7 +107,7 @@ class _Run:
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._program = program
         self.loss: torch.Tensor | None = None  # the sum of the losses so far, or the value with which the loop ended
-        self._losses: dict[Made, torch.Tensor] = {}
+        self._losses: dict[ResultRef, torch.Tensor] = {}
 
     def in_their_modes(self, instructions: tuple[Instruction, ...]) -> Iterator[tuple[int, Instruction]]:
         """Yields each instruction inside its recorded autocast, which is entered once for consecutive instructions."""
@@ -168,7 +168,7 @@ class _Run:
         torch.autograd.backward(roots, seeds, retain_graph=instruction.kept, inputs=inputs or None)
         for reference, root in zip(instruction.roots, roots, strict=True):
             if root.numel() == 1:
-                loss = self._losses.get(reference, root.detach()) if isinstance(reference, Made) else root.detach()
+                loss = self._losses.get(reference, root.detach()) if isinstance(reference, ResultRef) else root.detach()
                 # half-precision losses are summed in fp32
                 wide = torch.promote_types(loss.dtype, torch.float32)
                 self.loss = loss if self.loss is None else self.loss.to(wide) + loss.to(wide)
@@ -230,7 +230,7 @@ def _names_of_given(program: Program) -> list[str]:
         if not isinstance(one, Call | Op):
             continue
         for path, reference in iter_kind(Reference, (one.args, one.kwargs)):
-            if isinstance(reference, Given) and reference.index not in names:
+            if isinstance(reference, InputRef) and reference.index not in names:
                 name = f"{_argument(program.model, one, path)}{_at(one.line)}"
                 number = 1 + sum(known == name or known.startswith(f"{name}, ") for known in taken)
                 names[reference.index] = name if number == 1 else f"{name}, {number}"
@@ -277,7 +277,7 @@ _LEAST = 1e-30
 class LeadUp:
     """Finds the recorded step at which a checkpoint was saved, and runs the updates from there again."""
 
-    def __init__(self, program: Program, leading: Leading) -> None:
+    def __init__(self, program: Program, leading: PriorSteps) -> None:
         self._program, self._leading = program, leading
         self._settings = () if program.optimizer is None else tuple(map(_settings, program.optimizer.param_groups))
 

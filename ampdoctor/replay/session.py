@@ -25,22 +25,22 @@ from ampdoctor.precision import (
     REDUCED,
     CastInputs,
     Precision,
-    Swap,
-    WideCasts,
+    TemporaryCast,
+    UpcastHalf,
     WideNumbers,
     cast_model,
     master_weights,
     override_autocast,
 )
 from ampdoctor.precision.spec import as_plain_linears
-from ampdoctor.replay.batches import BatchTape
+from ampdoctor.replay.batches import BatchBuffer
 from ampdoctor.replay.frameworks.accelerate import shared_states
 from ampdoctor.replay.parts import as_given, optimizers_of, refuse_lazy, scaler_of, schedulers_of
-from ampdoctor.replay.python_state import Drawing, Reached
+from ampdoctor.replay.python_state import DrawHooks, Reached
 from ampdoctor.replay.reachable_state import roots_of
 from ampdoctor.replay.snapshot import OtherScalers, Snapshot, clone, tensors_of, weights_of
 from ampdoctor.replay.step import call_user_step, default_step, loss_number, meet_scaler, readable_loss
-from ampdoctor.replay.tensor_store import Keeper
+from ampdoctor.replay.tensor_store import TensorStore
 from ampdoctor.replay.user_code import prints_to_nobody, user_code
 
 if TYPE_CHECKING:
@@ -104,12 +104,12 @@ class Session:
             self._stack.close()
             raise
         self.module_names = clean_names(self.model)
-        self.tape = BatchTape(run)
+        self.tape = BatchBuffer(run)
         self._others = OtherScalers(self.scaler)
         self._adopting: list[Callable[[Any], None]] = []
         self.events = StepEvents(self.model.parameters, self.optimizers, self.scaler, self._others)
         room = max(_ROOM, _size(self.model))
-        drawing = Drawing(self.random_state, self._handed_out)
+        drawing = DrawHooks(self.random_state, self._handed_out)
         self.reached = Reached(self._roots, self._parts, run.batches, room, drawing, steps_own=_counted_by_steps)
         self.micro_batch = 0
         self.replays = 0
@@ -164,7 +164,7 @@ class Session:
             others=self._others.first,
             gradients=self.run.step is not None or not self.replays,
             reached=self.reached,
-            keeper=Keeper(self._spill),
+            keeper=TensorStore(self._spill),
             like=None if self._first is None else self._first(),
         )
         if self._first is None or self._first() is None:
@@ -189,7 +189,7 @@ class Session:
         return (generator,) if isinstance(generator, torch.Generator) else ()
 
     def clean_name(self, name: str) -> str:
-        """See `Watched`."""
+        """See `ObservedRun`."""
         return clean_tensor_name(name, self.module_names)
 
     def own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -204,7 +204,7 @@ class Session:
                 yield name if taken[name] == 1 else f"{name} (the run's own, {taken[name]})", tensor
 
     def beside(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Watched`: parameters, and tensors shaped like a model's tensor or like all its weights in a vector.
+        """See `ObservedRun`: parameters, and tensors shaped like a model's tensor or like all its weights in a vector.
 
         Other tensors of the user's code are readings: an infinite norm in a step that the scaler skips does no harm.
         """
@@ -215,7 +215,7 @@ class Session:
                 yield name, tensor
 
     def parameter_names(self) -> dict[int, str]:
-        """See `Watched`."""
+        """See `ObservedRun`."""
         return {**names_of_parameters(self.model, self.module_names, self.optimizers), **self._names_of_masters}
 
     @property
@@ -387,7 +387,7 @@ class Session:
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]  # not in __all__
             if self._wide_casts:
                 stack.enter_context(WideNumbers())
-                stack.enter_context(WideCasts())
+                stack.enter_context(UpcastHalf())
             if self._overridden:
                 stack.enter_context(override_autocast(self.precision.dtype if self.precision.reduced else None))
             yield
@@ -491,7 +491,9 @@ class Session:
         with ExitStack() as stack:
             own = [t for _, t in self.own_state() if t.dtype in REDUCED] if dtype is torch.float32 else []
             stack.enter_context(cast_model(self.model, dtype, self.optimizers.values()))
-            stack.callback(Swap(own, dtype).restore)  # an average of weights in the run's own code is a copy of weights
+            stack.callback(
+                TemporaryCast(own, dtype).restore
+            )  # an average of weights in the run's own code is a copy of weights
             kept, self._cast_to = self._cast_to, dtype
             stack.callback(setattr, self, "_cast_to", kept)
             yield

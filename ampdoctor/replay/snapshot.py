@@ -21,10 +21,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.hooks.scaler_events import Listener
+from ampdoctor.hooks.scaler_events import ScalerCallbacks
 from ampdoctor.hooks.torch_internals import default_device, reset_default_device
 from ampdoctor.replay.python_state import Reached
-from ampdoctor.replay.tensor_store import Keeper, Values
+from ampdoctor.replay.tensor_store import TensorStore, Values
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class ScalerSnapshot:
             self.states.update(clone(self.stages))
 
 
-class OtherScalers(Listener):
+class OtherScalers(ScalerCallbacks):
     """Records the scalers that a run's steps make or hold themselves; `own` is the run's scaler, which is left out."""
 
     def __init__(self, own: Any) -> None:
@@ -82,7 +82,7 @@ class OtherScalers(Listener):
         self.first: WeakKeyDictionary[Any, ScalerSnapshot] = WeakKeyDictionary()  # states before the first call
 
     def calls(self, scaler: Any, optimizer: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """See `Listener`."""
+        """See `ScalerCallbacks`."""
         if scaler is not self._own and scaler not in self.first:
             self.first[scaler] = ScalerSnapshot.of(scaler)
             if self.state is None and scaler.is_enabled():
@@ -301,13 +301,13 @@ class Snapshot:
         others: Mapping[Any, ScalerSnapshot] = MappingProxyType({}),  # `OtherScalers.first`, also for those seen later
         gradients: bool = True,  # False if a step clears gradients first: a restore then clears them
         reached: Reached | None = None,  # the Python state that the run's functions reach outside these parts
-        keeper: Keeper | None = None,  # stores the values; None: in memory
+        keeper: TensorStore | None = None,  # stores the values; None: in memory
         like: Snapshot | None = None,  # an earlier snapshot; unchanged values are shared with it
     ) -> None:
         self._restores: list[Callable[[], None]] = []
         self._values: dict[int, Values] = {}  # by the tensor's id
         self._known = like._values if like is not None else {}
-        self._keeper = keeper or Keeper()
+        self._keeper = keeper or TensorStore()
         self._gradients = gradients
         seen: set[int] = set()
         with torch.no_grad(), user_code(what="copying the run's state"):

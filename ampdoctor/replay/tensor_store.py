@@ -31,7 +31,7 @@ class Values(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class InMemory:
     """Values in memory."""
 
     values: torch.Tensor
@@ -83,7 +83,7 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True)
-class Spilled:
+class OnDisk:
     """Values in a file, from byte `at`."""
 
     file: _File
@@ -116,7 +116,7 @@ class Spilled:
 
 
 @dataclass(slots=True)
-class Keeper:
+class TensorStore:
     """Stores tensors' values; large ones in files of `folder`, if there is one."""
 
     folder: Path | None = None
@@ -125,14 +125,14 @@ class Keeper:
     def keep(self, memory: torch.Tensor, known: Values | None = None) -> Values:
         """Stores a tensor's values, or returns `known` if they are equal; raises ReplayError if the folder is full."""
         if not _is_plain(memory):
-            return Held(memory.clone())
+            return InMemory(memory.clone())
         if known is not None and known.are_in(memory):
             return known
         if self.folder is None or memory.nbytes < SMALL:
-            return Held(memory.clone())
+            return InMemory(memory.clone())
         self._file = self._file or _File(self.folder)
         values = memory.cpu().contiguous()
-        return Spilled(self._file, self._file.append(values), memory.dtype, memory.shape)
+        return OnDisk(self._file, self._file.append(values), memory.dtype, memory.shape)
 
 
 def _is_plain(memory: torch.Tensor) -> bool:

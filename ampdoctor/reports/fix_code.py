@@ -17,7 +17,7 @@ _HALF = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class TrainingContext:
     """The training that the lines are for."""
 
     device: str = "cuda"  # device type of the user's training; a CPU replay under CUDA's policy stands for a GPU
@@ -39,7 +39,7 @@ class Code:
     torch: tuple[str, ...] = ()
 
 
-def setting_of(report: Report, finding: Finding | None = None) -> Setting:
+def setting_of(report: Report, finding: Finding | None = None) -> TrainingContext:
     """Return the training behind a report; for a log, the training of `finding`.
 
     A scan stands for autocast in fp16 on a GPU, with a scaler.
@@ -48,7 +48,7 @@ def setting_of(report: Report, finding: Finding | None = None) -> Setting:
         return _logged(report.health, finding)
     run, scaler = report.run, None if report.scaler is None else report.scaler.current
     native_cpu = run.get("policy") == "native" and str(run.get("device", "")).startswith("cpu")
-    return Setting(
+    return TrainingContext(
         device="cpu" if native_cpu else "cuda",
         half=_HALF.get(str(run.get("precision")), "float16"),
         autocast=run.get("autocast", True) is not False,
@@ -56,7 +56,7 @@ def setting_of(report: Report, finding: Finding | None = None) -> Setting:
     )
 
 
-def _logged(health: HealthSection, finding: Finding | None) -> Setting:
+def _logged(health: HealthSection, finding: Finding | None) -> TrainingContext:
     """Return the training behind a log, from the look at the finding's step, or else from the last look."""
     where = None if finding is None else finding.where
     looks = [
@@ -68,16 +68,16 @@ def _logged(health: HealthSection, finding: Finding | None) -> Setting:
     ]
     here = [look for look in looks if where is not None and look.step == where.step]
     if not looks:
-        return Setting()
+        return TrainingContext()
     look = (here or looks)[-1]
-    return Setting(
+    return TrainingContext(
         device="cpu" if look.device == "cpu" else "cuda",
         half=_HALF.get(str(look.precision), "float16"),
         autocast=look.autocast is not False,
     )
 
 
-def code_of(prescription: Prescription, setting: Setting, cause: str | None = None) -> Code:
+def code_of(prescription: Prescription, setting: TrainingContext, cause: str | None = None) -> Code:
     """Return the lines for a change; none for one that a replay has disproved, or that needs words instead.
 
     The names `model`, `optimizer`, `scaler`, `loss_fn`, `batch`, `batches` and `max_norm` stand for the user's own.
@@ -108,7 +108,7 @@ PROTOCOL = (
 _CONTINUED = ('scaler.load_state_dict(checkpoint["scaler"])  # with model and optimizer, where the run resumes',)
 
 
-def _fp32_modules(prescription: Prescription, setting: Setting) -> Code:
+def _fp32_modules(prescription: Prescription, setting: TrainingContext) -> Code:
     names = _names(prescription.value)
     if not names:
         return Code()
@@ -170,7 +170,7 @@ def _names(value: Any) -> Sequence[Any]:
     return () if isinstance(value, str) or not isinstance(value, Sequence) else value
 
 
-def _dtype(prescription: Prescription, setting: Setting) -> Code:
+def _dtype(prescription: Prescription, setting: TrainingContext) -> Code:
     dtype = str(prescription.value).removeprefix("torch.")
     if dtype not in ("bfloat16", "float32"):
         return Code()
@@ -182,14 +182,14 @@ def _dtype(prescription: Prescription, setting: Setting) -> Code:
     return Code(_apply(prescription), autocast_step(setting.device, dtype, f"not {setting.half}"))
 
 
-def _init_scale(prescription: Prescription, setting: Setting) -> Code:
+def _init_scale(prescription: Prescription, setting: TrainingContext) -> Code:
     """Return lines for a new scale; none for a step with manual scaling or its own scaler, whose line is unknown."""
     if not _is_number(prescription.value) or not setting.scaled:
         return Code()
     return Code(_apply(prescription, "scaler"), (_built({"init_scale": prescription.value}, setting),))
 
 
-def _scaler(prescription: Prescription, setting: Setting) -> Code:
+def _scaler(prescription: Prescription, setting: TrainingContext) -> Code:
     """Return lines for a scaler; only plain torch without one, since `apply` changes a scaler and scales no loss."""
     settings = prescription.value
     if not isinstance(settings, Mapping) or not all(_is_number(number) for number in settings.values()):
@@ -206,7 +206,7 @@ def _scaler(prescription: Prescription, setting: Setting) -> Code:
     )
 
 
-def _optimizer(prescription: Prescription, _setting: Setting) -> Code:
+def _optimizer(prescription: Prescription, _setting: TrainingContext) -> Code:
     settings = prescription.value
     if not isinstance(settings, Mapping) or not settings or not all(_is_number(n) for n in settings.values()):
         return Code()
@@ -216,7 +216,7 @@ def _optimizer(prescription: Prescription, _setting: Setting) -> Code:
     return Code(_apply(prescription, "optimizer"), (first, *lines))
 
 
-def _skip_batch(prescription: Prescription, _setting: Setting) -> Code:
+def _skip_batch(prescription: Prescription, _setting: TrainingContext) -> Code:
     batch = prescription.value
     if not isinstance(batch, int):
         return Code()
@@ -229,7 +229,7 @@ def _skip_batch(prescription: Prescription, _setting: Setting) -> Code:
     )
 
 
-_MAKERS: Mapping[str, Callable[[Prescription, Setting], Code]] = {
+_MAKERS: Mapping[str, Callable[[Prescription, TrainingContext], Code]] = {
     "fp32_modules": _fp32_modules,
     "dtype": _dtype,
     "init_scale": _init_scale,
@@ -248,7 +248,7 @@ def _apply(prescription: Prescription, *parts: str) -> tuple[str, ...]:
     return apply_call(prescription.kind, prescription.value, status=prescription.status, arguments=arguments)
 
 
-def _built(settings: Mapping[str, Any], setting: Setting) -> str:
+def _built(settings: Mapping[str, Any], setting: TrainingContext) -> str:
     arguments = ", ".join(keywords(settings))
     return f"scaler = torch.amp.GradScaler({quoted(setting.device)}, {arguments})"
 

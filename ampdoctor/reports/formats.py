@@ -19,7 +19,7 @@ _COLORS: Mapping[Color, Literal["auto", "standard"] | None] = {"auto": "auto", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Canvas:
+class RenderOptions:
     """Where a report is shown, and in how much detail; forms for programs ignore it."""
 
     width: int  # in columns
@@ -69,14 +69,14 @@ class _Buffer(io.StringIO):
 class Renderer(Protocol):
     """One form of a report."""
 
-    def __call__(self, report: Report, canvas: Canvas, /) -> str:
+    def __call__(self, report: Report, canvas: RenderOptions, /) -> str:
         """Return the whole text; the same report and canvas give the same bytes."""
 
 
 def the_same_everywhere(render: Callable[[Report], str]) -> Renderer:
     """Return the renderer of a form that ignores its canvas."""
 
-    def renderer(report: Report, _canvas: Canvas, /) -> str:
+    def renderer(report: Report, _canvas: RenderOptions, /) -> str:
         return render(report)
 
     return renderer

@@ -17,8 +17,8 @@ from ampdoctor.reports import human_sections, section_words
 from ampdoctor.reports import text as words
 from ampdoctor.reports.console import heading, labelled, listed, show, text
 from ampdoctor.reports.escape import sanitise
-from ampdoctor.reports.fix_code import Setting, code_of, setting_of
-from ampdoctor.reports.formats import Canvas, Renderer
+from ampdoctor.reports.fix_code import TrainingContext, code_of, setting_of
+from ampdoctor.reports.formats import Renderer, RenderOptions
 from ampdoctor.reports.next_step import bundle_command, next_step
 from ampdoctor.reports.text import gate_words
 
@@ -163,7 +163,7 @@ def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, report
         show(text(f"... and {len(rest) - _IN_A_LINE} more", "dim"), console, indent=2)
 
 
-def _finding(finding: Finding, console: Console, verbose: int, setting: Setting) -> None:
+def _finding(finding: Finding, console: Console, verbose: int, setting: TrainingContext) -> None:
     head = Text(overflow="fold")  # without a style, which would apply to all appended text
     head.append(finding.severity.upper(), _SEVERITY_STYLE[finding.severity])
     head.append(" ").append_text(text(f"{finding.code} {finding.name}", "bold"))
@@ -181,7 +181,9 @@ def _finding(finding: Finding, console: Console, verbose: int, setting: Setting)
         _paste(finding.prescription, finding.cause, setting, console, verbose)
 
 
-def _paste(prescription: Prescription, cause: str | None, setting: Setting, console: Console, verbose: int) -> None:
+def _paste(
+    prescription: Prescription, cause: str | None, setting: TrainingContext, console: Console, verbose: int
+) -> None:
     """Print lines to copy without folding; a narrow terminal wraps them and still copies them whole."""
     code = code_of(prescription, setting, cause)
     blocks = [("with ampdoctor", code.apply), ("in plain torch", code.torch)]
@@ -259,7 +261,7 @@ def _checks(report: Report, console: Console, verbose: int) -> None:
     listed("checked", (f"{what}: {said}" for what, said in rows), console)
 
 
-def _render(report: Report, canvas: Canvas, /) -> str:
+def _render(report: Report, canvas: RenderOptions, /) -> str:
     return canvas.draw(lambda console: render_human(report, console, quiet=canvas.quiet, verbose=canvas.verbose))
 
 
@@ -272,6 +274,6 @@ WIDTH = 100  # columns that fit most terminals and logs
 
 
 def plain_text(report: Report, *, quiet: bool = False, verbose: int = 0, width: int = WIDTH) -> str:
-    """Return the human report without colour; `quiet` and `verbose` as for `Canvas`."""
-    text = RENDERER(report, Canvas(width=width, color="never", quiet=quiet, verbose=verbose))
+    """Return the human report without colour; `quiet` and `verbose` as for `RenderOptions`."""
+    text = RENDERER(report, RenderOptions(width=width, color="never", quiet=quiet, verbose=verbose))
     return "\n".join(line.rstrip() for line in text.split("\n")).strip("\n")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from ampdoctor.evidence.json_records import Text, form, schema_of, to_plain
 from ampdoctor.evidence.report import SCHEMA_VERSION, Finding, Prescription, Report
 from ampdoctor.package import version
-from ampdoctor.reports.fix_code import Code, Setting, code_of, setting_of
+from ampdoctor.reports.fix_code import Code, TrainingContext, code_of, setting_of
 from ampdoctor.reports.formats import the_same_everywhere
 
 
@@ -56,7 +56,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
     }
 
 
-def _finding(finding: Finding, setting: Setting) -> dict[str, Any]:
+def _finding(finding: Finding, setting: TrainingContext) -> dict[str, Any]:
     prescription = finding.prescription
     return {
         **to_plain(replace(finding, prescription=None)),
@@ -67,7 +67,7 @@ def _finding(finding: Finding, setting: Setting) -> dict[str, Any]:
     }
 
 
-def _prescription(prescription: Prescription, setting: Setting, cause: str | None) -> dict[str, Any]:
+def _prescription(prescription: Prescription, setting: TrainingContext, cause: str | None) -> dict[str, Any]:
     return {
         **to_plain(replace(prescription, alternatives=())),
         "verified": prescription.verified,

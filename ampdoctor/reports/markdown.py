@@ -17,7 +17,7 @@ from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerSection
 from ampdoctor.evidence.run_facts import PrecisionAdvice
 from ampdoctor.reports import section_words, text
 from ampdoctor.reports.escape import code, fence, header, prose, row
-from ampdoctor.reports.fix_code import Setting, code_of, setting_of
+from ampdoctor.reports.fix_code import TrainingContext, code_of, setting_of
 from ampdoctor.reports.formats import the_same_everywhere
 from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.section_words import (
@@ -107,7 +107,7 @@ def _overview(report: Report) -> Iterator[str]:
         head = ""
 
 
-def _finding(finding: Finding, setting: Setting) -> str:
+def _finding(finding: Finding, setting: TrainingContext) -> str:
     lines = [f"**where**: {prose(text.place(finding.where))}"]
     lines += [f"**why**: {prose(said)}" for said in text.why(finding)]
     lines += [

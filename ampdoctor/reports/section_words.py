@@ -19,7 +19,7 @@ from ampdoctor.evidence.report_plan import (
 )
 from ampdoctor.evidence.report_scaler import ScalerArguments
 from ampdoctor.reports import text as words
-from ampdoctor.reports.fix_code import Setting, code_of
+from ampdoctor.reports.fix_code import TrainingContext, code_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class FindingParts:
     help: str  # what to do, unless the change says it
 
 
-def finding_parts(finding: Finding, setting: Setting) -> FindingParts:
+def finding_parts(finding: Finding, setting: TrainingContext) -> FindingParts:
     """Split a finding; the lines to paste are for `setting`."""
     prescription = finding.prescription
     change = None if prescription is None else _change(prescription, setting, finding.cause)
@@ -63,7 +63,7 @@ def finding_parts(finding: Finding, setting: Setting) -> FindingParts:
     )
 
 
-def _change(prescription: Prescription, setting: Setting, cause: str | None) -> Change:
+def _change(prescription: Prescription, setting: TrainingContext, cause: str | None) -> Change:
     code = code_of(prescription, setting, cause)
     unproved = prescription.kind == "code" and prescription.status in ("failed", "not_run")
     blocks = (("with ampdoctor", code.apply), ("in plain torch", code.torch))

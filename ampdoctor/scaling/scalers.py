@@ -73,7 +73,7 @@ class ScalerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class DerivedSetting:
     """A setting, and what bounds it: `by` completes "bound by ..."."""
 
     value: float
@@ -87,7 +87,7 @@ Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
-class Lanes(ABC):
+class ScalerSim(ABC):
     """Scalers that follow one rule set, one lane per entry of `settings`.
 
     `scale` is the loss scale of each lane before its next step, float64 of shape (lanes,). `stopped`, bool of that
@@ -121,7 +121,7 @@ class Lanes(ABC):
     def _back_off(self, where: Flags) -> None: ...
 
 
-class TorchLanes(Lanes):
+class GradScalerSim(ScalerSim):
     """`torch.amp.GradScaler`, also as accelerate, lightning and FSDP1 use it: fp32, no floor.
 
     The count of clean steps is compared with `==`: an interval that is zero, negative, or not above the count is never
@@ -151,7 +151,7 @@ class TorchLanes(Lanes):
         self.stopped |= where & self._raises
 
 
-class MegatronLanes(Lanes):
+class MegatronLanes(ScalerSim):
     """megatron-core's `DynamicGradScaler`: fp32, with a floor and hysteresis.
 
     Overflows use up the hysteresis even if clean steps lie between them: only growth refills it. Growth to infinity is
@@ -182,7 +182,7 @@ class MegatronLanes(Lanes):
         self.scale = np.where(where & (self._left <= 0), lowered, self.scale)
 
 
-class DeepSpeedLanes(Lanes):
+class DeepSpeedLanes(ScalerSim):
     """DeepSpeed's `DynamicLossScaler` (ZeRO 1 to 3), not consecutive: Python floats, a floor, hysteresis.
 
     It grows after interval + 1 clean steps from the start or an overflow, then after every interval. Only growth
@@ -218,7 +218,7 @@ class DeepSpeedLanes(Lanes):
         self.stopped |= raises
 
 
-class FairseqLanes(Lanes):
+class FairseqLanes(ScalerSim):
     """fairseq's `DynamicLossScaler`: Python floats; `min_scale` is its soft threshold, `abort_scale` its minimum.
 
     It backs off if overflows are at least the share `tolerance` of the steps since the scale last changed (growth does
@@ -261,12 +261,12 @@ class FairseqLanes(Lanes):
         self.stopped |= raises
 
 
-RULES: dict[Framework, type[Lanes]] = {
-    "torch": TorchLanes,
-    "accelerate": TorchLanes,
-    "transformers": TorchLanes,
-    "lightning": TorchLanes,
-    "fsdp": TorchLanes,
+RULES: dict[Framework, type[ScalerSim]] = {
+    "torch": GradScalerSim,
+    "accelerate": GradScalerSim,
+    "transformers": GradScalerSim,
+    "lightning": GradScalerSim,
+    "fsdp": GradScalerSim,
     "deepspeed": DeepSpeedLanes,
     "megatron": MegatronLanes,
     "fairseq": FairseqLanes,
@@ -297,7 +297,7 @@ def expressible(settings: ScalerSettings, framework: Framework) -> ScalerSetting
     the threshold, and no hysteresis (its tolerance is no substitute: after 1,000 clean steps, 5 % ignores 50 overflows
     in a row). A value that is not a number stays.
     """
-    if RULES[framework] is TorchLanes:
+    if RULES[framework] is GradScalerSim:
         return replace(settings, min_scale=None, hysteresis=1, tolerance=0.0, abort_scale=None)
     defaults = DEFAULTS[framework]
     fixed = replace(
@@ -459,7 +459,7 @@ def skip_rate(steps: Iterable[SimulatedStep]) -> float:
 _TAKEN, _SKIPPED, _ENDED = 0, 1, 2
 
 
-def _walk(lanes: Lanes, trace_of_lane: Integers, maxima: Floats) -> tuple[Integers, Floats, NDArray[np.int8]]:
+def _walk(lanes: ScalerSim, trace_of_lane: Integers, maxima: Floats) -> tuple[Integers, Floats, NDArray[np.int8]]:
     """Returns lengths, scales and kinds of each lane's runs of equal steps, each of shape (lanes, runs)."""
     traces, steps = maxima.shape
     padded = np.concatenate([maxima, np.zeros((traces, LEAP))], axis=1)

@@ -24,10 +24,10 @@ from ampdoctor.scaling.closed_forms import Spikes, find_spikes, highest_exponent
 from ampdoctor.scaling.scalers import (
     DEFAULTS,
     RULES,
-    Bound,
+    DerivedSetting,
+    GradScalerSim,
     ScalerSettings,
     Simulation,
-    TorchLanes,
     expressible,
     simulate_lanes,
 )
@@ -226,7 +226,7 @@ class Outcome:
     settings: ScalerSettings
     change: bool
     margin: Margin
-    bounds: dict[str, Bound]
+    bounds: dict[str, DerivedSetting]
     expected_current: Expectation | None
     expected_default: Expectation
     expected_chosen: Expectation
@@ -237,7 +237,7 @@ def search(
     trace: StepTrace,
     *,
     current: ScalerSettings | None,
-    start: Bound,
+    start: DerivedSetting,
     framework: Framework,
     thresholds: Thresholds,
     censored: float = 0.0,
@@ -330,19 +330,19 @@ def closed_form(
     *,
     drift: Drift,
     spikes: Spikes,
-    start: Bound,
+    start: DerivedSetting,
     framework: Framework,
     thresholds: Thresholds,
     remaining_steps: int | None = None,
-) -> dict[str, Bound]:
+) -> dict[str, DerivedSetting]:
     """Returns scale, growth_factor, backoff_factor, growth_interval, hysteresis and min_scale, each with its bound.
 
     `start` is as in `search`.
     """
-    fixed = RULES[framework] is not TorchLanes
-    bounds = {"scale": Bound(value=2.0**start.value, by=start.by)}
+    fixed = RULES[framework] is not GradScalerSim
+    bounds = {"scale": DerivedSetting(value=2.0**start.value, by=start.by)}
     if fixed:
-        backoff = Bound(value=0.5, by="the framework, which halves")
+        backoff = DerivedSetting(value=0.5, by="the framework, which halves")
     else:
         backoff = choose.backoff_factor(spikes, hysteresis_available=False)
     interval = choose.growth_interval(
@@ -354,7 +354,7 @@ def closed_form(
         spikes=spikes,
     )
     growth = (
-        Bound(value=2.0, by="the framework, which doubles")
+        DerivedSetting(value=2.0, by="the framework, which doubles")
         if fixed
         else choose.growth_factor(drift.slope, interval.value)
     )
@@ -371,7 +371,7 @@ def _in_use(current: ScalerSettings, framework: Framework) -> ScalerSettings:
     return replace(expressible(current, framework), scale=current.scale)
 
 
-def _settings_of(bounds: dict[str, Bound], framework: Framework) -> ScalerSettings:
+def _settings_of(bounds: dict[str, DerivedSetting], framework: Framework) -> ScalerSettings:
     asked = ScalerSettings(
         scale=bounds["scale"].value,
         growth_factor=bounds["growth_factor"].value,
@@ -452,7 +452,7 @@ def _worth_it(used: Scores, best: Scores) -> bool:
     return low > 0.0 and (fewer_skips >= WORTH_SKIPS or less_error >= WORTH_ERROR)
 
 
-def _margin(used: Scores, best: Scores, incumbent: ScalerSettings, start: Bound) -> Margin:
+def _margin(used: Scores, best: Scores, incumbent: ScalerSettings, start: DerivedSetting) -> Margin:
     usable = incumbent.scale > 0.0 and math.isfinite(incumbent.scale)
     return Margin(
         objective=quantiles(used.objective - best.objective),

@@ -20,7 +20,7 @@ from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 # -- shifts of the suitable scales by accumulation and fp16 reductions, in log2 --
 
 
-Division = Literal["before", "after", "split"]
+GradReduceScaling = Literal["before", "after", "split"]
 """When a reduction over n ranks divides by n: before the sum (DDP's fp16_compress_hook, prescale_gradients), after it
 (DeepSpeed's default), or about sqrt(n) on each side (FSDP1, FSDP2 with reduce_dtype=fp16)."""
 
@@ -49,7 +49,7 @@ def accumulation_shift(before: int, after: int, *, loss_divided: bool = True, ha
     return Shift(lowest=moved, highest=moved - (change if half_gradients else 0.0))
 
 
-def reduction_shift(ranks: int, division: Division) -> Shift:
+def reduction_shift(ranks: int, division: GradReduceScaling) -> Shift:
     """Returns the shift by an all-reduce in fp16 over `ranks`; one in fp32 or bf16 moves nothing.
 
     Division after the sum lets it grow by as much in the worst case; division before it flushes as much more.
@@ -58,7 +58,7 @@ def reduction_shift(ranks: int, division: Division) -> Shift:
     return Shift(lowest=math.log2(before), highest=0.0 - math.log2(after))
 
 
-def divisors(ranks: int, division: Division) -> tuple[int, float]:
+def divisors(ranks: int, division: GradReduceScaling) -> tuple[int, float]:
     """Returns the divisors of a reduction over `ranks`: before its sum, and after it.
 
     FSDP's first divisor doubles, from 1, as long as it divides n and is below the remaining quotient (torch's

@@ -22,7 +22,7 @@ from ampdoctor.precision import (
     REDUCED,
     AutocastOverride,
     CastInputs,
-    Island,
+    Fp32Module,
     half_dtype,
     island_of,
     island_on,
@@ -125,9 +125,9 @@ def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Trai
 
 def _set_island(module: nn.Module, on: bool) -> None:  # noqa: FBT001 - a value to write
     if not on:
-        _unhook(module, lambda hook: isinstance(getattr(hook, "__self__", None), Island))
+        _unhook(module, lambda hook: isinstance(getattr(hook, "__self__", None), Fp32Module))
     elif not island_on(module):
-        Island(_base(module)).attach(module)
+        Fp32Module(_base(module)).attach(module)
 
 
 def _hold_base(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: ExitStack, *, rank: int) -> None:

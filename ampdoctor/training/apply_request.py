@@ -34,14 +34,14 @@ _USELESS = ("failed", "worse")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ApplyRequest:
     """The changes to make."""
 
     changes: tuple[Prescription, ...]  # at most one of each kind
     left_out: tuple[str, ...] = ()  # the other changes, each with the reason why it is not applied
 
 
-def wanted_of(source: Any, *, unverified: bool) -> Wanted:
+def wanted_of(source: Any, *, unverified: bool) -> ApplyRequest:
     """Returns the changes of the source of `apply`; raises UsageError where it is unreadable, empty or contradictory.
 
     With `unverified`, changes that no replay has proved count too; from a report, only those that none has disproved.
@@ -51,7 +51,7 @@ def wanted_of(source: Any, *, unverified: bool) -> Wanted:
     return _of_object(source, "the prescription", unverified=unverified)
 
 
-def _of_object(source: Any, name: str, *, unverified: bool) -> Wanted:
+def _of_object(source: Any, name: str, *, unverified: bool) -> ApplyRequest:
     if isinstance(source, Report):
         pairs = [(finding.code, finding.prescription) for finding in source.findings]
         return _of_report(pairs, f"the report of {source.command}", source.verdict, unverified=unverified)
@@ -118,7 +118,7 @@ def _prescription(value: Any, name: str) -> Prescription | None:
     return Prescription(kind=kind, value=value["value"], status=status, reason=reason or None, detail=detail)
 
 
-def _alone(prescription: Prescription | None, name: str, *, unverified: bool) -> Wanted:
+def _alone(prescription: Prescription | None, name: str, *, unverified: bool) -> ApplyRequest:
     if prescription is None:
         raise UsageError(f"{name} has no prescription: there is nothing to apply")
     if not prescription.verified and not unverified:
@@ -126,10 +126,12 @@ def _alone(prescription: Prescription | None, name: str, *, unverified: bool) ->
             f"{_what(prescription)} is not verified ({_why_not(prescription)}); "
             f"apply(..., unverified=True) applies it all the same"
         )
-    return Wanted((prescription,))
+    return ApplyRequest((prescription,))
 
 
-def _of_report(pairs: list[tuple[str, Prescription | None]], name: str, verdict: str, *, unverified: bool) -> Wanted:
+def _of_report(
+    pairs: list[tuple[str, Prescription | None]], name: str, verdict: str, *, unverified: bool
+) -> ApplyRequest:
     changes: dict[str, Prescription] = {}
     left_out = []
     for code, prescription in pairs:
@@ -151,7 +153,7 @@ def _of_report(pairs: list[tuple[str, Prescription | None]], name: str, verdict:
     if not changes:
         why = f": {left_out[0]}" if left_out else f" (its verdict is {verdict})"
         raise UsageError(f"{name} has no change that apply can make{why}")
-    return Wanted(tuple(changes.values()), tuple(left_out))
+    return ApplyRequest(tuple(changes.values()), tuple(left_out))
 
 
 def _both(one: Prescription, other: Prescription, name: str) -> Prescription:

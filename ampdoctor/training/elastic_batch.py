@@ -24,7 +24,7 @@ from ampdoctor.hooks.nested import iter_tensors, map_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SampleRange:
     """The samples of one micro-batch, `begin` to `end`, counted from the step's first.
 
     `counts` is False where a small last step leaves a rank without a sample: its part repeats the first sample with
@@ -36,7 +36,7 @@ class Part:
     counts: bool = True
 
 
-def parts_of(samples: int, *, rank: int, ranks: int, accumulation: int) -> Iterator[Part]:
+def parts_of(samples: int, *, rank: int, ranks: int, accumulation: int) -> Iterator[SampleRange]:
     """Yields a rank's micro-batches of a step with this many samples (at least 1).
 
     The step is cut into ranks x accumulation slots that differ by at most one sample, and ranks take them in order: all
@@ -48,9 +48,9 @@ def parts_of(samples: int, *, rank: int, ranks: int, accumulation: int) -> Itera
         begin, end = samples * slot // slots, samples * (slot + 1) // slots
         if begin < end:
             empty = False
-            yield Part(begin=begin, end=end)
+            yield SampleRange(begin=begin, end=end)
     if empty:
-        yield Part(begin=0, end=1, counts=False)
+        yield SampleRange(begin=0, end=1, counts=False)
 
 
 # -- micro-batches with the weights of their losses --
@@ -76,7 +76,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class StepBatches:
     """One optimizer step of this rank; iterates over its micro-batches.
 
     Attributes:
@@ -97,7 +97,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weighing:
+class LossWeights:
     """The weights with which the mean over ranks of the summed gradients is that of the whole step.
 
     DDP and FSDP take the mean over the `ranks` D of `group` (None: the default one). Without a `count`, a loss is a
@@ -109,18 +109,18 @@ class Weighing:
     group: dist.ProcessGroup | None
     count: Count | None = None
 
-    def counting(self, count: Count | None) -> Weighing:
+    def counting(self, count: Count | None) -> LossWeights:
         """Returns the same with another count; raises UsageError for several ranks without a process group."""
         if count is not None and self.ranks > 1 and not (dist.is_available() and dist.is_initialized()):
             raise UsageError("counting over several ranks needs torch.distributed.init_process_group() before it")
         return replace(self, count=count)
 
-    def window(self, step: int, samples: int, parts: Sequence[Part], data: Sequence[Any]) -> Window:
+    def window(self, step: int, samples: int, parts: Sequence[SampleRange], data: Sequence[Any]) -> StepBatches:
         """Returns the step from this rank's parts and their data; with a count, all ranks must call it together."""
         weights = self._by_samples(samples, parts) if self.count is None else self._by_count(self.count, parts, data)
         last = len(parts) - 1
         made = zip(data, weights, strict=True)
-        return Window(
+        return StepBatches(
             step=step,
             samples=samples,
             micro_batches=tuple(
@@ -128,10 +128,10 @@ class Weighing:
             ),
         )
 
-    def _by_samples(self, samples: int, parts: Sequence[Part]) -> list[float]:
+    def _by_samples(self, samples: int, parts: Sequence[SampleRange]) -> list[float]:
         return [self.ranks * (part.end - part.begin) * part.counts / samples for part in parts]
 
-    def _by_count(self, count: Count, parts: Sequence[Part], data: Sequence[Any]) -> list[float]:
+    def _by_count(self, count: Count, parts: Sequence[SampleRange], data: Sequence[Any]) -> list[float]:
         own = sum(_whole(count(value)) for value, part in zip(data, parts, strict=True) if part.counts)
         total = self._of_all_ranks(own)
         # a step in which nothing counts changes nothing
@@ -176,7 +176,7 @@ class ElasticSampler(Sampler[list[int]]):
         global_batch: int,
         accumulation: int,
         rank: int,
-        weighing: Weighing,
+        weighing: LossWeights,
         shuffle: bool,
         seed: int,
         drop_last: bool,
@@ -228,7 +228,7 @@ class ElasticSampler(Sampler[list[int]]):
             for part in parts:
                 yield order[first + part.begin : first + part.end]
 
-    def steps(self, loader: Iterable[Any], *, count: Count | None = None) -> Iterator[Window]:
+    def steps(self, loader: Iterable[Any], *, count: Count | None = None) -> Iterator[StepBatches]:
         """Yields the epoch's optimizer steps, each with its micro-batches as the loader returns them.
 
         Args:
@@ -253,7 +253,7 @@ class ElasticSampler(Sampler[list[int]]):
         if next(batches, self) is not self:
             raise UsageError("the loader has more batches than its sampler: they are not those of this sampler")
 
-    def _windows(self) -> Iterator[tuple[int, int, list[Part]]]:
+    def _windows(self) -> Iterator[tuple[int, int, list[SampleRange]]]:
         """Yields the number, the samples and this rank's parts of each step that is left in the epoch."""
         for step in range(self._start, self.steps_per_epoch):
             samples = self._samples_in(step)
@@ -263,7 +263,7 @@ class ElasticSampler(Sampler[list[int]]):
         """Returns the samples of a step: the global batch, or fewer in an epoch's last step."""
         return min(self._global_batch, self._length - step % self.steps_per_epoch * self._global_batch)
 
-    def _parts(self, samples: int) -> list[Part]:
+    def _parts(self, samples: int) -> list[SampleRange]:
         cut = parts_of(samples, rank=self._rank, ranks=self._weighing.ranks, accumulation=self._accumulation)
         return list(cut)
 
@@ -332,7 +332,7 @@ class ElasticBatch:
             drop_last=drop_last,
         )
 
-    def steps(self, batches: Iterable[Any], *, count: Count | None = None, start: int = 0) -> Iterator[Window]:
+    def steps(self, batches: Iterable[Any], *, count: Count | None = None, start: int = 0) -> Iterator[StepBatches]:
         """Cuts batches of a whole optimizer step, from a stream or a list that is the same on every rank.
 
         Every rank loads every batch. Where the data can be indexed, `sampler` avoids that.
@@ -364,8 +364,8 @@ class ElasticBatch:
             yield weighing.window(step, samples, parts, [_part_of(batch, part, samples) for part in parts])
 
     @property
-    def _weighing(self) -> Weighing:
-        return Weighing(ranks=self.data_parallel, group=self.group)
+    def _weighing(self) -> LossWeights:
+        return LossWeights(ranks=self.data_parallel, group=self.group)
 
 
 def elastic_batch(global_batch: int, max_micro_batch: int, *, group: dist.ProcessGroup | None = None) -> ElasticBatch:
@@ -447,7 +447,7 @@ def _samples_in(batch: Any) -> int:
     return samples
 
 
-def _part_of(batch: Any, part: Part, samples: int) -> Any:
+def _part_of(batch: Any, part: SampleRange, samples: int) -> Any:
     kinds: type | UnionType = torch.Tensor | list | tuple
 
     def cut(value: Any) -> Any:

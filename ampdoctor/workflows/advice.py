@@ -27,7 +27,7 @@ from ampdoctor.evidence.run_facts import PrecisionFacts, ScaleFacts, Spread
 from ampdoctor.evidence.thresholds import ERROR_NOTE, FLUSHED
 from ampdoctor.numerics import FORMATS, FloatFormat
 from ampdoctor.scaling.choose import COMPOUNDING, Prediction, ScaleChoice, choose_scale, predict
-from ampdoctor.scaling.scalers import Bound, ScalerSettings
+from ampdoctor.scaling.scalers import DerivedSetting, ScalerSettings
 from ampdoctor.scaling.search import Outcome, Trajectory, expect, largest_scales, search, trajectory
 from ampdoctor.scaling.trace import Shift, StepTrace, accumulation_shift, reduction_shift, trace_of
 from ampdoctor.workflows.replay_under_change import FLUSH_THAT_PAYS
@@ -88,7 +88,7 @@ def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
     outcome = search(
         trace,
         current=current if state is not None else None,
-        start=Bound(value=choice.exponent, by=choice.bound_by),
+        start=DerivedSetting(value=choice.exponent, by=choice.bound_by),
         framework=framework,
         thresholds=thresholds,
         censored=float(np.isposinf(trace.log2_amax).mean()),  # steps of unknown magnitude

@@ -44,8 +44,8 @@ from ampdoctor.live.scaler_protocol import half_weights
 from ampdoctor.probes.user_code import as_source, own_line, raising_line
 from ampdoctor.replay.python_state import has_moved
 from ampdoctor.workflows.checkpoint_state import history_findings, impossible_state, not_said_yet, saved_collapse
-from ampdoctor.workflows.close_look import CloseLook, WayBack
-from ampdoctor.workflows.compare_fp32 import Alongside, DoesNotComeBackError, Seen, compare_with_fp32, is_calm
+from ampdoctor.workflows.close_look import SnapshotRing, StepTracer
+from ampdoctor.workflows.compare_fp32 import CompareDuringReplay, DoesNotComeBackError, Seen, compare_with_fp32, is_calm
 from ampdoctor.workflows.judge import Judge, led_on, told_once, unproved_while_misused
 from ampdoctor.workflows.open_replay import OpenReplay, open_replay, scaler_after, sick_state
 from ampdoctor.workflows.repairs import after_refusal
@@ -65,7 +65,7 @@ from ampdoctor.workflows.report_notes import (
     unexamined,
 )
 from ampdoctor.workflows.requests import MOST_UNTIL_SICK, keep_all
-from ampdoctor.workflows.step_beside_fp32 import Kept, ReferencePass, Replayed, held, is_at_rest, moved, sample
+from ampdoctor.workflows.step_beside_fp32 import ReferencePass, Replayed, StateCopy, held, is_at_rest, moved, sample
 from ampdoctor.workflows.trials import as_far_as_replayed, proof_of
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
     """
     with open_replay(request) as replay:
         try:
-            beside = None if request.until_sick else Alongside(request.compare_steps)
+            beside = None if request.until_sick else CompareDuringReplay(request.compare_steps)
             report = _searched(replay, progress, set_aside, beside)
         except DoesNotComeBackError:  # start over; no step runs twice before each has run once
             report = _searched(replay, progress, set_aside, None)
@@ -118,7 +118,7 @@ def _as_in_its_loop(report: Report, finite_again: str | None) -> Report:
 
 
 def _searched(
-    replay: OpenReplay, progress: Progress | None, set_aside: SetAside, alongside: Alongside | None
+    replay: OpenReplay, progress: Progress | None, set_aside: SetAside, alongside: CompareDuringReplay | None
 ) -> Report:
     request = replay.request
     steps = request.max_steps or MOST_UNTIL_SICK if request.until_sick else request.steps or DEFAULT_STEPS
@@ -146,12 +146,12 @@ class _Search:
     steps: int
     progress: Progress | None
     set_aside: SetAside
-    alongside: Alongside | None
-    look: CloseLook = field(init=False)
+    alongside: CompareDuringReplay | None
+    look: StepTracer = field(init=False)
     judge: Judge = field(init=False)
     start: Snapshot = field(init=False)
-    _at_start: Kept = field(init=False)
-    back: WayBack = field(init=False)
+    _at_start: StateCopy = field(init=False)
+    back: SnapshotRing = field(init=False)
     outcomes: list[StepOutcome] = field(default_factory=list)
     seen: list[Replayed] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -170,11 +170,11 @@ class _Search:
     _watching: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        self.look = CloseLook(self.replay)
+        self.look = StepTracer(self.replay)
         self.start = self.session.snapshot()
         self.session.events.called_at = lambda: as_source(own_line())
-        self._at_start = Kept(trained={name: sample(tensor).clone() for name, tensor in held(self.session)})
-        self.back = WayBack(self.steps, self._beside_at_the_end if self.until_sick else 0)
+        self._at_start = StateCopy(trained={name: sample(tensor).clone() for name, tensor in held(self.session)})
+        self.back = SnapshotRing(self.steps, self._beside_at_the_end if self.until_sick else 0)
         self.back.also(0, self.start)
         resumed = self.replay.resumed
         fresh = resumed.collapsed_from if resumed is not None else None
@@ -322,7 +322,7 @@ class _Search:
             )
         self.steps = self.judge.steps = self.back.steps = min(2 * self.steps, MOST_STEPS)
 
-    def _attempted(self, step: int, sentinel: NonFiniteProbe, beside: Alongside | None) -> StepOutcome:
+    def _attempted(self, step: int, sentinel: NonFiniteProbe, beside: CompareDuringReplay | None) -> StepOutcome:
         """Replay a step; the first healthy one again after its twin in fp32, and each later one after its twin.
 
         With `until_sick` the probe stays attached between steps, because attaching it reads all state.
@@ -503,7 +503,7 @@ class _Search:
             if self.until_sick:
                 passed = self._last_beside_fp32(len(self.outcomes))
             else:
-                self.back = WayBack(self.steps)  # frees its snapshot
+                self.back = SnapshotRing(self.steps)  # frees its snapshot
                 passed = self._beside_fp32(self.seen[:wanted])
         if self.until_sick:
             self.skipped += only_looked_at(len(self.outcomes), self._beside_at_the_end)

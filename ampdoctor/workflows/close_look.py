@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ampdoctor.diagnosis.replay.outcome import nondeterministic_finding
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.evidence.trace import Birth, StepOutcome, Trace
+from ampdoctor.evidence.trace import NonFiniteOrigin, StepOutcome, Trace
 from ampdoctor.hooks.interfaces import StepHalted
 from ampdoctor.probes.halving import Interval, IntervalTrace, OrderProbe, Point, PointProbe, UpdateTrace
 from ampdoctor.probes.nonfinite import NonFiniteProbe, Observation, first_difference
@@ -130,7 +130,7 @@ class LayerSearch:
 
     # -- checks of the interval --
 
-    def _check(self, births: Sequence[Birth]) -> None:
+    def _check(self, births: Sequence[NonFiniteOrigin]) -> None:
         """Check that the non-finite value at the interval's end was made in the interval, from finite values."""
         if not births:
             raise SearchLost("nothing non-finite was born where the search ended")
@@ -277,7 +277,7 @@ def _loose(point: Point) -> bool:
 
 
 @dataclass(slots=True)
-class CloseLook:
+class StepTracer:
     """Runs a step again with every op watched, from its snapshot or, where that does not reproduce it, a fresh run."""
 
     replay: OpenReplay
@@ -414,7 +414,7 @@ def stretch(steps: int) -> int:
 
 
 @dataclass(slots=True)
-class WayBack:
+class SnapshotRing:
     """Restores the start of the step that has just run, from the nearest snapshot before it.
 
     It holds one snapshot; with `behind` (steps before the last one that it must also reach) it holds two, at least that

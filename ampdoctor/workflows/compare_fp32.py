@@ -30,16 +30,16 @@ from ampdoctor.replay.snapshot import Snapshot, tensors_of
 from ampdoctor.workflows.lost_updates import at_full_rate, by_tensor, standing_still
 from ampdoctor.workflows.prescribe import prescribe, underflow_cure
 from ampdoctor.workflows.repairs import put_right
-from ampdoctor.workflows.rerun_step import Place, jolted_beside, traced
+from ampdoctor.workflows.rerun_step import ReplayPosition, jolted_beside, traced
 from ampdoctor.workflows.step_beside_fp32 import (
     AS_FAR,
-    Beside,
-    Kept,
+    ComparisonSummary,
     Known,
     Observed,
-    Passing,
     ReferencePass,
     Replayed,
+    StateCopy,
+    StepComparison,
     all_finite,
     compared,
     kept,
@@ -73,7 +73,7 @@ def compare_fresh_runs(
     State outside the snapshots advances once per step in both runs. A step whose gradients depart is traced in a third
     run. No change is tried, because no step can be run again under one. Replays are counted in `session`.
     """
-    passing = Passing(thresholds, comes_back=False)
+    passing = ComparisonSummary(thresholds, comes_back=False)
     sentinel = NonFiniteProbe()
     with ExitStack() as stack:
         here, there = (stack.enter_context(_counted(session, fresh())) for _ in range(2))
@@ -109,7 +109,7 @@ def _examine_fresh(
     fresh: Callable[[], Session],
     thresholds: Thresholds,
     *,
-    passing: Passing,
+    passing: ComparisonSummary,
 ) -> tuple[Finding, ...]:
     """Returns the finding of the first rule that holds, with what a traced fresh run adds."""
     wrong_use = misuse(comparison, thresholds)
@@ -159,7 +159,7 @@ def _counted(session: Session, other: Session) -> Iterator[Session]:
 
 
 def _side_by_side(
-    here: Session, there: Session, step: int, sentinel: NonFiniteProbe, passing: Passing
+    here: Session, there: Session, step: int, sentinel: NonFiniteProbe, passing: ComparisonSummary
 ) -> Comparison | None:
     there.adopt_state(here)
     values = kept(here)
@@ -185,7 +185,7 @@ TOO_FAR = "its steps do not come back from a snapshot, and a fresh run would hav
 FOLLOWED = 8
 """Number of steps in which stale copies are searched where fp32 cannot run, and of steps with notes after which the
 comparison ends: as many as `bisect-nan` replays by default."""
-NOT_YET: Mapping[int, Beside] = MappingProxyType({})
+NOT_YET: Mapping[int, StepComparison] = MappingProxyType({})
 
 
 def compare_with_fp32(  # noqa: C901, PLR0917 - what a run is, and what is known of it
@@ -194,7 +194,7 @@ def compare_with_fp32(  # noqa: C901, PLR0917 - what a run is, and what is known
     seen: Sequence[Replayed],
     fresh: Callable[[], Session],
     thresholds: Thresholds,
-    beside: Mapping[int, Beside] = NOT_YET,
+    beside: Mapping[int, StepComparison] = NOT_YET,
     *,
     begin: int = 0,
     first: int = 0,
@@ -209,13 +209,13 @@ def compare_with_fp32(  # noqa: C901, PLR0917 - what a run is, and what is known
     `start` is the state before step `begin`, None if snapshots are known not to reproduce a step; `seen` holds the
     first replay's steps from `begin` on. `first` is the first step to compare.
     """
-    passing = Passing(thresholds)
+    passing = ComparisonSummary(thresholds)
     if start is None:
         return passing.ended(cut=TOO_FAR) if begin else compare_fresh_runs(session, seen, fresh, thresholds)
-    place = Place(session, start, seen, begin=begin)
+    place = ReplayPosition(session, start, seen, begin=begin)
     notes: list[Finding] = []
     for step, noted in islice(enumerate(seen, begin), max(first - begin, 0), None):
-        known = beside.get(step) if not noted.skipped else Beside()  # without an update, nothing is compared
+        known = beside.get(step) if not noted.skipped else StepComparison()  # without an update, nothing is compared
         if known is not None and (known.comparison is None or is_calm(known.comparison, thresholds, passing.known)):
             passing.passes(known)
             continue
@@ -281,7 +281,7 @@ class _Pair:
     """The step as it is."""
 
     @classmethod
-    def replayed(cls, session: Session, before: Snapshot, step: int, passing: Passing) -> _Pair | None:
+    def replayed(cls, session: Session, before: Snapshot, step: int, passing: ComparisonSummary) -> _Pair | None:
         """Run the step in fp32, restore, run it as it is, and stay there. None if skipped or fp32 is not finite."""
         values = kept(session)
         with session.reference():
@@ -315,7 +315,7 @@ def _rounding_alone(session: Session, before: Snapshot, step: int) -> float:
 
 
 def _looked_at_closely(
-    place: Place, before: Snapshot, pair: _Pair, thresholds: Thresholds, *, passing: Passing
+    place: ReplayPosition, before: Snapshot, pair: _Pair, thresholds: Thresholds, *, passing: ComparisonSummary
 ) -> tuple[Finding, ...]:
     """Returns the findings of a step that is not calm; without any, its values count as harmless from then on."""
     comparison = pair.comparison
@@ -328,7 +328,9 @@ def _looked_at_closely(
     return findings
 
 
-def _examine(place: Place, ends: Ends, pair: _Pair, thresholds: Thresholds, *, passing: Passing) -> tuple[Finding, ...]:
+def _examine(
+    place: ReplayPosition, ends: Ends, pair: _Pair, thresholds: Thresholds, *, passing: ComparisonSummary
+) -> tuple[Finding, ...]:
     """Returns the findings of the first rule that holds; the session is left after the step."""
     session, comparison, (before, after) = place.session, pair.comparison, ends
     trying = partial(Trials, session, before, comparison.step, place.steps, without=(pair.own,))
@@ -364,7 +366,7 @@ def _examine(place: Place, ends: Ends, pair: _Pair, thresholds: Thresholds, *, p
 
 
 def _still_at_full_rate(
-    place: Place, before: Snapshot, comparison: Comparison, thresholds: Thresholds, known: Known
+    place: ReplayPosition, before: Snapshot, comparison: Comparison, thresholds: Thresholds, known: Known
 ) -> Stagnation | None:
     """Returns what stands still, unless it moves at the learning rate that a warm-up rises to."""
     still = stagnation(comparison, thresholds)
@@ -382,7 +384,7 @@ def _far_from_fp32(
     trying: Callable[..., Trials],
     thresholds: Thresholds,
     *,
-    passing: Passing,
+    passing: ComparisonSummary,
 ) -> Iterator[Finding]:
     """Yields why gradients are far from fp32's, in total or for single parameters; the session is left in any state.
 
@@ -425,7 +427,7 @@ def _far_from_fp32(
 # No step is run a second time for this, and none of its gradients is copied: each is compared where the optimizer gets
 # it, and fp32's is then freed. State outside snapshots would advance twice a step. So this is only for runs in which
 # none was seen to move (`Reached.beyond`) and that do nothing after a step (an average of the weights would include
-# fp32's), and only once one step was seen to be reproduced: `Alongside.proves`.
+# fp32's), and only once one step was seen to be reproduced: `CompareDuringReplay.proves`.
 
 
 class DoesNotComeBackError(Exception):
@@ -451,22 +453,22 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Twin:
+class Fp32Step:
     """A step in fp32, for the step that follows from the same state."""
 
     probe: DistanceProbe  # compares the step's gradients with fp32's
-    before: Kept  # what the run keeps, before the step
-    moved: Kept  # how that moved in fp32
+    before: StateCopy  # what the run keeps, before the step
+    moved: StateCopy  # how that moved in fp32
     outcome: StepOutcome  # of fp32
     finite: bool  # fp32's gradients are finite
 
 
 @dataclass(slots=True)
-class Alongside:
+class CompareDuringReplay:
     """Collects the comparisons of pass 1 with fp32."""
 
     steps: int | None = None  # maximum number of compared steps; None for all
-    seen: dict[int, Beside] = field(default_factory=dict)  # by step; others have to run again to be compared
+    seen: dict[int, StepComparison] = field(default_factory=dict)  # by step; others have to run again to be compared
     _proved: bool = False
     _gone: bool = False
 
@@ -483,7 +485,7 @@ class Alongside:
         """Compare no further step: the run keeps state of its own."""
         self._gone = True
 
-    def twin(self, session: Session, step: int, snapshot: Snapshot, random_state: RandomState) -> Twin | None:
+    def twin(self, session: Session, step: int, snapshot: Snapshot, random_state: RandomState) -> Fp32Step | None:
         """Run the step, whose batch is drawn, in fp32 and restore; None, and no further twin, if it cannot run so."""
         before = kept(session)
         try:
@@ -496,7 +498,7 @@ class Alongside:
         finally:
             snapshot.restore()
             random_state.restore()
-        return Twin(DistanceProbe(wide.gradients, wide.times), before, there, outcome, all_finite(wide))
+        return Fp32Step(DistanceProbe(wide.gradients, wide.times), before, there, outcome, all_finite(wide))
 
     def proves(self, step: int, first: Seen, again: Seen) -> None:
         """Record that the step, run again after its twin, was the same; raises DoesNotComeBackError if not."""
@@ -504,18 +506,18 @@ class Alongside:
             raise DoesNotComeBackError(f"step {step}")
         self._proved = True
 
-    def note(self, session: Session, twin: Twin, outcome: StepOutcome, sentinel: NonFiniteProbe) -> None:
+    def note(self, session: Session, twin: Fp32Step, outcome: StepOutcome, sentinel: NonFiniteProbe) -> None:
         """Keep the step's comparison with its twin; raises DoesNotComeBackError where only fp32 is not finite."""
         step = outcome.step
         if outcome.loses_updates:
-            self.seen[step] = Beside()
+            self.seen[step] = StepComparison()
         elif overflowed(sentinel) and outcome.optimizer_steps < twin.outcome.optimizer_steps:
-            self.seen[step] = Beside(held=True)
+            self.seen[step] = StepComparison(held=True)
         elif not twin.finite and not sentinel.sightings.sinks:  # only fp32 is not: the run may count its calls
             raise DoesNotComeBackError(f"step {step}")
         elif outcome.optimizer_steps == twin.outcome.optimizer_steps:
             here = moved(session, twin.before)
             pair = outcome, twin.outcome
-            self.seen[step] = Beside(
+            self.seen[step] = StepComparison(
                 compared(session, step, pair, twin.probe.distances, (twin.before, here, twin.moved))
             )

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
     from ampdoctor.evidence.location import NonFinite
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.hooks.program import Leading, Program
-    from ampdoctor.live.log.facts import Place
-    from ampdoctor.live.loop_watch import Attempt, LoopWatch
-    from ampdoctor.live.numbers.other_modules import Beside, Lost
+    from ampdoctor.hooks.program import PriorSteps, Program
+    from ampdoctor.live.log.facts import RankInJob
+    from ampdoctor.live.loop_watch import LoopWatch, UpdateAttempt
+    from ampdoctor.live.numbers.other_modules import Lost, OtherModules
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.workflows.requests import WatchRequest
@@ -60,7 +60,7 @@ IN_PARTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class StepDiagnosis:
     """What was found out about a step; `report` is None where the step is healthy and its scaler only settles."""
 
     report: Report | None
@@ -75,7 +75,7 @@ class Look:
         """Whether an error was found, rather than only that the step is sick."""
         return self.report is not None and any(finding.severity == "error" for finding in self.report.findings)
 
-    def telling(self, *, raised: BaseException | None = None, advice: str = "") -> Look:
+    def telling(self, *, raised: BaseException | None = None, advice: str = "") -> StepDiagnosis:
         """Returns a copy whose findings include facts from outside the replay.
 
         `raised` is the loop's own exception and replaces the replay's. `advice` comes from other steps and makes each
@@ -95,7 +95,7 @@ class Look:
         return replace(self, report=replace(self.report, findings=findings, verdict=verdict))
 
 
-def look(program: Program, *, policy: Policy, device: str, thresholds: Thresholds, settles: bool) -> Look:
+def look(program: Program, *, policy: Policy, device: str, thresholds: Thresholds, settles: bool) -> StepDiagnosis:
     """Replay a step whose weights are still unchanged, and return the diagnosis.
 
     `settles`: a scaler skipped the step, which is healthy if the scaler backs off to a scale at which the step is
@@ -104,7 +104,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     began, failed, unsaid = monotonic(), None, tuple[str, ...]()
     if not program.calls_models:
         unseen = Report(command="run", target={}, verdict="inconclusive", skipped=tuple(_not_replayed(program, ())))
-        return Look(report=unseen, failed=True)
+        return StepDiagnosis(report=unseen, failed=True)
     request = ReplayRequest(
         factory=_once(program), policy=policy, device=device, thresholds=thresholds, steps=1, compare_steps=0
     )
@@ -118,7 +118,9 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
                 finally:
                     session.close()
             if backoffs is not None:
-                return Look(report=None, backoffs=backoffs, elsewhere=backoffs == 0, seconds=monotonic() - began)
+                return StepDiagnosis(
+                    report=None, backoffs=backoffs, elsewhere=backoffs == 0, seconds=monotonic() - began
+                )
             report = bisect_nan(replace(request, factory=_once(program)))
     except Exception as error:  # noqa: BLE001 - there may be no room here for a second run
         said = str(error) if isinstance(error, AmpdoctorError) else describe(error)
@@ -132,14 +134,18 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     findings = tuple(_unproved(finding, uncovered) for finding in report.findings) if uncovered else report.findings
     report = replace(report, command="run", findings=findings, skipped=left_out)
     seconds = monotonic() - began
-    return Look(report=report, uncovered=uncovered, failed=failed is not None, elsewhere=elsewhere, seconds=seconds)
+    return StepDiagnosis(
+        report=report, uncovered=uncovered, failed=failed is not None, elsewhere=elsewhere, seconds=seconds
+    )
 
 
-def not_looked_at(program: Program, what: str, why: str) -> Look:
+def not_looked_at(program: Program, what: str, why: str) -> StepDiagnosis:
     """Returns the result for a sick step that is not replayed, with the reason `why`."""
     said = f"step {program.step} was sick ({what}), and was not run again: {why}"
     note = ErrorNote(what=f"step {program.step}", kind="not_replayed", message=said)
-    return Look(report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True)
+    return StepDiagnosis(
+        report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True
+    )
 
 
 def all_gradients_nan(model: torch.nn.Module) -> bool:
@@ -153,12 +159,12 @@ def bundled(
     program: Program,
     report: Report,
     request: WatchRequest,
-    place: Place,
+    place: RankInJob,
     say: Callable[[str], None],
     *,
     made: Made,
     log: Sequence[str],
-    leading: Leading | None,
+    leading: PriorSteps | None,
 ) -> Written | None:
     """Write the bundle of a sick step into the watch's health folder; None where it could not be written."""
     rank = place.rank
@@ -448,7 +454,7 @@ class LastUpdate:
     read: bool  # its gradients were read, and were finite
 
     @classmethod
-    def of(cls, attempt: Attempt, *, read: bool) -> LastUpdate:
+    def of(cls, attempt: UpdateAttempt, *, read: bool) -> LastUpdate:
         """Returns the record of the update that is about to be made."""
         groups = attempt.optimizer.param_groups
         settings = tuple({key: group[key] for key in _SHOWN if key in group} for group in groups)
@@ -534,7 +540,7 @@ def lost_beside(lost: Lost, models: Iterable[torch.nn.Module]) -> Finding:
     )
 
 
-def found_beside(beside: Beside, watch: LoopWatch, step: int, *, at_the_end: bool) -> tuple[Finding, int] | None:
+def found_beside(beside: OtherModules, watch: LoopWatch, step: int, *, at_the_end: bool) -> tuple[Finding, int] | None:
     """Check, when due, the tensors that a loop keeps outside its models; returns a finding and its step, or None.
 
     `at_the_end`: the training has ended, so results that are still on their way are waited for.

@@ -25,12 +25,12 @@ from ampdoctor.evidence.report import (
 from ampdoctor.evidence.report_health import CurveName, HealthRun, HealthSection
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.proposed_scaling import with_proposed_scaling
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import FoundLog, find_logs
 from ampdoctor.health.reading.same_run import without_copies
 from ampdoctor.health.sinks.export import Export
 from ampdoctor.health.sinks.export import export as export_lines
-from ampdoctor.health.summary import Looked, Told, grown_lately, look_again
+from ampdoctor.health.summary import LogSummary, OnProgress, grown_lately, look_again
 from ampdoctor.workflows.log_listeners import refuse_log
 from ampdoctor.workflows.requests import Progress
 
@@ -59,7 +59,7 @@ _NO_END = "no line end follows it, so that its last number may be cut off"
 class _Read:
     shown: str
     found: FoundLog
-    looked: Looked
+    looked: LogSummary
 
 
 def health(
@@ -121,7 +121,7 @@ def health(
         for note in (*one.found.errors, *one.looked.errors)
     ]
     if export and read:
-        export_lines(read[0].found.lines(Noticed()), export)
+        export_lines(read[0].found.lines(ReadIssues()), export)
     paths = [shown for shown in (*given, *found) if shown in unread or any(shown == one.shown for one in read)]
     return _report(read, errors, skipped, list(dict.fromkeys(paths)), thresholds)
 
@@ -167,7 +167,7 @@ def _list_of(names: Sequence[str]) -> str:
     return first if len(names) <= _LISTED else f"{first} and {len(names) - _LISTED} more"
 
 
-def _told(progress: Progress | None, shown: str) -> Told | None:
+def _told(progress: Progress | None, shown: str) -> OnProgress | None:
     if progress is None:
         return None
 
@@ -177,7 +177,7 @@ def _told(progress: Progress | None, shown: str) -> Told | None:
     return told
 
 
-def _as_of_now(looked: Looked, found: FoundLog) -> Looked:
+def _as_of_now(looked: LogSummary, found: FoundLog) -> LogSummary:
     """Returns the result with what depends on whether the log still grows, which the stored result cannot hold.
 
     If it grows, a run that has not ended in order still runs, and a last line without an end is being written.
@@ -277,7 +277,7 @@ def _target(read: Sequence[_Read], shown: Sequence[str]) -> dict[str, object]:
     }
 
 
-def _checks(looked: Looked) -> Iterator[Check]:
+def _checks(looked: LogSummary) -> Iterator[Check]:
     """Yields what was examined; of several optimizers, the steps of the one with the most."""
     runs = looked.runs
     most = max(runs, key=lambda run: run.steps)

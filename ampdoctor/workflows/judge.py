@@ -47,10 +47,10 @@ from ampdoctor.workflows.trials import AFTER, SHOWN, Trials, replayed
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.checkpoint_stats import ScalerState
-    from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
+    from ampdoctor.evidence.trace import NonFiniteOrigin, NonFiniteReport, StepOutcome, Trace
     from ampdoctor.probes.nonfinite import NonFiniteProbe
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.close_look import CloseLook
+    from ampdoctor.workflows.close_look import StepTracer
 
 
 CULPRITS = 8
@@ -69,7 +69,7 @@ class _Skip:
 
     step: int
     snapshot: Snapshot
-    birth: Birth
+    birth: NonFiniteOrigin
     optimizers: frozenset[str] = frozenset()
     steps: int = 1
 
@@ -84,7 +84,7 @@ class _Pending:
     """Non-finite gradients of a step that only accumulates; kept until an optimizer uses them or a scaler skips."""
 
     snapshot: Snapshot
-    births: tuple[Birth, ...]
+    births: tuple[NonFiniteOrigin, ...]
 
 
 @dataclass(slots=True)
@@ -95,14 +95,14 @@ class Judge:
     the steps in between.
     """
 
-    look: CloseLook
+    look: StepTracer
     steps: int  # that were asked for
     start_scale: float | None  # before step 0; None without an enabled scaler
     start: Snapshot | None = None  # the state before step 0
     fresh: float | None = None  # the factory's initial scale, where the checkpoint's has collapsed
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)  # what could not be explained
-    births: dict[str, Birth] = field(default_factory=dict)  # by the finding's fingerprint
+    births: dict[str, NonFiniteOrigin] = field(default_factory=dict)  # by the finding's fingerprint
     earlier: tuple[int, Snapshot] | None = None
     _skipped: set[int] = field(default_factory=set)
     _replayed: list[ReplayedStep] = field(default_factory=list)
@@ -161,9 +161,9 @@ class Judge:
     def _judge(
         self,
         trace: Trace | None,
-        births: tuple[Birth, ...],
+        births: tuple[NonFiniteOrigin, ...],
         outcome: StepOutcome,
-        sightings: Sightings,
+        sightings: NonFiniteReport,
         snapshot: Snapshot,
     ) -> bool:
         """Whether this step is sick; if so, its findings are added. A step that a scaler skips may be healthy."""
@@ -208,7 +208,9 @@ class Judge:
         self._prescribe(births, cause, snapshot, outcome)
         return True
 
-    def _prescribe(self, births: tuple[Birth, ...], cause: Cause, snapshot: Snapshot, outcome: StepOutcome) -> None:
+    def _prescribe(
+        self, births: tuple[NonFiniteOrigin, ...], cause: Cause, snapshot: Snapshot, outcome: StepOutcome
+    ) -> None:
         """Add a finding for each independent birth, with the change that cures them together."""
         main, *rest = independent(births)
         session = self.look.session
@@ -349,7 +351,7 @@ class Judge:
         )
         self._add(replace(finding, evidence={**finding.evidence, "steps_left_out": last}), birth)
 
-    def _diverges(self, birth: Birth, cause: Cause, cure: Prescription | None, trials: Trials) -> bool:
+    def _diverges(self, birth: NonFiniteOrigin, cause: Cause, cure: Prescription | None, trials: Trials) -> bool:
         """Add a finding on the updates if no change cures an overflow in half and fp32 diverges; returns whether so."""
         if not self.look.session.precision.reduced or cause not in OVERFLOWS or cure is None or cure.verified:
             return False
@@ -359,7 +361,7 @@ class Judge:
         self._add(diverging_finding(birth, losses), birth)
         return True
 
-    def _add(self, finding: Finding, birth: Birth | None) -> None:
+    def _add(self, finding: Finding, birth: NonFiniteOrigin | None) -> None:
         self.findings.append(finding)
         if birth is not None:
             self.births.setdefault(finding.fingerprint, birth)

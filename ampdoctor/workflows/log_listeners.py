@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ampdoctor.checkpoints.files import is_folder
 from ampdoctor.diagnosis.health.judge import Judge
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.log_records import AlertLine, Line, Stamped, StepLine
+from ampdoctor.evidence.log_records import AlertLine, Line, LogRecord, StepLine
 from ampdoctor.evidence.log_text import kind_of, line_of
 from ampdoctor.evidence.paths import file_key, logs_in
 from ampdoctor.evidence.report import Finding
@@ -53,7 +53,7 @@ class Alerting:
         self._write, self._say, self._on_alert = write, say, on_alert
         self._earlier: Iterable[StepLine] | None = earlier
 
-    def hear(self, whole: Stamped) -> None:
+    def hear(self, whole: LogRecord) -> None:
         """Judge a line of the log."""
         if self._earlier is not None:
             for step in self._earlier:

@@ -36,8 +36,8 @@ from ampdoctor.probes.written_state import last_written
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.prescribe import intervene_at, underflow_cures
 from ampdoctor.workflows.rerun_step import (
-    Again,
-    Place,
+    ReplayPosition,
+    StepRerun,
     first_wrong_op,
     in_code,
     last_op,
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 
     from ampdoctor.diagnosis.replay.updates import Stagnation
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.evidence.trace import Comparison, Flush, ParameterBeside, StateBeside, Trace
+    from ampdoctor.evidence.trace import Comparison, Flush, ParameterVsFp32, StateVsFp32, Trace
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.step_beside_fp32 import Kept, Known
+    from ampdoctor.workflows.step_beside_fp32 import Known, StateCopy
 
 
 # -- changes that make tensors move again that stand still in half --
@@ -72,7 +72,7 @@ def standing_still(
     None where nothing is lost: the optimizer rounds stochastically, or keeps what rounding loses. The session is left
     in any state.
     """
-    if _lost_nothing(Again(session, before, comparison.step), stagnation):
+    if _lost_nothing(StepRerun(session, before, comparison.step), stagnation):
         return None
     step, still = comparison.step, unmoved(comparison)
     if not still or rounded_away(still):
@@ -85,7 +85,7 @@ def standing_still(
 
 
 def zeroed_by_an_op(
-    session: Session, before: Snapshot, step: int, still: Sequence[ParameterBeside], cure: Prescription
+    session: Session, before: Snapshot, step: int, still: Sequence[ParameterVsFp32], cure: Prescription
 ) -> Finding | None:
     """Returns the finding for an overflow that makes updates zero: a trust or clip factor of something over infinity.
 
@@ -104,7 +104,7 @@ def zeroed_by_an_op(
     )
 
 
-def _lost_nothing(again: Again, stagnation: Stagnation) -> bool:
+def _lost_nothing(again: StepRerun, stagnation: Stagnation) -> bool:
     if again.written().draws:
         return True
     names = {name for update in stagnation.updates for name in update.tensors}
@@ -236,7 +236,7 @@ def is_quiet(compared: Sequence[Comparison], thresholds: Thresholds) -> bool:
 
 
 def by_update(
-    place: Place, compared: Sequence[Comparison], thresholds: Thresholds, known: frozenset[str], seen: Known
+    place: ReplayPosition, compared: Sequence[Comparison], thresholds: Thresholds, known: frozenset[str], seen: Known
 ) -> tuple[Finding, ...]:
     """Returns findings on how single tensors are written in the compared steps; the session is left in any state.
 
@@ -251,14 +251,14 @@ def by_update(
     zero = tuple(p for p in zero if p.name not in known)
     at, states = stuck(compared)
     findings: list[Finding | None] = []
-    if still and (again := Again.at(place, steps[0].step)):
+    if still and (again := StepRerun.at(place, steps[0].step)):
         still = _at_full_rate(again, place.start, still, seen)
         findings.append(_frozen(again, steps, still, thresholds) if still else None)
-    if zero and (again := Again.at(place, steps[when].step)):
+    if zero and (again := StepRerun.at(place, steps[when].step)):
         findings.append(_made_zero(again, zero))
-    if far and (again := Again.at(place, steps[since].step)):
+    if far and (again := StepRerun.at(place, steps[since].step)):
         findings.append(_stepped_wrongly(again, steps, since, far, thresholds[WRONG_RATIO]))
-    if states and (again := Again.at(place, compared[at].step)):
+    if states and (again := StepRerun.at(place, compared[at].step)):
         findings.append(_stuck(again, compared, at, states))
     if counters := counting(compared):
         findings.append(counting_finding(compared, counters))
@@ -271,8 +271,8 @@ def _moving(compared: Sequence[Comparison]) -> list[Comparison]:
 
 
 def _at_full_rate(
-    again: Again, start: Snapshot, still: Sequence[ParameterBeside], seen: Known
-) -> tuple[ParameterBeside, ...]:
+    again: StepRerun, start: Snapshot, still: Sequence[ParameterVsFp32], seen: Known
+) -> tuple[ParameterVsFp32, ...]:
     """Returns the parameters that also stand still at the learning rate that a warm-up rises to."""
     later = at_full_rate(again.session, start, again.before, again.step)
     moves = frozenset(p.name for p in later.parameters if p.moved) if later is not None else frozenset[str]()
@@ -282,7 +282,7 @@ def _at_full_rate(
 
 
 def _frozen(
-    again: Again, steps: Sequence[Comparison], still: Sequence[ParameterBeside], thresholds: Thresholds
+    again: StepRerun, steps: Sequence[Comparison], still: Sequence[ParameterVsFp32], thresholds: Thresholds
 ) -> Finding | None:
     writes = again.written()
     left_out = noise(again.session, again.before, again.step) | again.kept_elsewhere()
@@ -295,18 +295,18 @@ def _frozen(
         return finding
     wanted = {p.name: p.meant_to_move for p in still}
 
-    def stay(now: Kept) -> str | None:
+    def stay(now: StateCopy) -> str | None:
         return too_few({name: int((now.trained[name] != 0).sum()) for name in wanted if name in now.trained}, wanted)
 
     return replace(finding, prescription=again.in_fp32(stay))
 
 
-def _made_zero(again: Again, zero: Sequence[ParameterBeside]) -> Finding | None:
+def _made_zero(again: StepRerun, zero: Sequence[ParameterVsFp32]) -> Finding | None:
     left_out = noise(again.session, again.before, again.step) | again.kept_elsewhere()
     zero = tuple(p for p in zero if p.name not in left_out)
     wanted = {p.name: p.meant_to_move for p in zero}
 
-    def stay(now: Kept) -> str | None:
+    def stay(now: StateCopy) -> str | None:
         return too_few({name: int((now.trained[name] != 0).sum()) for name in wanted if name in now.trained}, wanted)
 
     found = zeroed_by_an_op(again.session, again.before, again.step, zero, again.in_fp32(stay)) if zero else None
@@ -315,7 +315,7 @@ def _made_zero(again: Again, zero: Sequence[ParameterBeside]) -> Finding | None:
 
 
 def _stepped_wrongly(
-    again: Again, steps: Sequence[Comparison], since: int, far: Sequence[tuple[ParameterBeside, ...]], ratio: float
+    again: StepRerun, steps: Sequence[Comparison], since: int, far: Sequence[tuple[ParameterVsFp32, ...]], ratio: float
 ) -> Finding | None:
     noisy = noise(again.session, again.before, again.step)
     far = tuple(run for run in far if run[0].name not in noisy)
@@ -326,7 +326,7 @@ def _stepped_wrongly(
     op = first_wrong_op(here, there, largest, ratio) or last_op(here, largest)
     meant = {run[0].name: run[0].expected_update for run in far}
 
-    def wrong(now: Kept) -> str | None:
+    def wrong(now: StateCopy) -> str | None:
         for name, expected in meant.items():
             apart = float(now.trained[name].norm()) / expected if name in now.trained else 0.0
             if not 1 / ratio <= apart <= ratio:
@@ -336,7 +336,9 @@ def _stepped_wrongly(
     return replace(wrong_step_finding(steps, since, far, op), prescription=again.in_fp32(wrong))
 
 
-def _stuck(again: Again, compared: Sequence[Comparison], since: int, states: Sequence[StateBeside]) -> Finding | None:
+def _stuck(
+    again: StepRerun, compared: Sequence[Comparison], since: int, states: Sequence[StateVsFp32]
+) -> Finding | None:
     copies = again.copies()
     states = tuple(state for state in states if state.name not in copies)
     if not states:
@@ -347,12 +349,12 @@ def _stuck(again: Again, compared: Sequence[Comparison], since: int, states: Seq
     return replace(finding, prescription=_unstuck(again, states))
 
 
-def _unstuck(again: Again, states: Sequence[StateBeside]) -> Prescription | None:
+def _unstuck(again: StepRerun, states: Sequence[StateVsFp32]) -> Prescription | None:
     """Try fp32 for the modules that hold the states, for everything, or for the states alone in the user's code."""
     wanted = {state.name: state.meant_to_move for state in states}
     inside = list(dict.fromkeys(owner_of(state.name) for state in states if state.kind == "buffer"))
 
-    def stay(now: Kept) -> str | None:
+    def stay(now: StateCopy) -> str | None:
         return too_few({name: int((m != 0).sum()) for (_, name), m in now.states.items() if name in wanted}, wanted)
 
     def attempts() -> Iterator[Prescription]:
@@ -383,7 +385,9 @@ _MOSTLY = 0.9
 """Share of an op's result that it flushes where a whole gradient is lost."""
 
 
-def by_tensor(place: Place, compared: Sequence[Comparison], thresholds: Thresholds, seen: Known) -> tuple[Finding, ...]:
+def by_tensor(
+    place: ReplayPosition, compared: Sequence[Comparison], thresholds: Thresholds, seen: Known
+) -> tuple[Finding, ...]:
     """Returns findings on single parameters in the compared steps; the session is left in any state.
 
     `place` is at the run's start, and no rule fired in the compared steps. `seen.warm_up` is set where a warm-up is why
@@ -395,7 +399,9 @@ def by_tensor(place: Place, compared: Sequence[Comparison], thresholds: Threshol
     return (*fed, *by_update(place.anew(), compared, thresholds, known, seen))
 
 
-def _starving(place: Place, compared: Sequence[Comparison], hungry: Sequence[ParameterBeside]) -> tuple[Finding, ...]:
+def _starving(
+    place: ReplayPosition, compared: Sequence[Comparison], hungry: Sequence[ParameterVsFp32]
+) -> tuple[Finding, ...]:
     """Returns the finding for parameters that get no gradient, leaving out those whose fp32 gradient is noise."""
     if not place.comes_to(compared[0].step):
         return ()
@@ -406,7 +412,9 @@ def _starving(place: Place, compared: Sequence[Comparison], hungry: Sequence[Par
     return (_fed(place, before, compared, hungry),) if hungry else ()
 
 
-def _fed(place: Place, before: Snapshot, compared: Sequence[Comparison], hungry: Sequence[ParameterBeside]) -> Finding:
+def _fed(
+    place: ReplayPosition, before: Snapshot, compared: Sequence[Comparison], hungry: Sequence[ParameterVsFp32]
+) -> Finding:
     session, step = place.session, compared[0].step
     trace = traced(session, before, step, flushes=True)
     saturated = _saturated(trace, hungry)
@@ -415,7 +423,7 @@ def _fed(place: Place, before: Snapshot, compared: Sequence[Comparison], hungry:
     return replace(finding, prescription=_cure(trials, session, finding, hungry))
 
 
-def _dies_at(flushes: Sequence[Flush], found: Sequence[ParameterBeside]) -> Flush | None:
+def _dies_at(flushes: Sequence[Flush], found: Sequence[ParameterVsFp32]) -> Flush | None:
     """Returns the first op of the backward that loses nearly all, in the parameters' common module if there is one."""
     whole = [flush for flush in flushes if flush.fraction >= _MOSTLY]
     module = common_module([parameter.name for parameter in found])
@@ -423,7 +431,7 @@ def _dies_at(flushes: Sequence[Flush], found: Sequence[ParameterBeside]) -> Flus
     return next(iter(within or whole), None)
 
 
-def _saturated(trace: Trace, found: Sequence[ParameterBeside]) -> Where | None:
+def _saturated(trace: Trace, found: Sequence[ParameterVsFp32]) -> Where | None:
     """Returns the op whose derivative is zero from what the forward left, in float64 too; None where one flushes.
 
     A sigmoid that rounds to 1 has no derivative left. It is the op behind most of the parameters.
@@ -438,7 +446,7 @@ def _saturated(trace: Trace, found: Sequence[ParameterBeside]) -> Where | None:
     return None
 
 
-def _cure(trials: Trials, session: Session, finding: Finding, found: Sequence[ParameterBeside]) -> Prescription | None:
+def _cure(trials: Trials, session: Session, finding: Finding, found: Sequence[ParameterVsFp32]) -> Prescription | None:
     """Try a loss scale; then fp32 for the module, and for the line where the forward saturates; then another format."""
     modules = list(dict.fromkeys([finding.where.module, common_module([p.name for p in found])]))
 

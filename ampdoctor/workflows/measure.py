@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ampdoctor.evidence.trace import StepOutcome
-    from ampdoctor.probes.modules import HalfPlan
+    from ampdoctor.probes.modules import LowPrecisionTensors
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.requests import Progress
@@ -44,7 +44,7 @@ SAME_FACTOR = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class MeasuredStep:
     """A measured step, beside which half-precision steps run from the same state."""
 
     step: int
@@ -65,9 +65,9 @@ class Measurement:
     """
 
     ranges: RangeProfile
-    plan: HalfPlan | None  # which tensors are half; None if no half-precision step could run
+    plan: LowPrecisionTensors | None  # which tensors are half; None if no half-precision step could run
     first: Seen | None = None  # the run's own first step, if that computes in half
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[MeasuredStep, ...] = ()
     notes: list[str] = field(default_factory=list)  # sentences for the report
 
 
@@ -130,7 +130,7 @@ class _Steps:
         updates: UpdateProbe,
         progress: Progress | None,
         *,
-        plan: HalfPlan | None,
+        plan: LowPrecisionTensors | None,
     ) -> None:
         self._session = session
         self._start = start
@@ -142,7 +142,7 @@ class _Steps:
         self._done = 0
         self.losses: list[float] = []
         self.nonfinite: list[int] = []
-        self.moments: list[Moment] = []
+        self.moments: list[MeasuredStep] = []
 
     def run(self) -> None:
         session = self._session
@@ -173,7 +173,7 @@ class _Steps:
         with self._session.watched(gradients):
             outcome = self._session.step(self._done)
         sinks, counted = sentinel.sightings.sinks, self._ranges.counted
-        self.moments.append(Moment(self._done, state, outcome, sinks, gradients, counted))
+        self.moments.append(MeasuredStep(self._done, state, outcome, sinks, gradients, counted))
         return outcome
 
     def _is_there(self, step: int) -> bool:
@@ -319,7 +319,7 @@ class Shadows:
         self._tallies = {scale: _Tally(ranges, scale) for scale in scales}
         self.unlike: int | None = None
 
-    def take(self, session: Session, moment: Moment, known: Mapping[float, Zeroed] = NONE_KNOWN) -> None:
+    def take(self, session: Session, moment: MeasuredStep, known: Mapping[float, Zeroed] = NONE_KNOWN) -> None:
         """Run a moment's step in fp16 at each scale, and restore the state before it.
 
         `known` has the results for scales at which this step was run already, from the same state.
@@ -345,7 +345,7 @@ class Shadows:
         return replace(self._ranges, shadows=tuple(tally.shadow() for tally in tallies if tally.steps))
 
 
-def _zeroed(session: Session, moment: Moment, factor: float) -> Zeroed | None:
+def _zeroed(session: Session, moment: MeasuredStep, factor: float) -> Zeroed | None:
     """Run the step once, its loss scaled by `factor` beyond the run's own scale; None if the user's code raises."""
     moment.state.restore()
     probe = ZeroedProbe(moment.gradients, factor=factor)
@@ -378,7 +378,7 @@ class _Tally:
         self._expected: list[float] = []
         self.steps: list[int] = []
 
-    def add(self, moment: Moment, zeroed: Zeroed) -> None:
+    def add(self, moment: MeasuredStep, zeroed: Zeroed) -> None:
         """Add a step: the prediction from its own fp32 histograms, and the measured values."""
         self.steps.append(moment.step)
         self._nonzero += zeroed.nonzero

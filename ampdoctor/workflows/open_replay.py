@@ -40,7 +40,7 @@ from ampdoctor.precision import (
 from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.nonfinite import is_nonfinite, state_tensors, stats_of
 from ampdoctor.probes.user_code import HalfMade, shown_from
-from ampdoctor.replay.batches import DataPlace, loads_state
+from ampdoctor.replay.batches import DataPosition, loads_state
 from ampdoctor.replay.bundles.manifest import bundle_at
 from ampdoctor.replay.bundles.read import Bundle
 from ampdoctor.replay.frameworks.accelerate import own_state
@@ -64,7 +64,7 @@ from ampdoctor.replay.user_code import out_of_memory
 from ampdoctor.replay.user_files import CHANGES, changes_note, told_of_changes
 
 if TYPE_CHECKING:
-    from ampdoctor.checkpoints.resume_state import Standing
+    from ampdoctor.checkpoints.resume_state import ResumeState
     from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
     from ampdoctor.evidence.run_facts import RefusedSetting
     from ampdoctor.replay.training_run import TrainingRun
@@ -76,11 +76,11 @@ if TYPE_CHECKING:
 
 def begin_anew(session: Session, request: ReplayRequest, say: Callable[[str], None]) -> None:
     """Let the batches of a run without a checkpoint begin where the request says, before its first batch is drawn."""
-    session.tape.place = DataPlace(batches=_passed_over(request, session, 0), epochs=request.until_sick, say=say)
+    session.tape.place = DataPosition(batches=_passed_over(request, session, 0), epochs=request.until_sick, say=say)
 
 
 def go_on(
-    session: Session, request: ReplayRequest, step: int | None, standing: Standing, say: Callable[[str], None]
+    session: Session, request: ReplayRequest, step: int | None, standing: ResumeState, say: Callable[[str], None]
 ) -> Iterator[str]:
     """Let the run continue where its checkpoint was saved, as far as the request asks; yields the differences.
 
@@ -92,7 +92,7 @@ def go_on(
     unloaded = None if run.load is not None else load_schedulers(session.schedulers, standing.schedulers)
     asked = request.until_sick or request.skip_batches is not None
     if not (asked or takes_start(run.batches)):
-        session.tape.place = DataPlace(say=say)
+        session.tape.place = DataPosition(say=say)
         return
     if unloaded is not None:
         yield f"the file {unloaded}"
@@ -107,7 +107,7 @@ def go_on(
     state = None
     if asked and not isinstance(request.skip_batches, int) and loads_state(run.batches):
         state = standing.loaders[0] if len(standing.loaders) == 1 else None
-    session.tape.place = DataPlace(
+    session.tape.place = DataPosition(
         steps=step or 0,
         batches=_passed_over(request, session, step or 0),
         state=state,

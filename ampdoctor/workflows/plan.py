@@ -26,7 +26,7 @@ from ampdoctor.batching.plans import (
 )
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.errors import CheckpointError, UsageError
-from ampdoctor.evidence.log_records import RunLine, Stamped, StepLine
+from ampdoctor.evidence.log_records import LogRecord, RunLine, StepLine
 from ampdoctor.evidence.report import Report, Skipped, verdict_of
 from ampdoctor.evidence.report_plan import (
     BatchInForce,
@@ -38,7 +38,7 @@ from ampdoctor.evidence.report_plan import (
     PlanSection,
 )
 from ampdoctor.evidence.run_facts import Place, SiteKind
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
 
 RULE = "largest micro-batch first"
@@ -300,12 +300,12 @@ def batch_of_log(path: str) -> BatchSettings:
     """
     try:
         found = find_log(Path(path))
-        return _measured(found.lines(Noticed()), path)
+        return _measured(found.lines(ReadIssues()), path)
     except CheckpointError as error:
         raise UsageError(f"the log cannot be read: {error}") from None
 
 
-def _measured(lines: Iterable[Stamped], path: str) -> BatchSettings:
+def _measured(lines: Iterable[LogRecord], path: str) -> BatchSettings:
     devices, precision, peak = 1, None, 0
     steps, counted = [], []
     for one in lines:

@@ -23,7 +23,7 @@ from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.trace import LOST
 from ampdoctor.numerics.formats import FORMATS
-from ampdoctor.probes.op_overrides import Address, How, Intervention, address_of
+from ampdoctor.probes.op_overrides import How, Intervention, UserLine, address_of
 from ampdoctor.probes.own_ops import OwnOps
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.changes import rescaled
@@ -32,7 +32,7 @@ from ampdoctor.workflows.searches import smallest_set
 from ampdoctor.workflows.trials import SHOWN, first_cure
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.trace import Birth
+    from ampdoctor.evidence.trace import NonFiniteOrigin
     from ampdoctor.replay.session import Session
     from ampdoctor.workflows.changes import Change
     from ampdoctor.workflows.trials import Trials
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 # -- interventions: changes that only the user's code can make, tried at the line of a birth --
 
 FP32_MAX = FORMATS["fp32"].max
-Way = tuple[How, Sequence[Address]]
+Way = tuple[How, Sequence[UserLine]]
 """What is changed, and where."""
 
 
-def intervene(births: Sequence[Birth], trials: Trials, *, first_only: bool = False) -> Prescription:
+def intervene(births: Sequence[NonFiniteOrigin], trials: Trials, *, first_only: bool = False) -> Prescription:
     """Try changes at the lines of all births until a replay cures, or only one change with `first_only`."""
     address = address_of(births[0])
     if address is None:
@@ -73,7 +73,7 @@ def intervene_at(ways: Sequence[Way], trials: Trials) -> Prescription:
     return tried[0]
 
 
-def _ways(birth: Birth) -> tuple[How, ...]:
+def _ways(birth: NonFiniteOrigin) -> tuple[How, ...]:
     """Returns what may help, likeliest first, from the op's recomputation in float64 on the same inputs."""
     verdict = birth.recomputed
     if any(stats.dtype.startswith("float8") for stats in birth.outputs):
@@ -87,17 +87,17 @@ def _ways(birth: Birth) -> tuple[How, ...]:
     return ("fp32", "line_fp32", "guard")
 
 
-def _lost_at(birth: Birth) -> Address | None:
+def _lost_at(birth: NonFiniteOrigin) -> UserLine | None:
     """Returns the line whose narrow format lost what the birth needs, if it is another line."""
     operand = birth.operand
     if operand is None or operand.made_by not in LOST or operand.op is None:
         return None
     if operand.source is None or operand.source in (birth.where.source, birth.where.forward_source):
         return None
-    return Address(operand.source, operand.op.removeprefix("aten."))
+    return UserLine(operand.source, operand.op.removeprefix("aten."))
 
 
-def _attempt(addresses: Sequence[Address], how: How, trials: Trials) -> Prescription:
+def _attempt(addresses: Sequence[UserLine], how: How, trials: Trials) -> Prescription:
     """Try one way; in a model that is half throughout, the result may have to become half again for later ops."""
     for narrow in (False, True):
         mode = Intervention(addresses, how, narrow=narrow)
@@ -124,7 +124,7 @@ def _change(mode: Intervention) -> Change:
     return change
 
 
-def _words(addresses: Sequence[Address], how: How, mode: Intervention) -> str:
+def _words(addresses: Sequence[UserLine], how: How, mode: Intervention) -> str:
     address = addresses[0]
     place, *others = dict.fromkeys(f"{one.source.file}:{one.source.line}" for one in addresses)
     too = f", and {' and '.join(others)} as well" if others else ""
@@ -149,7 +149,7 @@ AROUND = "a way around, which runs another kernel and proves no cause"
 """Said of another format where a kernel is at fault."""
 
 
-def other_kernels(birth: Birth, trials: Trials, session: Session) -> Iterator[Prescription]:
+def other_kernels(birth: NonFiniteOrigin, trials: Trials, session: Session) -> Iterator[Prescription]:
     """Try torch's other kernels for the op, on the device of the replay."""
     foreign = not birth.kernel.startswith("aten.")  # a library's operator may stand behind any of torch's functions
     if foreign or "attention" in birth.kernel or "attention" in (birth.where.op or ""):
@@ -210,7 +210,7 @@ MOST_SCALES = 8
 
 
 def prescribe(
-    birth: Birth, cause: Cause, trials: Trials, session: Session, *, others: Sequence[Birth] = ()
+    birth: NonFiniteOrigin, cause: Cause, trials: Trials, session: Session, *, others: Sequence[NonFiniteOrigin] = ()
 ) -> Prescription:
     """Returns the first candidate that a replay verifies, or else an intervention in the user's code.
 
@@ -226,7 +226,7 @@ def prescribe(
 
 
 def _in_code(
-    births: Sequence[Birth], cause: Cause, trials: Trials, session: Session, failed: Prescription | None
+    births: Sequence[NonFiniteOrigin], cause: Cause, trials: Trials, session: Session, failed: Prescription | None
 ) -> Prescription:
     """Returns a change of the user's own code; else fp32 or a skipped batch where that helps; else advice in words."""
     birth = births[0]
@@ -249,7 +249,9 @@ def _in_code(
     return replace(code, value=advice, detail=advice, alternatives=tried)
 
 
-def _beside(births: Sequence[Birth], cure: Prescription, trials: Trials, session: Session) -> Iterator[Prescription]:
+def _beside(
+    births: Sequence[NonFiniteOrigin], cure: Prescription, trials: Trials, session: Session
+) -> Iterator[Prescription]:
     """Yields alternatives to a verified change, if they cost little to try.
 
     Where the cure is another format for the whole run because of one line of the loss: a change of that line. For
@@ -265,7 +267,9 @@ def _beside(births: Sequence[Birth], cure: Prescription, trials: Trials, session
         yield _without_the_batch(birth, trials, session)
 
 
-def scale_cure(birth: Birth, trials: Trials, session: Session, used: float | None = None) -> Prescription | None:
+def scale_cure(
+    birth: NonFiniteOrigin, trials: Trials, session: Session, used: float | None = None
+) -> Prescription | None:
     """Try lower loss scales, from the one that removes the overflow down to 1; None if no scaler is enabled.
 
     `used` is the scale of the scaler that skipped the step, which may have been made in the step itself.
@@ -328,7 +332,7 @@ def underflow_cures(trials: Trials, session: Session, *, scales: bool) -> Iterat
 
 
 def _candidates(  # noqa: C901 - one row for each cause
-    births: Sequence[Birth], cause: Cause, trials: Trials, session: Session
+    births: Sequence[NonFiniteOrigin], cause: Cause, trials: Trials, session: Session
 ) -> Iterator[Prescription]:
     birth = births[0]
     compute = session.precision.compute
@@ -365,7 +369,7 @@ def _candidates(  # noqa: C901 - one row for each cause
         yield _without_the_batch(birth, trials, session)
 
 
-def _other_formats(births: Sequence[Birth], trials: Trials, session: Session) -> Iterator[Prescription]:
+def _other_formats(births: Sequence[NonFiniteOrigin], trials: Trials, session: Session) -> Iterator[Prescription]:
     """Try formats in which the same arithmetic runs through another kernel."""
     if trials.reference() is None:
         return
@@ -376,7 +380,7 @@ def _other_formats(births: Sequence[Birth], trials: Trials, session: Session) ->
     yield trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "train in fp32")
 
 
-def _scales_by_hand(birth: Birth, trials: Trials) -> Iterator[Prescription]:
+def _scales_by_hand(birth: NonFiniteOrigin, trials: Trials) -> Iterator[Prescription]:
     trials.reference()
     own = trials.by_hand
     if not (math.isfinite(own) and own >= 2.0):
@@ -391,7 +395,7 @@ def _scales_by_hand(birth: Birth, trials: Trials) -> Iterator[Prescription]:
         )
 
 
-def modules_in_fp32(births: Sequence[Birth], trials: Trials) -> Iterator[Prescription]:
+def modules_in_fp32(births: Sequence[NonFiniteOrigin], trials: Trials) -> Iterator[Prescription]:
     """Try fp32 for the culprit's module, then for the modules of all births, then for the smallest set that cures."""
     ran = OwnOps()
     known: dict[frozenset[str], Prescription] = {}
@@ -449,7 +453,7 @@ def _in_bf16(trials: Trials, session: Session) -> Prescription:
     return trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), detail)
 
 
-def _without_the_batch(birth: Birth, trials: Trials, session: Session) -> Prescription:
+def _without_the_batch(birth: NonFiniteOrigin, trials: Trials, session: Session) -> Prescription:
     step = birth.where.step or 0
     batch = step * session.batches_per_step + birth.where.micro_batch
     of = "" if session.batches_per_step == 1 else f" (the replay left out all of step {step})"

@@ -30,7 +30,7 @@ from ampdoctor.workflows.advice import (
 from ampdoctor.workflows.bisect_nan import DEFAULT_STEPS, bisect_nan
 from ampdoctor.workflows.changes import Change, fp32_modules, no_change, rescaled
 from ampdoctor.workflows.checkpoint_state import history_findings, is_suspect, not_said_yet
-from ampdoctor.workflows.measure import Measurement, Moment, Shadows, measure, not_compared
+from ampdoctor.workflows.measure import MeasuredStep, Measurement, Shadows, measure, not_compared
 from ampdoctor.workflows.open_replay import open_replay, sick_state
 from ampdoctor.workflows.profile import (
     described_files,
@@ -41,7 +41,7 @@ from ampdoctor.workflows.profile import (
     run_of_files,
     shadow_scales,
 )
-from ampdoctor.workflows.replay_under_change import Calm, Observed, both, observe, scaler
+from ampdoctor.workflows.replay_under_change import FirstSteps, Observed, both, observe, scaler
 from ampdoctor.workflows.requests import keep_all
 from ampdoctor.workflows.scale_findings import Judgement, judge
 from ampdoctor.workflows.trials import proof_of, proof_section
@@ -170,7 +170,7 @@ def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[R
             while len(taken.moments) > 1:  # no other reference, so the last step's state is freed at once
                 shadows.take(session, taken.moments[-1])
                 taken = replace(taken, moments=taken.moments[:-1])
-            calm = Calm(taken.first, searched_steps(taken.ranges.steps), request.thresholds)
+            calm = FirstSteps(taken.first, searched_steps(taken.ranges.steps), request.thresholds)
             replays = _Replays(session, start, taken, shadows, calm, progress)
             report = _Recommendation(taken.ranges, request, replays).report()
             quiet = calm.throughout and not is_harmed(report.findings) and not sick_state(session) and not suspect
@@ -230,7 +230,7 @@ class _Replays:
     start: Snapshot
     taken: Measurement
     shadows: Shadows
-    calm: Calm
+    calm: FirstSteps
     progress: Progress | None
     _own: Observed | None = None
     _known: dict[float, Zeroed] = field(default_factory=dict)
@@ -259,11 +259,11 @@ class _Replays:
         return self.shadows.profile()
 
     @property
-    def _moment(self) -> Moment | None:
+    def _moment(self) -> MeasuredStep | None:
         return next(iter(self.taken.moments), None)
 
     def _observe(
-        self, change: Change, scale: float | None, *, moment: Moment | None = None, calm: Calm | None = None
+        self, change: Change, scale: float | None, *, moment: MeasuredStep | None = None, calm: FirstSteps | None = None
     ) -> Observed:
         """Replay under a change; `scale` is the changed loss scale, or None if more than the scale is changed."""
         steps, plan = self.taken.ranges.steps, self.taken.plan

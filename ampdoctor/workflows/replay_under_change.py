@@ -22,21 +22,21 @@ from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.ranges import ReferenceGradients, Zeroed, ZeroedProbe
 from ampdoctor.replay.python_state import Beyond, has_moved
 from ampdoctor.workflows.changes import Change, no_change
-from ampdoctor.workflows.compare_fp32 import Alongside, DoesNotComeBackError, Seen, Twin, is_calm
+from ampdoctor.workflows.compare_fp32 import CompareDuringReplay, DoesNotComeBackError, Fp32Step, Seen, is_calm
 from ampdoctor.workflows.lost_updates import is_quiet
 from ampdoctor.workflows.measure import comes_back, harms, is_far, not_compared, spread
-from ampdoctor.workflows.step_beside_fp32 import Kept, kept, moved
+from ampdoctor.workflows.step_beside_fp32 import StateCopy, kept, moved
 from ampdoctor.workflows.trials import AGREEMENT, replayed
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.evidence.trace import Comparison, StepOutcome
     from ampdoctor.probes.gradients import Gradients
-    from ampdoctor.probes.modules import HalfPlan
+    from ampdoctor.probes.modules import LowPrecisionTensors
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.scaling.scalers import ScalerSettings
-    from ampdoctor.workflows.measure import Moment
+    from ampdoctor.workflows.measure import MeasuredStep
 
 
 FLUSH_THAT_PAYS = 1e-2
@@ -139,11 +139,11 @@ def observe(
     session: Session,
     start: Snapshot,
     steps: int,
-    plan: HalfPlan | None,
+    plan: LowPrecisionTensors | None,
     change: Change = no_change,
     *,
-    moment: Moment | None = None,
-    calm: Calm | None = None,
+    moment: MeasuredStep | None = None,
+    calm: FirstSteps | None = None,
     unlike: int | None = None,
 ) -> Observed:
     """Replay under a change; the session is back at `start` afterwards.
@@ -191,10 +191,10 @@ class _Watch:
     def __init__(
         self,
         session: Session,
-        plan: HalfPlan | None,
+        plan: LowPrecisionTensors | None,
         compare: frozenset[int],
-        moment: Moment | None,
-        calm: Calm | None,
+        moment: MeasuredStep | None,
+        calm: FirstSteps | None,
         *,
         unlike: int | None,
     ) -> None:
@@ -245,13 +245,13 @@ class _Watch:
         calm = self._calm is not None and self._calm.wants(session, step)
         if step not in self._compare and not calm:
             return session.step(step), None, self._sentinel.sightings.sinks
-        values = kept(session) if calm else Kept()
+        values = kept(session) if calm else StateCopy()
         before, reference, wide, received, there = self._reference(step, values)
         zeroed, probe = ZeroedProbe(reference), DistanceProbe(received, self._times)
         with session.watched(zeroed, probe):
             outcome = session.step(step)
         if self._calm is not None and calm:
-            twin = Twin(probe, values, there, wide, math.isfinite(probe.distance.reference))
+            twin = Fp32Step(probe, values, there, wide, math.isfinite(probe.distance.reference))
             self._calm.note(session, twin, outcome, self._sentinel)
         sinks = self._sentinel.sightings.sinks
         if step in self._compare:
@@ -289,7 +289,9 @@ class _Watch:
         for gathered in (self._compared, self._flushed, self._nonzero, self._errors, self._references):
             gathered.clear()
 
-    def _reference(self, step: int, values: Kept) -> tuple[Snapshot, ReferenceGradients, StepOutcome, Gradients, Kept]:
+    def _reference(
+        self, step: int, values: StateCopy
+    ) -> tuple[Snapshot, ReferenceGradients, StepOutcome, Gradients, StateCopy]:
         """Run the step in fp32, and restore.
 
         Returns the state before it, its gradients as the backward delivers them, its outcome, its gradients as the
@@ -299,7 +301,7 @@ class _Watch:
         if step == 0 and moment is not None:
             received = moment.gradients.received(session)
             self._references.append(replayed(moment.outcome, moment.sinks, received))
-            return moment.state, moment.gradients, moment.outcome, received, Kept()
+            return moment.state, moment.gradients, moment.outcome, received, StateCopy()
         reference, gradients = ReferenceGradients(self._plan), GradientProbe()
         here = session.snapshot()
         with session.reference(), session.watched(reference, *(() if self._ours else (gradients,))):
@@ -355,13 +357,13 @@ class _Watch:
 
 
 @dataclass(slots=True)
-class Calm:
+class FirstSteps:
     """Collects what the first steps of a replay show."""
 
     first: Seen | None  # the first step as seen before, from the same state
     steps: int  # that a search would run
     thresholds: Thresholds
-    _alongside: Alongside = field(default_factory=Alongside)
+    _alongside: CompareDuringReplay = field(default_factory=CompareDuringReplay)
     _own: Beyond = field(default_factory=dict)
     _quiet: int = 0
     _compared: list[Comparison] = field(default_factory=list)
@@ -372,7 +374,7 @@ class Calm:
         here = self.first is not None and self._quiet == step < self.steps
         return here and self._alongside.wants(session, step)
 
-    def note(self, session: Session, twin: Twin, outcome: StepOutcome, sentinel: NonFiniteProbe) -> None:
+    def note(self, session: Session, twin: Fp32Step, outcome: StepOutcome, sentinel: NonFiniteProbe) -> None:
         """Count a step that was compared with its twin in fp32, if it shows nothing."""
         if outcome.skipped or sentinel.sightings.sinks or has_moved(self._own, session.reached.beyond()):
             return

@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.replay.outcome import Here, KnownFailure, known_failure
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import NOT_IN_HALF, Check, ErrorNote, Skipped
 from ampdoctor.evidence.report_replay import NodeRole, PathNode, PathSection
-from ampdoctor.evidence.trace import Birth, Passage
+from ampdoctor.evidence.trace import NonFiniteOrigin, PathOp
 from ampdoctor.probes.formats_seen import HalfOps, Region
 from ampdoctor.probes.user_code import as_source
 
@@ -294,7 +294,7 @@ MOST_CARRIERS = 200
 """Maximum number of carriers that are shown; of a longer way, the first and the last half."""
 
 
-def path_section(birth: Birth, fingerprint: str, types: Mapping[str, str]) -> PathSection:
+def path_section(birth: NonFiniteOrigin, fingerprint: str, types: Mapping[str, str]) -> PathSection:
     """Returns the way of one birth as the report shows it; `types` has each module's class name.
 
     The nodes are in the order of the ops: what fed the birth, the birth, carriers, the first sink of each kind.
@@ -323,11 +323,11 @@ def module_types(model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, 
     return {names.get(name, name): type(module).__name__ for name, module in model.named_modules()}
 
 
-def _as_passage(birth: Birth) -> Passage:
+def _as_passage(birth: NonFiniteOrigin) -> PathOp:
     """Returns a birth's first non-finite result, beside its largest input."""
     outputs: Iterator[Any] = (stats for stats in birth.outputs if stats.nans or stats.infs)
     made = next(outputs, None)
-    return Passage(
+    return PathOp(
         order=birth.order,
         where=birth.where,
         dtype=made.dtype if made is not None else "",
@@ -339,7 +339,7 @@ def _as_passage(birth: Birth) -> Passage:
     )
 
 
-def _node(role: NodeRole, passage: Passage, types: Mapping[str, str]) -> PathNode:
+def _node(role: NodeRole, passage: PathOp, types: Mapping[str, str]) -> PathNode:
     where = passage.where
     return PathNode(
         role=role,

@@ -12,13 +12,23 @@ import torch
 from ampdoctor.diagnosis.replay.updates import REMEDIES
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Prescription
-from ampdoctor.precision import Swap
+from ampdoctor.precision import TemporaryCast
 from ampdoctor.probes.gradients import DistanceProbe
 from ampdoctor.probes.op_overrides import WrittenCasts
 from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.probes.written_state import Write, WritesProbe
 from ampdoctor.workflows import changes as change
-from ampdoctor.workflows.step_beside_fp32 import Kept, Replayed, State, held, kept, moved, sample, states_of, stepped
+from ampdoctor.workflows.step_beside_fp32 import (
+    Replayed,
+    State,
+    StateCopy,
+    held,
+    kept,
+    moved,
+    sample,
+    states_of,
+    stepped,
+)
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.trace import Trace
@@ -35,7 +45,7 @@ network too: rounding to fp32 is 2^-13 of rounding to fp16."""
 
 
 @dataclass(slots=True)
-class Place:
+class ReplayPosition:
     """Where a session is among its steps."""
 
     session: Session
@@ -49,7 +59,7 @@ class Place:
         """The number of steps of the run, including those before `start`."""
         return self.begin + len(self.seen)
 
-    def anew(self) -> Place:
+    def anew(self) -> ReplayPosition:
         """Returns the same place before anything is run again."""
         return replace(self, step=None)
 
@@ -119,12 +129,12 @@ FLUSHED = 0.25
 MOST = 0.9
 """Share of the elements that move in fp32 which must move with a change (as in AMP501)."""
 
-Wrong = Callable[[Kept], str | None]
+Wrong = Callable[[StateCopy], str | None]
 """Says what is wrong with the moves of a step; None where nothing is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class StepRerun:
     """A step and the state before it; each method leaves the session at that state."""
 
     session: Session
@@ -132,7 +142,7 @@ class Again:
     step: int
 
     @classmethod
-    def at(cls, place: Place, step: int) -> Again | None:
+    def at(cls, place: ReplayPosition, step: int) -> StepRerun | None:
         """Bring the run from its start to a step; None where its batch is gone."""
         fresh = place.anew()
         return cls(place.session, place.session.snapshot(), step) if fresh.comes_to(step) else None
@@ -242,7 +252,7 @@ def tensors_in_fp32(names: frozenset[str], *, casts: bool) -> change.Change:
 
     @contextmanager
     def changed(session: Session) -> Iterator[None]:
-        swap = Swap([tensor for (_, name), tensor in states_of(session) if name in names], torch.float32)
+        swap = TemporaryCast([tensor for (_, name), tensor in states_of(session) if name in names], torch.float32)
         try:
             with nullcontext() if casts else WrittenCasts():
                 yield

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ampdoctor.checkpoints import Checkpoint
 from ampdoctor.checkpoints.folder import may_hold_tensors, neighbour
-from ampdoctor.checkpoints.found import Found, find
+from ampdoctor.checkpoints.found import PathContents, find
 from ampdoctor.checkpoints.series import step_in
 from ampdoctor.checkpoints.torch_files import is_lfs_pointer
 from ampdoctor.errors import (
@@ -89,7 +89,7 @@ def scan(
 
 
 def scan_found(
-    found: Found,
+    found: PathContents,
     *,
     progress: Progress | None,
     jobs: int | None,
@@ -115,7 +115,7 @@ def scan_found(
     return _with_what_was_passed_over(report, found)
 
 
-def _with_what_was_passed_over(report: Report, found: Found) -> Report:
+def _with_what_was_passed_over(report: Report, found: PathContents) -> Report:
     """Returns the report with the folders below that were not searched, and those that cannot be listed as errors."""
     below, unlisted = found.contents.below, found.unlisted
     if not below.skipped and not unlisted:
@@ -131,7 +131,12 @@ def _with_what_was_passed_over(report: Report, found: Found) -> Report:
 
 
 def _scanned(
-    found: Found, look: Callable[..., Examined], *, every_member: bool, thresholds: Thresholds, set_aside: SetAside
+    found: PathContents,
+    look: Callable[..., Examined],
+    *,
+    every_member: bool,
+    thresholds: Thresholds,
+    set_aside: SetAside,
 ) -> Report:
     if len(found.members) > 1:
         log, unread = found.log()
@@ -156,7 +161,7 @@ def _scanned(
     return replace(report, target=target)
 
 
-def _opened(found: Found) -> Checkpoint:
+def _opened(found: PathContents) -> Checkpoint:
     """Open the checkpoint; where there is only a training log, the error names the command that reads it."""
     try:
         return found.open()
@@ -233,7 +238,7 @@ def scan_several(
     several = len(given) > 1
     looks: list[_Look] = []
     for shown, path in given.items():
-        found = Found(path)
+        found = PathContents(path)
         name = shown if several else found.name
         try:
             found = find(path)
@@ -265,7 +270,7 @@ def scan_several(
 class _Look:
     """The result for one path: a report, an error, or why it was left out."""
 
-    found: Found
+    found: PathContents
     name: str
     report: Report | None = None
     error: CheckpointError | None = None
@@ -363,7 +368,7 @@ def _only(sections: Sequence[T | None]) -> T | None:
     return there[0] if len(there) == 1 else None
 
 
-def _left_out(found: Found, name: str, *, pointers: bool) -> Skipped | None:
+def _left_out(found: PathContents, name: str, *, pointers: bool) -> Skipped | None:
     if pointers and _is_nothing_but_pointers(found):
         return _pointer(name)
     reason = neighbour(found.path.name) if found.is_file else None
@@ -374,7 +379,7 @@ def _pointer(what: str) -> Skipped:
     return Skipped(what=what, reason="a Git LFS pointer, not the file itself", kind="lfs_pointer")
 
 
-def _is_nothing_but_pointers(found: Found) -> bool:
+def _is_nothing_but_pointers(found: PathContents) -> bool:
     """Whether a file is a pointer, or every file of a folder that could hold tensors is one."""
     if found.listing is None:
         return is_lfs_pointer(found.path)
@@ -382,7 +387,7 @@ def _is_nothing_but_pointers(found: Found) -> bool:
     return bool(files) and all(map(is_lfs_pointer, files))
 
 
-def _without_pointers(report: Report, found: Found) -> Report:
+def _without_pointers(report: Report, found: PathContents) -> Report:
     pointers = [note for note in report.errors if is_lfs_pointer(found.path / note.what)]
     if not pointers:
         return report

@@ -12,7 +12,7 @@ from typing import Any
 from ampdoctor.checkpoints import Checkpoint, TensorRef
 from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.scalers import number
-from ampdoctor.checkpoints.series import Member
+from ampdoctor.checkpoints.series import SavedCheckpoint
 from ampdoctor.checkpoints.tensor_statistics import Observer, summarize
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.scan.checks import checks_of
@@ -204,7 +204,7 @@ def _structure(checkpoint: Checkpoint) -> StructureSection:
     )
 
 
-def _member(member: Member) -> ListedMember:
+def _member(member: SavedCheckpoint) -> ListedMember:
     return ListedMember(
         name=member.name, step=member.step, unit=member.unit, placed=member.placed, files=tuple(member.files)
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint
 from ampdoctor.checkpoints.found import loss_until
-from ampdoctor.checkpoints.series import Member
+from ampdoctor.checkpoints.series import SavedCheckpoint
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.scan.between import cast_by_autocast
 from ampdoctor.diagnosis.scan.scaler import COLLAPSED_SCALER as COLLAPSED
@@ -38,7 +38,7 @@ Look = Callable[[Checkpoint, str], Examined]
 class Seen:
     """A member that was opened."""
 
-    member: Member
+    member: SavedCheckpoint
     report: Report | None = None  # with paths relative to the folder; None if it could not be read
     left: Report | None = None  # the report without what the user has set aside
     examined: Examined | None = None
@@ -85,7 +85,7 @@ def _is_sick(report: Report | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class ReadSeries:
     """The members of a family that were read."""
 
     in_order: tuple[Seen, ...]  # whose place in the training is known
@@ -101,7 +101,7 @@ class Read:
 class _Reader:
     """Reads members, each at most once."""
 
-    def __init__(self, family: Sequence[Member], see: Callable[[Member], Seen]) -> None:
+    def __init__(self, family: Sequence[SavedCheckpoint], see: Callable[[SavedCheckpoint], Seen]) -> None:
         self.family = family
         self.seen: dict[int, Seen] = {}
         self._see = see
@@ -117,29 +117,32 @@ class _Reader:
 
 
 def read_family(
-    family: Sequence[Member], look: Look, *, every_member: bool = False, set_aside: SetAside = keep_all
-) -> Read:
+    family: Sequence[SavedCheckpoint], look: Look, *, every_member: bool = False, set_aside: SetAside = keep_all
+) -> ReadSeries:
     """Read as many members as needed; one that cannot be read is passed over, and its error is kept.
 
     `family` is in order, and `look` examines a member. The search is for the first sick member, and for the first with
     sickness that `set_aside` leaves.
     """
 
-    def see(member: Member, looking: Look = look) -> Seen:
+    def see(member: SavedCheckpoint, looking: Look = look) -> Seen:
         return _see(member, looking, set_aside)
 
     reader = _Reader([member for member in family if member.placed], see)
     unplaced = [member for member in family if not member.placed]
     if every_member:
         in_order = tuple(reader(index) for index in range(len(reader.family)))
-        return Read(in_order=in_order, beside=tuple(map(see, unplaced)), left_out=())
+        return ReadSeries(in_order=in_order, beside=tuple(map(see, unplaced)), left_out=())
     _search(reader)
     return _with_undated(reader.in_order(), unplaced, look, see)
 
 
 def _with_undated(
-    in_order: tuple[Seen, ...], unplaced: Sequence[Member], look: Look, see: Callable[[Member, Look], Seen]
-) -> Read:
+    in_order: tuple[Seen, ...],
+    unplaced: Sequence[SavedCheckpoint],
+    look: Look,
+    see: Callable[[SavedCheckpoint, Look], Seen],
+) -> ReadSeries:
     """Read members of unknown time that are checkpoints; one in a folder of its own is read whatever it holds."""
     known = {shape for seen in in_order for shape in seen.shapes}
     examined: list[Seen] = []
@@ -160,7 +163,7 @@ def _with_undated(
     examined += [see(member, look) for member in unplaced if member.beside]
     rest = in_turn[MAX_UNDATED:]
     skipped += [Skipped(what=m.name, reason="nothing tells when it was saved; --all reads it") for m in rest]
-    return Read(in_order=in_order, beside=tuple(examined), left_out=tuple(skipped))
+    return ReadSeries(in_order=in_order, beside=tuple(examined), left_out=tuple(skipped))
 
 
 def _search(reader: _Reader) -> None:
@@ -223,7 +226,7 @@ def _spread(count: int, wanted: int) -> list[int]:
     return sorted({round(i * (count - 1) / max(wanted - 1, 1)) for i in range(wanted)})
 
 
-def _see(member: Member, look: Look, set_aside: SetAside) -> Seen:
+def _see(member: SavedCheckpoint, look: Look, set_aside: SetAside) -> Seen:
     try:
         with member.open() as checkpoint:
             examined = look(checkpoint, member.name)
@@ -239,7 +242,7 @@ def _see(member: Member, look: Look, set_aside: SetAside) -> Seen:
     return Seen(member, report, set_aside(report), examined)
 
 
-def placed_in_folder(report: Report, member: Member) -> Report:
+def placed_in_folder(report: Report, member: SavedCheckpoint) -> Report:
     """Returns the report with paths relative to the family's folder."""
 
     def path(file: str | None) -> str | None:
@@ -261,7 +264,7 @@ _UNIT: Mapping[str, TrendUnit] = {"step": "step", "epoch": "epoch", "number": "s
 
 def scan_family(
     name: str,
-    family: Sequence[Member],
+    family: Sequence[SavedCheckpoint],
     look: Look,
     *,
     log: tuple[LogEntry, ...] = (),
@@ -315,7 +318,7 @@ def _decided(seen: Seen) -> tuple[Finding, ...]:
     return tuple(finding for finding in seen.left.found if finding.fingerprint in own)
 
 
-def _fullest(healthy: Sequence[Seen], family: Sequence[Member]) -> Seen | None:
+def _fullest(healthy: Sequence[Seen], family: Sequence[SavedCheckpoint]) -> Seen | None:
     """Returns the last member, unless it is the bare model that a training leaves: then its last checkpoint."""
     last = healthy[-1] if healthy else None
     before = [s for s in healthy if s.member in family[:-1]]
@@ -348,7 +351,7 @@ def _with_losses(read: Sequence[Seen], log: tuple[LogEntry, ...]) -> list[TrendP
     return points
 
 
-def _point(member: Member, summary: CheckpointSummary) -> TrendPoint:
+def _point(member: SavedCheckpoint, summary: CheckpointSummary) -> TrendPoint:
     until = math.inf if summary.global_step is None else summary.global_step
     losses = [e.loss for e in summary.log if e.loss is not None and e.step <= until]
     return TrendPoint(
@@ -371,7 +374,7 @@ def _point(member: Member, summary: CheckpointSummary) -> TrendPoint:
     )
 
 
-def _on_one_axis(points: Sequence[TrendPoint], family: Sequence[Member]) -> tuple[list[TrendPoint], TrendUnit]:
+def _on_one_axis(points: Sequence[TrendPoint], family: Sequence[SavedCheckpoint]) -> tuple[list[TrendPoint], TrendUnit]:
     """Returns the points with steps of one meaning: as stored, or else as in the names."""
     named = {member.name: member.step for member in family}
     known = [point.step for point in points if point.step is not None]
@@ -388,7 +391,7 @@ def _errors_of(seen: Seen) -> Iterator[ErrorNote]:
         yield ErrorNote(what=seen.member.name, kind=kind, message=str(seen.error))
 
 
-def _target(name: str, family: Sequence[Member], read: Read, shown: Seen) -> Mapping[str, Any]:
+def _target(name: str, family: Sequence[SavedCheckpoint], read: ReadSeries, shown: Seen) -> Mapping[str, Any]:
     report = shown.report
     known = report.target if report is not None else {}
     stored = known.get("global_step")
@@ -414,7 +417,7 @@ def _verdict(seen: Seen) -> str:
     return "unreadable" if seen.report is None else seen.report.verdict
 
 
-def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: Read, count: int, shown: Seen) -> TrendSection:
+def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: ReadSeries, count: int, shown: Seen) -> TrendSection:
     readable = [s for s in read.in_order if s.report is not None]
     first = shown if shown.sick else None
     before = readable[: readable.index(first)] if first in readable else []

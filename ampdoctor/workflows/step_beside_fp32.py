@@ -12,7 +12,14 @@ import torch
 
 from ampdoctor.diagnosis.replay.forward import error_of, unexplained
 from ampdoctor.evidence.report import Check, Finding, Skipped
-from ampdoctor.evidence.trace import Birth, Comparison, ModuleUpdate, ParameterBeside, StateBeside, StepOutcome
+from ampdoctor.evidence.trace import (
+    Comparison,
+    ModuleUpdate,
+    NonFiniteOrigin,
+    ParameterVsFp32,
+    StateVsFp32,
+    StepOutcome,
+)
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.numerics import Distance, nonfinite_flag
 from ampdoctor.numerics.tensors import together
@@ -37,7 +44,7 @@ _BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StateCopy:
     """What a run keeps from step to step, or how far it has moved; tensors by name."""
 
     half: State = field(default_factory=dict)  # parameters and buffers in a half format, which may stand still
@@ -45,20 +52,20 @@ class Kept:
     states: Mapping[Named, torch.Tensor] = field(default_factory=dict)  # flat samples of untrained half state
 
 
-def kept(session: Session, *, trained: bool = True) -> Kept:
+def kept(session: Session, *, trained: bool = True) -> StateCopy:
     """Returns copies of what a run keeps; without `trained`, only the half tensors."""
     half = {n: t.detach().clone() for n, t in kept_tensors(session) if t.dtype in HALVES}
     if not trained:
-        return Kept(half)
+        return StateCopy(half)
     states = {named: sample(t).clone() for named, t in states_of(session) if t.dtype in HALVES}
-    return Kept(half, {name: sample(t).clone() for name, t in held(session)}, states)
+    return StateCopy(half, {name: sample(t).clone() for name, t in held(session)}, states)
 
 
-def moved(session: Session, before: Kept) -> Kept:
+def moved(session: Session, before: StateCopy) -> StateCopy:
     """Returns how far each tensor has moved since `before`, in float64."""
     now, trained = dict(kept_tensors(session)), dict(held(session)) if before.trained else {}
     states = dict(states_of(session)) if before.states else {}
-    return Kept(
+    return StateCopy(
         {name: now[name].detach().double() - old.double() for name, old in before.half.items() if name in now},
         {n: sample(trained[n]).double() - old.double() for n, old in before.trained.items() if n in trained},
         {n: sample(states[n]).double() - old.double() for n, old in before.states.items() if _same(states, n, old)},
@@ -198,7 +205,7 @@ class ReferencePass:
     deterministic: bool = True  # each step was the same bit by bit
     steps: int = 0  # number of compared steps
     held: int = 0  # steps at the end that the user's own gradient check skips and fp32 takes
-    births: Mapping[str, Birth] = field(default_factory=dict)  # by the finding's fingerprint
+    births: Mapping[str, NonFiniteOrigin] = field(default_factory=dict)  # by the finding's fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +219,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class StepComparison:
     """A step beside fp32; `comparison` is None where a scaler skips the step or fp32 is not finite."""
 
     comparison: Comparison | None = None
@@ -227,13 +234,13 @@ class Known:
     alone: dict[str, float] = field(default_factory=dict)  # by parameter: its gradient's error, times `AS_FAR`
     warm_up: bool = False  # what stands still at a warm-up's learning rate moves at the full rate
 
-    def looks(self, far: Sequence[ParameterBeside]) -> None:
+    def looks(self, far: Sequence[ParameterVsFp32]) -> None:
         """Record parameters that are far from fp32 although nothing was found."""
         for one in far:
             self.alone[one.name] = max(self.alone.get(one.name, 0.0), AS_FAR * error_of(one))
 
 
-class Passing:
+class ComparisonSummary:
     """Collects the results of the compared steps; `compared` holds those whose gradient is not negligible.
 
     `comes_back`: restoring a snapshot reproduces a step, so nothing hidden separates the run's steps from fp32's.
@@ -252,9 +259,9 @@ class Passing:
         self._given = False  # an optimizer was given gradients
         self._doubt: Finding | None = None
         self._held = 0
-        self._births: dict[str, Birth] = {}
+        self._births: dict[str, NonFiniteOrigin] = {}
 
-    def rests_on(self, finding: Finding, birth: Birth) -> Finding:
+    def rests_on(self, finding: Finding, birth: NonFiniteOrigin) -> Finding:
         """Remember the birth that a finding is about; returns the finding."""
         self._births[finding.fingerprint] = birth
         return finding
@@ -267,7 +274,7 @@ class Passing:
             return True
         return left_out
 
-    def passes(self, beside: Beside) -> None:
+    def passes(self, beside: StepComparison) -> None:
         """Count a step that was compared while it was replayed, and in which no rule fires."""
         self._held += beside.held
         if beside.comparison is not None:
@@ -359,7 +366,7 @@ def compared(
     step: int,
     outcomes: tuple[StepOutcome, StepOutcome],
     apart: Mapping[str, Distance],
-    moves: tuple[Kept, Kept, Kept],
+    moves: tuple[StateCopy, StateCopy, StateCopy],
 ) -> Comparison:
     """Returns the numbers of a step beside the same step in fp32.
 
@@ -383,7 +390,7 @@ def compared(
     )
 
 
-def _beside(apart: Mapping[str, Distance], before: State, here: State, there: State) -> Iterator[ParameterBeside]:
+def _beside(apart: Mapping[str, Distance], before: State, here: State, there: State) -> Iterator[ParameterVsFp32]:
     """Yields each optimizer-held parameter's gradient and move beside fp32's, in the order of fp32's gradients."""
     for name, distance in apart.items():
         if name not in here or name not in there:
@@ -391,7 +398,7 @@ def _beside(apart: Mapping[str, Distance], before: State, here: State, there: St
         meant, done = there[name], here[name]
         moves, half_units = meant != 0, last_place(before[name]).double() / 2
         still = not bool(done.any())
-        yield ParameterBeside(
+        yield ParameterVsFp32(
             name=name,
             gradient=_root(distance.norm),
             expected=_root(distance.reference),
@@ -411,7 +418,7 @@ def _beside(apart: Mapping[str, Distance], before: State, here: State, there: St
         )
 
 
-def _states(before: Kept, here: Kept, there: Kept) -> Iterator[StateBeside]:
+def _states(before: StateCopy, here: StateCopy, there: StateCopy) -> Iterator[StateVsFp32]:
     """Yields how state that no optimizer trains has moved, where it moved in fp32."""
     for (kind, name), old in before.states.items():
         named = (kind, name)
@@ -421,7 +428,7 @@ def _states(before: Kept, here: Kept, there: Kept) -> Iterator[StateBeside]:
         moves = meant.abs() > FP32_ROUNDING * old.double().abs()
         if not moves.any():
             continue
-        yield StateBeside(
+        yield StateVsFp32(
             name=name,
             kind=kind,
             dtype=str(old.dtype).removeprefix("torch."),

@@ -16,7 +16,7 @@ from ampdoctor.errors import SickTrainingError, StoppedError, UsageError
 from ampdoctor.workflows.log_listeners import OnAlert, exports_of
 from ampdoctor.workflows.output_files import usual_folder
 from ampdoctor.workflows.requests import USUAL_BUNDLE_BYTES, USUAL_EVERY, Look, OnSick, WatchRequest
-from ampdoctor.workflows.watcher import Doctor, standing
+from ampdoctor.workflows.watcher import TrainingWatcher, standing
 
 if TYPE_CHECKING:
     import os
@@ -36,7 +36,7 @@ class Watch:
     """
 
     folder: str
-    _doctor: Doctor = field(repr=False)
+    _doctor: TrainingWatcher = field(repr=False)
 
     @property
     def report(self) -> Report | None:
@@ -124,7 +124,7 @@ def watch(
         if doctor.speaks:
             _tell(report)
 
-    doctor = Doctor(request, tell or told, _say, on_alert)
+    doctor = TrainingWatcher(request, tell or told, _say, on_alert)
     with ExitStack() as stack:
         try:
             scalers = () if scaler is None else (scaler,)

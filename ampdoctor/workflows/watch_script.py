@@ -12,18 +12,18 @@ from ampdoctor.workflows.output_files import give_back
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Report
     from ampdoctor.workflows.requests import WatchRequest
-    from ampdoctor.workflows.watcher import Doctor
+    from ampdoctor.workflows.watcher import TrainingWatcher
 
 
 def _nobody(_: object) -> None:
     pass
 
 
-class Watching:
+class ScriptWatch:
     """A watch and its result; it begins when the script itself has imported torch (`doctor` is None before)."""
 
     def __init__(self) -> None:
-        self.doctor: Doctor | None = None
+        self.doctor: TrainingWatcher | None = None
 
     @property
     def report(self) -> Report | None:
@@ -47,18 +47,18 @@ def watching(
     *,
     tell: Callable[[Report], None] = _nobody,
     say: Callable[[str], None] = _nobody,
-) -> Iterator[Watching]:
+) -> Iterator[ScriptWatch]:
     """Watch whatever trains in this process until the block ends; `tell` gets the diagnosis, `say` gets sentences."""
-    watch = Watching()
+    watch = ScriptWatch()
     with ExitStack() as stack:
 
         def begin() -> None:
             from ampdoctor.hooks.process_state import unwarned
 
             with unwarned():
-                from ampdoctor.workflows.watcher import Doctor
+                from ampdoctor.workflows.watcher import TrainingWatcher
 
-                watch.doctor = Doctor(request, tell, say)
+                watch.doctor = TrainingWatcher(request, tell, say)
                 stack.enter_context(watch.doctor.attending())
 
         def failed(error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""`Doctor` watches a training: it takes its numbers, keeps its log, and diagnoses the first sick step."""
+"""`TrainingWatcher` watches a training: it takes its numbers, keeps its log, and diagnoses the first sick step."""
 
 from __future__ import annotations
 
@@ -23,21 +23,39 @@ from ampdoctor.evidence.report_target import Kept, Run
 from ampdoctor.hooks.callbacks import Clip, hearing, on_gradient
 from ampdoctor.hooks.interfaces import causes_of, code_of, describe, is_out_of_memory
 from ampdoctor.hooks.nested import iter_tensors
-from ampdoctor.hooks.program import Leading, Program
+from ampdoctor.hooks.program import PriorSteps, Program
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.data_stats import Intake
-from ampdoctor.live.log.facts import Place, grouped, hardware, launched, models_of, restarts, run_id_of_all, software
+from ampdoctor.live.data_stats import DataStats
+from ampdoctor.live.log.facts import (
+    RankInJob,
+    grouped,
+    hardware,
+    launched,
+    models_of,
+    restarts,
+    run_id_of_all,
+    software,
+)
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.log.step_lines import StepLines
-from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch, harmless
-from ampdoctor.live.numbers.other_modules import Beside
+from ampdoctor.live.loop_watch import LoopWatch, RepeatedUpdate, UpdateAttempt, harmless
+from ampdoctor.live.numbers.other_modules import OtherModules
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
 from ampdoctor.live.recording.journal import named_groups, together
 from ampdoctor.live.recording.models import SEVERAL, Constructions
 from ampdoctor.live.recording.programs import KeptUpdates
 from ampdoctor.live.scaler_protocol import Protocol, past_its_scaler, unguarded
-from ampdoctor.live.unread_steps import HELD_BACK, SKIPPED, UNREAD, BlindSteps, Guard, LateNews, too_late, ways_out
+from ampdoctor.live.unread_steps import (
+    HELD_BACK,
+    SKIPPED,
+    UNREAD,
+    LateFailure,
+    SkipNonFiniteUpdate,
+    UnreadSteps,
+    too_late,
+    ways_out,
+)
 from ampdoctor.precision import policy_in_force
 from ampdoctor.probes.user_code import as_source
 from ampdoctor.replay.bundles.write import Written
@@ -46,7 +64,7 @@ from ampdoctor.workflows.diagnose_step import (
     IN_PARTS,
     MOST_BACKOFFS,
     LastUpdate,
-    Look,
+    StepDiagnosis,
     all_gradients_nan,
     at_its_begin,
     bundled,
@@ -67,15 +85,15 @@ _AFTER_SICK = 3
 _LEFT_OUT = "step {step}: a batch was left out by the loop's own check, and its loss was not finite"
 _LAST_LINES = 256
 """Number of step lines in a bundle."""
-_standing: list[tuple[int, Doctor]] = []  # with the id of its process
+_standing: list[tuple[int, TrainingWatcher]] = []  # with the id of its process
 
 
-def standing() -> Doctor | None:
+def standing() -> TrainingWatcher | None:
     """Returns the doctor that watches this process's training, or None."""
     return next((doctor for process, doctor in _standing if process == os.getpid()), None)
 
 
-class Doctor:
+class TrainingWatcher:
     """Watches the loops of this process while `attending` lasts.
 
     `tell` gets the diagnosis at the sick step, `say` gets sentences for the user, and `on_alert` gets each alert on its
@@ -115,16 +133,16 @@ class Doctor:
         )
         self._on_alert = on_alert
         self._alerting: Alerting | None = None
-        self._intake = Intake(self._place.world)
+        self._intake = DataStats(self._place.world)
         self._lines = StepLines(self._log, self._intake)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
-        self._beside = Beside(request.every)
+        self._beside = OtherModules(request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are still expected
         self._last: dict[str, LastUpdate] = {}  # by optimizer
-        self._guard = Guard()
-        self._blind = BlindSteps()
+        self._guard = SkipNonFiniteUpdate()
+        self._blind = UnreadSteps()
         self._updates = KeptUpdates(request.record_batches, request.bundle_max)
-        self._late: LateNews | None = None  # news of a step that is over
+        self._late: LateFailure | None = None  # news of a step that is over
         self._attentive = 0  # attempts that are still read before their update, on any device
         self.broken = self._over = False
         self._lost = 0  # readings
@@ -134,7 +152,7 @@ class Doctor:
         self._said: set[str] = set()
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankInJob:
         """This process among the others, as far as it is known by now."""
         return self._place
 
@@ -212,7 +230,7 @@ class Doctor:
         self._numbers.unscaling([p for group in optimizer.param_groups for p in group["params"]])
 
     @harmless
-    def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
+    def about_to_step(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         self._take_place()
         self._look_at_what_was_left_out()
@@ -234,7 +252,7 @@ class Doctor:
         self._attentive = max(self._attentive - 1, 0)
 
     @harmless
-    def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
+    def held_back(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         self._take_place()
         self._look_at_what_was_left_out()
@@ -247,7 +265,7 @@ class Doctor:
             self._fall_sick(attempt, SKIPPED, settles=True)
 
     @harmless
-    def attempted(self, attempt: Attempt, *, skipped: bool | None) -> None:
+    def attempted(self, attempt: UpdateAttempt, *, skipped: bool | None) -> None:
         """As in `LoopListener`."""
         self._guard.release()
         if skipped is False:
@@ -271,7 +289,7 @@ class Doctor:
         self._beside.stepped(skipped=skipped)
         self._look_beside()
 
-    def _count_lost(self, attempt: Attempt) -> None:
+    def _count_lost(self, attempt: UpdateAttempt) -> None:
         lost, self._lost = self._numbers.lost - self._lost, self._numbers.lost
         if lost:
             self._log.lose(lost)
@@ -279,7 +297,7 @@ class Doctor:
                 self._say(UNREAD.format(step=attempt.step))
 
     @harmless
-    def stepping_again(self, again: Again) -> None:
+    def stepping_again(self, again: RepeatedUpdate) -> None:
         """As in `LoopListener`."""
         source = as_source(again.line)
         finding = stepped_again_finding(again.step, source, held_back=again.held_back, scaled=again.scaled)
@@ -298,7 +316,7 @@ class Doctor:
         self._watch.recorder.fail(error)
         self._say(f"the training is watched no more: {describe(error)}")
 
-    def _keep(self, attempt: Attempt) -> None:
+    def _keep(self, attempt: UpdateAttempt) -> None:
         """Keep an update for the bundle's history where that is asked for; a gap makes earlier updates useless."""
         request, recorder = self._request, self._watch.recorder
         if not request.record_batches or not request.bundle or request.look == "off":
@@ -308,7 +326,7 @@ class Doctor:
         else:
             self._updates.keep(self._watch.keepable(attempt))
 
-    def _measured(self, attempt: Attempt, losses: list[torch.Tensor]) -> torch.Tensor | None:
+    def _measured(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> torch.Tensor | None:
         for loss in losses:
             self._numbers.loss(loss)
         scaler, optimizer = attempt.scaler, attempt.optimizer
@@ -326,7 +344,7 @@ class Doctor:
             unscaled=not fused,
         )
 
-    def _is_readable(self, attempt: Attempt) -> bool:
+    def _is_readable(self, attempt: UpdateAttempt) -> bool:
         """Whether numbers can be read without waiting for a device, or the user asked to wait."""
         first = next((p for group in attempt.optimizer.param_groups for p in group["params"]), None)
         if first is None or self.report is not None:
@@ -370,7 +388,7 @@ class Doctor:
 
     # -- the first sick step --
 
-    def _fall_sick(self, attempt: Attempt, what: str, *, settles: bool) -> None:
+    def _fall_sick(self, attempt: UpdateAttempt, what: str, *, settles: bool) -> None:
         left = self._settling.get(attempt.name, 0)
         if settles and left > 0:
             self._settling[attempt.name] = left - 1
@@ -524,7 +542,7 @@ class Doctor:
                 self._say(f"step {program.step} could not be run again here; elsewhere: {elsewhere}")
             self._told(program, seen, what, bundle)
 
-    def _looked_at(self, program: Program, *, settles: bool) -> Look:
+    def _looked_at(self, program: Program, *, settles: bool) -> StepDiagnosis:
         thresholds = self._request.thresholds
         with self._watch.looking_away():
             seen = look(
@@ -534,7 +552,7 @@ class Doctor:
             return seen
         return replace(seen, report=self._explained(seen.report, dict(program.model.named_parameters())))
 
-    def _passed(self, program: Program, seen: Look, name: str) -> None:
+    def _passed(self, program: Program, seen: StepDiagnosis, name: str) -> None:
         """Note a step that is no error: the scaler settles, or all ranks skipped a step that is finite on this one."""
         self._settling[name] = max(seen.backoffs - 1, 0)
         if not seen.elsewhere:
@@ -546,7 +564,9 @@ class Doctor:
         if self._place.rank == 0 and all_gradients_nan(program.model):  # an overflow alone leaves some finite
             self._say(line.reason)
 
-    def _judge_calls(self, attempt: Attempt, losses: list[torch.Tensor], norm: torch.Tensor | None = None) -> None:
+    def _judge_calls(
+        self, attempt: UpdateAttempt, losses: list[torch.Tensor], norm: torch.Tensor | None = None
+    ) -> None:
         if self._is_readable(attempt) and self._sick_of(losses, norm) is not None:
             return  # the error lies before the scaling, or is reported with the overflow that it lets through
         finding = self._protocol.broken_by(attempt)
@@ -575,11 +595,11 @@ class Doctor:
         self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
         self._settling[name] = MOST_BACKOFFS
 
-    def _bundled(self, program: Program, report: Report, leading: Leading | None = None) -> Written | None:
+    def _bundled(self, program: Program, report: Report, leading: PriorSteps | None = None) -> Written | None:
         log, made = [text_of(line) for line in self._log.last(_LAST_LINES)], self._constructions.of
         return bundled(program, report, self._request, self._place, self._say, made=made, log=log, leading=leading)
 
-    def _told(self, program: Program, seen: Look, what: str, bundle: Written | None) -> None:
+    def _told(self, program: Program, seen: StepDiagnosis, what: str, bundle: Written | None) -> None:
         report = seen.report
         if report is None:
             return

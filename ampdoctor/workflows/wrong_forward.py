@@ -34,8 +34,8 @@ from ampdoctor.workflows.trials import SHOWN
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Finding
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.evidence.trace import Amplified, Comparison, ParameterBeside
-    from ampdoctor.probes.op_overrides import Address
+    from ampdoctor.evidence.trace import Amplified, Comparison, ParameterVsFp32
+    from ampdoctor.probes.op_overrides import UserLine
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.prescribe import Way
@@ -60,7 +60,7 @@ def seen_in_forward(session: Session, before: Snapshot, step: int, thresholds: T
 def wrong_in_forward(
     comparison: Comparison,
     seen: Sequence[Amplified],
-    far: Sequence[ParameterBeside],
+    far: Sequence[ParameterVsFp32],
     trying: Callable[..., Trials],
 ) -> Finding | None:
     """Returns the finding for the first op that explains why gradients are far from fp32's; None if none does.
@@ -93,7 +93,7 @@ def cures(one: Amplified, trials: Trials) -> Iterator[Prescription]:
     yield trials.attempt("code", value := _in_between(one, source), _right(one), value, stands_in=True)
 
 
-def _in_between(one: Amplified, source: Address) -> str:
+def _in_between(one: Amplified, source: UserLine) -> str:
     """Returns what to write in a half model, where the result must become half again."""
     line = f"{source.source.file}:{source.source.line}"
     return f"{line}: compute from {one.source.op} to {one.where.op} in float32, and only then cast to {one.dtype}"

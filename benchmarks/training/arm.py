@@ -17,7 +17,7 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.run_facts import Place
 from ampdoctor.numerics import Histogram
 from ampdoctor.probes.formats_seen import HalfProbe
-from ampdoctor.probes.modules import GradientHooks, HalfPlan
+from ampdoctor.probes.modules import GradientHooks, LowPrecisionTensors
 from ampdoctor.probes.ranges import ReferenceGradients, ZeroedProbe
 from ampdoctor.replay.session import Session
 from ampdoctor.workflows.open_replay import open_replay
@@ -186,7 +186,7 @@ def _by_kind(counts: Mapping[Place, int]) -> Mapping[str, int]:
     return {kind: sum(count for place, count in counts.items() if place.kind == kind) for kind in KINDS}
 
 
-def _half_plan(session: Session) -> HalfPlan:
+def _half_plan(session: Session) -> LowPrecisionTensors:
     """Which tensors are half, seen in the first step."""
     start, probe = session.snapshot(), HalfProbe()
     session.has_step(0)
@@ -199,7 +199,7 @@ def _half_plan(session: Session) -> HalfPlan:
 class _Ranges:
     """Histograms of a step's gradients, of those that the half-precision run has in half."""
 
-    def __init__(self, plan: HalfPlan | None) -> None:
+    def __init__(self, plan: LowPrecisionTensors | None) -> None:
         self._plan = plan
         self._seen: dict[str, list[Histogram]] = {}
         self._hooks = GradientHooks(self._on_gradient, inputs=plan.inputs if plan is not None else frozenset())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.trace import Birth, Recomputation, TensorStats
+from ampdoctor.evidence.trace import NonFiniteOrigin, Recomputation, TensorStats
 
 
 def stats(dtype="float16", *, name=None, shape=(4,), amax=1.0, nans=0, infs=0, zeros=0):
@@ -23,7 +23,7 @@ def birth(
         **rest.pop("where", {}),
     }
     given = {"inputs": (stats(),), "outputs": (stats(infs=1),), **rest}
-    return Birth(
+    return NonFiniteOrigin(
         order=order,
         where=Where(**where),
         origin=origin,

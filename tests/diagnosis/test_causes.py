@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.replay.nonfinite import (
     fitting_scale,
     scale_may_cure,
 )
-from ampdoctor.evidence.trace import Operand, Recomputation, Sightings, Trace
+from ampdoctor.evidence.trace import NonFiniteReport, Operand, Recomputation, Trace
 from tests.diagnosis.births import birth, stats
 
 MAX = 65504.0
@@ -81,7 +81,7 @@ def test_what_does_not_come_again_on_the_same_inputs_is_the_kernels(finite, amax
 
 
 def test_a_partial_overflow_of_a_backward_may_be_the_scales():
-    seen = Sightings(sinks=("grad:a",), outputs=(), output_grads=(), fingerprint="")
+    seen = NonFiniteReport(sinks=("grad:a",), outputs=(), output_grads=(), fingerprint="")
     verdict = Recomputation(finite=True, amax=3.0, limit=MAX, overflow=True)
     made = replace(birth("backward", nonfinite="nan"), recomputed=verdict)
     assert scale_may_cure((made,), seen)
@@ -93,7 +93,7 @@ def test_a_partial_overflow_of_a_backward_may_be_the_scales():
     [(("grad:w",), True), (("grad:w", "loss"), True), (("grad:w", "param:w"), False), (("output:fc",), False)],
 )
 def test_a_lower_scale_may_cure_gradients_and_a_loss_that_takes_them(sinks, may):
-    seen = Sightings(sinks=sinks, outputs=(), output_grads=(), fingerprint="")
+    seen = NonFiniteReport(sinks=sinks, outputs=(), output_grads=(), fingerprint="")
     assert scale_may_cure((birth("backward", verdict=OVER),), seen) is may
 
 

@@ -21,7 +21,7 @@ from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse, s
 from ampdoctor.diagnosis.replay.updates import stagnation, stagnation_finding
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterBeside, StepEvent
+from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterVsFp32, StepEvent
 
 
 def compared(**changes):
@@ -193,7 +193,7 @@ def test_calls_that_are_suspicious_before_any_comparison(events, odd):
     assert suspicious(events) == odd
 
 
-FED = ParameterBeside(
+FED = ParameterVsFp32(
     name="body.weight",
     gradient=1.0,
     expected=1.0,

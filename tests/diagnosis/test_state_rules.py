@@ -14,7 +14,7 @@ from ampdoctor.evidence.checkpoint_stats import (
     LogEntry,
     OptimizerGroup,
     OptimizerSummary,
-    StarvedMoment,
+    ZeroSecondMoment,
 )
 from tests.diagnosis.summaries import moment, tensor
 
@@ -42,7 +42,7 @@ def index(**changes) -> IndexSummary:
     return IndexSummary(**(values | changes))
 
 
-def starved(largest=1e-4, count=200, **changes) -> StarvedMoment:
+def starved(largest=1e-4, count=200, **changes) -> ZeroSecondMoment:
     values = {
         "name": "fc.weight",
         "module": "fc",
@@ -54,7 +54,7 @@ def starved(largest=1e-4, count=200, **changes) -> StarvedMoment:
         "examined": 1024,
         "largest": largest,
     }
-    return StarvedMoment(**(values | changes))
+    return ZeroSecondMoment(**(values | changes))
 
 
 def diagnosed(*tensors, **changes):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from ampdoctor.evidence.log_records import DetailLine, Line, RunLine, Stamp, Stamped, StepLine, TensorDetail
+from ampdoctor.evidence.log_records import DetailLine, Line, LogRecord, RunLine, Stamp, StepLine, TensorDetail
 from ampdoctor.evidence.log_text import text_of
 
 NAMES = ("a.weight", "b.weight")
 HEADER = RunLine(name="small", tensors=NAMES, optimizers=("AdamW",), scalers=("scaler",), precision="fp16")
 
 
-def stamped(line: Line, **stamp) -> Stamped:
-    return Stamped(Stamp(**{"run_id": "7f", "time_ms": 1_795_433_197_000, **stamp}), line)
+def stamped(line: Line, **stamp) -> LogRecord:
+    return LogRecord(Stamp(**{"run_id": "7f", "time_ms": 1_795_433_197_000, **stamp}), line)
 
 
 def write(path, lines, **stamp):
     """Write lines; those that are not stamped yet get this stamp."""
-    whole = [line if isinstance(line, Stamped) else stamped(line, **stamp) for line in lines]
+    whole = [line if isinstance(line, LogRecord) else stamped(line, **stamp) for line in lines]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(map(text_of, whole)))
     return path

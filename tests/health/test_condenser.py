@@ -15,13 +15,13 @@ from ampdoctor.evidence.log_records import (
     LostLine,
     StepLine,
 )
-from ampdoctor.health.condense import Condenser
+from ampdoctor.health.condense import RunSummarizer
 from ampdoctor.health.curves import MOST_SPANS, curve_of, spans_of
 from tests.health.logs import HEADER, detail, stamped, steps
 
 
 def condensed(lines, *, lately=False):
-    condenser = Condenser()
+    condenser = RunSummarizer()
     for line in lines:
         condenser.hear(line if hasattr(line, "stamp") else stamped(line))
     return condenser.runs(name="run", source="runs/run", kind="ampdoctor", lately=lately)

@@ -12,7 +12,7 @@ import pytest
 
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.log_records import EndLine, RunLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.log_records import EndLine, LogRecord, RunLine, Stamp, StepLine
 from ampdoctor.evidence.log_text import text_of
 from ampdoctor.health import following
 from ampdoctor.health.following import Follower
@@ -41,7 +41,7 @@ class Writer:
         self.put(RunLine(name="test", segment=self.segment))
 
     def put(self, line, *, cut=None):
-        text = text_of(Stamped(self.stamp, line))
+        text = text_of(LogRecord(self.stamp, line))
         with self.path.open("a") as file:
             file.write(text[:cut])
 
@@ -64,7 +64,7 @@ def test_each_line_once(tmp_path):
     log.put(StepLine(step=4), cut=40)
     assert steps(follower) == [3]
     with log.path.open("a") as file:
-        file.write(text_of(Stamped(log.stamp, StepLine(step=4)))[40:])
+        file.write(text_of(LogRecord(log.stamp, StepLine(step=4)))[40:])
     assert steps(follower) == [4]
 
 
@@ -216,7 +216,7 @@ def test_of_a_long_log_only_the_end_is_read_with_the_names_that_it_speaks_of(tmp
         log.begin()
     log.put(RunLine(name="test", segment=5, tensors=("w",)))
     log.steps(50)
-    line = len(text_of(Stamped(log.stamp, StepLine(step=50, loss=1.0))))
+    line = len(text_of(LogRecord(log.stamp, StepLine(step=50, loss=1.0))))
     monkeypatch.setattr(following, "_ENOUGH", 10 * line)
     follower = Follower(tmp_path)
     whole = list(follower.new())
@@ -231,7 +231,7 @@ def test_another_rank_s_lines_are_not_mixed_in(tmp_path):
     log.steps(1)
     other = replace(log.stamp, rank=3)
     (tmp_path / "log.rank3.jsonl").write_text(
-        text_of(Stamped(other, RunLine(name="x"))) + text_of(Stamped(other, StepLine(step=77)))
+        text_of(LogRecord(other, RunLine(name="x"))) + text_of(LogRecord(other, StepLine(step=77)))
     )
     assert steps(Follower(tmp_path)) == [0]
     assert steps(Follower(tmp_path / "log.rank3.jsonl")) == [77]

@@ -11,10 +11,10 @@ from ampdoctor.evidence.log_records import (
     CheckpointLine,
     DetailLine,
     EndLine,
+    LogRecord,
     LookLine,
     RunLine,
     Stamp,
-    Stamped,
     StepLine,
     TensorDetail,
 )
@@ -32,7 +32,7 @@ class Log:
         happened = []
         for line in lines:
             self.time += 100
-            happened += self.latest.hear(Stamped(Stamp(time_ms=self.time, **self.stamp), line))
+            happened += self.latest.hear(LogRecord(Stamp(time_ms=self.time, **self.stamp), line))
         return happened
 
 

@@ -31,7 +31,7 @@ def test_one_look_sees_how_far_a_scaler_settles(fused, tmp_path, monkeypatch):
 
     monkeypatch.setattr(watcher, "look", spied)
     told = []
-    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
     with watching.attending():
         scale, skipped = trained(fused)
     watching.ended(None)
@@ -66,7 +66,7 @@ def test_a_bundle_that_holds_nothing_is_not_kept(model, tmp_path):
     told, said = [], []
     weight = torch.ones(4, requires_grad=True) if model is None else None
     optimizer = torch.optim.SGD([weight] if model is None else model.parameters(), lr=0.1)
-    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, said.append)
+    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, said.append)
     with watching.attending():
         batch = torch.full((4,), torch.nan)
         (batch * weight if model is None else model(batch)).sum().backward()
@@ -83,7 +83,7 @@ def test_a_scaler_that_skips_masters_may_settle(sick, tmp_path):
     model = nn.Linear(4, 2).half()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer, scaler = torch.optim.SGD(masters, lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**20)
-    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, said.append)
+    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, said.append)
     with watching.attending():
         for step in range(10):
             model.zero_grad()
@@ -104,7 +104,7 @@ def test_of_several_optimizers_it_is_said_whose_step_was_sick(several, tmp_path,
     critic, actor = nn.Linear(4, 1), nn.Linear(4, 1)
     opt_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
     opt_actor = torch.optim.Adam(actor.parameters(), lr=0.1)
-    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
     with watching.attending():
         for step in range(2):
             if several:
@@ -142,7 +142,9 @@ def attended(tmp_path):
 
     def attend(loop):
         told = []
-        watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+        watching = watcher.TrainingWatcher(
+            WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append
+        )
         with watching.attending():
             loop()
         watching.ended(None)
@@ -435,7 +437,7 @@ def test_a_batch_is_bad_as_a_whole_and_its_parts_go_by_what_takes_them(tmp_path)
     model = nn.Bilinear(4, 4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rewards = torch.full((3, 1), torch.nan)
-    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
     with watching.attending():
         values = model(torch.ones(3, 4), torch.ones(3, 4).fill_(torch.nan))
         (values * rewards).sum().backward(retain_graph=True)
@@ -453,7 +455,7 @@ def test_an_op_whose_derivative_fails_may_be_the_loops(tmp_path):
     told = []
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
     with watching.attending():
         (model(torch.ones(3, 4)) * 0).sqrt().sum().backward()
         optimizer.step()
@@ -499,7 +501,7 @@ def test_clocks_that_the_script_puts_in_place_of_python_s_harm_no_watch(tmp_path
     told = []
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
     with watching.attending():
         for name in ("time", "time_ns", "monotonic", "perf_counter"):
             monkeypatch.setattr(time, name, lambda: "noon")

@@ -18,7 +18,7 @@ from ampdoctor.evidence.log_text import line_of
 from ampdoctor.live import data_stats
 from ampdoctor.live.data_stats import Batches, DataWait
 from ampdoctor.workflows.requests import WatchRequest
-from ampdoctor.workflows.watcher import Doctor
+from ampdoctor.workflows.watcher import TrainingWatcher
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def watched(tmp_path):
     @contextmanager
     def context(**options):
         seen = SimpleNamespace(said=[])
-        doctor = Doctor(
+        doctor = TrainingWatcher(
             WatchRequest(health=str(tmp_path), script="t.py", **options), seen.said.append, seen.said.append
         )
         with doctor.attending():

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import nn
 
 from ampdoctor.workflows.requests import WatchRequest
-from ampdoctor.workflows.watcher import Doctor
+from ampdoctor.workflows.watcher import TrainingWatcher
 
 
 class Net(nn.Module):
@@ -51,7 +51,9 @@ def trained(tmp_path, monkeypatch, *, fault=None, scale=2.0**10, steps=6, watche
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     told, said = [], []
-    doctor = Doctor(WatchRequest(health=str(tmp_path / "health"), script="train.py", every=2), told.append, said.append)
+    doctor = TrainingWatcher(
+        WatchRequest(health=str(tmp_path / "health"), script="train.py", every=2), told.append, said.append
+    )
     examine = doctor._examine
 
     def held_beside(*args, **kwargs):

@@ -13,9 +13,9 @@ from torch import nn
 import ampdoctor
 from ampdoctor.errors import SickTrainingError, UsageError
 from ampdoctor.evidence.report_scaler import ScalerArguments
-from ampdoctor.live.numbers.async_reader import Later
+from ampdoctor.live.numbers.async_reader import AsyncReader
 from ampdoctor.workflows.health import health
-from ampdoctor.workflows.watcher import Doctor, standing
+from ampdoctor.workflows.watcher import TrainingWatcher, standing
 
 
 class Net(nn.Module):
@@ -58,7 +58,9 @@ def same(mine, theirs):
 @pytest.fixture
 def unreadable(monkeypatch):
     """A device whose numbers cannot be read before the update: the CPU stands in for it."""
-    monkeypatch.setattr(Doctor, "_is_readable", lambda doctor, _: doctor.report is None and doctor._attentive > 0)
+    monkeypatch.setattr(
+        TrainingWatcher, "_is_readable", lambda doctor, _: doctor.report is None and doctor._attentive > 0
+    )
 
 
 def test_the_first_sick_step_is_diagnosed_and_nothing_is_changed(tmp_path):
@@ -359,7 +361,7 @@ def test_a_step_that_the_guard_holds_back_on_a_device_is_logged_as_skipped(unrea
 def test_readings_that_are_lost_are_told_and_a_sick_one_among_them_is_not_passed_over(
     sick, unreadable, tmp_path, caplog, monkeypatch
 ):
-    put = Later.put
+    put = AsyncReader.put
 
     def full(later, tag, tensors):
         if tag.number in (2, 3, 4):
@@ -367,7 +369,7 @@ def test_readings_that_are_lost_are_told_and_a_sick_one_among_them_is_not_passed
             return False
         return put(later, tag, tensors)
 
-    monkeypatch.setattr(Later, "put", full)
+    monkeypatch.setattr(AsyncReader, "put", full)
     with ampdoctor.watch(folder=tmp_path, tell=lambda _: None) as watch:
         Loop(sick=sick)()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.requests import ReplayRequest, WatchRequest
-from ampdoctor.workflows.watcher import Doctor
+from ampdoctor.workflows.watcher import TrainingWatcher
 
 
 class _LogitsAndLoss(torch.autograd.Function):
@@ -82,7 +82,7 @@ def test_a_profile_passes_by_undefined_gradients():
 
 def test_a_watched_loop_passes_by_undefined_gradients(tmp_path):
     said = []
-    doctor = Doctor(WatchRequest(health=str(tmp_path), script="train.py"), lambda _: None, said.append)
+    doctor = TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), lambda _: None, said.append)
     run = two_outputs()
     with doctor.attending():
         for batch in run.batches:

@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.hooks.json_values import NotInertError, UnreadableTreeError, function_named, name_of, read, written
+from ampdoctor.hooks.json_values import (
+    NotSerializableError,
+    UnreadableTreeError,
+    function_named,
+    name_of,
+    read,
+    written,
+)
 
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - as users write them
 
@@ -86,7 +93,7 @@ def cyclic():
 
 @pytest.mark.parametrize("value", [lambda: 0, nn.Linear(1, 1), torch.ones(1), cyclic(), open, object()])
 def test_what_has_no_inert_form_is_refused(value):
-    with pytest.raises(NotInertError):
+    with pytest.raises(NotSerializableError):
         written(value)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision import Island, autocast_policy, cast_model, emulate_cuda, force_fp32
+from ampdoctor.precision import Fp32Module, autocast_policy, cast_model, emulate_cuda, force_fp32
 
 HALF, SINGLE = torch.float16, torch.float32
 
@@ -155,7 +155,7 @@ def test_an_island_in_an_island_narrows_nothing(names, own):
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 2)).half()
     wide = copy.deepcopy(model).float()
     if own:  # one that the model comes with
-        Island(HALF).attach(model[1][0].float())
+        Fp32Module(HALF).attach(model[1][0].float())
     x = torch.rand(3, 4, dtype=HALF)
     expected = model(x)
     with force_fp32(model, names):

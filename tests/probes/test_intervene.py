@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from ampdoctor.evidence.location import Source
-from ampdoctor.probes.op_overrides import Address, Intervention, _candidates, address_of, choose_guard
+from ampdoctor.probes.op_overrides import Intervention, UserLine, _candidates, address_of, choose_guard
 from ampdoctor.probes.user_code import as_source
 from tests.diagnosis.births import birth
 
@@ -24,7 +24,7 @@ def here(offset):
 
 
 def run(how, op, source, code, **options):
-    mode = Intervention([Address(source, op)], how, **options)
+    mode = Intervention([UserLine(source, op)], how, **options)
     with mode.watching():
         result = code()
     return result, mode
@@ -42,7 +42,7 @@ def test_the_op_on_that_line_runs_in_fp32_and_stays_there():
     assert float(loud.detach()) == pytest.approx(162754.79)
     loud.backward()
     assert x.grad.dtype is torch.float16
-    assert mode.met == {Address(source, "exp")}
+    assert mode.met == {UserLine(source, "exp")}
 
 
 def test_another_line_is_left_alone():
@@ -121,7 +121,7 @@ def test_the_derivative_of_a_custom_function_is_reached():
 
 def test_a_guard_is_kept_for_the_runs_that_follow():
     source = here(5)
-    mode = Intervention([Address(source, "log")], "guard")
+    mode = Intervention([UserLine(source, "log")], "guard")
     results = []
     for value in (0.0, 1.0, 1e-9):
         with mode.watching():
@@ -184,9 +184,9 @@ def test_what_no_guard_helps_is_said():
 def test_addresses():
     source = Source("a.py", 3)
     own = {"kernel": "aten.log", "where": {"source": source}}
-    assert address_of(birth("loss", **own)) == Address(source, "log")
+    assert address_of(birth("loss", **own)) == UserLine(source, "log")
     forward = {"source": None, "forward_source": source}
-    assert address_of(birth("backward", kernel="aten.log", where=forward)) == Address(source, "log")
+    assert address_of(birth("backward", kernel="aten.log", where=forward)) == UserLine(source, "log")
     assert address_of(birth("loss")) is None
     assert address_of(birth("optimizer", **own)) is None, "torch's optimizer runs it, called from that line"
-    assert address_of(birth("optimizer", **own, after_backward=True)) == Address(source, "log")
+    assert address_of(birth("optimizer", **own, after_backward=True)) == UserLine(source, "log")

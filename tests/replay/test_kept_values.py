@@ -16,7 +16,7 @@ from ampdoctor import TrainingRun
 from ampdoctor.errors import ReplayError
 from ampdoctor.replay import tensor_store
 from ampdoctor.replay.session import Session
-from ampdoctor.replay.tensor_store import SMALL, Held, Keeper, Spilled, lies_in_memory
+from ampdoctor.replay.tensor_store import SMALL, InMemory, OnDisk, TensorStore, lies_in_memory
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 
@@ -55,7 +55,7 @@ def as_bytes(values):
 def test_values_come_back_bit_by_bit(name, spilled, tmp_path):
     tensor = TENSORS[name]()
     before = as_bytes(tensor)
-    keeper = Keeper(tmp_path if spilled else None)
+    keeper = TensorStore(tmp_path if spilled else None)
     first, kept = keeper.keep(torch.ones(BIG)), keeper.keep(tensor)
     if name != "gaps":
         assert kept.are_in(tensor) or not tensor.is_contiguous()
@@ -73,10 +73,10 @@ def test_values_come_back_bit_by_bit(name, spilled, tmp_path):
 
 def test_bits_are_compared_and_not_numbers():
     zeros = torch.zeros(4)
-    kept = Keeper().keep(zeros)
+    kept = TensorStore().keep(zeros)
     assert not kept.are_in(-zeros)
     nan = torch.full((4,), float("nan"))
-    assert Keeper().keep(nan).are_in(nan.clone())
+    assert TensorStore().keep(nan).are_in(nan.clone())
 
 
 class Wrapped(torch.Tensor):
@@ -99,16 +99,16 @@ def test_what_is_no_plain_memory_is_copied_each_time(kind, spilled, tmp_path):
         "conjugate": lambda: torch.randn(SMALL, dtype=torch.complex64).conj(),
         "subclass": lambda: torch.randn(SMALL).as_subclass(Wrapped),
     }
-    tensor, keeper = made[kind](), Keeper(tmp_path if spilled else None)
+    tensor, keeper = made[kind](), TensorStore(tmp_path if spilled else None)
     kept = keeper.keep(tensor)
-    assert isinstance(kept, Held)
+    assert isinstance(kept, InMemory)
     assert keeper.keep(tensor, kept) is not kept
 
 
 @pytest.mark.parametrize("spilled", [False, True], ids=["memory", "disk"])
 def test_one_bit_far_behind_is_seen(spilled, tmp_path):
     values = torch.zeros(3 * 2**20)
-    kept = Keeper(tmp_path if spilled else None).keep(values)
+    kept = TensorStore(tmp_path if spilled else None).keep(values)
     values[-2] = 1e-45
     assert not kept.are_in(values)
 
@@ -120,9 +120,9 @@ def open_files():
 def test_large_tensors_go_to_a_file_that_has_no_name_and_is_gone_with_them(tmp_path):
     gc.collect()  # files that other tests have left to the collector
     before = open_files()
-    keeper = Keeper(tmp_path)
+    keeper = TensorStore(tmp_path)
     big, small = keeper.keep(torch.ones(BIG)), keeper.keep(torch.ones(4))
-    assert (type(big), type(small)) == (Spilled, Held)
+    assert (type(big), type(small)) == (OnDisk, InMemory)
     assert list(tmp_path.iterdir()) == []
     assert open_files() == before + 1
     del keeper, big

@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader
 from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay import batches as tape_module
-from ampdoctor.replay.batches import BatchTape
+from ampdoctor.replay.batches import BatchBuffer
 
 
 def tape_of(batches):
-    return BatchTape(TrainingRun(model=nn.Linear(1, 1), batches=batches, loss=lambda m, x: m(x)))
+    return BatchBuffer(TrainingRun(model=nn.Linear(1, 1), batches=batches, loss=lambda m, x: m(x)))
 
 
 def test_drawn_only_as_far_as_asked_and_only_once():

@@ -13,7 +13,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from ampdoctor.reports.escape import sanitise
-from ampdoctor.reports.formats import FORMATS, Canvas, renderer
+from ampdoctor.reports.formats import FORMATS, RenderOptions, renderer
 from tests.reports.full_sample import PLAIN, full
 from tests.reports.hostile_names import NAMES
 
@@ -24,7 +24,7 @@ COMMANDS = (
 
 
 def rendered(form, report, width=200):
-    return renderer(form)(report, Canvas(width=width, color="never", verbose=1))
+    return renderer(form)(report, RenderOptions(width=width, color="never", verbose=1))
 
 
 def commands_in(text):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.unpickler import Global, Inert, InertMachine
+from ampdoctor.checkpoints.unpickler import GlobalName, PickledObject, SafeUnpickler
 from ampdoctor.errors import AmpdoctorError, CheckpointError
 from tests.security import hostile as h
 
@@ -144,13 +144,13 @@ def test_any_name_gives_an_inert_record(module, name):
     """S2: lists of bad names fail (picklescan#66, modelscan#263, arXiv 2508.19774), so that no name may be imported."""
     before = set(sys.modules)
     for function in (h.named(module, name), h.text(module) + h.text(name) + b"\x93"):
-        machine = InertMachine(h.whole(h.call(function, h.NONE)), "x", _Nothing())
+        machine = SafeUnpickler(h.whole(h.call(function, h.NONE)), "x", _Nothing())
         value, _ = machine.run()
-        assert type(value) is Inert
+        assert type(value) is PickledObject
         assert (value.name, value.args) == (f"{module}.{name}", (None,))
         assert list(machine.foreign) == [f"{module}.{name}"]
-        bare, _ = InertMachine(h.whole(function), "x", _Nothing()).run()
-        assert bare == Global(f"{module}.{name}")
+        bare, _ = SafeUnpickler(h.whole(function), "x", _Nothing()).run()
+        assert bare == GlobalName(f"{module}.{name}")
     assert set(sys.modules) == before
 
 
@@ -202,6 +202,6 @@ def test_torchs_switch_against_its_own_protection_changes_nothing(tmp_path, cana
 @given(st.binary(max_size=60))
 def test_any_bytes_as_a_pickle_end_in_a_value_or_in_our_own_error(data):
     try:
-        InertMachine(h.PROTO + data, "x", _Nothing()).run()
+        SafeUnpickler(h.PROTO + data, "x", _Nothing()).run()
     except AmpdoctorError as error:
         assert "\n" not in str(error)  # noqa: PT017 - refusing is one of two right answers

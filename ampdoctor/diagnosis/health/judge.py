@@ -9,17 +9,17 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from ampdoctor.diagnosis.catalogue import FINDERS, Rule, rules
-from ampdoctor.diagnosis.health.step_state import EPISODE, StepMoment
-from ampdoctor.diagnosis.health.tensor_state import TensorCourses, TensorMoment
+from ampdoctor.diagnosis.health.step_state import EPISODE, StepState
+from ampdoctor.diagnosis.health.tensor_state import TensorCourses, TensorState
 from ampdoctor.evidence.location import NonFinite, Phase, Where
 from ampdoctor.evidence.log_records import (
     DetailLine,
     DetailTable,
     EndLine,
     Line,
+    LogRecord,
     LookLine,
     RunLine,
-    Stamped,
     StepLine,
     table_of,
 )
@@ -99,11 +99,11 @@ class Judge:
     def __init__(self, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> None:
         rules()
         self._thresholds = thresholds
-        self._on_steps, self._on_tensors = _finders(StepMoment), _finders(TensorMoment)
+        self._on_steps, self._on_tensors = _finders(StepState), _finders(TensorState)
         self._names: tuple[str, ...] = ()
         self._optimizers: tuple[str, ...] = ()
         self._groups: tuple[tuple[tuple[int, ...], ...], ...] = ()
-        self._steps: dict[int, StepMoment] = {}
+        self._steps: dict[int, StepState] = {}
         self._tensors: dict[int, TensorCourses] = {}
         self._told: dict[tuple[str, str | None, int], _Told] = {}
         self._looked_at: int | None = None
@@ -133,7 +133,7 @@ class Judge:
                 new += self._new(found, optimizer, moment.line.step)
         return tuple(sorted(new, key=lambda one: SEVERITIES.index(one.severity)))
 
-    def hear_all(self, lines: Iterable[Stamped]) -> tuple[Finding, ...]:
+    def hear_all(self, lines: Iterable[LogRecord]) -> tuple[Finding, ...]:
         """Takes many lines, and returns all findings in the order in which they were made."""
         return tuple(finding for one in lines for finding in self.hear(one.line))
 
@@ -150,9 +150,9 @@ class Judge:
         if moment is None:
             if len(self._steps) >= _ROOT:
                 return ()
-            moment = self._steps[line.optimizer] = StepMoment()
+            moment = self._steps[line.optimizer] = StepState()
         elif line.step <= moment.line.step:  # a rollback, or another run: earlier lines are not its past
-            moment = self._steps[line.optimizer] = StepMoment()
+            moment = self._steps[line.optimizer] = StepState()
             self._tensors.pop(line.optimizer, None)
         moment.alone = len(self._steps) == 1
         moment.groups = self._groups[line.optimizer] if line.optimizer < len(self._groups) else ()

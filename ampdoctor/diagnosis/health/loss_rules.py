@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ampdoctor.diagnosis.catalogue import WATCHED, register
 from ampdoctor.diagnosis.health.judge import over_time_finding
 from ampdoctor.diagnosis.health.rolling import FIRST, HOP, LENGTH, MOST, RECENT, SPANS
-from ampdoctor.diagnosis.health.step_state import LEAST_ROWS, StepMoment, norm_of
+from ampdoctor.diagnosis.health.step_state import LEAST_ROWS, StepState, norm_of
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
@@ -21,8 +21,8 @@ STEPS_NOT_FINITE = register(
 )
 
 
-@STEPS_NOT_FINITE.judges(StepMoment)
-def _steps_not_finite(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
+@STEPS_NOT_FINITE.judges(StepState)
+def _steps_not_finite(moment: StepState, _: Thresholds) -> Sequence[Finding]:
     line = moment.ill.lost
     undecided = line is None and moment.ill.last
     if undecided:
@@ -95,8 +95,8 @@ GRADIENT_JUMP = register(
 )
 
 
-@GRADIENT_JUMP.judges(StepMoment)
-def gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+@GRADIENT_JUMP.judges(StepState)
+def gradient_jump(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     """A step whose norm or loss is far above the usual, and beyond all recent values."""
     least = thresholds[GRADIENT_JUMP_DEVIATIONS]
     if not moment.judged or (moment.norm_above < least and moment.loss_above < least) or moment.line.skipped:
@@ -171,8 +171,8 @@ CLIMBS_AT_FIRST = register(
 )
 
 
-@CLIMBS_AT_FIRST.judges(StepMoment)
-def _climbs_at_first(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+@CLIMBS_AT_FIRST.judges(StepState)
+def _climbs_at_first(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     if not moment.alone:
         return ()  # with several optimizers, one's gain is another's loss
     loss, norm = moment.first_losses.rise(RECENT), moment.first_norms.rise(FIRST)
@@ -255,8 +255,8 @@ _FALLS = -1.0
 """Deviations below the usual from which a loss falls: a norm that rises then belongs to a phase of fast learning."""
 
 
-@LEVEL_SHIFTS.judges(StepMoment)
-def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+@LEVEL_SHIFTS.judges(StepState)
+def _level_shifts(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     if not moment.judged or moment.rising or not moment.alone or moment.loss.count < LENGTH:
         return ()  # with several optimizers, one's gain is another's loss
     loss, norm = moment.loss.height(), moment.norm.height()
@@ -321,8 +321,8 @@ LOSS_NOT_BACK = register(
 )
 
 
-@LOSS_NOT_BACK.judges(StepMoment)
-def _loss_not_back(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+@LOSS_NOT_BACK.judges(StepState)
+def _loss_not_back(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     spike = moment.spike
     if spike is None:
         return ()
@@ -367,8 +367,8 @@ DESCENT_LOST = register(
 )
 
 
-@DESCENT_LOST.judges(StepMoment)
-def _descent_lost(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+@DESCENT_LOST.judges(StepState)
+def _descent_lost(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     if moment.loss.count % HOP or moment.loss.count < LENGTH or not moment.alone:
         return ()  # the usual loss changes once a hop
     descent, usual = moment.descent, moment.loss.usual
@@ -409,8 +409,8 @@ LOSS_FALLS = register(
 )
 
 
-@LOSS_FALLS.judges(StepMoment)
-def _loss_falls(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+@LOSS_FALLS.judges(StepState)
+def _loss_falls(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     loss = moment.loss
     if (
         not moment.judged
@@ -452,8 +452,8 @@ PLATEAU = register(
 )
 
 
-@PLATEAU.judges(StepMoment)
-def _plateau(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+@PLATEAU.judges(StepState)
+def _plateau(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     stretch = moment.plateau
     if not stretch.steps or stretch.told or stretch.steps < thresholds[PLATEAU_STEPS] or math.isnan(stretch.best):
         return ()

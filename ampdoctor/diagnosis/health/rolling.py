@@ -34,7 +34,7 @@ _Place: TypeAlias = Callable[[float], float]
 _LEVEL = (0.0,) * len(SPANS)
 
 
-class Course:
+class RollingStats:
     """Rolling median and robust deviation (MAD) of one number; in logarithms where all values are positive.
 
     A gradient norm is near log-normal and drifts. A loss may be negative, as in reinforcement learning. The spikes that
@@ -164,7 +164,7 @@ class Course:
         return math.log(value) if value > 0 else -math.inf
 
 
-class LongCourse(Course):
+class LongRollingStats(RollingStats):
     """Rolling statistics of a number that is judged at every step, with a memory of large values before the window."""
 
     __slots__ = ("_farthest", "_height", "_ways")
@@ -309,7 +309,7 @@ LEAST_FALL = 0.01  # least relative fall of a loss: momentum alone lowers a loss
 
 
 @dataclass(slots=True)
-class Descent:
+class LossDescent:
     """The usual losses of a run, hop by hop."""
 
     highest: float = -math.inf  # -inf before one is known
@@ -322,7 +322,7 @@ class Descent:
     _first: float = math.nan
     _rises: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH // HOP))
 
-    def follow(self, loss: LongCourse) -> None:
+    def follow(self, loss: LongRollingStats) -> None:
         """Adds a hop."""
         usual = loss.usual
         if math.isnan(usual):
@@ -337,9 +337,9 @@ class Descent:
             self.wandered = max(self.wandered, self._rises[0])
         self._rises.append(usual - self.lowest)
 
-    def anew(self) -> Descent:
+    def anew(self) -> LossDescent:
         """Returns a new one after a change of the batch size, which moves the level of the losses."""
-        return Descent(fell=self.fell or self.falls, came=self._way())
+        return LossDescent(fell=self.fell or self.falls, came=self._way())
 
     def _way(self) -> float:
         return max(self.came, self.highest - self.lowest)
@@ -440,14 +440,14 @@ class BatchCourses:
 
     size: BatchSize = field(default_factory=BatchSize)
     repeats: Repeats = field(default_factory=Repeats)
-    rms: Course = field(default_factory=Course)  # root mean square, without this step's
-    zeros: Course = field(default_factory=Course)  # share of zeros, without this step's
+    rms: RollingStats = field(default_factory=RollingStats)  # root mean square, without this step's
+    zeros: RollingStats = field(default_factory=RollingStats)  # share of zeros, without this step's
 
     def hear(self, line: StepLine) -> None:
         """Adds a step; `end_of` adds its numbers to the usual ones."""
         self.size.hear(line.batch_elements)
         if self.size.changed:  # longer sequences have another share of padding, say
-            self.rms, self.zeros = Course(), Course()
+            self.rms, self.zeros = RollingStats(), RollingStats()
         if not line.skipped:
             self.repeats.hear(line.batch_fingerprint)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from ampdoctor.diagnosis.catalogue import WATCHED, register
 from ampdoctor.diagnosis.health.judge import TENSOR, over_time_finding
-from ampdoctor.diagnosis.health.rolling import HOP, LEAST, LENGTH, Course, falls_over
-from ampdoctor.diagnosis.health.step_state import HOPELESS, LEAST_ROWS, SETTLING, Setting, StepMoment
+from ampdoctor.diagnosis.health.rolling import HOP, LEAST, LENGTH, RollingStats, falls_over
+from ampdoctor.diagnosis.health.step_state import HOPELESS, LEAST_ROWS, SETTLING, Setting, StepState
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
@@ -63,8 +63,8 @@ SCALE_RATCHETS = register(
 )
 
 
-@SCALE_RATCHETS.judges(StepMoment)
-def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+@SCALE_RATCHETS.judges(StepState)
+def _scale_ratchets(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     scale = moment.scale
     stuck = scale.unmoved >= thresholds[SCALE_RATCHETS_AT_FLOOR]
     if scale.now is None or not (stuck or (scale.settled and (scale.falls or scale.in_a_row))):
@@ -141,8 +141,8 @@ NO_STEP_TAKEN = register(
 )
 
 
-@NO_STEP_TAKEN.judges(StepMoment)
-def _no_step_taken(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+@NO_STEP_TAKEN.judges(StepState)
+def _no_step_taken(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     scale = moment.scale
     if scale.is_new and scale.anew == thresholds[NO_STEP_TAKEN_STARTS]:
         return (_starts_over(moment),)
@@ -162,7 +162,7 @@ def _no_step_taken(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
     return (_finding(moment, "error", f"Each of {steps} steps {which} {how}{at}: the weights do not move."),)
 
 
-def _starts_over(moment: StepMoment) -> Finding:
+def _starts_over(moment: StepState) -> Finding:
     scale, step = moment.scale, moment.line.step
     harm = "skips its first steps each time" if scale.taken else "never gets down to the scale that works"
     message = (
@@ -177,7 +177,7 @@ def _times(number: int) -> str:
     return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
 
 
-def _finding(moment: StepMoment, severity: Severity, message: str) -> Finding:
+def _finding(moment: StepState, severity: Severity, message: str) -> Finding:
     scale = moment.scale
     return over_time_finding(
         NO_STEP_TAKEN,
@@ -206,8 +206,8 @@ NO_SUCH_SCALE = register(
 )
 
 
-@NO_SUCH_SCALE.judges(StepMoment)
-def _no_such_scale(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
+@NO_SUCH_SCALE.judges(StepState)
+def _no_such_scale(moment: StepState, _: Thresholds) -> Sequence[Finding]:
     wrong = moment.scale.wrong
     if wrong is None:
         return ()
@@ -249,13 +249,13 @@ SCHEDULE_JUMPS = register(
 MOST_NAMED = 8  # parameters of a group that a finding names; it may have thousands
 
 
-@SCHEDULE_JUMPS.judges(StepMoment)
-def _schedule_jumps(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+@SCHEDULE_JUMPS.judges(StepState)
+def _schedule_jumps(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     changed = moment.rates.now != moment.rates.before or moment.decays.now != moment.decays.before
     return tuple(_jumps(moment, thresholds[SCHEDULE_JUMPS_FACTOR])) if changed and moment.accepted >= LEAST else ()
 
 
-def _jumps(moment: StepMoment, factor: float) -> Iterator[Finding]:
+def _jumps(moment: StepState, factor: float) -> Iterator[Finding]:
     step = moment.line.step
     for what, setting in (("learning rate", moment.rates), ("weight decay", moment.decays)):
         group = _jumped(setting, factor, from_zero=setting is moment.decays)
@@ -341,8 +341,8 @@ _FAR_ZEROS = 2.5
 """Robust deviations by which the mean of the last 16 shares of zeros must lie above the usual: ten of such a mean."""
 
 
-@BATCH_CHANGES.judges(StepMoment)
-def _batch_changes(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+@BATCH_CHANGES.judges(StepState)
+def _batch_changes(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     line, batch = moment.line, moment.batch
     rms, zeros = line.batch_rms, line.batch_zero_share
     if rms is None or zeros is None or batch.rms.count < LENGTH or batch.size.other:
@@ -384,7 +384,7 @@ def _batch_changes(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
     return (finding,)
 
 
-def _more_zeros(zeros: Course) -> float:
+def _more_zeros(zeros: RollingStats) -> float:
     """Returns the rise of the share of zeros, where it is above the usual; else 0."""
     return zeros.latest - zeros.usual if zeros.lifts()[-1] >= _FAR_ZEROS else 0.0
 
@@ -420,8 +420,8 @@ DATA_REPEATS = register(
 )
 
 
-@DATA_REPEATS.judges(StepMoment)
-def _data_repeats(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+@DATA_REPEATS.judges(StepState)
+def _data_repeats(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     repeats = moment.batch.repeats
     if not repeats.steps:
         return ()
@@ -476,14 +476,14 @@ SLOWS_DOWN = register(
 )
 
 
-@SLOWS_DOWN.judges(StepMoment)
-def _slows_down(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+@SLOWS_DOWN.judges(StepState)
+def _slows_down(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     if not moment.judged or moment.accepted % HOP:
         return ()
     return tuple(_slower(moment, thresholds))
 
 
-def _slower(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
+def _slower(moment: StepState, thresholds: Thresholds) -> Iterator[Finding]:
     for course, early, limit, what, unit in (
         (moment.seconds, moment.early_seconds, thresholds[SLOWS_DOWN_FACTOR], "A step takes", "s"),
         (moment.memory, math.inf, thresholds[SLOWS_DOWN_MEMORY], "The peak of memory is", "bytes"),

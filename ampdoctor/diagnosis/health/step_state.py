@@ -13,9 +13,9 @@ from ampdoctor.diagnosis.health.rolling import (
     MATTERS,
     BatchCourses,
     Beginning,
-    Course,
-    Descent,
-    LongCourse,
+    LongRollingStats,
+    LossDescent,
+    RollingStats,
 )
 from ampdoctor.evidence.log_records import EndLine, StepLine
 
@@ -321,7 +321,7 @@ class Setting:
 
 
 @dataclass(slots=True)
-class StepMoment:
+class StepState:
     """A step and the state before it: the evidence of rules on steps. The next step changes it.
 
     Attributes:
@@ -349,13 +349,13 @@ class StepMoment:
     accepted: int = 0
     judged: bool = False
     rising: bool = False
-    loss: LongCourse = field(default_factory=LongCourse)
-    norm: LongCourse = field(default_factory=LongCourse)
+    loss: LongRollingStats = field(default_factory=LongRollingStats)
+    norm: LongRollingStats = field(default_factory=LongRollingStats)
     first_losses: Beginning = field(default_factory=Beginning)
     first_norms: Beginning = field(default_factory=Beginning)
-    seconds: Course = field(default_factory=Course)
+    seconds: RollingStats = field(default_factory=RollingStats)
     early_seconds: float = math.inf
-    memory: Course = field(default_factory=Course)
+    memory: RollingStats = field(default_factory=RollingStats)
     batch: BatchCourses = field(default_factory=BatchCourses)
     scale: ScaleHistory = field(default_factory=ScaleHistory)
     loss_above: float = 0.0
@@ -363,7 +363,7 @@ class StepMoment:
     rates: Setting = field(default_factory=Setting)
     decays: Setting = field(default_factory=Setting)
     plateau: Plateau = field(default_factory=Plateau)
-    descent: Descent = field(default_factory=Descent)
+    descent: LossDescent = field(default_factory=LossDescent)
     spike: Spike | None = None
     departed: dict[str, int] = field(default_factory=dict)
     drift: tuple[int, int] | None = None
@@ -511,11 +511,16 @@ class StepMoment:
         if line.micro_steps is not None:
             if self._micro_steps is not None and line.micro_steps != self._micro_steps:
                 self._quiet = QUIET
-                self.seconds, self.early_seconds = Course(), math.inf
+                self.seconds, self.early_seconds = RollingStats(), math.inf
             self._micro_steps = line.micro_steps
         if self.batch.size.changed:  # batches of another size have other losses and norms
             self._since, self.spike = self.accepted, None
-            self.loss, self.norm, self.seconds, self.memory = LongCourse(), LongCourse(), Course(), Course()
+            self.loss, self.norm, self.seconds, self.memory = (
+                LongRollingStats(),
+                LongRollingStats(),
+                RollingStats(),
+                RollingStats(),
+            )
             self.first_losses, self.first_norms = Beginning(), Beginning()
             self.descent, self.early_seconds = self.descent.anew(), math.inf
 

@@ -12,7 +12,7 @@ from ampdoctor.diagnosis.health.lazy_numpy import np
 from ampdoctor.diagnosis.health.tensor_state import (
     LEAST_BEFORE,
     NEW,
-    TensorMoment,
+    TensorState,
     breaks,
     medians,
     moved_first,
@@ -52,8 +52,8 @@ GRADIENT_DEPARTS = register(
 FLOOR = 0.15  # least deviation of a rate, in e-folds a look: gradients of single batches vary as much
 
 
-@GRADIENT_DEPARTS.judges(TensorMoment)
-def _gradient_departs(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+@GRADIENT_DEPARTS.judges(TensorState)
+def _gradient_departs(moment: TensorState, thresholds: Thresholds) -> Iterator[Finding]:
     rows = moment.rows("gradient")
     if not len(rows):
         return
@@ -83,7 +83,7 @@ def _gradient_departs(moment: TensorMoment, thresholds: Thresholds) -> Iterator[
         )
 
 
-def _vanished(moment: TensorMoment, rows: np.ndarray, norms: np.ndarray) -> Iterator[Finding]:
+def _vanished(moment: TensorState, rows: np.ndarray, norms: np.ndarray) -> Iterator[Finding]:
     """A gradient that is exactly zero in the last looks, for the first time: its logarithm has no rate."""
     before, last = norms[:, :-NEW], norms[:, -NEW:]
     if before.shape[1] < LEAST_BEFORE:
@@ -135,8 +135,8 @@ GROWN = "its values have grown, and those of the next step may overflow"
 SHRUNK = "its values have shrunk, and small ones of the next step may flush to zero"
 
 
-@FACTOR_JUMPS.judges(TensorMoment)
-def _factor_jumps(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+@FACTOR_JUMPS.judges(TensorState)
+def _factor_jumps(moment: TensorState, thresholds: Thresholds) -> Iterator[Finding]:
     own = moment.eight_bit()
     if moment.seen < LEAST_LOOKS or not len(own):
         return
@@ -202,8 +202,8 @@ _STEADY = 5  # of the seven changes between eight looks, as many must go down
 _LEAST_DRIFT = 0.5  # binades of headroom lost over the looks: less is noise
 
 
-@HEADROOM_RUNS_OUT.judges(TensorMoment)
-def _headroom_runs_out(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+@HEADROOM_RUNS_OUT.judges(TensorState)
+def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[Finding]:
     if moment.seen < HEADROOM_LOOKS:
         return
     rows = moment.rows("activation")
@@ -292,8 +292,8 @@ _SAID = {"flushed_share": "becomes zero in the half format", "zero_share": "is z
 _RESOLVED = 1e-4  # a sample does not resolve a smaller share
 
 
-@UNDERFLOW_SPREADS.judges(TensorMoment)
-def _underflow_spreads(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+@UNDERFLOW_SPREADS.judges(TensorState)
+def _underflow_spreads(moment: TensorState, thresholds: Thresholds) -> Iterator[Finding]:
     rows = _in_half(moment)
     found = (
         finding
@@ -307,7 +307,7 @@ def _underflow_spreads(moment: TensorMoment, thresholds: Thresholds) -> Iterator
 
 
 def _spreads(
-    moment: TensorMoment, rows: np.ndarray, measure: str, shares: np.ndarray, thresholds: Thresholds
+    moment: TensorState, rows: np.ndarray, measure: str, shares: np.ndarray, thresholds: Thresholds
 ) -> Iterator[Finding]:
     """Warns of shares above the harmful one, or notes those on their way to it.
 
@@ -358,7 +358,7 @@ def _spreads(
         )
 
 
-def _in_half(moment: TensorMoment) -> np.ndarray:
+def _in_half(moment: TensorState) -> np.ndarray:
     """Rows of gradients that are half at some point: by their format, or all where the run computes in fp16.
 
     Autocast in fp16 gives outputs in fp16, and only fp16 needs a loss scale.
@@ -399,8 +399,8 @@ UPDATES_LOST = register(
 HALF = ("bf16", "fp16")
 
 
-@UPDATES_LOST.judges(TensorMoment)
-def _updates_lost(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+@UPDATES_LOST.judges(TensorState)
+def _updates_lost(moment: TensorState, thresholds: Thresholds) -> Iterator[Finding]:
     if moment.seen < NEW:
         return
     rows = np.array([row for row in moment.rows("parameter") if moment.formats[row] in HALF], dtype=np.int64)
@@ -458,8 +458,8 @@ STANDS_STILL = register(
 )
 
 
-@STANDS_STILL.judges(TensorMoment)
-def _stands_still(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+@STANDS_STILL.judges(TensorState)
+def _stands_still(moment: TensorState, thresholds: Thresholds) -> Iterator[Finding]:
     if moment.seen < 2 * NEW:
         return
     rows = moment.rows("parameter")
@@ -490,7 +490,7 @@ def _stands_still(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Find
     )
 
 
-def _reached(moment: TensorMoment, rows: np.ndarray) -> np.ndarray:
+def _reached(moment: TensorState, rows: np.ndarray) -> np.ndarray:
     """Returns (rows): the parameter's gradient was nonzero in all last looks, and not far below its earlier norm."""
     of_gradient = {moment.tensors[row]: row for row in moment.rows("gradient")}
     norms = moment.values("norm")
@@ -548,8 +548,8 @@ _LOGITS = re.compile(
 """Names of modules that make logits (attention, output) in torch, Transformers, timm, Megatron, OpenCLIP."""
 
 
-@WEIGHTS_GROW.judges(TensorMoment)
-def _weights_grow(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+@WEIGHTS_GROW.judges(TensorState)
+def _weights_grow(moment: TensorState, thresholds: Thresholds) -> Iterator[Finding]:
     found = weight_breaks(
         moment,
         sign=1,
@@ -616,8 +616,8 @@ WEIGHTS_SHRINK = register(
 )
 
 
-@WEIGHTS_SHRINK.judges(TensorMoment)
-def _weights_shrink(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+@WEIGHTS_SHRINK.judges(TensorState)
+def _weights_shrink(moment: TensorState, thresholds: Thresholds) -> Iterator[Finding]:
     found = weight_breaks(
         moment,
         sign=-1,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from ampdoctor.diagnosis.health.lazy_numpy import np
-from ampdoctor.diagnosis.health.step_state import StepMoment
+from ampdoctor.diagnosis.health.step_state import StepState
 from ampdoctor.evidence.log_records import MEASURES, DetailLine, DetailTable, table_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Key = tuple[int, str, str, int]
 
 
 @dataclass(slots=True)
-class TensorMoment:
+class TensorState:
     """The last look at tensors and those before: the evidence of rules on tensors. The next look changes it.
 
     Attributes:
@@ -51,7 +51,7 @@ class TensorMoment:
     measures: Matrix
     seen: int = 0
     names: tuple[str, ...] = ()
-    of_steps: StepMoment | None = None
+    of_steps: StepState | None = None
     _of_role: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     _eight_bit: NDArray[np.int64] | None = None
 
@@ -108,7 +108,7 @@ class TensorCourses:
         self._addresses: tuple[tuple[int | str, ...], ...] = ()
         self._of_addresses: list[int] = []
         self._step: int | None = None
-        self.moment = TensorMoment(
+        self.moment = TensorState(
             line=table_of(DetailLine(step=0)),
             steps=np.zeros(LOOKS, np.int64),
             tensors=[],
@@ -215,7 +215,7 @@ class WeightBreak:
     now: float  # norm at the last look
 
 
-def moved_first(moment: TensorMoment, found: WeightBreak) -> str:
+def moved_first(moment: TensorState, found: WeightBreak) -> str:
     """Returns what left the usual first during a break and shortly before: the settings only if they did."""
     steps = moment.of_steps
     if steps is None:
@@ -224,7 +224,7 @@ def moved_first(moment: TensorMoment, found: WeightBreak) -> str:
     return steps.first("optimizer" if steps.rising else "weights", since=since)
 
 
-def weight_breaks(moment: TensorMoment, *, sign: int, least: float, share: float, change: float) -> list[WeightBreak]:
+def weight_breaks(moment: TensorState, *, sign: int, least: float, share: float, change: float) -> list[WeightBreak]:
     """Returns the weights whose norm grows (`sign` 1) or shrinks (-1) as it has not before, the clearest first.
 
     `least` is in robust deviations; `change` is the e-folds of the norm within the last looks. `share` is the least

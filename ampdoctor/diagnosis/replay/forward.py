@@ -13,7 +13,7 @@ from ampdoctor.diagnosis.replay.scale_choice import range_finding, where_at
 from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_WARNING, Threshold, Thresholds
-from ampdoctor.evidence.trace import Amplified, Comparison, ParameterBeside, StepEvent
+from ampdoctor.evidence.trace import Amplified, Comparison, ParameterVsFp32, StepEvent
 
 FORWARD_DEPARTS = Threshold(
     code="AMP208",
@@ -53,19 +53,19 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 
 def far_alone(
     comparison: Comparison, thresholds: Thresholds, known: Mapping[str, float] = NOTHING
-) -> tuple[ParameterBeside, ...]:
+) -> tuple[ParameterVsFp32, ...]:
     """Returns the parameters with gradients far from fp32's, and farther than `known` by name, the farthest first."""
     least = SLIGHT * comparison.gradient_norm
     far = [p for p in comparison.parameters if p.expected > least and error_of(p) > thresholds[FORWARD_ALONE]]
     return tuple(sorted((p for p in far if error_of(p) > known.get(p.name, 0.0)), key=error_of, reverse=True))
 
 
-def error_of(parameter: ParameterBeside) -> float:
+def error_of(parameter: ParameterVsFp32) -> float:
     """Returns the relative L2 error of a parameter's gradient; inf where fp32 has none."""
     return parameter.error / parameter.expected if parameter.expected else math.inf
 
 
-def together(parameters: Sequence[ParameterBeside]) -> float:
+def together(parameters: Sequence[ParameterVsFp32]) -> float:
     """Returns the relative L2 error of several parameters' gradients together."""
     expected = math.hypot(*(p.expected for p in parameters))
     return math.hypot(*(p.error for p in parameters)) / expected if expected else math.inf
@@ -80,7 +80,7 @@ def departing_in_forward(amplified: Sequence[Amplified], thresholds: Thresholds)
     return tuple(first.values())
 
 
-def forward_precision_finding(comparison: Comparison, one: Amplified, far: Sequence[ParameterBeside]) -> Finding:
+def forward_precision_finding(comparison: Comparison, one: Amplified, far: Sequence[ParameterVsFp32]) -> Finding:
     """Makes the finding at the op whose rounding is the cause; `far` are the parameters with wrong gradients."""
     names = [p.name for p in far]
     own = "the loss code" if one.source.phase == "loss" else "the model's own forward"

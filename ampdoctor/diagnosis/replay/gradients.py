@@ -20,7 +20,7 @@ from ampdoctor.evidence.thresholds import (
     Threshold,
     Thresholds,
 )
-from ampdoctor.evidence.trace import Comparison, Flush, ParameterBeside
+from ampdoctor.evidence.trace import Comparison, Flush, ParameterVsFp32
 
 ZEROED_SHARE = Threshold(
     code="AMP301",
@@ -261,14 +261,14 @@ STARVED_PARAMETERS = register(
 NAMED = 16  # parameters that the evidence names
 
 
-def starved(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[ParameterBeside, ...]:
+def starved(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[ParameterVsFp32, ...]:
     """Returns the parameters that get no gradient in any step and would move in fp32, with their first values.
 
     Steps before fp32 gives a parameter its first gradient do not count: behind a layer that starts at zero, no gradient
     arrives until that layer moves.
     """
     share = thresholds[STARVED_LOST]
-    first: dict[str, ParameterBeside] = {}
+    first: dict[str, ParameterVsFp32] = {}
     fed: set[str] = set()
     for step in compared:
         for parameter in step.parameters:
@@ -279,13 +279,13 @@ def starved(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[Par
     return tuple(parameter for name, parameter in first.items() if name not in fed)
 
 
-def shown_in(compared: Sequence[Comparison], parameters: Sequence[ParameterBeside]) -> tuple[Comparison, ...]:
+def shown_in(compared: Sequence[Comparison], parameters: Sequence[ParameterVsFp32]) -> tuple[Comparison, ...]:
     """Returns the steps in which fp32 gives one of the parameters a gradient."""
     names = {parameter.name for parameter in parameters}
     return tuple(step for step in compared if any(p.nonzero and p.name in names for p in step.parameters))
 
 
-def _is_starved(parameter: ParameterBeside, share: float) -> bool:
+def _is_starved(parameter: ParameterVsFp32, share: float) -> bool:
     lost = parameter.flushed > 0 and parameter.flushed_error >= share * parameter.expected
     return lost and parameter.meant_to_move > 0
 
@@ -296,7 +296,7 @@ def severity_of_starved(names: Sequence[str], held: Mapping[str, Sequence[str]])
     return "error" if whole else "warning"
 
 
-def owners(parameters: Sequence[ParameterBeside]) -> dict[str, list[str]]:
+def owners(parameters: Sequence[ParameterVsFp32]) -> dict[str, list[str]]:
     """Returns the names of parameters by the module that owns them."""
     by_module: defaultdict[str, list[str]] = defaultdict(list)
     for parameter in parameters:
@@ -317,7 +317,7 @@ def common_module(names: Sequence[str]) -> str:
 
 def starved_finding(
     compared: Sequence[Comparison],
-    parameters: Sequence[ParameterBeside],
+    parameters: Sequence[ParameterVsFp32],
     flush: Flush | None,
     saturated: Where | None = None,
 ) -> Finding:

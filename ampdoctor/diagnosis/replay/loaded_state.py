@@ -22,7 +22,7 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.run_facts import FlushedMoment, HalfCounter
 from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.trace import Birth, TensorStats
+from ampdoctor.evidence.trace import NonFiniteOrigin, TensorStats
 
 _BESIDE = "beside:"
 _THROUGH_HALF = (
@@ -91,14 +91,14 @@ def _size(stats: TensorStats) -> dict[str, Any]:
     return {"dtype": stats.dtype, "shape": list(stats.shape), "finite_amax": stats.amax}
 
 
-def harms_beside_alone(birth: Birth) -> bool:
+def harms_beside_alone(birth: NonFiniteOrigin) -> bool:
     """Returns whether no part of the model is harmed, and the op is a cast to half or code after the backward."""
     if not birth.harms or not all(harm.startswith(_BESIDE) for harm in birth.harms):
         return False
     return _casts_to_half(birth) or birth.after_backward
 
 
-def beside_finding(birth: Birth) -> Finding:
+def beside_finding(birth: NonFiniteOrigin) -> Finding:
     """Makes the finding for an origin of `harms_beside_alone`."""
     names = [harm.removeprefix(_BESIDE) for harm in birth.harms]
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
@@ -170,7 +170,7 @@ def _beside_finding(where: Where, message: str, evidence: dict[str, object], *, 
     )
 
 
-def _casts_to_half(birth: Birth) -> bool:
+def _casts_to_half(birth: NonFiniteOrigin) -> bool:
     return birth.kernel in ("aten._to_copy", "aten.copy_") and any(stats.dtype == "float16" for stats in birth.outputs)
 
 

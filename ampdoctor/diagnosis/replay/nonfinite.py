@@ -1,6 +1,6 @@
 """A value that becomes non-finite in a replay: its cause, the sentence about it, and the finding.
 
-`cause_of` decides from the numbers at the value's origin (`Birth`), never from the name of an op.
+`cause_of` decides from the numbers at the value's origin (`NonFiniteOrigin`), never from the name of an op.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ampdoctor.diagnosis.catalogue import REPLAYED, register, rules
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
-from ampdoctor.evidence.trace import LOST, Birth, Operand, Sightings, StepOutcome, TensorStats, Trace
+from ampdoctor.evidence.trace import LOST, NonFiniteOrigin, NonFiniteReport, Operand, StepOutcome, TensorStats, Trace
 
 # -- the cause --
 
@@ -114,7 +114,7 @@ MISUSE_ADVICE: Mapping[str, str] = {
 """The change that the user has to make, by the `Where.op` of a finding of AMP407."""
 
 
-def cause_of(birth: Birth) -> Cause:
+def cause_of(birth: NonFiniteOrigin) -> Cause:
     """Returns the cause of a non-finite value; the first matching case decides.
 
     Only a replay at a lower scale shows whether a backward overflow is due to the loss scale.
@@ -132,7 +132,7 @@ def cause_of(birth: Birth) -> Cause:
     return _cause_of_numbers(birth)
 
 
-def _cause_of_numbers(birth: Birth) -> Cause:
+def _cause_of_numbers(birth: NonFiniteOrigin) -> Cause:
     """Handles ops on finite inputs, or on intended infinities."""
     overflow = _OVERFLOWS.get(birth.where.phase, "forward_overflow")
     verdict = birth.recomputed
@@ -150,7 +150,7 @@ def _cause_of_numbers(birth: Birth) -> Cause:
     return overflow if verdict.overflow is None and birth.where.nonfinite == "inf" else "kernel_defect"
 
 
-def _casts_the_batch(birth: Birth) -> bool:
+def _casts_the_batch(birth: NonFiniteOrigin) -> bool:
     """Whether the batch does not fit the compute format: it is cast straight from the loader and overflows."""
     return (
         birth.kernel == "aten._to_copy"
@@ -159,7 +159,7 @@ def _casts_the_batch(birth: Birth) -> bool:
     )
 
 
-def help_for(birth: Birth, cause: Cause) -> str:
+def help_for(birth: NonFiniteOrigin, cause: Cause) -> str:
     """Returns what to do: about the operand if it is known, else about the cause."""
     operand = birth.operand
     if birth.origin == "constant" and birth.where.nonfinite == "nan" and birth.where.op == "aten.lift_fresh":
@@ -172,7 +172,7 @@ def help_for(birth: Birth, cause: Cause) -> str:
     return OPERAND_HELP.get(operand.made_by, HELP[cause])
 
 
-def batch_may_be_at_fault(birth: Birth) -> bool:
+def batch_may_be_at_fault(birth: NonFiniteOrigin) -> bool:
     """Whether the operand may come from the batch: not in an update, not from state, not lost by a format.
 
     Nor if the code writes it as a literal: an infinite mask is there for every batch.
@@ -185,14 +185,14 @@ def batch_may_be_at_fault(birth: Birth) -> bool:
     return operand is None or (operand.made_by not in LOST and operand.made_by.partition(":")[0] not in STATE)
 
 
-def batch_is_at_fault(birth: Birth) -> bool:
+def batch_is_at_fault(birth: NonFiniteOrigin) -> bool:
     """Whether the operand is the batch's own, or unknown; an operand that is computed from sound data is not."""
     operand = birth.operand
     made_by = "data" if operand is None else operand.made_by.partition(":")[0]
     return batch_may_be_at_fault(birth) and made_by in ("data", "masked_target", "empty_input")
 
 
-def culprits(trace: Trace) -> tuple[Birth, ...]:
+def culprits(trace: Trace) -> tuple[NonFiniteOrigin, ...]:
     """Returns the origins behind a step's harm, worst first.
 
     An infinity that the user wrote (a mask) counts only where there is no other: it may lie on the path of another
@@ -203,14 +203,14 @@ def culprits(trace: Trace) -> tuple[Birth, ...]:
     return tuple(sorted(computed or harmful, key=_how_bad))
 
 
-def _how_bad(birth: Birth) -> tuple[bool, int]:
+def _how_bad(birth: NonFiniteOrigin) -> tuple[bool, int]:
     """Orders harm to the loss or state before harm to gradients alone, then by time."""
     return all(sink.startswith("grad:") for sink in birth.harms), birth.order
 
 
-def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
+def independent(births: Sequence[NonFiniteOrigin]) -> tuple[NonFiniteOrigin, ...]:
     """Returns one origin per place in the code, worst first as given: calls and micro-batches of a line are one."""
-    places: dict[tuple[object, ...], Birth] = {}
+    places: dict[tuple[object, ...], NonFiniteOrigin] = {}
     for birth in births:
         where = birth.where
         place: tuple[object, ...] = (
@@ -223,7 +223,7 @@ def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
     return tuple(places.values())
 
 
-def excess_binades(birth: Birth) -> float | None:
+def excess_binades(birth: NonFiniteOrigin) -> float | None:
     """Returns the log2 of the value over its format's limit; None where it is not beyond it."""
     verdict = birth.recomputed
     if verdict is None or not verdict.finite or verdict.limit <= 0 or verdict.amax <= verdict.limit:
@@ -231,13 +231,13 @@ def excess_binades(birth: Birth) -> float | None:
     return math.log2(verdict.amax / verdict.limit)
 
 
-def fitting_scale(births: Sequence[Birth], scale: float) -> float:
+def fitting_scale(births: Sequence[NonFiniteOrigin], scale: float) -> float:
     """Returns the loss scale, in whole halvings of `scale`, at which these overflows of a backward fit their format."""
     excess = max((excess_binades(birth) or 0.0 for birth in births), default=0.0)
     return math.ldexp(abs(scale), -math.ceil(excess))
 
 
-def derivative_beyond(birth: Birth) -> bool:
+def derivative_beyond(birth: NonFiniteOrigin) -> bool:
     """Returns whether the derivative itself exceeds the format, not its product: 1/x of a tiny x.
 
     The float64 result is larger than the largest input by more than the format's limit.
@@ -247,7 +247,7 @@ def derivative_beyond(birth: Birth) -> bool:
     return verdict is not None and verdict.finite and verdict.amax > verdict.limit * largest > 0
 
 
-def scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
+def scale_may_cure(births: tuple[NonFiniteOrigin, ...], sightings: NonFiniteReport) -> bool:
     """Returns whether only gradients are harmed, and each origin is a backward value beyond its format.
 
     The backward inside the loss of a gradient penalty makes the loss overflow, and so do the run's own copies of
@@ -258,7 +258,7 @@ def scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
     return all(cause_of(b) == "backward_overflow" and _overflows(b) for b in births)
 
 
-def _overflows(birth: Birth) -> bool:
+def _overflows(birth: NonFiniteOrigin) -> bool:
     """Whether smaller inputs would fit: it exceeds its format by a known factor, or overflows inside the op."""
     verdict = birth.recomputed
     return excess_binades(birth) is not None or (verdict is not None and bool(verdict.overflow))
@@ -297,7 +297,7 @@ def place(where: Where) -> str:
     }.get(where.phase, "the model's own forward or the loss code")
 
 
-def sentence_of(birth: Birth, cause: Cause) -> str:
+def sentence_of(birth: NonFiniteOrigin, cause: Cause) -> str:
     """Formats what became non-finite, where and why, with the numbers that decide it."""
     where = birth.where
     what = {"nan": "NaN", "inf": "an infinity", "none": "a wrong value"}[where.nonfinite]
@@ -340,7 +340,7 @@ def sentence_of(birth: Birth, cause: Cause) -> str:
 _LITERAL = "aten.lift_fresh"  # torch's op for a number that is assigned (`x[0] = nan`)
 
 
-def _defect(birth: Birth) -> str:
+def _defect(birth: NonFiniteOrigin) -> str:
     verdict = birth.recomputed
     if birth.operand is not None and birth.operand.made_by == "unwritten":
         return "it shows memory that no op has written"
@@ -352,11 +352,11 @@ def _defect(birth: Birth) -> str:
     return f"this kernel gives {_kind(birth)} where the arithmetic is finite and in range{amax}"
 
 
-def _kind(birth: Birth) -> str:
+def _kind(birth: NonFiniteOrigin) -> str:
     return "NaN" if birth.where.nonfinite == "nan" else "an infinity"
 
 
-def _uncomputed(birth: Birth, what: str) -> str:
+def _uncomputed(birth: NonFiniteOrigin, what: str) -> str:
     """Formats a value that was not computed: it was loaded, or written as a literal."""
     where = birth.where
     if birth.origin == "data":
@@ -402,11 +402,11 @@ def _operand(operand: Operand) -> str:
     )
 
 
-def _place(birth: Birth) -> str:
+def _place(birth: NonFiniteOrigin) -> str:
     return "the code after the backward" if birth.after_backward else place(birth.where)
 
 
-def _deed(birth: Birth) -> str:
+def _deed(birth: NonFiniteOrigin) -> str:
     """Formats the op; for a cast also the tensor, if it has a name."""
     named = next((stats.name for stats in birth.inputs if stats.name), None)
     if named is None or birth.kernel != "aten._to_copy":
@@ -414,15 +414,15 @@ def _deed(birth: Birth) -> str:
     return f"{birth.where.op} (the cast of {named.replace(':', ' ')} to {_format(birth)})"
 
 
-def _format(birth: Birth) -> str:
+def _format(birth: NonFiniteOrigin) -> str:
     return birth.outputs[0].dtype if birth.outputs else "the format"
 
 
-def _operands(birth: Birth) -> str:
+def _operands(birth: NonFiniteOrigin) -> str:
     return "infinite inputs" if any(stats.infs for stats in birth.inputs) else "finite inputs"
 
 
-def _poison(birth: Birth) -> str:
+def _poison(birth: NonFiniteOrigin) -> str:
     if any(stats.infs for stats in birth.inputs):
         return "infinities that were meant meet (a row that is masked as a whole, or inf - inf)"
     if any(0 in stats.shape for stats in birth.inputs):
@@ -466,12 +466,12 @@ _BEYOND_FLOAT32 = "float32 does not hold it either: bring the op's inputs down, 
 
 
 def finding_of_birth(
-    birth: Birth,
+    birth: NonFiniteOrigin,
     *,
     cause: Cause | None = None,
     severity: Severity = "error",
     prescription: Prescription | None = None,
-    others: Sequence[Birth] = (),
+    others: Sequence[NonFiniteOrigin] = (),
 ) -> Finding:
     """Makes the finding for an origin; `others` are further origins of the step that do harm independently.
 
@@ -492,12 +492,12 @@ def finding_of_birth(
     )
 
 
-def _help(birth: Birth, cause: Cause) -> str:
+def _help(birth: NonFiniteOrigin, cause: Cause) -> str:
     beyond = birth.recomputed is not None and birth.recomputed.finite32 is False
     return _BEYOND_FLOAT32 if beyond and cause in ("forward_overflow", "backward_overflow") else help_for(birth, cause)
 
 
-def birth_numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
+def birth_numbers(birth: NonFiniteOrigin, others: Sequence[NonFiniteOrigin]) -> dict[str, Any]:
     """Returns the numbers behind an origin as evidence; `others` are reported with it."""
     verdict = birth.recomputed
     numbers: dict[str, Any] = {
@@ -563,12 +563,12 @@ def _shown(stats: TensorStats) -> dict[str, Any]:
     }
 
 
-def is_absorbed(birth: Birth) -> bool:
+def is_absorbed(birth: NonFiniteOrigin) -> bool:
     """Returns whether a computed infinity vanishes before the loss, a gradient or the run's state."""
     return birth.origin == "op" and birth.where.nonfinite == "inf" and not birth.harms
 
 
-def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Birth, ...]:
+def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[NonFiniteOrigin, ...]:
     """Returns overflows that left a finite value behind, but a value far from the correct one.
 
     Both values are computed in float64, so rounding plays no part: inf -> rsqrt -> 0 departs by 1.0, inf * 1e-5 -> tanh

@@ -12,7 +12,7 @@ from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
-from ampdoctor.evidence.trace import Birth
+from ampdoctor.evidence.trace import NonFiniteOrigin
 
 NORMS_IN_A_ROW = Threshold(
     code="AMP902",
@@ -211,7 +211,7 @@ DIVERGES = (
 )
 
 
-def diverging_finding(birth: Birth, losses: Sequence[float | None]) -> Finding:
+def diverging_finding(birth: NonFiniteOrigin, losses: Sequence[float | None]) -> Finding:
     """Makes the finding for a run whose updates lead to non-finite values in fp32 too, at once or a few steps later.
 
     `birth` is where it first left the compute format. `losses` are in fp32, of all steps up to the non-finite one.

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, Rule, register
-from ampdoctor.diagnosis.scan.between import Course, course
+from ampdoctor.diagnosis.scan.between import LinearTrend, course
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.location import NonFinite, Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
@@ -270,7 +270,7 @@ def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Find
     )
 
 
-def _heading(rows: Sequence[Headroom], thresholds: Thresholds) -> Course | None:
+def _heading(rows: Sequence[Headroom], thresholds: Thresholds) -> LinearTrend | None:
     """Returns the trend of an output that grows steadily, significantly and soon beyond its format."""
     if rows[-1].binades > thresholds[HEADROOM_NEAR] or not _grows(rows):
         return None

@@ -16,7 +16,7 @@ from ampdoctor.evidence.of_runs.handling import Change, Handling
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.report_replay import NOT_THE_ORDER
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
-from ampdoctor.evidence.trace import Birth, Comparison, StepEvent, StepOutcome
+from ampdoctor.evidence.trace import Comparison, NonFiniteOrigin, StepEvent, StepOutcome
 
 MISUSE_RATIO = Threshold(
     code="AMP407",
@@ -59,7 +59,7 @@ class HalfWeights:
 
 
 def lost_scale_finding(
-    lost: ScalerState, own: float | None, birth: Birth | None = None, cure: Prescription | None = None
+    lost: ScalerState, own: float | None, birth: NonFiniteOrigin | None = None, cure: Prescription | None = None
 ) -> Finding:
     """Makes the finding for a checkpoint's settled loss scale that the run does not continue.
 
@@ -82,7 +82,7 @@ def lost_scale_finding(
     )
 
 
-def unguarded_step_finding(at: Birth | Where, scale: float | None) -> Finding:
+def unguarded_step_finding(at: NonFiniteOrigin | Where, scale: float | None) -> Finding:
     """Makes the finding for overflowed gradients that reach the weights, because the optimizer steps past its scaler.
 
     `at` is the overflow; or the step, where a replay through the scaler skips it, and takes it at a lower scale.
@@ -563,7 +563,7 @@ class SkipVerdict:
 
 
 def verdict_on_skips(
-    birth: Birth | None,
+    birth: NonFiniteOrigin | None,
     *,
     scales: Sequence[float],
     steps: int,
@@ -613,6 +613,6 @@ def _advice(scales: Sequence[float], *, updated: bool) -> str:
     return MADE_ANEW if len(scales) >= PERSISTS and len(set(scales)) == 1 and scales[0] > 1.0 else ""
 
 
-def scale_kills(birth: Birth, scale: float | None) -> bool:
+def scale_kills(birth: NonFiniteOrigin, scale: float | None) -> bool:
     """Returns whether the loss scale is dead and the non-finite values appear after the loss."""
     return scale is not None and is_dead(scale) and birth.where.phase not in ("forward", "loss", "data")

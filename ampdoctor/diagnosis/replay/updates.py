@@ -16,7 +16,7 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.run_facts import UpdateFacts
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
-from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterBeside, StateBeside
+from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterVsFp32, StateVsFp32
 
 STALLED = Threshold(
     code="AMP501",
@@ -80,12 +80,12 @@ def stagnation_of(updates: Sequence[ModuleUpdate], thresholds: Thresholds) -> St
     return None
 
 
-def unmoved(step: Comparison) -> tuple[ParameterBeside, ...]:
+def unmoved(step: Comparison) -> tuple[ParameterVsFp32, ...]:
     """Returns the parameters that stand still in a step although fp32 moves them."""
     return tuple(p for p in step.parameters if p.meant_to_move and not p.moved)
 
 
-def rounded_away(parameters: Sequence[ParameterBeside]) -> bool:
+def rounded_away(parameters: Sequence[ParameterVsFp32]) -> bool:
     """Returns whether most stand still due to rounding (at most half a unit in the last place), not a zero update."""
     given = [p for p in parameters if p.gradient]  # a clip factor of 0 leaves no gradient to round away
     return sum(p.beneath for p in given) > LOST_SHARE * sum(p.meant_to_move for p in parameters)
@@ -227,7 +227,7 @@ STRAIGHT = 0.75
 steps, 1 / sqrt(n) in the long run. Measured where something stands still: 0.79 to 1."""
 COINS = 5  # signs after the first that must be equal where only few elements are seen: by chance once in 32
 NAMED = 16  # tensors that the evidence names
-Beside = TypeVar("Beside", ParameterBeside, StateBeside)
+Beside = TypeVar("Beside", ParameterVsFp32, StateVsFp32)
 
 
 def lasting(
@@ -306,7 +306,7 @@ FROZEN_ALONE = 1e-6
 gradient of a thousandth of the run's, as for a step that has converged."""
 
 
-def frozen(compared: Sequence[Comparison]) -> tuple[ParameterBeside, ...]:
+def frozen(compared: Sequence[Comparison]) -> tuple[ParameterVsFp32, ...]:
     """Returns the parameters that stand still in each step, with their values in the first.
 
     They get a gradient, and fp32 moves them one way by less than half a unit in the last place: a larger move has
@@ -324,7 +324,7 @@ def frozen(compared: Sequence[Comparison]) -> tuple[ParameterBeside, ...]:
 
 
 def severity_of_frozen(
-    compared: Sequence[Comparison], parameters: Sequence[ParameterBeside], thresholds: Thresholds
+    compared: Sequence[Comparison], parameters: Sequence[ParameterVsFp32], thresholds: Thresholds
 ) -> Severity:
     """Returns "error" where one has a single element or their share is large, else "note"."""
     own = any(p.looked_at == 1 for p in parameters)
@@ -340,7 +340,7 @@ def share_of(compared: Sequence[Comparison], names: Sequence[str]) -> float:
 
 
 def frozen_finding(
-    compared: Sequence[Comparison], parameters: Sequence[ParameterBeside], severity: Severity, op: str
+    compared: Sequence[Comparison], parameters: Sequence[ParameterVsFp32], severity: Severity, op: str
 ) -> Finding:
     """Makes one finding for parameters that stand still, as they share a cause; `op` writes them."""
     names = [p.name for p in parameters]
@@ -374,7 +374,7 @@ def frozen_finding(
     )
 
 
-def _stands_still(p: ParameterBeside) -> bool:
+def _stands_still(p: ParameterVsFp32) -> bool:
     """Whether a parameter with a gradient moves in fp32, but not here, where the update rounds away."""
     return p.gradient > 0 and p.meant_to_move > 0 and not p.moved and 2 * p.beneath > p.meant_to_move
 
@@ -392,7 +392,7 @@ COUNTER_ENDS = {"float16": 2048.0, "bfloat16": 256.0}
 _OPTIMIZER = "optimizer:"
 
 
-def stuck(compared: Sequence[Comparison]) -> tuple[int, tuple[StateBeside, ...]]:
+def stuck(compared: Sequence[Comparison]) -> tuple[int, tuple[StateVsFp32, ...]]:
     """Returns the first step (index) from which states stand still that fp32 moves one way, and their values in it.
 
     Of an optimizer's state, only counters are judged: a moment may be at rest.
@@ -401,18 +401,18 @@ def stuck(compared: Sequence[Comparison]) -> tuple[int, tuple[StateBeside, ...]]
     return since, tuple(run[0] for run in runs.values())
 
 
-def counting(compared: Sequence[Comparison]) -> tuple[StateBeside, ...]:
+def counting(compared: Sequence[Comparison]) -> tuple[StateVsFp32, ...]:
     """Returns the counters that go up by one here and in fp32, and will stand still; with their last values."""
     _, runs = lasting([step.states for step in compared], lambda state: bool(state.moved), _by_one)
     return tuple(run[-1] for run in runs.values())
 
 
-def _is_stuck(run: Sequence[StateBeside]) -> bool:
+def _is_stuck(run: Sequence[StateVsFp32]) -> bool:
     counts = run[0].looked_at == 1 and len({state.course for state in run}) == 1
     return counts or (run[0].kind != "counter" and goes_one_way(run, COINS))
 
 
-def _by_one(run: Sequence[StateBeside]) -> bool:
+def _by_one(run: Sequence[StateVsFp32]) -> bool:
     values = [state.value for state in run]
     if run[0].looked_at > 1:
         return False
@@ -426,7 +426,7 @@ def owner_of(name: str) -> str:
     return path.rpartition(".")[0].rpartition(".")[0] if name.startswith(_OPTIMIZER) else path.rpartition(".")[0]
 
 
-def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[StateBeside], where: Where) -> Finding:
+def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[StateVsFp32], where: Where) -> Finding:
     """Makes one finding for states that stand still from step `since` (index) on, as they share a cause."""
     names, step = [state.name for state in states], compared[since].step
     inside = [owner_of(state.name) for state in states if state.kind != "own"]
@@ -452,7 +452,7 @@ def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[S
     )
 
 
-def counting_finding(compared: Sequence[Comparison], states: Sequence[StateBeside]) -> Finding:
+def counting_finding(compared: Sequence[Comparison], states: Sequence[StateVsFp32]) -> Finding:
     """Makes the note for counters that will stand still; `states` are their last values."""
     names = [state.name for state in states]
     most = max(states, key=lambda state: state.value / COUNTER_ENDS[state.dtype])
@@ -498,7 +498,7 @@ WRONG_STEP = register(
 ROUNDED = 4.0  # norms that differ by fewer roundings of the weight differ by its own rounding
 RIGHT_GRADIENT = 0.5  # relative error up to which a gradient is not the cause
 
-Far = tuple[ParameterBeside, ...]
+Far = tuple[ParameterVsFp32, ...]
 
 
 def far_from(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[int, tuple[Far, ...]]:
@@ -509,7 +509,7 @@ def far_from(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[in
     return since, tuple(runs.values())
 
 
-def is_far(parameter: ParameterBeside, ratio: float) -> bool:
+def is_far(parameter: ParameterVsFp32, ratio: float) -> bool:
     """Returns whether an update is too long or too short, beyond rounding, although its gradient is correct."""
     p = parameter
     if not p.moved or not p.expected_update or p.error > RIGHT_GRADIENT * p.expected:
@@ -527,7 +527,7 @@ def made_zero(compared: Sequence[Comparison]) -> tuple[int, Far]:
     return 0, ()
 
 
-def _is_zero(p: ParameterBeside) -> bool:
+def _is_zero(p: ParameterVsFp32) -> bool:
     right = p.gradient > 0.0 and p.error <= RIGHT_GRADIENT * p.expected
     return right and p.meant_to_move > 0 and not p.moved and not rounded_away([p])
 

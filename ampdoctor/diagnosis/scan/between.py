@@ -84,7 +84,7 @@ power of the step has at most log2(3/2) / log2(2) = 0.585 over equal times from 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class LinearTrend:
     """The trend of a figure."""
 
     rate: float  # log2 per step
@@ -98,7 +98,7 @@ class Course:
         return self.meets - self.until <= self.until - self.since
 
 
-def course(points: Sequence[tuple[int, float]], limit: float) -> Course | None:
+def course(points: Sequence[tuple[int, float]], limit: float) -> LinearTrend | None:
     """Extrapolates a steady growth; None where there is none, it slows down, or the limit is reached.
 
     The rate is the least-squares slope of log2 over the steps, or that of the later half if smaller. `points` are
@@ -117,7 +117,7 @@ def course(points: Sequence[tuple[int, float]], limit: float) -> Course | None:
     rate = min(_slope(line), later)
     if rate <= 0:
         return None
-    return Course(rate=sign * rate, meets=line[-1][0] + left / rate, since=line[0][0], until=line[-1][0])
+    return LinearTrend(rate=sign * rate, meets=line[-1][0] + left / rate, since=line[0][0], until=line[-1][0])
 
 
 def _halves(line: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -346,7 +346,7 @@ GROWING_RANGE = register(
 LEAST_POINTS = 3  # fewer checkpoints do not show whether a growth slows down
 
 
-def _growing_finding(rows: Sequence[tuple[str, Largest, float, Course]], step: int | None, unit: str) -> Finding:
+def _growing_finding(rows: Sequence[tuple[str, Largest, float, LinearTrend]], step: int | None, unit: str) -> Finding:
     """Makes the finding for tensors that grow towards fp16's limit.
 
     `rows` has at least one row: address, latest magnitude, magnitude at the beginning, trend. `unit` is the unit of

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, checkpoint_finding, register
 from ampdoctor.diagnosis.health.loss_rules import gradient_jump
 from ampdoctor.diagnosis.health.rolling import LENGTH, falls_over
-from ampdoctor.diagnosis.health.step_state import StepMoment
+from ampdoctor.diagnosis.health.step_state import StepState
 from ampdoctor.diagnosis.scan.scaler import LOGGED_NORMS, fresh_scaler, scale_text, without_a_scale
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, is_training_loss
 from ampdoctor.evidence.checkpoint_stats import RUN_LOG, CheckpointSummary, LogEntry
@@ -563,7 +563,7 @@ def _jumps(summary: CheckpointSummary, steps: Sequence[int], thresholds: Thresho
     """Whether one of these steps exceeds all that was usual, so that `health` warns of it (AMP720)."""
     entries = [entry for entry, _ in series(summary, lambda e: e.loss if e.grad_norm is None else e.grad_norm)]
     first = next((at for at, entry in enumerate(entries) if entry.step >= min(steps)), 0)
-    moment, spikes = StepMoment(), frozenset(steps)
+    moment, spikes = StepState(), frozenset(steps)
     for entry in entries[max(0, first - _PAST) :]:
         if entry.step > max(spikes):
             break

@@ -11,8 +11,8 @@ from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
     OptimizerGroup,
     OptimizerSummary,
-    StarvedMoment,
     TensorSummary,
+    ZeroSecondMoment,
 )
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
@@ -206,7 +206,7 @@ def _flushed_of(summary: CheckpointSummary, optimizer: OptimizerSummary, thresho
     )
 
 
-def _by_itself(moment: StarvedMoment, optimizer: OptimizerSummary) -> bool:
+def _by_itself(moment: ZeroSecondMoment, optimizer: OptimizerSummary) -> bool:
     """Returns whether the file's format loses such squares itself, or the optimizer does not keep both moments.
 
     A narrow format loses them in training: then the update alone decides whether the first moment is too large.
@@ -218,7 +218,7 @@ def _by_itself(moment: StarvedMoment, optimizer: OptimizerSummary) -> bool:
     return not bounds or any(bound is None or moment.largest <= bound for bound in bounds)
 
 
-def _moment_place(moment: StarvedMoment) -> Where:
+def _moment_place(moment: ZeroSecondMoment) -> Where:
     return Where(
         phase="optimizer",
         module=moment.module,
@@ -228,7 +228,7 @@ def _moment_place(moment: StarvedMoment) -> Where:
     )
 
 
-def _moment_row(moment: StarvedMoment) -> dict[str, str | int | float]:
+def _moment_row(moment: ZeroSecondMoment) -> dict[str, str | int | float]:
     return {"tensor": moment.name, "starved": moment.starved, "of": moment.examined, "largest": moment.largest}
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from ampdoctor.checkpoints.files import RegularFile
-from ampdoctor.checkpoints.log_files import Left, known_fields, lines_in, step_of, unread_in
+from ampdoctor.checkpoints.log_files import SkippedLines, known_fields, lines_in, step_of, unread_in
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.log_records import EndLine, Line, RunLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.log_records import EndLine, Line, LogRecord, RunLine, Stamp, StepLine
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 # -- the order of rows, and rows that a later one replaces --
@@ -24,7 +24,7 @@ LATE = 8  # rows that wait for late numbers of their step; only more rows than t
 
 
 @dataclass(slots=True)
-class Order:
+class StepOrder:
     """Counts the rows of a log that a later row repeats, or undoes by falling back behind their step.
 
     A restart from a checkpoint is in order: it follows a stretch of steps and repeats it. A single row, or a few, form
@@ -136,8 +136,8 @@ def milliseconds(seconds: object) -> int:
 
 
 def lines_of(
-    rows: Iterable[Row], run: RunLine, order: Order, *, ended: Callable[[], EndLine | None] = lambda: None
-) -> Iterator[Stamped]:
+    rows: Iterable[Row], run: RunLine, order: StepOrder, *, ended: Callable[[], EndLine | None] = lambda: None
+) -> Iterator[LogRecord]:
     """Yields the lines of a run: rows of one step become one line, and rows without a number of a step make none.
 
     `rows` come in the order in which they were logged; `order` counts repeated ones. `ended` is called after the last
@@ -157,20 +157,20 @@ def lines_of(
 class RunLines:
     """Makes the lines of a run from its rows, as they come; `order` counts repeated ones."""
 
-    def __init__(self, run: RunLine, order: Order) -> None:
+    def __init__(self, run: RunLine, order: StepOrder) -> None:
         self._run, self._order = run, order
         self._waiting: list[Row] = []
         self._attempt = self._steps = self._last = 0
 
-    def header(self) -> Stamped:
+    def header(self) -> LogRecord:
         """Returns the first line."""
         return self._stamped(self._run, 0, 0)
 
-    def end(self, end: EndLine) -> Stamped:
+    def end(self, end: EndLine) -> LogRecord:
         """Returns the last line, with the count of the steps."""
         return self._stamped(replace(end, steps=self._steps), self._last, self._attempt)
 
-    def hear(self, row: Row) -> Iterator[Stamped]:
+    def hear(self, row: Row) -> Iterator[LogRecord]:
         """Takes a row, and yields the lines of the steps that are complete."""
         if not 0 <= row.step < _MOST_STEPS:
             return
@@ -194,19 +194,19 @@ class RunLines:
         if len(self._waiting) > LATE:
             yield from self._lines([self._waiting.pop(0)])
 
-    def waiting(self) -> list[Stamped]:
+    def waiting(self) -> list[LogRecord]:
         """Returns the lines of the steps that may still change, as they are now."""
         steps = self._steps
         lines = list(self._lines(self._waiting))
         self._steps = steps
         return lines
 
-    def rest(self) -> Iterator[Stamped]:
+    def rest(self) -> Iterator[LogRecord]:
         """Yields the lines of the waiting steps."""
         rows, self._waiting = self._waiting, []
         yield from self._lines(rows)
 
-    def _lines(self, rows: Iterable[Row]) -> Iterator[Stamped]:
+    def _lines(self, rows: Iterable[Row]) -> Iterator[LogRecord]:
         for row in rows:
             line = _step(row)
             if line is not None:
@@ -220,9 +220,9 @@ class RunLines:
                 for one in _of_networks(line, row.values, self._run.optimizers) or (line,):
                     yield self._stamped(one, row.time_ms, self._attempt)
 
-    def _stamped(self, line: Line, time_ms: int, attempt: int) -> Stamped:
+    def _stamped(self, line: Line, time_ms: int, attempt: int) -> LogRecord:
         branch = attempt - 1 if attempt else None
-        return Stamped(Stamp(run_id=self._run.name or "-", attempt=attempt, branch=branch, time_ms=time_ms), line)
+        return LogRecord(Stamp(run_id=self._run.name or "-", attempt=attempt, branch=branch, time_ms=time_ms), line)
 
 
 def _adds(known: Row, late: Row) -> bool:
@@ -386,7 +386,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LogLocation:
     """A file that was named, or a folder with the names of its files."""
 
     folder: Path
@@ -418,12 +418,14 @@ class Place:
 
 
 @dataclass(slots=True)
-class Noticed:
+class ReadIssues:
     """Notes that are collected while a log is read."""
 
-    left: defaultdict[str, Left] = field(default_factory=lambda: defaultdict(Left))  # by file: lost lines
+    left: defaultdict[str, SkippedLines] = field(
+        default_factory=lambda: defaultdict(SkippedLines)
+    )  # by file: lost lines
     skipped: list[Skipped] = field(default_factory=list)  # what else was left out, and why
-    order: Order = field(default_factory=Order)
+    order: StepOrder = field(default_factory=StepOrder)
     unplaced: int = 0  # skipped steps whose number is not in the log
     unread: Unread = field(default_factory=Unread)  # columns without numbers
 
@@ -439,10 +441,10 @@ class Noticed:
 class LineRows(Protocol):
     """Makes rows from a file's lines, as they come."""
 
-    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:
+    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:
         """Yields the rows of further whole lines; `left` counts those that cannot be used."""
 
-    def rest(self, noticed: Noticed) -> Iterator[Row]:
+    def rest(self, noticed: ReadIssues) -> Iterator[Row]:
         """Yields rows that wait for a line that has not come, and adds notes to `noticed`."""
 
     def end(self) -> EndLine | None:
@@ -450,10 +452,10 @@ class LineRows(Protocol):
 
 
 Begin: TypeAlias = Callable[[RegularFile], LineRows]
-Read: TypeAlias = Callable[[Path, Sequence[str], Noticed], Iterator[Stamped]]
+Read: TypeAlias = Callable[[Path, Sequence[str], ReadIssues], Iterator[LogRecord]]
 
 
-def _nothing(place: Place) -> Iterator[ErrorNote | Skipped]:  # noqa: ARG001 - the signature of `lacks`
+def _nothing(place: LogLocation) -> Iterator[ErrorNote | Skipped]:  # noqa: ARG001 - the signature of `lacks`
     yield from ()
 
 
@@ -470,15 +472,15 @@ class LogKind:
     """
 
     format: str
-    claims: Callable[[Place], Sequence[Sequence[str]]]
+    claims: Callable[[LogLocation], Sequence[Sequence[str]]]
     read: Read
     begin: Begin | None = None
-    lacks: Callable[[Place], Iterator[ErrorNote | Skipped]] = _nothing
+    lacks: Callable[[LogLocation], Iterator[ErrorNote | Skipped]] = _nothing
 
 
 def kind_of_one_file(
     format: str,  # noqa: A002
-    of_place: Callable[[Place], Iterable[str]],
+    of_place: Callable[[LogLocation], Iterable[str]],
     begin: Begin,
     matters: Callable[[bytes], bool] = lambda _: True,
 ) -> LogKind:
@@ -494,7 +496,7 @@ def kind_of_one_file(
 def reading(begin: Begin, matters: Callable[[bytes], bool] = lambda _: True) -> Read:
     """Returns a function that reads a log of one file; `begin` makes rows of its lines."""
 
-    def read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+    def read(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:
         (name,) = names
         left = noticed.left[name]
         with RegularFile(folder / name, name) as file:
@@ -507,7 +509,7 @@ def reading(begin: Begin, matters: Callable[[bytes], bool] = lambda _: True) -> 
     return read
 
 
-def _rest(made: LineRows, noticed: Noticed) -> Iterator[Row]:
+def _rest(made: LineRows, noticed: ReadIssues) -> Iterator[Row]:
     yield from made.rest(noticed)  # a generator: it must run after the last line
 
 

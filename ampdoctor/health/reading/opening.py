@@ -17,13 +17,13 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, RegularFile, identity_of, is_folder, list_folder
-from ampdoctor.checkpoints.log_files import HEAD, MAX_BYTES, Left, begins_run_log, lines_in
+from ampdoctor.checkpoints.log_files import HEAD, MAX_BYTES, SkippedLines, begins_run_log, lines_in
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.evidence.log_records import SCHEMA_VERSION, Stamped
+from ampdoctor.evidence.log_records import SCHEMA_VERSION, LogRecord
 from ampdoctor.evidence.log_text import Row, line_of_row, quick_line_of, row_of
 from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, shown_path, will_be_written
 from ampdoctor.evidence.report import ErrorNote, Skipped
-from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, Noticed, Place
+from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, LogLocation, ReadIssues
 from ampdoctor.health.reading.other_logs import (
     ANY_TABLE,
     DEEPSPEED_MONITOR,
@@ -40,7 +40,7 @@ from ampdoctor.package import beside
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip"})
 
 
-def _claims(place: Place) -> Sequence[Sequence[str]]:
+def _claims(place: LogLocation) -> Sequence[Sequence[str]]:
     """Claims all files of a folder's log by name if one begins as ours: the first line of another may be damaged."""
     names = place.names if place.named else [name for files in logs_in(place.names).values() for name in files]
     heads = {name: place.head(name, HEAD) for name in names}
@@ -48,7 +48,7 @@ def _claims(place: Place) -> Sequence[Sequence[str]]:
     return [[name for name in names if name not in place.refused]] if ours else ()
 
 
-def _lacks(place: Place) -> Iterator[ErrorNote | Skipped]:
+def _lacks(place: LogLocation) -> Iterator[ErrorNote | Skipped]:
     """Yields the files of each rank that cannot be read, are compressed, empty or missing."""
     # The oldest may be missing: they are deleted to free disk space
     if place.named:
@@ -88,7 +88,7 @@ def _packed(name: str) -> str | None:
     return path.stem if path.suffix in _PACKED and rank_and_number(path.stem) is not None else None
 
 
-def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+def _read(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:
     for name in names:
         with RegularFile(folder / name, name) as file:
             left = noticed.left[name]
@@ -105,7 +105,7 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
             yield from _last(left)
 
 
-def _last(left: Left) -> Iterator[Stamped]:
+def _last(left: SkippedLines) -> Iterator[LogRecord]:
     """Yields the last line without newline, if it is whole: the process was killed or still writes."""
     text, left.unfinished = left.unfinished, b""
     try:
@@ -269,7 +269,7 @@ class FoundLog:
         except CheckpointError:
             return 0
 
-    def lines(self, noticed: Noticed) -> Iterator[Stamped]:
+    def lines(self, noticed: ReadIssues) -> Iterator[LogRecord]:
         """Yields its lines in the order of arrival; raises CheckpointError where it cannot be read."""
         return self.kind.read(self.folder, self.names, noticed)
 
@@ -346,7 +346,7 @@ def find_logs(path: str | os.PathLike[str]) -> FoundLogs:
     )
 
 
-def _none(place: Place, refused: Mapping[str, str], budget: Budget) -> str:
+def _none(place: LogLocation, refused: Mapping[str, str], budget: Budget) -> str:
     name = place.folder.name or str(place.folder)
     if refused:
         return f"{name} holds no log that can be read: {next(iter(refused.values()))}"
@@ -379,14 +379,14 @@ def has_log_below(path: Path) -> bool:
     return True
 
 
-def _place(path: Path, budget: Budget) -> Place:
+def _place(path: Path, budget: Budget) -> LogLocation:
     if is_folder(path):
-        return Place(path, tuple(list_folder(path).files), budget=budget)
+        return LogLocation(path, tuple(list_folder(path).files), budget=budget)
     with RegularFile(path, path.name):  # raises with the reason where it cannot be opened
-        return Place(path.parent, (path.name,), named=True, budget=budget)
+        return LogLocation(path.parent, (path.name,), named=True, budget=budget)
 
 
-def _logs_in(place: Place) -> Iterator[FoundLog]:
+def _logs_in(place: LogLocation) -> Iterator[FoundLog]:
     taken: set[str] = set()
     for kind in KINDS:
         for names in kind.claims(place):
@@ -436,14 +436,14 @@ def _beside(first: FoundLog, other: FoundLog, root: Path) -> Skipped:
 
 LEAST_BYTES = 48 * 1024 * 1024  # a smaller log is read here in the time that a second process would save
 _Batch: TypeAlias = list[Row] | tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]
-"""Rows of lines, or at the end what was noticed: `Left` by file, and the `Skipped`."""
+"""Rows of lines, or at the end what was noticed: `SkippedLines` by file, and the `Skipped`."""
 _LINES = 512  # lines that go through the pipe at once
 _MARSHAL, _SIZE = 2, 8  # marshal's version (later ones search for shared objects), and bytes of a batch's size
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1024 * 1024
 """Linux's fcntl for the size of a pipe: it holds some batches, so that neither process waits for the other."""
 
 
-def lines_ahead(found: FoundLog, noticed: Noticed) -> Iterator[Stamped]:
+def lines_ahead(found: FoundLog, noticed: ReadIssues) -> Iterator[LogRecord]:
     """Yields the lines of `found`, parsed by another process where the log is long and a core is free."""
     # If that process fails, the rest is read here, and raises what reading raises (CheckpointError). `noticed` is
     # complete after the last line.
@@ -457,7 +457,7 @@ def lines_ahead(found: FoundLog, noticed: Noticed) -> Iterator[Stamped]:
                     yield from map(line_of_row, batch)
                 else:
                     left, skipped = batch
-                    noticed.left.update((name, Left(*values)) for name, *values in left)
+                    noticed.left.update((name, SkippedLines(*values)) for name, *values in left)
                     noticed.skipped += [Skipped(what=what, reason=why, kind=kind) for what, why, kind in skipped]
                     return
         finally:
@@ -503,7 +503,7 @@ def main() -> None:
         fcntl.fcntl(out.fileno(), _F_SETPIPE_SZ, _PIPE_BYTES)
     gc.disable()  # lines make no cycles
     folder, *names = sys.argv[1:]
-    noticed = Noticed()
+    noticed = ReadIssues()
     lines = AMPDOCTOR.read(Path(folder), names, noticed)
     with suppress(BrokenPipeError), out:  # the reader has gone
         while batch := [row_of(whole) for whole in islice(lines, _LINES)]:

@@ -18,7 +18,7 @@ from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.json_files import read_json
 from ampdoctor.checkpoints.log_files import (
     BYTE_ORDER_MARK,
-    Left,
+    SkippedLines,
     as_number,
     csv_rows,
     field_of,
@@ -30,14 +30,14 @@ from ampdoctor.checkpoints.log_files import (
     unread_in,
 )
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.log_records import EndLine, RunLine, Stamp, Stamped
+from ampdoctor.evidence.log_records import EndLine, LogRecord, RunLine, Stamp
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.health.reading.log_kind import (
     OF_A_NETWORK,
     Epochs,
     LogKind,
-    Noticed,
-    Place,
+    LogLocation,
+    ReadIssues,
     Row,
     SkipCount,
     Unread,
@@ -104,7 +104,7 @@ class TableRows:
         self._count = 0
         self._skips = SkipCount()
         self._unread = Unread()
-        tried = list(islice(self._parsed(iter(head), Left()), _TRIED))
+        tried = list(islice(self._parsed(iter(head), SkippedLines()), _TRIED))
         self._header = None
         fields = [_fields(row) for row in tried]
         self.says_something = any(map(_says_something, fields))
@@ -120,7 +120,7 @@ class TableRows:
             self._step = self._by_epoch if whole else self._by_count
             self.has_steps = bool(epochs)
 
-    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:
+    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:
         """As in `LineRows`."""
         for values in self._parsed(lines, left):
             if not _is_of_an_evaluation(values):
@@ -134,7 +134,7 @@ class TableRows:
         """As in `LineRows`: a table does not say."""
         return None
 
-    def rest(self, noticed: Noticed) -> Iterator[Row]:
+    def rest(self, noticed: ReadIssues) -> Iterator[Row]:
         """As in `LineRows`."""
         noticed.unread = self._unread
         if self._step == self._by_count:
@@ -142,12 +142,12 @@ class TableRows:
         left = noticed.left[self._name]
         if self._table or not left.unfinished:
             return
-        torn, last = Left(), left.unfinished
+        torn, last = SkippedLines(), left.unfinished
         yield from self.rows(iter([last]), torn)  # an object that can be parsed is whole
         if not torn.damaged:  # else it was not an object
             left.unfinished = b""
 
-    def _parsed(self, lines: Iterator[bytes], left: Left) -> Iterator[_Values]:
+    def _parsed(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[_Values]:
         if not self._table:
             yield from json_rows(lines, left)
             return
@@ -235,7 +235,7 @@ def _is_part(key: object) -> bool:
     return name.startswith("train/") and name.endswith("_loss")
 
 
-def _is_a_log(place: Place, name: str) -> bool:
+def _is_a_log(place: LogLocation, name: str) -> bool:
     """Whether a file has steps, and a loss, a norm or a scale."""
     if ("table", name) not in place.known:
         found = False
@@ -255,18 +255,18 @@ def _is_a_log(place: Place, name: str) -> bool:
     return bool(place.known["table", name])
 
 
-def _claims_lightning(place: Place) -> Sequence[Sequence[str]]:
+def _claims_lightning(place: LogLocation) -> Sequence[Sequence[str]]:
     return [[_LIGHTNING]] if _LIGHTNING in place.names and _is_a_log(place, _LIGHTNING) else ()
 
 
-def _logs_of(place: Place) -> list[str]:
+def _logs_of(place: LogLocation) -> list[str]:
     likely = [
         name for name in place.names if place.named or is_log(name) or _is_table(name) or _json_lines(place, name)
     ]
     return [name for name in place.latest(likely) if _is_a_log(place, name)]
 
 
-def _json_lines(place: Place, name: str) -> bool:
+def _json_lines(place: LogLocation, name: str) -> bool:
     """Whether a `.json` file begins with an object in a line of its own, as mmengine's `scalars.json`."""
     if not name.endswith(".json"):
         return False
@@ -288,14 +288,14 @@ _HIDES = (
 )
 
 
-def _claims_trainer_state(place: Place) -> Sequence[Sequence[str]]:
+def _claims_trainer_state(place: LogLocation) -> Sequence[Sequence[str]]:
     if place.named:
         begins = place.head(place.names[0], 4).removeprefix(BYTE_ORDER_MARK).startswith(b"{")
         return [place.names] if begins and _holds_a_log(place) else ()
     return [[_NAME]] if _NAME in place.names else ()
 
 
-def _holds_a_log(place: Place) -> bool:
+def _holds_a_log(place: LogLocation) -> bool:
     if place.names[0] == _NAME:
         return True
     if not place.names[0].endswith(".json"):
@@ -308,7 +308,7 @@ def _holds_a_log(place: Place) -> bool:
         return False
 
 
-def _read_trainer_state(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+def _read_trainer_state(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:
     (name,) = names
     with RegularFile(folder / name, name) as file:
         content = read_json(file)
@@ -335,12 +335,12 @@ TRANSFORMERS = LogKind(format="transformers", claims=_claims_trainer_state, read
 # -- TensorBoard's event files, of any framework: the files of one folder belong to one run --
 
 
-def _claims_events(place: Place) -> Sequence[Sequence[str]]:
+def _claims_events(place: LogLocation) -> Sequence[Sequence[str]]:
     names = [name for name in place.names if is_event_file(name)]
     return [names] if names else ()
 
 
-def _read_events(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+def _read_events(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:
     with ExitStack() as stack:
         files = (stack.enter_context(RegularFile(folder / name, name)) for name in names)
         skips = SkipCount()
@@ -365,11 +365,11 @@ _HEADER = 7  # bytes before the first record
 _HISTORY, _RUN, _EXIT = 2, 17, 18  # fields of a Record
 
 
-def _claims_wandb(place: Place) -> Sequence[Sequence[str]]:
+def _claims_wandb(place: LogLocation) -> Sequence[Sequence[str]]:
     return [[name] for name in place.latest(place.names) if name.endswith(".wandb") and place.head(name, 4) == _MAGIC]
 
 
-def _read_wandb(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+def _read_wandb(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:
     (name,) = names
     with RegularFile(folder / name, name) as file:
         run = _Run(name.removesuffix(".wandb").removeprefix("run-"))
@@ -377,7 +377,7 @@ def _read_wandb(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterato
         yield from lines_of(run.rows(framed_records(file, _HEADER, damaged)), RunLine(name=run.name), noticed.order)
         noticed.skipped += damaged
     if run.exit_code is not None:
-        yield Stamped(Stamp(run_id=run.name, time_ms=run.time_ms), EndLine(exit_code=run.exit_code))
+        yield LogRecord(Stamp(run_id=run.name, time_ms=run.time_ms), EndLine(exit_code=run.exit_code))
 
 
 class _Run:
@@ -444,12 +444,12 @@ _FILES = {
 }
 
 
-def _claims_deepspeed(place: Place) -> Sequence[Sequence[str]]:
+def _claims_deepspeed(place: LogLocation) -> Sequence[Sequence[str]]:
     names = [name for name in _FILES if name in place.names]
     return [names] if names else ()
 
 
-def _read_deepspeed(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+def _read_deepspeed(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:
     with ExitStack() as stack:
         tables = [
             _column(stack.enter_context(RegularFile(folder / name, name)), _FILES[name], noticed) for name in names
@@ -458,7 +458,7 @@ def _read_deepspeed(folder: Path, names: Sequence[str], noticed: Noticed) -> Ite
         yield from lines_of(rows, RunLine(name=folder.name), noticed.order)
 
 
-def _column(file: RegularFile, field: str, noticed: Noticed) -> Iterator[tuple[int, int, str, float]]:
+def _column(file: RegularFile, field: str, noticed: ReadIssues) -> Iterator[tuple[int, int, str, float]]:
     """Yields (start of the run, samples, field, value): each start writes the header again."""
     start, last = 0, -1
     left = noticed.left[file.name]

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import accumulate, pairwise
 
-from ampdoctor.checkpoints.log_files import Left, as_number
+from ampdoctor.checkpoints.log_files import SkippedLines, as_number
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.health.reading.log_kind import Epochs, Noticed, Row
+from ampdoctor.health.reading.log_kind import Epochs, ReadIssues, Row
 from ampdoctor.health.reading.printed_line import Printed, printed
 
 # -- skipped steps, and logs with nothing else: with Accelerate's configuration DeepSpeed prints only overflows --
@@ -82,14 +82,14 @@ class OverflowRows:
         self._at: float | None = None
         self._shortest: float | None = None
 
-    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
+    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
         """As in `LineRows`."""
         for line in lines:
             found = overflow_in(line)
             if found is not None:
                 yield from self.put(found)
 
-    def rest(self, noticed: Noticed) -> Iterator[Row]:
+    def rest(self, noticed: ReadIssues) -> Iterator[Row]:
         """As in `LineRows`."""
         noticed.skipped.append(Skipped(what="steps that were taken", reason=_WHY))
         return iter(())
@@ -262,12 +262,12 @@ class ConsoleRows:
     def __post_init__(self) -> None:
         self._at = min(self.layout.first, 1) - 1
 
-    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
+    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
         """As in `LineRows`."""
         for line in lines:
             yield from self._hear(line)
 
-    def rest(self, noticed: Noticed) -> Iterator[Row]:
+    def rest(self, noticed: ReadIssues) -> Iterator[Row]:
         """As in `LineRows`."""
         yield from self._rows(self._bars.rest())
         drawn, self._drawn = self._drawn, None

@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ampdoctor.checkpoints.files import RegularFile
-from ampdoctor.checkpoints.log_files import Left, as_number, lines_in
+from ampdoctor.checkpoints.log_files import SkippedLines, as_number, lines_in
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine
-from ampdoctor.health.reading.log_kind import Noticed, Place, Row, kind_of_one_file
+from ampdoctor.health.reading.log_kind import LogLocation, ReadIssues, Row, kind_of_one_file
 from ampdoctor.health.reading.printed_console import OVERFLOW, ConsoleRows, Layout, OverflowRows, layout_of, overflow_in
 from ampdoctor.health.reading.printed_line import printed
 
@@ -48,9 +48,9 @@ _INTERRUPTED = 130
 
 
 class _Rows(Protocol):
-    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]: ...
+    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]: ...
 
-    def rest(self, noticed: Noticed) -> Iterator[Row]: ...
+    def rest(self, noticed: ReadIssues) -> Iterator[Row]: ...
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class PrintedRows:
     def __init__(self, rows: _Rows) -> None:
         self._rows, self._ending, self._since = rows, Ending(), 0
 
-    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:
+    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:
         """As in `LineRows`."""
         for row in self._rows.rows(self._heard(lines), left):
             self._since = self._since + 1 if self._ending.may_have_ended else 0
@@ -135,7 +135,7 @@ class PrintedRows:
                 self._ending.goes_on()
             yield row
 
-    def rest(self, noticed: Noticed) -> Iterator[Row]:
+    def rest(self, noticed: ReadIssues) -> Iterator[Row]:
         """As in `LineRows`."""
         return self._rows.rest(noticed)
 
@@ -184,13 +184,13 @@ class _MegatronRows:
     def __init__(self) -> None:
         self._before = 0
 
-    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
+    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
         for line in lines:
             found = _ITERATION.search(line)
             if found is not None:
                 yield self._row(found)
 
-    def rest(self, noticed: Noticed) -> Iterator[Row]:  # noqa: ARG002 - nothing waits
+    def rest(self, noticed: ReadIssues) -> Iterator[Row]:  # noqa: ARG002 - nothing waits
         return iter(())
 
     def _row(self, found: re.Match[bytes]) -> Row:
@@ -222,7 +222,7 @@ class _DeepSpeedRows:
         self._step = 0
         self._scale: float | None = None
 
-    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
+    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
         for line in lines:
             overflow = overflow_in(line)
             if overflow is not None:
@@ -232,7 +232,7 @@ class _DeepSpeedRows:
             elif (found := _STEP.search(line)) is not None:
                 yield self._row(found)
 
-    def rest(self, noticed: Noticed) -> Iterator[Row]:  # noqa: ARG002 - nothing waits
+    def rest(self, noticed: ReadIssues) -> Iterator[Row]:  # noqa: ARG002 - nothing waits
         return iter(())
 
     def _row(self, found: re.Match[bytes]) -> Row:
@@ -290,7 +290,7 @@ def _text(file: RegularFile, most: int = _HEAD) -> tuple[_Text | None, int]:
     return None, len(head)
 
 
-def _of(place: Place, name: str) -> str:
+def _of(place: LogLocation, name: str) -> str:
     """Returns the format of a file; each file is searched once."""
     if ("output", name) not in place.known:
         found = ""
@@ -308,7 +308,7 @@ def _of(place: Place, name: str) -> str:
     return str(place.known["output", name])
 
 
-def _accepted(place: Place, text: _Text | None) -> str:
+def _accepted(place: LogLocation, text: _Text | None) -> str:
     """Returns the format of a text. A single line with a step and a loss counts only in a short named file."""
     if text is None:
         return ""
@@ -316,8 +316,8 @@ def _accepted(place: Place, text: _Text | None) -> str:
     return "" if single and not (place.named and text.lines <= _FEW) else text.format
 
 
-def _logs_of(format: str) -> Callable[[Place], list[str]]:  # noqa: A002
-    def logs_of(place: Place) -> list[str]:
+def _logs_of(format: str) -> Callable[[LogLocation], list[str]]:  # noqa: A002
+    def logs_of(place: LogLocation) -> list[str]:
         likely = [name for name in place.names if place.named or name in _NAMES or Path(name).suffix in _SUFFIXES]
         return [name for name in place.latest(likely) if _of(place, name) == format and name not in place.refused]
 
@@ -380,7 +380,7 @@ _LOGS: Mapping[str, re.Pattern[bytes]] = MappingProxyType(
 """Lines that frameworks print at their start; the first match decides."""
 
 
-def log_elsewhere(place: Place) -> str | None:
+def log_elsewhere(place: LogLocation) -> str | None:
     """Returns where the framework that printed a place's output writes its numbers, as a clause; None: unknown."""
     texts = [name for name in place.names if place.named or Path(name).suffix in _TEXTS]
     for name in place.latest(texts)[:_MOST_ASKED]:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, StepLine
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import AMPDOCTOR, FoundLog
 
 MOST_BYTES = 64 * 1024 * 1024
@@ -68,7 +68,7 @@ def _held(log: FoundLog) -> _Held:
     try:
         if sum(file.size for file in log.state()) > MOST_BYTES:
             return _Held(log, [], has_more=True)
-        for one in log.lines(Noticed()):
+        for one in log.lines(ReadIssues()):
             line = one.line
             if isinstance(line, StepLine):
                 there = (1.0 if told else None for told in (line.learning_rates, line.seconds))  # present or not

@@ -18,17 +18,17 @@ from time import monotonic  # a script may put another in its place
 from typing import IO, Any
 
 from ampdoctor.errors import AmpdoctorError, OutputError, UsageError
-from ampdoctor.evidence.log_records import DetailLine, Stamped
+from ampdoctor.evidence.log_records import DetailLine, LogRecord
 from ampdoctor.evidence.log_text import line_of, text_of
 from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks import to_csv, to_mlflow, to_openmetrics, to_tensorboard, to_trackio, to_wandb
 from ampdoctor.health.sinks.metrics import PREFIX, Alert, Projection, Row, together
-from ampdoctor.health.sinks.sink import Kind, RunFacts, Sink, text_of_alert, title_of
+from ampdoctor.health.sinks.sink import RunFacts, Sink, SinkType, text_of_alert, title_of
 from ampdoctor.package import beside
 
 # -- the sinks, and the meaning of `--export KIND=TARGET` --
 
-KINDS: tuple[Kind, ...] = (
+KINDS: tuple[SinkType, ...] = (
     to_tensorboard.KIND,
     to_wandb.KIND,
     to_mlflow.KIND,
@@ -46,7 +46,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # how a URL begins; one letter
 class Export:
     """A requested sink."""
 
-    kind: Kind
+    kind: SinkType
     target: str  # an absolute path, where it is a path
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ def export_of(text: str) -> Export:
     return asked
 
 
-def _no_url(kind: Kind, target: str) -> str | None:
+def _no_url(kind: SinkType, target: str) -> str | None:
     if not kind.is_path or not is_url(target) or (kind.takes_urls and not target.startswith("file:")):
         return None
     return f"it is a URL, and {kind.name} is written to a path of this machine"
@@ -119,7 +119,7 @@ class Exporter:
         self._given = self._flushed = float("-inf")
         self._fresh = False
 
-    def hear(self, whole: Stamped) -> None:
+    def hear(self, whole: LogRecord) -> None:
         """Takes a line."""
         for said in self._projection.of(whole):
             self._take(said)
@@ -175,7 +175,7 @@ class Exporter:
         return self._sink
 
 
-def export(lines: Iterable[Stamped], exports: Sequence[Export]) -> None:
+def export(lines: Iterable[LogRecord], exports: Sequence[Export]) -> None:
     """Gives one run's log to sinks, and closes each; if one fails (OutputError), the others are still complete."""
     for one in exports:
         if one.kind.is_endpoint(one.target):
@@ -273,7 +273,7 @@ class Apart:
         self._what = what
         self._process: subprocess.Popen[bytes] | None = None
 
-    def hear(self, whole: Stamped) -> None:
+    def hear(self, whole: LogRecord) -> None:
         """Sends a line; raises OutputError with the sink's reason where the sink has ended."""
         line = whole.line
         if isinstance(line, DetailLine):  # no sink shows histograms, which are most of a line

@@ -18,9 +18,9 @@ from ampdoctor.evidence.log_records import (
     CheckpointLine,
     DetailLine,
     EndLine,
+    LogRecord,
     LookLine,
     RunLine,
-    Stamped,
     StepLine,
     TensorDetail,
 )
@@ -217,12 +217,12 @@ class Projection:
     def __init__(self) -> None:
         self.facts: RunFacts | None = None
         self._header = RunLine(name="")
-        self._details: Stamped | None = None  # the lines of a long look so far
+        self._details: LogRecord | None = None  # the lines of a long look so far
         self._skipped: dict[str, int] = {}
         self._rollbacks = 0
         self._before: dict[str, StepLine] = {}
 
-    def of(self, whole: Stamped) -> Iterator[Row | Alert]:
+    def of(self, whole: LogRecord) -> Iterator[Row | Alert]:
         """Yields the rows and alerts of a line, and those of a look that the line completes."""
         line = whole.line
         if self.facts is None or isinstance(line, RunLine):
@@ -250,7 +250,7 @@ class Projection:
         if held is not None:
             yield from self._row(held)
 
-    def _begin(self, whole: Stamped) -> None:
+    def _begin(self, whole: LogRecord) -> None:
         header = whole.line if isinstance(whole.line, RunLine) else self._header
         tensors, optimizers = (tuple(map(_encodable, names)) for names in (header.tensors, header.optimizers))
         self._header = header = replace(header, tensors=tensors, optimizers=optimizers)
@@ -263,7 +263,7 @@ class Projection:
             world_size=whole.stamp.world_size,
         )
 
-    def _row(self, whole: Stamped) -> Iterator[Row]:
+    def _row(self, whole: LogRecord) -> Iterator[Row]:
         line = whole.line
         if isinstance(line, StepLine):
             step, values = line.step, self._of_step(line)
@@ -361,7 +361,7 @@ class Projection:
         return "" if not index else names[index] if index < len(names) else f"optimizer{index + 1}"
 
 
-def _alerts(whole: Stamped) -> Iterator[Alert]:
+def _alerts(whole: LogRecord) -> Iterator[Alert]:
     line = whole.line
     findings = (line.finding,) if isinstance(line, AlertLine) else line.findings if isinstance(line, LookLine) else ()
     if isinstance(line, AlertLine | LookLine):

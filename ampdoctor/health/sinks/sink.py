@@ -66,7 +66,7 @@ def _never(_target: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class SinkType:
     """A kind of sink.
 
     Attributes:

@@ -11,7 +11,7 @@ from typing import TextIO
 from ampdoctor.errors import OutputError
 from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import METRICS, parts_of
-from ampdoctor.health.sinks.sink import Kind, RunFacts
+from ampdoctor.health.sinks.sink import RunFacts, SinkType
 
 _FILES = ("steps.csv", "others.csv", "alerts.csv")
 _STEPS = ["step", "time_ms", "optimizer", *(m.name for m in METRICS.values() if m.of == "step" and not m.label)]
@@ -90,7 +90,7 @@ def _writes(folder: str, _run: str) -> tuple[str, ...]:
     return tuple(str(Path(folder, name)) for name in _FILES)
 
 
-KIND = Kind(
+KIND = SinkType(
     name="csv",
     target="DIR",
     help="Files that a spreadsheet reads.",

@@ -9,7 +9,7 @@ from typing import Any
 
 from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import PREFIX
-from ampdoctor.health.sinks.sink import Kind, RunFacts, text_of_alert
+from ampdoctor.health.sinks.sink import RunFacts, SinkType, text_of_alert
 
 _AT_ONCE = 1000  # most metrics of one request that MLflow accepts
 _TAG = 5000  # characters of a tag
@@ -72,7 +72,7 @@ def _key(name: str) -> str:
     return _FORBIDDEN.sub("_", name)[:250]
 
 
-KIND = Kind(
+KIND = SinkType(
     name="mlflow",
     target="EXPERIMENT",
     help="A run of MLflow; MLFLOW_TRACKING_URI and the like are its own.",

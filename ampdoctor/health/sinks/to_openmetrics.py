@@ -14,7 +14,7 @@ from pathlib import Path
 from ampdoctor.errors import OutputError
 from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import LAYERS, METRICS, PREFIX, Metric, name_of, parts_of
-from ampdoctor.health.sinks.sink import Kind, RunFacts, Sink
+from ampdoctor.health.sinks.sink import RunFacts, Sink, SinkType
 
 # -- a run as text, in OpenMetrics or in Prometheus's older format, which node_exporter reads --
 
@@ -272,7 +272,7 @@ def _refuse(target: str) -> str | None:
     return None
 
 
-KIND = Kind(
+KIND = SinkType(
     name="openmetrics",
     target="FILE|:PORT",
     help="For Prometheus: a file for node_exporter (*.prom) or in OpenMetrics, or an endpoint on 127.0.0.1.",

@@ -8,7 +8,7 @@ from typing import Any
 
 from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import PREFIX
-from ampdoctor.health.sinks.sink import Kind, RunFacts, text_of_alert, title_of
+from ampdoctor.health.sinks.sink import RunFacts, SinkType, text_of_alert, title_of
 
 
 class TensorBoard:
@@ -60,7 +60,7 @@ def _writes(folder: str, run: str) -> tuple[str, ...]:
     return (os.path.join(folder, _as_folder(run), "events.out.tfevents"),)  # noqa: PTH118 - it may be s3://
 
 
-KIND = Kind(
+KIND = SinkType(
     name="tensorboard",
     target="DIR",
     help="Event files for TensorBoard, in a folder named for the run.",

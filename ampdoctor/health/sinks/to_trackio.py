@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import PREFIX
-from ampdoctor.health.sinks.sink import Kind, RunFacts, text_of_alert, title_of
+from ampdoctor.health.sinks.sink import RunFacts, SinkType, text_of_alert, title_of
 
 
 class Trackio:
@@ -38,7 +38,7 @@ class Trackio:
         self._run.finish()
 
 
-KIND = Kind(
+KIND = SinkType(
     name="trackio",
     target="PROJECT",
     help="A run of trackio; TRACKIO_SPACE_ID and the like are its own.",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import PREFIX
-from ampdoctor.health.sinks.sink import Kind, RunFacts, text_of_alert, title_of
+from ampdoctor.health.sinks.sink import RunFacts, SinkType, text_of_alert, title_of
 
 _LEVELS = {"error": "ERROR", "warning": "WARN"}  # notes send no alert
 
@@ -45,7 +45,7 @@ class Wandb:
         self._run.finish()
 
 
-KIND = Kind(
+KIND = SinkType(
     name="wandb",
     target="PROJECT",
     help="A run of Weights & Biases; WANDB_MODE and the like are its own.",

@@ -75,7 +75,7 @@ _KEY = "ampdoctor/run_id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankInJob:
     """The rank of this process in its job."""
 
     rank: int = 0
@@ -83,14 +83,14 @@ class Place:
     launcher: str | None = None  # "torchrun", "srun", "mpirun" or unknown
 
 
-def launched(environment: Mapping[str, str] | None = None) -> Place:
+def launched(environment: Mapping[str, str] | None = None) -> RankInJob:
     """Returns the rank that torchrun, Slurm or Open MPI has put into the environment; rank 0 of 1 without them."""
     known = os.environ if environment is None else environment
     for launcher, number, several in _LAUNCHERS:
         rank, size = known.get(number, ""), known.get(several, "")
         if _NUMBER.fullmatch(rank) and _NUMBER.fullmatch(size) and int(rank) < int(size):
-            return Place(rank=int(rank), world=int(size), launcher=launcher)
-    return Place()
+            return RankInJob(rank=int(rank), world=int(size), launcher=launcher)
+    return RankInJob()
 
 
 def restarts() -> int:
@@ -99,12 +99,12 @@ def restarts() -> int:
     return int(text) if _NUMBER.fullmatch(text) else 0
 
 
-def grouped() -> Place | None:
+def grouped() -> RankInJob | None:
     """Returns the rank in the process group; None as long as there is none. Runs no collective."""
     distributed = _distributed()
     if distributed is None:
         return None
-    return Place(rank=distributed.get_rank(), world=distributed.get_world_size(), launcher=launched().launcher)
+    return RankInJob(rank=distributed.get_rank(), world=distributed.get_world_size(), launcher=launched().launcher)
 
 
 def exit_code_ends_others() -> bool:

@@ -13,10 +13,10 @@ from queue import Empty, SimpleQueue
 from time import monotonic, time_ns  # bound here, because a script may patch them
 from typing import Any
 
-from ampdoctor.evidence.log_records import Line, RunLine, Stamp, Stamped
+from ampdoctor.evidence.log_records import Line, LogRecord, RunLine, Stamp
 from ampdoctor.evidence.paths import log_name
 from ampdoctor.live.log.files import Limits
-from ampdoctor.live.log.thread import Handed, Hear, Listening, Make, Tray, Writer
+from ampdoctor.live.log.thread import Hear, Listening, LogQueue, Make, QueuedLine, Writer
 from ampdoctor.package import version
 
 
@@ -59,7 +59,7 @@ class RunLog:
         self.folder = Path(folder)
         self.run_id = run_id or secrets.token_hex(8)
         origin = Stamp(run_id=self.run_id, rank=rank, world_size=world_size, restarts=restarts, time_ms=0)
-        self._tray = Tray(origin, replace(header, tool=header.tool or version()), limits)
+        self._tray = LogQueue(origin, replace(header, tool=header.tool or version()), limits)
         self._writer = Writer(self._tray, self.folder, limits, say)
         self._limits, self._say = limits, say
         self._answering: tuple[Listening, ...] = ()
@@ -166,7 +166,7 @@ class RunLog:
         )
         return self._attempts
 
-    def last(self, count: int = 256) -> tuple[Stamped, ...]:
+    def last(self, count: int = 256) -> tuple[LogRecord, ...]:
         """Returns the last steps that were handed over, the oldest first; `text_of` turns them into text."""
         handed = list(self._tray.last)[-count:] if count > 0 else []
         return tuple(one.stamped(one.what) for one in handed if not callable(one.what))
@@ -231,7 +231,7 @@ class RunLog:
         writer = self._writer
         if writer.failed is not None or self._closed or os.getpid() != self._process:
             return
-        self._tray.put(Handed(self._tray.origin, time_ns(), what))
+        self._tray.put(QueuedLine(self._tray.origin, time_ns(), what))
         if writer.hangs:
             writer.give_up("its disk hangs")
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampdoctor.evidence.log_records import DetailLine, StepLine, TensorDetail
-from ampdoctor.live.data_stats import Intake, TakenIn
+from ampdoctor.live.data_stats import DataStats, TakenIn
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.live.loop_watch import Attempt
+from ampdoctor.live.loop_watch import UpdateAttempt
 from ampdoctor.live.numbers.readings import DetailReading, StepReading
 
 _MOST = 64
@@ -33,7 +33,7 @@ class _Facts:
 class StepLines:
     """Writes a line for each step, and one for the tensors of some steps; readings may arrive some steps late."""
 
-    def __init__(self, log: RunLog, intake: Intake) -> None:
+    def __init__(self, log: RunLog, intake: DataStats) -> None:
         self._log = log
         self._intake = intake
         self._optimizers: dict[str, int] = {}
@@ -50,7 +50,7 @@ class StepLines:
         """The step that is about to begin: the number of steps of the optimizer with the fewest."""
         return min(self._steps.values(), default=0)
 
-    def begins(self, attempt: Attempt, named: Sequence[Sequence[tuple[str, object]]]) -> None:
+    def begins(self, attempt: UpdateAttempt, named: Sequence[Sequence[tuple[str, object]]]) -> None:
         """Called before an optimizer steps, or its scaler skips; `named` are the names and parameters of each group."""
         if len(self._groups.get(attempt.name, ())) != len(named):
             self._optimizers.setdefault(attempt.name, len(self._optimizers))
@@ -72,7 +72,7 @@ class StepLines:
             while len(waiting) > _MOST:
                 del waiting[next(iter(waiting))]
 
-    def ended(self, attempt: Attempt, *, skipped: bool | None) -> None:
+    def ended(self, attempt: UpdateAttempt, *, skipped: bool | None) -> None:
         """Called after the step; where only a device knows whether it was skipped, it counts as taken for now."""
         self.attempted += 1
         self._steps[attempt.name] = attempt.step + 1

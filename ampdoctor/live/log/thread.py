@@ -21,16 +21,16 @@ from typing import Any, TypeAlias
 
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.json_records import to_plain
-from ampdoctor.evidence.log_records import DetailLine, Line, LostLine, RunLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.log_records import DetailLine, Line, LogRecord, LostLine, RunLine, Stamp, StepLine
 from ampdoctor.evidence.log_text import text_of
 from ampdoctor.evidence.paths import log_name
 from ampdoctor.live.log.files import Limits, Segments
 
 # -- listeners: each has a thread of its own, and slows down neither training nor log --
 
-Hear = Callable[[Stamped], None]
+Hear = Callable[[LogRecord], None]
 Say = Callable[[str], None]
-_Waiting = tuple[int, Stamped]
+_Waiting = tuple[int, LogRecord]
 
 
 class Listening(Thread):
@@ -60,10 +60,10 @@ class Listening(Thread):
         self._count = itertools.count()
         self._lines: deque[_Waiting] = deque(maxlen=limits.lines)
         self._details: deque[_Waiting] = deque(maxlen=limits.heard_details)
-        self._names: Stamped | None = None  # a header that was dropped, but that later lines refer to
+        self._names: LogRecord | None = None  # a header that was dropped, but that later lines refer to
         self._busy_since: float | None = None
 
-    def put(self, whole: Stamped) -> None:
+    def put(self, whole: LogRecord) -> None:
         """Queues a line; never waits."""
         if self.failed is not None:
             return
@@ -141,7 +141,7 @@ class Listening(Thread):
         except Empty:
             return False
 
-    def _take(self) -> Stamped | None:
+    def _take(self) -> LogRecord | None:
         """Returns the oldest waiting line, or None."""
         names, self._names = self._names, None
         if names is not None:
@@ -165,7 +165,7 @@ class Listening(Thread):
 Make: TypeAlias = Callable[[], Line | None]
 
 
-class Handed:
+class QueuedLine:
     """A line, or a function that makes one, with its time; `origin` is its stamp without the time."""
 
     __slots__ = ("origin", "time_ns", "what")
@@ -175,12 +175,12 @@ class Handed:
         self.time_ns = time_ns
         self.what = what
 
-    def stamped(self, line: Line) -> Stamped:
+    def stamped(self, line: Line) -> LogRecord:
         """Returns the whole line."""
-        return Stamped(stamp=replace(self.origin, time_ms=self.time_ns // 1_000_000), line=line)
+        return LogRecord(stamp=replace(self.origin, time_ms=self.time_ns // 1_000_000), line=line)
 
 
-class Tray:
+class LogQueue:
     """Holds the waiting lines, within its bounds; when it is full, the oldest of a kind are dropped.
 
     `origin` is the stamp of every line without the time; `header` begins each file.
@@ -189,15 +189,15 @@ class Tray:
     def __init__(self, origin: Stamp, header: RunLine, limits: Limits) -> None:
         self.origin = origin  # replaced after a rollback
         self.facts: dict[str, Any] = {}  # for `run.json`; replaced at each change
-        self.last: deque[Handed] = deque(maxlen=limits.last)  # the last steps
+        self.last: deque[QueuedLine] = deque(maxlen=limits.last)  # the last steps
         self.lost = LostLine()  # counts lines that will not be in the log
         self._header = header
         self._names = {name: index for index, name in enumerate(header.tensors)}
         self._naming = RLock()
-        self._lines: deque[Handed] = deque(maxlen=limits.lines)
-        self._details: deque[Handed] = deque(maxlen=limits.details)
+        self._lines: deque[QueuedLine] = deque(maxlen=limits.lines)
+        self._details: deque[QueuedLine] = deque(maxlen=limits.details)
 
-    def put(self, handed: Handed) -> None:
+    def put(self, handed: QueuedLine) -> None:
         """Queues a line."""
         what = handed.what
         if isinstance(what, DetailLine) or callable(what):
@@ -211,9 +211,9 @@ class Tray:
             self._count(self._lines[0].what)
         self._lines.append(handed)
 
-    def now(self, line: Line) -> Stamped:
+    def now(self, line: Line) -> LogRecord:
         """Returns the line with the present time."""
-        return Handed(self.origin, time_ns(), line).stamped(line)
+        return QueuedLine(self.origin, time_ns(), line).stamped(line)
 
     def become(self, *, run_id: str, rank: int, world_size: int) -> None:
         """Sets run and rank of all waiting and later lines, before the writer begins to take any."""
@@ -223,7 +223,7 @@ class Tray:
         for one in (*self._details, *self._lines, *self.last):
             one.origin = replace(one.origin, **of)  # type: ignore[arg-type]
 
-    def take(self) -> Handed | None:
+    def take(self) -> QueuedLine | None:
         """Takes the next line or None, details first, so that the end of a run is also the end of its log."""
         for waiting in (self._details, self._lines):
             try:
@@ -289,7 +289,7 @@ Reply = SimpleQueue[bool]
 class Writer(Thread):
     """Writes the lines of a tray until it is stopped, or the sink fails; then `say` gets one sentence."""
 
-    def __init__(self, tray: Tray, folder: Path, limits: Limits, say: Callable[[str], None]) -> None:
+    def __init__(self, tray: LogQueue, folder: Path, limits: Limits, say: Callable[[str], None]) -> None:
         super().__init__(name="ampdoctor-log", daemon=True)
         self.failed: str | None = None  # that sentence
         self.calls: SimpleQueue[Reply | None] = SimpleQueue()  # a reply: write all waiting lines; None: then end, too
@@ -359,7 +359,7 @@ class Writer(Thread):
         self._begin(segments)
         self._tell_lost(segments, now=ends)
 
-    def _texts(self, handed: Handed) -> Iterator[tuple[Stamped, str]]:
+    def _texts(self, handed: QueuedLine) -> Iterator[tuple[LogRecord, str]]:
         """Yields whole lines with their text: several for a long detail, none for an empty or failed one."""
         try:
             line = handed.what() if callable(handed.what) else handed.what
@@ -379,7 +379,7 @@ class Writer(Thread):
             self._header = header
             self._write_now(segments, replace(header, segment=segments.number))
 
-    def _write(self, segments: Segments, whole: Stamped, text: str) -> None:
+    def _write(self, segments: Segments, whole: LogRecord, text: str) -> None:
         self._busy_since = monotonic()  # as `_at_the_sink`, but faster: it runs for each line
         try:
             segments.write(text.encode("ascii"))

@@ -29,7 +29,7 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Returned:
+class Activation:
     """The output of a module. `values`, `extremes` and `norm` are on its device."""
 
     part: str  # "output", with the path in it of the first tensor
@@ -48,7 +48,7 @@ class Activations:
     """
 
     def __init__(self, fail: Callable[[Exception], None]) -> None:
-        self.taken: list[Returned] = []  # in the running step
+        self.taken: list[Activation] = []  # in the running step
         self._fail = fail
         self._hooks = UncopiedHooks()
         self._calls: Counter[str] = Counter()
@@ -112,7 +112,7 @@ class Activations:
             return
         self._last = weakref.ref(tensor)
         (samples,), (norms,) = sample([(path, tensor)]), norms_of([(path, tensor)])
-        found = Returned(
+        found = Activation(
             part=f"output.{inner}" if inner else "output",
             call=self._calls[path],
             sampled=samples.plan[0],
@@ -144,7 +144,7 @@ def _uncompiled(name: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived:
+class ActivationGrad:
     """The gradient of a module's output or input."""
 
     module: str  # "" is the model itself
@@ -154,12 +154,12 @@ class Arrived:
     values: Tensor  # a copy of its sampled elements, one-dimensional and on its device; carries the loss scale
 
 
-def arrived(module: str, gradient: Tensor, *, part: str = "output", call: int = 0) -> Arrived | None:
+def arrived(module: str, gradient: Tensor, *, part: str = "output", call: int = 0) -> ActivationGrad | None:
     """Samples a gradient of any shape, layout and device, without waiting; None where there is nothing to count."""
     if not (gradient.is_floating_point() or gradient.is_complex()) or gradient.is_meta or not gradient.numel():
         return None
     (samples,) = sample([(module, gradient)])
-    return Arrived(module=module, part=part, call=call, sampled=samples.plan[0], values=samples.buffer)
+    return ActivationGrad(module=module, part=part, call=call, sampled=samples.plan[0], values=samples.buffer)
 
 
 # -- batches --

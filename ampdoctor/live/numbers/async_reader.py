@@ -23,7 +23,7 @@ _SIZES = 8
 """Sizes of readings for which buffers are kept; a loop has a few, by optimizer and number of micro-batches."""
 
 
-class Arrival(Protocol):
+class CopyDone(Protocol):
     """The arrival of a copy: on CUDA an event, in a test any object."""
 
     def query(self) -> bool:
@@ -33,12 +33,12 @@ class Arrival(Protocol):
         """Waits until the copy has arrived."""
 
 
-Send = Callable[[Tensor, Tensor | None], tuple[Tensor, Arrival]]
+Send = Callable[[Tensor, Tensor | None], tuple[Tensor, CopyDone]]
 """Starts to copy a device tensor to the host, into a used buffer of its size and dtype if there is one; returns the
 buffer and its arrival."""
 
 
-def send(tensor: Tensor, buffer: Tensor | None) -> tuple[Tensor, Arrival]:
+def send(tensor: Tensor, buffer: Tensor | None) -> tuple[Tensor, CopyDone]:
     """Starts to copy a CUDA tensor into pinned memory on the current stream.
 
     With unpinned memory, a copy that does not wait races with its reader (torchrec#4421: norms of 1e-22).
@@ -55,11 +55,11 @@ def send(tensor: Tensor, buffer: Tensor | None) -> tuple[Tensor, Arrival]:
 class _OnTheWay(Generic[Tag]):
     tag: Tag
     values: list[Tensor]
-    arrivals: list[Arrival]
+    arrivals: list[CopyDone]
     borrowed: list[Tensor]
 
 
-class Later(Generic[Tag]):
+class AsyncReader(Generic[Tag]):
     """A ring of at most `ahead` readings, returned in the order of `put`. `send` copies a device tensor to the host."""
 
     def __init__(self, send: Send = send, *, ahead: int = AHEAD) -> None:
@@ -112,7 +112,7 @@ class Later(Generic[Tag]):
             del self._spare[next(iter(self._spare))]
 
 
-class Parcel:
+class PackedTensors:
     """Packs sections of numbers into one tensor a device, so that one copy brings all of them to the host."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.numbers.async_reader import Later
+from ampdoctor.live.numbers.async_reader import AsyncReader
 from ampdoctor.numerics import extremes_of_each
 from ampdoctor.probes.nonfinite import is_written_mask
 from ampdoctor.probes.user_code import user_frames
@@ -61,7 +61,7 @@ class _Known:
     lasts: bool = False  # the loop makes it anew: a later tensor of its name continues it
 
 
-class Beside:
+class OtherModules:
     """Checks tensors beside the watched models, and keeps none of them alive.
 
     A look is made after the steps 0, 1, 2, 4, 8 and so on, then after each `every` steps (0: only at powers of two). A
@@ -69,9 +69,9 @@ class Beside:
     checked only where neither the last step nor the one before was skipped by a scaler.
     """
 
-    def __init__(self, every: int, later: Later[tuple[int, tuple[int, ...]]] | None = None) -> None:
+    def __init__(self, every: int, later: AsyncReader[tuple[int, tuple[int, ...]]] | None = None) -> None:
         self._every = every
-        self._later: Later[tuple[int, tuple[int, ...]]] = Later() if later is None else later
+        self._later: AsyncReader[tuple[int, tuple[int, ...]]] = AsyncReader() if later is None else later
         self._known: dict[int, _Known] = {}
         self._fine: dict[int | str, int] = {}  # by id, or by name where it is made anew: when it was last finite
         self._modules: set[str] = set()  # the modules of the loop's frames

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ampdoctor.hooks.callbacks import Clip
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.numbers.activations import HALF, NO_BATCH, Arrived, BatchReading, Returned, batch_of
-from ampdoctor.live.numbers.async_reader import Parcel
+from ampdoctor.live.numbers.activations import HALF, NO_BATCH, Activation, ActivationGrad, BatchReading, batch_of
+from ampdoctor.live.numbers.async_reader import PackedTensors
 from ampdoctor.live.numbers.norms_and_samples import Moved, Sampled, Updates, cut, moved
 from ampdoctor.numerics import Histogram
 from ampdoctor.probes.formats_seen import FORMATS
@@ -149,7 +149,7 @@ def _amax(counted: Histogram, extremes: Tensor | None) -> float | None:
 
 
 @dataclass(slots=True, eq=False)
-class Heard:
+class ClipEvent:
     """A clipping since the last step; `scaled` where the gradients carried the loss scale at the time."""
 
     clip: Clip
@@ -164,23 +164,23 @@ class Norm:
     is the total norm. () where there are none such.
     """
 
-    parts: tuple[Heard, ...] = ()
+    parts: tuple[ClipEvent, ...] = ()
     clipped: bool = False  # some of the gradients were clipped
-    only: Heard | None = None  # the clipping, if there was exactly one
+    only: ClipEvent | None = None  # the clipping, if there was exactly one
 
 
-class Clippings:
+class ClipLog:
     """The clippings that no step has used yet."""
 
     def __init__(self) -> None:
-        self._heard: list[Heard] = []
+        self._heard: list[ClipEvent] = []
 
     def __bool__(self) -> bool:
         return bool(self._heard)
 
     def add(self, clip: Clip) -> None:
         """Called before a clipping."""
-        self._heard.append(Heard(clip))
+        self._heard.append(ClipEvent(clip))
 
     def carry_scale(self, gradients: AbstractSet[int]) -> None:
         """Marks the clippings of these gradients so far: the gradients were still scaled."""
@@ -195,7 +195,7 @@ class Clippings:
     def norm_of(self, gradients: AbstractSet[int]) -> Norm:
         """Returns the clippings of these gradients; of two clippings of the same gradients the first counts."""
         mine = [heard for heard in self._heard if heard.clip.gradients & gradients]
-        parts: list[Heard] = []
+        parts: list[ClipEvent] = []
         covered: set[int] = set()
         exact = True
         for heard in mine:
@@ -218,7 +218,7 @@ _SICK = 16
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Sent:
+class PendingReading:
     """The host's data about a step whose numbers have not arrived. A section is a list of tensors in the parcel."""
 
     number: int  # of the attempted step
@@ -235,15 +235,15 @@ class Sent:
     sampled: tuple[Sampled, ...] = ()  # gradients, in the order of "gradients"
     extremes: tuple[str, ...] = ()  # names of gradients, in the order of the pairs in "extremes"
     updates: Updates | None = None  # parameters, in the order of "parameters" and "changes"
-    returned: tuple[Returned, ...] = ()  # in the order of "returned", "returned_extremes" (pairs), "returned_norm"
-    arrived: tuple[Arrived, ...] = ()  # in the order of "arrived"
+    returned: tuple[Activation, ...] = ()  # in the order of "returned", "returned_extremes" (pairs), "returned_norm"
+    arrived: tuple[ActivationGrad, ...] = ()  # in the order of "arrived"
     batches_are_numbers: bool = False  # "batches" holds numbers, not ids
     batch_elements: int = 0  # elements of the batches that "batches" is a sample of
-    parcel: Parcel = field(default_factory=Parcel)
+    parcel: PackedTensors = field(default_factory=PackedTensors)
 
 
 @unseen()
-def step_of(sent: Sent, sections: Sections) -> StepReading:
+def step_of(sent: PendingReading, sections: Sections) -> StepReading:
     """Returns a step's reading from its numbers, which are on the CPU."""
     scale = _scale(sent, sections)
     norms = _numbers(sections, "norms")
@@ -267,7 +267,7 @@ def step_of(sent: Sent, sections: Sections) -> StepReading:
 
 
 @unseen()
-def detail_of(sent: Sent, sections: Sections) -> DetailReading:
+def detail_of(sent: PendingReading, sections: Sections) -> DetailReading:
     """Returns the reading of a step's samples, which are on the CPU; counting takes some 0.2 ms a tensor."""
     scale = _scale(sent, sections)
     half = _half_of(sent, scale)
@@ -286,7 +286,7 @@ def detail_of(sent: Sent, sections: Sections) -> DetailReading:
     )
 
 
-def _gradients(sent: Sent, sections: Sections, scale: float | None, half: str | None) -> list[TensorReading]:
+def _gradients(sent: PendingReading, sections: Sections, scale: float | None, half: str | None) -> list[TensorReading]:
     norms = dict(zip(sent.norms, _numbers(sections, "norms"), strict=True))
     extremes = dict(zip(sent.extremes, _joined(sections, "extremes").reshape(-1, 2), strict=True))
     carried = None if sent.unscaled else scale
@@ -307,7 +307,7 @@ def _gradients(sent: Sent, sections: Sections, scale: float | None, half: str | 
     ]
 
 
-def _parameters(sent: Sent, sections: Sections) -> list[TensorReading]:
+def _parameters(sent: PendingReading, sections: Sections) -> list[TensorReading]:
     if sent.updates is None:
         return []
     rows = [row for samples in sent.updates.before for row in samples.plan]
@@ -325,7 +325,7 @@ def _parameters(sent: Sent, sections: Sections) -> list[TensorReading]:
     ]
 
 
-def _returned(sent: Sent, sections: Sections) -> list[TensorReading]:
+def _returned(sent: PendingReading, sections: Sections) -> list[TensorReading]:
     values, norms = sections.get("returned", ()), _numbers(sections, "returned_norm")
     extremes = _joined(sections, "returned_extremes").reshape(-1, 2)
     return [
@@ -344,7 +344,7 @@ def _returned(sent: Sent, sections: Sections) -> list[TensorReading]:
     ]
 
 
-def _half_of(sent: Sent, scale: float | None) -> str | None:
+def _half_of(sent: PendingReading, scale: float | None) -> str | None:
     """Returns the half format that the step's gradients pass through; None where none is seen.
 
     It is the format of the modules' outputs or of the gradients; else fp16 where there is a loss scale.
@@ -355,7 +355,7 @@ def _half_of(sent: Sent, scale: float | None) -> str | None:
     return next((half for half in ("fp16", "bf16") if half in seen), None if scale is None else "fp16")
 
 
-def _arrived(sent: Sent, sections: Sections, scale: float | None, half: str | None) -> list[TensorReading]:
+def _arrived(sent: PendingReading, sections: Sections, scale: float | None, half: str | None) -> list[TensorReading]:
     return [
         tensor_reading(
             "activation_gradient",
@@ -371,7 +371,7 @@ def _arrived(sent: Sent, sections: Sections, scale: float | None, half: str | No
     ]
 
 
-def _gradient_norm(sent: Sent, sections: Sections, scale: float | None) -> float | None:
+def _gradient_norm(sent: PendingReading, sections: Sections, scale: float | None) -> float | None:
     if sent.clips.parts:
         totals = _numbers(sections, "clip")
         scaled = [part.scaled for part in sent.clips.parts]
@@ -380,7 +380,7 @@ def _gradient_norm(sent: Sent, sections: Sections, scale: float | None) -> float
     return _divided(math.hypot(*norms), None if sent.unscaled else scale) if norms else None
 
 
-def _kept_by_clipping(sent: Sent, sections: Sections) -> float | None:
+def _kept_by_clipping(sent: PendingReading, sections: Sections) -> float | None:
     """Returns the factor by which clipping multiplied the gradients, computed as torch does; None if unknown."""
     if not sent.clips.clipped:
         return 1.0
@@ -393,12 +393,12 @@ def _kept_by_clipping(sent: Sent, sections: Sections) -> float | None:
     return kept if kept > 0.0 else None
 
 
-def _skipped(sent: Sent, sections: Sections) -> bool | None:
+def _skipped(sent: PendingReading, sections: Sections) -> bool | None:
     flags = _numbers(sections, "found_inf")
     return any(flags) if sent.skipped is None and flags else sent.skipped
 
 
-def _scale(sent: Sent, sections: Sections) -> float | None:
+def _scale(sent: PendingReading, sections: Sections) -> float | None:
     return sent.scale if sent.scale is not None else _first(sections, "scale")
 
 

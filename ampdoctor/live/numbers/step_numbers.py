@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ampdoctor.hooks.callbacks import Clip, hearing
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.numbers.activations import Activations, Arrived, arrived, drawn_from, is_numbers
-from ampdoctor.live.numbers.async_reader import Later
+from ampdoctor.live.numbers.activations import ActivationGrad, Activations, arrived, drawn_from, is_numbers
+from ampdoctor.live.numbers.async_reader import AsyncReader
 from ampdoctor.live.numbers.norms_and_samples import Updates, local, norms_of, sample, total
-from ampdoctor.live.numbers.readings import Clippings, DetailReading, Sent, StepReading, detail_of, step_of
+from ampdoctor.live.numbers.readings import ClipLog, DetailReading, PendingReading, StepReading, detail_of, step_of
 from ampdoctor.numerics import extremes_of_each
 from ampdoctor.numerics.tensors import Unseen
 
@@ -24,7 +24,7 @@ from ampdoctor.numerics.tensors import Unseen
 Named = Sequence[tuple[str, Tensor]]
 
 
-def add_norms(sent: Sent, gradients: Named, *, fused: bool, check: bool) -> Tensor | None:
+def add_norms(sent: PendingReading, gradients: Named, *, fused: bool, check: bool) -> Tensor | None:
     """Adds the gradients' norms: clipping's, and their own where it computed none or single tensors are looked at.
 
     Returns the norm of all, 0-dim and on their device, as clipping saw it or as they are; None where it is in parts.
@@ -54,7 +54,7 @@ def _one(norms: list[Tensor]) -> Tensor | None:
         return total(torch.stack([norm.to(torch.float32) for norm in norms]))
 
 
-def add_gradients(sent: Sent, gradients: Named) -> None:
+def add_gradients(sent: PendingReading, gradients: Named) -> None:
     """Adds samples and extremes of the gradients."""
     elements = [(name, local(gradient)) for name, gradient in gradients]
     for samples in sample(elements):
@@ -67,7 +67,7 @@ def add_gradients(sent: Sent, gradients: Named) -> None:
         sent.parcel.add("extremes", high)
 
 
-def add_parameters(sent: Sent, parameters: Named, *, fused: bool, updates: Updates | None) -> None:
+def add_parameters(sent: PendingReading, parameters: Named, *, fused: bool, updates: Updates | None) -> None:
     """Adds norms and samples of the parameters before the step; `updates` are those of an earlier call for it."""
     sent.updates = Updates(parameters) if updates is None else updates
     for samples in sent.updates.before:
@@ -77,7 +77,7 @@ def add_parameters(sent: Sent, parameters: Named, *, fused: bool, updates: Updat
         sent.parcel.add("weights", norms.vector)
 
 
-def add_changes(sent: Sent) -> None:
+def add_changes(sent: PendingReading) -> None:
     """Adds the parameters' changes, the modules' outputs, and the gradients of outputs."""
     if sent.updates is not None and not sent.skipped:
         for change in sent.updates.changes():
@@ -139,17 +139,17 @@ class StepNumbers:
         on_detail: Callable[[Callable[[], DetailReading]], None],
         *,
         every: int = EVERY,
-        later: Later[Sent] | None = None,
+        later: AsyncReader[PendingReading] | None = None,
     ) -> None:
         self._on_step, self._on_detail = on_step, on_detail
         self._every = every
-        self._later: Later[Sent] = Later() if later is None else later
-        self._clips = Clippings()
+        self._later: AsyncReader[PendingReading] = AsyncReader() if later is None else later
+        self._clips = ClipLog()
         self._losses: list[Tensor] = []
         self._batches: list[tuple[Tensor, bool, int]] = []
-        self._incoming: list[Arrived] = []
+        self._incoming: list[ActivationGrad] = []
         self._activations = Activations(self._fail)
-        self._open: dict[str, Sent] = {}  # by optimizer: the steps that are about to be taken
+        self._open: dict[str, PendingReading] = {}  # by optimizer: the steps that are about to be taken
         self._checked: set[str] = set()
         self._step = 0
         self._asked, self._asked_for = 0, SAMPLED
@@ -286,7 +286,7 @@ class StepNumbers:
         gradients = {id(grad) for _, grad in named}
         if not unscaled and scale is not None:
             self._clips.carry_scale(gradients)
-        step = Sent(
+        step = PendingReading(
             number=self._step if number is None else number,
             optimizer=optimizer,
             reason=self._reason,
@@ -360,7 +360,7 @@ class StepNumbers:
     def _clip(self, clip: Clip) -> None:
         self._clips.add(clip)
 
-    def _tell(self, readings: Iterable[tuple[Sent, list[Tensor]]]) -> None:
+    def _tell(self, readings: Iterable[tuple[PendingReading, list[Tensor]]]) -> None:
         for step, values in readings:
             with unseen():
                 sections = step.parcel.opened(values)

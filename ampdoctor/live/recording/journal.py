@@ -16,12 +16,12 @@ from ampdoctor.hooks.program import (
     Call,
     Clipped,
     Ended,
-    Given,
-    Held,
+    InputRef,
     Instruction,
-    Made,
     Op,
+    ParamRef,
     Reference,
+    ResultRef,
     Scaled,
     Unscaled,
     references,
@@ -206,7 +206,7 @@ def renumbered(instruction: Instruction, indices: Mapping[int, int]) -> Instruct
     """Returns the instruction with each given tensor's index replaced by its place in the program."""
 
     def other(reference: Any) -> Any:
-        return Given(indices[reference.index]) if isinstance(reference, Given) else reference
+        return InputRef(indices[reference.index]) if isinstance(reference, InputRef) else reference
 
     return _with_references(instruction, other)
 
@@ -215,8 +215,10 @@ def spoken(instruction: Instruction, renamed: Callable[[str], str]) -> Instructi
     """Returns the instruction with models, parameters and buffers renamed; the same object where it has none."""
     if isinstance(instruction, Call):
         instruction = replace(instruction, model=renamed(instruction.model))
-    if any(isinstance(reference, Held) for reference in references(instruction)):
-        return _with_references(instruction, lambda one: Held(renamed(one.name)) if isinstance(one, Held) else one)
+    if any(isinstance(reference, ParamRef) for reference in references(instruction)):
+        return _with_references(
+            instruction, lambda one: ParamRef(renamed(one.name)) if isinstance(one, ParamRef) else one
+        )
     return instruction
 
 
@@ -283,8 +285,8 @@ def leads_to(
     return False
 
 
-def _made(instruction: Instruction) -> list[Made]:
-    return [reference for reference in references(instruction) if isinstance(reference, Made)]
+def _made(instruction: Instruction) -> list[ResultRef]:
+    return [reference for reference in references(instruction) if isinstance(reference, ResultRef)]
 
 
 MOST = 4096
@@ -302,7 +304,7 @@ _RING = 4
 """Updates for which the instructions behind a tensor that the loop still holds are kept: a GAN makes two a turn."""
 
 
-class Journal:
+class RecordedInstructions:
     """Adds to the tape, and drops instructions that cannot be used any more.
 
     An error of ours goes to `failed`, because it must not reach the loop; `asked` is as in `Tape`.
@@ -419,16 +421,16 @@ class Journal:
         waiting = [self.tape.reference(tensor)]
         for _ in range(_BEHIND):
             made = waiting.pop(0) if waiting else None
-            value = self.tape.lives(made) if isinstance(made, Made) else None
-            if isinstance(made, Made) and value is not None and value.is_floating_point():
+            value = self.tape.lives(made) if isinstance(made, ResultRef) else None
+            if isinstance(made, ResultRef) and value is not None and value.is_floating_point():
                 if is_lost(value, signed=False):
                     return None if self._is_size_of_mask(made, value) else value
-            elif isinstance(made, Made):  # the tensor itself may be gone: search its inputs
+            elif isinstance(made, ResultRef):  # the tensor itself may be gone: search its inputs
                 maker = next((one for one in reversed(self.tape.instructions) if made in results(one)), None)
                 waiting += [] if maker is None or isinstance(maker, Call) else references(maker)
         return None
 
-    def _is_size_of_mask(self, made: Made, value: torch.Tensor) -> bool:
+    def _is_size_of_mask(self, made: ResultRef, value: torch.Tensor) -> bool:
         """Whether a +Inf is the magnitude of a mask's -inf, which no gradient passes: `scores.detach().abs().max()`."""
         with unseen():
             if bool(value.detach().isnan().any()):
@@ -436,7 +438,7 @@ class Journal:
         measured = False
         for _ in range(_BEHIND):
             maker = next((one for one in reversed(self.tape.instructions) if made in results(one)), None)
-            behind = [one for one in references(maker) if isinstance(one, Made)] if isinstance(maker, Op) else []
+            behind = [one for one in references(maker) if isinstance(one, ResultRef)] if isinstance(maker, Op) else []
             if not isinstance(maker, Op) or len(behind) != 1:
                 return False
             name = getattr(maker.function, "__name__", "")

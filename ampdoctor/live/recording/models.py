@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ampdoctor.hooks.callbacks import UncopiedHooks, is_in_place
-from ampdoctor.hooks.json_values import NotInertError, class_name, written
+from ampdoctor.hooks.json_values import NotSerializableError, class_name, written
 from ampdoctor.hooks.names import wrapped_as
 from ampdoctor.hooks.process_state import CallersOfForwards, unwarned_of_hooks
 from ampdoctor.hooks.torch_internals import forget_hook, in_backward, replaced, transforms, under_fake_tensors
@@ -350,7 +350,7 @@ class Constructions:
             args, kwargs = _arguments(outermost)
             entry["args"] = [written(one, self._part) for one in args]
             entry["kwargs"] = {name: written(one, self._part) for name, one in kwargs.items()}
-        except NotInertError as error:
+        except NotSerializableError as error:
             self._made[module] = {"class": entry["class"], "file": entry["file"], "why": str(error)}
             return
         self._made[module] = entry

@@ -17,16 +17,24 @@ from ampdoctor.hooks.program import (
     Call,
     Clipped,
     Ended,
-    Given,
-    Held,
-    Leading,
+    InputRef,
     Op,
+    ParamRef,
+    PriorSteps,
     Program,
     references,
     updates_made,
 )
 from ampdoctor.hooks.torch_internals import unseen, version_of
-from ampdoctor.live.recording.journal import Gradients, Journal, leads_to, parameters_of, renumbered, sliced, together
+from ampdoctor.live.recording.journal import (
+    Gradients,
+    RecordedInstructions,
+    leads_to,
+    parameters_of,
+    renumbered,
+    sliced,
+    together,
+)
 from ampdoctor.live.recording.models import OutermostModels
 from ampdoctor.probes.user_code import user_line
 
@@ -43,7 +51,7 @@ _BY_CLOSURE = (
 class StepPrograms:
     """Finds the instructions from which an optimizer's gradients were computed."""
 
-    def __init__(self, journal: Journal, gradients: Gradients, models: OutermostModels) -> None:
+    def __init__(self, journal: RecordedInstructions, gradients: Gradients, models: OutermostModels) -> None:
         self._journal, self._gradients, self._models = journal, gradients, models
 
     def program(
@@ -77,7 +85,7 @@ class StepPrograms:
         indices: dict[int, int] = {}
         for one in chosen:
             for taken in references(one):
-                if isinstance(taken, Given):
+                if isinstance(taken, InputRef):
                     indices.setdefault(taken.index, len(indices))
         given = [tape.given[index] for index in indices]
         calls = [one for one in chosen if isinstance(one, Call)]
@@ -160,7 +168,7 @@ class StepPrograms:
 
         def adds(place: int, one: Backward) -> bool:
             if one.inputs:
-                return any(isinstance(taken, Held) and taken.name in names for taken in one.inputs)
+                return any(isinstance(taken, ParamRef) and taken.name in names for taken in one.inputs)
             return leads_to(tape.instructions[:place], one, tape.grad, holds)
 
         begun = self._gradients.began(held, optimizer)
@@ -295,7 +303,7 @@ class KeptUpdates:
 
     def leading_to(
         self, optimizer: str, step: int, program_of: Callable[[KeptUpdate], Program | None]
-    ) -> tuple[Program, Leading] | None:
+    ) -> tuple[Program, PriorSteps] | None:
         """Returns the program of a step, and the updates before it; None where it was not kept. Waits for a device.
 
         `program_of` makes the program of a kept update, or returns None where that is no longer possible.
@@ -319,7 +327,7 @@ class KeptUpdates:
         if made is not None:  # the optimizer goes on counting
             made -= sum(one.program.optimizer_name == optimizer for one in updates[last:])
             made = made if made >= len(steps) else None  # it does not count these updates
-        return sick, Leading(steps=tuple(steps), losses=tuple(losses), made=made, left_out=tuple(left_out))
+        return sick, PriorSteps(steps=tuple(steps), losses=tuple(losses), made=made, left_out=tuple(left_out))
 
     def clear(self) -> None:
         """Drops all kept updates: they lead to nothing any more."""

@@ -24,19 +24,27 @@ from ampdoctor.hooks.program import (
     Backward,
     Call,
     Clipped,
-    Held,
     Instruction,
     Line,
-    Made,
+    ParamRef,
     Program,
     Reference,
+    ResultRef,
     Scaled,
     Unscaled,
     results,
 )
 from ampdoctor.hooks.torch_internals import Backward as SeenBackward
 from ampdoctor.hooks.torch_internals import in_backward, seen_backwards, transforms, unseen
-from ampdoctor.live.recording.journal import MOST, Gradients, Journal, parameters_of, prefixed, sliced, together
+from ampdoctor.live.recording.journal import (
+    MOST,
+    Gradients,
+    RecordedInstructions,
+    parameters_of,
+    prefixed,
+    sliced,
+    together,
+)
 from ampdoctor.live.recording.models import SEVERAL, OutermostModels, Trainers
 from ampdoctor.live.recording.programs import KeptUpdate, StepPrograms, with_changed_buffers
 from ampdoctor.live.recording.samples import GradientSamples
@@ -105,7 +113,7 @@ class StepRecorder:
         self._left_out: tuple[Program, int] | None = None  # the program behind a number, and the count at that time
         self._calls = 0
         self._gradients = Gradients(self.models)
-        self._journal = Journal(self._gradients, self.fail, self._asked)
+        self._journal = RecordedInstructions(self._gradients, self.fail, self._asked)
         self._tape = self._journal.tape
         self._programs = StepPrograms(self._journal, self._gradients, self.models)
         self._buffers = Buffers()
@@ -359,7 +367,7 @@ class StepRecorder:
 
     def _losses_of(self, root: torch.Tensor, reference: Reference) -> list[torch.Tensor]:
         """The losses behind a backward's root, before they were scaled."""
-        if isinstance(reference, Made) and self._scaled_losses:
+        if isinstance(reference, ResultRef) and self._scaled_losses:
             if reference.index in self._scaled_losses:
                 return [self._scaled_losses.pop(reference.index)]
             instructions = self._tape.instructions
@@ -454,7 +462,7 @@ class StepRecorder:
             self._gradients.find_edited()
             self._gradients.clipped(gradients)
             held = tuple(
-                Held(name) for name, tensor in self._tape.held() if tensor.is_leaf and id(tensor.grad) in gradients
+                ParamRef(name) for name, tensor in self._tape.held() if tensor.is_leaf and id(tensor.grad) in gradients
             )
             self._journal.add(Clipped(parameters=held, max_norm=max_norm, norm_type=norm_type, line=user_line()))
 

@@ -23,7 +23,7 @@ from ampdoctor.hooks.callbacks import READS
 from ampdoctor.hooks.json_values import name_of
 from ampdoctor.hooks.nested import iter_tensors, map_tensors
 from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.hooks.program import Given, Held, Instruction, Made, Mode, Op, Reference, results
+from ampdoctor.hooks.program import InputRef, Instruction, Mode, Op, ParamRef, Reference, ResultRef, results
 from ampdoctor.hooks.torch_internals import put_outermost, replaced, take_away, unseen, version_of
 from ampdoctor.numerics.tensors import is_plain
 from ampdoctor.probes.user_code import user_line
@@ -55,12 +55,12 @@ class Tape:
     ) -> None:
         self._recorded, self._failed, self._asked = recorded, failed, asked
         self.instructions: list[Instruction] = []  # oldest first
-        self.given: dict[int, torch.Tensor] = {}  # the tensors from outside, by the index of their `Given`
+        self.given: dict[int, torch.Tensor] = {}  # the tensors from outside, by the index of their `InputRef`
         self.held_bytes = 0  # of the given tensors
         self.grad: set[int] = set()  # the numbers of the made tensors that require a gradient
         self._versions: dict[int, int] = {}
         self._given_by_id: dict[int, tuple[torch.Tensor, int]] = {}
-        self._made: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], ResultRef]] = {}
         self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         self._held: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self.names: dict[int, str] = {}  # of parameters and buffers, by their id
@@ -91,7 +91,7 @@ class Tape:
             return made[1]
         held = self._held.get(key)
         if held is not None and held[0]() is tensor:
-            return Held(held[1])
+            return ParamRef(held[1])
         known = self._given_by_id.get(key)
         if known is None:
             index = self._next
@@ -99,7 +99,7 @@ class Tape:
             self.given[index], self._versions[index] = tensor, version_of(tensor)
             self.held_bytes += _bytes_of(tensor)
             self._given_by_id[key] = known = (tensor, index)
-        return Given(known[1])
+        return InputRef(known[1])
 
     def references(self, value: Any) -> Any:
         """Returns the value with its tensors replaced by their references."""
@@ -113,12 +113,12 @@ class Tape:
             return {key: self.references(item) for key, item in value.items()}
         return map_tensors(self.reference, value)  # type: ignore[arg-type]  # references replace tensors
 
-    def make(self, output: Any) -> dict[str, Made]:
+    def make(self, output: Any) -> dict[str, ResultRef]:
         """Numbers the tensors in what an instruction returned; by their path."""
         return {path: self._make(tensor) for path, tensor in iter_tensors(output)}
 
-    def _make(self, tensor: torch.Tensor) -> Made:
-        made = Made(self._next)
+    def _make(self, tensor: torch.Tensor) -> ResultRef:
+        made = ResultRef(self._next)
         self._next += 1
         self._tensors[made.index] = there = weakref.ref(tensor)
         self._made[id(tensor)] = there, made
@@ -126,7 +126,7 @@ class Tape:
             self.grad.add(made.index)
         return made
 
-    def lives(self, made: Made) -> torch.Tensor | None:
+    def lives(self, made: ResultRef) -> torch.Tensor | None:
         """Returns the tensor, as long as the loop holds it."""
         there = self._tensors.get(made.index)
         return None if there is None else there()
@@ -165,7 +165,7 @@ class Tape:
     def keep(self, instructions: Iterable[Instruction], taken: Iterable[Reference]) -> None:
         """Forgets everything but these instructions and the given tensors among `taken`, all the references in them."""
         self.instructions = list(instructions)
-        wanted = {reference.index for reference in taken if isinstance(reference, Given)}
+        wanted = {reference.index for reference in taken if isinstance(reference, InputRef)}
         self.given = {index: tensor for index, tensor in self.given.items() if index in wanted}
         self.held_bytes = sum(map(_bytes_of, self.given.values()))
         self._versions = {index: self._versions[index] for index in self.given}

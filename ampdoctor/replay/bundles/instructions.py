@@ -13,7 +13,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.hooks.json_values import (
     NOTHING,
     FindClass,
-    NotInertError,
+    NotSerializableError,
     Tree,
     UnreadableTreeError,
     function_named,
@@ -27,14 +27,14 @@ from ampdoctor.hooks.program import (
     Call,
     Clipped,
     Ended,
-    Given,
-    Held,
+    InputRef,
     Instruction,
     Line,
-    Made,
     Mode,
     Op,
+    ParamRef,
     Reference,
+    ResultRef,
     Scaled,
     Unscaled,
 )
@@ -59,7 +59,7 @@ def instruction_out(one: Instruction, state: Callable[[RandomState], int], base:
             name = name_of(one.function)
             if name is None:
                 shown = getattr(one.function, "__name__", "a function")
-                raise NotInertError(f"{shown} of the loop is no function in torch's table")
+                raise NotSerializableError(f"{shown} of the loop is no function in torch's table")
             return {"kind": "op", "function": name, **_called_out(one, name, state), "line": line}
         case Scaled():
             made = {"loss": _reference(one.loss), "result": one.result.index}
@@ -88,8 +88,8 @@ def _called_out(one: Call | Op, what: str, state: Callable[[RandomState], int]) 
     try:
         args = [written(value, _reference) for value in one.args]
         kwargs = {name: written(value, _reference) for name, value in one.kwargs.items()}
-    except NotInertError as error:
-        raise NotInertError(f"{what} takes {error}") from None
+    except NotSerializableError as error:
+        raise NotSerializableError(f"{what} takes {error}") from None
     return {
         "args": args,
         "kwargs": kwargs,
@@ -105,11 +105,11 @@ def _mode_out(mode: Mode) -> Tree:
 
 
 def _reference(value: Any) -> Tree | None:
-    if isinstance(value, Given):
+    if isinstance(value, InputRef):
         return {"kind": "given", "index": value.index}
-    if isinstance(value, Held):
+    if isinstance(value, ParamRef):
         return {"kind": "held", "name": value.name}
-    return {"kind": "made", "index": value.index} if isinstance(value, Made) else None
+    return {"kind": "made", "index": value.index} if isinstance(value, ResultRef) else None
 
 
 def relative(file: str, base: Path) -> str:
@@ -165,7 +165,7 @@ class InstructionsIn:
         if kind == "clipped":
             norms = (float(self._value(tree[name])) for name in ("max_norm", "norm_type"))
             named = [self._reference(parameter) for parameter in tree["parameters"]]
-            parameters = tuple(parameter for parameter in named if isinstance(parameter, Held))
+            parameters = tuple(parameter for parameter in named if isinstance(parameter, ParamRef))
             if len(parameters) != len(named):
                 raise ValueError("parameters")
             return Clipped(parameters=parameters, max_norm=next(norms), norm_type=next(norms), line=line)
@@ -197,27 +197,27 @@ class InstructionsIn:
 
     def _special(self, kind: str, tree: Mapping[str, Any]) -> Any:
         if kind == "given":
-            return Given(_index(tree["index"], self._given))
+            return InputRef(_index(tree["index"], self._given))
         if kind == "held":
             self.held.add(_string(tree["name"]))
-            return Held(tree["name"])
+            return ParamRef(tree["name"])
         if kind == "device" and not torch.cuda.is_available() and _CUDA.fullmatch(tree["value"]):
             return torch.device("cpu")
         if kind == "made":
             if tree["index"] not in self._made:
                 raise UnreadableTreeError("a tensor that nothing before has made")
-            return Made(tree["index"])
+            return ResultRef(tree["index"])
         return NOTHING
 
     def _reference(self, tree: Mapping[str, Any]) -> Reference:
         found = self._special(tree["kind"], tree)
-        if not isinstance(found, Given | Held | Made):
+        if not isinstance(found, InputRef | ParamRef | ResultRef):
             raise TypeError("reference")
         return found
 
-    def _make(self, index: Any) -> Made:
+    def _make(self, index: Any) -> ResultRef:
         self._made.add(_index(index, 2**62))
-        return Made(index)
+        return ResultRef(index)
 
 
 def _mode(tree: Mapping[str, Any]) -> Mode:

@@ -14,7 +14,7 @@ from torch import nn
 from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
 from ampdoctor.hooks.json_values import (
     NOTHING,
-    NotInertError,
+    NotSerializableError,
     UnreadableTreeError,
     class_name,
     module_read,
@@ -52,7 +52,7 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
         return {"kind": "several", "children": children}
     try:
         library = _of_transformers(model) or _of_peft(model, made)
-    except (NotInertError, AttributeError) as error:
+    except (NotSerializableError, AttributeError) as error:
         return _function(model, f"its configuration holds {error}")
     if library is not None:
         return library
@@ -64,7 +64,7 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
         return _of_lightning(model, parameters)
     try:
         return _of_parts(model, made)
-    except NotInertError:
+    except NotSerializableError:
         pass
     if noted is not None:
         return _function(model, f"it was made with {noted['why']}")
@@ -107,7 +107,7 @@ def _of_parts(model: nn.Module, made: Made) -> dict[str, Any]:
     def child(module: nn.Module) -> dict[str, Any]:
         said = described(module, made)
         if said["kind"] == "function":
-            raise NotInertError(said["why"])
+            raise NotSerializableError(said["why"])
         return said
 
     return {"kind": "parts", "file": _file_of(type(model)), **module_written(model, child)}
@@ -117,7 +117,7 @@ def _of_lightning(model: nn.Module, parameters: Mapping[Any, Any]) -> dict[str, 
     cls = type(model)
     try:
         saved = {str(name): written(value) for name, value in parameters.items()}
-    except NotInertError as error:
+    except NotSerializableError as error:
         return _function(model, f"its hyperparameters hold {error}")
     return {"kind": "lightning", "class": class_name(cls), "file": _file_of(cls), "hparams": saved}
 
@@ -192,7 +192,7 @@ _TORCHS = ("sdpa", "eager", "flex_attention")
 """Attention that needs only torch: any other name may load code from the hub, or a library's kernel."""
 
 
-class Rebuilding:
+class ModelBuilder:
     """Builds models from a manifest.
 
     `name` is the bundle's, for errors; `code` is what `--model` names; `say` gets a sentence for each difference.

@@ -15,11 +15,11 @@ from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.safetensors_file import read_safetensors
 from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
 from ampdoctor.hooks.json_values import UnreadableTreeError, read
-from ampdoctor.hooks.program import Call, Instruction, Leading, Program
+from ampdoctor.hooks.program import Call, Instruction, PriorSteps, Program
 from ampdoctor.replay.bundles.classes import NamedCode
 from ampdoctor.replay.bundles.instructions import InstructionsIn, line_in
 from ampdoctor.replay.bundles.manifest import CALLS, STATE, bundle_at, read_manifest
-from ampdoctor.replay.bundles.model import Rebuilding
+from ampdoctor.replay.bundles.model import ModelBuilder
 from ampdoctor.replay.bundles.state import optimizer_in, settings_in, states_in
 from ampdoctor.replay.bundles.tensors import made_again, put_weights
 from ampdoctor.replay.recorded_step import LeadUp, converts_outputs, run_of
@@ -80,7 +80,7 @@ class Bundle:
         if cannot:
             raise ReplayError(f"{self.name} cannot be replayed: {'; '.join(str(one)[:200] for one in cannot[:3])}")
         notes: list[str] = [] if code is None else list(code.notes)
-        making = Rebuilding(self.name, code, notes.append)
+        making = ModelBuilder(self.name, code, notes.append)
         with user_code("making the bundle's model"):
             making.give_globals(said.get("globals"))
             model = making.model(said.get("model"))
@@ -130,7 +130,7 @@ class Bundle:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{name} is malformed ({type(error).__name__}: {str(error)[:80]}).") from None
 
-    def _leading(self, program: Program, calls: _Tensors, find: Callable[[str, str], Any]) -> Leading:
+    def _leading(self, program: Program, calls: _Tensors, find: Callable[[str, str], Any]) -> PriorSteps:
         """Returns the updates before the step.
 
         Raises CheckpointError if they are malformed, FactoryError if they use what the model does not have.
@@ -150,7 +150,7 @@ class Bundle:
         losses = tuple(one.get("loss") for one in said)
         if not all(one is None or type(one) in (int, float) for one in losses):
             raise CheckpointError(f"{name}: the losses of its earlier steps are no numbers.")
-        return Leading(steps=steps, losses=losses, made=made)
+        return PriorSteps(steps=steps, losses=losses, made=made)
 
     def _finite_again(self) -> str | None:
         """Returns the recorded message about a step that was finite when it was run again in its loop."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.hooks.json_values import NotInertError, UnreadableTreeError, class_name, read, written
+from ampdoctor.hooks.json_values import NotSerializableError, UnreadableTreeError, class_name, read, written
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.replay.bundles.tensors import Entry
 
@@ -46,7 +46,7 @@ def optimizer_out(
             else:
                 try:
                     kept[str(key)] = {"value": written(value)}
-                except NotInertError:
+                except NotSerializableError:
                     lost.append(str(key))
         states[name] = kept
     return {"class": class_name(type(optimizer)), "groups": groups, "state": states, "lost": sorted(set(lost))}
@@ -70,7 +70,7 @@ def _settings(group: Mapping[str, Any], lost: list[str]) -> dict[str, Any]:
         if key != "params":
             try:
                 settings[key] = written(value.item() if _is_number(value) else value)
-            except NotInertError:
+            except NotSerializableError:
                 lost.append(str(key))
     return settings
 

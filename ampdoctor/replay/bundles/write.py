@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 
 from ampdoctor.errors import OutputError
-from ampdoctor.hooks.json_values import NotInertError, class_name, constants_of, written
-from ampdoctor.hooks.program import Leading, Program
+from ampdoctor.hooks.json_values import NotSerializableError, class_name, constants_of, written
+from ampdoctor.hooks.program import PriorSteps, Program
 from ampdoctor.package import version, working_folder
 from ampdoctor.replay.bundles.instructions import instruction_out, relative
 from ampdoctor.replay.bundles.manifest import CALLS, LED_UP, LOG, MANIFEST, SCHEMA, STATE
@@ -53,7 +53,7 @@ class CollectedStep:
         for one in program.instructions:
             try:
                 instructions.append(instruction_out(one, states.index_of, base))
-            except NotInertError as error:
+            except NotSerializableError as error:
                 self.cannot.append(str(error))
         given = [self._needed(f"{name}given/{index}", tensor) for index, tensor in enumerate(program.given)]
         before = {key: self._needed(f"{name}before/{key}", tensor) for key, tensor in program.buffers.items()}
@@ -77,7 +77,7 @@ class CollectedStep:
         return lies.entry
 
 
-class Collected:
+class BundleContents:
     """All data of a bundle."""
 
     def __init__(self, program: Program, made: Made) -> None:
@@ -176,7 +176,7 @@ class Collected:
             )
         return tuple(said)
 
-    def lead(self, leading: Leading, max_bytes: int) -> tuple[str, ...]:
+    def lead(self, leading: PriorSteps, max_bytes: int) -> tuple[str, ...]:
         """Add the steps before this one, newest first, until the room ends; weights and optimizer state are left out.
 
         Returns what is left out, as sentences; raises OutputError as `fit` does.
@@ -253,7 +253,7 @@ class Collected:
         return any(entry["cuda"] for entry in self._states.entries) and self.own_policy() == "cuda"
 
 
-def _weights_of(leading: Leading, earlier: int) -> str:
+def _weights_of(leading: PriorSteps, earlier: int) -> str:
     counted = ""
     if leading.made is not None:
         at = f"{leading.made - earlier} to {leading.made}" if earlier else f"{leading.made}"
@@ -305,7 +305,7 @@ def write_bundle(
     world: int = 1,
     policy: Literal["cuda", "native"] | None = None,
     weights_before: bool = True,
-    leading: Leading | None = None,
+    leading: PriorSteps | None = None,
     scaler_state: Mapping[str, Any] | None = None,
     diagnosis: Mapping[str, Any] | None = None,
     log: Sequence[str] = (),
@@ -323,7 +323,7 @@ def write_bundle(
 
     Raises OutputError if the calls alone exceed `max_bytes` or the disk fails; no file remains then.
     """
-    collected = Collected(with_inner_autocast(program), made)
+    collected = BundleContents(with_inner_autocast(program), made)
     left_out = collected.fit(max_bytes) if leading is None else collected.lead(leading, max_bytes)
     manifest = {
         "schema": LED_UP if collected.earlier else SCHEMA,
@@ -370,7 +370,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _exact(manifest: Mapping[str, Any], collected: Collected) -> dict[str, list[str]]:
+def _exact(manifest: Mapping[str, Any], collected: BundleContents) -> dict[str, list[str]]:
     """Returns which parts are exact in a replay, and which are not, as sentences."""
     yes = ["what entered the models, buffers, autocast and the order of calls and backwards"]
     no = list(manifest["unexplained"])
@@ -400,7 +400,7 @@ def _exact(manifest: Mapping[str, Any], collected: Collected) -> dict[str, list[
     return {"yes": yes, "no": no}
 
 
-def _write_whole(folder: Path, collected: Collected, manifest: str, log: Sequence[str]) -> int:
+def _write_whole(folder: Path, collected: BundleContents, manifest: str, log: Sequence[str]) -> int:
     if folder.exists():
         raise OutputError(f"{folder} exists: a bundle is never written over anything")
     beside = folder.parent / f".{folder.name}.{os.getpid()}.partial"

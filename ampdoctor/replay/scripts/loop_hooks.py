@@ -1,4 +1,4 @@
-"""`Seam`, which the rewritten parts of a user's file call, and the variables that a loop's header reads."""
+"""`LoopHooks`, which the rewritten parts of a user's file call, and the variables that a loop's header reads."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Items = Callable[[], Iterable[Any]]
 """Evaluates a loop's header anew; None for a `while`."""
 Body = Callable[[Any], Any]
 """The body of a loop; takes an item, and returns how the loop goes on: None for normally."""
-Arrival = Callable[[Items | None, Body, FrameType], None]
-"""Called when a run reaches its loop, with its frame; ends the run with `Left`, or lets the loop run normally."""
+OnArrival = Callable[[Items | None, Body, FrameType], None]
+"""Called when a run reaches its loop, with its frame; ends the run with `StopScript`, or lets the loop run normally."""
 
 
-class Left(StepHalted):
+class StopScript(StepHalted):
     """Leaves the script where it is; the script's `except` and `finally` code is not run."""
 
 
@@ -36,7 +36,7 @@ class Turn(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class BodyReturned:
     """The body returned this value from its function."""
 
     value: Any
@@ -56,7 +56,7 @@ class _Kept:
     torch's contexts are left, because they act on the whole thread, and entered again around each replayed step.
     """
 
-    def __init__(self, seam: Seam, make: Callable[[], Any]) -> None:
+    def __init__(self, seam: LoopHooks, make: Callable[[], Any]) -> None:
         self._seam, self._make = seam, make
 
     def __enter__(self) -> Any:
@@ -64,7 +64,7 @@ class _Kept:
         return type(self._manager).__enter__(self._manager)
 
     def __exit__(self, kind: object, error: object, frames: object) -> Any:
-        if isinstance(error, Left) and not self._seam.left_in(self._make, self._manager):
+        if isinstance(error, StopScript) and not self._seam.left_in(self._make, self._manager):
             return None
         return type(self._manager).__exit__(self._manager, kind, error, frames)
 
@@ -84,7 +84,7 @@ def _is_of_torch(manager: Any) -> bool:
     return module.partition(".")[0] == "torch" and not module.startswith(("torch.utils.tensorboard", "torch.profiler"))
 
 
-class Seam:
+class LoopHooks:
     """Called by the rewritten parts of one run of a script.
 
     `closes` closes a user's generator, which runs its `finally`, without a change of the user's files.
@@ -92,10 +92,12 @@ class Seam:
 
     BROKEN: Final = object()
     OVER: Final = object()
-    Left = Left
-    returned = Returned
+    StopScript = StopScript
+    returned = BodyReturned
 
-    def __init__(self, arrives: Arrival, closes: Callable[[Generator[Any, Any, Any]], None] = Generator.close) -> None:
+    def __init__(
+        self, arrives: OnArrival, closes: Callable[[Generator[Any, Any, Any]], None] = Generator.close
+    ) -> None:
         self._arrives, self._closes = arrives, closes
         self.around: list[Callable[[], Any]] = []  # make the loop's torch contexts, the outermost first
         self.held: list[Any] = []  # the other contexts, which stay entered while this lives; files are closed then
@@ -121,7 +123,7 @@ class Seam:
                 continue
             if said is self.OVER:
                 return End()
-            return End(broken=True, value=(said.value,) if isinstance(said, Returned) else None)
+            return End(broken=True, value=(said.value,) if isinstance(said, BodyReturned) else None)
         return End()
 
     def kept(self, make: Callable[[], Any]) -> _Kept:
@@ -134,7 +136,7 @@ class Seam:
 
     def leaving(self) -> bool:
         """Used in a `finally`: is the script being left?"""
-        return isinstance(sys.exc_info()[1], Left)
+        return isinstance(sys.exc_info()[1], StopScript)
 
 
 # -- the variables that a loop's header reads, as drawing may change what they hold --

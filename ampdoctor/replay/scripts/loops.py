@@ -256,7 +256,7 @@ def _names(node: ast.AST) -> Iterator[str]:
 # -- the script's optimizers, scalers and schedulers, identified by their order --
 
 
-class Made:
+class CreatedObjects:
     """The optimizers, scalers and schedulers that were made during `watching`, in order."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.scripts.loop_hooks import Seam
+from ampdoctor.replay.scripts.loop_hooks import LoopHooks
 from ampdoctor.replay.user_files import is_users_file
 
 # -- names that code binds in its function or module --
@@ -165,7 +165,7 @@ def _last(node: Any) -> int:
 
 
 SEAM = "__ampdoctor__"
-"""The name, in a rewritten file's globals, of the `Seam` that its rewritten parts call."""
+"""The name, in a rewritten file's globals, of the `LoopHooks` that its rewritten parts call."""
 _BODY, _ITEMS, _ITEM, _END = "__ampdoctor_body__", "__ampdoctor_items__", "__ampdoctor_item__", "__ampdoctor_end__"
 
 
@@ -426,7 +426,7 @@ class MainModule:
         self,
         file: Path,
         edits: Mapping[str, Edits],
-        seam: Seam,
+        seam: LoopHooks,
         package: str | None,
         otherwise: Edits | None = None,
     ) -> None:
@@ -495,7 +495,7 @@ def _is_users(module: Any) -> bool:
 class _Finder(MetaPathFinder):
     """Finds user files by the other finders, and loads them rewritten."""
 
-    def __init__(self, edits: Mapping[str, Edits], otherwise: Edits | None, seam: Seam) -> None:
+    def __init__(self, edits: Mapping[str, Edits], otherwise: Edits | None, seam: LoopHooks) -> None:
         self._edits, self._otherwise, self._seam = edits, otherwise, seam
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -514,7 +514,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    def __init__(self, name: str, file: str, edits: Edits, seam: Seam) -> None:
+    def __init__(self, name: str, file: str, edits: Edits, seam: LoopHooks) -> None:
         super().__init__(name, file)
         self._file, self._edits, self._seam = file, edits, seam
 

@@ -25,10 +25,10 @@ from ampdoctor.replay.frameworks.adapters import ADAPTERS
 from ampdoctor.replay.reachable_state import PLAIN, is_installed
 from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.files import Files, nothing_at_exit, out_of_the_records, registrations_of
-from ampdoctor.replay.scripts.loop_hooks import Arrival, Body, Items, Left, Seam
+from ampdoctor.replay.scripts.loop_hooks import Body, Items, LoopHooks, OnArrival, StopScript
 from ampdoctor.replay.scripts.loops import (
+    CreatedObjects,
     LoopPlace,
-    Made,
     lines_of,
     loops_at,
     loops_of,
@@ -146,8 +146,8 @@ class ScriptRun:
     """A run of the script, and what it recorded."""
 
     main: MainModule
-    seam: Seam
-    made: Made = field(default_factory=Made)
+    seam: LoopHooks
+    made: CreatedObjects = field(default_factory=CreatedObjects)
     arrived: Loop | None = None
     loops: tuple[LoopPlace, ...] = ()
     entered: list[Any] = field(default_factory=list)
@@ -227,17 +227,17 @@ class Runner:
             if not marked:
                 run.loops = run.loops or loops_of(frame)
             if run.loops:
-                raise Left
+                raise StopScript
 
         def mark(frame: FrameType) -> None:
             run.loops = loops_of(frame, marked=True)
             if run.loops:
-                raise Left
+                raise StopScript
             raise FactoryError(f"ampdoctor.steps(...) stands in the head of the loop that it marks{users_line()}")
 
         def entry(made: object) -> None:
             run.entered.append(made)
-            raise Left
+            raise StopScript
 
         run = self._new({}, lambda *_: None, Edits(everywhere=True))
         with ExitStack() as stack:
@@ -280,7 +280,7 @@ class Runner:
                 run.arrived = Loop(
                     items, body, seen_from(frame), run.made.anew(around, frame), Copies.of(place, around, frame, body)
                 )
-            raise Left
+            raise StopScript
 
         run = self._new(place.edits, arrives)
         with run.made.watching():
@@ -289,14 +289,14 @@ class Runner:
             raise FactoryError(f"{self._name} did not come to its loop at {place} when it was run again")
         return run
 
-    def _new(self, edits: Mapping[str, Edits], arrives: Arrival, otherwise: Edits | None = None) -> ScriptRun:
+    def _new(self, edits: Mapping[str, Edits], arrives: OnArrival, otherwise: Edits | None = None) -> ScriptRun:
         """Returns a run that is about to start, in a process with the first run's initial state."""
         if self._process is None:
             self._process = ProcessState()
         self._process.restore()
         self._registered.undo()
         _leave_process_group()
-        seam = Seam(arrives, self.files.closed)
+        seam = LoopHooks(arrives, self.files.closed)
         run = ScriptRun(MainModule(self._file, edits, seam, self._package, otherwise), seam)
         self._main = run.main
         return run
@@ -358,7 +358,7 @@ def quiet_threads() -> Iterator[None]:
     original = threading.excepthook
 
     def hook(arguments: threading.ExceptHookArgs) -> None:
-        if arguments.exc_type is not Left:
+        if arguments.exc_type is not StopScript:
             original(arguments)
 
     threading.excepthook = hook

@@ -23,7 +23,16 @@ from ampdoctor.replay.scripts.files import COPY, Files
 from ampdoctor.replay.scripts.loop_hooks import Body, Turn, bound_by, entered, read_by
 from ampdoctor.replay.scripts.loops import SCALER_EACH_ROUND, Anew, LoopPlace
 from ampdoctor.replay.scripts.running import Runner, ScriptRun, Variables, eagerly, model_of
-from ampdoctor.replay.scripts.trying import ENOUGH, Lesson, Rounds, loaders_of, passed, set_counters, steps, tried
+from ampdoctor.replay.scripts.trying import (
+    ENOUGH,
+    LoopShape,
+    RecordedEpochs,
+    loaders_of,
+    passed,
+    set_counters,
+    steps,
+    tried,
+)
 from ampdoctor.replay.training_run import TrainingRun
 
 # -- one step of a run: the body of the user's loop, once per item of the step --
@@ -156,7 +165,7 @@ class _Learnt:
 
     place: LoopPlace
     visit: int
-    lesson: Lesson
+    lesson: LoopShape
     around: LoopPlace | None
 
 
@@ -294,7 +303,7 @@ class Script:
         with self.user_code(f"the loop at {learnt.place}"), eagerly():
             behind = passed(loop.items, lesson.before, step)
         read = read_by(loop.items)
-        rounds = Rounds(
+        rounds = RecordedEpochs(
             items=loop.items,
             behind=behind,
             loaders=loaders_of(read, learnt.place.file),

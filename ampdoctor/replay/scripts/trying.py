@@ -18,7 +18,7 @@ from ampdoctor.replay.batches import ORDER_UNKNOWN, epochs_known_by, shuffles_by
 from ampdoctor.replay.reachable_state import cell_contents
 from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.loop_hooks import Body, Items, Turn, entered
-from ampdoctor.replay.scripts.loops import Anew, Made, told_of_steps, told_of_training_calls
+from ampdoctor.replay.scripts.loops import Anew, CreatedObjects, told_of_steps, told_of_training_calls
 
 ENOUGH = 8
 """Items of a loop worth replaying: as many as `bisect-nan` replays steps. A shorter loop is part of a step."""
@@ -30,7 +30,7 @@ _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class LoopShape:
     """What a loop's first step has shown.
 
     `updates` is the number of optimizer steps until all failures of them show. It is two if autocast is entered around
@@ -41,8 +41,8 @@ class Lesson:
     before: int  # iterations before the first backward (a buffer is filled): they belong to no step
     together: int  # iterations in one optimizer step
     updates: int
-    optimizers: tuple[int, ...]  # positions in `Made` of those that it steps
-    scalers: tuple[int, ...]  # positions in `Made` of those that it uses
+    optimizers: tuple[int, ...]  # positions in `CreatedObjects` of those that it steps
+    scalers: tuple[int, ...]  # positions in `CreatedObjects` of those that it uses
     autocast: str | None  # format of its autocast regions; None without one
     ended: bool  # the loop has ended in its first step
 
@@ -59,8 +59,8 @@ class Loop:
 
 
 def tried(  # noqa: C901 one loop, and its listeners
-    loop: Loop, around: Sequence[Callable[[], Any]], made: Made, *, never_steps: bool = False
-) -> Lesson:
+    loop: Loop, around: Sequence[Callable[[], Any]], made: CreatedObjects, *, never_steps: bool = False
+) -> LoopShape:
     """Runs a loop's body until an optimizer has stepped; `around` make the contexts around it.
 
     With `never_steps` the script has ended before a step: a training call of a model then counts as a step.
@@ -111,7 +111,7 @@ def tried(  # noqa: C901 one loop, and its listeners
                 break
     ended = said is not None
     more = 0 if ended or not stepped else sum(1 for _ in itertools.islice(source, max(0, ENOUGH - count)))
-    return Lesson(
+    return LoopShape(
         items=count + more,
         before=before,
         together=max(count - before, 1),
@@ -123,7 +123,9 @@ def tried(  # noqa: C901 one loop, and its listeners
     )
 
 
-def _calls_as_steps(made: Made, stepped: dict[int, None], scalers: dict[int, None]) -> AbstractContextManager[None]:
+def _calls_as_steps(
+    made: CreatedObjects, stepped: dict[int, None], scalers: dict[int, None]
+) -> AbstractContextManager[None]:
     """Inside, a call of a model counts as a step of its optimizers, with all enabled scalers."""
 
     def call(module: torch.nn.Module, _frame: Any) -> None:
@@ -168,7 +170,7 @@ def _told_of_regions(tell: Callable[[torch.dtype], None]) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rounds:
+class RecordedEpochs:
     """The items of the loop. This class is ours, so that what it reaches does not count as reached by user code."""
 
     items: Items | None  # None for a `while`
@@ -207,7 +209,9 @@ def loaders_of(read: Sequence[Any], file: str) -> tuple[DataLoader[Any], ...]:
     return found if told else tuple(loader for loader in found if not epochs_known_by(loader, data=True))
 
 
-def steps(rounds: Rounds, _read: object, lesson: Lesson, over: Sequence[bool], start: int = 0) -> Iterator[list[Any]]:
+def steps(
+    rounds: RecordedEpochs, _read: object, lesson: LoopShape, over: Sequence[bool], start: int = 0
+) -> Iterator[list[Any]]:
     """Yields, for each step, its items, as the loop draws them; `start` optimizer steps are skipped.
 
     `_read` is what the header reads, as an argument, so that what it reaches counts as reached by drawing. `over` is

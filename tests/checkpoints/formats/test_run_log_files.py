@@ -16,7 +16,7 @@ from ampdoctor.checkpoints.log_files import is_run_log, log_entry_of, read_detai
 from ampdoctor.checkpoints.log_folders import opened
 from ampdoctor.checkpoints.tensor_statistics import summarize
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
-from ampdoctor.evidence.log_records import DetailLine, RunLine, Stamp, Stamped, StepLine, TensorDetail
+from ampdoctor.evidence.log_records import DetailLine, LogRecord, RunLine, Stamp, StepLine, TensorDetail
 from ampdoctor.evidence.log_text import text_of
 from ampdoctor.workflows.profile import ranges_of_log
 from ampdoctor.workflows.scan import scan
@@ -25,7 +25,7 @@ SCALER = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth
 
 
 def line(said, **stamp):
-    return text_of(Stamped(stamp=Stamp(**{"run_id": "r", "time_ms": 1, **stamp}), line=said))
+    return text_of(LogRecord(stamp=Stamp(**{"run_id": "r", "time_ms": 1, **stamp}), line=said))
 
 
 def header(**more):

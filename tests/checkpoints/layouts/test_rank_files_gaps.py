@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.stored_tensor import ShardedTensor
+from ampdoctor.checkpoints.stored_tensor import JoinedTensor
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "checkpoints"
 FILES = sorted(FIXTURES.glob("fsdp*/checkpoint_0/*_rank[01].bin"))
@@ -19,7 +19,7 @@ def places(path: Path) -> list[tuple[str, int, int]]:
     """Where the floating-point tensors of a file lie: name, first byte, bytes."""
     with open_checkpoint(path) as checkpoint:
         floats = [ref.stored for ref in checkpoint if ref.dtype.is_floating_point and ref.shape and ref.stored.numel]
-        assert not any(isinstance(stored, ShardedTensor) for stored in floats)
+        assert not any(isinstance(stored, JoinedTensor) for stored in floats)
         blocks = [block for stored in floats for block in stored.blocks()]
         return sorted({(block.file.name, block.file.origin + block.offset, block.nbytes) for block in blocks})
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.file_contents import Sections
+from ampdoctor.checkpoints.file_contents import FileContents
 from ampdoctor.checkpoints.pickled_objects import MAX_DEPTH, Search, read_module
-from ampdoctor.checkpoints.unpickler import Inert
+from ampdoctor.checkpoints.unpickler import PickledObject
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.workflows.scan import scan
 
@@ -175,7 +175,7 @@ def test_modules_too_deep_to_be_searched_are_named():
     inner = None
     for _ in range(300):
         children = {} if inner is None else {"m": inner}
-        inner = Inert("Net", state={"_parameters": {}, "_buffers": {}, "_modules": children})
+        inner = PickledObject("Net", state={"_parameters": {}, "_buffers": {}, "_modules": children})
     content = read_module(inner, Search())
     assert [s.reason for s in content.skipped] == ["an object nested more deeply than a checkpoint's is not searched"]
     assert content.skipped[0].what == ".".join(["m"] * (MAX_DEPTH + 1))
@@ -210,7 +210,7 @@ def test_one_optimizer_object_at_many_places_is_refused(tmp_path):
 
 
 def test_thousands_of_keys_that_print_alike_are_counted_not_searched():
-    sections = Sections()
+    sections = FileContents()
     began = time.process_time()
     places = [sections.place("model", ("k", n)) for n in range(200_000)]
     assert len(set(places)) == len(places)

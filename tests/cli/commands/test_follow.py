@@ -25,9 +25,9 @@ from ampdoctor.evidence.log_records import (
     CheckpointLine,
     DetailLine,
     EndLine,
+    LogRecord,
     RunLine,
     Stamp,
-    Stamped,
     StepLine,
     TensorDetail,
 )
@@ -50,7 +50,7 @@ class Log:
         with (self.folder / "log.jsonl").open("a") as file:
             for line in lines:
                 stamp = Stamp(run_id="r", time_ms=NOW * 1000 + self.step * 100)
-                file.write(text_of(Stamped(stamp, line)))
+                file.write(text_of(LogRecord(stamp, line)))
 
     def begin(self):
         if self.number:
@@ -286,7 +286,7 @@ def test_what_is_no_log_ends_with_a_sentence(tmp_path, capsys):
 def latest_of(*lines):
     latest = Latest()
     for at, line in enumerate(lines):
-        latest.hear(Stamped(Stamp(run_id="r", time_ms=NOW * 1000 + at * 100), line))
+        latest.hear(LogRecord(Stamp(run_id="r", time_ms=NOW * 1000 + at * 100), line))
     return latest
 
 

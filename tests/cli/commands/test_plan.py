@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 from ampdoctor.batching.effects import left_over
 from ampdoctor.batching.plans import BatchPlan
 from ampdoctor.cli.main import main
-from ampdoctor.evidence.log_records import RunLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.log_records import LogRecord, RunLine, Stamp, StepLine
 from ampdoctor.evidence.log_text import text_of
 from ampdoctor.reports.formats import FORMATS
 from ampdoctor.scaling.trace import divisors
@@ -180,7 +180,7 @@ def test_a_watched_run_says_what_is_in_force_and_what_a_sample_takes(plan, tmp_p
     stamp = Stamp(run_id="r", world_size=8, time_ms=0)
     log = tmp_path / "ampdoctor-health"
     log.mkdir()
-    (log / "log.jsonl").write_text("".join(f"{text_of(Stamped(stamp=stamp, line=line))}\n" for line in (run, *steps)))
+    (log / "log.jsonl").write_text("".join(f"{text_of(LogRecord(stamp=stamp, line=line))}\n" for line in (run, *steps)))
     job = ["--to-gpus", 2, "--device-memory", "10GB", "--params", "1e8", "--shard-stage", 3]
     code, section = plan(log, *job)
     assert (code, product(section["in_force"]["plan"]), section["global_batch"]) == (0, (8, 4, 2), 64)
@@ -194,7 +194,7 @@ def test_a_log_without_a_measured_peak_says_so(tmp_path, capsys):
     stamp = Stamp(run_id="r", world_size=8, time_ms=0)
     log = tmp_path / "ampdoctor-health"
     log.mkdir()
-    (log / "log.jsonl").write_text("".join(f"{text_of(Stamped(stamp=stamp, line=line))}\n" for line in (run, *steps)))
+    (log / "log.jsonl").write_text("".join(f"{text_of(LogRecord(stamp=stamp, line=line))}\n" for line in (run, *steps)))
     job = ["plan", str(log), "--to-gpus", "2", "--device-memory", "10GB", "--isolated"]
     assert main(job) == 2
     assert "the log has no measured peak of memory" in " ".join(capsys.readouterr().err.split())

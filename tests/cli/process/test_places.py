@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.cli.main import main
-from ampdoctor.reports.formats import Canvas
+from ampdoctor.reports.formats import RenderOptions
 from tests.samples import SICK
 
 DRIVER = Path(__file__).parents[1] / "drive.py"
@@ -49,14 +49,14 @@ def test_a_place_that_fails_costs_no_other_report(sick, tmp_path, capsys, check_
 
 
 def test_a_renderer_that_fails_costs_no_other_report(sick, tmp_path, monkeypatch, capsys):
-    draw = Canvas.draw
+    draw = RenderOptions.draw
 
     def fail(canvas, show):
         if canvas.stream is None:
             raise ValueError("no")
         return draw(canvas, show)
 
-    monkeypatch.setattr(Canvas, "draw", fail)
+    monkeypatch.setattr(RenderOptions, "draw", fail)
     assert main(["scan", "x", "--report", f"human={tmp_path / 'r.txt'}"]) == 2
     captured = capsys.readouterr()
     assert "ERROR AMP201" in captured.out

@@ -19,7 +19,7 @@ from ampdoctor.diagnosis.replay.updates import (
 )
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.evidence.trace import StateBeside
+from ampdoctor.evidence.trace import StateVsFp32
 from tests.diagnosis.test_silent_rules import FED, held
 
 STEPS = 4
@@ -29,7 +29,7 @@ STILL = replace(
 """A fifth of the squared gradient of a step that has `FED` beside it."""
 SCALE = replace(STILL, name="scale", expected=1e-2, looked_at=1, meant_to_move=1, beneath=1, course=(0.3,))
 LONG = replace(FED, name="fc.bias", update=3.0, expected_update=1.0, rounding=0.1)
-COUNT = StateBeside(
+COUNT = StateVsFp32(
     name="optimizer:fc.weight.count",
     kind="counter",
     dtype="float16",

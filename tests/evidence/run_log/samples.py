@@ -11,11 +11,11 @@ from ampdoctor.evidence.log_records import (
     CheckpointLine,
     DetailLine,
     EndLine,
+    LogRecord,
     LookLine,
     LostLine,
     RunLine,
     Stamp,
-    Stamped,
     StepLine,
     TensorDetail,
 )
@@ -131,4 +131,4 @@ LINES = (
     LostLine(details=1, steps=2, others=3, unmade=4, thinned=5),
     EndLine(exit_code=1, steps=8, accepted=7, reason="SIGTERM"),
 )
-EVERY = {type(line).__name__: Stamped(stamp=STAMP, line=line) for line in LINES}
+EVERY = {type(line).__name__: LogRecord(stamp=STAMP, line=line) for line in LINES}

@@ -5,17 +5,17 @@ import math
 
 import pytest
 
-from ampdoctor.evidence.log_records import DetailLine, Stamped, StepLine, TensorDetail
+from ampdoctor.evidence.log_records import DetailLine, LogRecord, StepLine, TensorDetail
 from ampdoctor.evidence.log_text import line_of, quick_line_of, text_of
 from tests.evidence.run_log.samples import LINES, STAMP, TENSOR
 
-PLAIN = text_of(Stamped(STAMP, StepLine(step=3, loss=1.5, learning_rates=(0.1,))))
-DETAIL = text_of(Stamped(STAMP, DetailLine(step=3, tensors=(TensorDetail(tensor=0, role="gradient", norm=0.5),))))
+PLAIN = text_of(LogRecord(STAMP, StepLine(step=3, loss=1.5, learning_rates=(0.1,))))
+DETAIL = text_of(LogRecord(STAMP, DetailLine(step=3, tensors=(TensorDetail(tensor=0, role="gradient", norm=0.5),))))
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: type(line).__name__)
 def test_it_reads_what_the_checked_way_reads(line):
-    text = text_of(Stamped(STAMP, line))
+    text = text_of(LogRecord(STAMP, line))
     assert quick_line_of(text) == line_of(text)
 
 
@@ -80,7 +80,7 @@ def test_a_nan_that_is_no_string_is_read_as_the_checked_way_reads_it():
 
 
 def test_a_histogram_comes_along():
-    text = text_of(Stamped(STAMP, DetailLine(step=1, tensors=(TENSOR,))))
+    text = text_of(LogRecord(STAMP, DetailLine(step=1, tensors=(TENSOR,))))
     assert quick_line_of(text).line.tensors[0].histogram == line_of(text).line.tensors[0].histogram
 
 

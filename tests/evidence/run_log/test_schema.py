@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 import ampdoctor.evidence
-from ampdoctor.evidence.log_records import FILE, KINDS, Stamped, schema, schema_of_classes
+from ampdoctor.evidence.log_records import FILE, KINDS, LogRecord, schema, schema_of_classes
 from ampdoctor.evidence.log_text import text_of
 from tests.evidence.run_log.samples import EVERY, STAMP
 
@@ -55,7 +55,7 @@ def test_every_line_follows_the_schema(name):
 def test_a_line_of_defaults_follows_it_as_well(name):
     line = EVERY[name].line
     needed = {f.name: getattr(line, f.name) for f in fields(line) if f.default is f.default_factory is MISSING}
-    jsonschema.validate(read(text_of(Stamped(stamp=STAMP, line=type(line)(**needed)))), schema())
+    jsonschema.validate(read(text_of(LogRecord(stamp=STAMP, line=type(line)(**needed)))), schema())
 
 
 @pytest.mark.parametrize("damage", [{"kind": "steep"}, {"step": -1}, {"further": 1}, {"loss": "nan"}, {"time_ms": 0.5}])

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.evidence.log_records import ActionLine, Stamped, StepLine
+from ampdoctor.evidence.log_records import ActionLine, LogRecord, StepLine
 from ampdoctor.evidence.log_text import kind_of, line_of, text_of
 from tests.evidence.run_log.samples import EVERY, STAMP
 
@@ -32,7 +32,7 @@ def test_a_line_comes_back_as_it_was(name):
 
 
 def test_what_has_its_default_is_left_out():
-    text = text_of(Stamped(stamp=replace(STAMP, attempt=0), line=StepLine(step=3, loss=0.0)))
+    text = text_of(LogRecord(stamp=replace(STAMP, attempt=0), line=StepLine(step=3, loss=0.0)))
     assert set(json.loads(text)) == {
         *("kind", "schema_version", "run_id", "branch", "rank", "world_size", "restarts", "time_ms"),
         *("step", "loss"),
@@ -41,8 +41,8 @@ def test_what_has_its_default_is_left_out():
 
 def test_a_floats_digits_are_those_of_every_report_and_a_scale_is_exact():
     line = StepLine(step=0, loss=1.23456789, loss_scale=2.0**-133, learning_rates=(math.inf,))
-    assert '"loss":1.23457,' in text_of(Stamped(stamp=STAMP, line=line))
-    assert line_of(text_of(Stamped(stamp=STAMP, line=line))).line == replace(line, loss=1.23457)
+    assert '"loss":1.23457,' in text_of(LogRecord(stamp=STAMP, line=line))
+    assert line_of(text_of(LogRecord(stamp=STAMP, line=line))).line == replace(line, loss=1.23457)
 
 
 def test_unknown_keys_and_kinds_and_later_versions_are_passed_by():
@@ -100,4 +100,4 @@ def test_no_kind_is_seen_elsewhere():
 def test_what_json_has_no_form_for_is_named():
     line = ActionLine(step=1, action="x", facts={"file": object()})
     with pytest.raises(TypeError, match="object, which JSON has no form for"):
-        text_of(Stamped(stamp=STAMP, line=line))
+        text_of(LogRecord(stamp=STAMP, line=line))

@@ -12,7 +12,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import DetailLine, DetailTable, table_of
 from ampdoctor.evidence.log_text import line_of_row, row_of, text_of
 from ampdoctor.health.reading import opening
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log, lines_ahead
 from tests.evidence.run_log.samples import EVERY
 from tests.health.logs import HEADER, detail, stamped, steps
@@ -54,12 +54,12 @@ def read(lines, noticed):
 
 
 def here(log):
-    noticed = Noticed()
+    noticed = ReadIssues()
     return read(log.lines(noticed), noticed)
 
 
 def test_it_yields_the_same_lines_and_notices_the_same(log, started):
-    noticed = Noticed()
+    noticed = ReadIssues()
     assert read(lines_ahead(log, noticed), noticed) == here(log)
     assert noticed.left["log.1.jsonl"].damaged == 1
     assert started[0].returncode is not None
@@ -72,7 +72,7 @@ def test_a_row_is_the_line(name):
 
 def test_what_a_process_that_dies_has_not_read_is_read_here(log, started, monkeypatch):
     monkeypatch.setattr(opening, "_LINES", 100)
-    noticed, lines = Noticed(), []
+    noticed, lines = ReadIssues(), []
     for line in lines_ahead(log, noticed):
         if not lines:
             os.kill(started[0].pid, signal.SIGKILL)
@@ -83,7 +83,7 @@ def test_what_a_process_that_dies_has_not_read_is_read_here(log, started, monkey
 @pytest.mark.parametrize("change", [("executable", ""), ("executable", "/no/such/python")])
 def test_without_a_python_to_start_it_is_read_here(log, monkeypatch, change):
     monkeypatch.setattr(sys, *change)
-    noticed = Noticed()
+    noticed = ReadIssues()
     assert read(lines_ahead(log, noticed), noticed) == here(log)
 
 
@@ -96,7 +96,7 @@ def test_a_short_log_or_a_single_core_needs_no_process(log, monkeypatch):
 
 
 def test_whoever_stops_in_the_middle_leaves_no_process(log, started):
-    lines = lines_ahead(log, Noticed())
+    lines = lines_ahead(log, ReadIssues())
     next(lines)
     lines.close()
     assert started[0].returncode is not None
@@ -105,4 +105,4 @@ def test_whoever_stops_in_the_middle_leaves_no_process(log, started):
 def test_an_error_is_that_of_reading_here(log):
     (log.folder / "log.jsonl").unlink()
     with pytest.raises(CheckpointError, match=r"log\.jsonl"):
-        list(lines_ahead(log, Noticed()))
+        list(lines_ahead(log, ReadIssues()))

@@ -11,7 +11,7 @@ from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.health.reading import log_kind
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
 from ampdoctor.workflows.health import health
 
@@ -19,7 +19,7 @@ PUBLIC = Path(__file__).parents[3] / "fixtures" / "public"
 
 
 def read(path):
-    noticed = Noticed()
+    noticed = ReadIssues()
     lines = [one for one in find_log(path).lines(noticed) if isinstance(one.line, StepLine)]
     return [one.line for one in lines], noticed, [one.stamp.attempt for one in lines]
 

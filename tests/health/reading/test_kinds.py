@@ -8,7 +8,7 @@ import pytest
 
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, StepLine
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
 from ampdoctor.workflows.health import health
 from tests.health.logs import HEADER, write
@@ -16,7 +16,7 @@ from tests.health.logs import steps as of_steps
 
 
 def read(path):
-    found, noticed = find_log(path), Noticed()
+    found, noticed = find_log(path), ReadIssues()
     return found.kind.format, list(found.lines(noticed)), noticed
 
 

@@ -10,7 +10,7 @@ import pytest
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import StepLine
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
 from ampdoctor.workflows.health import health
 from tests.health.reading.test_kinds import DEEPSPEED, MEGATRON
@@ -20,7 +20,7 @@ LINES = "".join(json.dumps({"step": step, "loss": 2.0}) + "\n" for step in range
 
 
 def read(path):
-    noticed = Noticed()
+    noticed = ReadIssues()
     return [one.line for one in find_log(path).lines(noticed) if isinstance(one.line, StepLine)], noticed
 
 

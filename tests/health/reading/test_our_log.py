@@ -10,7 +10,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, RunLine, StepLine
 from ampdoctor.evidence.log_text import text_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
 from ampdoctor.health.summary import look
 from ampdoctor.workflows.health import health
@@ -18,7 +18,7 @@ from tests.health.logs import HEADER, stamped, steps, write
 
 
 def read(path):
-    noticed = Noticed()
+    noticed = ReadIssues()
     found = find_log(path)
     assert found.kind.format == "ampdoctor"
     return list(found.lines(noticed)), noticed
@@ -55,7 +55,7 @@ def test_damaged_lines_are_counted_and_a_last_one_that_was_cut_off_is_not(tmp_pa
 
 def test_a_growing_log_is_read_as_far_as_it_went_when_it_was_opened(tmp_path):
     path = write(tmp_path / "log.jsonl", [HEADER, *steps(0, 2)])
-    lines = find_log(tmp_path).lines(Noticed())
+    lines = find_log(tmp_path).lines(ReadIssues())
     seen = [next(lines), next(lines)]
     with path.open("a") as file:
         file.write(text_of(stamped(StepLine(step=2))))

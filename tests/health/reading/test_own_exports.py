@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ampdoctor.evidence.log_records import StepLine
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
 from ampdoctor.health.sinks.export import export, export_of
 from ampdoctor.health.sinks.metrics import PREFIX, Projection, Row
@@ -31,7 +31,7 @@ def a_run():
 
 def of_the_log(path):
     found = find_log(path)
-    lines = [one.line for one in found.lines(Noticed()) if isinstance(one.line, StepLine)]
+    lines = [one.line for one in found.lines(ReadIssues()) if isinstance(one.line, StepLine)]
     return [
         (one.step, one.loss_scale, one.skipped, one.seconds, one.samples, one.gradient_norm) for one in lines
     ], lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
 from ampdoctor.workflows.health import health
 
@@ -19,7 +19,7 @@ def run_of(tmp_path, *lines):
     path = tmp_path / "job.log"
     path.write_text("".join(f"{line}\n" for line in lines))
     (run,) = health([path]).health.runs
-    last = list(find_log(path).lines(Noticed()))[-1].line
+    last = list(find_log(path).lines(ReadIssues()))[-1].line
     return run.ending, run.exit_code, getattr(last, "reason", None)
 
 

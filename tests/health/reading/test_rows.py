@@ -5,11 +5,11 @@ import math
 import pytest
 
 from ampdoctor.evidence.log_records import EndLine, RunLine, StepLine
-from ampdoctor.health.reading.log_kind import Order, Row, lines_of, milliseconds
+from ampdoctor.health.reading.log_kind import Row, StepOrder, lines_of, milliseconds
 
 
 def read(*rows, **more):
-    lines = lines_of((Row(step, dict(values)) for step, values in rows), RunLine(name="run"), Order(), **more)
+    lines = lines_of((Row(step, dict(values)) for step, values in rows), RunLine(name="run"), StepOrder(), **more)
     return list(lines)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import StepLine
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
 from ampdoctor.workflows.health import health
 
@@ -28,7 +28,7 @@ def export(path, runs, metrics=("train/loss",), lost=math.inf, count=200):
 @pytest.mark.parametrize("run", ["ruby-sun-12", "a - b", "lr=1e-3, wd 0.1"])
 def test_an_export_of_one_run(tmp_path, run):
     path = export(tmp_path / "wandb_export.csv", [run], ("train/loss", "train/grad_norm"))
-    lines = [one.line for one in find_log(path).lines(Noticed()) if isinstance(one.line, StepLine)]
+    lines = [one.line for one in find_log(path).lines(ReadIssues()) if isinstance(one.line, StepLine)]
     assert [(one.step, one.loss, one.gradient_norm) for one in lines[:2]] == [(0, 6.0, 6.0), (10, *[2 + 120 / 31] * 2)]
     assert health([path]).verdict == "healthy"
 

@@ -10,7 +10,7 @@ import zlib
 import pytest
 
 from ampdoctor.evidence.log_records import EndLine, StepLine
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
 
 BLOCK = 32768
@@ -54,7 +54,7 @@ def history(step, **values):
 
 
 def read(path):
-    noticed = Noticed()
+    noticed = ReadIssues()
     found = find_log(path)
     assert found.kind.format == "wandb"
     return list(found.lines(noticed)), noticed

@@ -11,10 +11,10 @@ from ampdoctor.evidence.log_records import (
     CheckpointLine,
     DetailLine,
     EndLine,
+    LogRecord,
     LookLine,
     RunLine,
     Stamp,
-    Stamped,
     StepLine,
     TensorDetail,
 )
@@ -25,7 +25,9 @@ NAMES = tuple(f"layers.{i}.weight" for i in range(100))
 
 
 def stamped(line, second=0.0, **stamp):
-    return Stamped(stamp=Stamp(run_id="5c1f0e6bd2f7a390", time_ms=BEGAN_MS + round(1000 * second), **stamp), line=line)
+    return LogRecord(
+        stamp=Stamp(run_id="5c1f0e6bd2f7a390", time_ms=BEGAN_MS + round(1000 * second), **stamp), line=line
+    )
 
 
 def finding(code="AMP721", severity="warning", **more):

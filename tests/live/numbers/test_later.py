@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from ampdoctor.live.numbers.async_reader import Later
+from ampdoctor.live.numbers.async_reader import AsyncReader
 
 
 class Device:
@@ -44,7 +44,7 @@ def told(readings):
 
 
 def test_what_is_on_the_cpu_is_there_at_once():
-    later = Later()
+    later = AsyncReader()
     assert later.put("a", [torch.tensor([1.0]), torch.tensor([2.0])])
     assert told(later.ready()) == [("a", [[1.0], [2.0]])]
     assert told(later.ready()) == []
@@ -52,7 +52,7 @@ def test_what_is_on_the_cpu_is_there_at_once():
 
 def test_readings_arrive_in_their_order_and_nobody_waits():
     device = Device()
-    later = Later(device.send)
+    later = AsyncReader(device.send)
     later.put("a", [on_device(), torch.tensor([7.0])])
     later.put("b", [on_device()])
     device.copies[1].finish(2.0)
@@ -64,7 +64,7 @@ def test_readings_arrive_in_their_order_and_nobody_waits():
 
 def test_buffers_are_used_again_but_not_while_they_are_read():
     device = Device()
-    later = Later(device.send)
+    later = AsyncReader(device.send)
     later.put("a", [on_device()])
     device.copies[0].finish(1.0)
     for _, (values,) in later.ready():
@@ -78,7 +78,7 @@ def test_buffers_are_used_again_but_not_while_they_are_read():
 
 def test_buffers_of_many_sizes_are_not_kept():
     device = Device()
-    later = Later(device.send)
+    later = AsyncReader(device.send)
     for size in range(1, 40):
         later.put(size, [on_device(size)])
         device.copies[-1].finish(0.0)
@@ -88,14 +88,14 @@ def test_buffers_of_many_sizes_are_not_kept():
 
 def test_a_device_that_lags_behind_loses_readings_and_holds_nobody_up():
     device = Device()
-    later = Later(device.send, ahead=2)
+    later = AsyncReader(device.send, ahead=2)
     assert [later.put(tag, [on_device()]) for tag in "abc"] == [True, True, False]
     assert (later.lost, len(device.copies), device.waits) == (1, 2, 0)
 
 
 def test_the_end_waits_for_what_is_on_its_way():
     device = Device()
-    later = Later(device.send)
+    later = AsyncReader(device.send)
     later.put("a", [on_device()])
     later.put("b", [torch.tensor([3.0])])
     assert told(later.drain()) == [("a", [[-1.0, -1.0]]), ("b", [[3.0]])]

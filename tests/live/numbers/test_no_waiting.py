@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
 from ampdoctor.hooks.torch_internals import no_modes
-from ampdoctor.live.numbers.async_reader import Later
+from ampdoctor.live.numbers.async_reader import AsyncReader
 from ampdoctor.live.numbers.step_numbers import StepNumbers
 
 
@@ -90,7 +90,7 @@ def loop(numbers, mode, *, steps, max_norm=None, unscaled=True, scaled=True):
 def test_nothing_waits_for_the_device(options, ops, monkeypatch):
     monkeypatch.setattr(Copy, "waited", 0)
     told, makes = [], []
-    numbers = StepNumbers(told.append, makes.append, every=2, later=Later(send, ahead=8))
+    numbers = StepNumbers(told.append, makes.append, every=2, later=AsyncReader(send, ahead=8))
     mode = FakeTensorMode()
     monkeypatch.setattr(clip_grad, "_get_total_norm", lambda *_: on_gpu(mode))  # torch's own want a real GPU
     monkeypatch.setattr(clip_grad, "_clip_grads_with_norm_", lambda *_: None)

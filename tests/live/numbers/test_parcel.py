@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import torch
 
-from ampdoctor.live.numbers.async_reader import Parcel
+from ampdoctor.live.numbers.async_reader import PackedTensors
 
 
 def test_sections_come_out_as_they_went_in():
-    parcel = Parcel()
+    parcel = PackedTensors()
     parcel.add("a", torch.tensor(1.0))
     parcel.add("flag", torch.tensor(3, dtype=torch.int32))
     parcel.add("a", torch.tensor([[2.0, 3.0]]))
@@ -22,7 +22,7 @@ def test_sections_come_out_as_they_went_in():
 
 
 def test_one_tensor_a_device_and_the_order_is_that_of_adding():
-    parcel = Parcel()
+    parcel = PackedTensors()
     parcel.add("scale", torch.empty((), device="meta"))
     parcel.add("norms", torch.tensor([1.0]))
     parcel.add("norms", torch.empty(2, device="meta"))
@@ -34,7 +34,7 @@ def test_one_tensor_a_device_and_the_order_is_that_of_adding():
 
 
 def test_what_was_packed_may_be_written_to():
-    scale, parcel = torch.tensor([8.0]), Parcel()
+    scale, parcel = torch.tensor([8.0]), PackedTensors()
     parcel.add("scale", scale)
     parcel.pack()
     scale.fill_(4.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.hooks.json_values import NotInertError, UnreadableTreeError, module_read, module_written
+from ampdoctor.hooks.json_values import NotSerializableError, UnreadableTreeError, module_read, module_written
 
 
 class Agent(nn.Module):
@@ -65,7 +65,7 @@ def test_hooks_tensors_and_classes_without_a_name_are_not_written():
         pass
 
     for module in (hooked, loose, Local()):
-        with pytest.raises(NotInertError):
+        with pytest.raises(NotSerializableError):
             written(nn.Sequential(module))
 
 

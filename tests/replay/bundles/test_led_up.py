@@ -20,14 +20,14 @@ import ampdoctor
 from ampdoctor import bisect_nan
 from ampdoctor.errors import AmpdoctorError, CheckpointError, ReplayError
 from ampdoctor.replay.user_modules import Spec, load_object
-from ampdoctor.reports.formats import Canvas
+from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.human import render_human
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.recommend import recommend
 from ampdoctor.workflows.requests import ReplayRequest
 from ampdoctor.workflows.watch import sentence_of
-from ampdoctor.workflows.watcher import Doctor
+from ampdoctor.workflows.watcher import TrainingWatcher
 from tests.replay.bundles.test_hostile import edited
 
 NET = """
@@ -100,7 +100,9 @@ def late(training, folder, *, steps=SICK + 2, readable=False, **settings):
     told = []
     with pytest.MonkeyPatch.context() as patch:
         if not readable:
-            patch.setattr(Doctor, "_is_readable", lambda doctor, _: doctor.report is None and doctor._attentive > 0)
+            patch.setattr(
+                TrainingWatcher, "_is_readable", lambda doctor, _: doctor.report is None and doctor._attentive > 0
+            )
         with ampdoctor.watch(folder=folder, tell=told.append, **{"record_batches": 5, **settings}):
             training(steps)
     return told
@@ -164,7 +166,7 @@ def test_the_report_says_the_command(adam, net):
         "health": str(adam.folder / "health"), "bundle": bundle, "model": net.file, "from_checkpoint": True
     }  # fmt: skip
     assert sentence_of(report).endswith(f"--model {net.file}")
-    shown = Canvas(width=200).draw(partial(render_human, report))
+    shown = RenderOptions(width=200).draw(partial(render_human, report))
     assert shown.count(f"ampdoctor bisect-nan {bundle} --checkpoint CHECKPOINT --model {net.file}") == 2
     assert "to be replayed from a checkpoint of before it, on any machine" in " ".join(shown.split())
 
@@ -311,14 +313,14 @@ def test_a_scalers_steps_are_made_through_it(net, tmp_path):
 @pytest.mark.parametrize("record", [3, 100])
 def test_numbers_that_arrive_some_updates_later_are_of_their_own_step(record, net, tmp_path, monkeypatch):
     """The loop is ahead of its device: two updates more are made of what is not finite."""
-    training, read, waiting = Training(net), Doctor._read, deque()
+    training, read, waiting = Training(net), TrainingWatcher._read, deque()
 
     def later(doctor, reading):
         waiting.append(reading)
         if len(waiting) > 2:
             read(doctor, waiting.popleft())
 
-    monkeypatch.setattr(Doctor, "_read", later)
+    monkeypatch.setattr(TrainingWatcher, "_read", later)
     late(training, tmp_path / "health", steps=SICK + 4, record_batches=record)
     said = manifest(tmp_path)
     assert (said["step"], said["updates"]) == (SICK, SICK)
@@ -390,7 +392,7 @@ def test_all_is_let_go_of(steps, net, tmp_path):
         return weakref.ref(training.model)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Doctor, "_is_readable", lambda doctor, _: False)
+        patch.setattr(TrainingWatcher, "_is_readable", lambda doctor, _: False)
         with ampdoctor.watch(folder=tmp_path / "health", tell=lambda _: None, record_batches=3):
             model = train()
             gc.collect()

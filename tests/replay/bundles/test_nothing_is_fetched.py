@@ -11,7 +11,7 @@ import pytest
 
 from ampdoctor.errors import AmpdoctorError, ReplayError
 from ampdoctor.replay.bundles.classes import finding, inert_fields, lora_fields
-from ampdoctor.replay.bundles.model import HEADS, Rebuilding
+from ampdoctor.replay.bundles.model import HEADS, ModelBuilder
 from ampdoctor.replay.user_files import network_closed
 
 transformers = pytest.importorskip("transformers")
@@ -164,7 +164,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize("name", [name for name in SAID if name not in REACHES_OUT])
 def test_no_model_of_a_strangers_asks_the_hub(asked, name):
     try:
-        made = Rebuilding("b", None, lambda _said: None).model(SAID[name])
+        made = ModelBuilder("b", None, lambda _said: None).model(SAID[name])
     except (AmpdoctorError, ImportError, ValueError, TypeError, AttributeError, RuntimeError):
         made = None  # a stranger's file may be refused: what counts is that nobody was asked
     assert asked == []
@@ -176,7 +176,7 @@ def test_no_model_of_a_strangers_asks_the_hub(asked, name):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_torchs_own_attention_is_as_it_was(asked, attention):
     notes = []
-    made = Rebuilding("b", None, notes.append).model(of("GPT2LMHeadModel", attention, **TINY))
+    made = ModelBuilder("b", None, notes.append).model(of("GPT2LMHeadModel", attention, **TINY))
     assert made.config._attn_implementation == attention
     assert (asked, notes) == ([], [])
 
@@ -185,7 +185,7 @@ def test_torchs_own_attention_is_as_it_was(asked, attention):
 def test_another_attention_is_named_also_where_there_is_a_gpu(asked, monkeypatch, attention):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     notes = []
-    made = Rebuilding("b", None, notes.append).model(of("GPT2LMHeadModel", attention, **TINY))
+    made = ModelBuilder("b", None, notes.append).model(of("GPT2LMHeadModel", attention, **TINY))
     assert made.config._attn_implementation == "sdpa"
     assert [f"attention by {attention!r}" in note for note in notes] == [True]
     assert asked == []
@@ -232,7 +232,7 @@ def test_what_a_library_fetches_by_itself_is_refused(monkeypatch):
 
     monkeypatch.setattr(transformers.Wav2Vec2ForCTC, "load_adapter", fetching)
     with pytest.raises(ReplayError, match=r"asks for the network \(huggingface\.co\), and nothing is fetched"):
-        Rebuilding("b", None, lambda _said: None).model(SAID["an argument of a constructor"])
+        ModelBuilder("b", None, lambda _said: None).model(SAID["an argument of a constructor"])
 
 
 @pytest.mark.parametrize("kind", ["made", "lightning"])
@@ -248,7 +248,7 @@ def test_by_whichever_kind_a_librarys_class_is_named_its_constructor_fetches_not
         "lightning": {"kind": "lightning", **named, "hparams": arguments},
     }
     with pytest.raises(ReplayError, match=r"asks for the network \(huggingface\.co\), and nothing is fetched"):
-        Rebuilding("b", None, lambda _said: None).model(said[kind])
+        ModelBuilder("b", None, lambda _said: None).model(said[kind])
 
 
 def test_a_function_that_gives_a_model_another_forward_fetches_nothing(monkeypatch):
@@ -259,7 +259,7 @@ def test_a_function_that_gives_a_model_another_forward_fetches_nothing(monkeypat
     monkeypatch.setitem(HEADS, "its head", ("a_library", "give"))
     said = {**SAID["the library's own key"], "head": {"name": "its head", "arguments": {"asked": "huggingface.co"}}}
     with pytest.raises(ReplayError, match=r"asks for the network \(huggingface\.co\), and nothing is fetched"):
-        Rebuilding("b", None, lambda _said: None).model(said)
+        ModelBuilder("b", None, lambda _said: None).model(said)
 
 
 @pytest.mark.parametrize(

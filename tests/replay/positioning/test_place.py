@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from ampdoctor import TrainingRun
 from ampdoctor.checkpoints.resume_state import RandomNumbers
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.batches import BatchTape, DataPlace
+from ampdoctor.replay.batches import BatchBuffer, DataPosition
 from ampdoctor.replay.load_checkpoint import set_generators
 
 SKIPS = (0, 1, 5, 6, 7, 12, 13)
@@ -69,7 +69,7 @@ def epochs_of(source, count):
 
 
 def behind(source, place, count):
-    tape = BatchTape(TrainingRun(model=nn.Linear(1, 1), batches=source, loss=lambda model, batch: None))
+    tape = BatchBuffer(TrainingRun(model=nn.Linear(1, 1), batches=source, loss=lambda model, batch: None))
     tape.place = place
     tape.draw(count)
     return [plain(tape[index]) for index in range(len(tape))]
@@ -80,12 +80,12 @@ def test_what_comes_next_is_what_the_training_draws_next(source):
     make = SOURCES[source]
     expected = epochs_of(make(), 6)
     for skip in SKIPS:
-        assert behind(make(), DataPlace(batches=skip, epochs=True), 9) == expected[skip : skip + 9], skip
+        assert behind(make(), DataPosition(batches=skip, epochs=True), 9) == expected[skip : skip + 9], skip
 
 
 def test_nothing_is_loaded_of_what_is_passed_over():
     Rows.loaded, said = 0, []
-    behind(shuffled(), DataPlace(batches=14, say=said.append), 2)
+    behind(shuffled(), DataPosition(batches=14, say=said.append), 2)
     assert Rows.loaded == 8
     assert said == [
         "14 batches lie behind the checkpoint and were passed over unloaded: the replay begins 2 batches into epoch 2"
@@ -94,19 +94,19 @@ def test_nothing_is_loaded_of_what_is_passed_over():
 
 def test_what_can_only_be_drawn_is_drawn_and_dropped_and_this_is_said():
     said = []
-    behind(SOURCES["a stream"](), DataPlace(batches=8, epochs=True, say=said.append), 1)
+    behind(SOURCES["a stream"](), DataPosition(batches=8, epochs=True, say=said.append), 1)
     assert said == ["8 batches were drawn and dropped, to come to the checkpoint's place in the data"]
 
 
 def test_an_order_that_nobody_knows_is_said():
     said = []
-    behind(DataLoader(Rows(), batch_size=4, shuffle=True), DataPlace(batches=2, say=said.append), 1)
+    behind(DataLoader(Rows(), batch_size=4, shuffle=True), DataPosition(batches=2, say=said.append), 1)
     assert "shuffles by torch's global generator" in said[1]
 
 
 def test_the_epoch_ends_where_no_other_is_wanted():
-    assert len(behind(SOURCES["a list"](), DataPlace(batches=4), 9)) == 2
-    assert behind([], DataPlace(batches=4, epochs=True), 9) == []
+    assert len(behind(SOURCES["a list"](), DataPosition(batches=4), 9)) == 2
+    assert behind([], DataPosition(batches=4, epochs=True), 9) == []
 
 
 @pytest.mark.parametrize("saved_at", [3, 6])
@@ -129,8 +129,8 @@ def test_random_numbers_go_on_from_the_checkpoint_within_an_epoch_and_at_its_sta
     state = RandomNumbers(torch=torch.get_rng_state(), python=random.getstate())
     expected = go_on(iter(source) if saved_at == 6 else first, 3)
     torch.manual_seed(77)
-    place = DataPlace(batches=saved_at, epochs=True, arrive=lambda: set_generators(state))
-    tape = BatchTape(TrainingRun(model=nn.Linear(1, 1), batches=loader(), loss=lambda model, batch: None))
+    place = DataPosition(batches=saved_at, epochs=True, arrive=lambda: set_generators(state))
+    tape = BatchBuffer(TrainingRun(model=nn.Linear(1, 1), batches=loader(), loss=lambda model, batch: None))
     tape.place = place
 
     def drawn():
@@ -142,10 +142,10 @@ def test_random_numbers_go_on_from_the_checkpoint_within_an_epoch_and_at_its_sta
 
 
 def test_a_function_is_told_its_start():
-    assert behind(lambda start: iter(range(start, start + 3)), DataPlace(steps=40), 9) == [40, 41, 42]
-    assert behind(lambda *, start=0: iter(range(start, 2)), DataPlace(), 9) == [0, 1]
+    assert behind(lambda start: iter(range(start, start + 3)), DataPosition(steps=40), 9) == [40, 41, 42]
+    assert behind(lambda *, start=0: iter(range(start, 2)), DataPosition(), 9) == [0, 1]
     with pytest.raises(FactoryError, match="gave int, which is not iterable"):
-        behind(lambda start: start, DataPlace(steps=4), 1)
+        behind(lambda start: start, DataPosition(steps=4), 1)
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata asks torch for it
@@ -158,6 +158,6 @@ def test_a_stateful_loader_goes_on_from_its_own_state():
     state = source.state_dict()
     expected = [batch.tolist() for batch in drawn]
     fresh = stateful(Rows(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
-    assert behind(fresh, DataPlace(batches=99, state=state, epochs=True), 4) == expected
+    assert behind(fresh, DataPosition(batches=99, state=state, epochs=True), 4) == expected
     again = stateful(Rows(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
-    assert behind(again, DataPlace(batches=2), 4) == expected
+    assert behind(again, DataPosition(batches=2), 4) == expected

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from ampdoctor import TrainingRun
 from ampdoctor.replay import python_state
-from ampdoctor.replay.python_state import Taped
+from ampdoctor.replay.python_state import ReplayableIterator
 from ampdoctor.replay.session import Session
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
@@ -134,7 +134,11 @@ def test_the_users_own_iterator_is_back_when_the_session_ends():
     own = stream
 
     def step(batch):
-        assert (type(stream), isinstance(stream, types.GeneratorType), stream.gi_running) == (Taped, True, False)
+        assert (type(stream), isinstance(stream, types.GeneratorType), stream.gi_running) == (
+            ReplayableIterator,
+            True,
+            False,
+        )
         return next(stream)[0]
 
     session = session_of(step)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.scripts.loop_hooks import Left, Seam, entered
+from ampdoctor.replay.scripts.loop_hooks import LoopHooks, StopScript, entered
 from ampdoctor.replay.scripts.rewriting import SEAM, Edits, loops_around, rewritten
 
 LOOP = "# the loop"
@@ -475,7 +475,7 @@ AT_THE_TOP = {
 
 def ran(code, name):
     """What `f` gives: its result, or the error with the user's lines."""
-    space = {"__name__": "snippet", SEAM: Seam(lambda *_: None)}
+    space = {"__name__": "snippet", SEAM: LoopHooks(lambda *_: None)}
     try:
         exec(code, space)
         return repr(space["f"]([1, 2, 3, 4, 5]))
@@ -496,12 +496,14 @@ def test_a_rewritten_loop_does_what_it_did(snippet):
     assert ran(rewritten(source, "snippet.py", edits), "snippet.py") == ran(
         compile(source, "snippet.py", "exec"), "snippet.py"
     )
-    with pytest.raises((Left, FactoryError)):
-        exec(rewritten(source + "\nf([1, 2, 3])\n", "snippet.py", edits), {SEAM: Seam(stop), "__name__": "snippet"})
+    with pytest.raises((StopScript, FactoryError)):
+        exec(
+            rewritten(source + "\nf([1, 2, 3])\n", "snippet.py", edits), {SEAM: LoopHooks(stop), "__name__": "snippet"}
+        )
 
 
 def stop(items, body, frame):
-    raise Left
+    raise StopScript
 
 
 @pytest.mark.parametrize(
@@ -544,9 +546,9 @@ def test_what_stands_around_the_loop_is_not_left_with_it():
     """)
     calls = frozenset(n for n, line in enumerate(source.split("\n"), 1) if line.strip() in ("train()", "main()"))
     loop = next(n for n, line in enumerate(source.split("\n"), 1) if "range(3)" in line)
-    seam = Seam(stop)
+    seam = LoopHooks(stop)
     space = {SEAM: seam, "__name__": "snippet"}
-    with pytest.raises(Left):
+    with pytest.raises(StopScript):
         exec(rewritten(source, "snippet.py", Edits(loop=loop, calls=calls)), space)
     assert space["log"] == ["inner", "outer"][::-1]
     assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == (True, False)

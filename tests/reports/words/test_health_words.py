@@ -19,7 +19,7 @@ from ampdoctor.evidence.report_health import (
 from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
 from ampdoctor.reports import section_words
 from ampdoctor.reports import text as words
-from ampdoctor.reports.formats import Canvas, renderer
+from ampdoctor.reports.formats import RenderOptions, renderer
 from ampdoctor.reports.html_report import bundles
 from ampdoctor.reports.markdown import render_markdown
 from ampdoctor.reports.next_step import next_step
@@ -92,7 +92,7 @@ def test_what_moved_first_is_a_line_of_its_own_in_every_form(first):
         code="AMP720", name="gradient-jump", severity="warning", message="Up.", where=where, evidence=evidence
     )
     report = Report(command="health", target={}, verdict="healthy", findings=(jump,), health=HealthSection(runs=(RUN,)))
-    canvas = Canvas(width=100, stream=None, color="never")
+    canvas = RenderOptions(width=100, stream=None, color="never")
     for form in ("human", "markdown", "html"):
         text = renderer(form)(report, canvas)
         assert "what moved first: the " in text

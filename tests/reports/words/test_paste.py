@@ -17,15 +17,15 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Prescription, Report
 from ampdoctor.evidence.report_health import HealthSection, LookMark
 from ampdoctor.evidence.report_scaler import ScalerSection
-from ampdoctor.reports.fix_code import PROTOCOL, Code, Setting, code_of, setting_of
+from ampdoctor.reports.fix_code import PROTOCOL, Code, TrainingContext, code_of, setting_of
 from ampdoctor.reports.human import render_human
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.reports.next_step import next_step
 from tests.browser.health_pages import health_run
 from tests.samples import OVERFLOW, SICK
 
-CPU = Setting(device="cpu")
-PURE = Setting(device="cpu", autocast=False)
+CPU = TrainingContext(device="cpu")
+PURE = TrainingContext(device="cpu", autocast=False)
 EVIL = 'a"b\\c\x1b[31m\n::error::\u202e\U0001f600'
 
 
@@ -119,8 +119,8 @@ def test_each_finding_of_logs_is_of_the_training_that_its_log_is_of():
     def of(source, step=4):
         return setting_of(report, replace(OVERFLOW, where=Where(phase="forward", step=step, file=source)))
 
-    assert of("runs/cpu") == of("runs/cpu", step=9) == Setting(device="cpu", half="bfloat16", autocast=False)
-    assert of("runs/gpu") == of("runs/old") == Setting()
+    assert of("runs/cpu") == of("runs/cpu", step=9) == TrainingContext(device="cpu", half="bfloat16", autocast=False)
+    assert of("runs/gpu") == of("runs/old") == TrainingContext()
 
 
 @pytest.mark.parametrize("way", ["apply", "torch"])
@@ -285,10 +285,10 @@ def test_a_hostile_name_is_a_literal_in_one_line():
 @pytest.mark.parametrize(
     ("run_section", "expected"),
     [
-        ({}, Setting()),
-        ({"device": "cpu", "policy": "cuda", "precision": "fp16", "autocast": True}, Setting()),
-        ({"device": "cpu", "policy": "native", "precision": "bf16"}, Setting(device="cpu", half="bfloat16")),
-        ({"device": "cuda:1", "policy": "native", "autocast": False}, Setting(autocast=False)),
+        ({}, TrainingContext()),
+        ({"device": "cpu", "policy": "cuda", "precision": "fp16", "autocast": True}, TrainingContext()),
+        ({"device": "cpu", "policy": "native", "precision": "bf16"}, TrainingContext(device="cpu", half="bfloat16")),
+        ({"device": "cuda:1", "policy": "native", "autocast": False}, TrainingContext(autocast=False)),
     ],
 )
 def test_the_setting_is_that_of_the_run(run_section, expected):

@@ -109,13 +109,13 @@ def test_batches_that_are_too_large_to_keep_are_drawn_again(function, monkeypatc
     kept = bisect_nan(request)
     monkeypatch.setattr(batches, "ROOM", 1)
     sizes = []
-    original = batches.BatchTape.keep
+    original = batches.BatchBuffer.keep
 
     def watched(self, needed):
         original(self, needed)
         sizes.append(sum(batch is not batches._GONE for batch in self._batches))
 
-    monkeypatch.setattr(batches.BatchTape, "keep", watched)
+    monkeypatch.setattr(batches.BatchBuffer, "keep", watched)
     dropped = bisect_nan(request)
     assert _without_counts(dropped) == _without_counts(kept)
     assert max(sizes) <= close_look.stretch(24) + close_look.TRIED + 2

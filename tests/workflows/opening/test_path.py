@@ -10,7 +10,7 @@ from torch import nn
 
 from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.evidence.location import Source, Where
-from ampdoctor.evidence.trace import Birth, Passage, TensorStats, Way
+from ampdoctor.evidence.trace import NonFiniteOrigin, PathOp, PropagationPath, TensorStats
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.report_notes import MOST_CARRIERS, module_types, path_section
@@ -106,17 +106,19 @@ def test_where_nothing_non_finite_is_born_there_is_no_path(case, check_report):
 
 
 def passage(order, op="aten.add", **known):
-    return Passage(order=order, where=Where(step=3, phase="forward", module=f"m{order}", op=op), **known)
+    return PathOp(order=order, where=Where(step=3, phase="forward", module=f"m{order}", op=op), **known)
 
 
 def born(**known):
     where = Where(step=3, phase="backward", module="fc", op="aten.sqrt", forward_source=Source("net.py", 7))
-    return Birth(order=10, where=where, origin="op", kernel="aten.sqrt", harms=("loss", "grad:fc.weight"), **known)
+    return NonFiniteOrigin(
+        order=10, where=where, origin="op", kernel="aten.sqrt", harms=("loss", "grad:fc.weight"), **known
+    )
 
 
 def test_a_long_path_keeps_both_of_its_ends_and_counts_the_rest():
     carriers = tuple(passage(order) for order in range(11, 11 + MOST_CARRIERS + 7))
-    path = to_plain(path_section(born(way=Way(carriers=carriers, omitted=5)), "f" * 16, {}))
+    path = to_plain(path_section(born(way=PropagationPath(carriers=carriers, omitted=5)), "f" * 16, {}))
     shown = [node["order"] for node in nodes_of(path, "carrier")]
     assert len(shown) == MOST_CARRIERS
     assert (shown[0], shown[-1]) == (11, carriers[-1].order)
@@ -142,7 +144,7 @@ def test_a_birth_shows_its_first_non_finite_result_and_its_largest_input():
     [("float16", 65504.0), ("bfloat16", torch.finfo(torch.bfloat16).max), ("float8_e5m2", 57344.0), ("", None)],
 )
 def test_the_limit_is_the_formats_largest_number(dtype, limit):
-    way = Way(harms=(passage(12, dtype=dtype, amax=math.pi),))
+    way = PropagationPath(harms=(passage(12, dtype=dtype, amax=math.pi),))
     assert path_section(born(way=way), "f" * 16, {}).nodes[-1].limit == limit
 
 
@@ -152,5 +154,5 @@ def test_code_outside_the_model_has_no_class():
     assert types == {"": "Sequential", "fc": "Linear"}
     places = [("forward", "", "Sequential"), ("loss", "", ""), ("backward", "fc", "Linear"), ("optimizer", "", "")]
     for phase, module, shown in places:
-        way = Way(carriers=(Passage(order=11, where=Where(phase=phase, module=module, op="aten.add")),))
+        way = PropagationPath(carriers=(PathOp(order=11, where=Where(phase=phase, module=module, op="aten.add")),))
         assert path_section(born(way=way), "f" * 16, types).nodes[-1].type == shown

@@ -163,13 +163,13 @@ def test_single_skips_of_a_scaler_at_work_do_not_end_it():
 
 def test_only_two_snapshots_are_held_on_the_way_and_little_of_what_was_seen(monkeypatch):
     held = []
-    passes = close_look.WayBack.passes
+    passes = close_look.SnapshotRing.passes
 
     def watched(self, session, step, **options):
         passes(self, session, step, **options)
         held.append((len(self._ring), len(self._states)))
 
-    monkeypatch.setattr(close_look.WayBack, "passes", watched)
+    monkeypatch.setattr(close_look.SnapshotRing, "passes", watched)
     options = {"rate": 0.01}
     bisect_nan(ReplayRequest(factory=FACTORY, arguments=options, until_sick=True, max_steps=80))
     assert len(held) == 80

@@ -16,7 +16,7 @@ from torch import nn
 
 from ampdoctor.checkpoints import tensor_differences
 from ampdoctor.checkpoints.folder import open_checkpoint
-from ampdoctor.checkpoints.stored_tensor import Shard, ShardedTensor, StridedTensor
+from ampdoctor.checkpoints.stored_tensor import JoinedTensor, Shard, StridedTensor
 from ampdoctor.checkpoints.tensor_differences import side_by_side
 from ampdoctor.errors import CheckpointError
 from ampdoctor.reports.json_report import render_json
@@ -239,7 +239,7 @@ def test_pieces_are_compared_with_the_whole(tmp_path, monkeypatch):
         top, rest = stored["top"], stored["rest"]
         assert isinstance(top, StridedTensor)
         assert isinstance(rest, StridedTensor)
-        whole = ShardedTensor(
+        whole = JoinedTensor(
             dtype=torch.float32, shape=(6, 4), shards=(Shard(stored=rest, at=(2, 0)), Shard(stored=top, at=(0, 0)))
         )
         found = tensor_differences.difference(whole, stored["w"])

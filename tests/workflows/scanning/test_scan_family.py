@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints.series import Member
+from ampdoctor.checkpoints.series import SavedCheckpoint
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.report_scan import ListedLog
 from ampdoctor.reports.json_report import render_json
@@ -25,13 +25,13 @@ from tests.workflows.scanning.trained import Training
 def opened(monkeypatch):
     """Return the names of the members that are opened, in the order of their opening."""
     names: list[str] = []
-    real = Member.open
+    real = SavedCheckpoint.open
 
     def spy(self):
         names.append(self.name)
         return real(self)
 
-    monkeypatch.setattr(Member, "open", spy)
+    monkeypatch.setattr(SavedCheckpoint, "open", spy)
     return names
 
 

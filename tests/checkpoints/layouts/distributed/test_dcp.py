@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from ampdoctor.checkpoints.dcp import MAX_NOTES
 from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.resume_state import load_state
-from ampdoctor.checkpoints.stored_tensor import ShardedTensor
+from ampdoctor.checkpoints.stored_tensor import JoinedTensor
 from ampdoctor.checkpoints.tensor_statistics import summarize
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.replay.fit_optimizers import plan_optimizers
@@ -128,7 +128,7 @@ def test_pieces_make_the_whole(tmp_path):
     whole = split(folder, "model.a", pieces, into="__1_0.distcp")
     with open_checkpoint(folder) as checkpoint:
         stored = next(ref.stored for ref in checkpoint if ref.name == "a")
-        assert isinstance(stored, ShardedTensor)
+        assert isinstance(stored, JoinedTensor)
         assert torch.equal(stored.load(), whole)
         assert {file.path for file in checkpoint.files} == {".metadata", DATA, "__1_0.distcp"}
         assert summarize(checkpoint).tensors[0].amax == 5.0
