@@ -13,7 +13,7 @@ from ampdoctor.live.op_watch import StepWatch
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.requests import ReplayRequest
 from fixtures.corpus import runs
-from tests.corpus.reports import kind_and_phase
+from tests.corpus.reports import kind_and_phase, sort_of
 
 QUICK_HEALTHY = ("healthy_initial_scale_skips", "healthy_nan_masked_by_relu", "healthy_dead_relu_zero_grads")
 QUICK_SICK = ("bce_half_backward", "exp_before_clamp", "nan_pixel_in_batch", "clip_logit_scale_overflow")
@@ -217,7 +217,7 @@ def watched_case(case, tmp_path):
     return watch.report
 
 
-@pytest.mark.each_value_once(of=kind_and_phase)
+@pytest.mark.each_value_once(of=lambda case: {sort_of(case)})
 @pytest.mark.parametrize(
     "case",
     [
