@@ -18,8 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.checkpoint_stats import CheckpointSummary
-from ampdoctor.evidence.location import NonFinite, Phase, Where
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity, finding_order
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Moves, Threshold, Thresholds
 
@@ -102,6 +101,36 @@ class Rule:
     def page(self) -> Page:
         """The page of the rule."""
         return read_page(self.code)
+
+    def finding(
+        self,
+        severity: Severity,
+        message: str,
+        *,
+        where: Where,
+        evidence: Mapping[str, Any],
+        also: tuple[Where, ...] = (),
+        cause: str | None = None,
+        advice: str | None = None,
+        prescription: Prescription | None = None,
+    ) -> Finding:
+        """Make a finding of this rule.
+
+        `message` is one sentence with the numbers that matter; `evidence` holds JSON values; `advice` replaces what
+        the page says to do.
+        """
+        return Finding(
+            code=self.code,
+            name=self.name,
+            severity=severity,
+            message=message,
+            where=where,
+            also=also,
+            cause=cause,
+            evidence=evidence,
+            help=self.page.action if advice is None else advice,
+            prescription=prescription,
+        )
 
     def judges(self, evidence: type[Evidence]) -> Callable[[Finder[Evidence]], Finder[Evidence]]:
         """Register the decorated function: `judge` calls it with each evidence of this class and the thresholds.
@@ -271,56 +300,11 @@ def _checked(threshold: Threshold, value: Any) -> float:
     return int(value) if threshold.whole else float(value)
 
 
-# -- a checkpoint's finding --
+# -- a scan's prescriptions --
 
 
 NOT_REPLAYED = "A scan reads the file only; bisect-nan --checkpoint replays the run with the change."
 """Why a scan's prescription is not verified."""
-
-
-def checkpoint_finding(
-    summary: CheckpointSummary,
-    rule: Rule,
-    severity: Severity,
-    message: str,
-    *,
-    evidence: Mapping[str, Any],
-    phase: Phase = "checkpoint",
-    module: str = "",
-    op: str | None = None,
-    born: NonFinite = "none",
-    tensor: str | None = None,
-    file: str | None = None,
-    also: Iterable[Where] = (),
-    global_step: int | None = None,
-    cause: str | None = None,
-    prescription: Prescription | None = None,
-) -> Finding:
-    """Make a finding of a rule, with the rule's name and help, at the checkpoint's step.
-
-    `message` is one sentence with the numbers that matter; `evidence` holds JSON values. `born` is what is non-finite
-    there, `file` is "" for none, and `global_step` is where it began in the run (None: the checkpoint's own step).
-    """
-    return Finding(
-        code=rule.code,
-        name=rule.name,
-        severity=severity,
-        message=message,
-        where=Where(
-            phase=phase,
-            global_step=summary.global_step if global_step is None else global_step,
-            module=module,
-            op=op,
-            nonfinite=born,
-            tensor=tensor,
-            file=file or None,
-        ),
-        also=tuple(also),
-        cause=cause,
-        evidence=evidence,
-        help=rule.page.action,
-        prescription=prescription,
-    )
 
 
 # AMP911 and AMP912: unused and expired ignores of the configuration; `gates` finds them.

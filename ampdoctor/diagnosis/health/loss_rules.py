@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue import WATCHED, register
-from ampdoctor.diagnosis.health.judge import over_time_finding
 from ampdoctor.diagnosis.health.rolling import FIRST, HOP, LENGTH, MOST, RECENT, SPANS
 from ampdoctor.diagnosis.health.step_state import LEAST_ROWS, StepState, norm_of
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
@@ -42,15 +42,20 @@ def _steps_not_finite(moment: StepState, _: Thresholds) -> Sequence[Finding]:
         said += f", and no finite {'norm' if moment.line.loss is None else 'loss'} follows: the weights took it"
     if may_be_skipped:
         said += "; no step follows in the log: either a scaler has skipped it, as it should, or the weights are lost"
-    finding = over_time_finding(
-        STEPS_NOT_FINITE,
+    finding = STEPS_NOT_FINITE.finding(
         "warning" if may_be_skipped else "error",
         f"The {'gradient norm' if of_norm else 'loss'} of step {line.step} is {value}{said}.",
-        step=line.step,
-        first=moment.first("forward" if of_loss else "gradient", since=line.step),
-        phase="backward" if of_norm else "loss",
-        nonfinite="nan" if value is not None and math.isnan(value) else "inf",
-        evidence={"loss": line.loss, "gradient_norm": line.gradient_norm, "skipped": line.skipped},
+        where=Where(
+            step=line.step,
+            phase="backward" if of_norm else "loss",
+            nonfinite="nan" if value is not None and math.isnan(value) else "inf",
+        ),
+        evidence={
+            "first": moment.first("forward" if of_loss else "gradient", since=line.step),
+            "loss": line.loss,
+            "gradient_norm": line.gradient_norm,
+            "skipped": line.skipped,
+        },
     )
     return (finding,)
 
@@ -121,14 +126,12 @@ def gradient_jump(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     blamed = ": look at the batch, and at the update before it" if first == "data" else ""
     too = f"; the loss left the usual with it{blamed}" if both else ""
     times = f", {value / usual:.3g} times the usual {usual:.3g}" if usual > 0 else f"; the usual is {usual:.3g}"
-    finding = over_time_finding(
-        GRADIENT_JUMP,
+    finding = GRADIENT_JUMP.finding(
         "warning",
         f"The {what} of step {line.step} is {value:.3g}{times} ({above:.1f} robust deviations){too}.",
-        step=line.step,
-        first=first,
-        phase="backward" if of_norm else "loss",
+        where=Where(step=line.step, phase="backward" if of_norm else "loss"),
         evidence={
+            "first": first,
             "what": what.replace(" ", "_"),
             "value": value,
             "usual": usual,
@@ -188,17 +191,19 @@ def _climbs_at_first(moment: StepState, thresholds: Thresholds) -> Sequence[Find
     )
     both = of_loss and norm >= thresholds[CLIMBS_AT_FIRST_NORM]
     too = f", and the gradient norm {norm:.3g} times" if of_loss and norm >= thresholds[CLIMBS_AT_FIRST_LOSS] else ""
-    finding = over_time_finding(
-        CLIMBS_AT_FIRST,
+    finding = CLIMBS_AT_FIRST.finding(
         "error" if both else "warning",
         f"The {what} of the last {steps} steps is {times * first:.4g}, {times:.3g} times what it was in the first "
         f"{FIRST} ({first:.4g}){too}.",
-        step=moment.line.step,
-        first="optimizer" if moment.first() == "optimizer" else "data" if of_loss and not too else "gradient",
-        phase="loss" if of_loss else "backward",
-        evidence={"loss_times": loss, "norm_times": norm, "first_loss": _known(moment.first_losses.first),
-                  "first_norm": _known(moment.first_norms.first)},
-    )  # fmt: skip
+        where=Where(step=moment.line.step, phase="loss" if of_loss else "backward"),
+        evidence={
+            "first": "optimizer" if moment.first() == "optimizer" else "data" if of_loss and not too else "gradient",
+            "loss_times": loss,
+            "norm_times": norm,
+            "first_loss": _known(moment.first_losses.first),
+            "first_norm": _known(moment.first_norms.first),
+        },
+    )
     return (finding,)
 
 
@@ -287,16 +292,19 @@ def _level_shifts(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
         return ()
     loss, norm = max(losses), max(norms)
     course, what = (moment.norm, "gradient norm") if norm > loss else (moment.loss, "loss")
-    finding = over_time_finding(
-        LEVEL_SHIFTS,
+    finding = LEVEL_SHIFTS.finding(
         "warning",
         f"The {'loss and the gradient norm have' if worst == of_both else f'{what} has'} climbed: the {what} of the "
         f"last {SPANS[0]} steps is {course.latest:.4g}, usual is {course.usual:.4g} (over up to {SPANS[-1]} steps, in "
         f"robust deviations, of which a step counts {MOST:.0f} at most: loss {loss:+.1f}, gradient norm {norm:+.1f}).",
-        step=moment.line.step,
-        first=moment.first("gradient" if norm > loss else "data"),
-        phase="backward" if norm > loss else "loss",
-        evidence={"loss_lift": loss, "norm_lift": norm, "latest": course.latest, "usual": course.usual},
+        where=Where(step=moment.line.step, phase="backward" if norm > loss else "loss"),
+        evidence={
+            "first": moment.first("gradient" if norm > loss else "data"),
+            "loss_lift": loss,
+            "norm_lift": norm,
+            "latest": course.latest,
+            "usual": course.usual,
+        },
     )
     return (finding,)
 
@@ -330,15 +338,13 @@ def _loss_not_back(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
     if spike.above != steps:
         return ()
     line = moment.line
-    finding = over_time_finding(
-        LOSS_NOT_BACK,
+    finding = LOSS_NOT_BACK.finding(
         "error",
         f"The loss rose to {spike.value:.4g} at step {spike.step}, from about {spike.usual:.4g}, and {steps} steps "
         f"later it is still {line.loss:.4g}: above {spike.limit:.4g} in each of them.",
-        step=line.step,
-        first=moment.first(since=spike.step),
-        phase="loss",
+        where=Where(step=line.step, phase="loss"),
         evidence={
+            "first": moment.first(since=spike.step),
             "since": spike.step,
             "at_first": spike.value,
             "usual": spike.usual,
@@ -376,15 +382,18 @@ def _descent_lost(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     if not descent.falls or usual - descent.lowest < thresholds[DESCENT_LOST_SHARE] * way:
         return ()
     share = (usual - descent.lowest) / way
-    finding = over_time_finding(
-        DESCENT_LOST,
+    finding = DESCENT_LOST.finding(
         "warning",
         f"The loss is back at {usual:.4g}, after {descent.lowest:.4g} at its lowest: {share:.0%} of the way that it "
         f"had come down from {descent.fallen_from:.4g} is lost.",
-        step=moment.line.step,
-        first=moment.first("data"),
-        phase="loss",
-        evidence={"usual": usual, "lowest": descent.lowest, "highest": descent.fallen_from, "share": share},
+        where=Where(step=moment.line.step, phase="loss"),
+        evidence={
+            "first": moment.first("data"),
+            "usual": usual,
+            "lowest": descent.lowest,
+            "highest": descent.fallen_from,
+            "share": share,
+        },
     )
     return (finding,)
 
@@ -419,15 +428,12 @@ def _loss_falls(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
         or loss.shift > -thresholds[LOSS_FALLS_DEVIATIONS]
     ):
         return ()
-    finding = over_time_finding(
-        LOSS_FALLS,
+    finding = LOSS_FALLS.finding(
         "note",
         f"The training loss has fallen at once, from {loss.usual:.4g} to {loss.recent:.4g} over {RECENT} steps "
         f"({-loss.shift:.1f} robust deviations): good news, or batches that repeat.",
-        step=moment.line.step,
-        first="data",
-        phase="data",
-        evidence={"usual": loss.usual, "recent": loss.recent, "deviations": -loss.shift},
+        where=Where(step=moment.line.step, phase="data"),
+        evidence={"first": "data", "usual": loss.usual, "recent": loss.recent, "deviations": -loss.shift},
     )
     return (finding,)
 
@@ -459,16 +465,14 @@ def _plateau(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
         return ()
     stretch.told = True
     falling = stretch.norm_now < 0.5 * stretch.norm_then
-    finding = over_time_finding(
-        PLATEAU,
+    finding = PLATEAU.finding(
         "note",
         f"The loss has not fallen below {stretch.best:.4g} for {stretch.steps} steps; the gradient norm "
         f"{'has fallen' if falling else 'has not'}, from {stretch.norm_then:.3g} to {stretch.norm_now:.3g}: "
         f"{'it has converged, or saturated' if falling else 'it still pushes, and gets nowhere'}.",
-        step=moment.line.step,
-        first="gradient" if falling else "optimizer",
-        phase="loss",
+        where=Where(step=moment.line.step, phase="loss"),
         evidence={
+            "first": "gradient" if falling else "optimizer",
             "best": stretch.best,
             "steps": stretch.steps,
             "norm_before": stretch.norm_then,

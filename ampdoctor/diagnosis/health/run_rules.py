@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ampdoctor.diagnosis.catalogue import WATCHED, register
-from ampdoctor.diagnosis.health.judge import TENSOR, over_time_finding
+from ampdoctor.diagnosis.health.judge import TENSOR
 from ampdoctor.diagnosis.health.rolling import HOP, LEAST, LENGTH, RollingStats, falls_over
 from ampdoctor.diagnosis.health.step_state import HOPELESS, LEAST_ROWS, SETTLING, Setting, StepState
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
@@ -90,15 +91,13 @@ def _scale_ratchets(moment: StepState, thresholds: Thresholds) -> Sequence[Findi
         binades = f"{scale.falls} times ({scale.fallen:g} binades) since it last grew"
         fallen = f"has fallen to {scale.now:g} at step {line.step}, {binades}"
     ahead = max(0, int(scale.now).bit_length() - 1) if scale.now > 1 else 0
-    finding = over_time_finding(
-        SCALE_RATCHETS,
+    finding = SCALE_RATCHETS.finding(
         severity,
         f"The loss scale {fallen}{skipped}"
         f"{f': {ahead} more, and it is at 1, which scales nothing' if ahead and not (low or ended) else ''}.",
-        step=line.step,
-        first=moment.first(),
-        phase="scaler",
+        where=Where(step=line.step, phase="scaler"),
         evidence={
+            "first": moment.first(),
             "scale": scale.now,
             "highest": scale.highest,
             "falls": scale.falls,
@@ -179,14 +178,12 @@ def _times(number: int) -> str:
 
 def _finding(moment: StepState, severity: Severity, message: str) -> Finding:
     scale = moment.scale
-    return over_time_finding(
-        NO_STEP_TAKEN,
+    return NO_STEP_TAKEN.finding(
         severity,
         message,
-        step=moment.line.step,
-        first=moment.first("scale"),
-        phase="scaler",
+        where=Where(step=moment.line.step, phase="scaler"),
         evidence={
+            "first": moment.first("scale"),
             "scale": scale.now,
             "first_scale": scale.first,
             "taken": scale.taken,
@@ -214,15 +211,12 @@ def _no_such_scale(moment: StepState, _: Thresholds) -> Sequence[Finding]:
     if math.isnan(wrong) and (moment.end is None or moment.scale.wrong_rows <= moment.scale.wrong_before):
         return ()  # NaN may mean "not logged at this step": a scale follows
     since = moment.scale.wrong_since
-    finding = over_time_finding(
-        NO_SUCH_SCALE,
+    finding = NO_SUCH_SCALE.finding(
         "error",
         f"The loss scale is {wrong:g} from step {since} on: "
         f"{'gradients divided by it are lost' if wrong == 0 or not math.isfinite(wrong) else 'no scaler gives it'}.",
-        step=since,
-        first="scale",
-        phase="scaler",
-        evidence={"scale": wrong, "last_scale": moment.scale.now},
+        where=Where(step=since, phase="scaler"),
+        evidence={"first": "scale", "scale": wrong, "last_scale": moment.scale.now},
     )
     return (finding,)
 
@@ -268,15 +262,13 @@ def _jumps(moment: StepState, factor: float) -> Iterator[Finding]:
         if tensors:
             of_group += f" ({TENSOR}{f' and {len(tensors) - 1} more' if len(tensors) > 1 else ''})"
         times = "" if before <= 0 or now < 0 else f", {now / before:.3g} times, and above every value before"
-        yield over_time_finding(
-            SCHEDULE_JUMPS,
+        yield SCHEDULE_JUMPS.finding(
             "warning",
             f"The {what}{of_group} jumps from {before:.3g} to {now:.3g} at step {step}{times}.",
-            step=step,
-            first="optimizer",
-            tensor=next(iter(tensors), None),
-            also=tensors[1:MOST_NAMED],
+            where=Where(step=step, phase="optimizer", tensor=str(tensors[0]) if tensors else None),
+            also=tuple(Where(step=step, phase="optimizer", tensor=str(one)) for one in tensors[1:MOST_NAMED]),
             evidence={
+                "first": "optimizer",
                 "what": what.replace(" ", "_"),
                 "group": group,
                 "tensors": len(tensors),
@@ -366,14 +358,12 @@ def _batch_changes(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
         )
     if not what:
         return ()
-    finding = over_time_finding(
-        BATCH_CHANGES,
+    finding = BATCH_CHANGES.finding(
         "warning",
         what,
-        step=line.step,
-        first="data",
-        phase="data",
+        where=Where(step=line.step, phase="data"),
         evidence={
+            "first": "data",
             "rms": rms,
             "usual_rms": batch.rms.usual,
             "deviations": above,
@@ -429,15 +419,12 @@ def _data_repeats(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     if repeats.steps != steps or repeats.new_before < thresholds[DATA_REPEATS_NEW]:
         return ()
     step = moment.line.step
-    finding = over_time_finding(
-        DATA_REPEATS,
+    finding = DATA_REPEATS.finding(
         "warning",
         f"The batch of step {step} is that of {_ago(repeats.cycle)}, and so it was in the last {steps} steps; "
         f"{repeats.new_before} before them were all new.",
-        step=step,
-        first="data",
-        phase="data",
-        evidence={"cycle": repeats.cycle, "new_before": repeats.new_before},
+        where=Where(step=step, phase="data"),
+        evidence={"first": "data", "cycle": repeats.cycle, "new_before": repeats.new_before},
     )
     return (finding,)
 
@@ -495,15 +482,13 @@ def _slower(moment: StepState, thresholds: Thresholds) -> Iterator[Finding]:
             continue
         waits = moment.line.data_seconds
         data = unit == "s" and waits is not None and waits > 0.5 * (moment.line.seconds or 0.0)
-        yield over_time_finding(
-            SLOWS_DOWN,
+        yield SLOWS_DOWN.finding(
             "note",
             f"{what} {course.recent:.3g} {unit} at step {moment.line.step}, {course.recent / usual:.2g} times "
             f"the usual {usual:.3g}{'; most of it is waiting for data' if data else ''}.",
-            step=moment.line.step,
-            first="data" if data else "hardware",
-            phase="data" if data else "optimizer",
+            where=Where(step=moment.line.step, phase="data" if data else "optimizer"),
             evidence={
+                "first": "data" if data else "hardware",
                 "what": "seconds" if unit == "s" else "memory_bytes",
                 "recent": course.recent,
                 "usual": usual,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue import WATCHED, register
-from ampdoctor.diagnosis.health.judge import TENSOR, ahead, over_time_finding
+from ampdoctor.diagnosis.health.judge import TENSOR, ahead
 from ampdoctor.diagnosis.health.lazy_numpy import np
 from ampdoctor.diagnosis.health.tensor_state import (
     LEAST_BEFORE,
@@ -68,18 +68,20 @@ def _gradient_departs(moment: TensorState, thresholds: Thresholds) -> Iterator[F
         hit = hit[np.argsort(-by[hit], kind="stable")]
         worst = hit[0]
         before, now = float(norms[worst, -1 - NEW]), float(norms[worst, -1])
-        yield over_time_finding(
-            GRADIENT_DEPARTS,
+        yield GRADIENT_DEPARTS.finding(
             "warning",
             f"The gradient of {TENSOR} {'grows' if grows else 'falls away'}: its norm went from {before:.3g} to "
             f"{now:.3g} over the last {NEW} looks, {by[worst]:.0f} robust deviations {'above' if grows else 'below'} "
             f"its course before{f', and so did those of {len(hit) - 1} more' if len(hit) > 1 else ''}.",
-            step=moment.line.step,
-            first="gradient",
-            phase="backward",
-            tensor=moment.tensors[rows[worst]],
-            also=[moment.tensors[rows[i]] for i in hit[1:]],
-            evidence={"norm": now, "norm_before": before, "deviations": float(by[worst]), "tensors": len(hit)},
+            where=moment.where(rows[worst], "backward"),
+            also=tuple(moment.where(rows[i], "backward") for i in hit[1:]),
+            evidence={
+                "first": "gradient",
+                "norm": now,
+                "norm_before": before,
+                "deviations": float(by[worst]),
+                "tensors": len(hit),
+            },
         )
 
 
@@ -96,18 +98,14 @@ def _vanished(moment: TensorState, rows: np.ndarray, norms: np.ndarray) -> Itera
     if not len(hit):
         return
     was, more = float(before[hit[0], -1]), f"; so have those of {len(hit) - 1} more" if len(hit) > 1 else ""
-    yield over_time_finding(
-        GRADIENT_DEPARTS,
+    yield GRADIENT_DEPARTS.finding(
         "warning",
         f"The gradient of {TENSOR} has become zero: every element of it in the last {NEW} looks, after a norm of "
         f"{was:.3g}{more}. Nothing reaches it any more, and "
         "it stops learning.",
-        step=moment.line.step,
-        first="gradient",
-        phase="backward",
-        tensor=moment.tensors[rows[hit[0]]],
-        also=[moment.tensors[rows[i]] for i in hit[1:]],
-        evidence={"norm": 0.0, "norm_before": was, "tensors": len(hit)},
+        where=moment.where(rows[hit[0]], "backward"),
+        also=tuple(moment.where(rows[i], "backward") for i in hit[1:]),
+        evidence={"first": "gradient", "norm": 0.0, "norm_before": was, "tensors": len(hit)},
     )
 
 
@@ -152,17 +150,14 @@ def _factor_jumps(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
         return
     worst = hit[np.argmax(np.abs(last[hit]))]
     falls = bool(last[worst] < 0)
-    yield over_time_finding(
-        FACTOR_JUMPS,
+    yield FACTOR_JUMPS.finding(
         "warning",
         f"The scale of {TENSOR} {'drops' if falls else 'rises'} by {abs(last[worst]):.1f} binades from one look to the "
         f"next: {GROWN if falls else SHRUNK}.",
-        step=moment.line.step,
-        first="scale",
-        phase="forward",
-        tensor=moment.tensors[own[worst]],
-        also=[moment.tensors[own[i]] for i in hit if i != worst],
+        where=moment.where(own[worst], "forward"),
+        also=tuple(moment.where(own[i], "forward") for i in hit if i != worst),
         evidence={
+            "first": "scale",
             "binades": float(last[worst]),
             "largest_before": float(before[worst]),
             "scale": float(scales[worst, -1]),
@@ -230,16 +225,13 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
         f"steps: it overflows {ahead(float(left[worst]))}"
     )
     severity: Severity = "warning" if now < thresholds[HEADROOM_RUNS_OUT_NEAR] else "note"
-    yield over_time_finding(
-        HEADROOM_RUNS_OUT,
+    yield HEADROOM_RUNS_OUT.finding(
         severity,
         f"The output of {TENSOR} {said}.",
-        step=moment.line.step,
-        first="logits",
-        phase="forward",
-        tensor=moment.tensors[rows[worst]],
-        also=[moment.tensors[rows[i]] for i in hit if i != worst],
+        where=moment.where(rows[worst], "forward"),
+        also=tuple(moment.where(rows[i], "forward") for i in hit if i != worst),
         evidence={
+            "first": "logits",
             "headroom_binades": now,
             "binades_per_step": float(drift[worst]),
             "steps_left": float(left[worst]),
@@ -337,18 +329,15 @@ def _spreads(
             if severity == "warning"
             else f"at this drift it passes {harmful:.0%} {ahead(float(left[worst]))}"
         )
-        yield over_time_finding(
-            UNDERFLOW_SPREADS,
+        yield UNDERFLOW_SPREADS.finding(
             "warning" if severity == "warning" else "note",
             f"{now[worst]:.2%} of the gradient of {TENSOR} {_SAID[measure]}, after {then[worst]:.2%} "
             f"{moment.line.step - int(moment.steps[-looks]):,} steps ago: {becomes}"
             f"{f'; so do {len(hit) - 1} more' if len(hit) > 1 else ''}.",
-            step=moment.line.step,
-            first="gradient",
-            phase="backward",
-            tensor=moment.tensors[rows[worst]],
-            also=[moment.tensors[rows[i]] for i in hit if i != worst],
+            where=moment.where(rows[worst], "backward"),
+            also=tuple(moment.where(rows[i], "backward") for i in hit if i != worst),
             evidence={
+                "first": "gradient",
                 measure: float(now[worst]),
                 f"{measure}_before": float(then[worst]),
                 "steps_left": None if severity == "warning" else float(left[worst]),
@@ -424,17 +413,19 @@ def _updates_lost(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
     worst = int(np.argmax((lost * weights).sum(axis=1)))
     hit = [i for i in np.flatnonzero((lost >= thresholds[UPDATES_LOST_LOST]).all(axis=1)) if i != worst]
     name = moment.formats[rows[worst]]
-    yield over_time_finding(
-        UPDATES_LOST,
+    yield UPDATES_LOST.finding(
         "warning",
         f"{of_all[-1]:.0%} of the {name} weights that have a gradient are left as they were by the step "
         f"({lost[worst, -1]:.0%} of {TENSOR}), and so it was in the last {NEW} looks: updates of less than half their "
         "spacing are rounded away.",
-        step=moment.line.step,
-        first="optimizer",
-        tensor=moment.tensors[rows[worst]],
-        also=[moment.tensors[rows[i]] for i in hit],
-        evidence={"lost_share": float(of_all[-1]), "lost_share_of_tensor": float(lost[worst, -1]), "format": name},
+        where=moment.where(rows[worst]),
+        also=tuple(moment.where(rows[i]) for i in hit),
+        evidence={
+            "first": "optimizer",
+            "lost_share": float(of_all[-1]),
+            "lost_share_of_tensor": float(lost[worst, -1]),
+            "format": name,
+        },
     )
 
 
@@ -477,16 +468,13 @@ def _stands_still(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
         return
     worst = hit[0]
     usual = float(np.median(ratios[worst, :-NEW]))
-    yield over_time_finding(
-        STANDS_STILL,
+    yield STANDS_STILL.finding(
         "warning",
         f"{TENSOR} has a gradient and has not moved in the last {NEW} looks; before, a step moved it by {usual:.2g} "
         f"of its norm{f'; so it is with {len(hit) - 1} more' if len(hit) > 1 else ''}.",
-        step=moment.line.step,
-        first="optimizer",
-        tensor=moment.tensors[rows[worst]],
-        also=[moment.tensors[rows[i]] for i in hit[1:]],
-        evidence={"update_ratio_before": usual, "tensors": len(hit)},
+        where=moment.where(rows[worst]),
+        also=tuple(moment.where(rows[i]) for i in hit[1:]),
+        evidence={"first": "optimizer", "update_ratio_before": usual, "tensors": len(hit)},
     )
 
 
@@ -560,17 +548,17 @@ def _weights_grow(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
     if not found:
         return
     worst = found[0]
-    yield over_time_finding(
-        WEIGHTS_GROW,
+    yield WEIGHTS_GROW.finding(
         "warning",
         f"The norm of {TENSOR} has begun to grow: from {worst.before:.4g} to {worst.now:.4g} over the last "
         f"{'look' if worst.looks == 1 else f'{worst.looks} looks'}, {worst.by:.0f} robust deviations above its growth "
         f"before{f'; so have {len(found) - 1} more' if len(found) > 1 else ''}.",
-        step=moment.line.step,
-        first="logits" if all(_LOGITS.search(moment.name(one.row)) for one in found) else moved_first(moment, worst),
-        tensor=moment.tensors[worst.row],
-        also=[moment.tensors[one.row] for one in found[1:]],
+        where=moment.where(worst.row),
+        also=tuple(moment.where(one.row) for one in found[1:]),
         evidence={
+            "first": "logits"
+            if all(_LOGITS.search(moment.name(one.row)) for one in found)
+            else moved_first(moment, worst),
             "norm": worst.now,
             "norm_before": worst.before,
             "deviations": worst.by,
@@ -628,17 +616,15 @@ def _weights_shrink(moment: TensorState, thresholds: Thresholds) -> Iterator[Fin
     if not found:
         return
     worst = found[0]
-    yield over_time_finding(
-        WEIGHTS_SHRINK,
+    yield WEIGHTS_SHRINK.finding(
         "warning",
         f"The norm of {TENSOR} has begun to shrink: from {worst.before:.4g} to {worst.now:.4g} over the last "
         f"{'look' if worst.looks == 1 else f'{worst.looks} looks'}, {worst.by:.0f} robust deviations below its growth "
         f"before{f'; so have {len(found) - 1} more' if len(found) > 1 else ''}.",
-        step=moment.line.step,
-        first=moved_first(moment, worst),
-        tensor=moment.tensors[worst.row],
-        also=[moment.tensors[one.row] for one in found[1:]],
+        where=moment.where(worst.row),
+        also=tuple(moment.where(one.row) for one in found[1:]),
         evidence={
+            "first": moved_first(moment, worst),
             "norm": worst.now,
             "norm_before": worst.before,
             "deviations": worst.by,

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, register
 from ampdoctor.diagnosis.replay.nonfinite import HELP
-from ampdoctor.diagnosis.replay.scale_choice import range_finding, where_at
+from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_WARNING, Threshold, Thresholds
@@ -90,15 +90,13 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
     )
     makes = f"{suffers} makes of it" if one.where != one.source else "makes"
     whose = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0] if names else "no parameter"
-    return Finding(
-        code=FORWARD_PRECISION.code,
-        name=FORWARD_PRECISION.name,
-        severity="error",
-        cause="forward_precision",
-        where=one.source,
-        message=f"step {comparison.step}: {one.source.op} in {module} rounds to {one.dtype} (by {one.rounding:.1g}), "
+    return FORWARD_PRECISION.finding(
+        "error",
+        f"step {comparison.step}: {one.source.op} in {module} rounds to {one.dtype} (by {one.rounding:.1g}), "
         f"and {makes} a value that is {one.error:.0%} away from fp32's; the gradient of {whose} is off by "
         f"{together(far):.0%} (relative L2)",
+        where=one.source,
+        cause="forward_precision",
         evidence={
             "departs": one.error,
             "inputs_depart": one.before,
@@ -111,7 +109,7 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
             "gradients_depart": together(far),
             "gradient_error": comparison.gradient_error,
         },
-        help=HELP["forward_precision"],
+        advice=HELP["forward_precision"],
     )
 
 
@@ -150,20 +148,18 @@ def unexplained(
     """
     if comparison.gradient_error <= thresholds[GRADIENTS_DEPART]:
         return None
-    return Finding(
-        code=DEPARTS_IN_HALF.code,
-        name=DEPARTS_IN_HALF.name,
-        severity="error" if comes_back and comparison.gradient_error > thresholds[GRADIENTS_WRONG] else "warning",
-        where=Where(step=comparison.step, phase="backward"),
-        message=f"step {comparison.step}: the gradients are {comparison.gradient_error:.2g} away from fp32's (relative "
+    return DEPARTS_IN_HALF.finding(
+        "error" if comes_back and comparison.gradient_error > thresholds[GRADIENTS_WRONG] else "warning",
+        f"step {comparison.step}: the gradients are {comparison.gradient_error:.2g} away from fp32's (relative "
         "L2), and nothing that was looked at explains it",
+        where=Where(step=comparison.step, phase="backward"),
         evidence={
             "gradient_error": comparison.gradient_error,
             "gradient_ratio": comparison.gradient_ratio,
             "loss": comparison.loss,
             "reference_loss": comparison.reference_loss,
         },
-        help="Part of the gradient is lost or belongs to another state: check cancellation (a difference of large "
+        advice="Part of the gradient is lost or belongs to another state: check cancellation (a difference of large "
         "numbers), accumulation, and random draws or counters that the replay cannot rewind.",
     )
 
@@ -185,8 +181,7 @@ def departs(
     level.
     """
     advice = "the scaler may only not have found its level" if settled else "no loss scale helps"
-    return range_finding(
-        DEPARTS_IN_HALF,
+    return DEPARTS_IN_HALF.finding(
         "note" if settled else "error" if step is not None else "warning",
         f"in {precision} {harm}, in fp32 the run is fine, and no measured range explains it: {advice}",
         where=where_at(step, phase=_phase_of(nonfinite), nonfinite="none" if step is None else "nan"),
@@ -265,16 +260,14 @@ def stale_casts_finding(
         else f"{error:.2g} away from fp32's (relative L2), and {anew:.2g} with copies that are made anew"
     )
     figures = {"gradient_error": error} | ({} if anew is None else {"gradient_error_with_new_casts": anew})
-    return Finding(
-        code=STALE_CASTS.code,
-        name=STALE_CASTS.name,
-        severity=_severity(error, thresholds),
-        cause="stale_casts",
-        where=old.where,
-        message=f"step {step}: {old.writer} inside an autocast context ({old.weight}{others}), and the forwards after "
+    return STALE_CASTS.finding(
+        _severity(error, thresholds),
+        f"step {step}: {old.writer} inside an autocast context ({old.weight}{others}), and the forwards after "
         f"that in the same context use the half copies of the old weights: the gradients are {away}",
+        where=old.where,
+        cause="stale_casts",
         evidence={**figures, "weights": old.weights, "used_at": old.used_at},
-        help=ADVICE,
+        advice=ADVICE,
         prescription=prescription,
     )
 

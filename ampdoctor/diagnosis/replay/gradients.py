@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, register
 from ampdoctor.diagnosis.replay.nonfinite import HELP, Cause
-from ampdoctor.diagnosis.replay.scale_choice import range_finding
+from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.run_facts import RangeFigures
@@ -120,12 +120,12 @@ def underflow_seen(
         return None
     if max(now["activation_grad"], now["weight_grad"]) <= thresholds[FLUSHED]:
         return None  # an error without lost elements is rounding, which no scale changes
-    return range_finding(
-        GRADIENT_UNDERFLOW,
+    return GRADIENT_UNDERFLOW.finding(
         severity,
         f"at a loss scale of {scale:g}, {now['activation_grad']:.2%} of the activation gradients and "
         f"{now['weight_grad']:.2%} of the weight gradients that are not zero become zero; the weight gradients are "
         f"{error:.2g} away from fp32's (relative L2)",
+        where=where_at(0),
         cause="grad_underflow",
         evidence={"loss_scale": scale, "now": dict(now), "with_the_change": None if then is None else dict(then)},
         prescription=prescription,
@@ -167,12 +167,12 @@ def underflow_expected(
     else:
         known = severity_of_error(weight.relative_error, thresholds) if harmful else None
         severity = _worse(known, _severity_of_share(activation.flushed, thresholds) if measured is None else None)
-    return range_finding(
-        GRADIENT_UNDERFLOW,
+    return GRADIENT_UNDERFLOW.finding(
         severity or "note",
         f"in fp16 at a loss scale of {scale:g}, {activation.flushed:.2%} of the activation gradients and "
         f"{weight.flushed:.2%} of the weight gradients that are not zero would become zero "
         f"(bf16: {bf16.flushed:.2%}){_kept_in_part(weight) if harmful else ''}",
+        where=where_at(0),
         cause="grad_underflow",
         evidence={
             "loss_scale": scale,
@@ -212,15 +212,13 @@ def underflow_finding(comparison: Comparison, where: Where, severity: Severity, 
     """Makes the finding for gradients that underflow; `flushed` is the share of its result that the op flushes."""
     scale = next((event.scale for event in comparison.events if event.scale is not None), None)
     scaled = "without a loss scale" if scale is None else f"at loss scale {scale:g}"
-    return Finding(
-        code=GRADIENT_UNDERFLOW.code,
-        name=GRADIENT_UNDERFLOW.name,
-        severity=severity,
-        cause="grad_underflow",
-        where=where,
-        message=f"step {comparison.step}: {comparison.zeroed:.1%} of the gradient elements that are nonzero in fp32 "
+    return GRADIENT_UNDERFLOW.finding(
+        severity,
+        f"step {comparison.step}: {comparison.zeroed:.1%} of the gradient elements that are nonzero in fp32 "
         f"are "
         f"zero here, {scaled}; the gradient is {comparison.gradient_error:.2g} away from fp32's (relative L2)",
+        where=where,
+        cause="grad_underflow",
         evidence={
             "zeroed_grad_fraction": comparison.zeroed,
             "gradient_error": comparison.gradient_error,
@@ -228,7 +226,7 @@ def underflow_finding(comparison: Comparison, where: Where, severity: Severity, 
             "scale": scale,
             "flushed_at_op": flushed,
         },
-        help=HELP["grad_underflow"],
+        advice=HELP["grad_underflow"],
     )
 
 
@@ -340,13 +338,11 @@ def starved_finding(
     much = f"{'they do' if several else 'it does'} (norm {largest.expected:.2g} of {first.gradient_norm:.2g})"
     if saturated is not None:
         much += f": {saturated.op} in {saturated.module or 'the loss code'} has rounded into saturation"
-    return Finding(
-        code=STARVED_PARAMETERS.code,
-        name=STARVED_PARAMETERS.name,
-        severity=severity_of_starved(names, owners(first.parameters)),
-        cause=cause,
+    return STARVED_PARAMETERS.finding(
+        severity_of_starved(names, owners(first.parameters)),
+        f"step {first.step}: {said}{much}",
         where=saturated or (where if flush is None else flush.where),
-        message=f"step {first.step}: {said}{much}",
+        cause=cause,
         evidence={
             "parameters": names[:NAMED],
             "parameters_count": len(names),
@@ -358,5 +354,5 @@ def starved_finding(
             "scale": scale,
             "flushed_at_op": None if flush is None else flush.fraction,
         },
-        help=HELP[cause],
+        advice=HELP[cause],
     )

@@ -479,15 +479,13 @@ def finding_of_birth(
     """
     decided = cause or cause_of(birth)
     code = STATE_CODES.get(birth.origin, CODES[decided]) if decided == "bad_checkpoint" else CODES[decided]
-    return Finding(
-        code=code,
-        name=rules()[code].name,
-        severity=severity,
-        message=sentence_of(birth, decided),
-        cause=decided,
+    return rules()[code].finding(
+        severity,
+        sentence_of(birth, decided),
         where=birth.where,
+        cause=decided,
         evidence=birth_numbers(birth, others),
-        help=_help(birth, decided),
+        advice=_help(birth, decided),
         prescription=prescription,
     )
 

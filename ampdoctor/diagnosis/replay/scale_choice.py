@@ -7,13 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
 
-from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, Rule, register
+from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, register
 from ampdoctor.diagnosis.scan.between import LinearTrend, course
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.location import NonFinite, Phase, Where
-from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.thresholds import FP32_SHARE, Threshold, Thresholds
 from ampdoctor.evidence.trace import Headroom
 
@@ -21,32 +20,6 @@ from ampdoctor.evidence.trace import Headroom
 def where_at(step: int | None, *, phase: Phase = "backward", module: str = "", nonfinite: NonFinite = "none") -> Where:
     """Makes the address of a step or a module."""
     return Where(step=step, phase=phase, module=module, nonfinite=nonfinite)
-
-
-def range_finding(
-    rule: Rule,
-    severity: Severity,
-    message: str,
-    *,
-    cause: str | None = None,
-    where: Where | None = None,
-    also: tuple[Where, ...] = (),
-    evidence: Mapping[str, Any],
-    prescription: Prescription | None = None,
-) -> Finding:
-    """Makes a finding, by default at step 0."""
-    return Finding(
-        code=rule.code,
-        name=rule.name,
-        severity=severity,
-        message=message,
-        where=where or where_at(0),
-        also=also,
-        cause=cause,
-        evidence=evidence,
-        help=rule.page.action,
-        prescription=prescription,
-    )
 
 
 FORWARD_HEADROOM = Threshold(
@@ -86,13 +59,12 @@ def forward_range(
     size = f"activations of {worst or 'the model'} reach {modules[worst]:.4g}" if modules else "a value of the forward"
     tail = f", and in fp16 {broken} is not finite at step {step}" if broken is not None else ""
     beyond = " does not fit" if not modules else ""
-    return range_finding(
-        FORWARD_RANGE,
+    return FORWARD_RANGE.finding(
         "error" if broken is not None else "warning",
         f"{size}{beyond} (fp16 ends at 65504){tail}: no loss scale helps a forward",
-        cause="forward_overflow",
         where=where_at(step, phase="forward", module=worst, nonfinite="inf" if broken is not None else "none"),
         also=tuple(where_at(None, phase="forward", module=name) for name in sorted(modules) if name != worst),
+        cause="forward_overflow",
         evidence={"modules": dict(sorted(modules.items())), "limit": FP16_MAX, "nonfinite": broken},
         prescription=prescription,
     )
@@ -112,8 +84,7 @@ def no_common_scale(
     modules: Sequence[str], share: float, scale: float, prescription: Prescription | None, thresholds: Thresholds
 ) -> Finding:
     """Makes the finding of AMP303: modules that the best scale does not serve, and their share of the parameters."""
-    return range_finding(
-        NO_COMMON_SCALE,
+    return NO_COMMON_SCALE.finding(
         "warning" if share > thresholds[FP32_SHARE] else "note",
         f"no single loss scale serves all modules: at {scale:g}, the best, the gradients of {len(modules)} of them "
         f"({share:.1%} of the parameters) lose more than bf16 would",
@@ -150,13 +121,12 @@ def scale_too_high(
         what = f"the scaler is made anew {begun_again} times, as in each epoch, and still skips the last step"
     if harmed is not None:
         what = f"{harmed} becomes non-finite, and nothing skips the step"
-    found = range_finding(
-        SCALE_TOO_HIGH,
+    found = SCALE_TOO_HIGH.finding(
         "warning" if harmed is None and not begun_again else "error",
         f"at a loss scale of {scale:g} scaled gradients overflow fp16: {what} (step {step}); "
         f"{bound_by} fits up to {wanted:g}",
-        cause="grad_overflow",
         where=where_at(step, phase="backward", nonfinite="inf"),
+        cause="grad_overflow",
         evidence={"loss_scale": scale, "largest_that_fits": wanted, "bound_by": bound_by, "harmed": harmed},
         prescription=prescription,
     )
@@ -176,12 +146,11 @@ def no_valid_scale(
     `fits` is the largest scale without an expected overflow, below 1; `bound_by` is the tensor that limits it. `stuck`:
     with the run's own scaling, no step is taken at the end, or none was until the scale was below 1.
     """
-    return range_finding(
-        SCALER_COLLAPSE,
+    return SCALER_COLLAPSE.finding(
         "error" if stuck else "warning",
         f"unscaled gradients are beyond fp16: {bound_by} fits only with a loss scale of {fits:g}",
-        cause="scaler_collapse",
         where=where_at(step, phase="backward", nonfinite="inf" if stuck else "none"),
+        cause="scaler_collapse",
         evidence={"largest_that_fits": fits, "bound_by": bound_by},
         prescription=prescription,
     )
@@ -247,11 +216,9 @@ def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Find
         reason="the overflow lies ahead of the steps that were replayed",
         detail=f"run {last.module or 'the whole model'} in fp32",
     )
-    return Finding(
-        code=SHRINKING_HEADROOM.code,
-        name=SHRINKING_HEADROOM.name,
-        severity="warning",
-        message=f"the output of {module} has grown by {way.rate:.2g} binades a step from step {way.since} to step "
+    return SHRINKING_HEADROOM.finding(
+        "warning",
+        f"the output of {module} has grown by {way.rate:.2g} binades a step from step {way.since} to step "
         f"{way.until}, to {last.amax:.4g}: at this rate it passes {last.format}'s {last.limit:.5g} in about {steps} "
         f"step{'' if steps == 1 else 's'}{more}",
         where=Where(step=way.until, phase="forward", module=last.module),
@@ -265,7 +232,6 @@ def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Find
             "steps_seen": len(rows),
             "passes_in_steps": steps,
         },
-        help=SHRINKING_HEADROOM.page.action,
         prescription=change,
     )
 

@@ -95,15 +95,13 @@ def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
     """Makes the finding for modules that stagnate."""
     moved = sum(u.moved for u in stagnation.updates)
     stalled = sum(u.stalled for u in stagnation.updates)
-    return Finding(
-        code=OPTIMIZER_PRECISION.code,
-        name=OPTIMIZER_PRECISION.name,
-        severity="error",
-        cause="optimizer_precision",
-        where=Where(step=step, phase="optimizer", module=stagnation.module, op="aten.add_"),
-        message=f"step {step}: {stalled} of {moved} elements of trained weights in {stagnation.module or 'the model'} "
+    return OPTIMIZER_PRECISION.finding(
+        "error",
+        f"step {step}: {stalled} of {moved} elements of trained weights in {stagnation.module or 'the model'} "
         "do not move "
         "though they do in fp32: each update is below half a unit in the last place of its weight",
+        where=Where(step=step, phase="optimizer", module=stagnation.module, op="aten.add_"),
+        cause="optimizer_precision",
         evidence={
             "moved": moved,
             "stalled": stalled,
@@ -112,7 +110,7 @@ def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
             "modules_count": len(stagnation.updates),
             "update_lost": max(u.lost for u in stagnation.updates),
         },
-        help=HELP["optimizer_precision"],
+        advice=HELP["optimizer_precision"],
     )
 
 
@@ -348,11 +346,11 @@ def frozen_finding(
     stand = "stands" if len(names) == 1 else "stand"
     share = share_of(compared, names)
     far = max(abs(half_units) for p in parameters for half_units in p.course)
-    return Finding(
-        code=FROZEN_PARAMETERS.code,
-        name=FROZEN_PARAMETERS.name,
-        severity=severity,
-        cause="optimizer_precision",
+    return FROZEN_PARAMETERS.finding(
+        severity,
+        f"step {compared[0].step}: {named(names, module)} {stand} still {within(compared, 0)}, and in fp32 "
+        f"{'it moves' if len(names) == 1 else 'they move'}: each update is below half a unit in the last place "
+        f"({far:.2g} of it at most), with {share:.2g} of the squared gradient",
         where=Where(
             step=compared[0].step,
             phase="optimizer",
@@ -360,9 +358,7 @@ def frozen_finding(
             op=op,
             tensor=names[0] if len(names) == 1 else None,
         ),
-        message=f"step {compared[0].step}: {named(names, module)} {stand} still {within(compared, 0)}, and in fp32 "
-        f"{'it moves' if len(names) == 1 else 'they move'}: each update is below half a unit in the last place "
-        f"({far:.2g} of it at most), with {share:.2g} of the squared gradient",
+        cause="optimizer_precision",
         evidence={
             "parameters": names[:NAMED],
             "parameters_count": len(names),
@@ -370,7 +366,7 @@ def frozen_finding(
             "share_of_squared_gradient": share,
             "largest_update_in_half_units": far,
         },
-        help=HELP["optimizer_precision"],
+        advice=HELP["optimizer_precision"],
     )
 
 
@@ -432,14 +428,12 @@ def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[S
     inside = [owner_of(state.name) for state in states if state.kind != "own"]
     module, common = (inside[0] if inside else ""), common_module([f"{path}." for path in inside])
     stand = "stands" if len(names) == 1 else "stand"
-    return Finding(
-        code=STUCK_STATE.code,
-        name=STUCK_STATE.name,
-        severity="error",
-        cause="optimizer_precision",
-        where=replace(where, step=step, module=module, tensor=names[0] if len(names) == 1 else None),
-        message=f"step {step}: {named(names, common)} in {states[0].dtype} {stand} still {within(compared, since)}, "
+    return STUCK_STATE.finding(
+        "error",
+        f"step {step}: {named(names, common)} in {states[0].dtype} {stand} still {within(compared, since)}, "
         f"and in fp32 {'it moves' if len(names) == 1 else 'they move'} one way: what is added is too small beside it",
+        where=replace(where, step=step, module=module, tensor=names[0] if len(names) == 1 else None),
+        cause="optimizer_precision",
         evidence={
             "tensors": names[:NAMED],
             "tensors_count": len(names),
@@ -448,7 +442,7 @@ def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[S
             "largest_value": max(state.value for state in states),
             "largest_move_in_half_units": max(abs(move) for state in states for move in state.course),
         },
-        help=HELP["optimizer_precision"],
+        advice=HELP["optimizer_precision"],
     )
 
 
@@ -458,21 +452,19 @@ def counting_finding(compared: Sequence[Comparison], states: Sequence[StateVsFp3
     most = max(states, key=lambda state: state.value / COUNTER_ENDS[state.dtype])
     end, last = COUNTER_ENDS[most.dtype], compared[-1].step
     at = last + int(end - most.value)
-    return Finding(
-        code=STUCK_STATE.code,
-        name=STUCK_STATE.name,
-        severity="note",
-        cause="optimizer_precision",
-        where=Where(step=last, phase="optimizer", module=owner_of(most.name), tensor=most.name),
-        message=f"{named(names, '')} {'counts' if len(names) == 1 else 'count'} steps in {most.dtype}: {most.value:g} "
+    return STUCK_STATE.finding(
+        "note",
+        f"{named(names, '')} {'counts' if len(names) == 1 else 'count'} steps in {most.dtype}: {most.value:g} "
         f"before step {last}, and at {end:g} it stands still, from step {at} on if it goes on so",
+        where=Where(step=last, phase="optimizer", module=owner_of(most.name), tensor=most.name),
+        cause="optimizer_precision",
         evidence={
             "tensors": names[:NAMED],
             "tensors_count": len(names),
             "steps": [step.step for step in compared],
             "stands_still_from_step": at,
         },
-        help=HELP["optimizer_precision"],
+        advice=HELP["optimizer_precision"],
     )
 
 
@@ -539,11 +531,10 @@ def wrong_step_finding(compared: Sequence[Comparison], since: int, found: Sequen
     ratios = [p.update / p.expected_update for run in found for p in run]
     step = compared[since].step
     worst = max(found, key=lambda run: run[0].expected)
-    return Finding(
-        code=WRONG_STEP.code,
-        name=WRONG_STEP.name,
-        severity="error",
-        cause="optimizer_precision",
+    return WRONG_STEP.finding(
+        "error",
+        f"step {step}: the update of {named(names, module)} is {min(ratios):.2g} to {max(ratios):.2g} times as "
+        f"long as in fp32 {within(compared, since)}, and the gradient is right",
         where=Where(
             step=step,
             phase="optimizer",
@@ -551,8 +542,7 @@ def wrong_step_finding(compared: Sequence[Comparison], since: int, found: Sequen
             op=op,
             tensor=names[0] if len(names) == 1 else None,
         ),
-        message=f"step {step}: the update of {named(names, module)} is {min(ratios):.2g} to {max(ratios):.2g} times as "
-        f"long as in fp32 {within(compared, since)}, and the gradient is right",
+        cause="optimizer_precision",
         evidence={
             "parameters": names[:NAMED],
             "parameters_count": len(names),
@@ -560,5 +550,5 @@ def wrong_step_finding(compared: Sequence[Comparison], since: int, found: Sequen
             "smallest_ratio": min(ratios),
             "largest_ratio": max(ratios),
         },
-        help=HELP["optimizer_precision"],
+        advice=HELP["optimizer_precision"],
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue import SCANNED, register
 from ampdoctor.diagnosis.scan.scaler import scale_text
-from ampdoctor.diagnosis.scan.tensors import FP16_MAX, MAX_LISTED, percent
+from ampdoctor.diagnosis.scan.tensors import FP16_MAX, MAX_LISTED, also_of, percent, where_of
 from ampdoctor.evidence.checkpoint_stats import CheckpointChange, Largest, TensorChange, Trend
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
@@ -20,41 +20,6 @@ from ampdoctor.evidence.thresholds import Threshold, Thresholds
 def weights_of(change: CheckpointChange) -> list[TensorChange]:
     """Returns the weights that have an element."""
     return [t for t in change.tensors if t.role == "weight" and t.elements]
-
-
-def change_finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
-    rule: Rule,
-    severity: Severity,
-    tensor: TensorChange,
-    message: str,
-    evidence: dict[str, Any],
-    change: CheckpointChange,
-    among: Sequence[TensorChange],
-    *,
-    cause: str | None = None,
-) -> Finding:
-    """Makes a finding about `tensor`, which represents those `among`."""
-    return Finding(
-        code=rule.code,
-        name=rule.name,
-        severity=severity,
-        message=message,
-        where=replace(_place(tensor), global_step=change.new_step),
-        also=tuple(_place(other) for other in among if other is not tensor),
-        cause=cause,
-        evidence=evidence,
-        help=rule.page.action,
-    )
-
-
-def _place(tensor: TensorChange) -> Where:
-    return Where(
-        phase="checkpoint",
-        module=tensor.module,
-        op=f"state:{tensor.entry}",
-        tensor=tensor.address,
-        file=tensor.file,
-    )
 
 
 def row_of(tensor: TensorChange) -> dict[str, Any]:
@@ -214,8 +179,13 @@ def _stagnant_weights(change: CheckpointChange, thresholds: Thresholds) -> Itera
         "tensors": len(still),
         "listed": [row_of(t) for t in sorted(still, key=lambda t: -t.elements)[:MAX_LISTED]],
     }
-    yield change_finding(
-        STAGNANT_WEIGHTS, severity, worst, message, evidence, change, still, cause="optimizer_precision"
+    yield STAGNANT_WEIGHTS.finding(
+        severity,
+        message,
+        where=where_of(worst, change.new_step),
+        also=also_of(worst, still),
+        cause="optimizer_precision",
+        evidence=evidence,
     )
 
 
@@ -237,7 +207,9 @@ def _perhaps_stagnant(change: CheckpointChange, thresholds: Thresholds) -> Itera
         f"rounding, or these are copies of fp32 weights that moved little. Without optimizer state this cannot be told."
     )
     evidence = {"steps": change.steps, "tensors": len(partly), "listed": [row_of(t) for t in partly[:MAX_LISTED]]}
-    yield change_finding(STAGNANT_WEIGHTS, "note", worst, message, evidence, change, partly)
+    yield STAGNANT_WEIGHTS.finding(
+        "note", message, where=where_of(worst, change.new_step), also=also_of(worst, partly), evidence=evidence
+    )
 
 
 IDLE_WOULD_MOVE = Threshold(
@@ -278,7 +250,13 @@ def _unmoved_weights(change: CheckpointChange, thresholds: Thresholds) -> Iterat
     else:
         return
     evidence = {"steps": change.steps, "tensors": len(idle or same), "listed": [row_of(t) for t in idle[:MAX_LISTED]]}
-    yield change_finding(UNMOVED_WEIGHTS, "warning" if idle else "note", worst, message, evidence, change, idle or same)
+    yield UNMOVED_WEIGHTS.finding(
+        "warning" if idle else "note",
+        message,
+        where=where_of(worst, change.new_step),
+        also=also_of(worst, idle or same),
+        evidence=evidence,
+    )
 
 
 CHANGED_STRUCTURE = register(
@@ -303,11 +281,9 @@ def _changed_structure(change: CheckpointChange, _: Thresholds) -> Iterator[Find
     if not said:
         return
     first, *others = (name for _, _, names in parts for name in names)
-    yield Finding(
-        code=CHANGED_STRUCTURE.code,
-        name=CHANGED_STRUCTURE.name,
-        severity="note",
-        message=f"Of the weights and buffers, {'; '.join(said)}, compared with {change.old}.",
+    yield CHANGED_STRUCTURE.finding(
+        "note",
+        f"Of the weights and buffers, {'; '.join(said)}, compared with {change.old}.",
         where=Where(phase="checkpoint", global_step=change.new_step, tensor=first),
         also=tuple(Where(phase="checkpoint", tensor=name) for name in others),
         evidence={
@@ -316,7 +292,6 @@ def _changed_structure(change: CheckpointChange, _: Thresholds) -> Iterator[Find
             "reshaped": {name: list(map(list, shapes)) for name, shapes in list(change.reshaped.items())[:MAX_LISTED]},
             "retyped": dict(list(retyped.items())[:MAX_LISTED]),
         },
-        help=CHANGED_STRUCTURE.page.action,
     )
 
 
@@ -371,11 +346,9 @@ def _growing_finding(rows: Sequence[tuple[str, Largest, float, LinearTrend]], st
             for name, now, then, seen in sorted(rows, key=lambda row: (row[3].meets, row[0]))[:MAX_LISTED]
         ],
     }
-    return Finding(
-        code=GROWING_RANGE.code,
-        name=GROWING_RANGE.name,
-        severity=severity,
-        message=message,
+    return GROWING_RANGE.finding(
+        severity,
+        message,
         where=Where(
             phase="checkpoint",
             global_step=step,
@@ -390,7 +363,6 @@ def _growing_finding(rows: Sequence[tuple[str, Largest, float, LinearTrend]], st
             if name != address
         ),
         evidence=evidence,
-        help=GROWING_RANGE.page.action,
     )
 
 
@@ -488,16 +460,13 @@ def _falling_loss_scale(trend: Trend, thresholds: Thresholds) -> Iterator[Findin
         f"The loss scale has fallen from {scale_text(top)} at {unit} {heading.since} to {scale_text(seen[-1][1])} at "
         f"{unit} {heading.until}; at this rate it is below 1 at about {unit} {math.ceil(heading.meets)}."
     )
-    yield Finding(
-        code=FALLING_LOSS_SCALE.code,
-        name=FALLING_LOSS_SCALE.name,
-        severity="warning",
-        message=message,
+    yield FALLING_LOSS_SCALE.finding(
+        "warning",
+        message,
         where=Where(phase="checkpoint", global_step=heading.until, op="scaler_state"),
         evidence={
             "scales": [{"step": step, "scale": scale} for step, scale in seen],
             "meets_at": heading.meets,
             "binades_per_1000": 1000 * heading.rate,
         },
-        help=FALLING_LOSS_SCALE.page.action,
     )

@@ -7,13 +7,14 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, checkpoint_finding, register
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, register
 from ampdoctor.diagnosis.health.loss_rules import gradient_jump
 from ampdoctor.diagnosis.health.rolling import LENGTH, falls_over
 from ampdoctor.diagnosis.health.step_state import StepState
 from ampdoctor.diagnosis.scan.scaler import LOGGED_NORMS, fresh_scaler, scale_text, without_a_scale
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, is_training_loss
 from ampdoctor.evidence.checkpoint_stats import RUN_LOG, CheckpointSummary, LogEntry
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import Threshold, Thresholds
@@ -67,17 +68,18 @@ def _stored_losses(summary: CheckpointSummary, _: Thresholds) -> Iterator[Findin
     """Judges a training loss that was saved under another name than a log's."""
     for lost in filter(is_training_loss, summary.lost):
         value, many = f"{lost.last:g}", f"the last of {lost.count} losses in " if lost.count > 1 else "the loss "
-        yield checkpoint_finding(
-            summary,
-            LOSS_NOT_FINITE,
+        yield LOSS_NOT_FINITE.finding(
             "error",
             f"{many[0].upper()}{many[1:]}{lost.name} is {value}.",
+            where=Where(
+                phase="loss",
+                global_step=summary.global_step,
+                op="number",
+                nonfinite="inf" if math.isinf(lost.last) else "nan",
+                tensor=lost.name,
+                file=lost.file or None,
+            ),
             evidence={"entries": lost.count, "lost": lost.nans + lost.infs},
-            phase="loss",
-            op="number",
-            born="inf" if math.isinf(lost.last) else "nan",
-            tensor=lost.name,
-            file=lost.file,
         )
 
 
@@ -113,15 +115,15 @@ def loss_not_finite(summary: CheckpointSummary, _: Thresholds) -> Iterator[Findi
     else:
         message = f"The loss is {said} from step {first.step} to the log's end{_before(fine)}."
         severity = "error"
-    yield checkpoint_finding(
-        summary,
-        LOSS_NOT_FINITE,
+    yield LOSS_NOT_FINITE.finding(
         severity,
         message,
+        where=Where(
+            phase="loss",
+            global_step=first.step,
+            nonfinite="inf" if first.loss is not None and math.isinf(first.loss) else "nan",
+        ),
         evidence=evidence,
-        phase="loss",
-        born="inf" if first.loss is not None and math.isinf(first.loss) else "nan",
-        global_step=first.step,
     )
 
 
@@ -190,16 +192,16 @@ def _gradients_not_finite(summary: CheckpointSummary, thresholds: Thresholds) ->
         severity, said = "note", "the loss falls all the same, so the norm is not what the optimizer saw"
     elif not measured and not dead:
         severity, said = "note", "it may never have been measured"
-    yield checkpoint_finding(
-        summary,
-        GRADIENTS_NOT_FINITE,
+    yield GRADIENTS_NOT_FINITE.finding(
         severity,
         f"The gradient norm is {first.grad_norm} from step {first.step} to the log's end, in {len(trailing)} entries "
         f"over {steps} steps: {said}.",
+        where=Where(
+            phase="backward",
+            global_step=first.step,
+            nonfinite="nan" if first.grad_norm is not None and math.isnan(first.grad_norm) else "inf",
+        ),
         evidence={"first_step": first.step, "last_step": last.step, "entries": len(trailing), "steps": steps},
-        phase="backward",
-        born="nan" if first.grad_norm is not None and math.isnan(first.grad_norm) else "inf",
-        global_step=first.step,
     )
 
 
@@ -293,15 +295,12 @@ def gradients_vanished(summary: CheckpointSummary, thresholds: Thresholds) -> It
         "loss_highest": max(losses, default=None),
         **why.evidence,
     }
-    yield checkpoint_finding(
-        summary,
-        GRADIENTS_VANISHED,
+    yield GRADIENTS_VANISHED.finding(
         severity,
         message,
-        evidence=evidence,
-        phase="backward",
-        global_step=first.step,
+        where=Where(phase="backward", global_step=first.step),
         cause=None if finished else why.cause,
+        evidence=evidence,
         prescription=None if finished else why.prescription,
     )
 
@@ -456,14 +455,11 @@ def loss_constant(summary: CheckpointSummary, thresholds: Thresholds) -> Iterato
         f"The loss is exactly {value:.17g} in the last {len(same)} entries, from step {same[0].step} on: the weights "
         "do not move, or the output does not depend on the input."
     )
-    yield checkpoint_finding(
-        summary,
-        LOSS_CONSTANT,
+    yield LOSS_CONSTANT.finding(
         "note" if rounded else "warning",
         message,
+        where=Where(phase="loss", global_step=same[0].step),
         evidence={"loss": value, "first_step": same[0].step, "entries": len(same), "rounded": rounded},
-        phase="loss",
-        global_step=same[0].step,
     )
 
 
@@ -548,14 +544,11 @@ def _spike(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Findi
         f"{', and the loss has not come back since' if lasting else ''}; {len(found)} such "
         f"{'entry' if len(found) == 1 else 'entries'} in the log."
     )
-    yield checkpoint_finding(
-        summary,
-        SPIKE,
+    yield SPIKE.finding(
         "warning" if lasting or _jumps(summary, [spike[1].step for spike in found], thresholds) else "note",
         message,
+        where=Where(phase="loss" if what == "loss" else "backward", global_step=entry.step),
         evidence=evidence,
-        phase="loss" if what == "loss" else "backward",
-        global_step=entry.step,
     )
 
 

@@ -7,9 +7,10 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue import SCANNED, checkpoint_finding, register
+from ampdoctor.diagnosis.catalogue import SCANNED, register
 from ampdoctor.diagnosis.scan.scaler import History, interval_of, scale_history, scale_text, without_a_scale
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, LogEntry, ScalerState
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import HORIZON, SKIP_RATE, Threshold, Thresholds
 
@@ -117,11 +118,10 @@ def _skips(
         return
     beside = f" At equilibrium it is {100 * usual[0]:.2g} to {100 * usual[1]:.2g} %." if usual else ""
     message = f"In {count} of {steps} steps {what}: {100 * rate:.3g} % were skipped.{beside}"
-    yield checkpoint_finding(
-        summary,
-        SKIP_RATE_RULE,
+    yield SKIP_RATE_RULE.finding(
         "warning" if certain and rate >= thresholds[HARMFUL_RATE] else "note",
         message,
+        where=Where(phase="scaler", global_step=summary.global_step, op="scaler_state"),
         evidence={
             "skip_rate": rate,
             "skipped": count,
@@ -129,8 +129,6 @@ def _skips(
             "equilibrium": list(usual) if usual else None,
             "growth_interval": scaler.growth_interval,
         },
-        phase="scaler",
-        op="scaler_state",
     )
 
 
@@ -219,11 +217,11 @@ def scale_spiral(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
         f"{last.step} {'though it grew at times' if grew else 'without growing once'}: {fall:.3g} binades since step "
         f"{began}{f', and the gradient norm has risen by {rise:.3g} standard deviations with it' if alarm else ''}."
     )
-    yield checkpoint_finding(
-        summary,
-        SCALE_SPIRAL,
+    yield SCALE_SPIRAL.finding(
         severity,
         message,
+        where=Where(phase="scaler", global_step=began, op="scaler_state"),
+        cause="scaler_collapse" if low < 1 else None,
         evidence={
             "from": high,
             "to": low,
@@ -232,10 +230,6 @@ def scale_spiral(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
             "last_step": last.step,
             "norm_rise": rise,
         },
-        phase="scaler",
-        op="scaler_state",
-        global_step=began,
-        cause="scaler_collapse" if low < 1 else None,
         prescription=without_a_scale() if low < 1 else None,
     )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, checkpoint_finding, register
-from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, MAX_LISTED
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, register
+from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, MAX_LISTED, where_of
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
     OptimizerGroup,
@@ -20,30 +21,6 @@ from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 DIVIDING_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum"})
 """Moments whose root divides the update: of Adam, RMSprop and Adadelta, Adagrad."""
-
-
-def optimizer_finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
-    summary: CheckpointSummary,
-    optimizer: OptimizerSummary,
-    rule: Rule,
-    severity: Severity,
-    message: str,
-    evidence: dict[str, object],
-    *,
-    op: str = "optimizer_state:param_groups",
-    cause: str | None = None,
-) -> Finding:
-    """Makes a finding about an optimizer as a whole."""
-    return checkpoint_finding(
-        summary,
-        rule,
-        severity,
-        message,
-        evidence={"optimizer": optimizer.path, **evidence},
-        phase="optimizer",
-        op=op,
-        cause=cause,
-    )
 
 
 OPTIMIZER_SETTINGS = register(
@@ -71,8 +48,12 @@ def _settings_of(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Ite
             grade: Severity = "error" if severity == "error" else "warning"
             cause = "bad_checkpoint" if grade == "error" else None
             message = f"The optimizer's settings cannot be right: {'; '.join(clauses)}."
-            yield optimizer_finding(
-                summary, optimizer, OPTIMIZER_SETTINGS, grade, message, {"wrong": clauses}, cause=cause
+            yield OPTIMIZER_SETTINGS.finding(
+                grade,
+                message,
+                where=Where(phase="optimizer", global_step=summary.global_step, op="optimizer_state:param_groups"),
+                cause=cause,
+                evidence={"optimizer": optimizer.path, "wrong": clauses},
             )
 
 
@@ -183,19 +164,20 @@ def _flushed_of(summary: CheckpointSummary, optimizer: OptimizerSummary, thresho
         "tensors": len(sick),
         "listed": [_moment_row(moment) for moment in sick[:MAX_LISTED]],
     }
-    yield checkpoint_finding(
-        summary,
-        SECOND_MOMENT_FLUSHED,
+    yield SECOND_MOMENT_FLUSHED.finding(
         "error" if starved >= thresholds[MANY_STARVED] * examined else "warning",
         message,
-        evidence=evidence,
-        phase="optimizer",
-        module=first.module,
-        op=f"optimizer_state:{first.entry}",
-        tensor=_moment_place(first).tensor,
-        file=first.file,
-        also=map(_moment_place, sick[1:]),
+        where=Where(
+            phase="optimizer",
+            global_step=summary.global_step,
+            module=first.module,
+            op=f"optimizer_state:{first.entry}",
+            tensor=_place(first).tensor,
+            file=first.file or None,
+        ),
+        also=tuple(map(_place, sick[1:])),
         cause="bad_checkpoint" if wide else "optimizer_precision",
+        evidence=evidence,
         prescription=Prescription(
             kind="optimizer",
             value={"reset_state": [moment.name for moment in sick[:MAX_LISTED]]},
@@ -218,14 +200,8 @@ def _by_itself(moment: ZeroSecondMoment, optimizer: OptimizerSummary) -> bool:
     return not bounds or any(bound is None or moment.largest <= bound for bound in bounds)
 
 
-def _moment_place(moment: ZeroSecondMoment) -> Where:
-    return Where(
-        phase="optimizer",
-        module=moment.module,
-        op=f"optimizer_state:{moment.entry}",
-        tensor=f"{moment.group}.{moment.name}" if moment.group else moment.name,
-        file=moment.file or None,
-    )
+def _place(tensor: TensorSummary | ZeroSecondMoment) -> Where:
+    return replace(where_of(tensor), phase="optimizer")
 
 
 def _moment_row(moment: ZeroSecondMoment) -> dict[str, str | int | float]:
@@ -309,14 +285,13 @@ def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
             ends = f"Steps are counted in {dtype}, which cannot add 1 to {limit:g}: the count is {last:g}"
             widened = ", and torch loads it as fp32 for a fused or capturable optimizer, rounded as it is"
             message = f"{ends}{' and will stop there' if last < limit else widened}."
-        places = [_counter_place(counter) for counter in counters] or [
-            Where(phase="optimizer", op="optimizer_state:step")
-        ]
-        yield checkpoint_finding(
-            summary,
-            STEP_COUNTERS,
+        places = [_place(counter) for counter in counters] or [Where(phase="optimizer", op="optimizer_state:step")]
+        yield STEP_COUNTERS.finding(
             severity,
             message,
+            where=replace(places[0], global_step=summary.global_step),
+            also=tuple(places[1:]),
+            cause="bad_checkpoint" if severity == "error" else None,
             evidence={
                 "optimizer": optimizer.path,
                 "dtype": dtype,
@@ -325,13 +300,6 @@ def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
                 "update_length": length,
                 "counters": len(counters),
             },
-            phase="optimizer",
-            module=places[0].module,
-            op="optimizer_state:step",
-            tensor=places[0].tensor,
-            file=places[0].file,
-            also=places[1:],
-            cause="bad_checkpoint" if severity == "error" else None,
         )
 
 
@@ -348,7 +316,12 @@ def _disagreeing(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Ite
     evidence: dict[str, object] = {
         "steps": [{"step": step, "parameters": count} for step, count in optimizer.steps[-MAX_LISTED:]]
     }
-    yield optimizer_finding(summary, optimizer, STEP_COUNTERS, "note", message, evidence, op="optimizer_state:step")
+    yield STEP_COUNTERS.finding(
+        "note",
+        message,
+        where=Where(phase="optimizer", global_step=summary.global_step, op="optimizer_state:step"),
+        evidence={"optimizer": optimizer.path, **evidence},
+    )
 
 
 def _widened(group: OptimizerGroup) -> bool:
@@ -359,16 +332,6 @@ def _widened(group: OptimizerGroup) -> bool:
 def _is_of(counter: TensorSummary, optimizer: OptimizerSummary, summary: CheckpointSummary) -> bool:
     own = {counter.group, f"{counter.file}:{counter.group}"}
     return counter.role == "other" and (len(summary.optimizers) == 1 or optimizer.path in own)
-
-
-def _counter_place(counter: TensorSummary) -> Where:
-    return Where(
-        phase="optimizer",
-        module=counter.module,
-        op="optimizer_state:step",
-        tensor=f"{counter.group}.{counter.name}" if counter.group else counter.name,
-        file=counter.file or None,
-    )
 
 
 EPSILON_LOST = register(
@@ -393,4 +356,9 @@ def _epsilon_of(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Iter
         f"eps {lost[0].epsilon:g} becomes zero in fp16, in which weights and second moments are kept: "
         "where a gradient's square flushes to zero, the update is 0 / 0 or infinite."
     )
-    yield optimizer_finding(summary, optimizer, EPSILON_LOST, "warning", message, {"epsilon": lost[0].epsilon})
+    yield EPSILON_LOST.finding(
+        "warning",
+        message,
+        where=Where(phase="optimizer", global_step=summary.global_step, op="optimizer_state:param_groups"),
+        evidence={"optimizer": optimizer.path, "epsilon": lost[0].epsilon},
+    )

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, checkpoint_finding, register
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, register
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, FP16_MAX
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, LogEntry, ScalerState
-from ampdoctor.evidence.location import NonFinite
+from ampdoctor.evidence.location import NonFinite, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
@@ -45,31 +45,15 @@ def is_static(scaler: ScalerState) -> bool:
     return scaler.growth_factor == scaler.backoff_factor == 1
 
 
-def scaler_finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
-    summary: CheckpointSummary,
-    scaler: ScalerState,
-    rule: Rule,
-    severity: Severity,
-    message: str,
-    evidence: Mapping[str, Any],
-    *,
-    cause: str | None = None,
-    born: NonFinite = "none",
-    prescription: Prescription | None = None,
-) -> Finding:
-    """Makes a finding about one of a checkpoint's scalers."""
-    return checkpoint_finding(
-        summary,
-        rule,
-        severity,
-        message,
-        evidence={**scaler_numbers(scaler), **evidence},
+def place_of(summary: CheckpointSummary, scaler: ScalerState, nonfinite: NonFinite = "none") -> Where:
+    """Returns the address of one of a checkpoint's scalers."""
+    return Where(
+        phase="checkpoint",
+        global_step=summary.global_step,
         op="scaler_state",
-        born=born,
+        nonfinite=nonfinite,
         tensor=scaler.key,
-        file=scaler.file,
-        cause=cause,
-        prescription=prescription,
+        file=scaler.file or None,
     )
 
 
@@ -152,7 +136,9 @@ def _settings_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Fi
     wrong = list(wrong_settings(scaler).values())
     if wrong:
         message = f"The loss scaler's settings cannot work: {'; '.join(wrong)}."
-        yield scaler_finding(summary, scaler, SCALER_SETTINGS, "warning", message, {"wrong": wrong})
+        yield SCALER_SETTINGS.finding(
+            "warning", message, where=place_of(summary, scaler), evidence={**scaler_numbers(scaler), "wrong": wrong}
+        )
 
 
 DEAD_SCALER = register(
@@ -174,15 +160,12 @@ def dead_words(scale: float) -> str:
 def _dead_scaler(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
     for scaler in summary.scalers:
         if scaler.dead:
-            yield scaler_finding(
-                summary,
-                scaler,
-                DEAD_SCALER,
+            yield DEAD_SCALER.finding(
                 "error",
                 f"The loss scale is {dead_words(scaler.scale)}.",
-                {"limit": DEAD_SCALE},
+                where=place_of(summary, scaler, nonfinite="nan" if math.isnan(scaler.scale) else "inf"),
                 cause="bad_checkpoint",
-                born="nan" if math.isnan(scaler.scale) else "inf",
+                evidence={**scaler_numbers(scaler), "limit": DEAD_SCALE},
                 prescription=fresh_scaler(),
             )
 
@@ -278,14 +261,12 @@ def _collapsed_of(summary: CheckpointSummary, scaler: ScalerState, thresholds: T
         "relative_error": error,
         "weights": weights,
     }
-    return scaler_finding(
-        summary,
-        scaler,
-        COLLAPSED_SCALER,
+    return COLLAPSED_SCALER.finding(
         collapse_severity(scaler, element, summary.global_step, thresholds),
         message,
-        evidence,
+        where=place_of(summary, scaler),
         cause="scaler_collapse",
+        evidence={**scaler_numbers(scaler), **evidence},
         prescription=without_a_scale(),
     )
 
@@ -340,7 +321,12 @@ def _at_floor_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Fi
         f"{', where an overflow has just put it' if just else f'; {scaler.growth_tracker} steps went well since'}: "
         "at the next one it cannot give way."
     )
-    yield scaler_finding(summary, scaler, SCALE_AT_FLOOR, "warning" if just else "note", message, {"min_scale": floor})
+    yield SCALE_AT_FLOOR.finding(
+        "warning" if just else "note",
+        message,
+        where=place_of(summary, scaler),
+        evidence={**scaler_numbers(scaler), "min_scale": floor},
+    )
 
 
 HIGHEST_SETTLED = Threshold(
@@ -376,7 +362,12 @@ def _without_bound_of(summary: CheckpointSummary, scaler: ScalerState, highest: 
         f"The loss scale is {scale_text(scaler.scale)} and no step overflows: either every gradient in fp16 is "
         f"below {largest:.2g}, or none is computed in fp16, and the scaler has nothing to do."
     )
-    yield scaler_finding(summary, scaler, SCALE_WITHOUT_BOUND, "note", message, {"largest_gradient": largest})
+    yield SCALE_WITHOUT_BOUND.finding(
+        "note",
+        message,
+        where=place_of(summary, scaler),
+        evidence={**scaler_numbers(scaler), "largest_gradient": largest},
+    )
 
 
 # -- the history of a loss scale in a training log --
@@ -521,7 +512,9 @@ def _frozen_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Iterat
     for scaler in living(summary):
         message = frozen_words(scaler)
         if message is not None:
-            yield scaler_finding(summary, scaler, FROZEN_SCALER, "warning", message, {})
+            yield FROZEN_SCALER.finding(
+                "warning", message, where=place_of(summary, scaler), evidence=scaler_numbers(scaler)
+            )
     yield from standing_scale(summary, thresholds)
 
 
@@ -547,16 +540,12 @@ def standing_scale(summary: CheckpointSummary, thresholds: Thresholds) -> Iterat
         or not all(map(math.isfinite, norms))
     ):
         return
-    yield checkpoint_finding(
-        summary,
-        FROZEN_SCALER,
+    yield FROZEN_SCALER.finding(
         "note",
         f"The loss scale has stayed at {scale_text(scale)} from step {first} to {last} without an overflow; before, it "
         f"grew after {interval} steps.",
+        where=Where(phase="scaler", global_step=first, op="scaler_state"),
         evidence={"scale": scale, "first_step": first, "last_step": last, "growth_interval": interval},
-        phase="scaler",
-        op="scaler_state",
-        global_step=first,
     )
 
 
@@ -599,13 +588,12 @@ def _missing_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
     message = f"An fp16 model's training state is without a loss scaler: weights are in fp16, and {where}."
     if flushed:
         message += f" In half of the matrices at least {100 * zeros:.3g} % of the first moments are exactly zero."
-    yield checkpoint_finding(
-        summary,
-        MISSING_SCALER,
+    yield MISSING_SCALER.finding(
         "warning" if flushed else "note",
         message,
-        evidence={"weights": len(weights), "moments_dtype": moments[0].dtype, "zero_first_moments": zeros},
-        op="scaler_state",
-        file=weights[0].file,
+        where=Where(
+            phase="checkpoint", global_step=summary.global_step, op="scaler_state", file=weights[0].file or None
+        ),
         cause="grad_underflow" if flushed else None,
+        evidence={"weights": len(weights), "moments_dtype": moments[0].dtype, "zero_first_moments": zeros},
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ampdoctor.diagnosis.catalogue import SCANNED, checkpoint_finding, register
+from ampdoctor.diagnosis.catalogue import SCANNED, register
 from ampdoctor.diagnosis.scan.tensors import (
     FP16_MAX,
     MAX_FINDINGS,
     MAX_LISTED,
     address,
+    also_of,
     cast_row,
     castable,
     count_of,
@@ -20,8 +21,7 @@ from ampdoctor.diagnosis.scan.tensors import (
     numbers,
     percent,
     rest_finding,
-    state_place,
-    tensor_finding,
+    where_of,
 )
 from ampdoctor.evidence.checkpoint_stats import CastLoss, CheckpointSummary, TensorSummary
 from ampdoctor.evidence.report import Finding, Severity
@@ -79,7 +79,9 @@ def _lossy(
         name: [cast_row(t, name) for t, found in lossy if found.format == name][:MAX_LISTED] for name in names
     }
     severity: Severity = "warning" if erased else "note"
-    return tensor_finding(summary, LOSSY_CAST_RULE, severity, worst, message, evidence, among=tensors, cause=None)
+    return LOSSY_CAST_RULE.finding(
+        severity, message, where=where_of(worst, summary.global_step), also=also_of(worst, tensors), evidence=evidence
+    )
 
 
 def _sampled(tensor: TensorSummary) -> str:
@@ -128,8 +130,12 @@ def _saturated_values(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
             f"{tensor.at_max} of {tensor.examined} values of {label(tensor)} are exactly {tensor.amax:.6g}, "
             f"the largest {tensor.dtype} number: they were clamped."
         )
-        yield tensor_finding(
-            summary, SATURATED_VALUES, "warning", tensor, message, {**numbers(tensor), "at_max": tensor.at_max}
+        yield SATURATED_VALUES.finding(
+            "warning",
+            message,
+            where=where_of(tensor, summary.global_step),
+            cause="bad_checkpoint",
+            evidence={**numbers(tensor), "at_max": tensor.at_max},
         )
     yield from rest_finding(
         summary, SATURATED_VALUES, "warning", clamped, "were clamped to their format's largest number"
@@ -140,7 +146,13 @@ def _saturated_values(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
             f"The largest value of {label(tensor)} is exactly 65504, fp16's largest number, in a {tensor.dtype} "
             "tensor: it was clamped to fp16 and stored wider."
         )
-        yield tensor_finding(summary, SATURATED_VALUES, "warning", tensor, message, numbers(tensor))
+        yield SATURATED_VALUES.finding(
+            "warning",
+            message,
+            where=where_of(tensor, summary.global_step),
+            cause="bad_checkpoint",
+            evidence=numbers(tensor),
+        )
     yield from rest_finding(summary, SATURATED_VALUES, "warning", before, "were clamped to fp16 and stored wider")
 
 
@@ -213,18 +225,13 @@ def _unmoved_weight(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
         f"{update:.2g}."
     )
     evidence = {"value": value, "update": update, "tensors": len(stuck), "listed": listed([t for t, _ in stuck])}
-    yield checkpoint_finding(
-        summary,
-        UNMOVED_WEIGHT,
+    yield UNMOVED_WEIGHT.finding(
         "warning",
         message,
-        evidence=evidence,
-        module=worst.module,
-        op=f"state:{worst.entry}",
-        tensor=address(worst),
-        file=worst.file,
-        also=(state_place(weight) for weight, _ in stuck[1:]),
+        where=where_of(worst, summary.global_step),
+        also=tuple(where_of(weight) for weight, _ in stuck[1:]),
         cause="bad_checkpoint",
+        evidence=evidence,
     )
 
 
