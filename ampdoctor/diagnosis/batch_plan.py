@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue import PLANNED, register
+from ampdoctor.diagnosis.catalogue import PLANNED, rule
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.report_plan import PlannedBatch, PlanSection
 from ampdoctor.evidence.thresholds import Thresholds
 
-NO_EXACT_PLAN = register(
-    "AMP801",
-    "no-exact-plan",
-    "No micro-batch and accumulation give the global batch on this cluster",
-    worst="error",
-    commands=PLANNED,
-)
+NO_EXACT_PLAN = rule("AMP801", PLANNED)
 
 
 @NO_EXACT_PLAN.judges(PlanSection)
@@ -49,13 +43,7 @@ def product(plan: PlannedBatch) -> str:
     return f"{plan.data_parallel} x {plan.micro_batch} x {plan.accumulation} = {plan.global_batch}"
 
 
-NOTHING_FITS = register(
-    "AMP802",
-    "nothing-fits",
-    "Not even a micro-batch of one sample fits a device",
-    worst="error",
-    commands=PLANNED,
-)
+NOTHING_FITS = rule("AMP802", PLANNED)
 
 
 @NOTHING_FITS.judges(PlanSection)

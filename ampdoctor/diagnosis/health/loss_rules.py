@@ -5,20 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ampdoctor.diagnosis.catalogue import WATCHED, register
+from ampdoctor.diagnosis.catalogue import WATCHED, rule
 from ampdoctor.diagnosis.health.rolling import FIRST, HOP, LENGTH, MOST, RECENT, SPANS
 from ampdoctor.diagnosis.health.step_state import LEAST_ROWS, StepState, norm_of
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
-STEPS_NOT_FINITE = register(
-    "AMP722",
-    "steps-not-finite",
-    "A step was taken with a loss or a gradient that is not finite",
-    worst="error",
-    commands=WATCHED,
-)
+STEPS_NOT_FINITE = rule("AMP722", WATCHED)
 
 
 @STEPS_NOT_FINITE.judges(StepState)
@@ -60,44 +54,10 @@ def _steps_not_finite(moment: StepState, _: Thresholds) -> Sequence[Finding]:
     return (finding,)
 
 
-GRADIENT_JUMP_DEVIATIONS = Threshold(
-    code="AMP720",
-    name="deviations",
-    default=6.0,
-    unit="robust standard deviations",
-    lowest=1.0,
-    highest=1000.0,
-    why="Of the logarithm above the median of the last 128 accepted steps: OLMo's and levanter's six, with a median in "
-    "place of a mean.",
-)
-GRADIENT_JUMP_BEYOND = Threshold(
-    code="AMP720",
-    name="beyond",
-    default=1.5,
-    unit="share",
-    lowest=0.0,
-    highest=100.0,
-    why="How far beyond the highest of the window, as a share of that one's way from the median: a norm with a heavy "
-    "tail has been far before.",
-)
-GRADIENT_JUMP_TIMES = Threshold(
-    code="AMP720",
-    name="times",
-    default=1.5,
-    unit="factor",
-    lowest=1.0,
-    highest=1e6,
-    why="Of the usual norm: what is many deviations of a norm that hardly moves, as a discriminator's in its first "
-    "steps, and less than half as large again, does no harm.",
-)
-GRADIENT_JUMP = register(
-    "AMP720",
-    "gradient-jump",
-    "The gradient norm or the loss jumps",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(GRADIENT_JUMP_DEVIATIONS, GRADIENT_JUMP_BEYOND, GRADIENT_JUMP_TIMES),
-)
+GRADIENT_JUMP = rule("AMP720", WATCHED)
+GRADIENT_JUMP_DEVIATIONS = GRADIENT_JUMP["deviations"]
+GRADIENT_JUMP_BEYOND = GRADIENT_JUMP["beyond"]
+GRADIENT_JUMP_TIMES = GRADIENT_JUMP["times"]
 
 
 @GRADIENT_JUMP.judges(StepState)
@@ -144,34 +104,9 @@ def gradient_jump(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     return (finding,)
 
 
-CLIMBS_AT_FIRST_LOSS = Threshold(
-    code="AMP741",
-    name="loss",
-    default=2.0,
-    unit="factor",
-    lowest=1.1,
-    highest=1e9,
-    why="Median of the last 16 losses over that of the first 8. In the first 400 steps of 309 healthy trainings of "
-    "benchmarks/alerts (seeds 0 to 3) it is 1.15 at most.",
-)
-CLIMBS_AT_FIRST_NORM = Threshold(
-    code="AMP741",
-    name="norm",
-    default=30.0,
-    unit="factor",
-    lowest=1.5,
-    highest=1e9,
-    why="Median of the last 8 gradient norms over that of the first 8, while the loss is not below its first level. In "
-    "the same trainings it is 2.3 at most; 22 of a critic, which has its generator beside it and is left alone.",
-)
-CLIMBS_AT_FIRST = register(
-    "AMP741",
-    "climbs-at-first",
-    "The loss or the gradient norm has grown many times over in the first steps",
-    worst="error",
-    commands=WATCHED,
-    thresholds=(CLIMBS_AT_FIRST_LOSS, CLIMBS_AT_FIRST_NORM),
-)
+CLIMBS_AT_FIRST = rule("AMP741", WATCHED)
+CLIMBS_AT_FIRST_LOSS = CLIMBS_AT_FIRST["loss"]
+CLIMBS_AT_FIRST_NORM = CLIMBS_AT_FIRST["norm"]
 
 
 @CLIMBS_AT_FIRST.judges(StepState)
@@ -211,44 +146,10 @@ def _known(value: float) -> float | None:
     return None if value != value else value  # noqa: PLR0124 - NaN is not itself
 
 
-LEVEL_SHIFTS_SUM = Threshold(
-    code="AMP724",
-    name="sum",
-    default=12.0,
-    unit="robust standard deviations",
-    lowest=0.5,
-    highest=1000.0,
-    why="Of the loss and the norm together: of the mean of the last 4, 8 or 16 of each above what is usual, in "
-    "deviations of such a mean. The healthy trainings of benchmarks/alerts stay below 9.3.",
-)
-LEVEL_SHIFTS_LOSS = Threshold(
-    code="AMP724",
-    name="loss",
-    default=6.8,
-    unit="robust standard deviations",
-    lowest=0.5,
-    highest=1000.0,
-    why="Likewise of the loss alone: healthy ones stay below 5.8.",
-)
-LEVEL_SHIFTS_NORM = Threshold(
-    code="AMP724",
-    name="norm",
-    default=3.8,
-    unit="robust standard deviations",
-    lowest=0.5,
-    highest=MOST,
-    why="Of the norm alone, in deviations of one value, because a norm wanders: its mean over 16 steps is no nearer to "
-    "the usual than one over 8, and over fewer it is not asked. Not while the loss falls. Healthy ones stay below 3.6; "
-    "one value counts 5 at most.",
-)
-LEVEL_SHIFTS = register(
-    "AMP724",
-    "level-shifts",
-    "The loss or the gradient norm climbs",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(LEVEL_SHIFTS_SUM, LEVEL_SHIFTS_LOSS, LEVEL_SHIFTS_NORM),
-)
+LEVEL_SHIFTS = rule("AMP724", WATCHED)
+LEVEL_SHIFTS_SUM = LEVEL_SHIFTS["sum"]
+LEVEL_SHIFTS_LOSS = LEVEL_SHIFTS["loss"]
+LEVEL_SHIFTS_NORM = LEVEL_SHIFTS["norm"]
 _ROOTS = [math.sqrt(span) for span in SPANS]
 _BOTH = 3.0
 """Least deviations of the loss's mean for loss and norm to climb together. A norm that climbs under a steady loss has
@@ -309,24 +210,8 @@ def _level_shifts(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     return (finding,)
 
 
-LOSS_NOT_BACK_STEPS = Threshold(
-    code="AMP721",
-    name="steps",
-    default=20,
-    unit="steps",
-    lowest=2,
-    highest=10_000,
-    why="In a row above the usual by three robust deviations, after a spike of six: a spike that does harm stays, one "
-    "that does not is back within ten steps or so (BLOOM's, PaLM's).",
-)
-LOSS_NOT_BACK = register(
-    "AMP721",
-    "loss-not-back",
-    "The loss has jumped and not come back",
-    worst="error",
-    commands=WATCHED,
-    thresholds=(LOSS_NOT_BACK_STEPS,),
-)
+LOSS_NOT_BACK = rule("AMP721", WATCHED)
+LOSS_NOT_BACK_STEPS = LOSS_NOT_BACK["steps"]
 
 
 @LOSS_NOT_BACK.judges(StepState)
@@ -355,22 +240,8 @@ def _loss_not_back(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
     return (finding,)
 
 
-DESCENT_LOST_SHARE = Threshold(
-    code="AMP739",
-    name="share",
-    default=0.5,
-    unit="share",
-    why="Of the way from the highest usual loss to the lowest that the usual loss has gone back up. Trainings that "
-    "were ruined went back by 0.48 to 1; healthy ones by 0.22 at most, and by 0.47 where their task was changed.",
-)
-DESCENT_LOST = register(
-    "AMP739",
-    "descent-lost",
-    "The loss has given back what it had learned",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(DESCENT_LOST_SHARE,),
-)
+DESCENT_LOST = rule("AMP739", WATCHED)
+DESCENT_LOST_SHARE = DESCENT_LOST["share"]
 
 
 @DESCENT_LOST.judges(StepState)
@@ -398,24 +269,8 @@ def _descent_lost(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     return (finding,)
 
 
-LOSS_FALLS_DEVIATIONS = Threshold(
-    code="AMP732",
-    name="deviations",
-    default=6.0,
-    unit="robust standard deviations",
-    lowest=0.5,
-    highest=1000.0,
-    why="By which the median of the last 16 losses is below the 112 before. A note only: a curriculum, a phase of "
-    "fast learning and a lower learning rate do the same.",
-)
-LOSS_FALLS = register(
-    "AMP732",
-    "loss-falls",
-    "The training loss falls at once",
-    worst="note",
-    commands=WATCHED,
-    thresholds=(LOSS_FALLS_DEVIATIONS,),
-)
+LOSS_FALLS = rule("AMP732", WATCHED)
+LOSS_FALLS_DEVIATIONS = LOSS_FALLS["deviations"]
 
 
 @LOSS_FALLS.judges(StepState)
@@ -438,24 +293,8 @@ def _loss_falls(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     return (finding,)
 
 
-PLATEAU_STEPS = Threshold(
-    code="AMP731",
-    name="steps",
-    default=2000,
-    unit="steps",
-    lowest=200,
-    highest=10_000_000,
-    why="Without a lower loss, each mean of 200 held against the one before. A note only: a run at the end of its "
-    "learning does the same.",
-)
-PLATEAU = register(
-    "AMP731",
-    "plateau",
-    "The loss stands while the gradients do not vanish",
-    worst="note",
-    commands=WATCHED,
-    thresholds=(PLATEAU_STEPS,),
-)
+PLATEAU = rule("AMP731", WATCHED)
+PLATEAU_STEPS = PLATEAU["steps"]
 
 
 @PLATEAU.judges(StepState)

@@ -5,63 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ampdoctor.diagnosis.catalogue import WATCHED, register
+from ampdoctor.diagnosis.catalogue import WATCHED, rule
 from ampdoctor.diagnosis.health.judge import TENSOR
 from ampdoctor.diagnosis.health.rolling import HOP, LEAST, LENGTH, RollingStats, falls_over
-from ampdoctor.diagnosis.health.step_state import HOPELESS, LEAST_ROWS, SETTLING, Setting, StepState
+from ampdoctor.diagnosis.health.step_state import HOPELESS, LEAST_ROWS, Setting, StepState
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
-SCALE_RATCHETS_FALLS = Threshold(
-    code="AMP723",
-    name="falls",
-    default=4,
-    unit="back-offs",
-    lowest=2,
-    highest=1000,
-    why="Since the scale last grew. A scaler that probes the limit falls once for each growth; four falls between two "
-    "growths are 16 times a larger gradient, or a forward that overflows at any scale.",
-)
-SCALE_RATCHETS_IN_A_ROW = Threshold(
-    code="AMP723",
-    name="in_a_row",
-    default=4,
-    unit="steps",
-    lowest=2,
-    highest=1000,
-    why="Skipped one after another, once a step has been taken: the spikes of healthy runs are within 16 times the "
-    "usual. It needs no usual, and so no steps before it but that one.",
-)
-SCALE_RATCHETS_LEAST = Threshold(
-    code="AMP723",
-    name="least",
-    default=1.0,
-    unit="scale",
-    lowest=0.0,
-    highest=65536.0,
-    why="A scale below it makes gradients smaller instead of larger: torch's documentation calls it a sign that the "
-    "gradients are not to be trusted. An overflow at 1 is one of the gradients as they are; DeepSpeed's floor is "
-    "there, and it ends the run.",
-)
-SCALE_RATCHETS_AT_FLOOR = Threshold(
-    code="AMP723",
-    name="at_floor",
-    default=8,
-    unit="steps",
-    lowest=2,
-    highest=1000,
-    why="Skipped one after another at one scale. A scaler falls at each overflow, DeepSpeed's and Megatron-LM's by "
-    "default at every second: a scale that eight leave where it is has a floor (DeepSpeed's is 1) or is fixed.",
-)
-SCALE_RATCHETS = register(
-    "AMP723",
-    "scale-ratchets",
-    "The loss scale falls and does not grow",
-    worst="error",
-    commands=WATCHED,
-    thresholds=(SCALE_RATCHETS_FALLS, SCALE_RATCHETS_IN_A_ROW, SCALE_RATCHETS_LEAST, SCALE_RATCHETS_AT_FLOOR),
-)
+SCALE_RATCHETS = rule("AMP723", WATCHED)
+SCALE_RATCHETS_FALLS = SCALE_RATCHETS["falls"]
+SCALE_RATCHETS_IN_A_ROW = SCALE_RATCHETS["in_a_row"]
+SCALE_RATCHETS_LEAST = SCALE_RATCHETS["least"]
+SCALE_RATCHETS_AT_FLOOR = SCALE_RATCHETS["at_floor"]
 
 
 @SCALE_RATCHETS.judges(StepState)
@@ -110,34 +66,9 @@ def _scale_ratchets(moment: StepState, thresholds: Thresholds) -> Sequence[Findi
     return (finding,)
 
 
-NO_STEP_TAKEN_STEPS = Threshold(
-    code="AMP740",
-    name="settling",
-    default=SETTLING,
-    unit="steps",
-    lowest=2,
-    highest=1_000_000,
-    why="Skipped from the run's first step on. AMP703 grants a settling scaler as many: from the highest initial "
-    "scale, 2^32, down to 1 are 32.",
-)
-NO_STEP_TAKEN_STARTS = Threshold(
-    code="AMP740",
-    name="starts",
-    default=2,
-    unit="times",
-    lowest=1,
-    highest=1_000_000,
-    why="That the scale rises as no scaler lets it rise. Once is a training that went on without its scaler's state, "
-    "or a scale that was set by hand.",
-)
-NO_STEP_TAKEN = register(
-    "AMP740",
-    "no-step-taken",
-    "No step is taken, or the loss scale starts over again and again",
-    worst="error",
-    commands=WATCHED,
-    thresholds=(NO_STEP_TAKEN_STEPS, NO_STEP_TAKEN_STARTS),
-)
+NO_STEP_TAKEN = rule("AMP740", WATCHED)
+NO_STEP_TAKEN_STEPS = NO_STEP_TAKEN["settling"]
+NO_STEP_TAKEN_STARTS = NO_STEP_TAKEN["starts"]
 
 
 @NO_STEP_TAKEN.judges(StepState)
@@ -194,13 +125,7 @@ def _finding(moment: StepState, severity: Severity, message: str) -> Finding:
     )
 
 
-NO_SUCH_SCALE = register(
-    "AMP742",
-    "no-such-scale",
-    "The loss scale is not a positive finite number",
-    worst="error",
-    commands=WATCHED,
-)
+NO_SUCH_SCALE = rule("AMP742", WATCHED)
 
 
 @NO_SUCH_SCALE.judges(StepState)
@@ -221,24 +146,8 @@ def _no_such_scale(moment: StepState, _: Thresholds) -> Sequence[Finding]:
     return (finding,)
 
 
-SCHEDULE_JUMPS_FACTOR = Threshold(
-    code="AMP729",
-    name="factor",
-    default=3.0,
-    unit="factor",
-    lowest=1.1,
-    highest=1e9,
-    why="From one step to the next, and above every value before: a warm-up goes step by step, a restart comes back to "
-    "a rate that was there. Half a decade of learning rates lies between good and diverging.",
-)
-SCHEDULE_JUMPS = register(
-    "AMP729",
-    "schedule-jumps",
-    "The learning rate or the weight decay jumps",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(SCHEDULE_JUMPS_FACTOR,),
-)
+SCHEDULE_JUMPS = rule("AMP729", WATCHED)
+SCHEDULE_JUMPS_FACTOR = SCHEDULE_JUMPS["factor"]
 
 MOST_NAMED = 8  # parameters of a group that a finding names; it may have thousands
 
@@ -293,41 +202,10 @@ def _jumped(setting: Setting, factor: float, *, from_zero: bool) -> int | None:
     return None
 
 
-BATCH_CHANGES_FACTOR = Threshold(
-    code="AMP736",
-    name="factor",
-    default=2.0,
-    unit="factor",
-    lowest=1.1,
-    highest=1e9,
-    why="By which the root mean square of a batch lies outside of those of the 128 before. It is drawn of 512 numbers "
-    "and known within 6 %; another unit, or a missing normalisation, is another factor than two (255, 1/0.226).",
-)
-BATCH_CHANGES_DEVIATIONS = Threshold(
-    code="AMP736",
-    name="deviations",
-    default=8.0,
-    unit="robust standard deviations",
-    lowest=1.0,
-    highest=1e6,
-    why="By which it must lie outside of the usual as well: batches of some data differ by factors.",
-)
-BATCH_CHANGES_ZEROS = Threshold(
-    code="AMP736",
-    name="zeros",
-    default=0.08,
-    unit="share",
-    why="By which the share of zeros is above that of any of the 128 batches before, or has come to lie above the "
-    "usual: of 512 numbers a share is known within 0.04.",
-)
-BATCH_CHANGES = register(
-    "AMP736",
-    "batch-changes",
-    "A batch is unlike those before",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(BATCH_CHANGES_FACTOR, BATCH_CHANGES_DEVIATIONS, BATCH_CHANGES_ZEROS),
-)
+BATCH_CHANGES = rule("AMP736", WATCHED)
+BATCH_CHANGES_FACTOR = BATCH_CHANGES["factor"]
+BATCH_CHANGES_DEVIATIONS = BATCH_CHANGES["deviations"]
+BATCH_CHANGES_ZEROS = BATCH_CHANGES["zeros"]
 
 _FAR_ZEROS = 2.5
 """Robust deviations by which the mean of the last 16 shares of zeros must lie above the usual: ten of such a mean."""
@@ -379,35 +257,9 @@ def _more_zeros(zeros: RollingStats) -> float:
     return zeros.latest - zeros.usual if zeros.lifts()[-1] >= _FAR_ZEROS else 0.0
 
 
-DATA_REPEATS_STEPS = Threshold(
-    code="AMP735",
-    name="steps",
-    default=4,
-    unit="steps",
-    lowest=2,
-    highest=10_000,
-    why="In a row whose batch came within the last sixteenth of the new ones before: a second epoch comes after as "
-    "many as the first one had, and batches that a loop uses several times by intent never were new in a row for long. "
-    "Two or three in a row are a step that was tried again.",
-)
-DATA_REPEATS_NEW = Threshold(
-    code="AMP735",
-    name="new",
-    default=64,
-    unit="steps",
-    lowest=1,
-    highest=1e6,
-    why="In a row whose batch was new, before the first that came again: a training on a few batches by intent begins "
-    "with them.",
-)
-DATA_REPEATS = register(
-    "AMP735",
-    "data-repeats",
-    "The same few batches come again and again",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(DATA_REPEATS_STEPS, DATA_REPEATS_NEW),
-)
+DATA_REPEATS = rule("AMP735", WATCHED)
+DATA_REPEATS_STEPS = DATA_REPEATS["steps"]
+DATA_REPEATS_NEW = DATA_REPEATS["new"]
 
 
 @DATA_REPEATS.judges(StepState)
@@ -433,34 +285,9 @@ def _ago(steps: int) -> str:
     return "the step before" if steps == 1 else f"{steps} steps before"
 
 
-SLOWS_DOWN_FACTOR = Threshold(
-    code="AMP730",
-    name="factor",
-    default=2.0,
-    unit="factor",
-    lowest=1.05,
-    highest=1e6,
-    why="Times the usual that the last 16 steps take in the median. A note only: other work on the machine does the "
-    "same.",
-)
-SLOWS_DOWN_MEMORY = Threshold(
-    code="AMP730",
-    name="memory",
-    default=1.2,
-    unit="factor",
-    lowest=1.01,
-    highest=1e6,
-    why="Times the usual that the peak of memory is of late: batches of other lengths differ by less once the "
-    "allocator has settled.",
-)
-SLOWS_DOWN = register(
-    "AMP730",
-    "slows-down",
-    "Steps take longer, or memory grows",
-    worst="note",
-    commands=WATCHED,
-    thresholds=(SLOWS_DOWN_FACTOR, SLOWS_DOWN_MEMORY),
-)
+SLOWS_DOWN = rule("AMP730", WATCHED)
+SLOWS_DOWN_FACTOR = SLOWS_DOWN["factor"]
+SLOWS_DOWN_MEMORY = SLOWS_DOWN["memory"]
 
 
 @SLOWS_DOWN.judges(StepState)

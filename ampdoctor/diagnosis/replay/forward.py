@@ -7,39 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, register
+from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, rule
 from ampdoctor.diagnosis.replay.nonfinite import HELP
 from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_WARNING, Threshold, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_WARNING, Thresholds
 from ampdoctor.evidence.trace import Amplified, Comparison, ParameterVsFp32, StepEvent
 
-FORWARD_DEPARTS = Threshold(
-    code="AMP208",
-    name="departs",
-    default=0.125,
-    unit="relative L2 error",
-    why="Error of an op's result against the forward in fp32 that is wrong, where its inputs have at most an eighth of "
-    "it: 0.3 to 1.3 where positions, timesteps, ids or sums do not fit the format; in three steps of 21 architectures "
-    "in fp16, bf16 and pure bf16 no op comes above 0.03, and attention over loud logits to 0.09.",
-)
-FORWARD_ALONE = Threshold(
-    code="AMP208",
-    name="alone",
-    default=0.1,
-    unit="relative L2 error",
-    why="Error of a single parameter's gradient from which a step is looked at closely (as AMP207.relative_error for "
-    "all of them together).",
-)
-FORWARD_PRECISION = register(
-    "AMP208",
-    "forward-precision",
-    "A finite value of the forward is far from what it is in fp32",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(FORWARD_DEPARTS, FORWARD_ALONE),
-)
+FORWARD_PRECISION = rule("AMP208", REPLAYED)
+FORWARD_DEPARTS = FORWARD_PRECISION["departs"]
+FORWARD_ALONE = FORWARD_PRECISION["alone"]
 
 SLIGHT = 1e-5
 """Share of the norm of all gradients below which a parameter's own is not judged: where the true gradient is zero (the
@@ -113,29 +91,9 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
     )
 
 
-GRADIENTS_DEPART = Threshold(
-    code="AMP207",
-    name="relative_error",
-    default=0.1,
-    unit="relative L2 error",
-    why="Error of the gradients that nothing explains: beyond it runs were seen to fail (as AMP301.error_bad).",
-)
-GRADIENTS_WRONG = Threshold(
-    code="AMP207",
-    name="wrong",
-    default=0.5,
-    unit="relative L2 error",
-    why="And from which it is an error, where each step comes back as it was and rounding the weights moves the "
-    "gradients less: half of what the optimizer gets is another gradient. Of bisect-nan.",
-)
-DEPARTS_IN_HALF = register(
-    "AMP207",
-    "departs-in-half",
-    "In half precision the run departs from fp32, and no loss scale explains it",
-    worst="error",
-    commands=RECOMMENDED,
-    thresholds=(GRADIENTS_DEPART, GRADIENTS_WRONG),
-)
+DEPARTS_IN_HALF = rule("AMP207", RECOMMENDED)
+GRADIENTS_DEPART = DEPARTS_IN_HALF["relative_error"]
+GRADIENTS_WRONG = DEPARTS_IN_HALF["wrong"]
 
 
 def unexplained(
@@ -195,24 +153,8 @@ def _phase_of(nonfinite: str | None) -> Phase:
     return {"loss": "forward", "grad": "backward"}.get(kind, "optimizer")  # type: ignore[return-value]  # a dict of phases
 
 
-STALE_BETTER = Threshold(
-    code="AMP210",
-    name="better",
-    default=2.0,
-    unit="factor",
-    lowest=1.0,
-    highest=1e6,
-    why="Factor by which copies that are made anew must lower the gradients' error before the kept ones are blamed (as "
-    "AMP301.better): measured 100 and more where it is their doing, 1 where rounding is.",
-)
-STALE_CASTS = register(
-    "AMP210",
-    "stale-casts",
-    "Autocast's copies of the weights are older than the weights",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(STALE_BETTER,),
-)
+STALE_CASTS = rule("AMP210", REPLAYED)
+STALE_BETTER = STALE_CASTS["better"]
 ADVICE = (
     "Enter torch.autocast anew for each forward, and leave it before the weights are written (optimizer.step(), a "
     "swap, an average, a clipping); or call torch.clear_autocast_cache() after each write, or give torch.autocast "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, register
+from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule
 from ampdoctor.diagnosis.replay.nonfinite import HELP, Cause
 from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.location import Where
@@ -17,70 +17,16 @@ from ampdoctor.evidence.thresholds import (
     ERROR_NOTE,
     ERROR_WARNING,
     FLUSHED,
-    Threshold,
     Thresholds,
 )
 from ampdoctor.evidence.trace import Comparison, Flush, ParameterVsFp32
 
-ZEROED_SHARE = Threshold(
-    code="AMP301",
-    name="zeroed_share",
-    default=0.5,
-    unit="share",
-    why="Share of the squared error that flushed elements make up, where it is underflow: most of it; rounding makes "
-    "up the rest. Of bisect-nan.",
-)
-ZEROED = Threshold(
-    code="AMP301",
-    name="zeroed",
-    default=0.1,
-    unit="share",
-    why="Or the share of elements that are flushed: what is left of the others is then subnormal and as far off "
-    "(0.93 in a collapsed run, below 1e-3 in healthy ones). Of bisect-nan.",
-)
-SHARE_WARNING = Threshold(
-    code="AMP301",
-    name="share_warning",
-    default=0.3,
-    unit="share",
-    why="Share of flushed activation gradients with which 12-block transformers trained a little worse (30 to 45 %; "
-    "with 19 % as well as in fp32). Of profile, where no step in fp16 measured the error.",
-)
-SHARE_BAD = Threshold(
-    code="AMP301",
-    name="share_bad",
-    default=0.7,
-    unit="share",
-    why="And with which they did not learn (70 to 84 %).",
-    above=SHARE_WARNING,
-)
-CLEARLY_BETTER = Threshold(
-    code="AMP301",
-    name="better",
-    default=2.0,
-    unit="factor",
-    lowest=1.0,
-    highest=1e6,
-    why="Factor by which another loss scale must lower the error before the present one is blamed. Of recommend.",
-)
-GRADIENT_UNDERFLOW = register(
-    "AMP301",
-    "gradient-underflow",
-    "Gradients are lost below fp16's range",
-    worst="error",
-    commands=MEASURED,
-    thresholds=(
-        FLUSHED,
-        ERROR_NOTE,
-        ERROR_WARNING,
-        ERROR_BAD,
-        ZEROED_SHARE,
-        ZEROED,
-        SHARE_WARNING,
-        SHARE_BAD,
-        CLEARLY_BETTER,
-    ),
-)
+GRADIENT_UNDERFLOW = rule("AMP301", MEASURED)
+ZEROED_SHARE = GRADIENT_UNDERFLOW["zeroed_share"]
+ZEROED = GRADIENT_UNDERFLOW["zeroed"]
+SHARE_WARNING = GRADIENT_UNDERFLOW["share_warning"]
+SHARE_BAD = GRADIENT_UNDERFLOW["share_bad"]
+CLEARLY_BETTER = GRADIENT_UNDERFLOW["better"]
 
 LOSSY = 1e-2
 """Share of flushed activation gradients from which weight gradients lose more than their own histogram shows."""
@@ -239,22 +185,8 @@ def underflow_at(comparison: Comparison, flushes: Sequence[Flush], severity: Sev
 # AMP304: the model's total does not show these parameters.
 
 
-STARVED_LOST = Threshold(
-    code="AMP304",
-    name="lost",
-    default=0.95,
-    unit="share",
-    why="Share of the norm of a parameter's gradient in fp32 that lies in elements which are zero here, in every step: "
-    "1 where it gets nothing at all.",
-)
-STARVED_PARAMETERS = register(
-    "AMP304",
-    "starved-parameters",
-    "Parameters get no gradient, and in fp32 they do",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(STARVED_LOST,),
-)
+STARVED_PARAMETERS = rule("AMP304", REPLAYED)
+STARVED_LOST = STARVED_PARAMETERS["lost"]
 
 NAMED = 16  # parameters that the evidence names
 

@@ -6,32 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, register
+from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule
 from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import NonFiniteOrigin
 
-NORMS_IN_A_ROW = Threshold(
-    code="AMP902",
-    name="norms",
-    default=2,
-    unit="entries",
-    lowest=1,
-    highest=1_000_000,
-    why="Gradient norms at a log's end that are not finite, from which it says that the run fails: a loss scale that "
-    "was just tried gives one.",
-)
-NOT_REPRODUCED = register(
-    "AMP902",
-    "not-reproduced",
-    "The run is known to fail, and did not fail here",
-    worst="note",
-    commands=REPLAYED,
-    thresholds=(NORMS_IN_A_ROW,),
-)
+NOT_REPRODUCED = rule("AMP902", REPLAYED)
+NORMS_IN_A_ROW = NOT_REPRODUCED["norms"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,13 +160,7 @@ def _steps(known: KnownFailure, here: Here) -> str:
     return f"it failed at step {known.step}, which was replayed, {data}"
 
 
-NONDETERMINISTIC_REPLAY = register(
-    "AMP901",
-    "nondeterministic-replay",
-    "The same step does not come back bit by bit",
-    worst="warning",
-    commands=REPLAYED,
-)
+NONDETERMINISTIC_REPLAY = rule("AMP901", REPLAYED)
 
 
 def nondeterministic_finding(step: int, what: str, first: float, second: float) -> Finding:
@@ -197,9 +175,7 @@ def nondeterministic_finding(step: int, what: str, first: float, second: float) 
     )
 
 
-NONFINITE_IN_FP32 = register(
-    "AMP206", "nonfinite-in-fp32", "The run is not finite in fp32 either", worst="error", commands=MEASURED
-)
+NONFINITE_IN_FP32 = rule("AMP206", MEASURED)
 
 DIVERGES = (
     "No precision and no loss scale cures it: lower the learning rate or warm it up, clip the gradients, and look at "
@@ -241,9 +217,9 @@ def nonfinite_in_fp32(steps: Sequence[int]) -> Finding:
         evidence={"steps": list(steps)},
         prescription=Prescription(
             kind="code",
-            value=NONFINITE_IN_FP32.page.action,
+            value=NONFINITE_IN_FP32.page.texts["action"],
             status="not_run",
-            detail=NONFINITE_IN_FP32.page.action,
+            detail=NONFINITE_IN_FP32.page.texts["action"],
             reason="what to change depends on what makes the value",
         ),
     )

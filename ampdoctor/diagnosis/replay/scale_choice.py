@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, register
+from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, rule
 from ampdoctor.diagnosis.scan.between import LinearTrend, course
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.location import NonFinite, Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.thresholds import FP32_SHARE, Threshold, Thresholds
+from ampdoctor.evidence.thresholds import FP32_SHARE, Thresholds
 from ampdoctor.evidence.trace import Headroom
 
 
@@ -22,23 +22,8 @@ def where_at(step: int | None, *, phase: Phase = "backward", module: str = "", n
     return Where(step=step, phase=phase, module=module, nonfinite=nonfinite)
 
 
-FORWARD_HEADROOM = Threshold(
-    code="AMP302",
-    name="headroom",
-    default=1.0,
-    unit="binades",
-    lowest=0.0,
-    highest=15.0,
-    why="Distance to fp16's 65504 within which activations are reported: one doubling from overflow.",
-)
-FORWARD_RANGE = register(
-    "AMP302",
-    "forward-range",
-    "Activations do not fit fp16",
-    worst="error",
-    commands=RECOMMENDED,
-    thresholds=(FORWARD_HEADROOM,),
-)
+FORWARD_RANGE = rule("AMP302", RECOMMENDED)
+FORWARD_HEADROOM = FORWARD_RANGE["headroom"]
 
 
 def near_limit(thresholds: Thresholds) -> float:
@@ -70,14 +55,7 @@ def forward_range(
     )
 
 
-NO_COMMON_SCALE = register(
-    "AMP303",
-    "no-common-scale",
-    "No single loss scale serves all modules",
-    worst="warning",
-    commands=RECOMMENDED,
-    thresholds=(FP32_SHARE,),
-)
+NO_COMMON_SCALE = rule("AMP303", RECOMMENDED)
 
 
 def no_common_scale(
@@ -95,9 +73,7 @@ def no_common_scale(
     )
 
 
-SCALE_TOO_HIGH = register(
-    "AMP405", "scale-too-high", "The loss scale is above what the gradients allow", worst="error", commands=REPLAYED
-)
+SCALE_TOO_HIGH = rule("AMP405", REPLAYED)
 
 
 def scale_too_high(
@@ -133,9 +109,7 @@ def scale_too_high(
     return replace(found, help=f"Make the GradScaler once, before the epochs. {found.help}") if begun_again else found
 
 
-SCALER_COLLAPSE = register(
-    "AMP406", "scaler-collapse", "No loss scale of 1 or more works", worst="error", commands=REPLAYED
-)
+SCALER_COLLAPSE = rule("AMP406", REPLAYED)
 
 
 def no_valid_scale(
@@ -156,36 +130,9 @@ def no_valid_scale(
     )
 
 
-HEADROOM_NEAR = Threshold(
-    code="AMP307",
-    name="near",
-    default=4.0,
-    unit="binades",
-    lowest=0.0,
-    highest=8.0,
-    why="Headroom below which a growth counts. In fp16 that is 4094: outputs that are this large stay so for a whole "
-    "training (massive activations of language models), and one that still grows is past what an initialisation and "
-    "the first steps do.",
-)
-HEADROOM_AHEAD = Threshold(
-    code="AMP307",
-    name="ahead",
-    default=4.0,
-    unit="factor",
-    lowest=0.0,
-    highest=1000.0,
-    why="How many times the steps of its course an output may be away from the limit. A line through 8 steps with "
-    "residuals of s binades is significant from a growth of 2.8 s on; four times as many steps later it has grown by "
-    "11 s and is off by 5 s: the step at which it meets the limit is right within a factor of 2.",
-)
-SHRINKING_HEADROOM = register(
-    "AMP307",
-    "shrinking-headroom",
-    "A layer's output grows towards the end of its format",
-    worst="warning",
-    commands=REPLAYED,
-    thresholds=(HEADROOM_NEAR, HEADROOM_AHEAD),
-)
+SHRINKING_HEADROOM = rule("AMP307", REPLAYED)
+HEADROOM_NEAR = SHRINKING_HEADROOM["near"]
+HEADROOM_AHEAD = SHRINKING_HEADROOM["ahead"]
 
 _SIGNIFICANT = 2.576
 """Standard deviations of Kendall's S that a growth must exceed, 1 % two-sided. Of 8 steps at most 3 of the 28 pairs may

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import REPLAYED, register
+from ampdoctor.diagnosis.catalogue import REPLAYED, rule
 from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE, Cause, birth_numbers, cause_of, derivative_beyond
 from ampdoctor.diagnosis.scan.scaler import starting_scale
 from ampdoctor.evidence.checkpoint_stats import ScalerState, is_dead
@@ -15,34 +15,12 @@ from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.of_runs.handling import Change, Handling
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.report_replay import NOT_THE_ORDER
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Comparison, NonFiniteOrigin, StepEvent, StepOutcome
 
-MISUSE_RATIO = Threshold(
-    code="AMP407",
-    name="ratio",
-    default=2.0,
-    unit="factor",
-    lowest=1.0,
-    highest=1e6,
-    why="Factor by which the gradient that reaches the optimizer is too long or too short: rounding alone would need a "
-    "relative error of 0.5 for 2.",
-)
-MISUSE_ERROR = Threshold(
-    code="AMP407",
-    name="relative_error",
-    default=0.1,
-    unit="relative L2 error",
-    why="Error of the gradients from which a part of them is suspected of another scale (as AMP301.error_bad).",
-)
-SCALER_MISUSE = register(
-    "AMP407",
-    "scaler-misuse",
-    "The step breaks the scaler's protocol",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(MISUSE_RATIO, MISUSE_ERROR),
-)
+SCALER_MISUSE = rule("AMP407", REPLAYED)
+MISUSE_RATIO = SCALER_MISUSE["ratio"]
+MISUSE_ERROR = SCALER_MISUSE["relative_error"]
 
 
 _CLIPPINGS = ("clip_grad_norm_", "gradient clipping")

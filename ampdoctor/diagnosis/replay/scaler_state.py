@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import REPLAYED, register
+from ampdoctor.diagnosis.catalogue import REPLAYED, rule
 from ampdoctor.diagnosis.scan.scaler import COLLAPSED_SCALER as COLLAPSED
 from ampdoctor.diagnosis.scan.scaler import (
     DEAD_SCALER,
@@ -160,13 +160,7 @@ def plain(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.10g}"
 
 
-SETTINGS_OVERWRITTEN = register(
-    "AMP411",
-    "settings-overwritten",
-    "Loading the scaler's state overwrites the run's own settings",
-    worst="warning",
-    commands=REPLAYED,
-)
+SETTINGS_OVERWRITTEN = rule("AMP411", REPLAYED)
 
 LOADED = ("growth_factor", "backoff_factor", "growth_interval")
 """Settings that `load_state_dict` replaces together with the scale and the count of clean steps (torch's GradScaler).

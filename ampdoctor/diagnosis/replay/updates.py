@@ -9,31 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ampdoctor.diagnosis.catalogue import REPLAYED, register
+from ampdoctor.diagnosis.catalogue import REPLAYED, rule
 from ampdoctor.diagnosis.replay.gradients import common_module
 from ampdoctor.diagnosis.replay.nonfinite import HELP
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.run_facts import UpdateFacts
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterVsFp32, StateVsFp32
 
-STALLED = Threshold(
-    code="AMP501",
-    name="stalled",
-    default=0.75,
-    unit="share",
-    why="Share of the elements that move in fp32 and stay, and share of the update that is lost: 0.97 to 1.0 where "
-    "training stands still, 0.42 in a pure fp16 run that learns.",
-)
-OPTIMIZER_PRECISION = register(
-    "AMP501",
-    "optimizer-precision",
-    "Updates or moments are lost in their format",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(STALLED,),
-)
+OPTIMIZER_PRECISION = rule("AMP501", REPLAYED)
+STALLED = OPTIMIZER_PRECISION["stalled"]
 
 LOST_SHARE = 0.5  # lost share of the update from which something is advised
 ROUNDS_TO_NEAREST = "torch.optim."
@@ -280,23 +266,8 @@ def within(run: Sequence[Comparison], since: int) -> str:
 # AMP506: the model's total does not show these parameters.
 
 
-FROZEN_SHARE = Threshold(
-    code="AMP506",
-    name="share",
-    default=0.1,
-    unit="share",
-    why="Share of the squared gradient that frozen tensors of several elements own, from which it is an error and no "
-    "note: what standing still costs the loss at first order. 0.0001 to 0.035 for the norm gains of 20 architectures "
-    "in pure bf16.",
-)
-FROZEN_PARAMETERS = register(
-    "AMP506",
-    "frozen-parameters",
-    "Parameters stand still, and in fp32 they move",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(FROZEN_SHARE,),
-)
+FROZEN_PARAMETERS = rule("AMP506", REPLAYED)
+FROZEN_SHARE = FROZEN_PARAMETERS["share"]
 
 FROZEN_NOTED = 1e-3  # share of the squared gradient below which tensors of several elements are not reported
 FROZEN_ALONE = 1e-6
@@ -375,13 +346,7 @@ def _stands_still(p: ParameterVsFp32) -> bool:
     return p.gradient > 0 and p.meant_to_move > 0 and not p.moved and 2 * p.beneath > p.meant_to_move
 
 
-STUCK_STATE = register(
-    "AMP508",
-    "stuck-state",
-    "A buffer, an average or a counter stands still, and in fp32 it moves",
-    worst="error",
-    commands=REPLAYED,
-)
+STUCK_STATE = rule("AMP508", REPLAYED)
 
 COUNTER_ENDS = {"float16": 2048.0, "bfloat16": 256.0}
 """From this value on, adding 1 to a number of this format does not change it."""
@@ -468,24 +433,8 @@ def counting_finding(compared: Sequence[Comparison], states: Sequence[StateVsFp3
     )
 
 
-WRONG_RATIO = Threshold(
-    code="AMP507",
-    name="ratio",
-    default=2.0,
-    unit="factor",
-    lowest=1.0,
-    highest=1e6,
-    why="Factor by which the norm of a tensor's update is longer or shorter than fp32's, in each step: rounding of a "
-    "gradient that is right to a half cannot do it.",
-)
-WRONG_STEP = register(
-    "AMP507",
-    "wrong-step",
-    "An optimizer's step is far too long or too short, and its gradient is right",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(WRONG_RATIO,),
-)
+WRONG_STEP = rule("AMP507", REPLAYED)
+WRONG_RATIO = WRONG_STEP["ratio"]
 
 ROUNDED = 4.0  # norms that differ by fewer roundings of the weight differ by its own rounding
 RIGHT_GRADIENT = 0.5  # relative error up to which a gradient is not the cause

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import SCANNED, register
+from ampdoctor.diagnosis.catalogue import SCANNED, rule
 from ampdoctor.diagnosis.scan.scaler import scale_text
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX, MAX_LISTED, also_of, percent, where_of
 from ampdoctor.evidence.checkpoint_stats import CheckpointChange, Largest, TensorChange, Trend
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
 
 def weights_of(change: CheckpointChange) -> list[TensorChange]:
@@ -103,37 +103,10 @@ def _slope(line: Sequence[tuple[int, float]]) -> float:
     return sum((step - mean) * (value - level) for step, (_, value) in zip(steps, line, strict=True)) / spread
 
 
-STILL = Threshold(
-    code="AMP712",
-    name="stalled",
-    default=0.75,
-    unit="share",
-    why="Share of a weight's elements that stay exactly the same, and share of the movement that is lost: AMP501's, "
-    "where it was measured on single updates.",
-)
-WOULD_MOVE = Threshold(
-    code="AMP712",
-    name="would_move",
-    default=0.5,
-    unit="share",
-    why="Share of a weight's elements that exact sums of the updates would change: half, so that standing still is no "
-    "matter of a small learning rate.",
-)
-MOST_STAGNANT = Threshold(
-    code="AMP712",
-    name="most",
-    default=0.5,
-    unit="share",
-    why="Share of all trained elements from which it is an error: most of the model.",
-)
-STAGNANT_WEIGHTS = register(
-    "AMP712",
-    "stagnant-weights",
-    "16-bit weights stand still because updates are rounded away",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(STILL, WOULD_MOVE, MOST_STAGNANT),
-)
+STAGNANT_WEIGHTS = rule("AMP712", SCANNED)
+STILL = STAGNANT_WEIGHTS["stalled"]
+WOULD_MOVE = STAGNANT_WEIGHTS["would_move"]
+MOST_STAGNANT = STAGNANT_WEIGHTS["most"]
 
 _HALF = frozenset({"float16", "bfloat16"})
 
@@ -212,21 +185,8 @@ def _perhaps_stagnant(change: CheckpointChange, thresholds: Thresholds) -> Itera
     )
 
 
-IDLE_WOULD_MOVE = Threshold(
-    code="AMP713",
-    name="would_move",
-    default=0.5,
-    unit="share",
-    why="Share of a weight's elements that one update would change: half, as for AMP712.",
-)
-UNMOVED_WEIGHTS = register(
-    "AMP713",
-    "unmoved-weights",
-    "Trained weights did not change at all",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(IDLE_WOULD_MOVE,),
-)
+UNMOVED_WEIGHTS = rule("AMP713", SCANNED)
+IDLE_WOULD_MOVE = UNMOVED_WEIGHTS["would_move"]
 
 
 @UNMOVED_WEIGHTS.judges(CheckpointChange)
@@ -259,9 +219,7 @@ def _unmoved_weights(change: CheckpointChange, thresholds: Thresholds) -> Iterat
     )
 
 
-CHANGED_STRUCTURE = register(
-    "AMP714", "changed-structure", "The two checkpoints do not hold the same tensors", worst="note", commands=SCANNED
-)
+CHANGED_STRUCTURE = rule("AMP714", SCANNED)
 
 
 @CHANGED_STRUCTURE.judges(CheckpointChange)
@@ -299,24 +257,8 @@ def _named(tensor: TensorChange) -> bool:
     return tensor.role in {"weight", "buffer", "ema"}
 
 
-BEYOND_START = Threshold(
-    code="AMP710",
-    name="start",
-    default=8.0,
-    unit="magnitude",
-    lowest=0.0,
-    highest=65504.0,
-    why="Magnitude above which a growth counts: no initialisation reaches it (the largest of 10^9 normal numbers is "
-    "6.1), so that what grows there no longer grows out of its start.",
-)
-GROWING_RANGE = register(
-    "AMP710",
-    "growing-range",
-    "A weight or buffer grows towards fp16's limit",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(BEYOND_START,),
-)
+GROWING_RANGE = rule("AMP710", SCANNED)
+BEYOND_START = GROWING_RANGE["start"]
 
 LEAST_POINTS = 3  # fewer checkpoints do not show whether a growth slows down
 
@@ -424,23 +366,8 @@ def cast_by_autocast(role: str, shape: tuple[int, ...], dtype: str) -> bool:
     return dtype == "float16" or (role == "weight" and len(shape) >= 2 and dtype in {"float32", "float64"})
 
 
-SCALE_FALL = Threshold(
-    code="AMP711",
-    name="fall",
-    default=4.0,
-    unit="binades",
-    lowest=0.0,
-    highest=150.0,
-    why="Binades that a loss scale falls before it is called falling: a settled one goes up and down by one or two.",
-)
-FALLING_LOSS_SCALE = register(
-    "AMP711",
-    "falling-loss-scale",
-    "The loss scale keeps falling",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(SCALE_FALL,),
-)
+FALLING_LOSS_SCALE = rule("AMP711", SCANNED)
+SCALE_FALL = FALLING_LOSS_SCALE["fall"]
 
 
 @FALLING_LOSS_SCALE.judges(Trend)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, register
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, MAX_LISTED, where_of
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
@@ -17,15 +17,13 @@ from ampdoctor.evidence.checkpoint_stats import (
 )
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
 DIVIDING_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum"})
 """Moments whose root divides the update: of Adam, RMSprop and Adadelta, Adagrad."""
 
 
-OPTIMIZER_SETTINGS = register(
-    "AMP505", "optimizer-settings", "Optimizer settings that cannot be right", worst="error", commands=SCANNED
-)
+OPTIMIZER_SETTINGS = rule("AMP505", SCANNED)
 
 
 @OPTIMIZER_SETTINGS.judges(CheckpointSummary)
@@ -72,40 +70,10 @@ def _odd(group: OptimizerGroup) -> list[str]:
     return clauses
 
 
-LARGEST_UPDATE = Threshold(
-    code="AMP502",
-    name="update",
-    default=100.0,
-    unit="learning rates",
-    lowest=1.0,
-    highest=1e12,
-    why="Length of one update: Adam's own are about 3 at most, and one of 100 undoes 100 steps.",
-)
-MANY_STARVED = Threshold(
-    code="AMP502",
-    name="starved",
-    default=1e-3,
-    unit="share",
-    why="Share of the elements from which it is an error and no warning: a thousandth, our default.",
-)
-LONGER_UPDATE = Threshold(
-    code="AMP502",
-    name="longer",
-    default=2.0,
-    unit="factor",
-    lowest=1.0,
-    highest=1e6,
-    why="Length of a replayed first update over that with the state begun anew, which is one learning rate an element: "
-    "twice is what no settled state of the same gradients gives.",
-)
-SECOND_MOMENT_FLUSHED = register(
-    "AMP502",
-    "second-moment-flushed",
-    "A second moment was flushed to zero where the first was not",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(LARGEST_UPDATE, MANY_STARVED, LONGER_UPDATE),
-)
+SECOND_MOMENT_FLUSHED = rule("AMP502", SCANNED)
+LARGEST_UPDATE = SECOND_MOMENT_FLUSHED["update"]
+MANY_STARVED = SECOND_MOMENT_FLUSHED["starved"]
+LONGER_UPDATE = SECOND_MOMENT_FLUSHED["longer"]
 
 _SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126}
 """Smallest normal number of the formats in which only a conversion loses an ordinary square. Processors may flush
@@ -208,22 +176,8 @@ def _moment_row(moment: ZeroSecondMoment) -> dict[str, str | int | float]:
     return {"tensor": moment.name, "starved": moment.starved, "of": moment.examined, "largest": moment.largest}
 
 
-WRONG_UPDATE = Threshold(
-    code="AMP504",
-    name="update",
-    default=0.1,
-    unit="share",
-    why="Share of its length by which every update is off from which a counter that stands still is an error: the "
-    "error from which training was measurably worse (as AMP301.error_bad).",
-)
-STEP_COUNTERS = register(
-    "AMP504",
-    "step-counters",
-    "The optimizer's step counters stand still or disagree",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(WRONG_UPDATE,),
-)
+STEP_COUNTERS = rule("AMP504", SCANNED)
+WRONG_UPDATE = STEP_COUNTERS["update"]
 
 STEP_LIMITS = {"bfloat16": 256.0, "float16": 2048.0}
 """Whole number to which 1 can no longer be added: 2 ** significant bits."""
@@ -334,9 +288,7 @@ def _is_of(counter: TensorSummary, optimizer: OptimizerSummary, summary: Checkpo
     return counter.role == "other" and (len(summary.optimizers) == 1 or optimizer.path in own)
 
 
-EPSILON_LOST = register(
-    "AMP503", "epsilon-lost", "The optimizer's epsilon is zero in its format", worst="warning", commands=SCANNED
-)
+EPSILON_LOST = rule("AMP503", SCANNED)
 
 
 @EPSILON_LOST.judges(CheckpointSummary)

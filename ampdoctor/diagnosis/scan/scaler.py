@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, register
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, FP16_MAX
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, LogEntry, ScalerState
 from ampdoctor.evidence.location import NonFinite, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
 FRESH_SCALER: Mapping[str, float | int] = MappingProxyType(
     {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
@@ -101,13 +101,7 @@ def shown_scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> Sca
     return spoken_of or min(summary.scalers, key=lambda s: -math.inf if s.dead else s.scale, default=None)
 
 
-SCALER_SETTINGS = register(
-    "AMP404",
-    "scaler-settings",
-    "Loss scaler settings that are accepted but cannot work",
-    worst="error",
-    commands=SCANNED,
-)
+SCALER_SETTINGS = rule("AMP404", SCANNED)
 
 
 def wrong_settings(scaler: ScalerState) -> dict[str, str]:
@@ -141,9 +135,7 @@ def _settings_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Fi
         )
 
 
-DEAD_SCALER = register(
-    "AMP401", "dead-scaler", "The loss scaler is dead", worst="error", commands=SCANNED, ruins_checkpoint=True
-)
+DEAD_SCALER = rule("AMP401", SCANNED, ruins_checkpoint=True)
 
 
 def dead_words(scale: float) -> str:
@@ -170,33 +162,9 @@ def _dead_scaler(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]
             )
 
 
-COLLAPSED_ERROR = Threshold(
-    code="AMP402",
-    name="relative_error",
-    default=2e-2,
-    unit="relative error",
-    why="Rounding error of a typical gradient from which a scale below 1 is an error: from there on training was "
-    "measurably worse (as AMP301.error_warning).",
-)
-FALLING = Threshold(
-    code="AMP402",
-    name="falls",
-    default=4,
-    unit="back-offs",
-    lowest=1,
-    highest=1000,
-    why="Back-offs below 1 from which a scale that is falling still is an error: at 1 nothing is scaled, and gradients "
-    "that overflow at a sixteenth of themselves exceed a million (as AMP723.in_a_row).",
-)
-COLLAPSED_SCALER = register(
-    "AMP402",
-    "collapsed-scaler",
-    "The loss scale has fallen below 1",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(COLLAPSED_ERROR, FALLING),
-    ruins_checkpoint=True,
-)
+COLLAPSED_SCALER = rule("AMP402", SCANNED, ruins_checkpoint=True)
+COLLAPSED_ERROR = COLLAPSED_SCALER["relative_error"]
+FALLING = COLLAPSED_SCALER["falls"]
 
 JUST_FALLEN = 10
 """Clean steps since the last change up to which a scale is falling. Where nearly every step overflows, there are fewer
@@ -300,9 +268,7 @@ def _growth(scaler: ScalerState) -> str:
     return f"it would take {max(steps, 0)} steps without an overflow to grow back to 1"
 
 
-SCALE_AT_FLOOR = register(
-    "AMP408", "scale-at-floor", "The loss scale is at its floor", worst="warning", commands=SCANNED
-)
+SCALE_AT_FLOOR = rule("AMP408", SCANNED)
 
 
 @SCALE_AT_FLOOR.judges(CheckpointSummary)
@@ -329,23 +295,8 @@ def _at_floor_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Fi
     )
 
 
-HIGHEST_SETTLED = Threshold(
-    code="AMP409",
-    name="scale",
-    default=2.0**33,
-    unit="loss scale",
-    lowest=1.0,
-    highest=2.0**127,
-    why="Above every scale that a framework starts with; Megatron's 2^32 is the highest.",
-)
-SCALE_WITHOUT_BOUND = register(
-    "AMP409",
-    "scale-without-bound",
-    "The loss scale has nothing to do",
-    worst="note",
-    commands=SCANNED,
-    thresholds=(HIGHEST_SETTLED,),
-)
+SCALE_WITHOUT_BOUND = rule("AMP409", SCANNED)
+HIGHEST_SETTLED = SCALE_WITHOUT_BOUND["scale"]
 
 
 @SCALE_WITHOUT_BOUND.judges(CheckpointSummary)
@@ -476,23 +427,8 @@ def interval_of(scaler: ScalerState | None) -> int:
 # AMP403: by its own counter or by the log.
 
 
-FROZEN_INTERVALS = Threshold(
-    code="AMP403",
-    name="intervals",
-    default=3,
-    unit="growth intervals",
-    lowest=1,
-    highest=1000,
-    why="Growth intervals in a log without a growth or an overflow: a hysteresis that is used up unseen takes one.",
-)
-FROZEN_SCALER = register(
-    "AMP403",
-    "frozen-scaler",
-    "The loss scale cannot grow any more",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(FROZEN_INTERVALS,),
-)
+FROZEN_SCALER = rule("AMP403", SCANNED)
+FROZEN_INTERVALS = FROZEN_SCALER["intervals"]
 
 HIGHEST_CAP = 2.0**24  # Apex's largest scale: a scale there or above may be capped
 
@@ -549,22 +485,8 @@ def standing_scale(summary: CheckpointSummary, thresholds: Thresholds) -> Iterat
     )
 
 
-MOSTLY_FLUSHED = Threshold(
-    code="AMP410",
-    name="zeros",
-    default=0.5,
-    unit="share",
-    why="Share of zeros in the first moments of the median matrix from which it is a warning: half, which sparse "
-    "gradients of embeddings do not reach in the median.",
-)
-MISSING_SCALER = register(
-    "AMP410",
-    "missing-scaler",
-    "An fp16 training state without a loss scaler",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(MOSTLY_FLUSHED,),
-)
+MISSING_SCALER = rule("AMP410", SCANNED)
+MOSTLY_FLUSHED = MISSING_SCALER["zeros"]
 
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})  # state that is zero where no gradient ever arrived
 

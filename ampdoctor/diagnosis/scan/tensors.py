@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, rule
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
     IndexSummary,
@@ -20,7 +20,7 @@ from ampdoctor.evidence.checkpoint_stats import (
 )
 from ampdoctor.evidence.location import NonFinite, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
 MAX_LISTED = 20  # tensors that a finding's evidence lists
 MAX_FINDINGS = 20  # findings that one rule lists one by one: a checkpoint that is NaN everywhere would fill pages
@@ -170,7 +170,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-BEYOND_FP16 = register("AMP104", "beyond-fp16", "Values beyond fp16's range", worst="warning", commands=SCANNED)
+BEYOND_FP16 = rule("AMP104", SCANNED)
 
 FP16_OVERFLOW_AT = 65520.0  # halfway between `FP16_MAX` and 65536: from here on, rounding to nearest gives Inf
 
@@ -205,13 +205,7 @@ def _beyond(summary: CheckpointSummary, beyond: Sequence[TensorSummary]) -> Find
     )
 
 
-AVERAGE_THROUGH_HALF = register(
-    "AMP114",
-    "average-through-half",
-    "An averaged copy was cast to fp16 and is infinite",
-    worst="error",
-    commands=(*SCANNED, "bisect-nan", "run"),
-)
+AVERAGE_THROUGH_HALF = rule("AMP114", (*SCANNED, "bisect-nan", "run"))
 
 
 def cast_averages(summary: CheckpointSummary) -> dict[str, tuple[TensorSummary, TensorSummary]]:
@@ -300,28 +294,10 @@ def is_training_loss(lost: LostNumbers) -> bool:
 # AMP101 to AMP103 and AMP108
 
 
-NON_FINITE_WEIGHT = register(
-    "AMP101", "non-finite-weight", "A weight is NaN or infinite", worst="error", commands=SCANNED, ruins_checkpoint=True
-)
-NON_FINITE_BUFFER = register(
-    "AMP102", "non-finite-buffer", "A buffer is NaN or infinite", worst="error", commands=SCANNED, ruins_checkpoint=True
-)
-NON_FINITE_OPTIMIZER_STATE = register(
-    "AMP103",
-    "non-finite-optimizer-state",
-    "Optimizer state is NaN or infinite",
-    worst="error",
-    commands=SCANNED,
-    ruins_checkpoint=True,
-)
-NON_FINITE_TENSOR = register(
-    "AMP108",
-    "non-finite-tensor",
-    "A tensor or a number of unknown purpose is NaN or infinite",
-    worst="warning",
-    commands=SCANNED,
-    ruins_checkpoint=True,
-)
+NON_FINITE_WEIGHT = rule("AMP101", SCANNED, ruins_checkpoint=True)
+NON_FINITE_BUFFER = rule("AMP102", SCANNED, ruins_checkpoint=True)
+NON_FINITE_OPTIMIZER_STATE = rule("AMP103", SCANNED, ruins_checkpoint=True)
+NON_FINITE_TENSOR = rule("AMP108", SCANNED, ruins_checkpoint=True)
 
 
 @NON_FINITE_WEIGHT.judges(CheckpointSummary)
@@ -454,22 +430,8 @@ def _end(lost: LostNumbers) -> str:
     return "" if math.isnan(lost.last) else f", and the last is {lost.last:.4g}"
 
 
-BATCH_NORM_EPSILON = Threshold(
-    code="AMP106",
-    name="epsilon",
-    default=1e-5,
-    unit="magnitude",
-    why="A running_var down to its negative is a warning: torch's default epsilon of BatchNorm keeps the root real.",
-)
-IMPOSSIBLE_VALUE = register(
-    "AMP106",
-    "impossible-value",
-    "A value that cannot be: a negative variance or second moment",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(BATCH_NORM_EPSILON,),
-    ruins_checkpoint=True,
-)
+IMPOSSIBLE_VALUE = rule("AMP106", SCANNED, ruins_checkpoint=True)
+BATCH_NORM_EPSILON = IMPOSSIBLE_VALUE["epsilon"]
 
 
 @IMPOSSIBLE_VALUE.judges(CheckpointSummary)
@@ -509,22 +471,8 @@ def _impossible_value(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
         )
 
 
-FEW_DISPLACED = Threshold(
-    code="AMP110",
-    name="displaced",
-    default=0.25,
-    unit="share",
-    why="Share of a table of positions that may be out of place before it is taken for a table of another kind.",
-)
-WRONG_BUFFER = register(
-    "AMP110",
-    "wrong-buffer",
-    "A buffer holds finite values that it cannot have",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(FEW_DISPLACED,),
-    ruins_checkpoint=True,
-)
+WRONG_BUFFER = rule("AMP110", SCANNED, ruins_checkpoint=True)
+FEW_DISPLACED = WRONG_BUFFER["displaced"]
 
 
 @WRONG_BUFFER.judges(CheckpointSummary)
@@ -566,23 +514,8 @@ def _buffer(
     )
 
 
-LEAST_ELEMENTS = Threshold(
-    code="AMP112",
-    name="elements",
-    default=1024,
-    unit="elements",
-    lowest=1,
-    highest=1_000_000_000,
-    why="Elements below which a model of zeros is taken for somebody's example.",
-)
-EMPTY_MODEL = register(
-    "AMP112",
-    "empty-model",
-    "The model's weights are not in the file",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(LEAST_ELEMENTS,),
-)
+EMPTY_MODEL = rule("AMP112", SCANNED)
+LEAST_ELEMENTS = EMPTY_MODEL["elements"]
 
 _ENGINE_FILE = re.compile(r"(^|/)(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")
 """DeepSpeed's file of a rank: with ZeRO-3, its weights are in pieces in the optimizer's files (AMP112)."""
@@ -616,9 +549,7 @@ def _empty_model(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
     )
 
 
-FOREIGN_OBJECTS = register(
-    "AMP109", "foreign-objects", "Elsewhere the file needs torch.load's unsafe mode", worst="note", commands=SCANNED
-)
+FOREIGN_OBJECTS = rule("AMP109", SCANNED)
 
 MAX_NAMED = 3  # unsafe names that a sentence lists
 
