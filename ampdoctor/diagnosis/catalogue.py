@@ -92,9 +92,9 @@ def _thresholds(code: str, table: list[str]) -> Mapping[str, Threshold]:
         if row is None or row[1] != code or (row[8] and row[8] not in found):
             raise ValueError(f"expected the five cells of a threshold of {code}, not {line!r}")
         _, name, option, default, unit, lowest, highest, above, why = row.groups()
-        numbers = [int(float(one)) if default.isdigit() else float(one) for one in (default, lowest, highest)]
+        value, low, high = (int(float(one)) if default.isdigit() else float(one) for one in (default, lowest, highest))
         least = found[above] if above else None
-        found[name] = Threshold(code, name, numbers[0], unit, *numbers[1:], _plain(why), least, option)
+        found[name] = Threshold(code, name, value, unit, low, high, _plain(why), least, option)
     return found
 
 
