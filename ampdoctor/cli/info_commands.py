@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -87,7 +86,7 @@ def _whole(rule: Rule) -> dict[str, Any]:
         for threshold in rule.thresholds
     ]
     named = {"code": rule.code, "name": rule.name, "title": rule.title, "worst": rule.worst}
-    return {**named, **asdict(rule.page), "thresholds": thresholds}
+    return {**named, **rule.page.texts, "thresholds": thresholds}
 
 
 def _as_text(rules: list[Rule], color: Color, *, whole: bool) -> str:
@@ -96,7 +95,7 @@ def _as_text(rules: list[Rule], color: Color, *, whole: bool) -> str:
     def show(console: Console) -> None:
         for rule in rules:
             console.print(Text(f"{rule.code} {rule.name}", "bold") + Text(f": {rule.title}"))
-            for heading, text in ({"worst": rule.worst} | asdict(rule.page)).items() if whole else ():
+            for heading, text in {"worst": rule.worst, **rule.page.texts}.items() if whole else ():
                 console.print(Text(f"\n{heading}", "bold"))
                 console.print(Text(text))
             if whole and rule.thresholds:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue import PLANNED, register
+from ampdoctor.diagnosis.catalogue import PLANNED, rule
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.report_plan import PlannedBatch, PlanSection
 from ampdoctor.evidence.thresholds import Thresholds
 
-NO_EXACT_PLAN = register(
-    "AMP801",
-    "no-exact-plan",
-    "No micro-batch and accumulation give the global batch on this cluster",
-    worst="error",
-    commands=PLANNED,
-)
+NO_EXACT_PLAN = rule("AMP801", PLANNED)
 
 
 @NO_EXACT_PLAN.judges(PlanSection)
@@ -33,16 +27,14 @@ def _no_exact_plan(section: PlanSection, _: Thresholds) -> Iterator[Finding]:
     if fewer is not None:
         idle = section.after.devices - fewer.devices
         help_ = f"Leave {idle} of {section.after.devices} devices idle: {product(fewer)} is exact. {help_}"
-    yield Finding(
-        code=NO_EXACT_PLAN.code,
-        name=NO_EXACT_PLAN.name,
-        severity="error",
-        message=f"{ranks} data parallel ranks cannot share {batch} samples evenly ({batch} = {ranks} x "
+    yield NO_EXACT_PLAN.finding(
+        "error",
+        f"{ranks} data parallel ranks cannot share {batch} samples evenly ({batch} = {ranks} x "
         f"{batch // ranks} + {batch % ranks}); nearest is {product(near)}, off by {near.off:+d} "
         f"({near.off / batch:+.2%}).",
         where=Where(phase="data"),
         evidence={"global_batch": batch, "data_parallel": ranks, "nearest": near.global_batch, "off": near.off},
-        help=help_,
+        advice=help_,
     )
 
 
@@ -51,13 +43,7 @@ def product(plan: PlannedBatch) -> str:
     return f"{plan.data_parallel} x {plan.micro_batch} x {plan.accumulation} = {plan.global_batch}"
 
 
-NOTHING_FITS = register(
-    "AMP802",
-    "nothing-fits",
-    "Not even a micro-batch of one sample fits a device",
-    worst="error",
-    commands=PLANNED,
-)
+NOTHING_FITS = rule("AMP802", PLANNED)
 
 
 @NOTHING_FITS.judges(PlanSection)
@@ -70,13 +56,11 @@ def _nothing_fits(section: PlanSection, _: Thresholds) -> Iterator[Finding]:
         "states_bytes": memory.states_after,
         "per_sample_bytes": memory.per_sample,
     }
-    yield Finding(
-        code=NOTHING_FITS.code,
-        name=NOTHING_FITS.name,
-        severity="error",
-        message=f"Not even one sample fits a device of the new cluster: {memory.limited_by}.",
+    yield NOTHING_FITS.finding(
+        "error",
+        f"Not even one sample fits a device of the new cluster: {memory.limited_by}.",
         where=Where(phase="forward"),
         evidence={key: value for key, value in known.items() if value is not None},
-        help="Cut more over the ranks that there are (a higher shard stage, tensor or pipeline parallelism), recompute "
-        "activations, or offload the optimizer's states.",
+        advice="Cut more over the ranks that there are (a higher shard stage, tensor or pipeline parallelism), "
+        "recompute activations, or offload the optimizer's states.",
     )

@@ -1,6 +1,6 @@
 """The catalogue of rules: a rule, its page, its thresholds, and what all rules find together.
 
-A rule's file calls `register`. There is no other list: `rules` imports every module of `diagnosis`.
+A rule's file calls `rule`. There is no other list: `rules` imports every module of `diagnosis`.
 """
 
 from __future__ import annotations
@@ -10,55 +10,92 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.checkpoint_stats import CheckpointSummary
-from ampdoctor.evidence.location import NonFinite, Phase, Where
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity, finding_order
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Moves, Threshold, Thresholds
 
-# -- pages: docs/rules/CODE.md is the only source of a rule's texts --
+# -- pages: docs/rules/CODE.md is the only source of a rule's name, title, worst severity, thresholds and texts --
 
 
 _INSTALLED = Path(__file__).with_name("pages")  # the wheel puts docs/rules there (pyproject.toml, force-include)
 _IN_THE_TREE = Path(__file__).parents[2] / "docs" / "rules"
+_HEAD = re.compile(r"# (AMP\d{3}) ([a-z0-9]+(?:-[a-z0-9]+)*)\n\n(.+)\. Worst severity: (error|warning|note)\.\n\n")
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
+_TABLE = ("| `--threshold` | default | unit | from, to | what it decides |", "| --- | --- | --- | --- | --- |")
+_NUMBER = r"\d+(?:\.\d+)?(?:e[+-]\d+)?"
+_ROW = re.compile(
+    rf"\| `(AMP\d{{3}})\.(\w+)`(?:, `(--[\w-]+)`)? \| ({_NUMBER}) \| ([^|]+) "
+    rf"\| ({_NUMBER}), ({_NUMBER})(?:, not below `(\w+)`)? \| (.+) \|"
+)
 _ESCAPED = re.compile(r"\\([\\`*\[\]|_<])")
 
-HEADINGS = ("What it means", "How it is decided", "Threshold", "What to do", "Where it is known to be wrong")
-"""The sections of every page, in their order, which is also the order of the fields of `Page`."""
+HEADINGS = {
+    "meaning": "What it means",
+    "decided": "How it is decided",
+    "threshold": "Threshold",
+    "action": "What to do",
+    "wrong": "Where it is known to be wrong",
+}
+"""The sections of every page, in their order, by their keys in `Page.texts`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The texts about a rule, for the person who got the finding: the sections of `HEADINGS`."""
+    """The page of a rule, for the person who got the finding and for the rule itself."""
 
-    meaning: str
-    decided: str
-    threshold: str
-    action: str
-    wrong: str
+    name: str  # stable, kebab-case
+    title: str  # one line
+    worst: Severity  # the worst severity that a finding can have
+    thresholds: Mapping[str, Threshold]  # those that a user may move, by name
+    texts: Mapping[str, str]  # the sections, by the keys of `HEADINGS`
 
     @property
     def sections(self) -> tuple[tuple[str, str], ...]:
         """Each (heading, text), in the order of the page."""
-        return tuple(zip(HEADINGS, astuple(self), strict=True))
+        return tuple((heading, self.texts[key]) for key, heading in HEADINGS.items())
 
 
 @cache
 def read_page(code: str) -> Page:
-    """Return the page of a rule, cached; raises ValueError where its sections are not those of `HEADINGS`."""
+    """Return the page of a rule, cached; raises ValueError with one sentence where a part is missing or malformed."""
     file = pages_folder() / f"{code}.md"
-    _, *parts = _HEADING.split(file.read_text(encoding="utf-8"))
-    if tuple(parts[::2]) != HEADINGS:
-        raise ValueError(f"{file}: expected the sections {', '.join(HEADINGS)}, in this order")
-    return Page(*map(_prose, parts[1::2]))
+    text = file.read_text(encoding="utf-8")
+    top, *parts = _HEADING.split(text)
+    head = _HEAD.fullmatch(top)
+    if head is None or head[1] != code:
+        raise ValueError(f"{file}: expected '# {code} its-name', and 'Its title. Worst severity: error.' below it")
+    if tuple(parts[::2]) != tuple(HEADINGS.values()):
+        raise ValueError(f"{file}: expected the sections {', '.join(HEADINGS.values())}, in this order")
+    try:
+        thresholds = _thresholds(code, [line for line in text.splitlines() if line.startswith("|")])
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    texts = dict(zip(HEADINGS, map(_prose, parts[1::2]), strict=True))
+    return Page(head[2], _plain(head[3]), cast("Severity", head[4]), thresholds, texts)
+
+
+def _thresholds(code: str, table: list[str]) -> Mapping[str, Threshold]:
+    """Return the thresholds of a page's table; a default without a point or an exponent takes whole numbers only."""
+    found: dict[str, Threshold] = {}
+    if table and tuple(table[:2]) != _TABLE:
+        raise ValueError(f"expected a table that begins with {_TABLE[0]!r}")
+    for line in table[2:]:
+        row = _ROW.fullmatch(line)
+        if row is None or row[1] != code or (row[8] and row[8] not in found):
+            raise ValueError(f"expected the five cells of a threshold of {code}, not {line!r}")
+        _, name, option, default, unit, lowest, highest, above, why = row.groups()
+        value, low, high = (int(float(one)) if default.isdigit() else float(one) for one in (default, lowest, highest))
+        least = found[above] if above else None
+        found[name] = Threshold(code, name, value, unit, low, high, _plain(why), least, option)
+    return found
 
 
 def pages_folder() -> Path:
@@ -69,7 +106,11 @@ def pages_folder() -> Path:
 def _prose(section: str) -> str:
     """Return the section as plain text on one line, without its table."""
     lines = (line for line in section.splitlines() if not line.startswith("|"))
-    return _ESCAPED.sub(r"\1", " ".join(" ".join(lines).split()))
+    return _plain(" ".join(" ".join(lines).split()))
+
+
+def _plain(markdown: str) -> str:
+    return _ESCAPED.sub(r"\1", markdown)
 
 
 Command: TypeAlias = Literal["scan", "bisect-nan", "profile", "recommend", "run", "health", "plan"]
@@ -86,22 +127,72 @@ RECOMMENDED: tuple[Command, ...] = ("recommend",)
 PLANNED: tuple[Command, ...] = ("plan",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule of the catalogue. The texts about it are on its page."""
+    """One rule of the catalogue; its page has all that is said about it, and is read when it is first asked for."""
 
     code: str  # stable ("AMP101"): a code never changes its meaning
-    name: str  # stable, kebab-case
-    title: str  # one line
-    worst: Severity  # the worst severity that a finding can have
     commands: tuple[Command, ...]  # these always apply the rule; none for a rule on the configuration itself
-    thresholds: tuple[Threshold, ...] = ()  # those that a user may move, in the order of the page
     ruins_checkpoint: bool = False  # a finding means lost values: only an earlier checkpoint helps
+
+    def __getitem__(self, name: str) -> Threshold:
+        """Its threshold of this name."""
+        return self.page.thresholds[name]
 
     @property
     def page(self) -> Page:
         """The page of the rule."""
         return read_page(self.code)
+
+    @property
+    def name(self) -> str:
+        """The page's name of it ("gradient-jump"), which never changes."""
+        return self.page.name
+
+    @property
+    def title(self) -> str:
+        """What it says, in one line."""
+        return self.page.title
+
+    @property
+    def worst(self) -> Severity:
+        """The worst severity that a finding can have."""
+        return self.page.worst
+
+    @property
+    def thresholds(self) -> tuple[Threshold, ...]:
+        """Those that a user may move, in the order of the page."""
+        return tuple(self.page.thresholds.values())
+
+    def finding(
+        self,
+        severity: Severity,
+        message: str,
+        *,
+        where: Where,
+        evidence: Mapping[str, Any],
+        also: tuple[Where, ...] = (),
+        cause: str | None = None,
+        advice: str | None = None,
+        prescription: Prescription | None = None,
+    ) -> Finding:
+        """Make a finding of this rule.
+
+        `message` is one sentence with the numbers that matter; `evidence` holds JSON values; `advice` replaces what
+        the page says to do.
+        """
+        return Finding(
+            code=self.code,
+            name=self.name,
+            severity=severity,
+            message=message,
+            where=where,
+            also=also,
+            cause=cause,
+            evidence=evidence,
+            help=self.page.texts["action"] if advice is None else advice,
+            prescription=prescription,
+        )
 
     def judges(self, evidence: type[Evidence]) -> Callable[[Finder[Evidence]], Finder[Evidence]]:
         """Register the decorated function: `judge` calls it with each evidence of this class and the thresholds.
@@ -122,28 +213,11 @@ FINDERS: dict[type, list[tuple[str, Finder[Any]]]] = {}
 """By the class of evidence, each with the rule's code; complete once `rules` was called."""
 
 
-def register(
-    code: str,
-    name: str,
-    title: str,
-    *,
-    worst: Severity,
-    commands: tuple[Command, ...],
-    thresholds: tuple[Threshold, ...] = (),
-    ruins_checkpoint: bool = False,
-) -> Rule:
+def rule(code: str, commands: tuple[Command, ...], *, ruins_checkpoint: bool = False) -> Rule:
     """Add a rule to the catalogue; raises ValueError where the code is taken."""
     if code in REGISTERED:
         raise ValueError(f"{code} is registered twice")
-    REGISTERED[code] = Rule(
-        code=code,
-        name=name,
-        title=title,
-        worst=worst,
-        commands=commands,
-        thresholds=thresholds,
-        ruins_checkpoint=ruins_checkpoint,
-    )
+    REGISTERED[code] = Rule(code, commands, ruins_checkpoint)
     return REGISTERED[code]
 
 
@@ -183,9 +257,9 @@ def codes_in(*places: str) -> frozenset[str]:
 def find_rule(wanted: str) -> Rule:
     """Return the rule with a code or a name, in any case; raises UsageError with similar names if there is none."""
     key = wanted.strip()
-    for rule in rules().values():
-        if key.upper() == rule.code or key.lower() == rule.name:
-            return rule
+    for one in rules().values():
+        if key.upper() == one.code or key.lower() == one.name:
+            return one
     near = _near(key)
     hint = f"; did you mean {' or '.join(near)}?" if near else "; `ampdoctor rule` lists them."
     raise UsageError(f"There is no rule {wanted!r}{hint}")
@@ -271,68 +345,15 @@ def _checked(threshold: Threshold, value: Any) -> float:
     return int(value) if threshold.whole else float(value)
 
 
-# -- a checkpoint's finding --
+# -- a scan's prescriptions --
 
 
 NOT_REPLAYED = "A scan reads the file only; bisect-nan --checkpoint replays the run with the change."
 """Why a scan's prescription is not verified."""
 
 
-def checkpoint_finding(
-    summary: CheckpointSummary,
-    rule: Rule,
-    severity: Severity,
-    message: str,
-    *,
-    evidence: Mapping[str, Any],
-    phase: Phase = "checkpoint",
-    module: str = "",
-    op: str | None = None,
-    born: NonFinite = "none",
-    tensor: str | None = None,
-    file: str | None = None,
-    also: Iterable[Where] = (),
-    global_step: int | None = None,
-    cause: str | None = None,
-    prescription: Prescription | None = None,
-) -> Finding:
-    """Make a finding of a rule, with the rule's name and help, at the checkpoint's step.
-
-    `message` is one sentence with the numbers that matter; `evidence` holds JSON values. `born` is what is non-finite
-    there, `file` is "" for none, and `global_step` is where it began in the run (None: the checkpoint's own step).
-    """
-    return Finding(
-        code=rule.code,
-        name=rule.name,
-        severity=severity,
-        message=message,
-        where=Where(
-            phase=phase,
-            global_step=summary.global_step if global_step is None else global_step,
-            module=module,
-            op=op,
-            nonfinite=born,
-            tensor=tensor,
-            file=file or None,
-        ),
-        also=tuple(also),
-        cause=cause,
-        evidence=evidence,
-        help=rule.page.action,
-        prescription=prescription,
-    )
-
-
 # AMP911 and AMP912: unused and expired ignores of the configuration; `gates` finds them.
 
 
-UNUSED_IGNORE = register(
-    "AMP911",
-    "unused-ignore",
-    "An ignore of the configuration fits nothing that was found",
-    worst="warning",
-    commands=(),
-)
-EXPIRED_IGNORE = register(
-    "AMP912", "expired-ignore", "An ignore of the configuration is past its date", worst="warning", commands=()
-)
+UNUSED_IGNORE = rule("AMP911", ())
+EXPIRED_IGNORE = rule("AMP912", ())

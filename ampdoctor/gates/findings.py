@@ -199,11 +199,9 @@ def _named(ignore: Ignore) -> str:
 
 
 def _finding(rule: Rule, ignore: Ignore, message: str, more: dict[str, Any], cure: str) -> Finding:
-    return Finding(
-        code=rule.code,
-        name=rule.name,
-        severity=rule.worst,
-        message=message,
+    return rule.finding(
+        rule.worst,
+        message,
         where=Where(
             phase="configuration",
             module=ignore.module or "",
@@ -212,5 +210,5 @@ def _finding(rule: Rule, ignore: Ignore, message: str, more: dict[str, Any], cur
             source=ignore.written,
         ),
         evidence={"rule": ignore.rule, "file": ignore.file, "reason": ignore.reason, **more},
-        help=cure,
+        advice=cure,
     )

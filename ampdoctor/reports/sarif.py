@@ -80,7 +80,7 @@ def _rules(report: Report) -> list[_Object]:
 def _rule_of(finding: Finding) -> _Object:
     rule = rules().get(finding.code)
     if rule is not None:
-        title, meaning, sections = rule.title, rule.page.meaning, rule.page.sections
+        title, meaning, sections = rule.title, rule.page.texts["meaning"], rule.page.sections
     else:  # a saved report of another version
         title = finding.name.replace("-", " ").capitalize()
         meaning, sections = f"{title}.", (("What to do", finding.help or "Read the finding."),)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue import FINDERS, SCANNED, register, rules
+from ampdoctor.diagnosis.catalogue import FINDERS, SCANNED, rule, rules
 from ampdoctor.evidence.checkpoint_stats import CheckpointChange, CheckpointSummary, Trend
 
 PACKAGE = Path(__file__).parents[2] / "ampdoctor"
@@ -62,15 +62,15 @@ def test_what_a_scan_has_judged_is_said_to_be_raised_by_it():
 
 def test_a_code_is_registered_once():
     with pytest.raises(ValueError, match="AMP107 is registered twice"):
-        register("AMP107", "another", "Another", worst="note", commands=SCANNED)
+        rule("AMP107", SCANNED)
 
 
-REGISTERED = re.compile(r'register\(\s*"(AMP\d{3})"')
-NAMED = re.compile(r'^(\w+) = register\(\s*"(AMP\d{3})"', re.MULTILINE)
+REGISTERED = re.compile(r'= rule\("(AMP\d{3})"')
+NAMED = re.compile(r'^(\w+) = rule\("(AMP\d{3})"', re.MULTILINE)
 
 
 def test_a_rule_is_named_for_its_name():
-    """`NAME_OF_THE_RULE = register(...)`; `RULE` in a file that holds one rule."""
+    """`NAME_OF_THE_RULE = rule(...)`; `RULE` in a file that holds one rule."""
     named = [found for path in MODULES.values() for found in NAMED.findall(path.read_text(encoding="utf-8"))]
     assert sorted(code for _, code in named) == list(rules())
     names = {code: rule.name.replace("-", "_").upper() for code, rule in rules().items()}

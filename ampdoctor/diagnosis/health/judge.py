@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
 
-from ampdoctor.diagnosis.catalogue import FINDERS, Rule, rules
+from ampdoctor.diagnosis.catalogue import FINDERS, rules
 from ampdoctor.diagnosis.health.step_state import EPISODE, StepState
 from ampdoctor.diagnosis.health.tensor_state import TensorCourses, TensorState
-from ampdoctor.evidence.location import NonFinite, Phase, Where
 from ampdoctor.evidence.log_records import (
     DetailLine,
     DetailTable,
@@ -23,7 +22,7 @@ from ampdoctor.evidence.log_records import (
     StepLine,
     table_of,
 )
-from ampdoctor.evidence.report import SEVERITIES, Finding, Severity
+from ampdoctor.evidence.report import SEVERITIES, Finding
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
 # -- the finding of a rule on steps or tensors --
@@ -32,40 +31,6 @@ from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 First = Literal["data", "forward", "gradient", "optimizer", "scale", "logits", "weights", "hardware"]
 """What moved first."""
 TENSOR = "{tensor}"  # placeholder for the worst tensor's name in a rule's message
-
-
-def over_time_finding(
-    rule: Rule,
-    severity: Severity,
-    message: str,
-    *,
-    step: int,
-    first: str,
-    evidence: Mapping[str, Any],
-    phase: Phase = "optimizer",
-    tensor: int | None = None,
-    also: Iterable[int] = (),
-    nonfinite: NonFinite = "none",
-) -> Finding:
-    """Makes a finding of a rule on steps or tensors, with the rule's name and help.
-
-    `step` is the attempted step at which it was seen, `first` is what moved first, as far as the log shows. `tensor` is
-    the index of the worst tensor's name and `also` those of the others. `evidence` holds JSON values.
-    """
-
-    def place(index: int | None) -> Where:
-        return Where(step=step, phase=phase, nonfinite=nonfinite, tensor=None if index is None else str(index))
-
-    return Finding(
-        code=rule.code,
-        name=rule.name,
-        severity=severity,
-        message=message,
-        where=place(tensor),
-        also=tuple(place(index) for index in also),
-        evidence={"first": first, **evidence},
-        help=rule.page.action,
-    )
 
 
 def ahead(steps: float) -> str:

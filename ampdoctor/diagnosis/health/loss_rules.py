@@ -5,20 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ampdoctor.diagnosis.catalogue import WATCHED, register
-from ampdoctor.diagnosis.health.judge import over_time_finding
+from ampdoctor.diagnosis.catalogue import WATCHED, rule
 from ampdoctor.diagnosis.health.rolling import FIRST, HOP, LENGTH, MOST, RECENT, SPANS
 from ampdoctor.diagnosis.health.step_state import LEAST_ROWS, StepState, norm_of
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
-STEPS_NOT_FINITE = register(
-    "AMP722",
-    "steps-not-finite",
-    "A step was taken with a loss or a gradient that is not finite",
-    worst="error",
-    commands=WATCHED,
-)
+STEPS_NOT_FINITE = rule("AMP722", WATCHED)
 
 
 @STEPS_NOT_FINITE.judges(StepState)
@@ -42,57 +36,28 @@ def _steps_not_finite(moment: StepState, _: Thresholds) -> Sequence[Finding]:
         said += f", and no finite {'norm' if moment.line.loss is None else 'loss'} follows: the weights took it"
     if may_be_skipped:
         said += "; no step follows in the log: either a scaler has skipped it, as it should, or the weights are lost"
-    finding = over_time_finding(
-        STEPS_NOT_FINITE,
+    finding = STEPS_NOT_FINITE.finding(
         "warning" if may_be_skipped else "error",
         f"The {'gradient norm' if of_norm else 'loss'} of step {line.step} is {value}{said}.",
-        step=line.step,
-        first=moment.first("forward" if of_loss else "gradient", since=line.step),
-        phase="backward" if of_norm else "loss",
-        nonfinite="nan" if value is not None and math.isnan(value) else "inf",
-        evidence={"loss": line.loss, "gradient_norm": line.gradient_norm, "skipped": line.skipped},
+        where=Where(
+            step=line.step,
+            phase="backward" if of_norm else "loss",
+            nonfinite="nan" if value is not None and math.isnan(value) else "inf",
+        ),
+        evidence={
+            "first": moment.first("forward" if of_loss else "gradient", since=line.step),
+            "loss": line.loss,
+            "gradient_norm": line.gradient_norm,
+            "skipped": line.skipped,
+        },
     )
     return (finding,)
 
 
-GRADIENT_JUMP_DEVIATIONS = Threshold(
-    code="AMP720",
-    name="deviations",
-    default=6.0,
-    unit="robust standard deviations",
-    lowest=1.0,
-    highest=1000.0,
-    why="Of the logarithm above the median of the last 128 accepted steps: OLMo's and levanter's six, with a median in "
-    "place of a mean.",
-)
-GRADIENT_JUMP_BEYOND = Threshold(
-    code="AMP720",
-    name="beyond",
-    default=1.5,
-    unit="share",
-    lowest=0.0,
-    highest=100.0,
-    why="How far beyond the highest of the window, as a share of that one's way from the median: a norm with a heavy "
-    "tail has been far before.",
-)
-GRADIENT_JUMP_TIMES = Threshold(
-    code="AMP720",
-    name="times",
-    default=1.5,
-    unit="factor",
-    lowest=1.0,
-    highest=1e6,
-    why="Of the usual norm: what is many deviations of a norm that hardly moves, as a discriminator's in its first "
-    "steps, and less than half as large again, does no harm.",
-)
-GRADIENT_JUMP = register(
-    "AMP720",
-    "gradient-jump",
-    "The gradient norm or the loss jumps",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(GRADIENT_JUMP_DEVIATIONS, GRADIENT_JUMP_BEYOND, GRADIENT_JUMP_TIMES),
-)
+GRADIENT_JUMP = rule("AMP720", WATCHED)
+GRADIENT_JUMP_DEVIATIONS = GRADIENT_JUMP["deviations"]
+GRADIENT_JUMP_BEYOND = GRADIENT_JUMP["beyond"]
+GRADIENT_JUMP_TIMES = GRADIENT_JUMP["times"]
 
 
 @GRADIENT_JUMP.judges(StepState)
@@ -121,14 +86,12 @@ def gradient_jump(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     blamed = ": look at the batch, and at the update before it" if first == "data" else ""
     too = f"; the loss left the usual with it{blamed}" if both else ""
     times = f", {value / usual:.3g} times the usual {usual:.3g}" if usual > 0 else f"; the usual is {usual:.3g}"
-    finding = over_time_finding(
-        GRADIENT_JUMP,
+    finding = GRADIENT_JUMP.finding(
         "warning",
         f"The {what} of step {line.step} is {value:.3g}{times} ({above:.1f} robust deviations){too}.",
-        step=line.step,
-        first=first,
-        phase="backward" if of_norm else "loss",
+        where=Where(step=line.step, phase="backward" if of_norm else "loss"),
         evidence={
+            "first": first,
             "what": what.replace(" ", "_"),
             "value": value,
             "usual": usual,
@@ -141,34 +104,9 @@ def gradient_jump(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     return (finding,)
 
 
-CLIMBS_AT_FIRST_LOSS = Threshold(
-    code="AMP741",
-    name="loss",
-    default=2.0,
-    unit="factor",
-    lowest=1.1,
-    highest=1e9,
-    why="Median of the last 16 losses over that of the first 8. In the first 400 steps of 309 healthy trainings of "
-    "benchmarks/alerts (seeds 0 to 3) it is 1.15 at most.",
-)
-CLIMBS_AT_FIRST_NORM = Threshold(
-    code="AMP741",
-    name="norm",
-    default=30.0,
-    unit="factor",
-    lowest=1.5,
-    highest=1e9,
-    why="Median of the last 8 gradient norms over that of the first 8, while the loss is not below its first level. In "
-    "the same trainings it is 2.3 at most; 22 of a critic, which has its generator beside it and is left alone.",
-)
-CLIMBS_AT_FIRST = register(
-    "AMP741",
-    "climbs-at-first",
-    "The loss or the gradient norm has grown many times over in the first steps",
-    worst="error",
-    commands=WATCHED,
-    thresholds=(CLIMBS_AT_FIRST_LOSS, CLIMBS_AT_FIRST_NORM),
-)
+CLIMBS_AT_FIRST = rule("AMP741", WATCHED)
+CLIMBS_AT_FIRST_LOSS = CLIMBS_AT_FIRST["loss"]
+CLIMBS_AT_FIRST_NORM = CLIMBS_AT_FIRST["norm"]
 
 
 @CLIMBS_AT_FIRST.judges(StepState)
@@ -188,17 +126,19 @@ def _climbs_at_first(moment: StepState, thresholds: Thresholds) -> Sequence[Find
     )
     both = of_loss and norm >= thresholds[CLIMBS_AT_FIRST_NORM]
     too = f", and the gradient norm {norm:.3g} times" if of_loss and norm >= thresholds[CLIMBS_AT_FIRST_LOSS] else ""
-    finding = over_time_finding(
-        CLIMBS_AT_FIRST,
+    finding = CLIMBS_AT_FIRST.finding(
         "error" if both else "warning",
         f"The {what} of the last {steps} steps is {times * first:.4g}, {times:.3g} times what it was in the first "
         f"{FIRST} ({first:.4g}){too}.",
-        step=moment.line.step,
-        first="optimizer" if moment.first() == "optimizer" else "data" if of_loss and not too else "gradient",
-        phase="loss" if of_loss else "backward",
-        evidence={"loss_times": loss, "norm_times": norm, "first_loss": _known(moment.first_losses.first),
-                  "first_norm": _known(moment.first_norms.first)},
-    )  # fmt: skip
+        where=Where(step=moment.line.step, phase="loss" if of_loss else "backward"),
+        evidence={
+            "first": "optimizer" if moment.first() == "optimizer" else "data" if of_loss and not too else "gradient",
+            "loss_times": loss,
+            "norm_times": norm,
+            "first_loss": _known(moment.first_losses.first),
+            "first_norm": _known(moment.first_norms.first),
+        },
+    )
     return (finding,)
 
 
@@ -206,44 +146,10 @@ def _known(value: float) -> float | None:
     return None if value != value else value  # noqa: PLR0124 - NaN is not itself
 
 
-LEVEL_SHIFTS_SUM = Threshold(
-    code="AMP724",
-    name="sum",
-    default=12.0,
-    unit="robust standard deviations",
-    lowest=0.5,
-    highest=1000.0,
-    why="Of the loss and the norm together: of the mean of the last 4, 8 or 16 of each above what is usual, in "
-    "deviations of such a mean. The healthy trainings of benchmarks/alerts stay below 9.3.",
-)
-LEVEL_SHIFTS_LOSS = Threshold(
-    code="AMP724",
-    name="loss",
-    default=6.8,
-    unit="robust standard deviations",
-    lowest=0.5,
-    highest=1000.0,
-    why="Likewise of the loss alone: healthy ones stay below 5.8.",
-)
-LEVEL_SHIFTS_NORM = Threshold(
-    code="AMP724",
-    name="norm",
-    default=3.8,
-    unit="robust standard deviations",
-    lowest=0.5,
-    highest=MOST,
-    why="Of the norm alone, in deviations of one value, because a norm wanders: its mean over 16 steps is no nearer to "
-    "the usual than one over 8, and over fewer it is not asked. Not while the loss falls. Healthy ones stay below 3.6; "
-    "one value counts 5 at most.",
-)
-LEVEL_SHIFTS = register(
-    "AMP724",
-    "level-shifts",
-    "The loss or the gradient norm climbs",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(LEVEL_SHIFTS_SUM, LEVEL_SHIFTS_LOSS, LEVEL_SHIFTS_NORM),
-)
+LEVEL_SHIFTS = rule("AMP724", WATCHED)
+LEVEL_SHIFTS_SUM = LEVEL_SHIFTS["sum"]
+LEVEL_SHIFTS_LOSS = LEVEL_SHIFTS["loss"]
+LEVEL_SHIFTS_NORM = LEVEL_SHIFTS["norm"]
 _ROOTS = [math.sqrt(span) for span in SPANS]
 _BOTH = 3.0
 """Least deviations of the loss's mean for loss and norm to climb together. A norm that climbs under a steady loss has
@@ -287,38 +193,25 @@ def _level_shifts(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
         return ()
     loss, norm = max(losses), max(norms)
     course, what = (moment.norm, "gradient norm") if norm > loss else (moment.loss, "loss")
-    finding = over_time_finding(
-        LEVEL_SHIFTS,
+    finding = LEVEL_SHIFTS.finding(
         "warning",
         f"The {'loss and the gradient norm have' if worst == of_both else f'{what} has'} climbed: the {what} of the "
         f"last {SPANS[0]} steps is {course.latest:.4g}, usual is {course.usual:.4g} (over up to {SPANS[-1]} steps, in "
         f"robust deviations, of which a step counts {MOST:.0f} at most: loss {loss:+.1f}, gradient norm {norm:+.1f}).",
-        step=moment.line.step,
-        first=moment.first("gradient" if norm > loss else "data"),
-        phase="backward" if norm > loss else "loss",
-        evidence={"loss_lift": loss, "norm_lift": norm, "latest": course.latest, "usual": course.usual},
+        where=Where(step=moment.line.step, phase="backward" if norm > loss else "loss"),
+        evidence={
+            "first": moment.first("gradient" if norm > loss else "data"),
+            "loss_lift": loss,
+            "norm_lift": norm,
+            "latest": course.latest,
+            "usual": course.usual,
+        },
     )
     return (finding,)
 
 
-LOSS_NOT_BACK_STEPS = Threshold(
-    code="AMP721",
-    name="steps",
-    default=20,
-    unit="steps",
-    lowest=2,
-    highest=10_000,
-    why="In a row above the usual by three robust deviations, after a spike of six: a spike that does harm stays, one "
-    "that does not is back within ten steps or so (BLOOM's, PaLM's).",
-)
-LOSS_NOT_BACK = register(
-    "AMP721",
-    "loss-not-back",
-    "The loss has jumped and not come back",
-    worst="error",
-    commands=WATCHED,
-    thresholds=(LOSS_NOT_BACK_STEPS,),
-)
+LOSS_NOT_BACK = rule("AMP721", WATCHED)
+LOSS_NOT_BACK_STEPS = LOSS_NOT_BACK["steps"]
 
 
 @LOSS_NOT_BACK.judges(StepState)
@@ -330,15 +223,13 @@ def _loss_not_back(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
     if spike.above != steps:
         return ()
     line = moment.line
-    finding = over_time_finding(
-        LOSS_NOT_BACK,
+    finding = LOSS_NOT_BACK.finding(
         "error",
         f"The loss rose to {spike.value:.4g} at step {spike.step}, from about {spike.usual:.4g}, and {steps} steps "
         f"later it is still {line.loss:.4g}: above {spike.limit:.4g} in each of them.",
-        step=line.step,
-        first=moment.first(since=spike.step),
-        phase="loss",
+        where=Where(step=line.step, phase="loss"),
         evidence={
+            "first": moment.first(since=spike.step),
             "since": spike.step,
             "at_first": spike.value,
             "usual": spike.usual,
@@ -349,22 +240,8 @@ def _loss_not_back(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
     return (finding,)
 
 
-DESCENT_LOST_SHARE = Threshold(
-    code="AMP739",
-    name="share",
-    default=0.5,
-    unit="share",
-    why="Of the way from the highest usual loss to the lowest that the usual loss has gone back up. Trainings that "
-    "were ruined went back by 0.48 to 1; healthy ones by 0.22 at most, and by 0.47 where their task was changed.",
-)
-DESCENT_LOST = register(
-    "AMP739",
-    "descent-lost",
-    "The loss has given back what it had learned",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(DESCENT_LOST_SHARE,),
-)
+DESCENT_LOST = rule("AMP739", WATCHED)
+DESCENT_LOST_SHARE = DESCENT_LOST["share"]
 
 
 @DESCENT_LOST.judges(StepState)
@@ -376,37 +253,24 @@ def _descent_lost(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     if not descent.falls or usual - descent.lowest < thresholds[DESCENT_LOST_SHARE] * way:
         return ()
     share = (usual - descent.lowest) / way
-    finding = over_time_finding(
-        DESCENT_LOST,
+    finding = DESCENT_LOST.finding(
         "warning",
         f"The loss is back at {usual:.4g}, after {descent.lowest:.4g} at its lowest: {share:.0%} of the way that it "
         f"had come down from {descent.fallen_from:.4g} is lost.",
-        step=moment.line.step,
-        first=moment.first("data"),
-        phase="loss",
-        evidence={"usual": usual, "lowest": descent.lowest, "highest": descent.fallen_from, "share": share},
+        where=Where(step=moment.line.step, phase="loss"),
+        evidence={
+            "first": moment.first("data"),
+            "usual": usual,
+            "lowest": descent.lowest,
+            "highest": descent.fallen_from,
+            "share": share,
+        },
     )
     return (finding,)
 
 
-LOSS_FALLS_DEVIATIONS = Threshold(
-    code="AMP732",
-    name="deviations",
-    default=6.0,
-    unit="robust standard deviations",
-    lowest=0.5,
-    highest=1000.0,
-    why="By which the median of the last 16 losses is below the 112 before. A note only: a curriculum, a phase of "
-    "fast learning and a lower learning rate do the same.",
-)
-LOSS_FALLS = register(
-    "AMP732",
-    "loss-falls",
-    "The training loss falls at once",
-    worst="note",
-    commands=WATCHED,
-    thresholds=(LOSS_FALLS_DEVIATIONS,),
-)
+LOSS_FALLS = rule("AMP732", WATCHED)
+LOSS_FALLS_DEVIATIONS = LOSS_FALLS["deviations"]
 
 
 @LOSS_FALLS.judges(StepState)
@@ -419,37 +283,18 @@ def _loss_falls(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
         or loss.shift > -thresholds[LOSS_FALLS_DEVIATIONS]
     ):
         return ()
-    finding = over_time_finding(
-        LOSS_FALLS,
+    finding = LOSS_FALLS.finding(
         "note",
         f"The training loss has fallen at once, from {loss.usual:.4g} to {loss.recent:.4g} over {RECENT} steps "
         f"({-loss.shift:.1f} robust deviations): good news, or batches that repeat.",
-        step=moment.line.step,
-        first="data",
-        phase="data",
-        evidence={"usual": loss.usual, "recent": loss.recent, "deviations": -loss.shift},
+        where=Where(step=moment.line.step, phase="data"),
+        evidence={"first": "data", "usual": loss.usual, "recent": loss.recent, "deviations": -loss.shift},
     )
     return (finding,)
 
 
-PLATEAU_STEPS = Threshold(
-    code="AMP731",
-    name="steps",
-    default=2000,
-    unit="steps",
-    lowest=200,
-    highest=10_000_000,
-    why="Without a lower loss, each mean of 200 held against the one before. A note only: a run at the end of its "
-    "learning does the same.",
-)
-PLATEAU = register(
-    "AMP731",
-    "plateau",
-    "The loss stands while the gradients do not vanish",
-    worst="note",
-    commands=WATCHED,
-    thresholds=(PLATEAU_STEPS,),
-)
+PLATEAU = rule("AMP731", WATCHED)
+PLATEAU_STEPS = PLATEAU["steps"]
 
 
 @PLATEAU.judges(StepState)
@@ -459,16 +304,14 @@ def _plateau(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
         return ()
     stretch.told = True
     falling = stretch.norm_now < 0.5 * stretch.norm_then
-    finding = over_time_finding(
-        PLATEAU,
+    finding = PLATEAU.finding(
         "note",
         f"The loss has not fallen below {stretch.best:.4g} for {stretch.steps} steps; the gradient norm "
         f"{'has fallen' if falling else 'has not'}, from {stretch.norm_then:.3g} to {stretch.norm_now:.3g}: "
         f"{'it has converged, or saturated' if falling else 'it still pushes, and gets nowhere'}.",
-        step=moment.line.step,
-        first="gradient" if falling else "optimizer",
-        phase="loss",
+        where=Where(step=moment.line.step, phase="loss"),
         evidence={
+            "first": "gradient" if falling else "optimizer",
             "best": stretch.best,
             "steps": stretch.steps,
             "norm_before": stretch.norm_then,

@@ -5,62 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ampdoctor.diagnosis.catalogue import WATCHED, register
-from ampdoctor.diagnosis.health.judge import TENSOR, over_time_finding
+from ampdoctor.diagnosis.catalogue import WATCHED, rule
+from ampdoctor.diagnosis.health.judge import TENSOR
 from ampdoctor.diagnosis.health.rolling import HOP, LEAST, LENGTH, RollingStats, falls_over
-from ampdoctor.diagnosis.health.step_state import HOPELESS, LEAST_ROWS, SETTLING, Setting, StepState
+from ampdoctor.diagnosis.health.step_state import HOPELESS, LEAST_ROWS, Setting, StepState
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
-SCALE_RATCHETS_FALLS = Threshold(
-    code="AMP723",
-    name="falls",
-    default=4,
-    unit="back-offs",
-    lowest=2,
-    highest=1000,
-    why="Since the scale last grew. A scaler that probes the limit falls once for each growth; four falls between two "
-    "growths are 16 times a larger gradient, or a forward that overflows at any scale.",
-)
-SCALE_RATCHETS_IN_A_ROW = Threshold(
-    code="AMP723",
-    name="in_a_row",
-    default=4,
-    unit="steps",
-    lowest=2,
-    highest=1000,
-    why="Skipped one after another, once a step has been taken: the spikes of healthy runs are within 16 times the "
-    "usual. It needs no usual, and so no steps before it but that one.",
-)
-SCALE_RATCHETS_LEAST = Threshold(
-    code="AMP723",
-    name="least",
-    default=1.0,
-    unit="scale",
-    lowest=0.0,
-    highest=65536.0,
-    why="A scale below it makes gradients smaller instead of larger: torch's documentation calls it a sign that the "
-    "gradients are not to be trusted. An overflow at 1 is one of the gradients as they are; DeepSpeed's floor is "
-    "there, and it ends the run.",
-)
-SCALE_RATCHETS_AT_FLOOR = Threshold(
-    code="AMP723",
-    name="at_floor",
-    default=8,
-    unit="steps",
-    lowest=2,
-    highest=1000,
-    why="Skipped one after another at one scale. A scaler falls at each overflow, DeepSpeed's and Megatron-LM's by "
-    "default at every second: a scale that eight leave where it is has a floor (DeepSpeed's is 1) or is fixed.",
-)
-SCALE_RATCHETS = register(
-    "AMP723",
-    "scale-ratchets",
-    "The loss scale falls and does not grow",
-    worst="error",
-    commands=WATCHED,
-    thresholds=(SCALE_RATCHETS_FALLS, SCALE_RATCHETS_IN_A_ROW, SCALE_RATCHETS_LEAST, SCALE_RATCHETS_AT_FLOOR),
-)
+SCALE_RATCHETS = rule("AMP723", WATCHED)
+SCALE_RATCHETS_FALLS = SCALE_RATCHETS["falls"]
+SCALE_RATCHETS_IN_A_ROW = SCALE_RATCHETS["in_a_row"]
+SCALE_RATCHETS_LEAST = SCALE_RATCHETS["least"]
+SCALE_RATCHETS_AT_FLOOR = SCALE_RATCHETS["at_floor"]
 
 
 @SCALE_RATCHETS.judges(StepState)
@@ -90,15 +47,13 @@ def _scale_ratchets(moment: StepState, thresholds: Thresholds) -> Sequence[Findi
         binades = f"{scale.falls} times ({scale.fallen:g} binades) since it last grew"
         fallen = f"has fallen to {scale.now:g} at step {line.step}, {binades}"
     ahead = max(0, int(scale.now).bit_length() - 1) if scale.now > 1 else 0
-    finding = over_time_finding(
-        SCALE_RATCHETS,
+    finding = SCALE_RATCHETS.finding(
         severity,
         f"The loss scale {fallen}{skipped}"
         f"{f': {ahead} more, and it is at 1, which scales nothing' if ahead and not (low or ended) else ''}.",
-        step=line.step,
-        first=moment.first(),
-        phase="scaler",
+        where=Where(step=line.step, phase="scaler"),
         evidence={
+            "first": moment.first(),
             "scale": scale.now,
             "highest": scale.highest,
             "falls": scale.falls,
@@ -111,34 +66,9 @@ def _scale_ratchets(moment: StepState, thresholds: Thresholds) -> Sequence[Findi
     return (finding,)
 
 
-NO_STEP_TAKEN_STEPS = Threshold(
-    code="AMP740",
-    name="settling",
-    default=SETTLING,
-    unit="steps",
-    lowest=2,
-    highest=1_000_000,
-    why="Skipped from the run's first step on. AMP703 grants a settling scaler as many: from the highest initial "
-    "scale, 2^32, down to 1 are 32.",
-)
-NO_STEP_TAKEN_STARTS = Threshold(
-    code="AMP740",
-    name="starts",
-    default=2,
-    unit="times",
-    lowest=1,
-    highest=1_000_000,
-    why="That the scale rises as no scaler lets it rise. Once is a training that went on without its scaler's state, "
-    "or a scale that was set by hand.",
-)
-NO_STEP_TAKEN = register(
-    "AMP740",
-    "no-step-taken",
-    "No step is taken, or the loss scale starts over again and again",
-    worst="error",
-    commands=WATCHED,
-    thresholds=(NO_STEP_TAKEN_STEPS, NO_STEP_TAKEN_STARTS),
-)
+NO_STEP_TAKEN = rule("AMP740", WATCHED)
+NO_STEP_TAKEN_STEPS = NO_STEP_TAKEN["settling"]
+NO_STEP_TAKEN_STARTS = NO_STEP_TAKEN["starts"]
 
 
 @NO_STEP_TAKEN.judges(StepState)
@@ -179,14 +109,12 @@ def _times(number: int) -> str:
 
 def _finding(moment: StepState, severity: Severity, message: str) -> Finding:
     scale = moment.scale
-    return over_time_finding(
-        NO_STEP_TAKEN,
+    return NO_STEP_TAKEN.finding(
         severity,
         message,
-        step=moment.line.step,
-        first=moment.first("scale"),
-        phase="scaler",
+        where=Where(step=moment.line.step, phase="scaler"),
         evidence={
+            "first": moment.first("scale"),
             "scale": scale.now,
             "first_scale": scale.first,
             "taken": scale.taken,
@@ -197,13 +125,7 @@ def _finding(moment: StepState, severity: Severity, message: str) -> Finding:
     )
 
 
-NO_SUCH_SCALE = register(
-    "AMP742",
-    "no-such-scale",
-    "The loss scale is not a positive finite number",
-    worst="error",
-    commands=WATCHED,
-)
+NO_SUCH_SCALE = rule("AMP742", WATCHED)
 
 
 @NO_SUCH_SCALE.judges(StepState)
@@ -214,37 +136,18 @@ def _no_such_scale(moment: StepState, _: Thresholds) -> Sequence[Finding]:
     if math.isnan(wrong) and (moment.end is None or moment.scale.wrong_rows <= moment.scale.wrong_before):
         return ()  # NaN may mean "not logged at this step": a scale follows
     since = moment.scale.wrong_since
-    finding = over_time_finding(
-        NO_SUCH_SCALE,
+    finding = NO_SUCH_SCALE.finding(
         "error",
         f"The loss scale is {wrong:g} from step {since} on: "
         f"{'gradients divided by it are lost' if wrong == 0 or not math.isfinite(wrong) else 'no scaler gives it'}.",
-        step=since,
-        first="scale",
-        phase="scaler",
-        evidence={"scale": wrong, "last_scale": moment.scale.now},
+        where=Where(step=since, phase="scaler"),
+        evidence={"first": "scale", "scale": wrong, "last_scale": moment.scale.now},
     )
     return (finding,)
 
 
-SCHEDULE_JUMPS_FACTOR = Threshold(
-    code="AMP729",
-    name="factor",
-    default=3.0,
-    unit="factor",
-    lowest=1.1,
-    highest=1e9,
-    why="From one step to the next, and above every value before: a warm-up goes step by step, a restart comes back to "
-    "a rate that was there. Half a decade of learning rates lies between good and diverging.",
-)
-SCHEDULE_JUMPS = register(
-    "AMP729",
-    "schedule-jumps",
-    "The learning rate or the weight decay jumps",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(SCHEDULE_JUMPS_FACTOR,),
-)
+SCHEDULE_JUMPS = rule("AMP729", WATCHED)
+SCHEDULE_JUMPS_FACTOR = SCHEDULE_JUMPS["factor"]
 
 MOST_NAMED = 8  # parameters of a group that a finding names; it may have thousands
 
@@ -268,15 +171,13 @@ def _jumps(moment: StepState, factor: float) -> Iterator[Finding]:
         if tensors:
             of_group += f" ({TENSOR}{f' and {len(tensors) - 1} more' if len(tensors) > 1 else ''})"
         times = "" if before <= 0 or now < 0 else f", {now / before:.3g} times, and above every value before"
-        yield over_time_finding(
-            SCHEDULE_JUMPS,
+        yield SCHEDULE_JUMPS.finding(
             "warning",
             f"The {what}{of_group} jumps from {before:.3g} to {now:.3g} at step {step}{times}.",
-            step=step,
-            first="optimizer",
-            tensor=next(iter(tensors), None),
-            also=tensors[1:MOST_NAMED],
+            where=Where(step=step, phase="optimizer", tensor=str(tensors[0]) if tensors else None),
+            also=tuple(Where(step=step, phase="optimizer", tensor=str(one)) for one in tensors[1:MOST_NAMED]),
             evidence={
+                "first": "optimizer",
                 "what": what.replace(" ", "_"),
                 "group": group,
                 "tensors": len(tensors),
@@ -301,41 +202,10 @@ def _jumped(setting: Setting, factor: float, *, from_zero: bool) -> int | None:
     return None
 
 
-BATCH_CHANGES_FACTOR = Threshold(
-    code="AMP736",
-    name="factor",
-    default=2.0,
-    unit="factor",
-    lowest=1.1,
-    highest=1e9,
-    why="By which the root mean square of a batch lies outside of those of the 128 before. It is drawn of 512 numbers "
-    "and known within 6 %; another unit, or a missing normalisation, is another factor than two (255, 1/0.226).",
-)
-BATCH_CHANGES_DEVIATIONS = Threshold(
-    code="AMP736",
-    name="deviations",
-    default=8.0,
-    unit="robust standard deviations",
-    lowest=1.0,
-    highest=1e6,
-    why="By which it must lie outside of the usual as well: batches of some data differ by factors.",
-)
-BATCH_CHANGES_ZEROS = Threshold(
-    code="AMP736",
-    name="zeros",
-    default=0.08,
-    unit="share",
-    why="By which the share of zeros is above that of any of the 128 batches before, or has come to lie above the "
-    "usual: of 512 numbers a share is known within 0.04.",
-)
-BATCH_CHANGES = register(
-    "AMP736",
-    "batch-changes",
-    "A batch is unlike those before",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(BATCH_CHANGES_FACTOR, BATCH_CHANGES_DEVIATIONS, BATCH_CHANGES_ZEROS),
-)
+BATCH_CHANGES = rule("AMP736", WATCHED)
+BATCH_CHANGES_FACTOR = BATCH_CHANGES["factor"]
+BATCH_CHANGES_DEVIATIONS = BATCH_CHANGES["deviations"]
+BATCH_CHANGES_ZEROS = BATCH_CHANGES["zeros"]
 
 _FAR_ZEROS = 2.5
 """Robust deviations by which the mean of the last 16 shares of zeros must lie above the usual: ten of such a mean."""
@@ -366,14 +236,12 @@ def _batch_changes(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
         )
     if not what:
         return ()
-    finding = over_time_finding(
-        BATCH_CHANGES,
+    finding = BATCH_CHANGES.finding(
         "warning",
         what,
-        step=line.step,
-        first="data",
-        phase="data",
+        where=Where(step=line.step, phase="data"),
         evidence={
+            "first": "data",
             "rms": rms,
             "usual_rms": batch.rms.usual,
             "deviations": above,
@@ -389,35 +257,9 @@ def _more_zeros(zeros: RollingStats) -> float:
     return zeros.latest - zeros.usual if zeros.lifts()[-1] >= _FAR_ZEROS else 0.0
 
 
-DATA_REPEATS_STEPS = Threshold(
-    code="AMP735",
-    name="steps",
-    default=4,
-    unit="steps",
-    lowest=2,
-    highest=10_000,
-    why="In a row whose batch came within the last sixteenth of the new ones before: a second epoch comes after as "
-    "many as the first one had, and batches that a loop uses several times by intent never were new in a row for long. "
-    "Two or three in a row are a step that was tried again.",
-)
-DATA_REPEATS_NEW = Threshold(
-    code="AMP735",
-    name="new",
-    default=64,
-    unit="steps",
-    lowest=1,
-    highest=1e6,
-    why="In a row whose batch was new, before the first that came again: a training on a few batches by intent begins "
-    "with them.",
-)
-DATA_REPEATS = register(
-    "AMP735",
-    "data-repeats",
-    "The same few batches come again and again",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(DATA_REPEATS_STEPS, DATA_REPEATS_NEW),
-)
+DATA_REPEATS = rule("AMP735", WATCHED)
+DATA_REPEATS_STEPS = DATA_REPEATS["steps"]
+DATA_REPEATS_NEW = DATA_REPEATS["new"]
 
 
 @DATA_REPEATS.judges(StepState)
@@ -429,15 +271,12 @@ def _data_repeats(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     if repeats.steps != steps or repeats.new_before < thresholds[DATA_REPEATS_NEW]:
         return ()
     step = moment.line.step
-    finding = over_time_finding(
-        DATA_REPEATS,
+    finding = DATA_REPEATS.finding(
         "warning",
         f"The batch of step {step} is that of {_ago(repeats.cycle)}, and so it was in the last {steps} steps; "
         f"{repeats.new_before} before them were all new.",
-        step=step,
-        first="data",
-        phase="data",
-        evidence={"cycle": repeats.cycle, "new_before": repeats.new_before},
+        where=Where(step=step, phase="data"),
+        evidence={"first": "data", "cycle": repeats.cycle, "new_before": repeats.new_before},
     )
     return (finding,)
 
@@ -446,34 +285,9 @@ def _ago(steps: int) -> str:
     return "the step before" if steps == 1 else f"{steps} steps before"
 
 
-SLOWS_DOWN_FACTOR = Threshold(
-    code="AMP730",
-    name="factor",
-    default=2.0,
-    unit="factor",
-    lowest=1.05,
-    highest=1e6,
-    why="Times the usual that the last 16 steps take in the median. A note only: other work on the machine does the "
-    "same.",
-)
-SLOWS_DOWN_MEMORY = Threshold(
-    code="AMP730",
-    name="memory",
-    default=1.2,
-    unit="factor",
-    lowest=1.01,
-    highest=1e6,
-    why="Times the usual that the peak of memory is of late: batches of other lengths differ by less once the "
-    "allocator has settled.",
-)
-SLOWS_DOWN = register(
-    "AMP730",
-    "slows-down",
-    "Steps take longer, or memory grows",
-    worst="note",
-    commands=WATCHED,
-    thresholds=(SLOWS_DOWN_FACTOR, SLOWS_DOWN_MEMORY),
-)
+SLOWS_DOWN = rule("AMP730", WATCHED)
+SLOWS_DOWN_FACTOR = SLOWS_DOWN["factor"]
+SLOWS_DOWN_MEMORY = SLOWS_DOWN["memory"]
 
 
 @SLOWS_DOWN.judges(StepState)
@@ -495,15 +309,13 @@ def _slower(moment: StepState, thresholds: Thresholds) -> Iterator[Finding]:
             continue
         waits = moment.line.data_seconds
         data = unit == "s" and waits is not None and waits > 0.5 * (moment.line.seconds or 0.0)
-        yield over_time_finding(
-            SLOWS_DOWN,
+        yield SLOWS_DOWN.finding(
             "note",
             f"{what} {course.recent:.3g} {unit} at step {moment.line.step}, {course.recent / usual:.2g} times "
             f"the usual {usual:.3g}{'; most of it is waiting for data' if data else ''}.",
-            step=moment.line.step,
-            first="data" if data else "hardware",
-            phase="data" if data else "optimizer",
+            where=Where(step=moment.line.step, phase="data" if data else "optimizer"),
             evidence={
+                "first": "data" if data else "hardware",
                 "what": "seconds" if unit == "s" else "memory_bytes",
                 "recent": course.recent,
                 "usual": usual,

@@ -6,8 +6,8 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue import WATCHED, register
-from ampdoctor.diagnosis.health.judge import TENSOR, ahead, over_time_finding
+from ampdoctor.diagnosis.catalogue import WATCHED, rule
+from ampdoctor.diagnosis.health.judge import TENSOR, ahead
 from ampdoctor.diagnosis.health.lazy_numpy import np
 from ampdoctor.diagnosis.health.tensor_state import (
     LEAST_BEFORE,
@@ -20,35 +20,11 @@ from ampdoctor.diagnosis.health.tensor_state import (
     weight_breaks,
 )
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
-GRADIENT_DEPARTS_FALLS = Threshold(
-    code="AMP728",
-    name="falls",
-    default=14.0,
-    unit="robust standard deviations",
-    lowest=1.0,
-    highest=1e6,
-    why="By which a tensor's gradient norm falls faster over the last three looks than over up to twelve before: the "
-    "healthy trainings of benchmarks/alerts stay below 11, starved layers reach 10 to 260.",
-)
-GRADIENT_DEPARTS_GROWS = Threshold(
-    code="AMP728",
-    name="grows",
-    default=16.0,
-    unit="robust standard deviations",
-    lowest=1.0,
-    highest=1e6,
-    why="Likewise of one that grows: healthy ones stay below 9.",
-)
-GRADIENT_DEPARTS = register(
-    "AMP728",
-    "gradient-departs",
-    "A tensor's gradient falls away or grows",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(GRADIENT_DEPARTS_FALLS, GRADIENT_DEPARTS_GROWS),
-)
+GRADIENT_DEPARTS = rule("AMP728", WATCHED)
+GRADIENT_DEPARTS_FALLS = GRADIENT_DEPARTS["falls"]
+GRADIENT_DEPARTS_GROWS = GRADIENT_DEPARTS["grows"]
 FLOOR = 0.15  # least deviation of a rate, in e-folds a look: gradients of single batches vary as much
 
 
@@ -68,18 +44,20 @@ def _gradient_departs(moment: TensorState, thresholds: Thresholds) -> Iterator[F
         hit = hit[np.argsort(-by[hit], kind="stable")]
         worst = hit[0]
         before, now = float(norms[worst, -1 - NEW]), float(norms[worst, -1])
-        yield over_time_finding(
-            GRADIENT_DEPARTS,
+        yield GRADIENT_DEPARTS.finding(
             "warning",
             f"The gradient of {TENSOR} {'grows' if grows else 'falls away'}: its norm went from {before:.3g} to "
             f"{now:.3g} over the last {NEW} looks, {by[worst]:.0f} robust deviations {'above' if grows else 'below'} "
             f"its course before{f', and so did those of {len(hit) - 1} more' if len(hit) > 1 else ''}.",
-            step=moment.line.step,
-            first="gradient",
-            phase="backward",
-            tensor=moment.tensors[rows[worst]],
-            also=[moment.tensors[rows[i]] for i in hit[1:]],
-            evidence={"norm": now, "norm_before": before, "deviations": float(by[worst]), "tensors": len(hit)},
+            where=moment.where(rows[worst], "backward"),
+            also=tuple(moment.where(rows[i], "backward") for i in hit[1:]),
+            evidence={
+                "first": "gradient",
+                "norm": now,
+                "norm_before": before,
+                "deviations": float(by[worst]),
+                "tensors": len(hit),
+            },
         )
 
 
@@ -96,40 +74,19 @@ def _vanished(moment: TensorState, rows: np.ndarray, norms: np.ndarray) -> Itera
     if not len(hit):
         return
     was, more = float(before[hit[0], -1]), f"; so have those of {len(hit) - 1} more" if len(hit) > 1 else ""
-    yield over_time_finding(
-        GRADIENT_DEPARTS,
+    yield GRADIENT_DEPARTS.finding(
         "warning",
         f"The gradient of {TENSOR} has become zero: every element of it in the last {NEW} looks, after a norm of "
         f"{was:.3g}{more}. Nothing reaches it any more, and "
         "it stops learning.",
-        step=moment.line.step,
-        first="gradient",
-        phase="backward",
-        tensor=moment.tensors[rows[hit[0]]],
-        also=[moment.tensors[rows[i]] for i in hit[1:]],
-        evidence={"norm": 0.0, "norm_before": was, "tensors": len(hit)},
+        where=moment.where(rows[hit[0]], "backward"),
+        also=tuple(moment.where(rows[i], "backward") for i in hit[1:]),
+        evidence={"first": "gradient", "norm": 0.0, "norm_before": was, "tensors": len(hit)},
     )
 
 
-FACTOR_JUMPS_BINADES = Threshold(
-    code="AMP734",
-    name="binades",
-    default=3.0,
-    unit="binades",
-    lowest=0.5,
-    highest=100.0,
-    why="By which a tensor's own scale changes from one look to the next, beyond the largest change before: eight "
-    "times. A factor from the largest value of the last steps announces with a drop that values have grown, with a "
-    "rise that small ones are gone.",
-)
-FACTOR_JUMPS = register(
-    "AMP734",
-    "factor-jumps",
-    "A tensor's own scale factor changes at once",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(FACTOR_JUMPS_BINADES,),
-)
+FACTOR_JUMPS = rule("AMP734", WATCHED)
+FACTOR_JUMPS_BINADES = FACTOR_JUMPS["binades"]
 LEAST_LOOKS = 6
 GROWN = "its values have grown, and those of the next step may overflow"
 SHRUNK = "its values have shrunk, and small ones of the next step may flush to zero"
@@ -152,17 +109,14 @@ def _factor_jumps(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
         return
     worst = hit[np.argmax(np.abs(last[hit]))]
     falls = bool(last[worst] < 0)
-    yield over_time_finding(
-        FACTOR_JUMPS,
+    yield FACTOR_JUMPS.finding(
         "warning",
         f"The scale of {TENSOR} {'drops' if falls else 'rises'} by {abs(last[worst]):.1f} binades from one look to the "
         f"next: {GROWN if falls else SHRUNK}.",
-        step=moment.line.step,
-        first="scale",
-        phase="forward",
-        tensor=moment.tensors[own[worst]],
-        also=[moment.tensors[own[i]] for i in hit if i != worst],
+        where=moment.where(own[worst], "forward"),
+        also=tuple(moment.where(own[i], "forward") for i in hit if i != worst),
         evidence={
+            "first": "scale",
             "binades": float(last[worst]),
             "largest_before": float(before[worst]),
             "scale": float(scales[worst, -1]),
@@ -170,33 +124,9 @@ def _factor_jumps(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
     )
 
 
-HEADROOM_RUNS_OUT_NEAR = Threshold(
-    code="AMP726",
-    name="near",
-    default=2.0,
-    unit="binades",
-    lowest=0.0,
-    highest=20.0,
-    why="Of headroom below which a drift towards the limit is a warning: a batch's largest value exceeds the usual by "
-    "a factor of two to four now and then.",
-)
-HEADROOM_RUNS_OUT_HORIZON = Threshold(
-    code="AMP726",
-    name="horizon",
-    default=2000,
-    unit="steps",
-    lowest=1,
-    highest=10_000_000,
-    why="Within which the headroom must end, at its present drift.",
-)
-HEADROOM_RUNS_OUT = register(
-    "AMP726",
-    "headroom-runs-out",
-    "An activation grows towards the largest number of its format",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(HEADROOM_RUNS_OUT_NEAR, HEADROOM_RUNS_OUT_HORIZON),
-)
+HEADROOM_RUNS_OUT = rule("AMP726", WATCHED)
+HEADROOM_RUNS_OUT_NEAR = HEADROOM_RUNS_OUT["near"]
+HEADROOM_RUNS_OUT_HORIZON = HEADROOM_RUNS_OUT["horizon"]
 HEADROOM_LOOKS = 8
 _STEADY = 5  # of the seven changes between eight looks, as many must go down
 _LEAST_DRIFT = 0.5  # binades of headroom lost over the looks: less is noise
@@ -230,16 +160,13 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
         f"steps: it overflows {ahead(float(left[worst]))}"
     )
     severity: Severity = "warning" if now < thresholds[HEADROOM_RUNS_OUT_NEAR] else "note"
-    yield over_time_finding(
-        HEADROOM_RUNS_OUT,
+    yield HEADROOM_RUNS_OUT.finding(
         severity,
         f"The output of {TENSOR} {said}.",
-        step=moment.line.step,
-        first="logits",
-        phase="forward",
-        tensor=moment.tensors[rows[worst]],
-        also=[moment.tensors[rows[i]] for i in hit if i != worst],
+        where=moment.where(rows[worst], "forward"),
+        also=tuple(moment.where(rows[i], "forward") for i in hit if i != worst),
         evidence={
+            "first": "logits",
             "headroom_binades": now,
             "binades_per_step": float(drift[worst]),
             "steps_left": float(left[worst]),
@@ -248,41 +175,10 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
     )
 
 
-UNDERFLOW_SPREADS_HARMFUL = Threshold(
-    code="AMP725",
-    name="harmful",
-    default=0.05,
-    unit="share",
-    why="Of the nonzero elements that become zero: the folk rule's 5 %, here of what is flushed and not of what was "
-    "zero to begin with (ReLU makes half of a gradient zero in health).",
-)
-UNDERFLOW_SPREADS_RISE = Threshold(
-    code="AMP725",
-    name="rise",
-    default=4.0,
-    unit="factor",
-    lowest=1.1,
-    highest=1e6,
-    why="Above the share of the first looks that are remembered: what has been there all along is `profile`'s to "
-    "judge, and no trend.",
-)
-UNDERFLOW_SPREADS_HORIZON = Threshold(
-    code="AMP725",
-    name="horizon",
-    default=2000,
-    unit="steps",
-    lowest=1,
-    highest=10_000_000,
-    why="Within which a share that rises must reach the harmful one to be worth a note.",
-)
-UNDERFLOW_SPREADS = register(
-    "AMP725",
-    "underflow-spreads",
-    "More and more of a gradient is flushed to zero",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(UNDERFLOW_SPREADS_HARMFUL, UNDERFLOW_SPREADS_RISE, UNDERFLOW_SPREADS_HORIZON),
-)
+UNDERFLOW_SPREADS = rule("AMP725", WATCHED)
+UNDERFLOW_SPREADS_HARMFUL = UNDERFLOW_SPREADS["harmful"]
+UNDERFLOW_SPREADS_RISE = UNDERFLOW_SPREADS["rise"]
+UNDERFLOW_SPREADS_HORIZON = UNDERFLOW_SPREADS["horizon"]
 UNDERFLOW_LOOKS = (8, 5)
 """Looks over which a drift is measured: a slow one shows over many looks, a fast one must be reported after a few."""
 _FIT = 0.8  # least share of the variance that the line must explain: a drift, not noise
@@ -337,18 +233,15 @@ def _spreads(
             if severity == "warning"
             else f"at this drift it passes {harmful:.0%} {ahead(float(left[worst]))}"
         )
-        yield over_time_finding(
-            UNDERFLOW_SPREADS,
+        yield UNDERFLOW_SPREADS.finding(
             "warning" if severity == "warning" else "note",
             f"{now[worst]:.2%} of the gradient of {TENSOR} {_SAID[measure]}, after {then[worst]:.2%} "
             f"{moment.line.step - int(moment.steps[-looks]):,} steps ago: {becomes}"
             f"{f'; so do {len(hit) - 1} more' if len(hit) > 1 else ''}.",
-            step=moment.line.step,
-            first="gradient",
-            phase="backward",
-            tensor=moment.tensors[rows[worst]],
-            also=[moment.tensors[rows[i]] for i in hit if i != worst],
+            where=moment.where(rows[worst], "backward"),
+            also=tuple(moment.where(rows[i], "backward") for i in hit if i != worst),
             evidence={
+                "first": "gradient",
                 measure: float(now[worst]),
                 f"{measure}_before": float(then[worst]),
                 "steps_left": None if severity == "warning" else float(left[worst]),
@@ -379,23 +272,8 @@ def _explained(values: np.ndarray) -> np.ndarray:
     return share
 
 
-UPDATES_LOST_LOST = Threshold(
-    code="AMP738",
-    name="lost",
-    default=0.5,
-    unit="share",
-    why="Of the weights that have a gradient and are left as they were, in each of the last three looks. Rounding to "
-    "nearest loses an update of less than half the spacing (2^-9 to 2^-8 of a weight in bf16) whole and each time "
-    "(arXiv:2010.06192): what is not lost now and then is lost for good.",
-)
-UPDATES_LOST = register(
-    "AMP738",
-    "updates-lost",
-    "Most weights do not move: their updates are rounded away",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(UPDATES_LOST_LOST,),
-)
+UPDATES_LOST = rule("AMP738", WATCHED)
+UPDATES_LOST_LOST = UPDATES_LOST["lost"]
 HALF = ("bf16", "fp16")
 
 
@@ -424,38 +302,27 @@ def _updates_lost(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
     worst = int(np.argmax((lost * weights).sum(axis=1)))
     hit = [i for i in np.flatnonzero((lost >= thresholds[UPDATES_LOST_LOST]).all(axis=1)) if i != worst]
     name = moment.formats[rows[worst]]
-    yield over_time_finding(
-        UPDATES_LOST,
+    yield UPDATES_LOST.finding(
         "warning",
         f"{of_all[-1]:.0%} of the {name} weights that have a gradient are left as they were by the step "
         f"({lost[worst, -1]:.0%} of {TENSOR}), and so it was in the last {NEW} looks: updates of less than half their "
         "spacing are rounded away.",
-        step=moment.line.step,
-        first="optimizer",
-        tensor=moment.tensors[rows[worst]],
-        also=[moment.tensors[rows[i]] for i in hit],
-        evidence={"lost_share": float(of_all[-1]), "lost_share_of_tensor": float(lost[worst, -1]), "format": name},
+        where=moment.where(rows[worst]),
+        also=tuple(moment.where(rows[i]) for i in hit),
+        evidence={
+            "first": "optimizer",
+            "lost_share": float(of_all[-1]),
+            "lost_share_of_tensor": float(lost[worst, -1]),
+            "format": name,
+        },
     )
 
 
-STANDS_STILL_OTHERS = Threshold(
-    code="AMP727",
-    name="others",
-    default=0.1,
-    unit="share",
-    why="Of the parameters that still move: at the end of a schedule nothing moves, and nothing is wrong.",
-)
 _LEAST_MOVE = 1e-6
 """Least move by a step, as a share of the parameter's norm. A bias before a BatchNorm, or a model that has learned all,
 moves less, by rounding errors: it stood still before."""
-STANDS_STILL = register(
-    "AMP727",
-    "stands-still",
-    "A parameter moves no more, though it has a gradient",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(STANDS_STILL_OTHERS,),
-)
+STANDS_STILL = rule("AMP727", WATCHED)
+STANDS_STILL_OTHERS = STANDS_STILL["others"]
 
 
 @STANDS_STILL.judges(TensorState)
@@ -477,16 +344,13 @@ def _stands_still(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
         return
     worst = hit[0]
     usual = float(np.median(ratios[worst, :-NEW]))
-    yield over_time_finding(
-        STANDS_STILL,
+    yield STANDS_STILL.finding(
         "warning",
         f"{TENSOR} has a gradient and has not moved in the last {NEW} looks; before, a step moved it by {usual:.2g} "
         f"of its norm{f'; so it is with {len(hit) - 1} more' if len(hit) > 1 else ''}.",
-        step=moment.line.step,
-        first="optimizer",
-        tensor=moment.tensors[rows[worst]],
-        also=[moment.tensors[rows[i]] for i in hit[1:]],
-        evidence={"update_ratio_before": usual, "tensors": len(hit)},
+        where=moment.where(rows[worst]),
+        also=tuple(moment.where(rows[i]) for i in hit[1:]),
+        evidence={"first": "optimizer", "update_ratio_before": usual, "tensors": len(hit)},
     )
 
 
@@ -503,42 +367,10 @@ def _reached(moment: TensorState, rows: np.ndarray) -> np.ndarray:
     return found
 
 
-WEIGHTS_GROW_DEVIATIONS = Threshold(
-    code="AMP733",
-    name="deviations",
-    default=28.0,
-    unit="robust standard deviations",
-    lowest=1.0,
-    highest=1e6,
-    why="By which the growth of a weight's norm over the last one, two or three looks is above that of up to twelve "
-    "before: the healthy trainings of benchmarks/alerts stay below 16, those whose weights run away reach 30 to 160.",
-)
-WEIGHTS_GROW_CHANGE = Threshold(
-    code="AMP733",
-    name="change",
-    default=0.15,
-    unit="e-folds",
-    lowest=0.0,
-    highest=100.0,
-    why="By which the norm must have grown over these looks: what is out of the usual in a norm that hardly moves at "
-    "all harms nobody.",
-)
-WEIGHTS_GROW_SHARE = Threshold(
-    code="AMP733",
-    name="share",
-    default=0.1,
-    unit="share",
-    why="Of the norm of all weights that a tensor must have: a bias that starts at zero grows by any factor, and "
-    "matters to none.",
-)
-WEIGHTS_GROW = register(
-    "AMP733",
-    "weights-grow",
-    "Weights begin to grow",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(WEIGHTS_GROW_DEVIATIONS, WEIGHTS_GROW_CHANGE, WEIGHTS_GROW_SHARE),
-)
+WEIGHTS_GROW = rule("AMP733", WATCHED)
+WEIGHTS_GROW_DEVIATIONS = WEIGHTS_GROW["deviations"]
+WEIGHTS_GROW_CHANGE = WEIGHTS_GROW["change"]
+WEIGHTS_GROW_SHARE = WEIGHTS_GROW["share"]
 
 _LOGITS = re.compile(
     r"(^|[._])(q|k|wq|wk|query|key|q_proj|k_proj|qkv|qkv_proj|query_key_value|wqkv|c_attn|in_proj_weight|in_proj_bias"
@@ -560,17 +392,17 @@ def _weights_grow(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
     if not found:
         return
     worst = found[0]
-    yield over_time_finding(
-        WEIGHTS_GROW,
+    yield WEIGHTS_GROW.finding(
         "warning",
         f"The norm of {TENSOR} has begun to grow: from {worst.before:.4g} to {worst.now:.4g} over the last "
         f"{'look' if worst.looks == 1 else f'{worst.looks} looks'}, {worst.by:.0f} robust deviations above its growth "
         f"before{f'; so have {len(found) - 1} more' if len(found) > 1 else ''}.",
-        step=moment.line.step,
-        first="logits" if all(_LOGITS.search(moment.name(one.row)) for one in found) else moved_first(moment, worst),
-        tensor=moment.tensors[worst.row],
-        also=[moment.tensors[one.row] for one in found[1:]],
+        where=moment.where(worst.row),
+        also=tuple(moment.where(one.row) for one in found[1:]),
         evidence={
+            "first": "logits"
+            if all(_LOGITS.search(moment.name(one.row)) for one in found)
+            else moved_first(moment, worst),
             "norm": worst.now,
             "norm_before": worst.before,
             "deviations": worst.by,
@@ -580,40 +412,10 @@ def _weights_grow(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
     )
 
 
-WEIGHTS_SHRINK_DEVIATIONS = Threshold(
-    code="AMP737",
-    name="deviations",
-    default=20.0,
-    unit="robust standard deviations",
-    lowest=1.0,
-    highest=1e6,
-    why="By which the growth of a weight's norm over the last one, two or three looks is below that of up to twelve "
-    "before: the healthy trainings of benchmarks/alerts stay below 4, gains that decay reach 70 to 160.",
-)
-WEIGHTS_SHRINK_CHANGE = Threshold(
-    code="AMP737",
-    name="change",
-    default=0.15,
-    unit="e-folds",
-    lowest=0.0,
-    highest=100.0,
-    why="By which the norm must have fallen over these looks.",
-)
-WEIGHTS_SHRINK_SHARE = Threshold(
-    code="AMP737",
-    name="share",
-    default=0.1,
-    unit="share",
-    why="Of the norm of all weights that a tensor must have, or have had before these looks.",
-)
-WEIGHTS_SHRINK = register(
-    "AMP737",
-    "weights-shrink",
-    "Weights begin to shrink",
-    worst="warning",
-    commands=WATCHED,
-    thresholds=(WEIGHTS_SHRINK_DEVIATIONS, WEIGHTS_SHRINK_CHANGE, WEIGHTS_SHRINK_SHARE),
-)
+WEIGHTS_SHRINK = rule("AMP737", WATCHED)
+WEIGHTS_SHRINK_DEVIATIONS = WEIGHTS_SHRINK["deviations"]
+WEIGHTS_SHRINK_CHANGE = WEIGHTS_SHRINK["change"]
+WEIGHTS_SHRINK_SHARE = WEIGHTS_SHRINK["share"]
 
 
 @WEIGHTS_SHRINK.judges(TensorState)
@@ -628,17 +430,15 @@ def _weights_shrink(moment: TensorState, thresholds: Thresholds) -> Iterator[Fin
     if not found:
         return
     worst = found[0]
-    yield over_time_finding(
-        WEIGHTS_SHRINK,
+    yield WEIGHTS_SHRINK.finding(
         "warning",
         f"The norm of {TENSOR} has begun to shrink: from {worst.before:.4g} to {worst.now:.4g} over the last "
         f"{'look' if worst.looks == 1 else f'{worst.looks} looks'}, {worst.by:.0f} robust deviations below its growth "
         f"before{f'; so have {len(found) - 1} more' if len(found) > 1 else ''}.",
-        step=moment.line.step,
-        first=moved_first(moment, worst),
-        tensor=moment.tensors[worst.row],
-        also=[moment.tensors[one.row] for one in found[1:]],
+        where=moment.where(worst.row),
+        also=tuple(moment.where(one.row) for one in found[1:]),
         evidence={
+            "first": moved_first(moment, worst),
             "norm": worst.now,
             "norm_before": worst.before,
             "deviations": worst.by,

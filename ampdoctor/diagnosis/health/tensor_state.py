@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ampdoctor.diagnosis.health.lazy_numpy import np
 from ampdoctor.diagnosis.health.step_state import StepState
+from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.log_records import MEASURES, DetailLine, DetailTable, table_of
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class TensorState:
     of_steps: StepState | None = None
     _of_role: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     _eight_bit: NDArray[np.int64] | None = None
+
+    def where(self, row: int, phase: Phase = "optimizer") -> Where:
+        """Returns the address of a row's tensor, by the index of its name, at the last look."""
+        return Where(step=self.line.step, phase=phase, tensor=str(self.tensors[row]))
 
     def name(self, row: int) -> str:
         """Returns the name of a row's tensor, or of its module; "" where the log's table lacks it."""

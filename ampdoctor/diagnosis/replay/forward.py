@@ -7,39 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, register
+from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, rule
 from ampdoctor.diagnosis.replay.nonfinite import HELP
-from ampdoctor.diagnosis.replay.scale_choice import range_finding, where_at
+from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_WARNING, Threshold, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_WARNING, Thresholds
 from ampdoctor.evidence.trace import Amplified, Comparison, ParameterVsFp32, StepEvent
 
-FORWARD_DEPARTS = Threshold(
-    code="AMP208",
-    name="departs",
-    default=0.125,
-    unit="relative L2 error",
-    why="Error of an op's result against the forward in fp32 that is wrong, where its inputs have at most an eighth of "
-    "it: 0.3 to 1.3 where positions, timesteps, ids or sums do not fit the format; in three steps of 21 architectures "
-    "in fp16, bf16 and pure bf16 no op comes above 0.03, and attention over loud logits to 0.09.",
-)
-FORWARD_ALONE = Threshold(
-    code="AMP208",
-    name="alone",
-    default=0.1,
-    unit="relative L2 error",
-    why="Error of a single parameter's gradient from which a step is looked at closely (as AMP207.relative_error for "
-    "all of them together).",
-)
-FORWARD_PRECISION = register(
-    "AMP208",
-    "forward-precision",
-    "A finite value of the forward is far from what it is in fp32",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(FORWARD_DEPARTS, FORWARD_ALONE),
-)
+FORWARD_PRECISION = rule("AMP208", REPLAYED)
+FORWARD_DEPARTS = FORWARD_PRECISION["departs"]
+FORWARD_ALONE = FORWARD_PRECISION["alone"]
 
 SLIGHT = 1e-5
 """Share of the norm of all gradients below which a parameter's own is not judged: where the true gradient is zero (the
@@ -90,15 +68,13 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
     )
     makes = f"{suffers} makes of it" if one.where != one.source else "makes"
     whose = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0] if names else "no parameter"
-    return Finding(
-        code=FORWARD_PRECISION.code,
-        name=FORWARD_PRECISION.name,
-        severity="error",
-        cause="forward_precision",
-        where=one.source,
-        message=f"step {comparison.step}: {one.source.op} in {module} rounds to {one.dtype} (by {one.rounding:.1g}), "
+    return FORWARD_PRECISION.finding(
+        "error",
+        f"step {comparison.step}: {one.source.op} in {module} rounds to {one.dtype} (by {one.rounding:.1g}), "
         f"and {makes} a value that is {one.error:.0%} away from fp32's; the gradient of {whose} is off by "
         f"{together(far):.0%} (relative L2)",
+        where=one.source,
+        cause="forward_precision",
         evidence={
             "departs": one.error,
             "inputs_depart": one.before,
@@ -111,33 +87,13 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
             "gradients_depart": together(far),
             "gradient_error": comparison.gradient_error,
         },
-        help=HELP["forward_precision"],
+        advice=HELP["forward_precision"],
     )
 
 
-GRADIENTS_DEPART = Threshold(
-    code="AMP207",
-    name="relative_error",
-    default=0.1,
-    unit="relative L2 error",
-    why="Error of the gradients that nothing explains: beyond it runs were seen to fail (as AMP301.error_bad).",
-)
-GRADIENTS_WRONG = Threshold(
-    code="AMP207",
-    name="wrong",
-    default=0.5,
-    unit="relative L2 error",
-    why="And from which it is an error, where each step comes back as it was and rounding the weights moves the "
-    "gradients less: half of what the optimizer gets is another gradient. Of bisect-nan.",
-)
-DEPARTS_IN_HALF = register(
-    "AMP207",
-    "departs-in-half",
-    "In half precision the run departs from fp32, and no loss scale explains it",
-    worst="error",
-    commands=RECOMMENDED,
-    thresholds=(GRADIENTS_DEPART, GRADIENTS_WRONG),
-)
+DEPARTS_IN_HALF = rule("AMP207", RECOMMENDED)
+GRADIENTS_DEPART = DEPARTS_IN_HALF["relative_error"]
+GRADIENTS_WRONG = DEPARTS_IN_HALF["wrong"]
 
 
 def unexplained(
@@ -150,20 +106,18 @@ def unexplained(
     """
     if comparison.gradient_error <= thresholds[GRADIENTS_DEPART]:
         return None
-    return Finding(
-        code=DEPARTS_IN_HALF.code,
-        name=DEPARTS_IN_HALF.name,
-        severity="error" if comes_back and comparison.gradient_error > thresholds[GRADIENTS_WRONG] else "warning",
-        where=Where(step=comparison.step, phase="backward"),
-        message=f"step {comparison.step}: the gradients are {comparison.gradient_error:.2g} away from fp32's (relative "
+    return DEPARTS_IN_HALF.finding(
+        "error" if comes_back and comparison.gradient_error > thresholds[GRADIENTS_WRONG] else "warning",
+        f"step {comparison.step}: the gradients are {comparison.gradient_error:.2g} away from fp32's (relative "
         "L2), and nothing that was looked at explains it",
+        where=Where(step=comparison.step, phase="backward"),
         evidence={
             "gradient_error": comparison.gradient_error,
             "gradient_ratio": comparison.gradient_ratio,
             "loss": comparison.loss,
             "reference_loss": comparison.reference_loss,
         },
-        help="Part of the gradient is lost or belongs to another state: check cancellation (a difference of large "
+        advice="Part of the gradient is lost or belongs to another state: check cancellation (a difference of large "
         "numbers), accumulation, and random draws or counters that the replay cannot rewind.",
     )
 
@@ -185,8 +139,7 @@ def departs(
     level.
     """
     advice = "the scaler may only not have found its level" if settled else "no loss scale helps"
-    return range_finding(
-        DEPARTS_IN_HALF,
+    return DEPARTS_IN_HALF.finding(
         "note" if settled else "error" if step is not None else "warning",
         f"in {precision} {harm}, in fp32 the run is fine, and no measured range explains it: {advice}",
         where=where_at(step, phase=_phase_of(nonfinite), nonfinite="none" if step is None else "nan"),
@@ -200,24 +153,8 @@ def _phase_of(nonfinite: str | None) -> Phase:
     return {"loss": "forward", "grad": "backward"}.get(kind, "optimizer")  # type: ignore[return-value]  # a dict of phases
 
 
-STALE_BETTER = Threshold(
-    code="AMP210",
-    name="better",
-    default=2.0,
-    unit="factor",
-    lowest=1.0,
-    highest=1e6,
-    why="Factor by which copies that are made anew must lower the gradients' error before the kept ones are blamed (as "
-    "AMP301.better): measured 100 and more where it is their doing, 1 where rounding is.",
-)
-STALE_CASTS = register(
-    "AMP210",
-    "stale-casts",
-    "Autocast's copies of the weights are older than the weights",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(STALE_BETTER,),
-)
+STALE_CASTS = rule("AMP210", REPLAYED)
+STALE_BETTER = STALE_CASTS["better"]
 ADVICE = (
     "Enter torch.autocast anew for each forward, and leave it before the weights are written (optimizer.step(), a "
     "swap, an average, a clipping); or call torch.clear_autocast_cache() after each write, or give torch.autocast "
@@ -265,16 +202,14 @@ def stale_casts_finding(
         else f"{error:.2g} away from fp32's (relative L2), and {anew:.2g} with copies that are made anew"
     )
     figures = {"gradient_error": error} | ({} if anew is None else {"gradient_error_with_new_casts": anew})
-    return Finding(
-        code=STALE_CASTS.code,
-        name=STALE_CASTS.name,
-        severity=_severity(error, thresholds),
-        cause="stale_casts",
-        where=old.where,
-        message=f"step {step}: {old.writer} inside an autocast context ({old.weight}{others}), and the forwards after "
+    return STALE_CASTS.finding(
+        _severity(error, thresholds),
+        f"step {step}: {old.writer} inside an autocast context ({old.weight}{others}), and the forwards after "
         f"that in the same context use the half copies of the old weights: the gradients are {away}",
+        where=old.where,
+        cause="stale_casts",
         evidence={**figures, "weights": old.weights, "used_at": old.used_at},
-        help=ADVICE,
+        advice=ADVICE,
         prescription=prescription,
     )
 

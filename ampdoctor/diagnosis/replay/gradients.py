@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, register
+from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule
 from ampdoctor.diagnosis.replay.nonfinite import HELP, Cause
-from ampdoctor.diagnosis.replay.scale_choice import range_finding
+from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.run_facts import RangeFigures
@@ -17,70 +17,16 @@ from ampdoctor.evidence.thresholds import (
     ERROR_NOTE,
     ERROR_WARNING,
     FLUSHED,
-    Threshold,
     Thresholds,
 )
 from ampdoctor.evidence.trace import Comparison, Flush, ParameterVsFp32
 
-ZEROED_SHARE = Threshold(
-    code="AMP301",
-    name="zeroed_share",
-    default=0.5,
-    unit="share",
-    why="Share of the squared error that flushed elements make up, where it is underflow: most of it; rounding makes "
-    "up the rest. Of bisect-nan.",
-)
-ZEROED = Threshold(
-    code="AMP301",
-    name="zeroed",
-    default=0.1,
-    unit="share",
-    why="Or the share of elements that are flushed: what is left of the others is then subnormal and as far off "
-    "(0.93 in a collapsed run, below 1e-3 in healthy ones). Of bisect-nan.",
-)
-SHARE_WARNING = Threshold(
-    code="AMP301",
-    name="share_warning",
-    default=0.3,
-    unit="share",
-    why="Share of flushed activation gradients with which 12-block transformers trained a little worse (30 to 45 %; "
-    "with 19 % as well as in fp32). Of profile, where no step in fp16 measured the error.",
-)
-SHARE_BAD = Threshold(
-    code="AMP301",
-    name="share_bad",
-    default=0.7,
-    unit="share",
-    why="And with which they did not learn (70 to 84 %).",
-    above=SHARE_WARNING,
-)
-CLEARLY_BETTER = Threshold(
-    code="AMP301",
-    name="better",
-    default=2.0,
-    unit="factor",
-    lowest=1.0,
-    highest=1e6,
-    why="Factor by which another loss scale must lower the error before the present one is blamed. Of recommend.",
-)
-GRADIENT_UNDERFLOW = register(
-    "AMP301",
-    "gradient-underflow",
-    "Gradients are lost below fp16's range",
-    worst="error",
-    commands=MEASURED,
-    thresholds=(
-        FLUSHED,
-        ERROR_NOTE,
-        ERROR_WARNING,
-        ERROR_BAD,
-        ZEROED_SHARE,
-        ZEROED,
-        SHARE_WARNING,
-        SHARE_BAD,
-        CLEARLY_BETTER,
-    ),
-)
+GRADIENT_UNDERFLOW = rule("AMP301", MEASURED)
+ZEROED_SHARE = GRADIENT_UNDERFLOW["zeroed_share"]
+ZEROED = GRADIENT_UNDERFLOW["zeroed"]
+SHARE_WARNING = GRADIENT_UNDERFLOW["share_warning"]
+SHARE_BAD = GRADIENT_UNDERFLOW["share_bad"]
+CLEARLY_BETTER = GRADIENT_UNDERFLOW["better"]
 
 LOSSY = 1e-2
 """Share of flushed activation gradients from which weight gradients lose more than their own histogram shows."""
@@ -120,12 +66,12 @@ def underflow_seen(
         return None
     if max(now["activation_grad"], now["weight_grad"]) <= thresholds[FLUSHED]:
         return None  # an error without lost elements is rounding, which no scale changes
-    return range_finding(
-        GRADIENT_UNDERFLOW,
+    return GRADIENT_UNDERFLOW.finding(
         severity,
         f"at a loss scale of {scale:g}, {now['activation_grad']:.2%} of the activation gradients and "
         f"{now['weight_grad']:.2%} of the weight gradients that are not zero become zero; the weight gradients are "
         f"{error:.2g} away from fp32's (relative L2)",
+        where=where_at(0),
         cause="grad_underflow",
         evidence={"loss_scale": scale, "now": dict(now), "with_the_change": None if then is None else dict(then)},
         prescription=prescription,
@@ -167,12 +113,12 @@ def underflow_expected(
     else:
         known = severity_of_error(weight.relative_error, thresholds) if harmful else None
         severity = _worse(known, _severity_of_share(activation.flushed, thresholds) if measured is None else None)
-    return range_finding(
-        GRADIENT_UNDERFLOW,
+    return GRADIENT_UNDERFLOW.finding(
         severity or "note",
         f"in fp16 at a loss scale of {scale:g}, {activation.flushed:.2%} of the activation gradients and "
         f"{weight.flushed:.2%} of the weight gradients that are not zero would become zero "
         f"(bf16: {bf16.flushed:.2%}){_kept_in_part(weight) if harmful else ''}",
+        where=where_at(0),
         cause="grad_underflow",
         evidence={
             "loss_scale": scale,
@@ -212,15 +158,13 @@ def underflow_finding(comparison: Comparison, where: Where, severity: Severity, 
     """Makes the finding for gradients that underflow; `flushed` is the share of its result that the op flushes."""
     scale = next((event.scale for event in comparison.events if event.scale is not None), None)
     scaled = "without a loss scale" if scale is None else f"at loss scale {scale:g}"
-    return Finding(
-        code=GRADIENT_UNDERFLOW.code,
-        name=GRADIENT_UNDERFLOW.name,
-        severity=severity,
-        cause="grad_underflow",
-        where=where,
-        message=f"step {comparison.step}: {comparison.zeroed:.1%} of the gradient elements that are nonzero in fp32 "
+    return GRADIENT_UNDERFLOW.finding(
+        severity,
+        f"step {comparison.step}: {comparison.zeroed:.1%} of the gradient elements that are nonzero in fp32 "
         f"are "
         f"zero here, {scaled}; the gradient is {comparison.gradient_error:.2g} away from fp32's (relative L2)",
+        where=where,
+        cause="grad_underflow",
         evidence={
             "zeroed_grad_fraction": comparison.zeroed,
             "gradient_error": comparison.gradient_error,
@@ -228,7 +172,7 @@ def underflow_finding(comparison: Comparison, where: Where, severity: Severity, 
             "scale": scale,
             "flushed_at_op": flushed,
         },
-        help=HELP["grad_underflow"],
+        advice=HELP["grad_underflow"],
     )
 
 
@@ -241,22 +185,8 @@ def underflow_at(comparison: Comparison, flushes: Sequence[Flush], severity: Sev
 # AMP304: the model's total does not show these parameters.
 
 
-STARVED_LOST = Threshold(
-    code="AMP304",
-    name="lost",
-    default=0.95,
-    unit="share",
-    why="Share of the norm of a parameter's gradient in fp32 that lies in elements which are zero here, in every step: "
-    "1 where it gets nothing at all.",
-)
-STARVED_PARAMETERS = register(
-    "AMP304",
-    "starved-parameters",
-    "Parameters get no gradient, and in fp32 they do",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(STARVED_LOST,),
-)
+STARVED_PARAMETERS = rule("AMP304", REPLAYED)
+STARVED_LOST = STARVED_PARAMETERS["lost"]
 
 NAMED = 16  # parameters that the evidence names
 
@@ -340,13 +270,11 @@ def starved_finding(
     much = f"{'they do' if several else 'it does'} (norm {largest.expected:.2g} of {first.gradient_norm:.2g})"
     if saturated is not None:
         much += f": {saturated.op} in {saturated.module or 'the loss code'} has rounded into saturation"
-    return Finding(
-        code=STARVED_PARAMETERS.code,
-        name=STARVED_PARAMETERS.name,
-        severity=severity_of_starved(names, owners(first.parameters)),
-        cause=cause,
+    return STARVED_PARAMETERS.finding(
+        severity_of_starved(names, owners(first.parameters)),
+        f"step {first.step}: {said}{much}",
         where=saturated or (where if flush is None else flush.where),
-        message=f"step {first.step}: {said}{much}",
+        cause=cause,
         evidence={
             "parameters": names[:NAMED],
             "parameters_count": len(names),
@@ -358,5 +286,5 @@ def starved_finding(
             "scale": scale,
             "flushed_at_op": None if flush is None else flush.fraction,
         },
-        help=HELP[cause],
+        advice=HELP[cause],
     )

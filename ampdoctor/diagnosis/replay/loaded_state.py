@@ -35,15 +35,12 @@ _SHOWN = 3
 
 def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
     """Makes the finding for a "param", "buffer" or "optimizer_state" that is non-finite before the first step."""
-    code = STATE_CODES[kind]
     count = stats.nans + stats.infs
-    return Finding(
-        code=code,
-        name=rules()[code].name,
-        severity="error",
-        cause="bad_checkpoint",
+    return rules()[STATE_CODES[kind]].finding(
+        "error",
+        f"{where.tensor} ({where.op}) holds {count} non-finite values before the first step",
         where=where,
-        message=f"{where.tensor} ({where.op}) holds {count} non-finite values before the first step",
+        cause="bad_checkpoint",
         evidence={
             "nans": stats.nans,
             "infs": stats.infs,
@@ -51,7 +48,7 @@ def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
             "shape": list(stats.shape),
             "finite_amax": stats.amax,
         },
-        help=HELP["bad_checkpoint"],
+        advice=HELP["bad_checkpoint"],
         prescription=Prescription(
             kind="code",
             value=f"replace {where.tensor}",
@@ -75,15 +72,8 @@ def saturated_finding(where: Where, stats: TensorStats, at_max: int) -> Finding:
 
 
 def _state_finding(code: str, where: Where, message: str, evidence: Mapping[str, Any]) -> Finding:
-    return Finding(
-        code=code,
-        name=rules()[code].name,
-        severity="error",
-        cause="bad_checkpoint",
-        where=where,
-        message=message,
-        evidence=evidence,
-        help=HELP["bad_checkpoint"],
+    return rules()[code].finding(
+        "error", message, where=where, cause="bad_checkpoint", evidence=evidence, advice=HELP["bad_checkpoint"]
     )
 
 
@@ -151,15 +141,12 @@ def seen_beside(name: str, stats: TensorStats, since: int, step: int, twin: tupl
 
 
 def _beside_finding(where: Where, message: str, evidence: dict[str, object], *, cast: bool) -> Finding:
-    code = "AMP114" if cast else "AMP101"
-    return Finding(
-        code=code,
-        name=rules()[code].name,
-        severity="error",
+    return rules()["AMP114" if cast else "AMP101"].finding(
+        "error",
+        message,
         where=where,
-        message=message,
         evidence=evidence,
-        help=_THROUGH_HALF if cast else _LOST,
+        advice=_THROUGH_HALF if cast else _LOST,
         prescription=Prescription(
             kind="code",
             value="cast a copy, not the average itself" if cast else f"mend what writes to {where.tensor}",
@@ -192,16 +179,14 @@ def flushed_finding(found: Sequence[FlushedMoment], thresholds: Thresholds) -> F
         op=f"optimizer_state:{sick[0].entry}",
         tensor=sick[0].name,
     )
-    return Finding(
-        code=FLUSHED.code,
-        name=FLUSHED.name,
-        severity="error",
-        cause="bad_checkpoint",
-        where=where,
-        also=tuple(_place(m.name, m.module, where.op) for m in sick[1:]),
-        message=f"{starved} of {elements} second moments are zero before the first step where the first moment is not, "
+    return FLUSHED.finding(
+        "error",
+        f"{starved} of {elements} second moments are zero before the first step where the first moment is not, "
         f"which {sick[0].dtype} does not explain: the first update of {worst.name} is {times} as long as with its "
         "optimizer state begun anew",
+        where=where,
+        also=tuple(_place(m.name, m.module, where.op) for m in sick[1:]),
+        cause="bad_checkpoint",
         evidence={
             "starved": starved,
             "elements": elements,
@@ -213,7 +198,6 @@ def flushed_finding(found: Sequence[FlushedMoment], thresholds: Thresholds) -> F
                 for m in sick[:MAX_LISTED]
             ],
         },
-        help=FLUSHED.page.action,
     )
 
 
@@ -240,14 +224,12 @@ def counter_finding(found: Sequence[HalfCounter], thresholds: Thresholds) -> Fin
         limit = STEP_LIMITS[first.dtype]
         message = f"steps are counted in {first.dtype}: the count is {first.count:g} and will stop at {limit:g}"
     where = Where(step=0, phase="checkpoint", module=first.module, op="optimizer_state:step", tensor=first.name)
-    return Finding(
-        code=COUNTERS.code,
-        name=COUNTERS.name,
-        severity=severity,
-        cause="bad_checkpoint" if severity == "error" else None,
+    return COUNTERS.finding(
+        severity,
+        message,
         where=where,
         also=tuple(_place(counter.name, counter.module, where.op) for counter in shown[1:]),
-        message=message,
+        cause="bad_checkpoint" if severity == "error" else None,
         evidence={
             "dtype": first.dtype,
             "step": first.count,
@@ -257,7 +239,6 @@ def counter_finding(found: Sequence[HalfCounter], thresholds: Thresholds) -> Fin
             "update_length": length,
             "counters": len(shown),
         },
-        help=COUNTERS.page.action,
     )
 
 

@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ampdoctor.diagnosis.catalogue import REPLAYED, register, rules
+from ampdoctor.diagnosis.catalogue import REPLAYED, rule, rules
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import LOST, NonFiniteOrigin, NonFiniteReport, Operand, StepOutcome, TensorStats, Trace
 
 # -- the cause --
@@ -432,35 +432,11 @@ def _poison(birth: NonFiniteOrigin) -> str:
     return "the inputs are outside the op's domain"
 
 
-DEPARTURE = Threshold(
-    code="AMP201",
-    name="departure",
-    default=1 / 16,
-    unit="share",
-    why="Share of itself by which a finite value made from an overflow is off: inf -> rsqrt -> 0 is off by 1, inf -> "
-    "tanh -> 1 by 0, and a few roundings to bf16 by 2^-9 each.",
-)
-FORWARD_OVERFLOW = register(
-    "AMP201",
-    "forward-overflow",
-    "An activation is beyond the compute format's range",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(DEPARTURE,),
-)
-INVALID_OP = register(
-    "AMP202",
-    "invalid-op",
-    "An op makes NaN of finite inputs: its operand or its kernel is wrong",
-    worst="error",
-    commands=REPLAYED,
-)
-BACKWARD_OVERFLOW = register(
-    "AMP203", "backward-overflow", "A gradient is beyond the compute format's range", worst="error", commands=REPLAYED
-)
-BAD_DATA = register(
-    "AMP204", "bad-data", "The batch is non-finite, or beyond the compute format", worst="error", commands=REPLAYED
-)
+FORWARD_OVERFLOW = rule("AMP201", REPLAYED)
+DEPARTURE = FORWARD_OVERFLOW["departure"]
+INVALID_OP = rule("AMP202", REPLAYED)
+BACKWARD_OVERFLOW = rule("AMP203", REPLAYED)
+BAD_DATA = rule("AMP204", REPLAYED)
 
 _BEYOND_FLOAT32 = "float32 does not hold it either: bring the op's inputs down, look at the learning rate and the data."
 
@@ -479,15 +455,13 @@ def finding_of_birth(
     """
     decided = cause or cause_of(birth)
     code = STATE_CODES.get(birth.origin, CODES[decided]) if decided == "bad_checkpoint" else CODES[decided]
-    return Finding(
-        code=code,
-        name=rules()[code].name,
-        severity=severity,
-        message=sentence_of(birth, decided),
-        cause=decided,
+    return rules()[code].finding(
+        severity,
+        sentence_of(birth, decided),
         where=birth.where,
+        cause=decided,
         evidence=birth_numbers(birth, others),
-        help=_help(birth, decided),
+        advice=_help(birth, decided),
         prescription=prescription,
     )
 

@@ -6,32 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, register
-from ampdoctor.diagnosis.replay.scale_choice import range_finding, where_at
+from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule
+from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import NonFiniteOrigin
 
-NORMS_IN_A_ROW = Threshold(
-    code="AMP902",
-    name="norms",
-    default=2,
-    unit="entries",
-    lowest=1,
-    highest=1_000_000,
-    why="Gradient norms at a log's end that are not finite, from which it says that the run fails: a loss scale that "
-    "was just tried gives one.",
-)
-NOT_REPRODUCED = register(
-    "AMP902",
-    "not-reproduced",
-    "The run is known to fail, and did not fail here",
-    worst="note",
-    commands=REPLAYED,
-    thresholds=(NORMS_IN_A_ROW,),
-)
+NOT_REPRODUCED = rule("AMP902", REPLAYED)
+NORMS_IN_A_ROW = NOT_REPRODUCED["norms"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +75,11 @@ def known_failure(
 def not_reproduced_finding(known: KnownFailure, here: Here) -> Finding:
     """Makes the note: why a clean replay does not prove a healthy run, and what to change to see the failure."""
     differs = differences(known, here)
-    return Finding(
-        code=NOT_REPRODUCED.code,
-        name=NOT_REPRODUCED.name,
-        severity="note",
-        where=Where(step=max(here.steps - 1, 0), phase="loss"),
-        message=f"the run is known to fail ({known.why}), but {here.steps} "
+    return NOT_REPRODUCED.finding(
+        "note",
+        f"the run is known to fail ({known.why}), but {here.steps} "
         f"step{'' if here.steps == 1 else 's'} of it stayed finite here",
+        where=Where(step=max(here.steps - 1, 0), phase="loss"),
         evidence={
             "known_from": known.why,
             "failing_step": known.step,
@@ -110,7 +92,7 @@ def not_reproduced_finding(known: KnownFailure, here: Here) -> Finding:
             "differences": list(differs),
             **({} if here.compared is None else {"compared": here.compared}),
         },
-        help="What differs here: " + "; ".join(differs) + ".",
+        advice="What differs here: " + "; ".join(differs) + ".",
     )
 
 
@@ -178,32 +160,22 @@ def _steps(known: KnownFailure, here: Here) -> str:
     return f"it failed at step {known.step}, which was replayed, {data}"
 
 
-NONDETERMINISTIC_REPLAY = register(
-    "AMP901",
-    "nondeterministic-replay",
-    "The same step does not come back bit by bit",
-    worst="warning",
-    commands=REPLAYED,
-)
+NONDETERMINISTIC_REPLAY = rule("AMP901", REPLAYED)
 
 
 def nondeterministic_finding(step: int, what: str, first: float, second: float) -> Finding:
     """Makes the finding for a step that gave other bits; the loss or the largest values of `what` differed first."""
-    return Finding(
-        code=NONDETERMINISTIC_REPLAY.code,
-        name=NONDETERMINISTIC_REPLAY.name,
-        severity="warning",
-        where=Where(step=step, phase="forward"),
-        message=f"step {step} does not come back bit by bit from the same state and random state: the first "
+    return NONDETERMINISTIC_REPLAY.finding(
+        "warning",
+        f"step {step} does not come back bit by bit from the same state and random state: the first "
         f"difference is the {what or 'loss'}, {first:.9g} and then {second:.9g}",
+        where=Where(step=step, phase="forward"),
         evidence={"differs": what or "loss", "first": first, "second": second},
-        help="Seed every generator in the factory, and keep counters and files of the loop inside it.",
+        advice="Seed every generator in the factory, and keep counters and files of the loop inside it.",
     )
 
 
-NONFINITE_IN_FP32 = register(
-    "AMP206", "nonfinite-in-fp32", "The run is not finite in fp32 either", worst="error", commands=MEASURED
-)
+NONFINITE_IN_FP32 = rule("AMP206", MEASURED)
 
 DIVERGES = (
     "No precision and no loss scale cures it: lower the learning rate or warm it up, clip the gradients, and look at "
@@ -219,15 +191,13 @@ def diverging_finding(birth: NonFiniteOrigin, losses: Sequence[float | None]) ->
     last = len(losses) - 1
     before = losses[last - 1]
     grew = "" if losses[0] is None or before is None else f" (loss {losses[0]:.3g} in step 0, {before:.3g} before it)"
-    return Finding(
-        code=NONFINITE_IN_FP32.code,
-        name=NONFINITE_IN_FP32.name,
-        severity="error",
-        message=f"step {birth.where.step} is not finite, and in fp32 from the start step {last} is not either{grew}: "
+    return NONFINITE_IN_FP32.finding(
+        "error",
+        f"step {birth.where.step} is not finite, and in fp32 from the start step {last} is not either{grew}: "
         "the updates drive the run there, and precision is not the cause",
         where=Where(step=birth.where.step, phase=birth.where.phase, nonfinite=birth.where.nonfinite),
         evidence={"fp32_step": last, "fp32_losses": list(losses)},
-        help=DIVERGES,
+        advice=DIVERGES,
         prescription=Prescription(
             kind="code",
             value=DIVERGES,
@@ -240,17 +210,16 @@ def diverging_finding(birth: NonFiniteOrigin, losses: Sequence[float | None]) ->
 
 def nonfinite_in_fp32(steps: Sequence[int]) -> Finding:
     """Makes the finding of AMP206: the fp32 reference itself is not finite at these steps."""
-    return range_finding(
-        NONFINITE_IN_FP32,
+    return NONFINITE_IN_FP32.finding(
         "error",
         f"step {steps[0]} is not finite in fp32 either (loss, gradients or state): precision is not the cause",
         where=where_at(steps[0], phase="backward", nonfinite="nan"),
         evidence={"steps": list(steps)},
         prescription=Prescription(
             kind="code",
-            value=NONFINITE_IN_FP32.page.action,
+            value=NONFINITE_IN_FP32.page.texts["action"],
             status="not_run",
-            detail=NONFINITE_IN_FP32.page.action,
+            detail=NONFINITE_IN_FP32.page.texts["action"],
             reason="what to change depends on what makes the value",
         ),
     )

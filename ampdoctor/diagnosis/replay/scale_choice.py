@@ -7,14 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
 
-from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, Rule, register
+from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, rule
 from ampdoctor.diagnosis.scan.between import LinearTrend, course
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.location import NonFinite, Phase, Where
-from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import FP32_SHARE, Threshold, Thresholds
+from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.thresholds import FP32_SHARE, Thresholds
 from ampdoctor.evidence.trace import Headroom
 
 
@@ -23,49 +22,8 @@ def where_at(step: int | None, *, phase: Phase = "backward", module: str = "", n
     return Where(step=step, phase=phase, module=module, nonfinite=nonfinite)
 
 
-def range_finding(
-    rule: Rule,
-    severity: Severity,
-    message: str,
-    *,
-    cause: str | None = None,
-    where: Where | None = None,
-    also: tuple[Where, ...] = (),
-    evidence: Mapping[str, Any],
-    prescription: Prescription | None = None,
-) -> Finding:
-    """Makes a finding, by default at step 0."""
-    return Finding(
-        code=rule.code,
-        name=rule.name,
-        severity=severity,
-        message=message,
-        where=where or where_at(0),
-        also=also,
-        cause=cause,
-        evidence=evidence,
-        help=rule.page.action,
-        prescription=prescription,
-    )
-
-
-FORWARD_HEADROOM = Threshold(
-    code="AMP302",
-    name="headroom",
-    default=1.0,
-    unit="binades",
-    lowest=0.0,
-    highest=15.0,
-    why="Distance to fp16's 65504 within which activations are reported: one doubling from overflow.",
-)
-FORWARD_RANGE = register(
-    "AMP302",
-    "forward-range",
-    "Activations do not fit fp16",
-    worst="error",
-    commands=RECOMMENDED,
-    thresholds=(FORWARD_HEADROOM,),
-)
+FORWARD_RANGE = rule("AMP302", RECOMMENDED)
+FORWARD_HEADROOM = FORWARD_RANGE["headroom"]
 
 
 def near_limit(thresholds: Thresholds) -> float:
@@ -86,34 +44,25 @@ def forward_range(
     size = f"activations of {worst or 'the model'} reach {modules[worst]:.4g}" if modules else "a value of the forward"
     tail = f", and in fp16 {broken} is not finite at step {step}" if broken is not None else ""
     beyond = " does not fit" if not modules else ""
-    return range_finding(
-        FORWARD_RANGE,
+    return FORWARD_RANGE.finding(
         "error" if broken is not None else "warning",
         f"{size}{beyond} (fp16 ends at 65504){tail}: no loss scale helps a forward",
-        cause="forward_overflow",
         where=where_at(step, phase="forward", module=worst, nonfinite="inf" if broken is not None else "none"),
         also=tuple(where_at(None, phase="forward", module=name) for name in sorted(modules) if name != worst),
+        cause="forward_overflow",
         evidence={"modules": dict(sorted(modules.items())), "limit": FP16_MAX, "nonfinite": broken},
         prescription=prescription,
     )
 
 
-NO_COMMON_SCALE = register(
-    "AMP303",
-    "no-common-scale",
-    "No single loss scale serves all modules",
-    worst="warning",
-    commands=RECOMMENDED,
-    thresholds=(FP32_SHARE,),
-)
+NO_COMMON_SCALE = rule("AMP303", RECOMMENDED)
 
 
 def no_common_scale(
     modules: Sequence[str], share: float, scale: float, prescription: Prescription | None, thresholds: Thresholds
 ) -> Finding:
     """Makes the finding of AMP303: modules that the best scale does not serve, and their share of the parameters."""
-    return range_finding(
-        NO_COMMON_SCALE,
+    return NO_COMMON_SCALE.finding(
         "warning" if share > thresholds[FP32_SHARE] else "note",
         f"no single loss scale serves all modules: at {scale:g}, the best, the gradients of {len(modules)} of them "
         f"({share:.1%} of the parameters) lose more than bf16 would",
@@ -124,9 +73,7 @@ def no_common_scale(
     )
 
 
-SCALE_TOO_HIGH = register(
-    "AMP405", "scale-too-high", "The loss scale is above what the gradients allow", worst="error", commands=REPLAYED
-)
+SCALE_TOO_HIGH = rule("AMP405", REPLAYED)
 
 
 def scale_too_high(
@@ -150,22 +97,19 @@ def scale_too_high(
         what = f"the scaler is made anew {begun_again} times, as in each epoch, and still skips the last step"
     if harmed is not None:
         what = f"{harmed} becomes non-finite, and nothing skips the step"
-    found = range_finding(
-        SCALE_TOO_HIGH,
+    found = SCALE_TOO_HIGH.finding(
         "warning" if harmed is None and not begun_again else "error",
         f"at a loss scale of {scale:g} scaled gradients overflow fp16: {what} (step {step}); "
         f"{bound_by} fits up to {wanted:g}",
-        cause="grad_overflow",
         where=where_at(step, phase="backward", nonfinite="inf"),
+        cause="grad_overflow",
         evidence={"loss_scale": scale, "largest_that_fits": wanted, "bound_by": bound_by, "harmed": harmed},
         prescription=prescription,
     )
     return replace(found, help=f"Make the GradScaler once, before the epochs. {found.help}") if begun_again else found
 
 
-SCALER_COLLAPSE = register(
-    "AMP406", "scaler-collapse", "No loss scale of 1 or more works", worst="error", commands=REPLAYED
-)
+SCALER_COLLAPSE = rule("AMP406", REPLAYED)
 
 
 def no_valid_scale(
@@ -176,47 +120,19 @@ def no_valid_scale(
     `fits` is the largest scale without an expected overflow, below 1; `bound_by` is the tensor that limits it. `stuck`:
     with the run's own scaling, no step is taken at the end, or none was until the scale was below 1.
     """
-    return range_finding(
-        SCALER_COLLAPSE,
+    return SCALER_COLLAPSE.finding(
         "error" if stuck else "warning",
         f"unscaled gradients are beyond fp16: {bound_by} fits only with a loss scale of {fits:g}",
-        cause="scaler_collapse",
         where=where_at(step, phase="backward", nonfinite="inf" if stuck else "none"),
+        cause="scaler_collapse",
         evidence={"largest_that_fits": fits, "bound_by": bound_by},
         prescription=prescription,
     )
 
 
-HEADROOM_NEAR = Threshold(
-    code="AMP307",
-    name="near",
-    default=4.0,
-    unit="binades",
-    lowest=0.0,
-    highest=8.0,
-    why="Headroom below which a growth counts. In fp16 that is 4094: outputs that are this large stay so for a whole "
-    "training (massive activations of language models), and one that still grows is past what an initialisation and "
-    "the first steps do.",
-)
-HEADROOM_AHEAD = Threshold(
-    code="AMP307",
-    name="ahead",
-    default=4.0,
-    unit="factor",
-    lowest=0.0,
-    highest=1000.0,
-    why="How many times the steps of its course an output may be away from the limit. A line through 8 steps with "
-    "residuals of s binades is significant from a growth of 2.8 s on; four times as many steps later it has grown by "
-    "11 s and is off by 5 s: the step at which it meets the limit is right within a factor of 2.",
-)
-SHRINKING_HEADROOM = register(
-    "AMP307",
-    "shrinking-headroom",
-    "A layer's output grows towards the end of its format",
-    worst="warning",
-    commands=REPLAYED,
-    thresholds=(HEADROOM_NEAR, HEADROOM_AHEAD),
-)
+SHRINKING_HEADROOM = rule("AMP307", REPLAYED)
+HEADROOM_NEAR = SHRINKING_HEADROOM["near"]
+HEADROOM_AHEAD = SHRINKING_HEADROOM["ahead"]
 
 _SIGNIFICANT = 2.576
 """Standard deviations of Kendall's S that a growth must exceed, 1 % two-sided. Of 8 steps at most 3 of the 28 pairs may
@@ -247,11 +163,9 @@ def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Find
         reason="the overflow lies ahead of the steps that were replayed",
         detail=f"run {last.module or 'the whole model'} in fp32",
     )
-    return Finding(
-        code=SHRINKING_HEADROOM.code,
-        name=SHRINKING_HEADROOM.name,
-        severity="warning",
-        message=f"the output of {module} has grown by {way.rate:.2g} binades a step from step {way.since} to step "
+    return SHRINKING_HEADROOM.finding(
+        "warning",
+        f"the output of {module} has grown by {way.rate:.2g} binades a step from step {way.since} to step "
         f"{way.until}, to {last.amax:.4g}: at this rate it passes {last.format}'s {last.limit:.5g} in about {steps} "
         f"step{'' if steps == 1 else 's'}{more}",
         where=Where(step=way.until, phase="forward", module=last.module),
@@ -265,7 +179,6 @@ def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Find
             "steps_seen": len(rows),
             "passes_in_steps": steps,
         },
-        help=SHRINKING_HEADROOM.page.action,
         prescription=change,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import REPLAYED, register
+from ampdoctor.diagnosis.catalogue import REPLAYED, rule
 from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE, Cause, birth_numbers, cause_of, derivative_beyond
 from ampdoctor.diagnosis.scan.scaler import starting_scale
 from ampdoctor.evidence.checkpoint_stats import ScalerState, is_dead
@@ -15,34 +15,12 @@ from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.of_runs.handling import Change, Handling
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.report_replay import NOT_THE_ORDER
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Comparison, NonFiniteOrigin, StepEvent, StepOutcome
 
-MISUSE_RATIO = Threshold(
-    code="AMP407",
-    name="ratio",
-    default=2.0,
-    unit="factor",
-    lowest=1.0,
-    highest=1e6,
-    why="Factor by which the gradient that reaches the optimizer is too long or too short: rounding alone would need a "
-    "relative error of 0.5 for 2.",
-)
-MISUSE_ERROR = Threshold(
-    code="AMP407",
-    name="relative_error",
-    default=0.1,
-    unit="relative L2 error",
-    why="Error of the gradients from which a part of them is suspected of another scale (as AMP301.error_bad).",
-)
-SCALER_MISUSE = register(
-    "AMP407",
-    "scaler-misuse",
-    "The step breaks the scaler's protocol",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(MISUSE_RATIO, MISUSE_ERROR),
-)
+SCALER_MISUSE = rule("AMP407", REPLAYED)
+MISUSE_RATIO = SCALER_MISUSE["ratio"]
+MISUSE_ERROR = SCALER_MISUSE["relative_error"]
 
 
 _CLIPPINGS = ("clip_grad_norm_", "gradient clipping")
@@ -68,16 +46,14 @@ def lost_scale_finding(
     """
     where = Where(step=0, phase="scaler", op="scaler_state") if birth is None else replace(birth.where, phase="scaler")
     skips = "" if birth is None else ", and every step is skipped"
-    return Finding(
-        code=SCALER_MISUSE.code,
-        name=SCALER_MISUSE.name,
-        severity="warning" if birth is None else "error",
-        cause="scaler_misuse",
-        where=where,
-        message=f"the checkpoint's loss scale had settled at {lost.scale:g} ({lost.growth_tracker} clean steps), but "
+    return SCALER_MISUSE.finding(
+        "warning" if birth is None else "error",
+        f"the checkpoint's loss scale had settled at {lost.scale:g} ({lost.growth_tracker} clean steps), but "
         f"{starting_scale('the run', own)}{skips}",
+        where=where,
+        cause="scaler_misuse",
         evidence={"checkpoint_scale": lost.scale, "run_scale": own, "growth_tracker": lost.growth_tracker},
-        help="Load the scaler's state with the rest of the checkpoint: scaler.load_state_dict(checkpoint['scaler']).",
+        advice="Load the scaler's state with the rest of the checkpoint: scaler.load_state_dict(checkpoint['scaler']).",
         prescription=cure,
     )
 
@@ -88,32 +64,28 @@ def unguarded_step_finding(at: NonFiniteOrigin | Where, scale: float | None) -> 
     `at` is the overflow; or the step, where a replay through the scaler skips it, and takes it at a lower scale.
     """
     where = at if isinstance(at, Where) else replace(at.where, phase="optimizer", module="", op="optimizer.step")
-    return Finding(
-        code=SCALER_MISUSE.code,
-        name=SCALER_MISUSE.name,
-        severity="error",
-        cause="scaler_misuse",
-        where=where,
-        message=f"step {where.step}: gradients scaled by {scale if scale is not None else 1:g} overflow, and "
+    return SCALER_MISUSE.finding(
+        "error",
+        f"step {where.step}: gradients scaled by {scale if scale is not None else 1:g} overflow, and "
         "optimizer.step() uses them: scaler.step(optimizer) would have skipped the step",
+        where=where,
+        cause="scaler_misuse",
         evidence={"scale": scale} if isinstance(at, Where) else birth_numbers(at, ()),
-        help=HELP["scaler_misuse"],
+        advice=HELP["scaler_misuse"],
     )
 
 
 def stepped_past_finding(step: int, source: Source | None, scale: float | None) -> Finding:
     """Makes the finding for an optimizer that steps past the scaler on gradients that the scaler has unscaled."""
     advice = MISUSE_ADVICE["optimizer.step"]
-    return Finding(
-        code=SCALER_MISUSE.code,
-        name=SCALER_MISUSE.name,
-        severity="error",
-        cause="scaler_misuse",
-        where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
-        message=f"step {step}: scaler.unscale_ has divided the gradients, and optimizer.step() uses them past the "
+    return SCALER_MISUSE.finding(
+        "error",
+        f"step {step}: scaler.unscale_ has divided the gradients, and optimizer.step() uses them past the "
         "scaler: an update whose gradients overflow is made all the same, which scaler.step(optimizer) skips",
+        where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
+        cause="scaler_misuse",
         evidence={"scale": scale},
-        help=HELP["scaler_misuse"],
+        advice=HELP["scaler_misuse"],
         prescription=Prescription(
             kind="code", value=advice, status="not_run", detail=advice, reason="the calls alone show it"
         ),
@@ -135,15 +107,13 @@ def stepped_again_finding(step: int, source: Source | None, *, held_back: bool, 
         harm += ", and one that the scaler skips is made all the same"
     else:
         first = "of its last update"
-    return Finding(
-        code=SCALER_MISUSE.code,
-        name=SCALER_MISUSE.name,
-        severity="error" if scaled else "warning",
-        cause="scaler_misuse" if scaled else None,
+    return SCALER_MISUSE.finding(
+        "error" if scaled else "warning",
+        f"step {step}: the optimizer steps again on the gradients {first}, with no backward in between: {harm}",
         where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
-        message=f"step {step}: the optimizer steps again on the gradients {first}, with no backward in between: {harm}",
+        cause="scaler_misuse" if scaled else None,
         evidence={"skipped_by_the_scaler": held_back},
-        help=HELP["scaler_misuse"] if scaled else f"{advice[0].upper()}{advice[1:]}.",
+        advice=HELP["scaler_misuse"] if scaled else f"{advice[0].upper()}{advice[1:]}.",
         prescription=Prescription(
             kind="code",
             value=advice,
@@ -184,15 +154,13 @@ def refused_call_finding(
         )
         evidence = {**evidence, "float16_parameters": halves.count, "first": halves.first}
         source = halves.made or source
-    return Finding(
-        code=SCALER_MISUSE.code,
-        name=SCALER_MISUSE.name,
-        severity="error",
-        cause="scaler_misuse",
+    return SCALER_MISUSE.finding(
+        "error",
+        message,
         where=Where(step=step, phase="scaler", op=op, source=source),
-        message=message,
+        cause="scaler_misuse",
         evidence=evidence,
-        help=help_,
+        advice=help_,
         prescription=Prescription(
             kind="code",
             value=advice,
@@ -297,14 +265,12 @@ def used_while_scaled(comparison: Comparison, thresholds: Thresholds = DEFAULT_T
 
 
 def _misuse_finding(comparison: Comparison, event: StepEvent, op: str, said: str) -> Finding:
-    return Finding(
-        code=SCALER_MISUSE.code,
-        name=SCALER_MISUSE.name,
-        severity="error",
-        cause="scaler_misuse",
-        where=Where(step=comparison.step, phase="optimizer", op=op),
-        message=f"step {comparison.step}: {said}; what reaches the optimizer is "
+    return SCALER_MISUSE.finding(
+        "error",
+        f"step {comparison.step}: {said}; what reaches the optimizer is "
         f"{comparison.gradient_ratio:.3g} times the fp32 gradient",
+        where=Where(step=comparison.step, phase="optimizer", op=op),
+        cause="scaler_misuse",
         evidence={
             "scale": event.scale,
             "gradient_ratio": comparison.gradient_ratio,
@@ -314,7 +280,7 @@ def _misuse_finding(comparison: Comparison, event: StepEvent, op: str, said: str
             "misscaled": event.misscaled,
             "scales": list(event.scales),
         },
-        help=HELP["scaler_misuse"],
+        advice=HELP["scaler_misuse"],
     )
 
 
@@ -408,15 +374,13 @@ def certain_misuse(events: Sequence[StepEvent], step: int, source: Source | None
 
 def _finding(step: int, op: str, said: str, source: Source | None, evidence: dict[str, Any]) -> Finding:
     advice = MISUSE_ADVICE[op]
-    return Finding(
-        code=SCALER_MISUSE.code,
-        name=SCALER_MISUSE.name,
-        severity="error",
-        cause="scaler_misuse",
+    return SCALER_MISUSE.finding(
+        "error",
+        f"step {step}: {said}",
         where=Where(step=step, phase="optimizer", op=op, source=source),
-        message=f"step {step}: {said}",
+        cause="scaler_misuse",
         evidence=evidence,
-        help=f"{advice[0].upper()}{advice[1:]}.",
+        advice=f"{advice[0].upper()}{advice[1:]}.",
     )
 
 

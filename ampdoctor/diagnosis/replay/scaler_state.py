@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import REPLAYED, Rule, register
+from ampdoctor.diagnosis.catalogue import REPLAYED, rule
 from ampdoctor.diagnosis.scan.scaler import COLLAPSED_SCALER as COLLAPSED
 from ampdoctor.diagnosis.scan.scaler import (
     DEAD_SCALER,
@@ -26,6 +26,8 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.run_facts import RefusedSetting, ResumedScaler
 
+AT_START = Where(step=0, phase="scaler", op="scaler_state")
+
 
 def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescription | None) -> Finding:
     """Makes the finding for a loss scale with which every step does harm, or is skipped where it is not finite.
@@ -33,47 +35,40 @@ def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescr
     At and below `dead_at`, 1/scale is not finite in fp32. If the replay itself led to the scale, that is a collapse,
     and the saved state is not at fault. `cure` is a fresh scaler.
     """
-    return Finding(
-        code=DEAD_SCALER.code,
-        name=DEAD_SCALER.name,
-        severity="error",
-        cause="scaler_collapse" if where.step else "bad_checkpoint",
+    return DEAD_SCALER.finding(
+        "error",
+        f"before {f'step {where.step}' if where.step else 'the first step'} the loss scale is {dead_words(scale)}",
         where=where,
-        message=f"before {f'step {where.step}' if where.step else 'the first step'} the loss scale is "
-        f"{dead_words(scale)}",
+        cause="scaler_collapse" if where.step else "bad_checkpoint",
         evidence={"scale": scale, "dead_at_or_below": dead_at},
-        help="Start from a fresh GradScaler, or one with a sane init_scale.",
+        advice="Start from a fresh GradScaler, or one with a sane init_scale.",
         prescription=cure,
     )
 
 
 def dead_saved_scale_finding(saved: float, own: float | None, dead_at: float) -> Finding:
     """Makes the finding for a checkpoint's dead loss scale that the replay does not continue; `own` is the replay's."""
-    return Finding(
-        code=DEAD_SCALER.code,
-        name=DEAD_SCALER.name,
-        severity="warning",
-        cause="bad_checkpoint",
-        where=Where(step=0, phase="checkpoint", op="scaler_state"),
-        message=f"the checkpoint's loss scale is {saved:g}, with which no step can be right; "
+    return DEAD_SCALER.finding(
+        "warning",
+        f"the checkpoint's loss scale is {saved:g}, with which no step can be right; "
         f"{starting_scale('the replay', own)}{' instead' if own is not None else ''}",
+        where=Where(step=0, phase="checkpoint", op="scaler_state"),
+        cause="bad_checkpoint",
         evidence={"checkpoint_scale": saved, "run_scale": own, "dead_at_or_below": dead_at},
-        help="Do not load this scaler state: start from a fresh GradScaler, as the replay does.",
+        advice="Do not load this scaler state: start from a fresh GradScaler, as the replay does.",
     )
 
 
 def collapsed_saved_scale_finding(lost: ScalerState, own: float | None) -> Finding:
     """Makes the finding for a checkpoint's loss scale below 1 that the run, which steps at `own`, does not need."""
-    return Finding(
-        code=COLLAPSED.code,
-        name=COLLAPSED.name,
-        severity="warning",
-        cause="scaler_collapse",
-        where=Where(step=0, phase="checkpoint", op="scaler_state"),
-        message=f"the checkpoint's loss scale has collapsed to {scale_text(lost.scale)}: step after step was skipped "
+    return COLLAPSED.finding(
+        "warning",
+        f"the checkpoint's loss scale has collapsed to {scale_text(lost.scale)}: step after step was skipped "
         f"before it was saved; {starting_scale('the run', own)}, and takes its steps",
+        where=Where(step=0, phase="checkpoint", op="scaler_state"),
+        cause="scaler_collapse",
         evidence={"checkpoint_scale": lost.scale, "run_scale": own, "growth_tracker": lost.growth_tracker},
-        help="Do not load this scaler state: go on without it, from a checkpoint before the collapse where there is "
+        advice="Do not load this scaler state: go on without it, from a checkpoint before the collapse where there is "
         "one.",
     )
 
@@ -84,17 +79,15 @@ def collapsed_scale_finding(saved: float, own: float, cure: Prescription, severi
     The replay continues with the checkpoint's. `severity` is that of a scan of the same checkpoint
     (`collapse_severity`).
     """
-    return Finding(
-        code=COLLAPSED.code,
-        name=COLLAPSED.name,
-        severity=severity,
-        cause="scaler_collapse",
-        where=Where(step=0, phase="checkpoint", op="scaler_state"),
-        message=f"the checkpoint's loss scale has collapsed to {scale_text(saved)}, where the run's own scaler starts "
+    return COLLAPSED.finding(
+        severity,
+        f"the checkpoint's loss scale has collapsed to {scale_text(saved)}, where the run's own scaler starts "
         f"at {scale_text(own)}: step after step was skipped before it was saved, and gradients are lost at that scale; "
         "changes are tried with a fresh scaler",
+        where=Where(step=0, phase="checkpoint", op="scaler_state"),
+        cause="scaler_collapse",
         evidence={"checkpoint_scale": saved, "run_scale": own},
-        help="Resume without the scaler's state, from a checkpoint before the collapse where there is one.",
+        advice="Resume without the scaler's state, from a checkpoint before the collapse where there is one.",
         prescription=cure,
     )
 
@@ -102,16 +95,13 @@ def collapsed_scale_finding(saved: float, own: float, cure: Prescription, severi
 def unusable_scale_finding(scale: float, prescription: Prescription | None, *, reached: bool = False) -> Finding:
     """Makes the finding for a first loss scale, or with `reached` a later one, without a finite inverse in fp32."""
     falls = f"from {scale:g} the scaler's settings take the loss scale to one that has no finite inverse in fp32"
-    return Finding(
-        code=DEAD_SCALER.code,
-        name=DEAD_SCALER.name,
-        severity="error",
-        message=f"{falls if reached else f'the loss scale of {scale:g} has no finite inverse in fp32'}: a step that is "
+    return DEAD_SCALER.finding(
+        "error",
+        f"{falls if reached else f'the loss scale of {scale:g} has no finite inverse in fp32'}: a step that is "
         "not skipped writes infinities into the weights",
-        cause="scaler_collapse" if reached else "bad_checkpoint",
         where=Where(step=0, phase="scaler", op="scaler_state", nonfinite="inf"),
+        cause="scaler_collapse" if reached else "bad_checkpoint",
         evidence={"scale": scale},
-        help=DEAD_SCALER.page.action,
         prescription=prescription,
     )
 
@@ -124,13 +114,13 @@ def run_scaler_findings(scaler: ScalerState, refused: Sequence[RefusedSetting] =
     if scaler.dead:
         message = f"the run's loss scale is {dead_words(scaler.scale)}"
         cure = fresh_scaler("Make the scaler with GradScaler's own defaults.")
-        yield run_scaler_finding(
-            DEAD_SCALER, "error", message, scaler_numbers(scaler), cause="bad_checkpoint", prescription=cure
+        yield DEAD_SCALER.finding(
+            "error", message, where=AT_START, cause="bad_checkpoint", evidence=scaler_numbers(scaler), prescription=cure
         )
     frozen = frozen_words(scaler)
     if frozen is not None:
-        yield run_scaler_finding(
-            FROZEN_SCALER, "warning", frozen[0].lower() + frozen[1:].rstrip("."), scaler_numbers(scaler)
+        yield FROZEN_SCALER.finding(
+            "warning", frozen[0].lower() + frozen[1:].rstrip("."), where=AT_START, evidence=scaler_numbers(scaler)
         )
     yield from _settings(scaler, refused)
 
@@ -144,12 +134,12 @@ def _settings(scaler: ScalerState, refused: Sequence[RefusedSetting]) -> Iterato
     if refused:
         evidence["refused"] = {r.name: {"given": r.given, "used": r.used, "raised": r.raised} for r in refused}
     better = {name: FRESH_SCALER[name] for name in wrong if name in FRESH_SCALER} | {r.name: r.used for r in refused}
-    yield run_scaler_finding(
-        SCALER_SETTINGS,
+    yield SCALER_SETTINGS.finding(
         "error" if refused else "warning",
         f"the run's loss scaler has settings that cannot work: {'; '.join([*said, *wrong.values()])}",
-        evidence,
+        where=AT_START,
         cause="scaler_misuse" if refused else None,
+        evidence=evidence,
         prescription=_with(better, replayed=bool(refused) and not wrong) if better else None,
     )
 
@@ -170,36 +160,7 @@ def plain(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.10g}"
 
 
-def run_scaler_finding(
-    rule: Rule,
-    severity: Severity,
-    message: str,
-    evidence: Mapping[str, Any],
-    *,
-    cause: str | None = None,
-    prescription: Prescription | None = None,
-) -> Finding:
-    """Makes a finding about the scaler with which a replay starts."""
-    return Finding(
-        code=rule.code,
-        name=rule.name,
-        severity=severity,
-        message=message,
-        cause=cause,
-        where=Where(step=0, phase="scaler", op="scaler_state"),
-        evidence=evidence,
-        help=rule.page.action,
-        prescription=prescription,
-    )
-
-
-SETTINGS_OVERWRITTEN = register(
-    "AMP411",
-    "settings-overwritten",
-    "Loading the scaler's state overwrites the run's own settings",
-    worst="warning",
-    commands=REPLAYED,
-)
+SETTINGS_OVERWRITTEN = rule("AMP411", REPLAYED)
 
 LOADED = ("growth_factor", "backoff_factor", "growth_interval")
 """Settings that `load_state_dict` replaces together with the scale and the count of clean steps (torch's GradScaler).
@@ -235,11 +196,11 @@ def overwritten_finding(scalers: ResumedScaler) -> Finding | None:
         else "loading the checkpoint's scaler state replaces that"
     )
     setters = "; ".join(f"scaler.set_{name}({plain(of['run'])})" for name, of in lost.items())
-    return run_scaler_finding(
-        SETTINGS_OVERWRITTEN,
+    return SETTINGS_OVERWRITTEN.finding(
         "note" if kept else "warning",
         f"the run's scaler asks for {pairs}: {ends}",
-        {"settings": lost},
+        where=AT_START,
+        evidence={"settings": lost},
         prescription=Prescription(
             kind="code",
             value=setters,

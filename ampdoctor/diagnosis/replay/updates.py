@@ -9,31 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ampdoctor.diagnosis.catalogue import REPLAYED, register
+from ampdoctor.diagnosis.catalogue import REPLAYED, rule
 from ampdoctor.diagnosis.replay.gradients import common_module
 from ampdoctor.diagnosis.replay.nonfinite import HELP
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.run_facts import UpdateFacts
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterVsFp32, StateVsFp32
 
-STALLED = Threshold(
-    code="AMP501",
-    name="stalled",
-    default=0.75,
-    unit="share",
-    why="Share of the elements that move in fp32 and stay, and share of the update that is lost: 0.97 to 1.0 where "
-    "training stands still, 0.42 in a pure fp16 run that learns.",
-)
-OPTIMIZER_PRECISION = register(
-    "AMP501",
-    "optimizer-precision",
-    "Updates or moments are lost in their format",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(STALLED,),
-)
+OPTIMIZER_PRECISION = rule("AMP501", REPLAYED)
+STALLED = OPTIMIZER_PRECISION["stalled"]
 
 LOST_SHARE = 0.5  # lost share of the update from which something is advised
 ROUNDS_TO_NEAREST = "torch.optim."
@@ -95,15 +81,13 @@ def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
     """Makes the finding for modules that stagnate."""
     moved = sum(u.moved for u in stagnation.updates)
     stalled = sum(u.stalled for u in stagnation.updates)
-    return Finding(
-        code=OPTIMIZER_PRECISION.code,
-        name=OPTIMIZER_PRECISION.name,
-        severity="error",
-        cause="optimizer_precision",
-        where=Where(step=step, phase="optimizer", module=stagnation.module, op="aten.add_"),
-        message=f"step {step}: {stalled} of {moved} elements of trained weights in {stagnation.module or 'the model'} "
+    return OPTIMIZER_PRECISION.finding(
+        "error",
+        f"step {step}: {stalled} of {moved} elements of trained weights in {stagnation.module or 'the model'} "
         "do not move "
         "though they do in fp32: each update is below half a unit in the last place of its weight",
+        where=Where(step=step, phase="optimizer", module=stagnation.module, op="aten.add_"),
+        cause="optimizer_precision",
         evidence={
             "moved": moved,
             "stalled": stalled,
@@ -112,7 +96,7 @@ def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
             "modules_count": len(stagnation.updates),
             "update_lost": max(u.lost for u in stagnation.updates),
         },
-        help=HELP["optimizer_precision"],
+        advice=HELP["optimizer_precision"],
     )
 
 
@@ -282,23 +266,8 @@ def within(run: Sequence[Comparison], since: int) -> str:
 # AMP506: the model's total does not show these parameters.
 
 
-FROZEN_SHARE = Threshold(
-    code="AMP506",
-    name="share",
-    default=0.1,
-    unit="share",
-    why="Share of the squared gradient that frozen tensors of several elements own, from which it is an error and no "
-    "note: what standing still costs the loss at first order. 0.0001 to 0.035 for the norm gains of 20 architectures "
-    "in pure bf16.",
-)
-FROZEN_PARAMETERS = register(
-    "AMP506",
-    "frozen-parameters",
-    "Parameters stand still, and in fp32 they move",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(FROZEN_SHARE,),
-)
+FROZEN_PARAMETERS = rule("AMP506", REPLAYED)
+FROZEN_SHARE = FROZEN_PARAMETERS["share"]
 
 FROZEN_NOTED = 1e-3  # share of the squared gradient below which tensors of several elements are not reported
 FROZEN_ALONE = 1e-6
@@ -348,11 +317,11 @@ def frozen_finding(
     stand = "stands" if len(names) == 1 else "stand"
     share = share_of(compared, names)
     far = max(abs(half_units) for p in parameters for half_units in p.course)
-    return Finding(
-        code=FROZEN_PARAMETERS.code,
-        name=FROZEN_PARAMETERS.name,
-        severity=severity,
-        cause="optimizer_precision",
+    return FROZEN_PARAMETERS.finding(
+        severity,
+        f"step {compared[0].step}: {named(names, module)} {stand} still {within(compared, 0)}, and in fp32 "
+        f"{'it moves' if len(names) == 1 else 'they move'}: each update is below half a unit in the last place "
+        f"({far:.2g} of it at most), with {share:.2g} of the squared gradient",
         where=Where(
             step=compared[0].step,
             phase="optimizer",
@@ -360,9 +329,7 @@ def frozen_finding(
             op=op,
             tensor=names[0] if len(names) == 1 else None,
         ),
-        message=f"step {compared[0].step}: {named(names, module)} {stand} still {within(compared, 0)}, and in fp32 "
-        f"{'it moves' if len(names) == 1 else 'they move'}: each update is below half a unit in the last place "
-        f"({far:.2g} of it at most), with {share:.2g} of the squared gradient",
+        cause="optimizer_precision",
         evidence={
             "parameters": names[:NAMED],
             "parameters_count": len(names),
@@ -370,7 +337,7 @@ def frozen_finding(
             "share_of_squared_gradient": share,
             "largest_update_in_half_units": far,
         },
-        help=HELP["optimizer_precision"],
+        advice=HELP["optimizer_precision"],
     )
 
 
@@ -379,13 +346,7 @@ def _stands_still(p: ParameterVsFp32) -> bool:
     return p.gradient > 0 and p.meant_to_move > 0 and not p.moved and 2 * p.beneath > p.meant_to_move
 
 
-STUCK_STATE = register(
-    "AMP508",
-    "stuck-state",
-    "A buffer, an average or a counter stands still, and in fp32 it moves",
-    worst="error",
-    commands=REPLAYED,
-)
+STUCK_STATE = rule("AMP508", REPLAYED)
 
 COUNTER_ENDS = {"float16": 2048.0, "bfloat16": 256.0}
 """From this value on, adding 1 to a number of this format does not change it."""
@@ -432,14 +393,12 @@ def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[S
     inside = [owner_of(state.name) for state in states if state.kind != "own"]
     module, common = (inside[0] if inside else ""), common_module([f"{path}." for path in inside])
     stand = "stands" if len(names) == 1 else "stand"
-    return Finding(
-        code=STUCK_STATE.code,
-        name=STUCK_STATE.name,
-        severity="error",
-        cause="optimizer_precision",
-        where=replace(where, step=step, module=module, tensor=names[0] if len(names) == 1 else None),
-        message=f"step {step}: {named(names, common)} in {states[0].dtype} {stand} still {within(compared, since)}, "
+    return STUCK_STATE.finding(
+        "error",
+        f"step {step}: {named(names, common)} in {states[0].dtype} {stand} still {within(compared, since)}, "
         f"and in fp32 {'it moves' if len(names) == 1 else 'they move'} one way: what is added is too small beside it",
+        where=replace(where, step=step, module=module, tensor=names[0] if len(names) == 1 else None),
+        cause="optimizer_precision",
         evidence={
             "tensors": names[:NAMED],
             "tensors_count": len(names),
@@ -448,7 +407,7 @@ def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[S
             "largest_value": max(state.value for state in states),
             "largest_move_in_half_units": max(abs(move) for state in states for move in state.course),
         },
-        help=HELP["optimizer_precision"],
+        advice=HELP["optimizer_precision"],
     )
 
 
@@ -458,42 +417,24 @@ def counting_finding(compared: Sequence[Comparison], states: Sequence[StateVsFp3
     most = max(states, key=lambda state: state.value / COUNTER_ENDS[state.dtype])
     end, last = COUNTER_ENDS[most.dtype], compared[-1].step
     at = last + int(end - most.value)
-    return Finding(
-        code=STUCK_STATE.code,
-        name=STUCK_STATE.name,
-        severity="note",
-        cause="optimizer_precision",
-        where=Where(step=last, phase="optimizer", module=owner_of(most.name), tensor=most.name),
-        message=f"{named(names, '')} {'counts' if len(names) == 1 else 'count'} steps in {most.dtype}: {most.value:g} "
+    return STUCK_STATE.finding(
+        "note",
+        f"{named(names, '')} {'counts' if len(names) == 1 else 'count'} steps in {most.dtype}: {most.value:g} "
         f"before step {last}, and at {end:g} it stands still, from step {at} on if it goes on so",
+        where=Where(step=last, phase="optimizer", module=owner_of(most.name), tensor=most.name),
+        cause="optimizer_precision",
         evidence={
             "tensors": names[:NAMED],
             "tensors_count": len(names),
             "steps": [step.step for step in compared],
             "stands_still_from_step": at,
         },
-        help=HELP["optimizer_precision"],
+        advice=HELP["optimizer_precision"],
     )
 
 
-WRONG_RATIO = Threshold(
-    code="AMP507",
-    name="ratio",
-    default=2.0,
-    unit="factor",
-    lowest=1.0,
-    highest=1e6,
-    why="Factor by which the norm of a tensor's update is longer or shorter than fp32's, in each step: rounding of a "
-    "gradient that is right to a half cannot do it.",
-)
-WRONG_STEP = register(
-    "AMP507",
-    "wrong-step",
-    "An optimizer's step is far too long or too short, and its gradient is right",
-    worst="error",
-    commands=REPLAYED,
-    thresholds=(WRONG_RATIO,),
-)
+WRONG_STEP = rule("AMP507", REPLAYED)
+WRONG_RATIO = WRONG_STEP["ratio"]
 
 ROUNDED = 4.0  # norms that differ by fewer roundings of the weight differ by its own rounding
 RIGHT_GRADIENT = 0.5  # relative error up to which a gradient is not the cause
@@ -539,11 +480,10 @@ def wrong_step_finding(compared: Sequence[Comparison], since: int, found: Sequen
     ratios = [p.update / p.expected_update for run in found for p in run]
     step = compared[since].step
     worst = max(found, key=lambda run: run[0].expected)
-    return Finding(
-        code=WRONG_STEP.code,
-        name=WRONG_STEP.name,
-        severity="error",
-        cause="optimizer_precision",
+    return WRONG_STEP.finding(
+        "error",
+        f"step {step}: the update of {named(names, module)} is {min(ratios):.2g} to {max(ratios):.2g} times as "
+        f"long as in fp32 {within(compared, since)}, and the gradient is right",
         where=Where(
             step=step,
             phase="optimizer",
@@ -551,8 +491,7 @@ def wrong_step_finding(compared: Sequence[Comparison], since: int, found: Sequen
             op=op,
             tensor=names[0] if len(names) == 1 else None,
         ),
-        message=f"step {step}: the update of {named(names, module)} is {min(ratios):.2g} to {max(ratios):.2g} times as "
-        f"long as in fp32 {within(compared, since)}, and the gradient is right",
+        cause="optimizer_precision",
         evidence={
             "parameters": names[:NAMED],
             "parameters_count": len(names),
@@ -560,5 +499,5 @@ def wrong_step_finding(compared: Sequence[Comparison], since: int, found: Sequen
             "smallest_ratio": min(ratios),
             "largest_ratio": max(ratios),
         },
-        help=HELP["optimizer_precision"],
+        advice=HELP["optimizer_precision"],
     )

@@ -5,56 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue import SCANNED, rule
 from ampdoctor.diagnosis.scan.scaler import scale_text
-from ampdoctor.diagnosis.scan.tensors import FP16_MAX, MAX_LISTED, percent
+from ampdoctor.diagnosis.scan.tensors import FP16_MAX, MAX_LISTED, also_of, percent, where_of
 from ampdoctor.evidence.checkpoint_stats import CheckpointChange, Largest, TensorChange, Trend
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
 
 def weights_of(change: CheckpointChange) -> list[TensorChange]:
     """Returns the weights that have an element."""
     return [t for t in change.tensors if t.role == "weight" and t.elements]
-
-
-def change_finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
-    rule: Rule,
-    severity: Severity,
-    tensor: TensorChange,
-    message: str,
-    evidence: dict[str, Any],
-    change: CheckpointChange,
-    among: Sequence[TensorChange],
-    *,
-    cause: str | None = None,
-) -> Finding:
-    """Makes a finding about `tensor`, which represents those `among`."""
-    return Finding(
-        code=rule.code,
-        name=rule.name,
-        severity=severity,
-        message=message,
-        where=replace(_place(tensor), global_step=change.new_step),
-        also=tuple(_place(other) for other in among if other is not tensor),
-        cause=cause,
-        evidence=evidence,
-        help=rule.page.action,
-    )
-
-
-def _place(tensor: TensorChange) -> Where:
-    return Where(
-        phase="checkpoint",
-        module=tensor.module,
-        op=f"state:{tensor.entry}",
-        tensor=tensor.address,
-        file=tensor.file,
-    )
 
 
 def row_of(tensor: TensorChange) -> dict[str, Any]:
@@ -138,37 +103,10 @@ def _slope(line: Sequence[tuple[int, float]]) -> float:
     return sum((step - mean) * (value - level) for step, (_, value) in zip(steps, line, strict=True)) / spread
 
 
-STILL = Threshold(
-    code="AMP712",
-    name="stalled",
-    default=0.75,
-    unit="share",
-    why="Share of a weight's elements that stay exactly the same, and share of the movement that is lost: AMP501's, "
-    "where it was measured on single updates.",
-)
-WOULD_MOVE = Threshold(
-    code="AMP712",
-    name="would_move",
-    default=0.5,
-    unit="share",
-    why="Share of a weight's elements that exact sums of the updates would change: half, so that standing still is no "
-    "matter of a small learning rate.",
-)
-MOST_STAGNANT = Threshold(
-    code="AMP712",
-    name="most",
-    default=0.5,
-    unit="share",
-    why="Share of all trained elements from which it is an error: most of the model.",
-)
-STAGNANT_WEIGHTS = register(
-    "AMP712",
-    "stagnant-weights",
-    "16-bit weights stand still because updates are rounded away",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(STILL, WOULD_MOVE, MOST_STAGNANT),
-)
+STAGNANT_WEIGHTS = rule("AMP712", SCANNED)
+STILL = STAGNANT_WEIGHTS["stalled"]
+WOULD_MOVE = STAGNANT_WEIGHTS["would_move"]
+MOST_STAGNANT = STAGNANT_WEIGHTS["most"]
 
 _HALF = frozenset({"float16", "bfloat16"})
 
@@ -214,8 +152,13 @@ def _stagnant_weights(change: CheckpointChange, thresholds: Thresholds) -> Itera
         "tensors": len(still),
         "listed": [row_of(t) for t in sorted(still, key=lambda t: -t.elements)[:MAX_LISTED]],
     }
-    yield change_finding(
-        STAGNANT_WEIGHTS, severity, worst, message, evidence, change, still, cause="optimizer_precision"
+    yield STAGNANT_WEIGHTS.finding(
+        severity,
+        message,
+        where=where_of(worst, change.new_step),
+        also=also_of(worst, still),
+        cause="optimizer_precision",
+        evidence=evidence,
     )
 
 
@@ -237,24 +180,13 @@ def _perhaps_stagnant(change: CheckpointChange, thresholds: Thresholds) -> Itera
         f"rounding, or these are copies of fp32 weights that moved little. Without optimizer state this cannot be told."
     )
     evidence = {"steps": change.steps, "tensors": len(partly), "listed": [row_of(t) for t in partly[:MAX_LISTED]]}
-    yield change_finding(STAGNANT_WEIGHTS, "note", worst, message, evidence, change, partly)
+    yield STAGNANT_WEIGHTS.finding(
+        "note", message, where=where_of(worst, change.new_step), also=also_of(worst, partly), evidence=evidence
+    )
 
 
-IDLE_WOULD_MOVE = Threshold(
-    code="AMP713",
-    name="would_move",
-    default=0.5,
-    unit="share",
-    why="Share of a weight's elements that one update would change: half, as for AMP712.",
-)
-UNMOVED_WEIGHTS = register(
-    "AMP713",
-    "unmoved-weights",
-    "Trained weights did not change at all",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(IDLE_WOULD_MOVE,),
-)
+UNMOVED_WEIGHTS = rule("AMP713", SCANNED)
+IDLE_WOULD_MOVE = UNMOVED_WEIGHTS["would_move"]
 
 
 @UNMOVED_WEIGHTS.judges(CheckpointChange)
@@ -278,12 +210,16 @@ def _unmoved_weights(change: CheckpointChange, thresholds: Thresholds) -> Iterat
     else:
         return
     evidence = {"steps": change.steps, "tensors": len(idle or same), "listed": [row_of(t) for t in idle[:MAX_LISTED]]}
-    yield change_finding(UNMOVED_WEIGHTS, "warning" if idle else "note", worst, message, evidence, change, idle or same)
+    yield UNMOVED_WEIGHTS.finding(
+        "warning" if idle else "note",
+        message,
+        where=where_of(worst, change.new_step),
+        also=also_of(worst, idle or same),
+        evidence=evidence,
+    )
 
 
-CHANGED_STRUCTURE = register(
-    "AMP714", "changed-structure", "The two checkpoints do not hold the same tensors", worst="note", commands=SCANNED
-)
+CHANGED_STRUCTURE = rule("AMP714", SCANNED)
 
 
 @CHANGED_STRUCTURE.judges(CheckpointChange)
@@ -303,11 +239,9 @@ def _changed_structure(change: CheckpointChange, _: Thresholds) -> Iterator[Find
     if not said:
         return
     first, *others = (name for _, _, names in parts for name in names)
-    yield Finding(
-        code=CHANGED_STRUCTURE.code,
-        name=CHANGED_STRUCTURE.name,
-        severity="note",
-        message=f"Of the weights and buffers, {'; '.join(said)}, compared with {change.old}.",
+    yield CHANGED_STRUCTURE.finding(
+        "note",
+        f"Of the weights and buffers, {'; '.join(said)}, compared with {change.old}.",
         where=Where(phase="checkpoint", global_step=change.new_step, tensor=first),
         also=tuple(Where(phase="checkpoint", tensor=name) for name in others),
         evidence={
@@ -316,7 +250,6 @@ def _changed_structure(change: CheckpointChange, _: Thresholds) -> Iterator[Find
             "reshaped": {name: list(map(list, shapes)) for name, shapes in list(change.reshaped.items())[:MAX_LISTED]},
             "retyped": dict(list(retyped.items())[:MAX_LISTED]),
         },
-        help=CHANGED_STRUCTURE.page.action,
     )
 
 
@@ -324,24 +257,8 @@ def _named(tensor: TensorChange) -> bool:
     return tensor.role in {"weight", "buffer", "ema"}
 
 
-BEYOND_START = Threshold(
-    code="AMP710",
-    name="start",
-    default=8.0,
-    unit="magnitude",
-    lowest=0.0,
-    highest=65504.0,
-    why="Magnitude above which a growth counts: no initialisation reaches it (the largest of 10^9 normal numbers is "
-    "6.1), so that what grows there no longer grows out of its start.",
-)
-GROWING_RANGE = register(
-    "AMP710",
-    "growing-range",
-    "A weight or buffer grows towards fp16's limit",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(BEYOND_START,),
-)
+GROWING_RANGE = rule("AMP710", SCANNED)
+BEYOND_START = GROWING_RANGE["start"]
 
 LEAST_POINTS = 3  # fewer checkpoints do not show whether a growth slows down
 
@@ -371,11 +288,9 @@ def _growing_finding(rows: Sequence[tuple[str, Largest, float, LinearTrend]], st
             for name, now, then, seen in sorted(rows, key=lambda row: (row[3].meets, row[0]))[:MAX_LISTED]
         ],
     }
-    return Finding(
-        code=GROWING_RANGE.code,
-        name=GROWING_RANGE.name,
-        severity=severity,
-        message=message,
+    return GROWING_RANGE.finding(
+        severity,
+        message,
         where=Where(
             phase="checkpoint",
             global_step=step,
@@ -390,7 +305,6 @@ def _growing_finding(rows: Sequence[tuple[str, Largest, float, LinearTrend]], st
             if name != address
         ),
         evidence=evidence,
-        help=GROWING_RANGE.page.action,
     )
 
 
@@ -452,23 +366,8 @@ def cast_by_autocast(role: str, shape: tuple[int, ...], dtype: str) -> bool:
     return dtype == "float16" or (role == "weight" and len(shape) >= 2 and dtype in {"float32", "float64"})
 
 
-SCALE_FALL = Threshold(
-    code="AMP711",
-    name="fall",
-    default=4.0,
-    unit="binades",
-    lowest=0.0,
-    highest=150.0,
-    why="Binades that a loss scale falls before it is called falling: a settled one goes up and down by one or two.",
-)
-FALLING_LOSS_SCALE = register(
-    "AMP711",
-    "falling-loss-scale",
-    "The loss scale keeps falling",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(SCALE_FALL,),
-)
+FALLING_LOSS_SCALE = rule("AMP711", SCANNED)
+SCALE_FALL = FALLING_LOSS_SCALE["fall"]
 
 
 @FALLING_LOSS_SCALE.judges(Trend)
@@ -488,16 +387,13 @@ def _falling_loss_scale(trend: Trend, thresholds: Thresholds) -> Iterator[Findin
         f"The loss scale has fallen from {scale_text(top)} at {unit} {heading.since} to {scale_text(seen[-1][1])} at "
         f"{unit} {heading.until}; at this rate it is below 1 at about {unit} {math.ceil(heading.meets)}."
     )
-    yield Finding(
-        code=FALLING_LOSS_SCALE.code,
-        name=FALLING_LOSS_SCALE.name,
-        severity="warning",
-        message=message,
+    yield FALLING_LOSS_SCALE.finding(
+        "warning",
+        message,
         where=Where(phase="checkpoint", global_step=heading.until, op="scaler_state"),
         evidence={
             "scales": [{"step": step, "scale": scale} for step, scale in seen],
             "meets_at": heading.meets,
             "binades_per_1000": 1000 * heading.rate,
         },
-        help=FALLING_LOSS_SCALE.page.action,
     )

@@ -7,16 +7,17 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, checkpoint_finding, register
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
 from ampdoctor.diagnosis.health.loss_rules import gradient_jump
 from ampdoctor.diagnosis.health.rolling import LENGTH, falls_over
 from ampdoctor.diagnosis.health.step_state import StepState
 from ampdoctor.diagnosis.scan.scaler import LOGGED_NORMS, fresh_scaler, scale_text, without_a_scale
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, is_training_loss
 from ampdoctor.evidence.checkpoint_stats import RUN_LOG, CheckpointSummary, LogEntry
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
 Series = list[tuple[LogEntry, float]]
 MOMENTUM_STEPS = 50  # steps in which momentum alone may lower the loss: 0.9^50 is 0.5 %
@@ -44,14 +45,7 @@ def loss_fell(entries: Iterable[LogEntry]) -> bool:
     return falls_over(losses)
 
 
-LOSS_NOT_FINITE = register(
-    "AMP701",
-    "loss-not-finite",
-    "The logged loss is NaN or infinite",
-    worst="error",
-    commands=SCANNED,
-    ruins_checkpoint=True,
-)
+LOSS_NOT_FINITE = rule("AMP701", SCANNED, ruins_checkpoint=True)
 
 
 def _is_lost(entry: LogEntry) -> bool:
@@ -67,17 +61,18 @@ def _stored_losses(summary: CheckpointSummary, _: Thresholds) -> Iterator[Findin
     """Judges a training loss that was saved under another name than a log's."""
     for lost in filter(is_training_loss, summary.lost):
         value, many = f"{lost.last:g}", f"the last of {lost.count} losses in " if lost.count > 1 else "the loss "
-        yield checkpoint_finding(
-            summary,
-            LOSS_NOT_FINITE,
+        yield LOSS_NOT_FINITE.finding(
             "error",
             f"{many[0].upper()}{many[1:]}{lost.name} is {value}.",
+            where=Where(
+                phase="loss",
+                global_step=summary.global_step,
+                op="number",
+                nonfinite="inf" if math.isinf(lost.last) else "nan",
+                tensor=lost.name,
+                file=lost.file or None,
+            ),
             evidence={"entries": lost.count, "lost": lost.nans + lost.infs},
-            phase="loss",
-            op="number",
-            born="inf" if math.isinf(lost.last) else "nan",
-            tensor=lost.name,
-            file=lost.file,
         )
 
 
@@ -113,15 +108,15 @@ def loss_not_finite(summary: CheckpointSummary, _: Thresholds) -> Iterator[Findi
     else:
         message = f"The loss is {said} from step {first.step} to the log's end{_before(fine)}."
         severity = "error"
-    yield checkpoint_finding(
-        summary,
-        LOSS_NOT_FINITE,
+    yield LOSS_NOT_FINITE.finding(
         severity,
         message,
+        where=Where(
+            phase="loss",
+            global_step=first.step,
+            nonfinite="inf" if first.loss is not None and math.isinf(first.loss) else "nan",
+        ),
         evidence=evidence,
-        phase="loss",
-        born="inf" if first.loss is not None and math.isinf(first.loss) else "nan",
-        global_step=first.step,
     )
 
 
@@ -129,42 +124,10 @@ def _before(fine: Sequence[LogEntry]) -> str:
     return f", after {fine[-1].loss:.4g} at step {fine[-1].step}" if fine else ""
 
 
-LEAST_UNFINITE = Threshold(
-    code="AMP703",
-    name="entries",
-    default=3,
-    unit="entries",
-    lowest=1,
-    highest=1_000_000,
-    why="Entries of a gradient norm that is not finite at the log's end: one is a skipped step, as it should be.",
-)
-HOPELESS_STEPS = Threshold(
-    code="AMP703",
-    name="hopeless",
-    default=8,
-    unit="steps",
-    lowest=1,
-    highest=1_000_000,
-    why="Steps without a finite gradient after which it is an error: 8 halvings of the loss scale.",
-)
-SETTLING_STEPS = Threshold(
-    code="AMP703",
-    name="settling",
-    default=40,
-    unit="steps",
-    lowest=0,
-    highest=1_000_000,
-    why="Steps granted to a scaler at the start of a run: from the highest initial scale, 2^32, down to 1 are 32.",
-)
-GRADIENTS_NOT_FINITE = register(
-    "AMP703",
-    "gradients-not-finite",
-    "The logged gradient norm is NaN or infinite up to the end",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(LEAST_UNFINITE, HOPELESS_STEPS, SETTLING_STEPS),
-    ruins_checkpoint=True,
-)
+GRADIENTS_NOT_FINITE = rule("AMP703", SCANNED, ruins_checkpoint=True)
+LEAST_UNFINITE = GRADIENTS_NOT_FINITE["entries"]
+HOPELESS_STEPS = GRADIENTS_NOT_FINITE["hopeless"]
+SETTLING_STEPS = GRADIENTS_NOT_FINITE["settling"]
 
 
 @GRADIENTS_NOT_FINITE.judges(CheckpointSummary)
@@ -190,16 +153,16 @@ def _gradients_not_finite(summary: CheckpointSummary, thresholds: Thresholds) ->
         severity, said = "note", "the loss falls all the same, so the norm is not what the optimizer saw"
     elif not measured and not dead:
         severity, said = "note", "it may never have been measured"
-    yield checkpoint_finding(
-        summary,
-        GRADIENTS_NOT_FINITE,
+    yield GRADIENTS_NOT_FINITE.finding(
         severity,
         f"The gradient norm is {first.grad_norm} from step {first.step} to the log's end, in {len(trailing)} entries "
         f"over {steps} steps: {said}.",
+        where=Where(
+            phase="backward",
+            global_step=first.step,
+            nonfinite="nan" if first.grad_norm is not None and math.isnan(first.grad_norm) else "inf",
+        ),
         evidence={"first_step": first.step, "last_step": last.step, "entries": len(trailing), "steps": steps},
-        phase="backward",
-        born="nan" if first.grad_norm is not None and math.isnan(first.grad_norm) else "inf",
-        global_step=first.step,
     )
 
 
@@ -210,33 +173,9 @@ def _gradients_not_finite(summary: CheckpointSummary, thresholds: Thresholds) ->
 # checkpoint: the scale itself, or fp16 weights without one.
 
 
-LEAST_ZEROS = Threshold(
-    code="AMP702",
-    name="entries",
-    default=3,
-    unit="entries",
-    lowest=1,
-    highest=1_000_000,
-    why="Entries of a gradient norm of exactly 0 at the log's end: one or two may be a batch without a loss.",
-)
-WITHIN_REACH = Threshold(
-    code="AMP702",
-    name="reach",
-    default=16.0,
-    unit="factor",
-    lowest=1.0,
-    highest=1e6,
-    why="A flush threshold within this factor below the typical gradient explains zeros: the elements of a gradient "
-    "are spread over more than that.",
-)
-GRADIENTS_VANISHED = register(
-    "AMP702",
-    "gradients-vanished",
-    "The logged gradient norm is exactly zero up to the end",
-    worst="error",
-    commands=(*SCANNED, "health"),
-    thresholds=(LEAST_ZEROS, WITHIN_REACH),
-)
+GRADIENTS_VANISHED = rule("AMP702", (*SCANNED, "health"))
+LEAST_ZEROS = GRADIENTS_VANISHED["entries"]
+WITHIN_REACH = GRADIENTS_VANISHED["reach"]
 
 TELLING_DECAY = 50  # steps of decay from which the moments prove missing gradients
 _CUT = "a graph that was cut (detach, no_grad, frozen weights) and an output that is constant look alike"
@@ -293,15 +232,12 @@ def gradients_vanished(summary: CheckpointSummary, thresholds: Thresholds) -> It
         "loss_highest": max(losses, default=None),
         **why.evidence,
     }
-    yield checkpoint_finding(
-        summary,
-        GRADIENTS_VANISHED,
+    yield GRADIENTS_VANISHED.finding(
         severity,
         message,
-        evidence=evidence,
-        phase="backward",
-        global_step=first.step,
+        where=Where(phase="backward", global_step=first.step),
         cause=None if finished else why.cause,
+        evidence=evidence,
         prescription=None if finished else why.prescription,
     )
 
@@ -408,33 +344,9 @@ def _moments(evidence: dict[str, float | int | None]) -> str:
     return ""
 
 
-CONSTANT_ENTRIES = Threshold(
-    code="AMP705",
-    name="entries",
-    default=10,
-    unit="entries",
-    lowest=2,
-    highest=1_000_000,
-    why="Entries of exactly the same loss at the log's end: of different batches not even two have it to the last "
-    "digit.",
-)
-LEAST_LOSS = Threshold(
-    code="AMP705",
-    name="loss",
-    default=0.01,
-    unit="loss",
-    lowest=0.0,
-    highest=1e6,
-    why="Loss below which nothing is said: written with four decimals it has fewer than 100 values left.",
-)
-LOSS_CONSTANT = register(
-    "AMP705",
-    "loss-constant",
-    "The logged loss is exactly constant",
-    worst="warning",
-    commands=(*SCANNED, "health"),
-    thresholds=(CONSTANT_ENTRIES, LEAST_LOSS),
-)
+LOSS_CONSTANT = rule("AMP705", (*SCANNED, "health"))
+CONSTANT_ENTRIES = LOSS_CONSTANT["entries"]
+LEAST_LOSS = LOSS_CONSTANT["loss"]
 
 
 @LOSS_CONSTANT.judges(CheckpointSummary)
@@ -456,57 +368,21 @@ def loss_constant(summary: CheckpointSummary, thresholds: Thresholds) -> Iterato
         f"The loss is exactly {value:.17g} in the last {len(same)} entries, from step {same[0].step} on: the weights "
         "do not move, or the output does not depend on the input."
     )
-    yield checkpoint_finding(
-        summary,
-        LOSS_CONSTANT,
+    yield LOSS_CONSTANT.finding(
         "note" if rounded else "warning",
         message,
+        where=Where(phase="loss", global_step=same[0].step),
         evidence={"loss": value, "first_step": same[0].step, "entries": len(same), "rounded": rounded},
-        phase="loss",
-        global_step=same[0].step,
     )
 
 
 # AMP704: as severe as in `health` for the same step (AMP720).
 
 
-SPIKE_FACTOR = Threshold(
-    code="AMP704",
-    name="factor",
-    default=20.0,
-    unit="factor",
-    lowest=1.0,
-    highest=1e9,
-    why="Times the usual from which a loss or a norm is a spike: in 54 small runs those with batches of 8 or more that "
-    "did not diverge stay below 17.",
-)
-SPIKE_DEVIATIONS = Threshold(
-    code="AMP704",
-    name="deviations",
-    default=10.0,
-    unit="standard deviations",
-    lowest=0.0,
-    highest=1000.0,
-    why="Robust standard deviations of its logarithm by which it is above the usual as well: noisy runs have large "
-    "factors.",
-)
-RETURNED = Threshold(
-    code="AMP704",
-    name="returned",
-    default=2.0,
-    unit="factor",
-    lowest=1.0,
-    highest=1e9,
-    why="Times the loss before the spike within which the run has come back: else it is a warning.",
-)
-SPIKE = register(
-    "AMP704",
-    "spike",
-    "A spike in the loss or the gradient norm",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(SPIKE_FACTOR, SPIKE_DEVIATIONS, RETURNED),
-)
+SPIKE = rule("AMP704", SCANNED)
+SPIKE_FACTOR = SPIKE["factor"]
+SPIKE_DEVIATIONS = SPIKE["deviations"]
+RETURNED = SPIKE["returned"]
 
 WINDOW = 50  # entries before one that define what is usual (AMP704)
 LEAST_WINDOW = 20
@@ -548,14 +424,11 @@ def _spike(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Findi
         f"{', and the loss has not come back since' if lasting else ''}; {len(found)} such "
         f"{'entry' if len(found) == 1 else 'entries'} in the log."
     )
-    yield checkpoint_finding(
-        summary,
-        SPIKE,
+    yield SPIKE.finding(
         "warning" if lasting or _jumps(summary, [spike[1].step for spike in found], thresholds) else "note",
         message,
+        where=Where(phase="loss" if what == "loss" else "backward", global_step=entry.step),
         evidence=evidence,
-        phase="loss" if what == "loss" else "backward",
-        global_step=entry.step,
     )
 
 

@@ -7,44 +7,17 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue import SCANNED, checkpoint_finding, register
+from ampdoctor.diagnosis.catalogue import SCANNED, rule
 from ampdoctor.diagnosis.scan.scaler import History, interval_of, scale_history, scale_text, without_a_scale
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, LogEntry, ScalerState
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import HORIZON, SKIP_RATE, Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
-FEWEST_BACKOFFS = Threshold(
-    code="AMP707",
-    name="backoffs",
-    default=5,
-    unit="backoffs",
-    lowest=1,
-    highest=1_000_000,
-    why="Backoffs in the log from which their rate says something: at equilibrium, fewer are chance.",
-)
-NOTABLE_RATE = Threshold(
-    code="AMP707",
-    name="notable",
-    default=0.01,
-    unit="share",
-    why="Share of skipped steps that is worth a note: twenty times the equilibrium of the default settings.",
-)
-HARMFUL_RATE = Threshold(
-    code="AMP707",
-    name="harmful",
-    default=0.1,
-    unit="share",
-    why="From here on it is a warning: a tenth of the run is lost work.",
-    above=NOTABLE_RATE,
-)
-SKIP_RATE_RULE = register(
-    "AMP707",
-    "skip-rate",
-    "More steps are skipped than the scaler needs",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(FEWEST_BACKOFFS, NOTABLE_RATE, HARMFUL_RATE, SKIP_RATE, HORIZON),
-)
+SKIP_RATE_RULE = rule("AMP707", SCANNED)
+FEWEST_BACKOFFS = SKIP_RATE_RULE["backoffs"]
+NOTABLE_RATE = SKIP_RATE_RULE["notable"]
+HARMFUL_RATE = SKIP_RATE_RULE["harmful"]
 
 START_SKIPS = 40  # skips that a falling first scale may need: from 2^32 to 1 are 32
 
@@ -117,11 +90,10 @@ def _skips(
         return
     beside = f" At equilibrium it is {100 * usual[0]:.2g} to {100 * usual[1]:.2g} %." if usual else ""
     message = f"In {count} of {steps} steps {what}: {100 * rate:.3g} % were skipped.{beside}"
-    yield checkpoint_finding(
-        summary,
-        SKIP_RATE_RULE,
+    yield SKIP_RATE_RULE.finding(
         "warning" if certain and rate >= thresholds[HARMFUL_RATE] else "note",
         message,
+        where=Where(phase="scaler", global_step=summary.global_step, op="scaler_state"),
         evidence={
             "skip_rate": rate,
             "skipped": count,
@@ -129,49 +101,13 @@ def _skips(
             "equilibrium": list(usual) if usual else None,
             "growth_interval": scaler.growth_interval,
         },
-        phase="scaler",
-        op="scaler_state",
     )
 
 
-NOTABLE_FALL = Threshold(
-    code="AMP706",
-    name="fall",
-    default=4.0,
-    unit="binades",
-    lowest=1.0,
-    highest=150.0,
-    why="Binades lost without a growth that are worth a word: 3 to 4 backoffs precede some divergences by 30 to 1000 "
-    "steps.",
-)
-LONG_FALL = Threshold(
-    code="AMP706",
-    name="long_fall",
-    default=8.0,
-    unit="binades",
-    lowest=1.0,
-    highest=150.0,
-    why="From here on it is a warning: 8 halvings, and no scale seems to do.",
-    above=NOTABLE_FALL,
-)
-NORM_RISE = Threshold(
-    code="AMP706",
-    name="norm_rise",
-    default=2.5,
-    unit="standard deviations",
-    lowest=0.0,
-    highest=1000.0,
-    why="Rise of the gradient norm with a fall of the scale that makes a short fall a warning: ZClip's threshold for a "
-    "spike.",
-)
-SCALE_SPIRAL = register(
-    "AMP706",
-    "scale-spiral",
-    "The loss scale falls without growing",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(NOTABLE_FALL, LONG_FALL, NORM_RISE),
-)
+SCALE_SPIRAL = rule("AMP706", SCANNED)
+NOTABLE_FALL = SCALE_SPIRAL["fall"]
+LONG_FALL = SCALE_SPIRAL["long_fall"]
+NORM_RISE = SCALE_SPIRAL["norm_rise"]
 
 USUAL_ENTRIES = 50
 """Entries whose median scale was the usual one. A notable fall below it counts, whatever grew in between (AMP706)."""
@@ -219,11 +155,11 @@ def scale_spiral(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
         f"{last.step} {'though it grew at times' if grew else 'without growing once'}: {fall:.3g} binades since step "
         f"{began}{f', and the gradient norm has risen by {rise:.3g} standard deviations with it' if alarm else ''}."
     )
-    yield checkpoint_finding(
-        summary,
-        SCALE_SPIRAL,
+    yield SCALE_SPIRAL.finding(
         severity,
         message,
+        where=Where(phase="scaler", global_step=began, op="scaler_state"),
+        cause="scaler_collapse" if low < 1 else None,
         evidence={
             "from": high,
             "to": low,
@@ -232,10 +168,6 @@ def scale_spiral(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
             "last_step": last.step,
             "norm_rise": rise,
         },
-        phase="scaler",
-        op="scaler_state",
-        global_step=began,
-        cause="scaler_collapse" if low < 1 else None,
         prescription=without_a_scale() if low < 1 else None,
     )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, checkpoint_finding, register
-from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, MAX_LISTED
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
+from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, MAX_LISTED, where_of
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
     OptimizerGroup,
@@ -16,39 +17,13 @@ from ampdoctor.evidence.checkpoint_stats import (
 )
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
 DIVIDING_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum"})
 """Moments whose root divides the update: of Adam, RMSprop and Adadelta, Adagrad."""
 
 
-def optimizer_finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
-    summary: CheckpointSummary,
-    optimizer: OptimizerSummary,
-    rule: Rule,
-    severity: Severity,
-    message: str,
-    evidence: dict[str, object],
-    *,
-    op: str = "optimizer_state:param_groups",
-    cause: str | None = None,
-) -> Finding:
-    """Makes a finding about an optimizer as a whole."""
-    return checkpoint_finding(
-        summary,
-        rule,
-        severity,
-        message,
-        evidence={"optimizer": optimizer.path, **evidence},
-        phase="optimizer",
-        op=op,
-        cause=cause,
-    )
-
-
-OPTIMIZER_SETTINGS = register(
-    "AMP505", "optimizer-settings", "Optimizer settings that cannot be right", worst="error", commands=SCANNED
-)
+OPTIMIZER_SETTINGS = rule("AMP505", SCANNED)
 
 
 @OPTIMIZER_SETTINGS.judges(CheckpointSummary)
@@ -71,8 +46,12 @@ def _settings_of(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Ite
             grade: Severity = "error" if severity == "error" else "warning"
             cause = "bad_checkpoint" if grade == "error" else None
             message = f"The optimizer's settings cannot be right: {'; '.join(clauses)}."
-            yield optimizer_finding(
-                summary, optimizer, OPTIMIZER_SETTINGS, grade, message, {"wrong": clauses}, cause=cause
+            yield OPTIMIZER_SETTINGS.finding(
+                grade,
+                message,
+                where=Where(phase="optimizer", global_step=summary.global_step, op="optimizer_state:param_groups"),
+                cause=cause,
+                evidence={"optimizer": optimizer.path, "wrong": clauses},
             )
 
 
@@ -91,40 +70,10 @@ def _odd(group: OptimizerGroup) -> list[str]:
     return clauses
 
 
-LARGEST_UPDATE = Threshold(
-    code="AMP502",
-    name="update",
-    default=100.0,
-    unit="learning rates",
-    lowest=1.0,
-    highest=1e12,
-    why="Length of one update: Adam's own are about 3 at most, and one of 100 undoes 100 steps.",
-)
-MANY_STARVED = Threshold(
-    code="AMP502",
-    name="starved",
-    default=1e-3,
-    unit="share",
-    why="Share of the elements from which it is an error and no warning: a thousandth, our default.",
-)
-LONGER_UPDATE = Threshold(
-    code="AMP502",
-    name="longer",
-    default=2.0,
-    unit="factor",
-    lowest=1.0,
-    highest=1e6,
-    why="Length of a replayed first update over that with the state begun anew, which is one learning rate an element: "
-    "twice is what no settled state of the same gradients gives.",
-)
-SECOND_MOMENT_FLUSHED = register(
-    "AMP502",
-    "second-moment-flushed",
-    "A second moment was flushed to zero where the first was not",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(LARGEST_UPDATE, MANY_STARVED, LONGER_UPDATE),
-)
+SECOND_MOMENT_FLUSHED = rule("AMP502", SCANNED)
+LARGEST_UPDATE = SECOND_MOMENT_FLUSHED["update"]
+MANY_STARVED = SECOND_MOMENT_FLUSHED["starved"]
+LONGER_UPDATE = SECOND_MOMENT_FLUSHED["longer"]
 
 _SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126}
 """Smallest normal number of the formats in which only a conversion loses an ordinary square. Processors may flush
@@ -183,19 +132,20 @@ def _flushed_of(summary: CheckpointSummary, optimizer: OptimizerSummary, thresho
         "tensors": len(sick),
         "listed": [_moment_row(moment) for moment in sick[:MAX_LISTED]],
     }
-    yield checkpoint_finding(
-        summary,
-        SECOND_MOMENT_FLUSHED,
+    yield SECOND_MOMENT_FLUSHED.finding(
         "error" if starved >= thresholds[MANY_STARVED] * examined else "warning",
         message,
-        evidence=evidence,
-        phase="optimizer",
-        module=first.module,
-        op=f"optimizer_state:{first.entry}",
-        tensor=_moment_place(first).tensor,
-        file=first.file,
-        also=map(_moment_place, sick[1:]),
+        where=Where(
+            phase="optimizer",
+            global_step=summary.global_step,
+            module=first.module,
+            op=f"optimizer_state:{first.entry}",
+            tensor=_place(first).tensor,
+            file=first.file or None,
+        ),
+        also=tuple(map(_place, sick[1:])),
         cause="bad_checkpoint" if wide else "optimizer_precision",
+        evidence=evidence,
         prescription=Prescription(
             kind="optimizer",
             value={"reset_state": [moment.name for moment in sick[:MAX_LISTED]]},
@@ -218,36 +168,16 @@ def _by_itself(moment: ZeroSecondMoment, optimizer: OptimizerSummary) -> bool:
     return not bounds or any(bound is None or moment.largest <= bound for bound in bounds)
 
 
-def _moment_place(moment: ZeroSecondMoment) -> Where:
-    return Where(
-        phase="optimizer",
-        module=moment.module,
-        op=f"optimizer_state:{moment.entry}",
-        tensor=f"{moment.group}.{moment.name}" if moment.group else moment.name,
-        file=moment.file or None,
-    )
+def _place(tensor: TensorSummary | ZeroSecondMoment) -> Where:
+    return replace(where_of(tensor), phase="optimizer")
 
 
 def _moment_row(moment: ZeroSecondMoment) -> dict[str, str | int | float]:
     return {"tensor": moment.name, "starved": moment.starved, "of": moment.examined, "largest": moment.largest}
 
 
-WRONG_UPDATE = Threshold(
-    code="AMP504",
-    name="update",
-    default=0.1,
-    unit="share",
-    why="Share of its length by which every update is off from which a counter that stands still is an error: the "
-    "error from which training was measurably worse (as AMP301.error_bad).",
-)
-STEP_COUNTERS = register(
-    "AMP504",
-    "step-counters",
-    "The optimizer's step counters stand still or disagree",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(WRONG_UPDATE,),
-)
+STEP_COUNTERS = rule("AMP504", SCANNED)
+WRONG_UPDATE = STEP_COUNTERS["update"]
 
 STEP_LIMITS = {"bfloat16": 256.0, "float16": 2048.0}
 """Whole number to which 1 can no longer be added: 2 ** significant bits."""
@@ -309,14 +239,13 @@ def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
             ends = f"Steps are counted in {dtype}, which cannot add 1 to {limit:g}: the count is {last:g}"
             widened = ", and torch loads it as fp32 for a fused or capturable optimizer, rounded as it is"
             message = f"{ends}{' and will stop there' if last < limit else widened}."
-        places = [_counter_place(counter) for counter in counters] or [
-            Where(phase="optimizer", op="optimizer_state:step")
-        ]
-        yield checkpoint_finding(
-            summary,
-            STEP_COUNTERS,
+        places = [_place(counter) for counter in counters] or [Where(phase="optimizer", op="optimizer_state:step")]
+        yield STEP_COUNTERS.finding(
             severity,
             message,
+            where=replace(places[0], global_step=summary.global_step),
+            also=tuple(places[1:]),
+            cause="bad_checkpoint" if severity == "error" else None,
             evidence={
                 "optimizer": optimizer.path,
                 "dtype": dtype,
@@ -325,13 +254,6 @@ def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
                 "update_length": length,
                 "counters": len(counters),
             },
-            phase="optimizer",
-            module=places[0].module,
-            op="optimizer_state:step",
-            tensor=places[0].tensor,
-            file=places[0].file,
-            also=places[1:],
-            cause="bad_checkpoint" if severity == "error" else None,
         )
 
 
@@ -348,7 +270,12 @@ def _disagreeing(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Ite
     evidence: dict[str, object] = {
         "steps": [{"step": step, "parameters": count} for step, count in optimizer.steps[-MAX_LISTED:]]
     }
-    yield optimizer_finding(summary, optimizer, STEP_COUNTERS, "note", message, evidence, op="optimizer_state:step")
+    yield STEP_COUNTERS.finding(
+        "note",
+        message,
+        where=Where(phase="optimizer", global_step=summary.global_step, op="optimizer_state:step"),
+        evidence={"optimizer": optimizer.path, **evidence},
+    )
 
 
 def _widened(group: OptimizerGroup) -> bool:
@@ -361,19 +288,7 @@ def _is_of(counter: TensorSummary, optimizer: OptimizerSummary, summary: Checkpo
     return counter.role == "other" and (len(summary.optimizers) == 1 or optimizer.path in own)
 
 
-def _counter_place(counter: TensorSummary) -> Where:
-    return Where(
-        phase="optimizer",
-        module=counter.module,
-        op="optimizer_state:step",
-        tensor=f"{counter.group}.{counter.name}" if counter.group else counter.name,
-        file=counter.file or None,
-    )
-
-
-EPSILON_LOST = register(
-    "AMP503", "epsilon-lost", "The optimizer's epsilon is zero in its format", worst="warning", commands=SCANNED
-)
+EPSILON_LOST = rule("AMP503", SCANNED)
 
 
 @EPSILON_LOST.judges(CheckpointSummary)
@@ -393,4 +308,9 @@ def _epsilon_of(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Iter
         f"eps {lost[0].epsilon:g} becomes zero in fp16, in which weights and second moments are kept: "
         "where a gradient's square flushes to zero, the update is 0 / 0 or infinite."
     )
-    yield optimizer_finding(summary, optimizer, EPSILON_LOST, "warning", message, {"epsilon": lost[0].epsilon})
+    yield EPSILON_LOST.finding(
+        "warning",
+        message,
+        where=Where(phase="optimizer", global_step=summary.global_step, op="optimizer_state:param_groups"),
+        evidence={"optimizer": optimizer.path, "epsilon": lost[0].epsilon},
+    )

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, checkpoint_finding, register
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, FP16_MAX
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, LogEntry, ScalerState
-from ampdoctor.evidence.location import NonFinite
+from ampdoctor.evidence.location import NonFinite, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
 FRESH_SCALER: Mapping[str, float | int] = MappingProxyType(
     {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
@@ -45,31 +45,15 @@ def is_static(scaler: ScalerState) -> bool:
     return scaler.growth_factor == scaler.backoff_factor == 1
 
 
-def scaler_finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
-    summary: CheckpointSummary,
-    scaler: ScalerState,
-    rule: Rule,
-    severity: Severity,
-    message: str,
-    evidence: Mapping[str, Any],
-    *,
-    cause: str | None = None,
-    born: NonFinite = "none",
-    prescription: Prescription | None = None,
-) -> Finding:
-    """Makes a finding about one of a checkpoint's scalers."""
-    return checkpoint_finding(
-        summary,
-        rule,
-        severity,
-        message,
-        evidence={**scaler_numbers(scaler), **evidence},
+def place_of(summary: CheckpointSummary, scaler: ScalerState, nonfinite: NonFinite = "none") -> Where:
+    """Returns the address of one of a checkpoint's scalers."""
+    return Where(
+        phase="checkpoint",
+        global_step=summary.global_step,
         op="scaler_state",
-        born=born,
+        nonfinite=nonfinite,
         tensor=scaler.key,
-        file=scaler.file,
-        cause=cause,
-        prescription=prescription,
+        file=scaler.file or None,
     )
 
 
@@ -117,13 +101,7 @@ def shown_scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> Sca
     return spoken_of or min(summary.scalers, key=lambda s: -math.inf if s.dead else s.scale, default=None)
 
 
-SCALER_SETTINGS = register(
-    "AMP404",
-    "scaler-settings",
-    "Loss scaler settings that are accepted but cannot work",
-    worst="error",
-    commands=SCANNED,
-)
+SCALER_SETTINGS = rule("AMP404", SCANNED)
 
 
 def wrong_settings(scaler: ScalerState) -> dict[str, str]:
@@ -152,12 +130,12 @@ def _settings_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Fi
     wrong = list(wrong_settings(scaler).values())
     if wrong:
         message = f"The loss scaler's settings cannot work: {'; '.join(wrong)}."
-        yield scaler_finding(summary, scaler, SCALER_SETTINGS, "warning", message, {"wrong": wrong})
+        yield SCALER_SETTINGS.finding(
+            "warning", message, where=place_of(summary, scaler), evidence={**scaler_numbers(scaler), "wrong": wrong}
+        )
 
 
-DEAD_SCALER = register(
-    "AMP401", "dead-scaler", "The loss scaler is dead", worst="error", commands=SCANNED, ruins_checkpoint=True
-)
+DEAD_SCALER = rule("AMP401", SCANNED, ruins_checkpoint=True)
 
 
 def dead_words(scale: float) -> str:
@@ -174,46 +152,19 @@ def dead_words(scale: float) -> str:
 def _dead_scaler(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
     for scaler in summary.scalers:
         if scaler.dead:
-            yield scaler_finding(
-                summary,
-                scaler,
-                DEAD_SCALER,
+            yield DEAD_SCALER.finding(
                 "error",
                 f"The loss scale is {dead_words(scaler.scale)}.",
-                {"limit": DEAD_SCALE},
+                where=place_of(summary, scaler, nonfinite="nan" if math.isnan(scaler.scale) else "inf"),
                 cause="bad_checkpoint",
-                born="nan" if math.isnan(scaler.scale) else "inf",
+                evidence={**scaler_numbers(scaler), "limit": DEAD_SCALE},
                 prescription=fresh_scaler(),
             )
 
 
-COLLAPSED_ERROR = Threshold(
-    code="AMP402",
-    name="relative_error",
-    default=2e-2,
-    unit="relative error",
-    why="Rounding error of a typical gradient from which a scale below 1 is an error: from there on training was "
-    "measurably worse (as AMP301.error_warning).",
-)
-FALLING = Threshold(
-    code="AMP402",
-    name="falls",
-    default=4,
-    unit="back-offs",
-    lowest=1,
-    highest=1000,
-    why="Back-offs below 1 from which a scale that is falling still is an error: at 1 nothing is scaled, and gradients "
-    "that overflow at a sixteenth of themselves exceed a million (as AMP723.in_a_row).",
-)
-COLLAPSED_SCALER = register(
-    "AMP402",
-    "collapsed-scaler",
-    "The loss scale has fallen below 1",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(COLLAPSED_ERROR, FALLING),
-    ruins_checkpoint=True,
-)
+COLLAPSED_SCALER = rule("AMP402", SCANNED, ruins_checkpoint=True)
+COLLAPSED_ERROR = COLLAPSED_SCALER["relative_error"]
+FALLING = COLLAPSED_SCALER["falls"]
 
 JUST_FALLEN = 10
 """Clean steps since the last change up to which a scale is falling. Where nearly every step overflows, there are fewer
@@ -278,14 +229,12 @@ def _collapsed_of(summary: CheckpointSummary, scaler: ScalerState, thresholds: T
         "relative_error": error,
         "weights": weights,
     }
-    return scaler_finding(
-        summary,
-        scaler,
-        COLLAPSED_SCALER,
+    return COLLAPSED_SCALER.finding(
         collapse_severity(scaler, element, summary.global_step, thresholds),
         message,
-        evidence,
+        where=place_of(summary, scaler),
         cause="scaler_collapse",
+        evidence={**scaler_numbers(scaler), **evidence},
         prescription=without_a_scale(),
     )
 
@@ -319,9 +268,7 @@ def _growth(scaler: ScalerState) -> str:
     return f"it would take {max(steps, 0)} steps without an overflow to grow back to 1"
 
 
-SCALE_AT_FLOOR = register(
-    "AMP408", "scale-at-floor", "The loss scale is at its floor", worst="warning", commands=SCANNED
-)
+SCALE_AT_FLOOR = rule("AMP408", SCANNED)
 
 
 @SCALE_AT_FLOOR.judges(CheckpointSummary)
@@ -340,26 +287,16 @@ def _at_floor_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Fi
         f"{', where an overflow has just put it' if just else f'; {scaler.growth_tracker} steps went well since'}: "
         "at the next one it cannot give way."
     )
-    yield scaler_finding(summary, scaler, SCALE_AT_FLOOR, "warning" if just else "note", message, {"min_scale": floor})
+    yield SCALE_AT_FLOOR.finding(
+        "warning" if just else "note",
+        message,
+        where=place_of(summary, scaler),
+        evidence={**scaler_numbers(scaler), "min_scale": floor},
+    )
 
 
-HIGHEST_SETTLED = Threshold(
-    code="AMP409",
-    name="scale",
-    default=2.0**33,
-    unit="loss scale",
-    lowest=1.0,
-    highest=2.0**127,
-    why="Above every scale that a framework starts with; Megatron's 2^32 is the highest.",
-)
-SCALE_WITHOUT_BOUND = register(
-    "AMP409",
-    "scale-without-bound",
-    "The loss scale has nothing to do",
-    worst="note",
-    commands=SCANNED,
-    thresholds=(HIGHEST_SETTLED,),
-)
+SCALE_WITHOUT_BOUND = rule("AMP409", SCANNED)
+HIGHEST_SETTLED = SCALE_WITHOUT_BOUND["scale"]
 
 
 @SCALE_WITHOUT_BOUND.judges(CheckpointSummary)
@@ -376,7 +313,12 @@ def _without_bound_of(summary: CheckpointSummary, scaler: ScalerState, highest: 
         f"The loss scale is {scale_text(scaler.scale)} and no step overflows: either every gradient in fp16 is "
         f"below {largest:.2g}, or none is computed in fp16, and the scaler has nothing to do."
     )
-    yield scaler_finding(summary, scaler, SCALE_WITHOUT_BOUND, "note", message, {"largest_gradient": largest})
+    yield SCALE_WITHOUT_BOUND.finding(
+        "note",
+        message,
+        where=place_of(summary, scaler),
+        evidence={**scaler_numbers(scaler), "largest_gradient": largest},
+    )
 
 
 # -- the history of a loss scale in a training log --
@@ -485,23 +427,8 @@ def interval_of(scaler: ScalerState | None) -> int:
 # AMP403: by its own counter or by the log.
 
 
-FROZEN_INTERVALS = Threshold(
-    code="AMP403",
-    name="intervals",
-    default=3,
-    unit="growth intervals",
-    lowest=1,
-    highest=1000,
-    why="Growth intervals in a log without a growth or an overflow: a hysteresis that is used up unseen takes one.",
-)
-FROZEN_SCALER = register(
-    "AMP403",
-    "frozen-scaler",
-    "The loss scale cannot grow any more",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(FROZEN_INTERVALS,),
-)
+FROZEN_SCALER = rule("AMP403", SCANNED)
+FROZEN_INTERVALS = FROZEN_SCALER["intervals"]
 
 HIGHEST_CAP = 2.0**24  # Apex's largest scale: a scale there or above may be capped
 
@@ -521,7 +448,9 @@ def _frozen_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Iterat
     for scaler in living(summary):
         message = frozen_words(scaler)
         if message is not None:
-            yield scaler_finding(summary, scaler, FROZEN_SCALER, "warning", message, {})
+            yield FROZEN_SCALER.finding(
+                "warning", message, where=place_of(summary, scaler), evidence=scaler_numbers(scaler)
+            )
     yield from standing_scale(summary, thresholds)
 
 
@@ -547,35 +476,17 @@ def standing_scale(summary: CheckpointSummary, thresholds: Thresholds) -> Iterat
         or not all(map(math.isfinite, norms))
     ):
         return
-    yield checkpoint_finding(
-        summary,
-        FROZEN_SCALER,
+    yield FROZEN_SCALER.finding(
         "note",
         f"The loss scale has stayed at {scale_text(scale)} from step {first} to {last} without an overflow; before, it "
         f"grew after {interval} steps.",
+        where=Where(phase="scaler", global_step=first, op="scaler_state"),
         evidence={"scale": scale, "first_step": first, "last_step": last, "growth_interval": interval},
-        phase="scaler",
-        op="scaler_state",
-        global_step=first,
     )
 
 
-MOSTLY_FLUSHED = Threshold(
-    code="AMP410",
-    name="zeros",
-    default=0.5,
-    unit="share",
-    why="Share of zeros in the first moments of the median matrix from which it is a warning: half, which sparse "
-    "gradients of embeddings do not reach in the median.",
-)
-MISSING_SCALER = register(
-    "AMP410",
-    "missing-scaler",
-    "An fp16 training state without a loss scaler",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(MOSTLY_FLUSHED,),
-)
+MISSING_SCALER = rule("AMP410", SCANNED)
+MOSTLY_FLUSHED = MISSING_SCALER["zeros"]
 
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})  # state that is zero where no gradient ever arrived
 
@@ -599,13 +510,12 @@ def _missing_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
     message = f"An fp16 model's training state is without a loss scaler: weights are in fp16, and {where}."
     if flushed:
         message += f" In half of the matrices at least {100 * zeros:.3g} % of the first moments are exactly zero."
-    yield checkpoint_finding(
-        summary,
-        MISSING_SCALER,
+    yield MISSING_SCALER.finding(
         "warning" if flushed else "note",
         message,
-        evidence={"weights": len(weights), "moments_dtype": moments[0].dtype, "zero_first_moments": zeros},
-        op="scaler_state",
-        file=weights[0].file,
+        where=Where(
+            phase="checkpoint", global_step=summary.global_step, op="scaler_state", file=weights[0].file or None
+        ),
         cause="grad_underflow" if flushed else None,
+        evidence={"weights": len(weights), "moments_dtype": moments[0].dtype, "zero_first_moments": zeros},
     )

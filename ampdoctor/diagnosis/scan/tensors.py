@@ -6,13 +6,21 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, checkpoint_finding, register
-from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, IndexSummary, LostNumbers, TensorRole, TensorSummary
-from ampdoctor.evidence.location import Where
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, rule
+from ampdoctor.evidence.checkpoint_stats import (
+    CheckpointSummary,
+    IndexSummary,
+    LostNumbers,
+    TensorChange,
+    TensorRole,
+    TensorSummary,
+    ZeroSecondMoment,
+)
+from ampdoctor.evidence.location import NonFinite, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
 MAX_LISTED = 20  # tensors that a finding's evidence lists
 MAX_FINDINGS = 20  # findings that one rule lists one by one: a checkpoint that is NaN everywhere would fill pages
@@ -25,21 +33,31 @@ _ROLE_WORDS = {
 }  # fmt: skip
 FP16_FLUSH_AT = 2.0**-25  # magnitude up to which a number becomes zero in fp16
 
+Tensor: TypeAlias = TensorSummary | IndexSummary | TensorChange | ZeroSecondMoment
 
-def address(tensor: TensorSummary | IndexSummary) -> str:
+
+def address(tensor: Tensor) -> str:
     """Returns a tensor's name with its group in front ("ema.fc.weight")."""
     return f"{tensor.group}.{tensor.name}" if tensor.group else tensor.name
 
 
-def state_place(tensor: TensorSummary | IndexSummary) -> Where:
-    """Returns the address of a tensor of the model's state."""
+def where_of(tensor: Tensor, step: int | None = None, *, nonfinite: bool = False) -> Where:
+    """Returns a tensor's address, in the checkpoint of that global step; `nonfinite`: it is about its NaN or Inf."""
+    sick: NonFinite = "nan" if isinstance(tensor, TensorSummary) and tensor.nans else "inf"
     return Where(
         phase="checkpoint",
+        global_step=step,
         module=tensor.module,
-        op=f"state:{tensor.entry}",
+        op=op_of(tensor),
+        nonfinite=sick if nonfinite else "none",
         tensor=address(tensor),
         file=tensor.file or None,
     )
+
+
+def also_of(shown: Tensor, among: Iterable[Tensor]) -> tuple[Where, ...]:
+    """Returns the addresses of the tensors that `shown` represents in a finding."""
+    return tuple(where_of(tensor) for tensor in among if tensor is not shown)
 
 
 def listed(tensors: Sequence[TensorSummary]) -> list[str]:
@@ -78,16 +96,13 @@ def rest_finding(
         f"{len(rest)} more {_ROLE_WORDS[first.role]} {are}, {label(first)} first; {len(tensors)} of {alike} in all."
     )
     evidence = {"role": first.role, "tensors": len(tensors), "listed": [address(t) for t in rest[:MAX_LISTED]]}
-    yield tensor_finding(
-        summary,
-        rule,
+    yield rule.finding(
         severity,
-        first,
         message,
-        evidence,
-        nonfinite=nonfinite,
-        among=rest,
+        where=where_of(first, summary.global_step, nonfinite=nonfinite),
+        also=also_of(first, rest),
         cause=cause,
+        evidence=evidence,
         prescription=prescription,
     )
 
@@ -98,40 +113,12 @@ def castable(summary: CheckpointSummary) -> list[list[TensorSummary]]:
     return [[t for t in summary.tensors if t.role == role and not is_mask(t)] for role in roles]
 
 
-def tensor_finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
-    summary: CheckpointSummary,
-    rule: Rule,
-    severity: Severity,
-    tensor: TensorSummary,
-    message: str,
-    evidence: Mapping[str, Any],
-    *,
-    nonfinite: bool = False,
-    among: Iterable[TensorSummary] = (),
-    cause: str | None = "bad_checkpoint",
-    prescription: Prescription | None = None,
-) -> Finding:
-    """Makes a finding about `tensor`, which represents those `among`."""
-    return checkpoint_finding(
-        summary,
-        rule,
-        severity,
-        message,
-        evidence=evidence,
-        module=tensor.module,
-        op=op_of(tensor),
-        born="none" if not nonfinite else "nan" if tensor.nans else "inf",
-        tensor=address(tensor),
-        file=tensor.file,
-        also=(replace(state_place(t), op=op_of(t)) for t in among if t is not tensor),
-        cause=cause,
-        prescription=prescription,
-    )
-
-
-def op_of(tensor: TensorSummary) -> str:
+def op_of(tensor: Tensor) -> str:
     """Returns the kind of a tensor as in a finding's address ("state:weight", "optimizer_state:exp_avg")."""
-    in_optimizer = tensor.role == "moment" or (tensor.role == "other" and tensor.entry == "step")
+    if isinstance(tensor, IndexSummary):
+        return f"state:{tensor.entry}"
+    role = "moment" if isinstance(tensor, ZeroSecondMoment) else tensor.role
+    in_optimizer = role == "moment" or (role == "other" and tensor.entry == "step")
     return f"{'optimizer_state' if in_optimizer else 'state'}:{tensor.entry}"
 
 
@@ -183,7 +170,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-BEYOND_FP16 = register("AMP104", "beyond-fp16", "Values beyond fp16's range", worst="warning", commands=SCANNED)
+BEYOND_FP16 = rule("AMP104", SCANNED)
 
 FP16_OVERFLOW_AT = 65520.0  # halfway between `FP16_MAX` and 65536: from here on, rounding to nearest gives Inf
 
@@ -213,16 +200,12 @@ def _beyond(summary: CheckpointSummary, beyond: Sequence[TensorSummary]) -> Find
         "listed": [cast_row(t, "fp16") for t in beyond[:MAX_LISTED]],
     }
     severity: Severity = "warning" if cast_by_autocast else "note"
-    return tensor_finding(summary, BEYOND_FP16, severity, worst, message, evidence, among=beyond, cause=None)
+    return BEYOND_FP16.finding(
+        severity, message, where=where_of(worst, summary.global_step), also=also_of(worst, beyond), evidence=evidence
+    )
 
 
-AVERAGE_THROUGH_HALF = register(
-    "AMP114",
-    "average-through-half",
-    "An averaged copy was cast to fp16 and is infinite",
-    worst="error",
-    commands=(*SCANNED, "bisect-nan", "run"),
-)
+AVERAGE_THROUGH_HALF = rule("AMP114", (*SCANNED, "bisect-nan", "run"))
 
 
 def cast_averages(summary: CheckpointSummary) -> dict[str, tuple[TensorSummary, TensorSummary]]:
@@ -268,7 +251,13 @@ def _through_half(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding
             f"Copy it from the model, and validate a copy of the average, not the average itself."
         )
         evidence = {**numbers(average), "model": address(twin), "model_amax": twin.amax, "limit": FP16_MAX}
-        yield tensor_finding(summary, AVERAGE_THROUGH_HALF, "error", average, message, evidence, nonfinite=True)
+        yield AVERAGE_THROUGH_HALF.finding(
+            "error",
+            message,
+            where=where_of(average, summary.global_step, nonfinite=True),
+            cause="bad_checkpoint",
+            evidence=evidence,
+        )
     averages = [average for average, _ in pairs]
     yield from rest_finding(summary, AVERAGE_THROUGH_HALF, "error", averages, "went through fp16", nonfinite=True)
 
@@ -305,28 +294,10 @@ def is_training_loss(lost: LostNumbers) -> bool:
 # AMP101 to AMP103 and AMP108
 
 
-NON_FINITE_WEIGHT = register(
-    "AMP101", "non-finite-weight", "A weight is NaN or infinite", worst="error", commands=SCANNED, ruins_checkpoint=True
-)
-NON_FINITE_BUFFER = register(
-    "AMP102", "non-finite-buffer", "A buffer is NaN or infinite", worst="error", commands=SCANNED, ruins_checkpoint=True
-)
-NON_FINITE_OPTIMIZER_STATE = register(
-    "AMP103",
-    "non-finite-optimizer-state",
-    "Optimizer state is NaN or infinite",
-    worst="error",
-    commands=SCANNED,
-    ruins_checkpoint=True,
-)
-NON_FINITE_TENSOR = register(
-    "AMP108",
-    "non-finite-tensor",
-    "A tensor or a number of unknown purpose is NaN or infinite",
-    worst="warning",
-    commands=SCANNED,
-    ruins_checkpoint=True,
-)
+NON_FINITE_WEIGHT = rule("AMP101", SCANNED, ruins_checkpoint=True)
+NON_FINITE_BUFFER = rule("AMP102", SCANNED, ruins_checkpoint=True)
+NON_FINITE_OPTIMIZER_STATE = rule("AMP103", SCANNED, ruins_checkpoint=True)
+NON_FINITE_TENSOR = rule("AMP108", SCANNED, ruins_checkpoint=True)
 
 
 @NON_FINITE_WEIGHT.judges(CheckpointSummary)
@@ -396,8 +367,13 @@ def _each(
         copy = ", an averaged copy," if tensor.role == "ema" else ""
         message = f"{label(tensor)}{copy} holds {_counts(tensor)} among {tensor.examined} {tensor.dtype} values."
         figures, cure = numbers(tensor), prescribe(tensor)
-        yield tensor_finding(
-            summary, rule, severity, tensor, message, figures, nonfinite=True, cause=cause, prescription=cure
+        yield rule.finding(
+            severity,
+            message,
+            where=where_of(tensor, summary.global_step, nonfinite=True),
+            cause=cause,
+            evidence=figures,
+            prescription=cure,
         )
     cure = prescribe(tensors[MAX_FINDINGS]) if len(tensors) > MAX_FINDINGS else None
     yield from rest_finding(
@@ -429,22 +405,24 @@ def _number_finding(summary: CheckpointSummary, lost: Sequence[LostNumbers], sev
     places = "one more place" if len(lost) == 2 else f"{len(lost) - 1} more places"
     more = f", and so are numbers in {places}" if len(lost) > 1 else ""
     place = Where(phase="checkpoint", op="number", tensor=first.name or None, file=first.file or None)
-    return checkpoint_finding(
-        summary,
-        NON_FINITE_TENSOR,
+    return NON_FINITE_TENSOR.finding(
         severity,
         f"{what}{more}.",
+        where=Where(
+            phase="checkpoint",
+            global_step=summary.global_step,
+            op="number",
+            nonfinite="nan",
+            tensor=first.name or None,
+            file=first.file or None,
+        ),
+        also=tuple(replace(place, tensor=one.name or None, file=one.file or None) for one in lost[1:]),
         evidence={
             "numbers": first.count,
             "nans": first.nans,
             "infs": first.infs,
             "listed": [one.name for one in lost[:MAX_LISTED]],
         },
-        op="number",
-        born="nan",
-        tensor=first.name or None,
-        file=first.file,
-        also=(replace(place, tensor=one.name or None, file=one.file or None) for one in lost[1:]),
     )
 
 
@@ -452,22 +430,8 @@ def _end(lost: LostNumbers) -> str:
     return "" if math.isnan(lost.last) else f", and the last is {lost.last:.4g}"
 
 
-BATCH_NORM_EPSILON = Threshold(
-    code="AMP106",
-    name="epsilon",
-    default=1e-5,
-    unit="magnitude",
-    why="A running_var down to its negative is a warning: torch's default epsilon of BatchNorm keeps the root real.",
-)
-IMPOSSIBLE_VALUE = register(
-    "AMP106",
-    "impossible-value",
-    "A value that cannot be: a negative variance or second moment",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(BATCH_NORM_EPSILON,),
-    ruins_checkpoint=True,
-)
+IMPOSSIBLE_VALUE = rule("AMP106", SCANNED, ruins_checkpoint=True)
+BATCH_NORM_EPSILON = IMPOSSIBLE_VALUE["epsilon"]
 
 
 @IMPOSSIBLE_VALUE.judges(CheckpointSummary)
@@ -484,44 +448,31 @@ def _impossible_value(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
             f"down to {lowest:.4g}."
         )
         evidence = {**numbers(tensor), "negatives": tensor.negatives, "lowest": lowest}
-        yield tensor_finding(summary, IMPOSSIBLE_VALUE, severity_of(tensor), tensor, message, evidence)
+        yield IMPOSSIBLE_VALUE.finding(
+            severity_of(tensor),
+            message,
+            where=where_of(tensor, summary.global_step),
+            cause="bad_checkpoint",
+            evidence=evidence,
+        )
     severity: Severity = "error" if "error" in map(severity_of, negative[MAX_FINDINGS:]) else "warning"
     yield from rest_finding(summary, IMPOSSIBLE_VALUE, severity, negative, "hold negative values, and cannot")
     below = [t for t in summary.indices if t.lowest < 0]
     for at, counter in enumerate(below[: MAX_FINDINGS + 1]):
         others = below[at + 1 :] if at == MAX_FINDINGS else []
         more = f" {len(others)} more do so." if others else ""
-        yield checkpoint_finding(
-            summary,
-            IMPOSSIBLE_VALUE,
+        yield IMPOSSIBLE_VALUE.finding(
             "warning",
             f"{address(counter)} counts down to {counter.lowest:.6g}, and a count cannot be negative.{more}",
-            evidence={"dtype": counter.dtype, "shape": list(counter.shape), "lowest": counter.lowest},
-            module=counter.module,
-            op=f"state:{counter.entry}",
-            tensor=address(counter),
-            file=counter.file,
-            also=map(state_place, others),
+            where=where_of(counter, summary.global_step),
+            also=tuple(map(where_of, others)),
             cause="bad_checkpoint",
+            evidence={"dtype": counter.dtype, "shape": list(counter.shape), "lowest": counter.lowest},
         )
 
 
-FEW_DISPLACED = Threshold(
-    code="AMP110",
-    name="displaced",
-    default=0.25,
-    unit="share",
-    why="Share of a table of positions that may be out of place before it is taken for a table of another kind.",
-)
-WRONG_BUFFER = register(
-    "AMP110",
-    "wrong-buffer",
-    "A buffer holds finite values that it cannot have",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(FEW_DISPLACED,),
-    ruins_checkpoint=True,
-)
+WRONG_BUFFER = rule("AMP110", SCANNED, ruins_checkpoint=True)
+FEW_DISPLACED = WRONG_BUFFER["displaced"]
 
 
 @WRONG_BUFFER.judges(CheckpointSummary)
@@ -554,37 +505,17 @@ def _wrong_buffer(summary: CheckpointSummary, thresholds: Thresholds) -> Iterato
 def _buffer(
     summary: CheckpointSummary, tensor: TensorSummary | IndexSummary, message: str, evidence: dict[str, int]
 ) -> Finding:
-    return checkpoint_finding(
-        summary,
-        WRONG_BUFFER,
+    return WRONG_BUFFER.finding(
         "warning",
         message,
-        evidence={"dtype": tensor.dtype, "shape": list(tensor.shape), **evidence},
-        module=tensor.module,
-        op=f"state:{tensor.entry}",
-        tensor=address(tensor),
-        file=tensor.file,
+        where=where_of(tensor, summary.global_step),
         cause="bad_checkpoint",
+        evidence={"dtype": tensor.dtype, "shape": list(tensor.shape), **evidence},
     )
 
 
-LEAST_ELEMENTS = Threshold(
-    code="AMP112",
-    name="elements",
-    default=1024,
-    unit="elements",
-    lowest=1,
-    highest=1_000_000_000,
-    why="Elements below which a model of zeros is taken for somebody's example.",
-)
-EMPTY_MODEL = register(
-    "AMP112",
-    "empty-model",
-    "The model's weights are not in the file",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(LEAST_ELEMENTS,),
-)
+EMPTY_MODEL = rule("AMP112", SCANNED)
+LEAST_ELEMENTS = EMPTY_MODEL["elements"]
 
 _ENGINE_FILE = re.compile(r"(^|/)(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")
 """DeepSpeed's file of a rank: with ZeRO-3, its weights are in pieces in the optimizer's files (AMP112)."""
@@ -608,24 +539,17 @@ def _empty_model(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
     else:
         return
     worst = shown[0]
-    yield checkpoint_finding(
-        summary,
-        EMPTY_MODEL,
+    yield EMPTY_MODEL.finding(
         "error",
         message,
-        evidence={"tensors": len(shown), "weights": len(weights), "listed": listed(shown)},
-        module=worst.module,
-        op=f"state:{worst.entry}",
-        tensor=address(worst),
-        file=worst.file,
-        also=map(state_place, shown[1:]),
+        where=where_of(worst, summary.global_step),
+        also=also_of(worst, shown),
         cause="bad_checkpoint",
+        evidence={"tensors": len(shown), "weights": len(weights), "listed": listed(shown)},
     )
 
 
-FOREIGN_OBJECTS = register(
-    "AMP109", "foreign-objects", "Elsewhere the file needs torch.load's unsafe mode", worst="note", commands=SCANNED
-)
+FOREIGN_OBJECTS = rule("AMP109", SCANNED)
 
 MAX_NAMED = 3  # unsafe names that a sentence lists
 
@@ -640,6 +564,9 @@ def _foreign_objects(summary: CheckpointSummary, _: Thresholds) -> Iterator[Find
         f"torch.load(weights_only=True) refuses this file: it asks for {shown}. Loading it elsewhere takes "
         "its unsafe mode, which runs whatever the file says."
     )
-    yield checkpoint_finding(
-        summary, FOREIGN_OBJECTS, "note", message, evidence={"count": len(names), "names": list(names[:MAX_LISTED])}
+    yield FOREIGN_OBJECTS.finding(
+        "note",
+        message,
+        where=Where(phase="checkpoint", global_step=summary.global_step),
+        evidence={"count": len(names), "names": list(names[:MAX_LISTED])},
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ampdoctor.diagnosis.catalogue import SCANNED, checkpoint_finding, register
+from ampdoctor.diagnosis.catalogue import SCANNED, rule
 from ampdoctor.diagnosis.scan.tensors import (
     FP16_MAX,
     MAX_FINDINGS,
     MAX_LISTED,
     address,
+    also_of,
     cast_row,
     castable,
     count_of,
@@ -20,35 +21,15 @@ from ampdoctor.diagnosis.scan.tensors import (
     numbers,
     percent,
     rest_finding,
-    state_place,
-    tensor_finding,
+    where_of,
 )
 from ampdoctor.evidence.checkpoint_stats import CastLoss, CheckpointSummary, TensorSummary
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 
-LOSSY_CAST = Threshold(
-    code="AMP105",
-    name="relative_error",
-    default=2.0**-8,
-    unit="relative L2 error",
-    why="A cast that changes a tensor by more is reported: the largest error that bf16 makes in one normal number.",
-)
-ERASED_BY_CAST = Threshold(
-    code="AMP105",
-    name="erased",
-    default=0.5,
-    unit="share",
-    why="Share of a matrix's nonzero elements from which their becoming zero is a warning and no note: half.",
-)
-LOSSY_CAST_RULE = register(
-    "AMP105",
-    "lossy-cast",
-    "A cast to half precision would lose small values",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(LOSSY_CAST, ERASED_BY_CAST),
-)
+LOSSY_CAST_RULE = rule("AMP105", SCANNED)
+LOSSY_CAST = LOSSY_CAST_RULE["relative_error"]
+ERASED_BY_CAST = LOSSY_CAST_RULE["erased"]
 
 _HALF = ("fp16", "bf16")  # casts without a scale (AMP105); fp8 always has one
 
@@ -79,7 +60,9 @@ def _lossy(
         name: [cast_row(t, name) for t, found in lossy if found.format == name][:MAX_LISTED] for name in names
     }
     severity: Severity = "warning" if erased else "note"
-    return tensor_finding(summary, LOSSY_CAST_RULE, severity, worst, message, evidence, among=tensors, cause=None)
+    return LOSSY_CAST_RULE.finding(
+        severity, message, where=where_of(worst, summary.global_step), also=also_of(worst, tensors), evidence=evidence
+    )
 
 
 def _sampled(tensor: TensorSummary) -> str:
@@ -98,21 +81,8 @@ def _loses(loss: CastLoss, most: float) -> bool:
     return loss.relative_error > most and not (loss.format == "fp16" and loss.overflowed)
 
 
-SATURATED_8_BIT = Threshold(
-    code="AMP107",
-    name="saturated",
-    default=1 / 16,
-    unit="share",
-    why="Share of an 8-bit tensor's elements at the format's maximum: twice the one in 32 that block scaling leaves.",
-)
-SATURATED_VALUES = register(
-    "AMP107",
-    "saturated-values",
-    "Values clamped to the stored format's largest number",
-    worst="error",
-    commands=SCANNED,
-    thresholds=(SATURATED_8_BIT,),
-)
+SATURATED_VALUES = rule("AMP107", SCANNED)
+SATURATED_8_BIT = SATURATED_VALUES["saturated"]
 
 
 @SATURATED_VALUES.judges(CheckpointSummary)
@@ -128,8 +98,12 @@ def _saturated_values(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
             f"{tensor.at_max} of {tensor.examined} values of {label(tensor)} are exactly {tensor.amax:.6g}, "
             f"the largest {tensor.dtype} number: they were clamped."
         )
-        yield tensor_finding(
-            summary, SATURATED_VALUES, "warning", tensor, message, {**numbers(tensor), "at_max": tensor.at_max}
+        yield SATURATED_VALUES.finding(
+            "warning",
+            message,
+            where=where_of(tensor, summary.global_step),
+            cause="bad_checkpoint",
+            evidence={**numbers(tensor), "at_max": tensor.at_max},
         )
     yield from rest_finding(
         summary, SATURATED_VALUES, "warning", clamped, "were clamped to their format's largest number"
@@ -140,7 +114,13 @@ def _saturated_values(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
             f"The largest value of {label(tensor)} is exactly 65504, fp16's largest number, in a {tensor.dtype} "
             "tensor: it was clamped to fp16 and stored wider."
         )
-        yield tensor_finding(summary, SATURATED_VALUES, "warning", tensor, message, numbers(tensor))
+        yield SATURATED_VALUES.finding(
+            "warning",
+            message,
+            where=where_of(tensor, summary.global_step),
+            cause="bad_checkpoint",
+            evidence=numbers(tensor),
+        )
     yield from rest_finding(summary, SATURATED_VALUES, "warning", before, "were clamped to fp16 and stored wider")
 
 
@@ -161,23 +141,8 @@ def _too_many(tensor: TensorSummary, share: float) -> bool:
     return not tensor.dtype.startswith("float8") or tensor.at_max > share * tensor.examined
 
 
-SURE_STEPS = Threshold(
-    code="AMP111",
-    name="steps",
-    default=10,
-    unit="steps",
-    lowest=1,
-    highest=1_000_000,
-    why="Steps after which the first learning rate of a warm-up, 0, is long past.",
-)
-UNMOVED_WEIGHT = register(
-    "AMP111",
-    "unmoved-weight",
-    "A weight stands still although gradients arrive",
-    worst="warning",
-    commands=SCANNED,
-    thresholds=(SURE_STEPS,),
-)
+UNMOVED_WEIGHT = rule("AMP111", SCANNED)
+SURE_STEPS = UNMOVED_WEIGHT["steps"]
 
 _SPACING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 """Distance of 1 to the next number."""
@@ -213,18 +178,13 @@ def _unmoved_weight(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
         f"{update:.2g}."
     )
     evidence = {"value": value, "update": update, "tensors": len(stuck), "listed": listed([t for t, _ in stuck])}
-    yield checkpoint_finding(
-        summary,
-        UNMOVED_WEIGHT,
+    yield UNMOVED_WEIGHT.finding(
         "warning",
         message,
-        evidence=evidence,
-        module=worst.module,
-        op=f"state:{worst.entry}",
-        tensor=address(worst),
-        file=worst.file,
-        also=(state_place(weight) for weight, _ in stuck[1:]),
+        where=where_of(worst, summary.global_step),
+        also=tuple(where_of(weight) for weight, _ in stuck[1:]),
         cause="bad_checkpoint",
+        evidence=evidence,
     )
 
 

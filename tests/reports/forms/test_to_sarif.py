@@ -74,7 +74,7 @@ def test_a_rule_has_its_page_of_the_catalogue():
     for rule in run_of(SICK)["tool"]["driver"]["rules"]:
         known = rules()[rule["id"]]
         assert rule["shortDescription"]["text"] == known.title
-        assert rule["fullDescription"]["text"] == known.page.meaning
+        assert rule["fullDescription"]["text"] == known.page.texts["meaning"]
         assert all(text in rule["help"]["text"] for _, text in known.page.sections)
 
 
