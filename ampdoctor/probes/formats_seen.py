@@ -24,7 +24,8 @@ from ampdoctor.probes.modules import (
     owns_parameters,
     tensors_in,
 )
-from ampdoctor.probes.ops import UNINITIALISED, Sites, is_cast, kernel_name
+from ampdoctor.probes.ops import UNINITIALISED, Site, is_cast, kernel_name
+from ampdoctor.probes.probe import OpProbe, Probe
 from ampdoctor.probes.user_code import called_by_user, own_line
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ HALVES = (torch.float16, torch.bfloat16)
 _CAST = torch.ops.aten._to_copy.default  # the op that a cast is
 
 
-class HalfProbe:
+class HalfProbe(Probe):
     """Records the dtypes of module inputs and outputs, and the parameters that autocast casts, over a replayed step."""
 
     def __init__(self) -> None:
@@ -134,7 +135,7 @@ class Region:
     line: tuple[str, int] | None  # that made it in the step; if it was made before, that entered it
 
 
-class HalfOps:
+class HalfOps(Probe):
     """Records the half formats that a step's ops make, and the contexts around its modules; for one replay of a step.
 
     `around` are the contexts that were open when a module was first called, or, if none were, at the first op outside
@@ -324,16 +325,17 @@ class _Seen:
     smallest: int | None = None
 
 
-class ModuleFactsProbe(TorchDispatchMode):
+class ModuleFactsProbe(OpProbe):
     """Watches the forward and the loss of the steps that run while it is attached; one step is enough.
 
     It runs below autocast, so an op's floating-point inputs have the format that it computes in; if they differ, type
     promotion makes that the widest. Casts, views and copies are not counted as ops.
     """
 
+    takes_apart = False
+
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
-        self._sites = Sites()
+        super().__init__()
         self._seen: dict[str, _Seen] = {}
 
     @contextmanager
@@ -344,19 +346,8 @@ class ModuleFactsProbe(TorchDispatchMode):
         self._parameters = {
             name: sum(p.numel() for p in module.parameters(recurse=False)) for name, module in modules.items()
         }
-        with self._sites.attach(run):
+        with super().attach(run):
             yield
-
-    @contextmanager
-    def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
-        """Switch the dispatch mode and the function mode on."""
-        self._sites.clear()
-        with self, self._sites.functions.watching():
-            yield
-
-    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """Forget the ops' sites."""
-        self._sites.clear()
 
     def facts(self) -> tuple[ModuleFacts, ...]:
         """The modules in the order in which they first computed something."""
@@ -374,17 +365,15 @@ class ModuleFactsProbe(TorchDispatchMode):
             for name, seen in self._seen.items()
         )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
-            kernel = kernel_name(func)
-            site = self._sites.of(kernel)
-            result = func(*args, **kwargs)
-            watched = site.phase in ("forward", "loss") and not site.recompute and site.op not in _ENGINE
-            if watched and not (func.is_view or is_cast(kernel) or kernel in UNINITIALISED | _MOVES):
-                name = "scaled_dot_product_attention" if _ATTENTION in kernel else site.op
-                self._note(site.module, name, func, args, kwargs, result)
-            return result
+    def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
+        """Note the format that the op computes in."""
+        kernel = kernel_name(func)
+        result = func(*args, **kwargs)
+        watched = site.phase in ("forward", "loss") and not site.recompute and site.op not in _ENGINE
+        if watched and not (func.is_view or is_cast(kernel) or kernel in UNINITIALISED | _MOVES):
+            name = "scaled_dot_product_attention" if _ATTENTION in kernel else site.op
+            self._note(site.module, name, func, args, kwargs, result)
+        return result
 
     def _note(self, module: str, op: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:  # noqa: PLR0917 - a call
         kernel = kernel_name(func)

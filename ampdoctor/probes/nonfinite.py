@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,10 +18,9 @@ from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.numerics import describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
 from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.probes.modules import is_watched, tensors_in
+from ampdoctor.probes.probe import Probe
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch import nn
 
     from ampdoctor.hooks.interfaces import ObservedRun
@@ -102,7 +101,7 @@ class Observation(NamedTuple):
         return f"{_FINGERPRINTED[self.kind]} {self.name}".strip()
 
 
-class NonFiniteProbe:
+class NonFiniteProbe(Probe):
     """Detects non-finite values in every module's outputs and their gradients, in gradients, and in the run's state.
 
     Not counted are state that was infinite when the probe was attached (an attention mask kept as a buffer), a mask
@@ -147,11 +146,10 @@ class NonFiniteProbe:
                     stack.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient(name)).remove)
             yield
 
-    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+    def begin(self) -> None:
         """Forget the last step, and record which tensors beside the model are finite."""
         self._forget()
         self._beside = FiniteBeside(self._run)
-        return nullcontext()
 
     def _forget(self) -> None:
         self._labels.clear()
