@@ -47,7 +47,7 @@ from ampdoctor.workflows.step_beside_fp32 import (
     overflowed,
     stepped,
 )
-from ampdoctor.workflows.trials import SHOWN, UNPROVABLE, Trials, replayed
+from ampdoctor.workflows.trials import SHOWN, Trials, replayed
 from ampdoctor.workflows.wrong_forward import seen_in_forward, stale_casts, stalest_without_fp32, wrong_in_forward
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ NOT_ALONE = Skipped(
     what="parameters one by one, and wrong values of the forward", reason="its steps do not come back from a snapshot"
 )
 """Checks that need to run a step again as it was."""
+_UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
 
 
 def compare_fresh_runs(
@@ -129,7 +130,7 @@ def _examine_fresh(
 
 
 def _untried(finding: Finding) -> Prescription:
-    return Prescription(kind="code", value=finding.help, status="not_run", reason=UNPROVABLE, detail=finding.help)
+    return Prescription(kind="code", value=finding.help, status="not_run", reason=_UNPROVABLE, detail=finding.help)
 
 
 def _traced_afresh(session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session]) -> Trace | None:
