@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.evidence.run_facts import OVERFLOWED, ModuleFacts
 from ampdoctor.numerics.tensors import Unseen
+from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.modules import (
     LowPrecisionTensors,
     is_watched,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 # -- which tensors are in half, observed in one half-precision step --
 
-HALVES = (torch.float16, torch.bfloat16)
 _CAST = torch.ops.aten._to_copy.default  # the op that a cast is
 
 
@@ -62,7 +62,7 @@ class HalfProbe(Probe):
         self._storages: dict[int, str] = {}
         for parameter in run.model.parameters():
             name = names[id(parameter)]
-            if parameter.dtype in HALVES:
+            if parameter.dtype in REDUCED:
                 self._parameters.add(name)
             elif memory := memory_of(parameter):
                 self._storages[memory] = name
@@ -80,11 +80,11 @@ class HalfProbe(Probe):
         """A 0-dim half loss times the scale is fp32; one of shape [1] stays half (torch's type promotion)."""
         self._made.clear()
         if isinstance(loss, torch.Tensor):
-            self.loss_in_half = self.loss_in_half or (loss.dtype in HALVES and loss.dim() > 0)
+            self.loss_in_half = self.loss_in_half or (loss.dtype in REDUCED and loss.dim() > 0)
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            made = [tensor for tensor in tensors_in(output) if tensor.dtype in HALVES]
+            made = [tensor for tensor in tensors_in(output) if tensor.dtype in REDUCED]
             if not made:
                 return
             self._outputs.add(name)
@@ -100,7 +100,7 @@ class HalfProbe(Probe):
         if not tensor.is_floating_point() or not tensor.requires_grad:
             return False
         known = self._made.get(id(tensor))
-        return tensor.dtype not in HALVES or known is None or known() is not tensor
+        return tensor.dtype not in REDUCED or known is None or known() is not tensor
 
 
 class _Casts(TorchDispatchMode):
@@ -111,7 +111,7 @@ class _Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if func is _CAST and options.get("dtype") in HALVES:
+        if func is _CAST and options.get("dtype") in REDUCED:
             name = self._storages.get(memory_of(args[0]))
             if name is not None:
                 self._found.add(name)
@@ -239,7 +239,7 @@ class _Formats(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         self._told()
-        self._found.update(tensor.dtype for tensor in tensors_in(made) if tensor.dtype in HALVES)
+        self._found.update(tensor.dtype for tensor in tensors_in(made) if tensor.dtype in REDUCED)
         return made
 
 
@@ -311,7 +311,6 @@ _SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "l
 _ATTENTION = "scaled_dot_product"
 _PRODUCTS = {"mm": 0, "addmm": 1}  # matrix products (of a linear layer), and the index of the first factor
 _MATRICES = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "convolution", "mkldnn_convolution"})
-_HALF = frozenset({torch.float16, torch.bfloat16})
 _MOVES = frozenset({"clone", "_unsafe_view", "copy_"})
 _ENGINE = frozenset({"backward", "grad"})  # run by autograd before its first node: the ones that start a backward
 
@@ -392,7 +391,7 @@ class ModuleFactsProbe(OpProbe):
         elif _ATTENTION in kernel and not kernel.endswith("backward"):
             names = [argument.name for argument in func._schema.arguments]
             seen.logits = _larger(seen.logits, attention_logits({**dict(zip(names, args, strict=False)), **kwargs}))
-        elif kernel in _MATRICES and result.dtype in _HALF:
+        elif kernel in _MATRICES and result.dtype in REDUCED:
             seen.product = _larger(seen.product, _made(result, values))
         if kernel in _PRODUCTS:
             self._note_product(seen, *args[_PRODUCTS[kernel] : _PRODUCTS[kernel] + 2])

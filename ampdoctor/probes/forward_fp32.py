@@ -24,7 +24,7 @@ from ampdoctor.evidence.trace import Amplified
 from ampdoctor.hooks.torch_internals import in_backward, no_modes
 from ampdoctor.precision.dtype_overrides import wide_numbers
 from ampdoctor.probes.modules import tensors_in
-from ampdoctor.probes.ops import UNINITIALISED, Site, kernel_name, reads_layout
+from ampdoctor.probes.ops import UNINITIALISED, Site, kernel_name, reads_layout, written
 from ampdoctor.probes.probe import OpProbe
 from ampdoctor.probes.recompute import NO_RESULT, widened
 from ampdoctor.probes.tensor_memory import ByMemory, storage_key, view_key
@@ -118,8 +118,8 @@ class WideForwardProbe(OpProbe):
         call = _Call(func, args, kwargs, self._twin)
         wide, alone = call.in_fp32()
         result = func(*args, **kwargs)
-        for written in call.written:
-            self._twins.pop(storage_key(written), None)  # fp32 values of other views of this memory are outdated
+        for changed in call.written:
+            self._twins.pop(storage_key(changed), None)  # fp32 values of other views of this memory are outdated
         here = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         if [t.shape for t in here] != [t.shape for t in wide]:
             wide = alone = []
@@ -234,7 +234,7 @@ class _Call:
         tensors = list(tensors_in([*args, *kwargs.values()]))
         self._twins = {id(t): found for t in tensors if (found := twin(t)) is not None}
         self.made = tuple(found.made for found in self._twins.values())
-        self.written = [t for name, t in _writes(func, args, kwargs)]
+        self.written = [*written(func, args, kwargs)]
         kernel = kernel_name(func)
         self.contracts = kernel in _CONTRACTIONS or kernel.startswith(("_scaled_dot_product", "mkldnn_rnn"))
         self._plain = _is_plain(func) and not any(t.is_nested or t.is_sparse for t in tensors)
@@ -272,14 +272,6 @@ def _is_plain(func: Any) -> bool:
     if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
         return False
     return func.namespace == "aten" and kernel_name(func) not in UNINITIALISED and not reads_layout(func)
-
-
-def _writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The arguments that an op changes in place, by its schema."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from ((argument.name, t) for t in tensors_in(value))
 
 
 def _errors(result: torch.Tensor, twin: torch.Tensor, alone: torch.Tensor) -> tuple[float, float, float]:

@@ -17,7 +17,7 @@ from ampdoctor.evidence.trace import Headroom, NonFiniteReport, TensorStats
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.numerics import describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
 from ampdoctor.numerics.formats import FORMATS
-from ampdoctor.probes.modules import is_watched, tensors_in
+from ampdoctor.probes.modules import is_watched, optimizer_parameters, tensors_in
 from ampdoctor.probes.probe import Probe
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def _harmed(observed: Sequence[Observation]) -> tuple[Observation, ...]:
 
 def trained_parameters(run: ObservedRun) -> frozenset[int]:
     """`id` of each parameter that an optimizer holds; of all parameters if the run has no optimizer."""
-    held = {id(p) for optimizer in run.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
+    held = set(map(id, optimizer_parameters(run)))
     # with fp32 masters the optimizers hold copies, which take their gradients from the model's own parameters
     own = {id(p) for p in run.model.parameters()}
     return frozenset(held if held & own else own)
@@ -317,8 +317,7 @@ def state_tensors(run: ObservedRun) -> Iterator[tuple[str, str, torch.Tensor]]:
 def outside_gradients(run: ObservedRun) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, gradient) of parameters that only an optimizer holds: fp32 masters of half parameters."""
     inside = {id(parameter) for parameter in run.model.parameters()}
-    groups = (group for optimizer in run.optimizers.values() for group in optimizer.param_groups)
-    outside = [p for group in groups for p in group["params"] if id(p) not in inside and p.grad is not None]
+    outside = [p for p in optimizer_parameters(run) if id(p) not in inside and p.grad is not None]
     names = run.parameter_names() if outside else {}
     for parameter in outside:
         yield names[id(parameter)], parameter.grad

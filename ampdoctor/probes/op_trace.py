@@ -25,6 +25,7 @@ from ampdoctor.evidence.trace import (
 )
 from ampdoctor.hooks.interfaces import describe, is_out_of_memory
 from ampdoctor.hooks.torch_internals import no_modes
+from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.lost_values import Provenance
 from ampdoctor.probes.modules import is_watched, tensors_in
 from ampdoctor.probes.nan_path import Readings, Ways
@@ -162,7 +163,6 @@ def own_work(failed: Callable[[Exception], None]) -> Iterator[None]:
 # in float64 at once, so no tensor is kept.
 
 _BLOCK = 1 << 16  # elements that are compared at a time: few enough to stay in a processor's cache
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class OpTraceProbe(OpProbe):
@@ -526,7 +526,7 @@ class OpTraceProbe(OpProbe):
 
     def _look_for_flush(self, ran: Ran) -> None:
         """Count the elements that are zero here and nonzero in float64, from the same inputs."""
-        if not ran.call.repeatable or not any(t.dtype in _HALF for t in ran.results):
+        if not ran.call.repeatable or not any(t.dtype in REDUCED for t in ran.results):
             return
         wide = widely(ran.func, ran.call)
         if [t.shape for t in wide] != [t.shape for t in ran.results]:
@@ -535,7 +535,7 @@ class OpTraceProbe(OpProbe):
             nonzero = reference != 0
             count = int(nonzero.sum())
             flushed = int((nonzero & (result == 0)).sum())
-            if flushed and result.dtype in _HALF:
+            if flushed and result.dtype in REDUCED:
                 self._flushes.append(
                     Flush(
                         order=self._ops,

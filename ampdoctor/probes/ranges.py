@@ -15,7 +15,7 @@ from ampdoctor.evidence.run_facts import Place, UpdateFacts
 from ampdoctor.hooks.backwards import PLAIN
 from ampdoctor.numerics import Distance, Histogram, extremes
 from ampdoctor.numerics.tensors import Unseen, blocks, squares
-from ampdoctor.probes.modules import GradientHooks, LowPrecisionTensors
+from ampdoctor.probes.modules import GradientHooks, LowPrecisionTensors, optimizer_parameters
 from ampdoctor.probes.probe import Probe
 from ampdoctor.ranges.profile import Collector, RangeProfile, RunFacts
 
@@ -152,7 +152,7 @@ class ReferenceGradients(Probe):
     def received(self, run: ObservedRun) -> dict[str, Tensor]:
         """The gradients that the optimizers get, by parameter: the sum over the backwards, before clipping."""
         names = run.parameter_names()
-        held = {id(p) for optimizer in run.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
+        held = set(map(id, optimizer_parameters(run)))
         wanted = {name for key, name in names.items() if key in held or not run.optimizers}
         summed: dict[str, Tensor] = {}
         for (place, _), gradient in self.weights.items():

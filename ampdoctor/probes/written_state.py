@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.modules import memory_of, tensors_in
-from ampdoctor.probes.ops import OVERWRITES, UNINITIALISED, Site, kernel_name, reshapes, split_calls
+from ampdoctor.probes.ops import OVERWRITES, UNINITIALISED, Site, kernel_name, reshapes, split_calls, written
 from ampdoctor.probes.probe import OpProbe
 
 if TYPE_CHECKING:
@@ -158,28 +159,20 @@ class OldCastsProbe(OpProbe):
         if kernel_name(func) == "_to_copy":
             self._casts(args[0], result)
         elif func._schema.is_mutable and not reshapes(func):
-            self._writes(func, args, kwargs, site)
+            for tensor in written(func, args, kwargs):
+                for known in self._copies.of_weight.get(memory_of(tensor), ()):
+                    known.written = known.written or site
         return result
 
     def _casts(self, weight: torch.Tensor, copy: Any) -> None:
         """Note autocast's copies: it keeps those of fp32 leaves that need a gradient, and no others."""
-        if id(weight) not in self._names or copy.dtype not in (torch.float16, torch.bfloat16):
+        if id(weight) not in self._names or copy.dtype not in REDUCED:
             return
         if not (memory_of(weight) and memory_of(copy)):
             return
         known = _Copy(copy, weight, weight.data_ptr())
         self._copies.by_memory[memory_of(copy)] = known
         self._copies.of_weight.setdefault(memory_of(weight), []).append(known)
-
-    def _writes(self, func: Any, args: Any, kwargs: Any, site: Site) -> None:
-        schema = func._schema.arguments
-        for at, argument in enumerate(schema):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            for tensor in tensors_in(value):
-                for known in self._copies.of_weight.get(memory_of(tensor), ()):
-                    known.written = known.written or site
 
     def _reads(self, site: Site, args: Any, kwargs: Any) -> None:
         if not self._copies.by_memory:

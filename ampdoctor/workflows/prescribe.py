@@ -23,6 +23,7 @@ from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.trace import LOST
 from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.op_overrides import How, Intervention, UserLine, address_of
 from ampdoctor.probes.own_ops import OwnOps
 from ampdoctor.workflows import changes as change
@@ -299,14 +300,16 @@ def fresh_scaler(trials: Trials) -> Prescription | None:
 def _scalers(trials: Trials) -> Iterator[Prescription]:
     for scale in SCALES:
         yield trials.attempt(
-            "scaler", {"init_scale": scale}, change.with_scaler(scale), f"GradScaler(init_scale={exact(scale)})"
+            "scaler",
+            {"init_scale": scale},
+            change.with_scaler(init_scale=scale),
+            f"GradScaler(init_scale={exact(scale)})",
         )
 
 
 def can_unscale(session: Session) -> bool:
     """Whether a GradScaler accepts the run's gradients: it refuses to unscale those of fp16 weights."""
-    groups = (group for optimizer in session.optimizers.values() for group in optimizer.param_groups)
-    return all(parameter.dtype is not torch.float16 for group in groups for parameter in group["params"])
+    return all(parameter.dtype is not torch.float16 for parameter in optimizer_parameters(session))
 
 
 def underflow_cure(trials: Trials, session: Session) -> Prescription:
@@ -403,7 +406,9 @@ def modules_in_fp32(births: Sequence[NonFiniteOrigin], trials: Trials) -> Iterat
     def attempt(names: Sequence[str], *, watch: OwnOps | None = None) -> Prescription:
         tried = known.get(frozenset(names))
         if tried is None:
-            made = change.fp32_modules(names) if watch is None else _watching(change.fp32_modules(names), watch)
+            made = (
+                change.fp32_modules(names) if watch is None else change.both(change.fp32_modules(names), watch.attach)
+            )
             tried = trials.attempt("fp32_modules", list(names), made, f"run {_listed(names)} in fp32")
             known[frozenset(names)] = tried
         return tried
@@ -425,15 +430,6 @@ def modules_in_fp32(births: Sequence[NonFiniteOrigin], trials: Trials) -> Iterat
     proof = "none can be left out" if found.minimal else "perhaps not the smallest set"
     cure = attempt(found.elements)
     yield replace(cure, detail=f"{cure.detail} ({proof}: {len(known)} trials among {len(elements)} modules)")
-
-
-def _watching(made: Change, watch: OwnOps) -> Change:
-    @contextmanager
-    def both(session: Session) -> Iterator[None]:
-        with made(session), watch.attach(session):
-            yield
-
-    return both
 
 
 def _ordered(elements: Sequence[str], names: frozenset[str]) -> list[str]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
-
-import torch
 
 from ampdoctor.diagnosis.replay.gradients import CLEARLY_BETTER, starved
 from ampdoctor.diagnosis.replay.scaler_misuse import times_begun_again
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
     from ampdoctor.probes.modules import LowPrecisionTensors
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.scaling.scalers import ScalerSettings
     from ampdoctor.workflows.measure import MeasuredStep
 
 
@@ -163,28 +159,6 @@ def observe(
     finally:
         start.restore()
     return watch.observed(failure)
-
-
-def scaler(settings: ScalerSettings) -> Change:
-    """Returns a change: a fresh GradScaler with these settings."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        with session.scaling_with(torch.amp.GradScaler(session.device.type, **settings.arguments())):
-            yield
-
-    return change
-
-
-def both(first: Change, second: Change) -> Change:
-    """Returns two changes as one, the first outside."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        with first(session), second(session):
-            yield
-
-    return change
 
 
 class _Watch:

@@ -23,7 +23,9 @@ from ampdoctor.evidence.trace import (
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.numerics import Distance, nonfinite_flag
 from ampdoctor.numerics.tensors import together
+from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.gradients import GradientProbe
+from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.nonfinite import Observation
 
 if TYPE_CHECKING:
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 State = Mapping[str, torch.Tensor]
 Named = tuple["StateKind", str]
 """Kind of state, and its name."""
-HALVES = (torch.float16, torch.bfloat16)
 
 SAMPLE = 1 << 16
 """Elements of a tensor whose moves are measured; of a larger tensor, evenly spread blocks."""
@@ -54,10 +55,10 @@ class StateCopy:
 
 def kept(session: Session, *, trained: bool = True) -> StateCopy:
     """Returns copies of what a run keeps; without `trained`, only the half tensors."""
-    half = {n: t.detach().clone() for n, t in kept_tensors(session) if t.dtype in HALVES}
+    half = {n: t.detach().clone() for n, t in kept_tensors(session) if t.dtype in REDUCED}
     if not trained:
         return StateCopy(half)
-    states = {named: sample(t).clone() for named, t in states_of(session) if t.dtype in HALVES}
+    states = {named: sample(t).clone() for named, t in states_of(session) if t.dtype in REDUCED}
     return StateCopy(half, {name: sample(t).clone() for name, t in held(session)}, states)
 
 
@@ -117,9 +118,7 @@ def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]
     parameter's part of a flat one, which holds the model's parameters one after the other.
     """
     own = {id(p) for p in session.model.parameters()}
-    held: list[torch.Tensor] = [
-        p for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]
-    ]
+    held = [*optimizer_parameters(session)]
     others, trained = [p for p in held if id(p) not in own], {id(p) for p in held}
     flat: list[torch.Tensor] = [p for p in others if p.dim() == 1]
     at: dict[int, int] = dict(_places(p for p in session.model.parameters() if id(p) not in trained)) if flat else {}
@@ -147,9 +146,7 @@ def _places(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
 def held(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) for the parameters that an optimizer holds."""
     names = session.parameter_names()
-    for optimizer in session.optimizers.values():
-        for group in optimizer.param_groups:
-            yield from ((names[id(p)], p) for p in group["params"] if id(p) in names)
+    yield from ((names[id(p)], p) for p in optimizer_parameters(session) if id(p) in names)
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -450,7 +447,7 @@ def _root(squares: float) -> float:
 
 
 def _updates(session: Session, here: State, there: State) -> tuple[ModuleUpdate, ...]:
-    trained = {id(p) for o in session.optimizers.values() for g in o.param_groups for p in g["params"]}
+    trained = set(map(id, optimizer_parameters(session)))
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, tensor in kept_tensors(session):
         if name in there and name in here:

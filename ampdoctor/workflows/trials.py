@@ -17,7 +17,7 @@ from ampdoctor.numerics.tensors import blocks, squares, together
 from ampdoctor.probes.gradients import GradientProbe, distances, relative_error
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.workflows.changes import jolted, loss_scale, no_change, noted_roots
+from ampdoctor.workflows.changes import both, jolted, loss_scale, no_change, noted_roots
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Finding
@@ -442,14 +442,8 @@ class Trials:
     def _as_far_by_rounding(self, change: Change, got: Gradients, own: Gradients) -> bool:
         """Whether rounding each weight once moves the changed step's fp32 gradients as far as half precision does."""
         narrow = self._session.precision
-
-        @contextmanager
-        def both(session: Session) -> Iterator[None]:
-            with change(session), jolted(narrow.dtype)(session):
-                yield
-
         kept = self._fp32
-        moved = self._in_fp32(both)[0] if narrow.reduced else None
+        moved = self._in_fp32(both(change, jolted(narrow.dtype)))[0] if narrow.reduced else None
         self._fp32 = kept
         return moved is not None and relative_error(got, own) <= relative_error(moved, own)
 
