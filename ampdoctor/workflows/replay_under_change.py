@@ -15,14 +15,14 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import PrescriptionStatus
 from ampdoctor.evidence.report_replay import Proof, ReplayedStep
 from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
-from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import ReferenceGradients, Zeroed, ZeroedProbe
 from ampdoctor.replay.python_state import Beyond, has_moved
 from ampdoctor.workflows.changes import Change, no_change
-from ampdoctor.workflows.compare_fp32 import CompareDuringReplay, DoesNotComeBackError, Fp32Step, Seen, is_calm
+from ampdoctor.workflows.compare_fp32 import CompareDuringReplay, DoesNotComeBackError, Seen, is_calm
 from ampdoctor.workflows.lost_updates import is_quiet
 from ampdoctor.workflows.measure import comes_back, harms, is_far, not_compared, spread
-from ampdoctor.workflows.step_beside_fp32 import StateCopy, kept, moved
+from ampdoctor.workflows.step_beside_fp32 import Fp32Step, StateCopy, kept, moved
 from ampdoctor.workflows.trials import AGREEMENT, replayed
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ class FirstSteps:
         """Count a step that was compared with its twin in fp32, if it shows nothing."""
         if outcome.skipped or sentinel.sightings.sinks or has_moved(self._own, session.reached.beyond()):
             return
-        if outcome.step == 0 and not self._comes_back(Seen.of(session, sentinel)):
+        if outcome.step == 0 and not (self.first and self.first.is_same(Seen.of(session, sentinel))):
             return
         try:
             self._alongside.note(session, twin, outcome, sentinel)
@@ -368,9 +368,3 @@ class FirstSteps:
         """Whether a search would find nothing."""
         hungry = starved(self._compared, self.thresholds)
         return self._quiet >= self.steps and not hungry and is_quiet(self._compared, self.thresholds)
-
-    def _comes_back(self, again: Seen) -> bool:
-        first = self.first
-        if first is None or first.left != again.left:
-            return False
-        return first_difference(first.observed, again.observed) is None

@@ -24,9 +24,10 @@ from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.numerics import Distance, nonfinite_flag
 from ampdoctor.numerics.tensors import together
 from ampdoctor.precision.casting import REDUCED
-from ampdoctor.probes.gradients import GradientProbe
+from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.nonfinite import Observation
+from ampdoctor.workflows.changes import Change, no_change
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
@@ -356,6 +357,31 @@ def stepped(session: Session, step: int) -> tuple[GradientProbe, StepOutcome]:
     probe = GradientProbe()
     with session.watched(probe):
         return probe, session.step(step)
+
+
+@dataclass(slots=True)
+class Fp32Step:
+    """A step in fp32, for the step that follows from the same state."""
+
+    probe: DistanceProbe  # compares the step's gradients with fp32's
+    before: StateCopy  # what the run keeps, before the step
+    moved: StateCopy  # how that moved in fp32
+    outcome: StepOutcome  # of fp32
+    finite: bool  # fp32's gradients are finite
+
+    @classmethod
+    def run(cls, session: Session, step: int, change: Change = no_change) -> Fp32Step:
+        """Run the step in fp32, with a change inside; the session is left after the step."""
+        before = kept(session)
+        with session.reference(), change(session):
+            probe, outcome = stepped(session, step)
+            there = moved(session, before)
+        return cls(DistanceProbe(probe.gradients, probe.times), before, there, outcome, all_finite(probe))
+
+    def compared(self, session: Session, outcome: StepOutcome) -> Comparison:
+        """Returns the numbers of the run's own step, which has just been made with `probe` attached."""
+        moves = self.before, moved(session, self.before), self.moved
+        return compared(session, outcome.step, (outcome, self.outcome), self.probe.distances, moves)
 
 
 def compared(
