@@ -317,10 +317,9 @@ def state_tensors(run: ObservedRun) -> Iterator[tuple[str, str, torch.Tensor]]:
 def outside_gradients(run: ObservedRun) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, gradient) of parameters that only an optimizer holds: fp32 masters of half parameters."""
     inside = {id(parameter) for parameter in run.model.parameters()}
-    outside = [p for p in optimizer_parameters(run) if id(p) not in inside and p.grad is not None]
+    outside = [(id(p), p.grad) for p in optimizer_parameters(run) if id(p) not in inside and p.grad is not None]
     names = run.parameter_names() if outside else {}
-    for parameter in outside:
-        yield names[id(parameter)], parameter.grad
+    yield from ((names[key], gradient) for key, gradient in outside)
 
 
 def holds_nan(tensor: torch.Tensor) -> bool:
