@@ -70,12 +70,12 @@ def both(first: Change, second: Change) -> Change:
     return change
 
 
-def with_scaler(**settings: Any) -> Change:
+def with_scaler(init_scale: float, **settings: Any) -> Change:
     """Returns a change: a fresh, enabled GradScaler with these settings in place of the run's own."""
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:
-        with session.scaling_with(torch.amp.GradScaler(session.device.type, **settings)):
+        with session.scaling_with(torch.amp.GradScaler(session.device.type, init_scale, **settings)):
             yield
 
     return change

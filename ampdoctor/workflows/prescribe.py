@@ -300,10 +300,7 @@ def fresh_scaler(trials: Trials) -> Prescription | None:
 def _scalers(trials: Trials) -> Iterator[Prescription]:
     for scale in SCALES:
         yield trials.attempt(
-            "scaler",
-            {"init_scale": scale},
-            change.with_scaler(init_scale=scale),
-            f"GradScaler(init_scale={exact(scale)})",
+            "scaler", {"init_scale": scale}, change.with_scaler(scale), f"GradScaler(init_scale={exact(scale)})"
         )
 
 

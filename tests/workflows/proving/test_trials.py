@@ -220,7 +220,7 @@ def test_another_format_for_the_whole_run(compute):
     assert attempt(trials_of(session_of()), change.compute_dtype(compute)).status == "verified"
 
 
-@pytest.mark.parametrize("make", [change.loss_scale, lambda scale: change.with_scaler(init_scale=scale)])
+@pytest.mark.parametrize("make", [change.loss_scale, change.with_scaler])
 def test_another_scale_for_the_time_of_the_trial(make):
     session = session_of()
     snapshot = session.snapshot()
