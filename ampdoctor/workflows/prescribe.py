@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -275,7 +275,8 @@ def scale_cure(
 
     `used` is the scale of the scaler that skipped the step, which may have been made in the step itself.
     """
-    scale, lowered = session.events.scale(), change.loss_scale
+    scale = session.events.scale()
+    lowered: Callable[[float], Change] = change.loss_scale
     if scale is None or (used is not None and session.makes_scalers):
         scale, lowered = used, change.with_scaler
     if scale is None:
