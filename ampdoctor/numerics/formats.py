@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -81,130 +81,41 @@ def _beyond_e4m3fn() -> OverflowResult:
         return "nan" if bool(beyond.isnan()) else "saturate"
 
 
+_ROWS: tuple[tuple[str, int, int, float, int, OverflowResult | Literal["measured"], str | None], ...] = (
+    # bits of exponent and mantissa, the largest value, log2 of the smallest normal one
+    ("fp16", 5, 10, 65504.0, -14, "inf", "float16"),
+    ("bf16", 8, 7, (2.0 - 2.0**-7) * 2.0**127, -126, "inf", "bfloat16"),
+    ("tf32", 8, 10, (2.0 - 2.0**-10) * 2.0**127, -126, "inf", None),
+    ("fp32", 8, 23, (2.0 - 2.0**-23) * 2.0**127, -126, "inf", "float32"),
+    ("e4m3fn", 4, 3, 448.0, -6, "measured", "float8_e4m3fn"),
+    ("e5m2", 5, 2, 57344.0, -14, "inf", "float8_e5m2"),
+    ("e4m3fnuz", 4, 3, 240.0, -7, "nan", "float8_e4m3fnuz"),
+    ("e5m2fnuz", 5, 2, 57344.0, -15, "nan", "float8_e5m2fnuz"),
+    ("e8m0", 8, 0, 2.0**127, -127, "nan", "float8_e8m0fnu"),
+    ("e2m1", 2, 1, 6.0, 0, "saturate", None),
+)
+
+
 def _table() -> dict[str, FloatFormat]:
-    rows = (
-        FloatFormat(
-            name="fp16",
-            exponent_bits=5,
-            mantissa_bits=10,
-            max=65504.0,
-            min_normal=2.0**-14,
-            min_subnormal=2.0**-24,
-            flush_at=2.0**-25,
-            overflow_at=65520.0,
-            overflow="inf",
-            dtype="float16",
-        ),
-        FloatFormat(
-            name="bf16",
-            exponent_bits=8,
-            mantissa_bits=7,
-            max=(2.0 - 2.0**-7) * 2.0**127,
-            min_normal=2.0**-126,
-            min_subnormal=2.0**-133,
-            flush_at=2.0**-134,
-            overflow_at=(2.0 - 2.0**-8) * 2.0**127,
-            overflow="inf",
-            dtype="bfloat16",
-        ),
-        FloatFormat(
-            name="tf32",
-            exponent_bits=8,
-            mantissa_bits=10,
-            max=(2.0 - 2.0**-10) * 2.0**127,
-            min_normal=2.0**-126,
-            min_subnormal=2.0**-136,
-            flush_at=2.0**-137,
-            overflow_at=(2.0 - 2.0**-11) * 2.0**127,
-            overflow="inf",
-        ),
-        FloatFormat(
-            name="fp32",
-            exponent_bits=8,
-            mantissa_bits=23,
-            max=(2.0 - 2.0**-23) * 2.0**127,
-            min_normal=2.0**-126,
-            min_subnormal=2.0**-149,
-            flush_at=2.0**-150,
-            overflow_at=(2.0 - 2.0**-24) * 2.0**127,
-            overflow="inf",
-            dtype="float32",
-        ),
-        FloatFormat(
-            name="e4m3fn",
-            exponent_bits=4,
-            mantissa_bits=3,
-            max=448.0,
-            min_normal=2.0**-6,
-            min_subnormal=2.0**-9,
-            flush_at=2.0**-10,
-            # The tie at 464 goes down to 448, whose code is even, so overflow starts just above the tie.
-            overflow_at=math.nextafter(464.0, math.inf),
-            overflow="measured",
-            dtype="float8_e4m3fn",
-        ),
-        FloatFormat(
-            name="e5m2",
-            exponent_bits=5,
-            mantissa_bits=2,
-            max=57344.0,
-            min_normal=2.0**-14,
-            min_subnormal=2.0**-16,
-            flush_at=2.0**-17,
-            overflow_at=61440.0,
-            overflow="inf",
-            dtype="float8_e5m2",
-        ),
-        FloatFormat(
-            name="e4m3fnuz",
-            exponent_bits=4,
-            mantissa_bits=3,
-            max=240.0,
-            min_normal=2.0**-7,
-            min_subnormal=2.0**-10,
-            flush_at=2.0**-11,
-            overflow_at=248.0,
-            overflow="nan",
-            dtype="float8_e4m3fnuz",
-        ),
-        FloatFormat(
-            name="e5m2fnuz",
-            exponent_bits=5,
-            mantissa_bits=2,
-            max=57344.0,
-            min_normal=2.0**-15,
-            min_subnormal=2.0**-17,
-            flush_at=2.0**-18,
-            overflow_at=61440.0,
-            overflow="nan",
-            dtype="float8_e5m2fnuz",
-        ),
-        FloatFormat(
-            name="e8m0",
-            exponent_bits=8,
-            mantissa_bits=0,
-            max=2.0**127,
-            min_normal=2.0**-127,
-            min_subnormal=2.0**-127,
-            flush_at=1.5 * 2.0**-128,
-            overflow_at=1.5 * 2.0**127,
-            overflow="nan",
-            has_zero=False,
-            dtype="float8_e8m0fnu",
-        ),
-        FloatFormat(
-            name="e2m1",
-            exponent_bits=2,
-            mantissa_bits=1,
-            max=6.0,
-            min_normal=1.0,
-            min_subnormal=0.5,
-            flush_at=0.25,
-            overflow_at=7.0,
-            overflow="saturate",
-        ),
-    )
-    return {row.name: row for row in rows}
+    found = {
+        name: FloatFormat(
+            name=name,
+            exponent_bits=exponent_bits,
+            mantissa_bits=mantissa_bits,
+            max=largest,
+            min_normal=2.0**least,
+            min_subnormal=2.0 ** (least - mantissa_bits),
+            flush_at=2.0 ** (least - mantissa_bits - 1),
+            overflow_at=largest + math.ldexp(0.25, math.frexp(largest)[1] - mantissa_bits),  # half a spacing further
+            overflow=overflow,
+            dtype=dtype,
+        )
+        for name, exponent_bits, mantissa_bits, largest, least, overflow, dtype in _ROWS
+    }
+    # The tie at 464 goes down to 448, whose code is even, so overflow starts just above the tie.
+    found["e4m3fn"] = replace(found["e4m3fn"], overflow_at=math.nextafter(464.0, math.inf))
+    found["e8m0"] = replace(found["e8m0"], flush_at=1.5 * 2.0**-128, has_zero=False)
+    return found
 
 
 FORMATS: Mapping[str, FloatFormat] = MappingProxyType(_table())  # fp32 is a target too, for what fp64 loses in it

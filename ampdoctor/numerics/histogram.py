@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ampdoctor.numerics.counting import DeviceTally
+
+
+def _of_tally(name: str) -> Any:
+    """Returns a property: a number of the host's tally, for which a histogram on a device waits."""
+    return property(attrgetter(f"_tally.{name}"))
 
 
 class Histogram:
@@ -112,50 +118,15 @@ class Histogram:
         """Nonzero finite elements per bin: int64 of shape (256, 8), read-only; row 255 holds float64 above 2^128."""
         return self._tally.counts.reshape(ROWS, COLUMNS)
 
-    @property
-    def numel(self) -> int:
-        """All elements, special values included."""
-        return self._tally.numel
-
-    @property
-    def zeros(self) -> int:
-        """Elements equal to zero, of either sign."""
-        return self._tally.zeros
-
-    @property
-    def nans(self) -> int:
-        """NaN elements."""
-        return self._tally.nans
-
-    @property
-    def pos_infs(self) -> int:
-        """Elements equal to +Inf."""
-        return self._tally.pos_infs
-
-    @property
-    def neg_infs(self) -> int:
-        """Elements equal to -Inf."""
-        return self._tally.neg_infs
-
-    @property
-    def amax(self) -> float | None:
-        """Largest finite magnitude, exact; None without a nonzero finite element."""
-        return self._tally.amax
-
-    @property
-    def amin(self) -> float | None:
-        """Smallest nonzero finite magnitude, exact; None without such an element."""
-        return self._tally.amin
-
-    @property
-    def significand_bits(self) -> int:
-        """Precision of the source dtype, hidden bit included; the largest if several were merged, 0 for nothing."""
-        return self._tally.significand_bits
-
-    @property
-    def min_spacing(self) -> float:
-        """Smallest distance between two values of the source dtype; inf for nothing."""
-        return self._tally.min_spacing
+    numel: int = _of_tally("numel")  # all elements, special values included
+    zeros: int = _of_tally("zeros")  # of either sign
+    nans: int = _of_tally("nans")
+    pos_infs: int = _of_tally("pos_infs")
+    neg_infs: int = _of_tally("neg_infs")
+    amax: float | None = _of_tally("amax")  # largest finite magnitude, exact; None without a nonzero finite element
+    amin: float | None = _of_tally("amin")  # smallest nonzero finite magnitude, likewise
+    significand_bits: int = _of_tally("significand_bits")  # of the source dtype, hidden bit included; 0 for nothing
+    min_spacing: float = _of_tally("min_spacing")  # smallest distance of two values of the source dtype; or inf
 
     def repeated(self, times: int) -> Histogram:
         """Return the histogram of the same elements, each `times` times (at least 1), which a sample represents."""

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.evidence.run_facts import OVERFLOWED, ModuleFacts
 from ampdoctor.numerics.tensors import Unseen
+from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.modules import (
     LowPrecisionTensors,
     is_watched,
@@ -24,7 +25,8 @@ from ampdoctor.probes.modules import (
     owns_parameters,
     tensors_in,
 )
-from ampdoctor.probes.ops import UNINITIALISED, Sites, is_cast, kernel_name
+from ampdoctor.probes.ops import UNINITIALISED, Site, is_cast, kernel_name
+from ampdoctor.probes.probe import OpProbe, Probe
 from ampdoctor.probes.user_code import called_by_user, own_line
 
 if TYPE_CHECKING:
@@ -35,11 +37,10 @@ if TYPE_CHECKING:
 
 # -- which tensors are in half, observed in one half-precision step --
 
-HALVES = (torch.float16, torch.bfloat16)
 _CAST = torch.ops.aten._to_copy.default  # the op that a cast is
 
 
-class HalfProbe:
+class HalfProbe(Probe):
     """Records the dtypes of module inputs and outputs, and the parameters that autocast casts, over a replayed step."""
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class HalfProbe:
         self._storages: dict[int, str] = {}
         for parameter in run.model.parameters():
             name = names[id(parameter)]
-            if parameter.dtype in HALVES:
+            if parameter.dtype in REDUCED:
                 self._parameters.add(name)
             elif memory := memory_of(parameter):
                 self._storages[memory] = name
@@ -79,11 +80,11 @@ class HalfProbe:
         """A 0-dim half loss times the scale is fp32; one of shape [1] stays half (torch's type promotion)."""
         self._made.clear()
         if isinstance(loss, torch.Tensor):
-            self.loss_in_half = self.loss_in_half or (loss.dtype in HALVES and loss.dim() > 0)
+            self.loss_in_half = self.loss_in_half or (loss.dtype in REDUCED and loss.dim() > 0)
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            made = [tensor for tensor in tensors_in(output) if tensor.dtype in HALVES]
+            made = [tensor for tensor in tensors_in(output) if tensor.dtype in REDUCED]
             if not made:
                 return
             self._outputs.add(name)
@@ -99,7 +100,7 @@ class HalfProbe:
         if not tensor.is_floating_point() or not tensor.requires_grad:
             return False
         known = self._made.get(id(tensor))
-        return tensor.dtype not in HALVES or known is None or known() is not tensor
+        return tensor.dtype not in REDUCED or known is None or known() is not tensor
 
 
 class _Casts(TorchDispatchMode):
@@ -110,7 +111,7 @@ class _Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if func is _CAST and options.get("dtype") in HALVES:
+        if func is _CAST and options.get("dtype") in REDUCED:
             name = self._storages.get(memory_of(args[0]))
             if name is not None:
                 self._found.add(name)
@@ -134,7 +135,7 @@ class Region:
     line: tuple[str, int] | None  # that made it in the step; if it was made before, that entered it
 
 
-class HalfOps:
+class HalfOps(Probe):
     """Records the half formats that a step's ops make, and the contexts around its modules; for one replay of a step.
 
     `around` are the contexts that were open when a module was first called, or, if none were, at the first op outside
@@ -238,7 +239,7 @@ class _Formats(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         self._told()
-        self._found.update(tensor.dtype for tensor in tensors_in(made) if tensor.dtype in HALVES)
+        self._found.update(tensor.dtype for tensor in tensors_in(made) if tensor.dtype in REDUCED)
         return made
 
 
@@ -310,7 +311,6 @@ _SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "l
 _ATTENTION = "scaled_dot_product"
 _PRODUCTS = {"mm": 0, "addmm": 1}  # matrix products (of a linear layer), and the index of the first factor
 _MATRICES = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "convolution", "mkldnn_convolution"})
-_HALF = frozenset({torch.float16, torch.bfloat16})
 _MOVES = frozenset({"clone", "_unsafe_view", "copy_"})
 _ENGINE = frozenset({"backward", "grad"})  # run by autograd before its first node: the ones that start a backward
 
@@ -324,16 +324,17 @@ class _Seen:
     smallest: int | None = None
 
 
-class ModuleFactsProbe(TorchDispatchMode):
+class ModuleFactsProbe(OpProbe):
     """Watches the forward and the loss of the steps that run while it is attached; one step is enough.
 
     It runs below autocast, so an op's floating-point inputs have the format that it computes in; if they differ, type
     promotion makes that the widest. Casts, views and copies are not counted as ops.
     """
 
+    takes_apart = False
+
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
-        self._sites = Sites()
+        super().__init__()
         self._seen: dict[str, _Seen] = {}
 
     @contextmanager
@@ -344,19 +345,8 @@ class ModuleFactsProbe(TorchDispatchMode):
         self._parameters = {
             name: sum(p.numel() for p in module.parameters(recurse=False)) for name, module in modules.items()
         }
-        with self._sites.attach(run):
+        with super().attach(run):
             yield
-
-    @contextmanager
-    def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
-        """Switch the dispatch mode and the function mode on."""
-        self._sites.clear()
-        with self, self._sites.functions.watching():
-            yield
-
-    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """Forget the ops' sites."""
-        self._sites.clear()
 
     def facts(self) -> tuple[ModuleFacts, ...]:
         """The modules in the order in which they first computed something."""
@@ -374,17 +364,15 @@ class ModuleFactsProbe(TorchDispatchMode):
             for name, seen in self._seen.items()
         )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
-            kernel = kernel_name(func)
-            site = self._sites.of(kernel)
-            result = func(*args, **kwargs)
-            watched = site.phase in ("forward", "loss") and not site.recompute and site.op not in _ENGINE
-            if watched and not (func.is_view or is_cast(kernel) or kernel in UNINITIALISED | _MOVES):
-                name = "scaled_dot_product_attention" if _ATTENTION in kernel else site.op
-                self._note(site.module, name, func, args, kwargs, result)
-            return result
+    def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
+        """Note the format that the op computes in."""
+        kernel = kernel_name(func)
+        result = func(*args, **kwargs)
+        watched = site.phase in ("forward", "loss") and not site.recompute and site.op not in _ENGINE
+        if watched and not (func.is_view or is_cast(kernel) or kernel in UNINITIALISED | _MOVES):
+            name = "scaled_dot_product_attention" if _ATTENTION in kernel else site.op
+            self._note(site.module, name, func, args, kwargs, result)
+        return result
 
     def _note(self, module: str, op: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:  # noqa: PLR0917 - a call
         kernel = kernel_name(func)
@@ -403,7 +391,7 @@ class ModuleFactsProbe(TorchDispatchMode):
         elif _ATTENTION in kernel and not kernel.endswith("backward"):
             names = [argument.name for argument in func._schema.arguments]
             seen.logits = _larger(seen.logits, attention_logits({**dict(zip(names, args, strict=False)), **kwargs}))
-        elif kernel in _MATRICES and result.dtype in _HALF:
+        elif kernel in _MATRICES and result.dtype in REDUCED:
             seen.product = _larger(seen.product, _made(result, values))
         if kernel in _PRODUCTS:
             self._note_product(seen, *args[_PRODUCTS[kernel] : _PRODUCTS[kernel] + 2])

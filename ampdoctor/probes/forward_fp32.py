@@ -18,20 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ampdoctor.evidence.trace import Amplified
 from ampdoctor.hooks.torch_internals import in_backward, no_modes
 from ampdoctor.precision.dtype_overrides import wide_numbers
-from ampdoctor.probes.modules import takes_apart, tensors_in
-from ampdoctor.probes.ops import UNINITIALISED, Site, Sites, kernel_name, reads_layout
+from ampdoctor.probes.modules import tensors_in
+from ampdoctor.probes.ops import UNINITIALISED, Site, kernel_name, reads_layout, written
+from ampdoctor.probes.probe import OpProbe
 from ampdoctor.probes.recompute import NO_RESULT, widened
 from ampdoctor.probes.tensor_memory import ByMemory, storage_key, view_key
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.location import Source, Where
-    from ampdoctor.hooks.interfaces import ObservedRun
 
 AMPLIFIES = 8.0
 """Factor by which an op has to enlarge a relative error.
@@ -69,7 +68,7 @@ class _Twin:
     made: _Made
 
 
-class WideForwardProbe(TorchDispatchMode):
+class WideForwardProbe(OpProbe):
     """Watches the forward of the steps that run while it is attached; random draws count as exact.
 
     At the places in `right`, the step gets the fp32 results, rounded to their own format. `amplified` is that of the
@@ -77,27 +76,17 @@ class WideForwardProbe(TorchDispatchMode):
     """
 
     def __init__(self, right: Collection[Where] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        super().__init__()
         self._right = frozenset(map(_place, right))
         self.amplified: tuple[Amplified, ...] = ()
-        self._sites = Sites()
         self._twins: ByMemory[dict[tuple[Any, ...], _Twin]] = ByMemory()
         self._found: list[Amplified] = []
         self._ops = 0
-        self._step = 0
-
-    @contextmanager
-    def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install the module hooks."""
-        with self._sites.attach(run):
-            yield
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
-        """Switch the dispatch mode and the function mode on."""
-        self._clear()
-        self._step = step
-        with self, self._sites.functions.watching(), _MadeOfNumbers(self):
+        """Switch the modes on, also the one that sees tensors made of numbers."""
+        with super().during(step), _MadeOfNumbers(self):
             yield
 
     def made(self, result: torch.Tensor, wide: torch.Tensor) -> None:
@@ -109,40 +98,37 @@ class WideForwardProbe(TorchDispatchMode):
             made = _Made(self._ops, site, result.dtype, error, rounding, carried, contracts=False, inputs=())
             self._twins.setdefault(storage_key(result), {})[view_key(result)] = _Twin(wide, made)
 
-    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the probe's seam
+    def finish(self, step: int, loss: Any) -> None:
         """Publish the findings of the step."""
+        super().finish(step, loss)
         self.amplified = tuple(self._found)
-        self._clear()
+        self.begin()
 
-    def _clear(self) -> None:
-        self._sites.clear()
+    def begin(self) -> None:
+        """Forget the last step."""
         self._twins.clear()
         self._found = []
         self._ops = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if takes_apart(types, (args, kwargs)):
-            return NotImplemented
-        with torch._C.DisableTorchFunction():
-            site = self._sites.of(kernel_name(func))
-            self._ops += 1
-            if site.phase not in ("forward", "loss") or site.recompute:
-                return func(*args, **kwargs)
-            call = _Call(func, args, kwargs, self._twin)
-            wide, alone = call.in_fp32()
-            result = func(*args, **kwargs)
-            for written in call.written:
-                self._twins.pop(storage_key(written), None)  # fp32 values of other views of this memory are outdated
-            here = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-            if [t.shape for t in here] != [t.shape for t in wide]:
-                wide = alone = []
-            if wide and self._right and _place(site.where(self._step, "none")) in self._right:
-                kept = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-                with kept(here[0]):  # autograd may have saved it as the op's result
-                    here[0].copy_(wide[0])
-            self._note(site, call, here, wide, alone)
-            return result
+    def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the op as it is and in fp32."""
+        self._ops += 1
+        if site.phase not in ("forward", "loss") or site.recompute:
+            return func(*args, **kwargs)
+        call = _Call(func, args, kwargs, self._twin)
+        wide, alone = call.in_fp32()
+        result = func(*args, **kwargs)
+        for changed in call.written:
+            self._twins.pop(storage_key(changed), None)  # fp32 values of other views of this memory are outdated
+        here = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        if [t.shape for t in here] != [t.shape for t in wide]:
+            wide = alone = []
+        if wide and self._right and _place(site.where(self._step, "none")) in self._right:
+            kept = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+            with kept(here[0]):  # autograd may have saved it as the op's result
+                here[0].copy_(wide[0])
+        self._note(site, call, here, wide, alone)
+        return result
 
     def _twin(self, tensor: torch.Tensor) -> _Twin | None:
         twin = self._twins.get(storage_key(tensor), {}).get(view_key(tensor)) if self._twins else None
@@ -248,7 +234,7 @@ class _Call:
         tensors = list(tensors_in([*args, *kwargs.values()]))
         self._twins = {id(t): found for t in tensors if (found := twin(t)) is not None}
         self.made = tuple(found.made for found in self._twins.values())
-        self.written = [t for name, t in _writes(func, args, kwargs)]
+        self.written = [*written(func, args, kwargs)]
         kernel = kernel_name(func)
         self.contracts = kernel in _CONTRACTIONS or kernel.startswith(("_scaled_dot_product", "mkldnn_rnn"))
         self._plain = _is_plain(func) and not any(t.is_nested or t.is_sparse for t in tensors)
@@ -286,14 +272,6 @@ def _is_plain(func: Any) -> bool:
     if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
         return False
     return func.namespace == "aten" and kernel_name(func) not in UNINITIALISED and not reads_layout(func)
-
-
-def _writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The arguments that an op changes in place, by its schema."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from ((argument.name, t) for t in tensors_in(value))
 
 
 def _errors(result: torch.Tensor, twin: torch.Tensor, alone: torch.Tensor) -> tuple[float, float, float]:

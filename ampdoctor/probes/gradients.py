@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +12,19 @@ import torch
 
 from ampdoctor.numerics import Distance
 from ampdoctor.numerics.tensors import together
+from ampdoctor.probes.probe import Probe
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from ampdoctor.hooks.interfaces import ObservedRun
 
 Gradients = Mapping[str, torch.Tensor]
 
 
-class _Received:
+class _Received(Probe):
     """Base of probes that get each gradient of an optimizer, dense, with the scale to divide it by."""
 
     def _takes(self, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Take a gradient; `scale` is what it still has to be divided by."""
-        raise NotImplementedError
-
-    def _forgets(self) -> None:
         raise NotImplementedError
 
     @contextmanager
@@ -39,10 +35,6 @@ class _Received:
             for optimizer in run.optimizers.values():
                 stack.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             yield
-
-    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
-        self._forgets()
-        return nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         """Without an optimizer, read the gradients that the backward left."""
@@ -83,7 +75,8 @@ class GradientProbe(_Received):
         self.gradients[name] = wide if scale is None else wide / scale.to(wide.device)
         self.times[name] += 1
 
-    def _forgets(self) -> None:
+    def begin(self) -> None:
+        """Forget the last step."""
         self.gradients, self.times = {}, Counter()
 
 
@@ -106,9 +99,6 @@ class DistanceProbe(_Received):
         expected = self._reference.pop(name, None)
         if expected is not None:
             self.distances[name].add(gradient if scale is None else gradient / scale.to(gradient.device), expected)
-
-    def _forgets(self) -> None:
-        """Do nothing: the reference is that of one step."""
 
     def finish(self, step: int, loss: Any) -> None:
         """Count gradients that the step does not have as zero."""

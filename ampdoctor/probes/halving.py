@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,10 +22,10 @@ from ampdoctor.hooks.torch_internals import (
     sequence_number,
     sequence_of,
 )
-from ampdoctor.probes.modules import is_watched, takes_apart, tensors_in
+from ampdoctor.probes.modules import is_watched, tensors_in
 from ampdoctor.probes.nonfinite import is_mask, is_nonfinite, trained_parameters
 from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.probes.ops import kernel_name
+from ampdoctor.probes.probe import Probe
 from ampdoctor.probes.tensor_memory import NONE, OriginIds, union
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Point:
 Reached = Callable[[Sequence["Tensor"]], None]  # called at a point with the tensors there; may raise `StepHalted`
 
 
-class OrderProbe:
+class OrderProbe(Probe):
     """Records `points` in their order, up to the first arrival after `gradients` gradients (None: the whole step).
 
     No tensor is read. A module that returns what another one returned (a container its last child's output) is no
@@ -176,13 +176,9 @@ class OrderProbe:
                 self._last.clear()
                 self.flow.forget_graph()
 
-    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+    def begin(self) -> None:
         """Count sequence numbers from here."""
         self._base = sequence_number()
-        return nullcontext()
-
-    def finish(self, step: int, loss: Any) -> None:
-        """Do nothing."""
 
     def _on_output(self, name: str, module: nn.Module, stack: ExitStack) -> Callable[[nn.Module, Any, Any], None]:
         def hook(called: nn.Module, _args: Any, output: Any) -> None:
@@ -245,7 +241,7 @@ class OrderProbe:
         return hook
 
 
-class PointProbe:
+class PointProbe(Probe):
     """Checks one point and ends the step there; `bad` is whether a value there is non-finite (None: never reached)."""
 
     def __init__(self, point: Point) -> None:
@@ -257,13 +253,6 @@ class PointProbe:
         """Install one hook, at the point."""
         with at_point(run, self._point, self._look):
             yield
-
-    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
-        """Do nothing more."""
-        return nullcontext()
-
-    def finish(self, step: int, loss: Any) -> None:
-        """Do nothing."""
 
     def _look(self, tensors: Sequence[Tensor]) -> None:
         self.bad = any(map(is_nonfinite, tensors))
@@ -441,21 +430,14 @@ class IntervalTrace(OpTraceProbe):
         with super().during(step), self._gate.during():
             yield
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if takes_apart(types, (args, kwargs)):
-            return NotImplemented
+    def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
+        """Examine the ops of the interval and those that follow it; others only run."""
         if self._gate.is_open():
             self._opened = True
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        with torch._C.DisableTorchFunction():
-            if self._opened:
-                inputs = list(tensors_in([args, kwargs]))
-                if self._follow and any(self._taint.births(tensor) for tensor in inputs):
-                    return super().__torch_dispatch__(func, types, args, kwargs)
-            self._sites.of(kernel_name(func))
+        elif not (self._opened and self._follow and any(map(self._taint.births, tensors_in([args, kwargs])))):
             self._ops += 1
             return func(*args, **kwargs)
+        return super().on_op(site, func, args, kwargs)
 
     def _brought(self, tensor: Tensor, site: Site) -> OriginIds:
         """Outside the interval, ignore masks and what another micro-batch adds to a followed value."""
@@ -478,16 +460,12 @@ class IntervalTrace(OpTraceProbe):
 class UpdateTrace(OpTraceProbe):
     """Traces what follows the backward: unscaling, clipping, the optimizers' steps, the user's own updates."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if takes_apart(types, (args, kwargs)):
-            return NotImplemented
-        with torch._C.DisableTorchFunction():
-            phase = self._sites.of(kernel_name(func)).phase
-        if phase in ("optimizer", "scaler"):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+    def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
+        """Examine the ops after the backward; others only run."""
+        if site.phase in ("optimizer", "scaler"):
+            return super().on_op(site, func, args, kwargs)
         self._ops += 1
-        with torch._C.DisableTorchFunction():
-            return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Do nothing: a search over the update assumes finite gradients."""

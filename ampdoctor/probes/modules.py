@@ -218,6 +218,13 @@ def owns_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
+def optimizer_parameters(run: ObservedRun) -> Iterator[Tensor]:
+    """Yields the parameters that the optimizers hold."""
+    for optimizer in run.optimizers.values():
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
 class GradientHooks:
     """Hooks that pass on every gradient; module outputs are hooked tensor by tensor (in-place modules keep the hooks).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,11 +17,10 @@ from ampdoctor.evidence.trace import Headroom, NonFiniteReport, TensorStats
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.numerics import describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
 from ampdoctor.numerics.formats import FORMATS
-from ampdoctor.probes.modules import is_watched, tensors_in
+from ampdoctor.probes.modules import is_watched, optimizer_parameters, tensors_in
+from ampdoctor.probes.probe import Probe
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch import nn
 
     from ampdoctor.hooks.interfaces import ObservedRun
@@ -102,7 +101,7 @@ class Observation(NamedTuple):
         return f"{_FINGERPRINTED[self.kind]} {self.name}".strip()
 
 
-class NonFiniteProbe:
+class NonFiniteProbe(Probe):
     """Detects non-finite values in every module's outputs and their gradients, in gradients, and in the run's state.
 
     Not counted are state that was infinite when the probe was attached (an attention mask kept as a buffer), a mask
@@ -147,11 +146,10 @@ class NonFiniteProbe:
                     stack.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient(name)).remove)
             yield
 
-    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+    def begin(self) -> None:
         """Forget the last step, and record which tensors beside the model are finite."""
         self._forget()
         self._beside = FiniteBeside(self._run)
-        return nullcontext()
 
     def _forget(self) -> None:
         self._labels.clear()
@@ -288,7 +286,7 @@ def _harmed(observed: Sequence[Observation]) -> tuple[Observation, ...]:
 
 def trained_parameters(run: ObservedRun) -> frozenset[int]:
     """`id` of each parameter that an optimizer holds; of all parameters if the run has no optimizer."""
-    held = {id(p) for optimizer in run.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
+    held = set(map(id, optimizer_parameters(run)))
     # with fp32 masters the optimizers hold copies, which take their gradients from the model's own parameters
     own = {id(p) for p in run.model.parameters()}
     return frozenset(held if held & own else own)
@@ -319,11 +317,9 @@ def state_tensors(run: ObservedRun) -> Iterator[tuple[str, str, torch.Tensor]]:
 def outside_gradients(run: ObservedRun) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, gradient) of parameters that only an optimizer holds: fp32 masters of half parameters."""
     inside = {id(parameter) for parameter in run.model.parameters()}
-    groups = (group for optimizer in run.optimizers.values() for group in optimizer.param_groups)
-    outside = [p for group in groups for p in group["params"] if id(p) not in inside and p.grad is not None]
+    outside = [(id(p), p.grad) for p in optimizer_parameters(run) if id(p) not in inside and p.grad is not None]
     names = run.parameter_names() if outside else {}
-    for parameter in outside:
-        yield names[id(parameter)], parameter.grad
+    yield from ((names[key], gradient) for key, gradient in outside)
 
 
 def holds_nan(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
 from ampdoctor.evidence.trace import (
@@ -26,8 +25,9 @@ from ampdoctor.evidence.trace import (
 )
 from ampdoctor.hooks.interfaces import describe, is_out_of_memory
 from ampdoctor.hooks.torch_internals import no_modes
+from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.lost_values import Provenance
-from ampdoctor.probes.modules import is_watched, takes_apart, tensors_in
+from ampdoctor.probes.modules import is_watched, tensors_in
 from ampdoctor.probes.nan_path import Readings, Ways
 from ampdoctor.probes.nonfinite import (
     FiniteBeside,
@@ -49,11 +49,11 @@ from ampdoctor.probes.ops import (
     UNINITIALISED,
     Ran,
     Site,
-    Sites,
     Split,
     kernel_name,
     split_calls,
 )
+from ampdoctor.probes.probe import OpProbe
 from ampdoctor.probes.recompute import doubled, recompute, widely
 from ampdoctor.probes.tensor_memory import (
     NONE,
@@ -163,22 +163,20 @@ def own_work(failed: Callable[[Exception], None]) -> Iterator[None]:
 # in float64 at once, so no tensor is kept.
 
 _BLOCK = 1 << 16  # elements that are compared at a time: few enough to stay in a processor's cache
-_HALF = (torch.float16, torch.bfloat16)
 
 
-class OpTraceProbe(TorchDispatchMode):
+class OpTraceProbe(OpProbe):
     """Traces the steps that run while it is attached; `trace` is that of the last finished step.
 
     With `flushes`, it also looks for gradients that an op of the backward flushes to zero: each such op runs twice.
     """
 
     def __init__(self, *, flushes: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        super().__init__()
         self.trace: Trace | None = None
         self._look_for_flushes = flushes
         self._aside = SideSearches()
         self._dead = Dead()
-        self._sites = Sites()
         self._taint = Taint()
         self._ways = Ways()
 
@@ -196,19 +194,15 @@ class OpTraceProbe(TorchDispatchMode):
             if parameter.requires_grad and parameter.is_leaf and id(parameter) in trained
         ]
         try:
-            with self._sites.attach(run):
+            with super().attach(run):
                 yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    @contextmanager
-    def during(self, step: int) -> Iterator[None]:
-        """Switch the dispatch mode and the function mode on."""
-        self._sites.clear()
-        self._begin(step)
-        with self, self._sites.functions.watching():
-            yield
+    def begin(self) -> None:
+        """Begin the step that `during` names."""
+        self._begin(self._step)
 
     def _begin(self, step: int) -> None:
         """Forget the last step, and record the state in which this one begins."""
@@ -306,37 +300,33 @@ class OpTraceProbe(TorchDispatchMode):
 
     # -- every op ------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if takes_apart(types, (args, kwargs)):
-            return NotImplemented
-        with torch._C.DisableTorchFunction():
-            kernel = kernel_name(func)
-            site = self._sites.of(kernel)
-            self._ops += 1
-            self._belongings.entering(site)
-            nested = any(t.is_nested for t in tensors_in([*args, *kwargs.values()]))
-            if nested:  # lacks most kernels; its values are checked once they are dense again
-                return func(*args, **kwargs)
-            if kernel in UNINITIALISED:
-                return self._left_unwritten(func(*args, **kwargs), site)
-            with _own_work(kernel):
-                calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
-                dirty = [self._read_nonfinite(kernel, call) for call in calls]
-            try:
-                result = func(*args, **kwargs)
-            except Exception:  # e.g. `multinomial` and solvers reject non-finite inputs
-                self._readings.refused([t for bad in dirty for t in bad], site, self._inherited)
-                raise
-            with _own_work(kernel):
-                for call, bad in zip(calls, dirty, strict=True):
-                    returned = result if call.element is None else None
-                    ran = Ran(func, kernel, site, call, bad, call.results(result), returned)
-                    with self._aside.costing("what the step's code has read", kernel):
-                        self._readings.note(ran, self._inherited)
-                    self._examine(ran)
-                    self._note_makers(ran)
-            return result
+    def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the op, and examine what it read and made."""
+        kernel = kernel_name(func)
+        self._ops += 1
+        self._belongings.entering(site)
+        nested = any(t.is_nested for t in tensors_in([*args, *kwargs.values()]))
+        if nested:  # lacks most kernels; its values are checked once they are dense again
+            return func(*args, **kwargs)
+        if kernel in UNINITIALISED:
+            return self._left_unwritten(func(*args, **kwargs), site)
+        with _own_work(kernel):
+            calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
+            dirty = [self._read_nonfinite(kernel, call) for call in calls]
+        try:
+            result = func(*args, **kwargs)
+        except Exception:  # e.g. `multinomial` and solvers reject non-finite inputs
+            self._readings.refused([t for bad in dirty for t in bad], site, self._inherited)
+            raise
+        with _own_work(kernel):
+            for call, bad in zip(calls, dirty, strict=True):
+                returned = result if call.element is None else None
+                ran = Ran(func, kernel, site, call, bad, call.results(result), returned)
+                with self._aside.costing("what the step's code has read", kernel):
+                    self._readings.note(ran, self._inherited)
+                self._examine(ran)
+                self._note_makers(ran)
+        return result
 
     def _note_makers(self, ran: Ran) -> None:
         """Record what made the zeros and ones of the results; if that fails, drop what was known of them."""
@@ -536,7 +526,7 @@ class OpTraceProbe(TorchDispatchMode):
 
     def _look_for_flush(self, ran: Ran) -> None:
         """Count the elements that are zero here and nonzero in float64, from the same inputs."""
-        if not ran.call.repeatable or not any(t.dtype in _HALF for t in ran.results):
+        if not ran.call.repeatable or not any(t.dtype in REDUCED for t in ran.results):
             return
         wide = widely(ran.func, ran.call)
         if [t.shape for t in wide] != [t.shape for t in ran.results]:
@@ -545,7 +535,7 @@ class OpTraceProbe(TorchDispatchMode):
             nonzero = reference != 0
             count = int(nonzero.sum())
             flushed = int((nonzero & (result == 0)).sum())
-            if flushed and result.dtype in _HALF:
+            if flushed and result.dtype in REDUCED:
                 self._flushes.append(
                     Flush(
                         order=self._ops,

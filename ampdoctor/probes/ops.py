@@ -505,5 +505,12 @@ def _bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[
     return bound
 
 
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yields the tensors that an op changes in place, by its schema."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+
+
 def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(t, torch.Tensor) for t in value)

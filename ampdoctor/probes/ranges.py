@@ -15,7 +15,8 @@ from ampdoctor.evidence.run_facts import Place, UpdateFacts
 from ampdoctor.hooks.backwards import PLAIN
 from ampdoctor.numerics import Distance, Histogram, extremes
 from ampdoctor.numerics.tensors import Unseen, blocks, squares
-from ampdoctor.probes.modules import GradientHooks, LowPrecisionTensors
+from ampdoctor.probes.modules import GradientHooks, LowPrecisionTensors, optimizer_parameters
+from ampdoctor.probes.probe import Probe
 from ampdoctor.ranges.profile import Collector, RangeProfile, RunFacts
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 # -- ranges over a replay --
 
 
-class RangeProbe:
+class RangeProbe(Probe):
     """Histograms of every place, step by step; tensors themselves are never kept.
 
     The counting does not wait for a device: the step's histograms are read after the step. `plan` gives what has the
@@ -61,12 +62,11 @@ class RangeProbe:
                 stack.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             yield
 
-    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+    def begin(self) -> None:
         """Forget the last step."""
         self._step = {}
         self._stepped = []
         self._hooks.clear()
-        return nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         """Add the step to the totals."""
@@ -132,7 +132,7 @@ _BIAS = 126  # of float32's exponent field; its significands begin at 1, here at
 _LARGEST = 127 + _BIAS
 
 
-class ReferenceGradients:
+class ReferenceGradients(Probe):
     """One fp32 step's gradients: the exponents of half activation gradients, and the values of weight gradients."""
 
     def __init__(self, plan: LowPrecisionTensors | None) -> None:
@@ -152,7 +152,7 @@ class ReferenceGradients:
     def received(self, run: ObservedRun) -> dict[str, Tensor]:
         """The gradients that the optimizers get, by parameter: the sum over the backwards, before clipping."""
         names = run.parameter_names()
-        held = {id(p) for optimizer in run.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
+        held = set(map(id, optimizer_parameters(run)))
         wanted = {name for key, name in names.items() if key in held or not run.optimizers}
         summed: dict[str, Tensor] = {}
         for (place, _), gradient in self.weights.items():
@@ -169,15 +169,11 @@ class ReferenceGradients:
             yield
         del self._hooks
 
-    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+    def begin(self) -> None:
         """Forget the last step."""
         self.exponents.clear()
         self.weights.clear()
         self._hooks.clear()
-        return nullcontext()
-
-    def finish(self, step: int, loss: Any) -> None:
-        """Do nothing."""
 
     def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
         with Unseen(gradient):
@@ -210,7 +206,7 @@ class Zeroed:
         self.nonzero[place] += present
 
 
-class ZeroedProbe:
+class ZeroedProbe(Probe):
     """Compares the gradients of a step with those of the reference, a replay of the same step from the same state.
 
     `factor` scales a backward's loss in addition to its scaler; gradients outside of a backward are not scaled by it.
@@ -237,12 +233,11 @@ class ZeroedProbe:
             yield
         del self._hooks
 
-    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+    def begin(self) -> None:
         """Forget the last step, and record its loss scale."""
         self._reset()
         self._hooks.clear()
         self._scale = self._run.events.scale() or PLAIN
-        return nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         """Read the counts."""
@@ -384,7 +379,7 @@ class _Tally:
         )
 
 
-class UpdateProbe:
+class UpdateProbe(Probe):
     """Compares parameters before and after an optimizer's step, in the given steps of an fp32 replay.
 
     For `Session.reference`. The weight counts as it would be kept in bf16: rounded, then the update is added and the
@@ -405,9 +400,6 @@ class UpdateProbe:
     def during(self, step: int) -> AbstractContextManager[Any]:
         """Hooks on the optimizers, in the given steps only."""
         return self._looking() if step in self._wanted else nullcontext()
-
-    def finish(self, step: int, loss: Any) -> None:
-        """Do nothing: everything was counted after the optimizers' steps."""
 
     def facts(self) -> tuple[UpdateFacts, ...]:
         """Each parameter that an optimizer stepped in fp32, by name."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdoctor.probes.modules import memory_of, takes_apart, tensors_in
-from ampdoctor.probes.ops import OVERWRITES, UNINITIALISED, Site, Sites, kernel_name, reshapes, split_calls
+from ampdoctor.precision.casting import REDUCED
+from ampdoctor.probes.modules import memory_of, tensors_in
+from ampdoctor.probes.ops import OVERWRITES, UNINITIALISED, Site, kernel_name, reshapes, split_calls, written
+from ampdoctor.probes.probe import OpProbe
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.location import Where
@@ -39,63 +40,48 @@ def last_written(writes: Sequence[Write], step: int) -> Where | None:
     return next((site.where(step, "none") for site in same), None)
 
 
-class WritesProbe(TorchDispatchMode):
+class WritesProbe(OpProbe):
     """Notes the ops of a step that write the tensors of `named()`, called after the step, as a step may make them.
 
     `writes` is by name, in the order of the ops. `draws`: an op of the optimizer's phase has drawn random numbers.
     """
 
     def __init__(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        super().__init__()
         self.writes: Mapping[str, list[Write]] = {}
         self.draws = False
         self._named = named
-        self._sites = Sites()
         self._by_memory: defaultdict[tuple[int, int], list[Write]] = defaultdict(list)
 
-    @contextmanager
-    def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install the module hooks."""
-        with self._sites.attach(run):
-            yield
-
-    @contextmanager
-    def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
-        """Switch the dispatch mode and the function mode on."""
-        self._sites.clear()
+    def begin(self) -> None:
+        """Forget the last step."""
         self._by_memory.clear()
         self.draws = False
-        with self, self._sites.functions.watching():
-            yield
 
-    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
+    def finish(self, step: int, loss: Any) -> None:
         """Assign the writes to the tensors by their memory."""
+        super().finish(step, loss)
         self.writes = {name: self._by_memory.get(_memory(tensor), []) for name, tensor in self._named()}
         self._by_memory.clear()
-        self._sites.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if takes_apart(types, (args, kwargs)):
-            return NotImplemented
-        with torch._C.DisableTorchFunction():
-            kernel = kernel_name(func)
-            site = self._sites.of(kernel)
-            nested = any(tensor.is_nested for tensor in tensors_in([*args, *kwargs.values()]))
-            if nested or kernel in UNINITIALISED:
-                return func(*args, **kwargs)
-            calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
-            result = func(*args, **kwargs)
-            updates = site.phase == "optimizer"
-            self.draws |= updates and torch.Tag.nondeterministic_seeded in func.tags
-            for call in calls:
-                own = {id(tensor) for tensor in call.writes}
-                for tensor in call.results(result):
-                    values = tensor.detach() if updates and tensor.numel() else None
-                    norm = None if values is None else float(values.double().norm())
-                    zeros = None if values is None else float((values == 0).double().mean())
-                    self._by_memory[_memory(tensor)].append(Write(site, norm, zeros, id(tensor) in own))
-            return result
+    def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
+        """Note the memory that the op writes."""
+        kernel = kernel_name(func)
+        nested = any(tensor.is_nested for tensor in tensors_in([*args, *kwargs.values()]))
+        if nested or kernel in UNINITIALISED:
+            return func(*args, **kwargs)
+        calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
+        result = func(*args, **kwargs)
+        updates = site.phase == "optimizer"
+        self.draws |= updates and torch.Tag.nondeterministic_seeded in func.tags
+        for call in calls:
+            own = {id(tensor) for tensor in call.writes}
+            for tensor in call.results(result):
+                values = tensor.detach() if updates and tensor.numel() else None
+                norm = None if values is None else float(values.double().norm())
+                zeros = None if values is None else float((values == 0).double().mean())
+                self._by_memory[_memory(tensor)].append(Write(site, norm, zeros, id(tensor) in own))
+        return result
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
@@ -133,75 +119,60 @@ class _Copies:
     of_weight: dict[int, list[_Copy]] = field(default_factory=dict)
 
 
-class OldCastsProbe(TorchDispatchMode):
+class OldCastsProbe(OpProbe):
     """Notes forward ops that read half copies of weights which have other values now, once a weight.
 
     A backward reads the copies that its forward has saved; that is right, and not noted. Copies that the user's code
     keeps on purpose are not distinguished from autocast's.
     """
 
+    takes_apart = False
+
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        super().__init__()
         self.found: list[OldCast] = []
-        self._sites = Sites()
         self._copies = _Copies()
         self._names: dict[int, str] = {}
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install the module hooks."""
-        with self._sites.attach(run):
+        with super().attach(run):
             self._names = dict(run.parameter_names())
             yield
 
     @contextmanager
-    def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
-        """Switch the dispatch mode and the function mode on."""
-        self._sites.clear()
+    def during(self, step: int) -> Iterator[None]:
+        """Release the copies with the step."""
         self.found = []
         try:
-            with self, self._sites.functions.watching():
+            with super().during(step):
                 yield
         finally:
             self._copies = _Copies()
 
-    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """Forget the ops of the step."""
-        self._sites.clear()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
-            kernel = kernel_name(func)
-            site = self._sites.of(kernel)
-            if site.phase != "backward":
-                self._reads(site, args, kwargs)
-            result = func(*args, **kwargs)
-            if kernel == "_to_copy":
-                self._casts(args[0], result)
-            elif func._schema.is_mutable and not reshapes(func):
-                self._writes(func, args, kwargs, site)
-            return result
+    def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
+        """Note what the op casts, writes and reads."""
+        if site.phase != "backward":
+            self._reads(site, args, kwargs)
+        result = func(*args, **kwargs)
+        if kernel_name(func) == "_to_copy":
+            self._casts(args[0], result)
+        elif func._schema.is_mutable and not reshapes(func):
+            for tensor in written(func, args, kwargs):
+                for known in self._copies.of_weight.get(memory_of(tensor), ()):
+                    known.written = known.written or site
+        return result
 
     def _casts(self, weight: torch.Tensor, copy: Any) -> None:
         """Note autocast's copies: it keeps those of fp32 leaves that need a gradient, and no others."""
-        if id(weight) not in self._names or copy.dtype not in (torch.float16, torch.bfloat16):
+        if id(weight) not in self._names or copy.dtype not in REDUCED:
             return
         if not (memory_of(weight) and memory_of(copy)):
             return
         known = _Copy(copy, weight, weight.data_ptr())
         self._copies.by_memory[memory_of(copy)] = known
         self._copies.of_weight.setdefault(memory_of(weight), []).append(known)
-
-    def _writes(self, func: Any, args: Any, kwargs: Any, site: Site) -> None:
-        schema = func._schema.arguments
-        for at, argument in enumerate(schema):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            for tensor in tensors_in(value):
-                for known in self._copies.of_weight.get(memory_of(tensor), ()):
-                    known.written = known.written or site
 
     def _reads(self, site: Site, args: Any, kwargs: Any) -> None:
         if not self._copies.by_memory:

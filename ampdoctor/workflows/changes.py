@@ -11,6 +11,7 @@ import torch
 from ampdoctor.errors import ReplayError
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.precision import force_fp32
+from ampdoctor.probes.modules import optimizer_parameters
 
 if TYPE_CHECKING:
     from ampdoctor.hooks.backwards import Backwards
@@ -58,12 +59,23 @@ def loss_scale(scale: float) -> Change:
     return change
 
 
-def with_scaler(scale: float) -> Change:
-    """Returns a change: a fresh, enabled GradScaler of that scale in place of the run's own."""
+def both(first: Change, second: Change) -> Change:
+    """Returns two changes as one, the first outside."""
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:
-        with session.scaling_with(torch.amp.GradScaler(session.device.type, init_scale=scale)):
+        with first(session), second(session):
+            yield
+
+    return change
+
+
+def with_scaler(init_scale: float, **settings: Any) -> Change:
+    """Returns a change: a fresh, enabled GradScaler with these settings in place of the run's own."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        with session.scaling_with(torch.amp.GradScaler(session.device.type, init_scale, **settings)):
             yield
 
     return change
@@ -96,7 +108,7 @@ def trained_in_fp32(session: Session) -> AbstractContextManager[Any]:
 
 def mostly_frozen(session: Session) -> bool:
     """Whether the optimizers hold less than half of the model's elements (adapters, a head)."""
-    held = {id(p) for o in session.optimizers.values() for group in o.param_groups for p in group["params"]}
+    held = set(map(id, optimizer_parameters(session)))
     sizes = [(p.numel(), id(p) in held) for p in session.model.parameters()]
     return 0 < 2 * sum(n for n, trained in sizes if trained) < sum(n for n, _ in sizes)
 

@@ -18,6 +18,7 @@ from ampdoctor.diagnosis.scan.scaler import collapse_severity, standing_scale, t
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.checkpoint_stats import CheckpointSummary
 from ampdoctor.evidence.run_facts import FlushedMoment, HalfCounter
+from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.workflows.changes import no_change
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def _first_step(
             for step in range(MOST_STEPS):
                 if not session.has_step(step):
                     break
-                before = {id(parameter): parameter.detach().clone() for parameter in _parameters(session)}
+                before = {id(parameter): parameter.detach().clone() for parameter in optimizer_parameters(session)}
                 if session.step(step).optimizer_steps:
                     found = ((owned, measure(owned, before[id(owned.parameter)])) for owned in _owned(session))
                     return {id(owned.parameter): figure for owned, figure in found if figure is not None}
@@ -214,10 +215,6 @@ def _first_step(
     finally:
         start.restore()
     return {}
-
-
-def _parameters(session: Session) -> Iterator[torch.Tensor]:
-    return (p for o in session.optimizers.values() for group in o.param_groups for p in group["params"])
 
 
 def _sizes(owned: _Owned, before: torch.Tensor) -> float:

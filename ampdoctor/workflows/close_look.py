@@ -344,8 +344,8 @@ class StepTracer:
 
     @contextmanager
     def started_again(self, step: int) -> Iterator[Session]:
-        """Yields a fresh run at the start of a step: the way back where snapshots do not reproduce it."""
-        session = self.replay.session()
+        """Yields a fresh run at the start of a step; the body may make it `self.session`, which is then kept."""
+        before, session = self.session, self.replay.session()
         try:
             for earlier in range(step):
                 if session.has_step(earlier):
@@ -353,8 +353,9 @@ class StepTracer:
                 session.keep_steps(lambda later, now=earlier: later > now)  # type: ignore[misc]
             yield session
         finally:
-            self.session.count_with(session)
-            session.close()
+            unused = before if self.session is session else session
+            self.session.count_with(unused)
+            unused.close()
 
     def _searched(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
         """Returns what halving finds; None if its premise does not hold and the whole step has to be traced."""
@@ -372,24 +373,15 @@ class StepTracer:
 
         With `go_on` the rebuilt run is used from then on: in the old one, state outside snapshots has advanced twice.
         """
-        session = self.replay.session()
         sentinel, tracer = self.sentinel(), OpTraceProbe()
-        try:
-            for earlier in range(step):
-                if not session.has_step(earlier):
-                    return None
-                session.step(earlier)
-                session.keep_steps(lambda later, now=earlier: later > now)  # type: ignore[misc]
+        with self.started_again(step) as session:
             if not session.has_step(step):
                 return None
             with session.watched(sentinel, tracer):
                 session.attempt(step)
             same = first_difference(seen, sentinel.observed) is None
             if same and go_on:
-                self.session, session = session, self.session
-        finally:
-            self.session.count_with(session)
-            session.close()
+                self.session = session
         return tracer.trace if same else None
 
 

@@ -23,7 +23,7 @@ from ampdoctor.evidence.report_replay import ReplayedStep
 from ampdoctor.evidence.trace import Comparison
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.numerics import extremes
-from ampdoctor.probes.gradients import DistanceProbe, distances
+from ampdoctor.probes.gradients import distances
 from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.replay.snapshot import Snapshot, tensors_of
@@ -34,11 +34,11 @@ from ampdoctor.workflows.rerun_step import ReplayPosition, jolted_beside, traced
 from ampdoctor.workflows.step_beside_fp32 import (
     AS_FAR,
     ComparisonSummary,
+    Fp32Step,
     Known,
     Observed,
     ReferencePass,
     Replayed,
-    StateCopy,
     StepComparison,
     all_finite,
     compared,
@@ -47,7 +47,7 @@ from ampdoctor.workflows.step_beside_fp32 import (
     overflowed,
     stepped,
 )
-from ampdoctor.workflows.trials import SHOWN, UNPROVABLE, Trials, replayed
+from ampdoctor.workflows.trials import SHOWN, Trials, replayed
 from ampdoctor.workflows.wrong_forward import seen_in_forward, stale_casts, stalest_without_fp32, wrong_in_forward
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ NOT_ALONE = Skipped(
     what="parameters one by one, and wrong values of the forward", reason="its steps do not come back from a snapshot"
 )
 """Checks that need to run a step again as it was."""
+_UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
 
 
 def compare_fresh_runs(
@@ -129,7 +130,7 @@ def _examine_fresh(
 
 
 def _untried(finding: Finding) -> Prescription:
-    return Prescription(kind="code", value=finding.help, status="not_run", reason=UNPROVABLE, detail=finding.help)
+    return Prescription(kind="code", value=finding.help, status="not_run", reason=_UNPROVABLE, detail=finding.help)
 
 
 def _traced_afresh(session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session]) -> Trace | None:
@@ -283,22 +284,16 @@ class _Pair:
     @classmethod
     def replayed(cls, session: Session, before: Snapshot, step: int, passing: ComparisonSummary) -> _Pair | None:
         """Run the step in fp32, restore, run it as it is, and stay there. None if skipped or fp32 is not finite."""
-        values = kept(session)
-        with session.reference():
-            wide, reference = stepped(session, step)
-            there = moved(session, values)
-        finite, beside = all_finite(wide), DistanceProbe(wide.gradients, wide.times)
-        del wide  # the probe frees each gradient once it is compared
+        wide = Fp32Step.run(session, step)
         before.restore()
         sentinel = NonFiniteProbe()
-        with session.watched(sentinel, beside):
+        with session.watched(sentinel, wide.probe):
             outcome = session.step(step)
-        if passing.leaves_out(outcome, reference, sentinel) or not finite:
+        if passing.leaves_out(outcome, wide.outcome, sentinel) or not wide.finite:
             return None
-        here = moved(session, values)
-        comparison = compared(session, step, (outcome, reference), beside.distances, (values, here, there))
-        steps = (outcome.optimizer_steps, reference.optimizer_steps)
-        own = replace(replayed(outcome, sentinel.sightings.sinks), gradient_norm=math.sqrt(beside.distance.norm))
+        comparison = wide.compared(session, outcome)
+        steps = (outcome.optimizer_steps, wide.outcome.optimizer_steps)
+        own = replace(replayed(outcome, sentinel.sightings.sinks), gradient_norm=math.sqrt(wide.probe.distance.norm))
         return cls(comparison, sentinel.observed, steps, own)
 
 
@@ -451,16 +446,9 @@ class Seen:
         pairs = (extremes(tensor) for _, tensor in tensors_of(session.model))
         return cls(sentinel.observed, tuple(repr(float(end)) for pair in pairs for end in pair))
 
-
-@dataclass(slots=True)
-class Fp32Step:
-    """A step in fp32, for the step that follows from the same state."""
-
-    probe: DistanceProbe  # compares the step's gradients with fp32's
-    before: StateCopy  # what the run keeps, before the step
-    moved: StateCopy  # how that moved in fp32
-    outcome: StepOutcome  # of fp32
-    finite: bool  # fp32's gradients are finite
+    def is_same(self, other: Seen) -> bool:
+        """Whether two runs of the step do not differ."""
+        return self.left == other.left and first_difference(self.observed, other.observed) is None
 
 
 @dataclass(slots=True)
@@ -487,22 +475,18 @@ class CompareDuringReplay:
 
     def twin(self, session: Session, step: int, snapshot: Snapshot, random_state: RandomState) -> Fp32Step | None:
         """Run the step, whose batch is drawn, in fp32 and restore; None, and no further twin, if it cannot run so."""
-        before = kept(session)
         try:
-            with session.reference():
-                wide, outcome = stepped(session, step)
-                there = moved(session, before)
+            return Fp32Step.run(session, step)
         except AmpdoctorError:
             self._gone = True  # the later comparison reports why
             return None
         finally:
             snapshot.restore()
             random_state.restore()
-        return Fp32Step(DistanceProbe(wide.gradients, wide.times), before, there, outcome, all_finite(wide))
 
     def proves(self, step: int, first: Seen, again: Seen) -> None:
         """Record that the step, run again after its twin, was the same; raises DoesNotComeBackError if not."""
-        if first_difference(first.observed, again.observed) is not None or first.left != again.left:
+        if not first.is_same(again):
             raise DoesNotComeBackError(f"step {step}")
         self._proved = True
 
@@ -516,8 +500,4 @@ class CompareDuringReplay:
         elif not twin.finite and not sentinel.sightings.sinks:  # only fp32 is not: the run may count its calls
             raise DoesNotComeBackError(f"step {step}")
         elif outcome.optimizer_steps == twin.outcome.optimizer_steps:
-            here = moved(session, twin.before)
-            pair = outcome, twin.outcome
-            self.seen[step] = StepComparison(
-                compared(session, step, pair, twin.probe.distances, (twin.before, here, twin.moved))
-            )
+            self.seen[step] = StepComparison(twin.compared(session, outcome))

@@ -30,7 +30,6 @@ from ampdoctor.diagnosis.replay.updates import (
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.probes.gradients import DistanceProbe
 from ampdoctor.probes.op_overrides import address_at
 from ampdoctor.probes.written_state import last_written
 from ampdoctor.workflows import changes as change
@@ -47,7 +46,7 @@ from ampdoctor.workflows.rerun_step import (
     traced,
     without_casts,
 )
-from ampdoctor.workflows.step_beside_fp32 import compared, kept, moved, stepped
+from ampdoctor.workflows.step_beside_fp32 import Fp32Step, kept, moved, stepped
 from ampdoctor.workflows.trials import Trials, first_cure
 
 if TYPE_CHECKING:
@@ -174,19 +173,14 @@ def at_full_rate(session: Session, start: Snapshot, before: Snapshot, step: int)
     full = _full(session)
     before.restore()
     used: dict[tuple[str, int], float] = {}
-    values = kept(session)
     try:
-        with session.reference(), _held_at(session, full, used):
-            wide, reference = stepped(session, step)
-            there = moved(session, values)
+        wide = Fp32Step.run(session, step, lambda session: _held_at(session, full, used))
         before.restore()
         if not any(rate < RISING * full[group] for group, rate in used.items()):
             return None
-        beside = DistanceProbe(wide.gradients, wide.times)
-        with _held_at(session, full, {}), session.watched(beside):
+        with _held_at(session, full, {}), session.watched(wide.probe):
             outcome = session.step(step)
-        here = moved(session, values)
-        return compared(session, step, (outcome, reference), beside.distances, (values, here, there))
+        return wide.compared(session, outcome)
     except AmpdoctorError:
         return None
     finally:

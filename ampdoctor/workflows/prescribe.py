@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.trace import LOST
 from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.op_overrides import How, Intervention, UserLine, address_of
 from ampdoctor.probes.own_ops import OwnOps
 from ampdoctor.workflows import changes as change
@@ -274,7 +275,8 @@ def scale_cure(
 
     `used` is the scale of the scaler that skipped the step, which may have been made in the step itself.
     """
-    scale, lowered = session.events.scale(), change.loss_scale
+    scale = session.events.scale()
+    lowered: Callable[[float], Change] = change.loss_scale
     if scale is None or (used is not None and session.makes_scalers):
         scale, lowered = used, change.with_scaler
     if scale is None:
@@ -305,8 +307,7 @@ def _scalers(trials: Trials) -> Iterator[Prescription]:
 
 def can_unscale(session: Session) -> bool:
     """Whether a GradScaler accepts the run's gradients: it refuses to unscale those of fp16 weights."""
-    groups = (group for optimizer in session.optimizers.values() for group in optimizer.param_groups)
-    return all(parameter.dtype is not torch.float16 for group in groups for parameter in group["params"])
+    return all(parameter.dtype is not torch.float16 for parameter in optimizer_parameters(session))
 
 
 def underflow_cure(trials: Trials, session: Session) -> Prescription:
@@ -403,7 +404,9 @@ def modules_in_fp32(births: Sequence[NonFiniteOrigin], trials: Trials) -> Iterat
     def attempt(names: Sequence[str], *, watch: OwnOps | None = None) -> Prescription:
         tried = known.get(frozenset(names))
         if tried is None:
-            made = change.fp32_modules(names) if watch is None else _watching(change.fp32_modules(names), watch)
+            made = (
+                change.fp32_modules(names) if watch is None else change.both(change.fp32_modules(names), watch.attach)
+            )
             tried = trials.attempt("fp32_modules", list(names), made, f"run {_listed(names)} in fp32")
             known[frozenset(names)] = tried
         return tried
@@ -425,15 +428,6 @@ def modules_in_fp32(births: Sequence[NonFiniteOrigin], trials: Trials) -> Iterat
     proof = "none can be left out" if found.minimal else "perhaps not the smallest set"
     cure = attempt(found.elements)
     yield replace(cure, detail=f"{cure.detail} ({proof}: {len(known)} trials among {len(elements)} modules)")
-
-
-def _watching(made: Change, watch: OwnOps) -> Change:
-    @contextmanager
-    def both(session: Session) -> Iterator[None]:
-        with made(session), watch.attach(session):
-            yield
-
-    return both
 
 
 def _ordered(elements: Sequence[str], names: frozenset[str]) -> list[str]:

@@ -28,7 +28,7 @@ from ampdoctor.workflows.advice import (
     with_simulation,
 )
 from ampdoctor.workflows.bisect_nan import DEFAULT_STEPS, bisect_nan
-from ampdoctor.workflows.changes import Change, fp32_modules, no_change, rescaled
+from ampdoctor.workflows.changes import Change, both, fp32_modules, no_change, rescaled, with_scaler
 from ampdoctor.workflows.checkpoint_state import history_findings, is_suspect, not_said_yet
 from ampdoctor.workflows.measure import MeasuredStep, Measurement, Shadows, measure, not_compared
 from ampdoctor.workflows.open_replay import open_replay, sick_state
@@ -41,7 +41,7 @@ from ampdoctor.workflows.profile import (
     run_of_files,
     shadow_scales,
 )
-from ampdoctor.workflows.replay_under_change import FirstSteps, Observed, both, observe, scaler
+from ampdoctor.workflows.replay_under_change import FirstSteps, Observed, observe
 from ampdoctor.workflows.requests import keep_all
 from ampdoctor.workflows.scale_findings import Judgement, judge
 from ampdoctor.workflows.trials import proof_of, proof_section
@@ -249,7 +249,7 @@ class _Replays:
         ranges, scale = self.taken.ranges, advice.recommended.scale
         if ranges.run.base_scale != 1.0:
             return self._observe(both(rescaled(scale / ranges.run.base_scale), _islands(advice)), None)
-        change = both(scaler(advice.recommended), _islands(advice))
+        change = both(with_scaler(**advice.recommended.arguments()), _islands(advice))
         return self._observe(change, None if advice.choice.fp32_modules else scale, moment=self._moment)
 
     def ranges(self) -> RangeProfile:

@@ -17,8 +17,9 @@ from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.report_replay import HALF_WEIGHTS, WITHOUT_GRADIENTS
 from ampdoctor.hooks.backwards import mark_scaled, scaled_within
 from ampdoctor.hooks.callbacks import on_gradient
+from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.nonfinite import state_tensors
-from ampdoctor.workflows.changes import loss_scale
+from ampdoctor.workflows.changes import both, loss_scale
 
 if TYPE_CHECKING:
     from ampdoctor.diagnosis.replay.scaler_misuse import HalfWeights
@@ -203,7 +204,7 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
     scale = session.events.scale()
     tried: Prescription | None = None
     for binades in LOWER if overflowed and scale is not None else (0,):
-        lowered = change if not binades or scale is None else _both(change, loss_scale(scale / 2.0**binades))
+        lowered = change if not binades or scale is None else both(change, loss_scale(scale / 2.0**binades))
         beside = f" (and a loss scale of {exact(scale / 2.0**binades)})" if binades and scale is not None else ""
         restores = change is cleared_of_others  # fp32 also adds to the gradients that are left
         tried = trials.attempt("code", advice, lowered, advice + beside, stands_in=True, restores=restores)
@@ -214,7 +215,7 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
 
 def after_refusal(session: Session, halves: HalfWeights | None) -> str:
     """Returns the advice for a call that the scaler refused in the last replayed step."""
-    held = {id(p): p for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
+    held = {id(p): p for p in optimizer_parameters(session)}
     gradients = [p.grad for p in held.values() if p.grad is not None]
     kinds = {event.kind for event in session.events.events}
     if halves is not None:
@@ -228,15 +229,6 @@ def after_refusal(session: Session, halves: HalfWeights | None) -> str:
     else:
         advice = "once a step: scaler.unscale_ at most once an optimizer, then scaler.step for each, then scaler.update"
     return advice
-
-
-def _both(first: Change, second: Change) -> Change:
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        with first(session), second(session):
-            yield
-
-    return change
 
 
 # -- values that a checkpoint lost --

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
-
-import torch
 
 from ampdoctor.diagnosis.replay.gradients import CLEARLY_BETTER, starved
 from ampdoctor.diagnosis.replay.scaler_misuse import times_begun_again
@@ -18,14 +15,14 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import PrescriptionStatus
 from ampdoctor.evidence.report_replay import Proof, ReplayedStep
 from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
-from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import ReferenceGradients, Zeroed, ZeroedProbe
 from ampdoctor.replay.python_state import Beyond, has_moved
 from ampdoctor.workflows.changes import Change, no_change
-from ampdoctor.workflows.compare_fp32 import CompareDuringReplay, DoesNotComeBackError, Fp32Step, Seen, is_calm
+from ampdoctor.workflows.compare_fp32 import CompareDuringReplay, DoesNotComeBackError, Seen, is_calm
 from ampdoctor.workflows.lost_updates import is_quiet
 from ampdoctor.workflows.measure import comes_back, harms, is_far, not_compared, spread
-from ampdoctor.workflows.step_beside_fp32 import StateCopy, kept, moved
+from ampdoctor.workflows.step_beside_fp32 import Fp32Step, StateCopy, kept, moved
 from ampdoctor.workflows.trials import AGREEMENT, replayed
 
 if TYPE_CHECKING:
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
     from ampdoctor.probes.modules import LowPrecisionTensors
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.scaling.scalers import ScalerSettings
     from ampdoctor.workflows.measure import MeasuredStep
 
 
@@ -163,28 +159,6 @@ def observe(
     finally:
         start.restore()
     return watch.observed(failure)
-
-
-def scaler(settings: ScalerSettings) -> Change:
-    """Returns a change: a fresh GradScaler with these settings."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        with session.scaling_with(torch.amp.GradScaler(session.device.type, **settings.arguments())):
-            yield
-
-    return change
-
-
-def both(first: Change, second: Change) -> Change:
-    """Returns two changes as one, the first outside."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        with first(session), second(session):
-            yield
-
-    return change
 
 
 class _Watch:
@@ -378,7 +352,7 @@ class FirstSteps:
         """Count a step that was compared with its twin in fp32, if it shows nothing."""
         if outcome.skipped or sentinel.sightings.sinks or has_moved(self._own, session.reached.beyond()):
             return
-        if outcome.step == 0 and not self._comes_back(Seen.of(session, sentinel)):
+        if outcome.step == 0 and not (self.first and self.first.is_same(Seen.of(session, sentinel))):
             return
         try:
             self._alongside.note(session, twin, outcome, sentinel)
@@ -394,9 +368,3 @@ class FirstSteps:
         """Whether a search would find nothing."""
         hungry = starved(self._compared, self.thresholds)
         return self._quiet >= self.steps and not hungry and is_quiet(self._compared, self.thresholds)
-
-    def _comes_back(self, again: Seen) -> bool:
-        first = self.first
-        if first is None or first.left != again.left:
-            return False
-        return first_difference(first.observed, again.observed) is None

@@ -16,6 +16,7 @@ from ampdoctor.evidence.report import NOT_IN_HALF, Check, ErrorNote, Skipped
 from ampdoctor.evidence.report_replay import NodeRole, PathNode, PathSection
 from ampdoctor.evidence.trace import NonFiniteOrigin, PathOp
 from ampdoctor.probes.formats_seen import HalfOps, Region
+from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.user_code import as_source
 
 if TYPE_CHECKING:
@@ -125,8 +126,7 @@ def saw_anything(outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Obser
 
 def _trains(session: Session, outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Observation, ...]]) -> bool:
     """Whether a parameter can get a gradient, or the user's own step gave one or made an update."""
-    owned = (p for one in session.optimizers.values() for group in one.param_groups for p in group["params"])
-    parameters = (*session.model.parameters(), *owned)
+    parameters = (*session.model.parameters(), *optimizer_parameters(session))
     # a pure function has no parameters
     free = not parameters or any(parameter.requires_grad for parameter in parameters)
     return free or _graded(observed) or any(outcome.optimizer_steps for outcome in outcomes)

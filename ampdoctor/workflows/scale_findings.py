@@ -16,9 +16,9 @@ from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.workflows.changes import Change, compute_dtype, fp32_modules
+from ampdoctor.workflows.changes import Change, compute_dtype, fp32_modules, with_scaler
 from ampdoctor.workflows.profile import range_findings
-from ampdoctor.workflows.replay_under_change import Observed, observe, scaler
+from ampdoctor.workflows.replay_under_change import Observed, observe
 from ampdoctor.workflows.trials import first_cure
 
 if TYPE_CHECKING:
@@ -273,7 +273,9 @@ class _Trial:
             return self._scaler_alone()
         level = then.scales[-1]
         settings = replace(self._advice.recommended, scale=level)
-        return self._try("init_scale", level, scaler(settings), f"GradScaler(init_scale={exact(level)})")
+        return self._try(
+            "init_scale", level, with_scaler(**settings.arguments()), f"GradScaler(init_scale={exact(level)})"
+        )
 
     def in_bf16(self) -> Prescription:
         """The whole run in bf16."""

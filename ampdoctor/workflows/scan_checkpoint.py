@@ -130,26 +130,8 @@ def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> ScalerS
 
 # -- `scan --list`: the contents, without reading tensors --
 
-_SETTINGS = frozenset(
-    {
-        "lr", "initial_lr", "min_lr", "max_lr", "lr_mult", "lr_scale", "lr_decay", "lr_max", "weight_lr_power",
-        "betas", "beta1", "beta2", "beta3", "max_momentum", "base_momentum", "momentum", "nesterov", "dampening",
-        "eps", "eps2", "weight_decay", "wd_mult", "decay", "decoupled_weight_decay", "correct_bias", "bias_correction",
-        "alpha", "centered", "rho", "lambd", "t0", "etas", "step_sizes", "momentum_decay",
-        "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "adamw_mode", "use_nesterov",
-        "initial_accumulator_value", "max_iter", "max_eval", "tolerance_grad", "tolerance_change", "history_size",
-        "clip_threshold", "decay_rate", "scale_parameter", "relative_step", "warmup_init", "warmup_steps",
-        "d", "d0", "d_coef", "d_denom", "d_numerator", "growth_rate", "safeguard_warmup", "use_bias_correction",
-        "r", "k", "train_mode", "scheduled_lr", "weight_sum", "max_grad_norm", "trust_coefficient", "grad_averaging",
-        "percentile_clipping", "optim_bits", "min_8bit_size", "block_wise", "max_unorm", "step", "rank",
-        "update_proj_gap", "precondition_frequency", "ns_steps", "is_expert", "is_decoupled_lr", "skip_zeros",
-    }
-)  # fmt: skip
-"""Numbers that optimizers keep in their groups. Anything else there is the user's own and may be private, and the
-listing is made to be shown to others."""
-
 _SHORT = 8
-"""Longest list among hyperparameters (`betas`) that is shown, in elements."""
+"""Longest list of numbers among hyperparameters (`betas`) that is shown. Text may be private and is not shown."""
 
 
 def list_structure(path: str | os.PathLike[str]) -> Report:
@@ -241,7 +223,7 @@ def _optimizers(checkpoint: Checkpoint) -> Iterator[ListedOptimizer]:
 
 def _group(group: Mapping[Any, Any]) -> ListedGroup:
     params = group.get("params")
-    shown = {key: _value(item) for key, item in group.items() if isinstance(key, str) and key in _SETTINGS}
+    shown = {key: _value(item) for key, item in group.items() if isinstance(key, str) and key != "params"}
     settings = {key: item for key, item in shown.items() if item is not None}
     return ListedGroup(parameters=len(params) if isinstance(params, list | tuple) else None, settings=settings)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint
@@ -181,20 +182,8 @@ def _search(reader: _Reader) -> None:
         newest = own[-1] if own else last  # `last.pt` repeats it, and may be intact if it is not
         for index in _spread(newest + 1, _budget(last + 1) - (newest < last)):
             reader(index)
-    for sick in (_counts, _sick, _collapsed):
-        _find_first(reader, sick)
-
-
-def _counts(seen: Seen) -> bool:
-    return seen.counts
-
-
-def _sick(seen: Seen) -> bool:
-    return seen.sick
-
-
-def _collapsed(seen: Seen) -> bool:
-    return seen.collapsed
+    for sick in ("counts", "sick", "collapsed"):
+        _find_first(reader, attrgetter(sick))
 
 
 def _find_first(reader: _Reader, sick: Callable[[Seen], bool]) -> None:

@@ -23,8 +23,11 @@ from ampdoctor.evidence.trace import (
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.numerics import Distance, nonfinite_flag
 from ampdoctor.numerics.tensors import together
-from ampdoctor.probes.gradients import GradientProbe
+from ampdoctor.precision.casting import REDUCED
+from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
+from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.nonfinite import Observation
+from ampdoctor.workflows.changes import Change, no_change
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
 State = Mapping[str, torch.Tensor]
 Named = tuple["StateKind", str]
 """Kind of state, and its name."""
-HALVES = (torch.float16, torch.bfloat16)
 
 SAMPLE = 1 << 16
 """Elements of a tensor whose moves are measured; of a larger tensor, evenly spread blocks."""
@@ -54,10 +56,10 @@ class StateCopy:
 
 def kept(session: Session, *, trained: bool = True) -> StateCopy:
     """Returns copies of what a run keeps; without `trained`, only the half tensors."""
-    half = {n: t.detach().clone() for n, t in kept_tensors(session) if t.dtype in HALVES}
+    half = {n: t.detach().clone() for n, t in kept_tensors(session) if t.dtype in REDUCED}
     if not trained:
         return StateCopy(half)
-    states = {named: sample(t).clone() for named, t in states_of(session) if t.dtype in HALVES}
+    states = {named: sample(t).clone() for named, t in states_of(session) if t.dtype in REDUCED}
     return StateCopy(half, {name: sample(t).clone() for name, t in held(session)}, states)
 
 
@@ -117,9 +119,7 @@ def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]
     parameter's part of a flat one, which holds the model's parameters one after the other.
     """
     own = {id(p) for p in session.model.parameters()}
-    held: list[torch.Tensor] = [
-        p for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]
-    ]
+    held = [*optimizer_parameters(session)]
     others, trained = [p for p in held if id(p) not in own], {id(p) for p in held}
     flat: list[torch.Tensor] = [p for p in others if p.dim() == 1]
     at: dict[int, int] = dict(_places(p for p in session.model.parameters() if id(p) not in trained)) if flat else {}
@@ -147,9 +147,7 @@ def _places(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
 def held(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) for the parameters that an optimizer holds."""
     names = session.parameter_names()
-    for optimizer in session.optimizers.values():
-        for group in optimizer.param_groups:
-            yield from ((names[id(p)], p) for p in group["params"] if id(p) in names)
+    yield from ((names[id(p)], p) for p in optimizer_parameters(session) if id(p) in names)
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -361,6 +359,31 @@ def stepped(session: Session, step: int) -> tuple[GradientProbe, StepOutcome]:
         return probe, session.step(step)
 
 
+@dataclass(slots=True)
+class Fp32Step:
+    """A step in fp32, for the step that follows from the same state."""
+
+    probe: DistanceProbe  # compares the step's gradients with fp32's
+    before: StateCopy  # what the run keeps, before the step
+    moved: StateCopy  # how that moved in fp32
+    outcome: StepOutcome  # of fp32
+    finite: bool  # fp32's gradients are finite
+
+    @classmethod
+    def run(cls, session: Session, step: int, change: Change = no_change) -> Fp32Step:
+        """Run the step in fp32, with a change inside; the session is left after the step."""
+        before = kept(session)
+        with session.reference(), change(session):
+            probe, outcome = stepped(session, step)
+            there = moved(session, before)
+        return cls(DistanceProbe(probe.gradients, probe.times), before, there, outcome, all_finite(probe))
+
+    def compared(self, session: Session, outcome: StepOutcome) -> Comparison:
+        """Returns the numbers of the run's own step, which has just been made with `probe` attached."""
+        moves = self.before, moved(session, self.before), self.moved
+        return compared(session, outcome.step, (outcome, self.outcome), self.probe.distances, moves)
+
+
 def compared(
     session: Session,
     step: int,
@@ -450,7 +473,7 @@ def _root(squares: float) -> float:
 
 
 def _updates(session: Session, here: State, there: State) -> tuple[ModuleUpdate, ...]:
-    trained = {id(p) for o in session.optimizers.values() for g in o.param_groups for p in g["params"]}
+    trained = set(map(id, optimizer_parameters(session)))
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, tensor in kept_tensors(session):
         if name in there and name in here:

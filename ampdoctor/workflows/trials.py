@@ -17,7 +17,7 @@ from ampdoctor.numerics.tensors import blocks, squares, together
 from ampdoctor.probes.gradients import GradientProbe, distances, relative_error
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.workflows.changes import jolted, loss_scale, no_change, noted_roots
+from ampdoctor.workflows.changes import both, jolted, loss_scale, no_change, noted_roots
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Finding
@@ -134,8 +134,6 @@ DOUBT = 0.01
 MOST = 20
 """Maximum number of clean replays: a failure that occurs less often than one time in five is not judged."""
 
-UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
-
 NO_REFERENCE = "finite, but fp32 {}, so there is nothing to agree with"
 NO_GRADIENT = "finite, but with the change every gradient is zero, in fp32 too: nothing would be learned"
 
@@ -160,7 +158,6 @@ class Trials:
         snapshot: The state at the start of the bad step.
         step: The bad step.
         steps: Number of steps of the whole replay.
-        comes_back: Restoring the snapshot reproduces the failure bit by bit.
         back: Another way to the start of the bad step, where snapshots do not reproduce it: yields a session that is
             discarded afterwards.
         chance: The step differs between replays: measure how often it fails, and repeat each cure accordingly.
@@ -184,7 +181,6 @@ class Trials:
         step: int,
         steps: int,
         *,
-        comes_back: bool = True,
         back: WayBack | None = None,
         chance: bool = False,
         silent: Thresholds | None = None,
@@ -202,7 +198,6 @@ class Trials:
         self._step = step
         self._steps = steps
         self._back = back or self._rewound
-        self._provable = comes_back or back is not None or chance
         self._chance = chance
         self._silent = silent
         self._failed: int | None = None
@@ -307,8 +302,6 @@ class Trials:
     def _judged(
         self, change: Change, first: int, *, stands_in: bool, restores: bool
     ) -> tuple[PrescriptionStatus, str | None]:
-        if not self._provable:
-            return "not_run", UNPROVABLE
         times = 1
         if self._chance:
             failed, times = self._failures(), self._wanted()
@@ -449,14 +442,8 @@ class Trials:
     def _as_far_by_rounding(self, change: Change, got: Gradients, own: Gradients) -> bool:
         """Whether rounding each weight once moves the changed step's fp32 gradients as far as half precision does."""
         narrow = self._session.precision
-
-        @contextmanager
-        def both(session: Session) -> Iterator[None]:
-            with change(session), jolted(narrow.dtype)(session):
-                yield
-
         kept = self._fp32
-        moved = self._in_fp32(both)[0] if narrow.reduced else None
+        moved = self._in_fp32(both(change, jolted(narrow.dtype)))[0] if narrow.reduced else None
         self._fp32 = kept
         return moved is not None and relative_error(got, own) <= relative_error(moved, own)
 

@@ -159,12 +159,12 @@ def test_memory_that_the_allocator_does_not_have():
 
 
 def test_memory_that_runs_out_in_our_own_code(monkeypatch):
-    from ampdoctor.workflows import compare_fp32
+    from ampdoctor.workflows import step_beside_fp32
 
     def greedy(*_):
         torch.empty(1 << 50)
 
-    monkeypatch.setattr(compare_fp32, "compared", greedy)
+    monkeypatch.setattr(step_beside_fp32, "compared", greedy)
     interruptible.reset()
     with pytest.raises(ReplayError, match="the replay ran out of memory"):
         replay(WELL)

@@ -46,13 +46,13 @@ def test_optimizers_scalers_and_log_are_described(saved):
     assert structure.log == ListedLog(entries=1, first_step=3, last_step=3)
 
 
-def test_of_a_groups_entries_only_known_numbers_are_shown(tmp_path):
-    group = {"params": [0], "lr": 0.1, "api_key": "SECRET", "pin": 1234, "alpha": "SECRET", "betas": (0.9, "SECRET")}
+def test_of_a_groups_entries_only_numbers_are_shown(tmp_path):
+    group = {"params": [0], "lr": 0.1, "api_key": "SECRET", "rank": 4, "alpha": "SECRET", "betas": (0.9, "SECRET")}
     optimizer = {"param_groups": [group], "state": {0: {"momentum_buffer": torch.ones(3)}}}
     torch.save({"model": {"w": torch.ones(3)}, "optimizer": optimizer}, tmp_path / "c.pt")
     structure = list_structure(tmp_path / "c.pt").structure
     assert structure is not None
-    assert structure.optimizers[0].groups == (ListedGroup(parameters=1, settings={"lr": 0.1}),)
+    assert structure.optimizers[0].groups == (ListedGroup(parameters=1, settings={"lr": 0.1, "rank": 4}),)
 
 
 def test_no_tensor_is_read(tmp_path, monkeypatch):
