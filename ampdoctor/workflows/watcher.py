@@ -360,8 +360,7 @@ class TrainingWatcher:
 
     def _clipped(self, clip: Clip) -> None:
         self._protocol.clipping(clip)
-        if clip.max_norm is not None:
-            self._watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type or 2.0)
+        self._watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type or 2.0)
 
     @harmless
     def entering(self, model: torch.nn.Module) -> None:

@@ -30,7 +30,6 @@ class StepReading:
     optimizer: str  # its name
     losses: tuple[float, ...] = ()  # one for each backward since the last step, in order, unscaled
     gradient_norm: float | None = None  # L2 norm of all gradients, unscaled; not finite where a gradient is not
-    norm_heard: bool = False  # clipping computed the norm
     norm_local: bool = False  # the norm of this process's shards alone
     norm_clipped: bool = False  # taken after a clipping of other gradients than exactly these, or by another norm
     max_norm: float | None = None  # the limit of clipping, in the units of the gradients that it clipped
@@ -55,7 +54,7 @@ class StepReading:
 class TensorReading:
     """One tensor in a detail step. Shares are fractions of the counted elements.
 
-    `flushed_share`, `subnormal_share` and `headroom_binades` are for the numbers times the loss scale and before
+    `flushed_share` and `headroom_binades` are for the numbers times the loss scale and before
     clipping; None for a parameter.
     """
 
@@ -72,7 +71,6 @@ class TensorReading:
     scale: float | None = None  # the loss scale that its numbers carry, if any
     zero_share: float = 0.0
     flushed_share: float | None = None  # of a gradient's nonzero elements, those that become zero in the half format
-    subnormal_share: float | None = None  # those that keep fewer bits there
     headroom_binades: float | None = None  # from `amax` to the half format's maximum; negative beyond it
     update_ratio: float | None = None  # `Moved.ratio` of a parameter
     unmoved_share: float | None = None  # `Moved.unmoved` of a parameter
@@ -131,7 +129,6 @@ def tensor_reading(
         scale=scale,
         zero_share=counted.zeros / counted.numel if counted.numel else 0.0,
         flushed_share=None if half is None or times is None else counted.flushed(half, times),
-        subnormal_share=None if half is None or times is None else counted.subnormal(half, times),
         headroom_binades=None if half is None or largest is None or times is None else largest.headroom(half, times),
         update_ratio=None if update is None else update.ratio,
         unmoved_share=None if update is None else update.unmoved,
@@ -254,7 +251,6 @@ def step_of(sent: PendingReading, sections: Sections) -> StepReading:
         optimizer=sent.optimizer,
         losses=tuple(_numbers(sections, "losses")),
         gradient_norm=_gradient_norm(sent, sections, scale),
-        norm_heard=bool(sent.clips.parts),
         norm_local=sent.shards,
         norm_clipped=sent.clips.clipped and not sent.clips.parts,
         max_norm=None if first is None else first.clip.max_norm,

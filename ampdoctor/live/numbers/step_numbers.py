@@ -156,13 +156,11 @@ class StepNumbers:
         self._reason: str | None = None
         self.failed: str | None = None  # the error that ended the numbers
         self.fused = True  # norms come from `torch._foreach_norm`; False once it was wrong
-        self.hears_clips = False  # this torch makes clippings visible
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Observes clippings inside, and waits at the end for the numbers that have not arrived."""
-        with hearing(self._clip) as heard:
-            self.hears_clips = heard
+        with hearing(self._clip):
             try:
                 yield
             finally:

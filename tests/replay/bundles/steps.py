@@ -7,6 +7,13 @@ import torch
 from ampdoctor.hooks.callbacks import told_of_scalers
 from ampdoctor.live.recording.models import Constructions
 from ampdoctor.live.recording.recorder import StepRecorder
+from ampdoctor.replay.bundles.classes import NamedCode
+from ampdoctor.replay.bundles.read import Bundle
+
+
+def load_bundle(path, *, model=None):
+    """Returns a fresh run of a bundle's step."""
+    return Bundle(path).run(None if model is None else NamedCode(model))
 
 
 class Loop:
