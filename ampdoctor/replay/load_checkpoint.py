@@ -275,7 +275,8 @@ def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -
         raise CheckpointError(f"the checkpoint's scaler state has no {error.args[0]}") from error
     if read is None:
         raise CheckpointError(
-            f"the checkpoint's scaler state holds something else than a number as {not_numbers(plain)}"
+            f"the {'run' if key == 'run' else 'checkpoint'}'s scaler state holds something else than a number as "
+            f"{not_numbers(plain)}"
         )
     return read
 

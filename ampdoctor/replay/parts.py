@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampdoctor.errors import FactoryError, ReplayError
-from ampdoctor.evidence.run_facts import RefusedSetting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -129,74 +127,3 @@ def choose_device(name: str) -> torch.device:
                 f"--device {name}: this machine has {count} CUDA devices; --device cpu emulates CUDA's casts"
             )
     return device
-
-
-# -- settings of a GradScaler that its constructor accepts and its first use refuses --
-#
-# A float interval, for example, raises in the first `update()`; the replay could then report nothing else.
-
-_FACTORS = {"growth_factor": 2.0, "backoff_factor": 0.5}
-_INTERVAL = 2000
-_SCALE = 65536.0
-"""GradScaler's own defaults."""
-
-
-def make_usable(scaler: Any) -> tuple[RefusedSetting, ...]:
-    """Replace, in place, settings that torch refuses; other settings become plain numbers of the same value.
-
-    A whole number given as a float becomes an int; any other refused setting becomes GradScaler's default. A disabled
-    scaler, or one that is not torch's, is not changed.
-    """
-    if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
-        return ()
-    refused = []
-    for name, accepts in _ACCEPTS.items():
-        attribute = f"_{name}"
-        given = getattr(scaler, attribute)
-        if name == "init_scale" and scaler._scale is not None:  # noqa: SLF001 its tensor exists: it was accepted
-            continue
-        try:
-            accepts(given)
-            setattr(scaler, attribute, _plain(given, name))
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            used = _instead(given, name)
-            setattr(scaler, attribute, used)
-            first = str(error).strip().partition("\n")[0]
-            raised = f"{type(error).__name__}: {first}"
-            refused.append(RefusedSetting(name=name, given=_shown(given), used=used, raised=raised))
-    return tuple(refused)
-
-
-def _takes_scale(value: Any) -> None:
-    torch.full((), value, dtype=torch.float32)  # as GradScaler makes its scale
-
-
-def _takes(name: str) -> Callable[[Any], None]:
-    def update(value: Any) -> None:
-        settings: Mapping[str, Any] = {**_FACTORS, "growth_interval": _INTERVAL, name: value}
-        scale, overflows = torch.ones((), dtype=torch.float32), torch.zeros((), dtype=torch.float32)
-        clean_steps = torch.zeros((), dtype=torch.int32)
-        torch._amp_update_scale_(scale, clean_steps, overflows, *settings.values())  # what GradScaler.update calls
-
-    return update
-
-
-_ACCEPTS: Mapping[str, Callable[[Any], None]] = {
-    "init_scale": _takes_scale,
-    **{name: _takes(name) for name in (*_FACTORS, "growth_interval")},
-}
-
-
-def _plain(value: Any, name: str) -> float:
-    return int(value) if name == "growth_interval" else float(value)
-
-
-def _instead(value: Any, name: str) -> float:
-    if name == "growth_interval":
-        whole = isinstance(value, int | float) and math.isfinite(value) and value == int(value) and abs(value) < 2**31
-        return int(value) if whole and not isinstance(value, bool) else _INTERVAL
-    return _SCALE if name == "init_scale" else _FACTORS[name]
-
-
-def _shown(value: Any) -> str:
-    return repr(value)[:80]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import REPLAYED, Rule, register
@@ -24,7 +24,7 @@ from ampdoctor.diagnosis.scan.scaler import (
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.run_facts import RefusedSetting, ResumedScaler
+from ampdoctor.evidence.run_facts import ResumedScaler
 
 
 def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescription | None) -> Finding:
@@ -119,8 +119,8 @@ def unusable_scale_finding(scale: float, prescription: Prescription | None, *, r
 # -- the run's own settings: AMP401, AMP403 and AMP404, as for a checkpoint's --
 
 
-def run_scaler_findings(scaler: ScalerState, refused: Sequence[RefusedSetting] = ()) -> Iterator[Finding]:
-    """Yields everything that is wrong with the scaler before step 0; it has other values for `refused` settings."""
+def run_scaler_findings(scaler: ScalerState) -> Iterator[Finding]:
+    """Yields everything that is wrong with the scaler before step 0."""
     if scaler.dead:
         message = f"the run's loss scale is {dead_words(scaler.scale)}"
         cure = fresh_scaler("Make the scaler with GradScaler's own defaults.")
@@ -132,35 +132,22 @@ def run_scaler_findings(scaler: ScalerState, refused: Sequence[RefusedSetting] =
         yield run_scaler_finding(
             FROZEN_SCALER, "warning", frozen[0].lower() + frozen[1:].rstrip("."), scaler_numbers(scaler)
         )
-    yield from _settings(scaler, refused)
-
-
-def _settings(scaler: ScalerState, refused: Sequence[RefusedSetting]) -> Iterator[Finding]:
     wrong = wrong_settings(scaler)
-    if not wrong and not refused:
-        return
-    said = [f"{r.name}={r.given}, which torch refuses at its first use ({r.raised})" for r in refused]
-    evidence: dict[str, Any] = {**scaler_numbers(scaler), "wrong": [*said, *wrong.values()]}
-    if refused:
-        evidence["refused"] = {r.name: {"given": r.given, "used": r.used, "raised": r.raised} for r in refused}
-    better = {name: FRESH_SCALER[name] for name in wrong if name in FRESH_SCALER} | {r.name: r.used for r in refused}
-    yield run_scaler_finding(
-        SCALER_SETTINGS,
-        "error" if refused else "warning",
-        f"the run's loss scaler has settings that cannot work: {'; '.join([*said, *wrong.values()])}",
-        evidence,
-        cause="scaler_misuse" if refused else None,
-        prescription=_with(better, replayed=bool(refused) and not wrong) if better else None,
-    )
+    if wrong:
+        better = {name: FRESH_SCALER[name] for name in wrong if name in FRESH_SCALER}
+        message = f"the run's loss scaler has settings that cannot work: {'; '.join(wrong.values())}"
+        evidence = {**scaler_numbers(scaler), "wrong": list(wrong.values())}
+        cure = _with(better) if better else None
+        yield run_scaler_finding(SCALER_SETTINGS, "warning", message, evidence, prescription=cure)
 
 
-def _with(better: Mapping[str, float], *, replayed: bool) -> Prescription:
+def _with(better: Mapping[str, float]) -> Prescription:
     arguments = ", ".join(f"{name}={plain(value)}" for name, value in better.items())
     return Prescription(
         kind="scaler",
-        value=dict(better),
-        status="intervention" if replayed else "not_run",
-        reason="the replay ran with it in place of what torch refuses" if replayed else "not replayed by itself",
+        value=better,
+        status="not_run",
+        reason="not replayed by itself",
         detail=f"GradScaler({arguments})",
     )
 

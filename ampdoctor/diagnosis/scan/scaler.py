@@ -121,7 +121,7 @@ SCALER_SETTINGS = register(
     "AMP404",
     "scaler-settings",
     "Loss scaler settings that are accepted but cannot work",
-    worst="error",
+    worst="warning",
     commands=SCANNED,
 )
 
