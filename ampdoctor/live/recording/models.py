@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,18 +22,8 @@ from ampdoctor.hooks.process_state import CallersOfForwards, unwarned_of_hooks
 from ampdoctor.hooks.torch_internals import forget_hook, in_backward, replaced, transforms, under_fake_tensors
 from ampdoctor.probes.user_code import user_frames
 
-
-class ModelListener(Protocol):
-    """Receives the calls of outermost models that train."""
-
-    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Called before the module runs, under autograd; `kwargs` is None where they are not known."""
-
-    def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Called after the module has run; `output` is None where it raised."""
-
-    def fail(self, error: Exception) -> None:
-        """Called where the module's calls cannot be observed."""
+if TYPE_CHECKING:
+    from ampdoctor.live.recording.recorder import StepRecorder
 
 
 class OutermostModels:
@@ -44,7 +34,7 @@ class OutermostModels:
     known. It returns with an optimizer whose models are not known.
     """
 
-    def __init__(self, listener: ModelListener) -> None:
+    def __init__(self, listener: StepRecorder) -> None:
         self._listener = listener
         self._known: dict[int, weakref.ref[nn.Module]] = {}
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []

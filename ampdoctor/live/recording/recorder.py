@@ -164,7 +164,7 @@ class StepRecorder:
 
     @_harmless
     def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """As in `ModelListener`."""
+        """Called before an outermost model runs, under autograd; `kwargs` is None where they are not known."""
         if module.training:
             self._trainers.called()
         if self._is_elsewhere():
@@ -180,7 +180,7 @@ class StepRecorder:
 
     @_harmless
     def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """As in `ModelListener`."""
+        """Called after an outermost model has run; `output` is None where it raised."""
         if self._is_elsewhere() or self._entering is None:
             return
         self._inside = None
