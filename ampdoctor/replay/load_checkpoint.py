@@ -19,6 +19,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.run_facts import ResumedScaler
 from ampdoctor.replay.fit_optimizers import plan_optimizers
 from ampdoctor.replay.fit_weights import plan_weights
+from ampdoctor.replay.parts import is_one_element
 from ampdoctor.replay.snapshot import ScalerSnapshot
 from ampdoctor.replay.user_code import user_code
 
@@ -248,7 +249,7 @@ def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -
     """
     if not state:
         return None
-    plain = {name: value.item() if _is_number(value) else value for name, value in state.items()}
+    plain = {name: value.item() if is_one_element(value) else value for name, value in state.items()}
     try:
         read = scaler_state(plain, key, "")
     except KeyError as error:
@@ -259,10 +260,6 @@ def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -
             f"{not_numbers(plain)}"
         )
     return read
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def _torch_state(state: ScalerState, saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> dict[str, Any]:

@@ -21,6 +21,18 @@ from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.replay.snapshot import clone
 
 
+class Reached(BaseException):
+    """Ends a framework's training at its first update; a BaseException, so that no `except Exception` catches it."""
+
+
+def length_of(loader: Any) -> int | None:
+    """Returns the number of a loader's batches; None for an iterable data set without a length."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RandomPlace:
     """The generators' states at a run's start, from which each of its replays draws."""

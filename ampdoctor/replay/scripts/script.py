@@ -18,6 +18,7 @@ from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.torch_internals import Backward, seen_backwards, unseen
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.adapters import adapter_of
+from ampdoctor.replay.parts import format_of_weights
 from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.files import COPY, Files
 from ampdoctor.replay.scripts.loop_hooks import Body, Turn, bound_by, entered, read_by
@@ -297,7 +298,7 @@ class Script:
         for one in optimizers:
             name = variables.name_of(one, "optimizer")
             named[name if name not in named else f"{name}{len(named)}"] = one
-        own = _format_of(model)
+        own = format_of_weights(model)
         stepping = Stepping(scalers, self._files, loop.seen, self._anew(loop.anew, loop.copies, model), [])
         step = partial(take, loop.body, tuple(run.seam.around), stepping)
         with self.user_code(f"the loop at {learnt.place}"), eagerly():
@@ -325,12 +326,3 @@ class Script:
 
 def _as_it_is(batch: Any, _device: Any) -> Any:
     return batch
-
-
-def _format_of(model: torch.nn.Module) -> str:
-    """Returns the format of most of a model's weights, for a model without autocast."""
-    half = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-    counts = dict.fromkeys(("fp32", "fp16", "bf16"), 0)
-    for parameter in model.parameters():
-        counts[half.get(parameter.dtype, "fp32")] += parameter.numel()
-    return max(counts, key=lambda name: counts[name])

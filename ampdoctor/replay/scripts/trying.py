@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from ampdoctor.hooks.torch_internals import Backward, seen_backwards
 from ampdoctor.replay.batches import ORDER_UNKNOWN, epochs_known_by, shuffles_by_the_process
+from ampdoctor.replay.parts import HALVES
 from ampdoctor.replay.reachable_state import cell_contents
 from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.loop_hooks import Body, Items, Turn, entered
@@ -26,7 +27,6 @@ _MOST_TOGETHER = 1024
 """Iterations from the first backward on within which an optimizer must step."""
 _MOST_BEFORE = 100_000
 """Iterations until a first backward must come: filling a buffer of experience takes some ten thousand."""
-_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def tried(  # noqa: C901 one loop, and its listeners
         updates=2 if around and casts_kept else 1,
         optimizers=tuple(stepped),
         scalers=tuple(scalers),
-        autocast=next((name for dtype, name in _FORMATS.items() if dtype in regions), None),
+        autocast=next((name for dtype, name in HALVES.items() if dtype in regions), None),
         ended=ended,
     )
 
