@@ -6,14 +6,13 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.resuming import RandomPlace, length_of, pass_over, place_schedule
+from ampdoctor.replay.frameworks.resuming import RandomPlace, Update, length_of, pass_over, place_schedule
 from ampdoctor.replay.parts import arguments_of, format_of_weights
 
 if TYPE_CHECKING:
@@ -21,16 +20,6 @@ if TYPE_CHECKING:
 
 
 _REFUSED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """One optimizer step."""
-
-    batches: list[Any]  # micro-batches
-    number: int  # updates before it
-    closes: bool  # it is the loader's last
-    first: bool  # of a replay
 
 
 def accelerate_parts(

@@ -33,6 +33,23 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
+def _none() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimizer step of a framework's loop."""
+
+    batches: list[Any]  # micro-batches
+    number: int  # updates before it
+    closes: bool  # Lightning, Accelerate: it is its epoch's last; Trainer: the optimizer steps after it
+    first: bool  # of a replay
+    epoch: float = 0  # epochs before it
+    index: int = 0  # batches of its epoch before it
+    items: Callable[[], Any] = _none  # number of items (tokens), if counted; no cast of the data rounds it in there
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RandomPlace:
     """The generators' states at a run's start, from which each of its replays draws."""

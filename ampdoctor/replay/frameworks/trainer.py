@@ -18,34 +18,10 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.resuming import Reached, length_of, place_schedule
+from ampdoctor.replay.frameworks.resuming import Reached, Update, length_of, place_schedule
 from ampdoctor.replay.parts import arguments_of, format_of_weights
 
 # -- the Trainer's updates, in its order, from any of them on --
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """One update of the Trainer.
-
-    `items` returns the number of items (tokens) in all batches, or None if the Trainer does not count them. It is a
-    function, because a cast of the data must not round the number.
-    """
-
-    batches: list[Any]  # micro-batches
-    items: Callable[[], Any]
-    number: int  # updates before it
-    epoch: float  # epochs before it
-    first: bool  # of a replay
-    closes: bool  # the optimizer steps after it: not if an epoch of unknown length ends during accumulation
-
-    def place(self, trainer: Any) -> None:
-        """Set the Trainer's state and schedule to the start of this update."""
-        trainer.state.global_step, trainer.state.epoch = self.number, self.epoch
-        trainer.current_gradient_accumulation_steps = len(self.batches)
-        scheduler = trainer.lr_scheduler
-        if self.first and getattr(scheduler, "last_epoch", self.number) < self.number:
-            place_schedule(scheduler, self.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -251,7 +227,7 @@ def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torc
         accelerator.scaler = trainer.optimizer.scaler = scaler
     if not accelerator.native_amp:
         trainer.autocast_smart_context_manager = lambda cache_enabled=True: autocast()  # noqa: ARG005 the Trainer's own
-    batch.place(trainer)
+    _place(trainer, batch)
     _tell(trainer, "on_step_begin")
     total: torch.Tensor | None = None
     for index, inputs in enumerate(batch.batches):
@@ -266,6 +242,15 @@ def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torc
         _step(trainer, model)
     assert total is not None  # noqa: S101 for the type checker: an update has a batch
     return total
+
+
+def _place(trainer: Any, update: Update) -> None:
+    """Set the Trainer's state and schedule to the start of the update."""
+    trainer.state.global_step, trainer.state.epoch = update.number, update.epoch
+    trainer.current_gradient_accumulation_steps = len(update.batches)
+    scheduler = trainer.lr_scheduler
+    if update.first and getattr(scheduler, "last_epoch", update.number) < update.number:
+        place_schedule(scheduler, update.number)
 
 
 def _step(trainer: Any, model: Any) -> None:
