@@ -65,7 +65,7 @@ class Skipping:
 
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._indices = _Behind(getattr(loader, name), count)
+        self._indices = SkippingSampler(getattr(loader, name), count)
         self.loader = copy.copy(loader)
         vars(self.loader)[name] = self._indices  # a DataLoader refuses the assignment
 
@@ -74,7 +74,7 @@ class Skipping:
         self._indices.begin()
 
 
-class _Behind:
+class SkippingSampler:
     """A sampler that skips its first indices in each iteration."""
 
     def __init__(self, sampler: Any, count: int) -> None:

@@ -15,9 +15,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from ampdoctor.hooks.torch_internals import replaced
+from ampdoctor.replay.batches import SkippingSampler, samples_indices
 from ampdoctor.replay.snapshot import clone
 
 
@@ -108,29 +109,14 @@ def beginning_at(loaders: list[Any], skipped: int) -> Iterator[int]:
     """Inside, new iterators skip the first batches without loading them; yields how many the caller must still skip."""
     only = loaders[0] if len(loaders) == 1 else None
     sampler = getattr(only, "batch_sampler", None)
-    mapped = isinstance(only, DataLoader) and not isinstance(only.dataset, IterableDataset)
-    if not skipped or sampler is None or not mapped:
+    if not skipped or sampler is None or not samples_indices(only):
         yield skipped
         return
-    vars(only)["batch_sampler"] = _Later(sampler, skipped)  # an initialised loader refuses the assignment
+    vars(only)["batch_sampler"] = SkippingSampler(sampler, skipped)  # an initialised loader refuses the assignment
     try:
         yield 0
     finally:
         vars(only)["batch_sampler"] = sampler
-
-
-class _Later:
-    """A batch sampler without its first batches."""
-
-    def __init__(self, sampler: Any, skipped: int) -> None:
-        self._sampler = sampler
-        self._skipped = skipped
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._sampler), self._skipped, None)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
 
 
 # -- learning-rate schedules: a replay loads only weights and optimizers of a checkpoint --
