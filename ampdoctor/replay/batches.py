@@ -93,6 +93,7 @@ class SkippingSampler:
         return self._last
 
     def begin(self) -> None:
+        """Draw the skipped indices now."""
         if self._last is not None:
             self._last.begin()
 
