@@ -6,17 +6,15 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from ampdoctor.hooks.interfaces import when_imported
 from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.replay.batches import SkippingSampler, samples_indices
 from ampdoctor.replay.snapshot import clone
@@ -161,63 +159,11 @@ Original = Callable[..., Any]
 @contextmanager
 def standing_in(module: str, cls: str, method: str, stand_in: Callable[[Original], Original]) -> Iterator[None]:
     """Inside, `stand_in(method)` replaces a method of a class, also if `module` is imported only later."""
-    changed: list[tuple[type, Original]] = []
+    with ExitStack() as stack:
 
-    def change(imported: ModuleType) -> None:
-        found = getattr(imported, cls)
-        original = vars(found)[method]
-        setattr(found, method, stand_in(original))
-        changed.append((found, original))
+        def change() -> None:
+            found = getattr(sys.modules[module], cls)
+            stack.enter_context(replaced(found, method, stand_in(vars(found)[method])))
 
-    finder = _Finder(module, change)
-    if module in sys.modules:
-        change(sys.modules[module])
-    else:
-        sys.meta_path.insert(0, finder)
-    try:
+        stack.enter_context(when_imported(module, change))
         yield
-    finally:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
-        finder.leave()
-        for found, original in changed:
-            setattr(found, method, original)
-
-
-class _Finder(MetaPathFinder):
-    """Finds modules by the other finders, and changes one module right after its execution."""
-
-    def __init__(self, module: str, change: Callable[[ModuleType], None]) -> None:
-        self._module = module
-        self._change = change
-        self._asks = False
-        self._following = ExitStack()
-
-    def leave(self) -> None:
-        """Stop following a module that was found inside but is executed later."""
-        self._following.close()
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """See `MetaPathFinder`."""
-        if fullname != self._module or self._asks:  # other finders may call finders too
-            return None
-        self._asks = True
-        try:
-            specs = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path))
-            spec = next((spec for spec in specs if spec is not None), None)
-        finally:
-            self._asks = False
-        if spec is not None and spec.loader is not None:
-            self._follow(spec.loader)
-        return spec
-
-    def _follow(self, loader: Any) -> None:
-        run = loader.exec_module
-
-        def run_and_change(module: ModuleType) -> None:
-            run(module)
-            self._change(module)
-
-        self._following.enter_context(replaced(loader, "exec_module", run_and_change))
