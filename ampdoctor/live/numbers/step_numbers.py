@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from ampdoctor.evidence.log_records import DetailLine
 from ampdoctor.hooks.callbacks import Clip, hearing
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.numbers.activations import ActivationGrad, Activations, arrived, drawn_from, is_numbers
 from ampdoctor.live.numbers.async_reader import AsyncReader
 from ampdoctor.live.numbers.norms_and_samples import Updates, local, norms_of, sample, total
-from ampdoctor.live.numbers.readings import ClipLog, DetailReading, PendingReading, StepReading, detail_of, step_of
+from ampdoctor.live.numbers.readings import ClipLog, IndexOf, PendingReading, StepReading, detail_of, step_of
 from ampdoctor.numerics import extremes_of_each
 from ampdoctor.numerics.tensors import Unseen
 
@@ -91,6 +92,8 @@ def add_changes(sent: PendingReading) -> None:
         sent.parcel.add("arrived", found.values)
 
 
+MakeDetail = Callable[[Mapping[str, int], IndexOf], DetailLine]
+"""Counts single tensors, on any thread; gets the indices of the optimizers and of the tensors in the log."""
 EVERY = 100
 """Steps between two looks at single tensors."""
 MOST_INCOMING = 256
@@ -129,14 +132,14 @@ class StepNumbers:
     Nothing waits for a device until `finish`, nothing is changed, and nothing raises. On a CPU a reading is reported
     before `stepped` returns; on a device at a later `stepped` or `poll`, in the order of the steps.
 
-    `on_step` gets each step; `on_detail` gets each look at single tensors, as a function that counts them on any
-    thread. `every` is the steps between looks; 0 for none but the requested ones.
+    `on_step` gets each step; `on_detail` gets each look at single tensors. `every` is the steps between looks; 0 for
+    none but the requested ones.
     """
 
     def __init__(
         self,
         on_step: Callable[[StepReading], None],
-        on_detail: Callable[[Callable[[], DetailReading]], None],
+        on_detail: Callable[[MakeDetail], None],
         *,
         every: int = EVERY,
         later: AsyncReader[PendingReading] | None = None,

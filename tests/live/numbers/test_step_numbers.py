@@ -20,7 +20,7 @@ class Told:
 
     @property
     def details(self):
-        return [make() for make in self.makes]
+        return [make({}, str) for make in self.makes]
 
 
 def model_and(optimizer=torch.optim.SGD, **options):
@@ -161,7 +161,7 @@ def test_details_are_the_tensors_own():
     train(3, model, optimizer, told.numbers, scaler=scaler_of(1024.0))
     first, second = told.details
     assert (first.step, second.step, first.reason, first.loss_scale) == (0, 2, SAMPLED, 1024.0)
-    by = {(t.role, t.name): t for t in first.tensors}
+    by = {(t.role, t.tensor): t for t in first.tensors}
     assert {role for role, _ in by} == {"gradient", "parameter", "activation_gradient"}
     weight, gradient, back = by["parameter", "0.weight"], by["gradient", "0.weight"], by["activation_gradient", ""]
     fresh = model_and()[0][0].weight.detach()
@@ -248,7 +248,7 @@ def test_a_closure_that_is_evaluated_several_times():
     optimizer.step(closure)
     told.numbers.stepped("optimizer")
     assert told.steps[0].micro_steps > 1
-    weight = next(t for t in told.details[0].tensors if t.name == "weight" and t.role == "parameter")
+    weight = next(t for t in told.details[0].tensors if t.tensor == "weight" and t.role == "parameter")
     moved = float((model.weight.detach() - before).norm() / before.norm())
     assert weight.update_ratio == pytest.approx(moved, rel=1e-5)
 
@@ -364,7 +364,7 @@ def test_parameters_without_numbers_are_left_out():
     told.numbers.about_to_step("o", [("codes", codes), ("absent", absent), ("there", there)])
     told.numbers.stepped("o")
     assert told.numbers.failed is None
-    assert [t.name for t in told.details[0].tensors] == ["there"]
+    assert [t.tensor for t in told.details[0].tensors] == ["there"]
 
 
 class Everything:
