@@ -358,8 +358,8 @@ Hears = Callable[[Clip], None]
 
 
 @contextmanager
-def hearing(hears: Hears) -> Iterator[bool]:
-    """Calls `hears` before each clipping, and restores torch's functions afterwards.
+def hearing(*hears: Hears) -> Iterator[bool]:
+    """Calls each of `hears` before each clipping, and restores torch's functions afterwards.
 
     Yields whether this torch makes clippings visible. Computes nothing, and does not wait for a device.
     """
@@ -385,17 +385,17 @@ def hearing(hears: Hears) -> Iterator[bool]:
 
 
 class _Ear:
-    def __init__(self, hears: Hears) -> None:
-        self.hears: Hears | None = hears
+    def __init__(self, hears: tuple[Hears, ...]) -> None:
+        self.hears = hears
         self._last: tuple[Any, float] | None = None  # the last computed norm, and its type
 
     def close(self) -> None:
-        self.hears = self._last = None
+        self.hears, self._last = (), None
 
     def norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
             found = original(tensors, norm_type, *args, **kwargs)
-            if self.hears is not None and not torch.compiler.is_compiling():
+            if self.hears and not torch.compiler.is_compiling():
                 self._last = found, float(norm_type)
             return found
 
@@ -403,7 +403,7 @@ class _Ear:
 
     def clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def clip_grads_with_norm(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.hears is None or torch.compiler.is_compiling():
+            if not self.hears or torch.compiler.is_compiling():
                 return original(parameters, max_norm, total_norm, *args, **kwargs)
             if not isinstance(parameters, torch.Tensor):
                 parameters = list(parameters)  # a generator runs only once
@@ -413,10 +413,11 @@ class _Ear:
         return clip_grads_with_norm
 
     def _tell(self, parameters: list[torch.Tensor], max_norm: Any, total: Any) -> None:
-        hears = self.hears
         norm_type = self._last[1] if self._last is not None and self._last[0] is total else None
         self._last = None
         gradients = frozenset(id(p.grad) for p in parameters if p.grad is not None)
         on_device = isinstance(max_norm, torch.Tensor) and max_norm.device.type != "cpu"
-        if hears is not None and gradients and isinstance(total, torch.Tensor) and not on_device:
-            hears(Clip(total=total, gradients=gradients, max_norm=float(max_norm), norm_type=norm_type))
+        if gradients and isinstance(total, torch.Tensor) and not on_device:
+            clip = Clip(total=total, gradients=gradients, max_norm=float(max_norm), norm_type=norm_type)
+            for hear in self.hears:
+                hear(clip)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampdoctor.evidence.log_records import DetailLine
-from ampdoctor.hooks.callbacks import Clip, hearing
+from ampdoctor.hooks.callbacks import Clip, Hears, hearing
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.numbers.activations import ActivationGrad, Activations, arrived, drawn_from, is_numbers
 from ampdoctor.live.numbers.async_reader import AsyncReader
@@ -161,9 +161,9 @@ class StepNumbers:
         self.fused = True  # norms come from `torch._foreach_norm`; False once it was wrong
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Observes clippings inside, and waits at the end for the numbers that have not arrived."""
-        with hearing(self._clip):
+    def watching(self, *others: Hears) -> Iterator[None]:
+        """Observes clippings inside, for `others` as well, and waits at the end for the numbers that have not arrived."""
+        with hearing(self._clip, *others):
             try:
                 yield
             finally:
