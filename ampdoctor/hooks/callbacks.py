@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -265,41 +265,37 @@ def _below(kind: type) -> Iterator[type]:
         yield from _below(below)
 
 
-# -- calls of GradScaler; unlike `scaler_events`, this reads no scale, which would wait for a GPU --
+# -- calls of GradScaler; no scale is read, which would wait for a GPU --
 
 _METHODS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict")
 
 
-class ScalerListener(Protocol):
-    """Receives the calls on enabled scalers."""
-
-    def scaler_called(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
-        """Makes the call by `run()`, and returns its result.
-
-        `method` is "scale", "unscale_", "step", "update", "get_scale" or "state_dict". `argument` is the first
-        argument: the losses, the optimizer, the new scale or None.
-        """
+ScalerCall = Callable[[Any, str, Any, Callable[[], Any]], Any]
+"""Gets the scaler, the method's name, its first argument (losses, optimizer, new scale or None) and the call itself;
+makes the call, and returns its result."""
 
 
 @contextmanager
-def told_of_scalers(listener: ScalerListener, *others: Any) -> Iterator[None]:
-    """Passes each call on an enabled `torch.amp.GradScaler`, or on a subclass, to the listener once.
+def on_scaler_call(
+    called: ScalerCall, *others: Any, methods: Iterable[str] = _METHODS, disabled: bool = False
+) -> Iterator[None]:
+    """Hands each call on a `torch.amp.GradScaler`, or on a subclass, to `called` once; on `disabled` ones if asked.
 
     `others` are scalers of other classes with the same methods; torch's own may be among them.
     """
     running: list[tuple[int, int, str]] = []
-    told: ScalerListener | None = listener
+    told: ScalerCall | None = called
 
     def wrapped(original: Callable[..., Any], method: str) -> Callable[..., Any]:
         def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             key = (threading.get_ident(), id(scaler), method)
-            hears = told
-            if hears is None or key in running or not _is_enabled(scaler):
+            now = told
+            if now is None or key in running or not (disabled or _is_enabled(scaler)):
                 return original(scaler, *args, **kwargs)
             argument = args[0] if args else next(iter(kwargs.values()), None)
             running.append(key)
             try:
-                return hears.scaler_called(scaler, method, argument, lambda: original(scaler, *args, **kwargs))
+                return now(scaler, method, argument, lambda: original(scaler, *args, **kwargs))
             finally:
                 running.remove(key)
 
@@ -307,16 +303,17 @@ def told_of_scalers(listener: ScalerListener, *others: Any) -> Iterator[None]:
         return call
 
     with ExitStack() as stack:
-        stack.enter_context(wrapped_in_each_class(_METHODS, wrapped))
+        stack.enter_context(wrapped_in_each_class(methods, wrapped))
         for scaler in others:
-            if not isinstance(scaler, torch.amp.GradScaler):
-                for method in filter(partial(hasattr, scaler), _METHODS):
-                    call = wrapped(_unbound(getattr(scaler, method)), method)
-                    try:
-                        stack.enter_context(replaced(scaler, method, MethodType(call, scaler)))
-                    except AttributeError:  # it has slots: wrap the method of its class
-                        original = getattr(type(scaler), method)
-                        stack.enter_context(replaced(type(scaler), method, wrapped(original, method)))
+            for method in filter(partial(hasattr, scaler), methods):
+                if isinstance(scaler, torch.amp.GradScaler) and method not in vars(scaler):
+                    continue
+                call = wrapped(_unbound(getattr(scaler, method)), method)
+                try:
+                    stack.enter_context(replaced(scaler, method, MethodType(call, scaler)))
+                except AttributeError:  # it has slots: wrap the method of its class
+                    original = getattr(type(scaler), method)
+                    stack.enter_context(replaced(type(scaler), method, wrapped(original, method)))
         try:
             yield
         finally:

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from ampdoctor.hooks.backwards import inside_own_step
-from ampdoctor.hooks.callbacks import OptimizerHooks, told_of_scalers
+from ampdoctor.hooks.callbacks import OptimizerHooks, on_scaler_call
 from ampdoctor.hooks.process_state import RandomState, refused
 from ampdoctor.hooks.program import Program
 from ampdoctor.hooks.scaler_events import raised_by_scaler
@@ -191,7 +191,7 @@ class LoopWatch:
         """Installs the hooks, and removes them on any exit; the known `scalers` need not be torch's."""
         with ExitStack() as stack:
             stack.enter_context(self.recorder.watching())
-            stack.enter_context(told_of_scalers(self, *scalers))
+            stack.enter_context(on_scaler_call(self.scaler_called, *scalers))
             hooks = OptimizerHooks(self._before_step, self._after_step)
             stack.callback(hooks.remove)
             hooks.hang()
@@ -251,7 +251,7 @@ class LoopWatch:
     # -- scalers -----------------------------------------------------------------------------------------------------
 
     def scaler_called(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
-        """As in `ScalerListener`."""
+        """As in `ScalerCall`."""
         if self._is_not_ours():
             return run()
         self.recorder.stays()

@@ -162,7 +162,7 @@ class StepNumbers:
 
     @contextmanager
     def watching(self, *others: Hears) -> Iterator[None]:
-        """Observes clippings inside, for `others` as well, and waits at the end for the numbers that have not arrived."""
+        """Observes clippings inside, `others` too, and waits at the end for the numbers that have not arrived."""
         with hearing(self._clip, *others):
             try:
                 yield

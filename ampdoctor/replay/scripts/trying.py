@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.hooks.torch_internals import Backward, seen_backwards
 from ampdoctor.replay.batches import ORDER_UNKNOWN, epochs_known_by, shuffles_by_the_process
 from ampdoctor.replay.parts import HALVES
@@ -78,10 +79,11 @@ def tried(  # noqa: C901 one loop, and its listeners
         if place is not None:
             stepped[place] = None
 
-    def scaling(scaler: Any) -> None:
+    def scaling(scaler: Any, _method: str, _losses: Any, run: Callable[[], Any]) -> Any:
         place = made.place_of(scaler)
-        if place is not None and scaler.is_enabled():
+        if place is not None:
             scalers[place] = None
+        return run()
 
     backwards = 0
 
@@ -93,7 +95,7 @@ def tried(  # noqa: C901 one loop, and its listeners
     source: Iterator[Any] = itertools.repeat(None) if loop.items is None else iter(loop.items())
     count, before, said = 0, 0, None
     with ExitStack() as stack:
-        for told in (told_of_steps(step), _told_of_scaling(scaling), _told_of_regions(regions.add)):
+        for told in (told_of_steps(step), on_scaler_call(scaling, methods=("scale",)), _told_of_regions(regions.add)):
             stack.enter_context(told)
         stack.enter_context(_calls_as_steps(made, stepped, scalers) if never_steps else nullcontext())
         stack.enter_context(seen_backwards(backward))
@@ -133,21 +135,6 @@ def _calls_as_steps(
         scalers.update(dict.fromkeys(made.scalers()))
 
     return told_of_training_calls(call)
-
-
-@contextmanager
-def _told_of_scaling(tell: Callable[[Any], None]) -> Iterator[None]:
-    original = torch.amp.GradScaler.scale
-
-    def scale(scaler: Any, outputs: Any) -> Any:
-        tell(scaler)
-        return original(scaler, outputs)
-
-    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.amp.GradScaler.scale = original  # type: ignore[method-assign]
 
 
 @contextmanager
