@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from ampdoctor.errors import EXIT_INTERRUPTED
 
@@ -157,6 +158,33 @@ def code_of(error: BaseException | None) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error is not None)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def harmless_while(
+    works: Callable[[Any], bool], failed: Callable[[Any, Exception], None]
+) -> Callable[[Method], Method]:
+    """Returns a decorator of methods that run inside a user's loop, and must raise nothing into it.
+
+    The method does nothing where `works` is false for its object; `failed` gets its error.
+    """
+
+    def decorated(method: Method) -> Method:
+        @functools.wraps(method)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not works(self):
+                return None
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - a watched training is never harmed
+                failed(self, error)
+                return None
+
+        return cast("Method", guarded)
+
+    return decorated
 
 
 # -- marked loops --

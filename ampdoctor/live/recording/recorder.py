@@ -6,19 +6,19 @@ changes are copied.
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ampdoctor.hooks.backwards import UsedGradients, mark_scaled, scaled_within
 from ampdoctor.hooks.callbacks import NumberReads
+from ampdoctor.hooks.interfaces import harmless_while
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.program import (
     Backward,
@@ -58,26 +58,12 @@ from ampdoctor.live.recording.tape import (
 )
 from ampdoctor.probes.user_code import user_line
 
-P = ParamSpec("P")
 _NODES = 256
 """Nodes of a loss's graph that are searched for an earlier scaling; the ops on a loss are a few dozen."""
 
 
-def _harmless(
-    method: Callable[Concatenate[StepRecorder, P], None],
-) -> Callable[Concatenate[StepRecorder, P], None]:
-    """The method raises nothing into the loop: the first error ends the recording."""
-
-    @functools.wraps(method)
-    def guarded(self: StepRecorder, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self.away:
-            return
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
-            self.fail(error)
-
-    return guarded  # type: ignore[return-value]  # a method remains a method
+_harmless = harmless_while(lambda recorder: not recorder.away, lambda recorder, error: recorder.fail(error))
+"""The first error ends the recording."""
 
 
 class CallListener(Protocol):
