@@ -19,8 +19,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.run_facts import ResumedScaler
 from ampdoctor.replay.fit_optimizers import plan_optimizers
 from ampdoctor.replay.fit_weights import plan_weights
-from ampdoctor.replay.parts import is_one_element
-from ampdoctor.replay.snapshot import ScalerSnapshot
+from ampdoctor.replay.snapshot import ScalerSnapshot, is_one_element
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:

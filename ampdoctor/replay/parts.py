@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -79,35 +78,6 @@ def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
     if not hasattr(made, "unscale_"):
         raise FactoryError(f"TrainingRun(scaler=...) gave {type(made).__name__}, not a GradScaler")
     return made
-
-
-def arguments_of(scaler: Any) -> Any:
-    """Returns the arguments of a GradScaler; the scaler itself if it is another kind, or a state was loaded into it."""
-    if type(scaler) is not torch.amp.GradScaler or scaler._scale is not None:  # noqa: SLF001 its tensor is made by a first use or a load
-        return scaler
-    return {
-        "init_scale": scaler.get_scale(),
-        "growth_factor": scaler.get_growth_factor(),
-        "backoff_factor": scaler.get_backoff_factor(),
-        "growth_interval": scaler.get_growth_interval(),
-        "enabled": scaler.is_enabled(),
-    }
-
-
-HALVES: Mapping[torch.dtype, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
-def format_of_weights(model: nn.Module) -> str:
-    """Returns the format of most of a model's weights: "fp32", "fp16" or "bf16"."""
-    elements = Counter({"fp32": 0})
-    for parameter in model.parameters():
-        elements[HALVES.get(parameter.dtype, "fp32")] += parameter.numel()
-    return elements.most_common(1)[0][0]
-
-
-def is_one_element(value: object) -> bool:
-    """Is it a tensor with a single element?"""
-    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def schedulers_of(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[Any, ...]:

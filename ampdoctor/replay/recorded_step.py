@@ -41,7 +41,7 @@ from ampdoctor.hooks.program import (
     results,
     updates_made,
 )
-from ampdoctor.replay.parts import HALVES, format_of_weights
+from ampdoctor.replay.snapshot import HALVES, format_of_weights
 from ampdoctor.replay.training_run import TrainingRun
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import CodeType, FrameType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,19 +22,16 @@ from ampdoctor.hooks.process_state import CallersOfForwards, unwarned_of_hooks
 from ampdoctor.hooks.torch_internals import forget_hook, in_backward, replaced, transforms, under_fake_tensors
 from ampdoctor.probes.user_code import user_frames
 
-if TYPE_CHECKING:
-    from ampdoctor.live.recording.recorder import StepRecorder
-
 
 class OutermostModels:
-    """Finds the modules that a loop itself calls, and reports their calls to the listener.
+    """Finds the modules that a loop itself calls, and reports their calls to the listener, a `StepRecorder`.
 
     A global hook costs about a microsecond for each module of a model, and becomes part of a compiled model's graph. So
     it is installed only outside the calls of outermost modules, and until an optimizer has stepped whose models are
     known. It returns with an optimizer whose models are not known.
     """
 
-    def __init__(self, listener: StepRecorder) -> None:
+    def __init__(self, listener: Any) -> None:
         self._listener = listener
         self._known: dict[int, weakref.ref[nn.Module]] = {}
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []

@@ -12,7 +12,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.hooks.json_values import NotSerializableError, UnreadableTreeError, class_name, read, written
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.replay.bundles.tensors import Entry
-from ampdoctor.replay.parts import is_one_element
+from ampdoctor.replay.snapshot import is_one_element
 
 _ON_A_GPU = ("capturable",)  # settings that torch refuses for parameters on a CPU; they change no number
 

@@ -13,7 +13,7 @@ import torch
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.resuming import RandomPlace, Update, length_of, pass_over, place_schedule
-from ampdoctor.replay.parts import arguments_of, format_of_weights
+from ampdoctor.replay.snapshot import arguments_of, format_of_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ import torch
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.lightning_step import Position, counted, take_update
 from ampdoctor.replay.frameworks.resuming import Original, RandomPlace, Reached, standing_in
-from ampdoctor.replay.parts import arguments_of
+from ampdoctor.replay.snapshot import arguments_of
 
 PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 """The names under which Lightning is installed: two copies of the same code."""

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ampdoctor.hooks.interfaces import when_imported
 from ampdoctor.hooks.torch_internals import replaced
-from ampdoctor.replay.batches import SkippingSampler, samples_indices
 from ampdoctor.replay.snapshot import clone
 
 
@@ -102,6 +101,15 @@ def pass_over(loader: Any, taken: int | None) -> None:
         pass
 
 
+def samples_indices(made: Any) -> bool:
+    """Is it a DataLoader with a sampler, whose batches can be skipped by index?
+
+    A stateful loader (torchdata's) cannot: it starts its sampler more than once, and counts what it has drawn.
+    """
+    plain = isinstance(made, DataLoader) and not hasattr(made, "load_state_dict")
+    return plain and not isinstance(made.dataset, IterableDataset)
+
+
 @contextmanager
 def beginning_at(loaders: list[Any], skipped: int) -> Iterator[int]:
     """Inside, new iterators skip the first batches without loading them; yields how many the caller must still skip."""
@@ -115,6 +123,52 @@ def beginning_at(loaders: list[Any], skipped: int) -> Iterator[int]:
         yield 0
     finally:
         vars(only)["batch_sampler"] = sampler
+
+
+class SkippingSampler:
+    """A sampler that skips its first indices in each iteration."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler = sampler
+        self._count = count
+        self._last: _Left | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_sampler"], name)
+
+    def __len__(self) -> int:
+        return max(len(self._sampler) - self._count, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._last = _Left(self._sampler, self._count)
+        return self._last
+
+    def begin(self) -> None:
+        """Draw the skipped indices now."""
+        if self._last is not None:
+            self._last.begin()
+
+
+class _Left:
+    """Skips the first `count` items, lazily or when `begin()` is called."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler = sampler
+        self._count = count
+        self._indices: Iterator[Any] | None = None
+
+    def begin(self) -> Iterator[Any]:
+        if self._indices is None:
+            self._indices = iter(self._sampler)
+            for _ in range(self._count):
+                next(self._indices, None)
+        return self._indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.begin())
 
 
 # -- learning-rate schedules: a replay loads only weights and optimizers of a checkpoint --

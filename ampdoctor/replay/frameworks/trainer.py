@@ -19,7 +19,7 @@ import torch
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.resuming import Reached, Update, length_of, place_schedule
-from ampdoctor.replay.parts import arguments_of, format_of_weights
+from ampdoctor.replay.snapshot import arguments_of, format_of_weights
 
 # -- the Trainer's updates, in its order, from any of them on --
 

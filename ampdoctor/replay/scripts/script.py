@@ -19,7 +19,6 @@ from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.torch_internals import Backward, seen_backwards, unseen
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.adapters import adapter_of
-from ampdoctor.replay.parts import format_of_weights
 from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.files import COPY, Files
 from ampdoctor.replay.scripts.loop_hooks import Body, Turn, bound_by, entered, read_by
@@ -35,6 +34,7 @@ from ampdoctor.replay.scripts.trying import (
     steps,
     tried,
 )
+from ampdoctor.replay.snapshot import format_of_weights
 from ampdoctor.replay.training_run import TrainingRun
 
 # -- one step of a run: the body of the user's loop, once per item of the step --

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.hooks.torch_internals import Backward, seen_backwards
 from ampdoctor.replay.batches import ORDER_UNKNOWN, epochs_known_by, shuffles_by_the_process
-from ampdoctor.replay.parts import HALVES
 from ampdoctor.replay.reachable_state import cell_contents
 from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.loop_hooks import Body, Items, Turn, entered
 from ampdoctor.replay.scripts.loops import Anew, CreatedObjects, told_of_steps, told_of_training_calls
+from ampdoctor.replay.snapshot import HALVES
 
 ENOUGH = 8
 """Items of a loop worth replaying: as many as `bisect-nan` replays steps. A shorter loop is part of a step."""
