@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampdoctor.errors import FactoryError, ReplayError
+from ampdoctor.replay.snapshot import is_one_element
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,14 +72,24 @@ def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
         return torch.amp.GradScaler(device.type, enabled=False)
     if isinstance(made, Mapping):
         try:
-            return torch.amp.GradScaler(device.type, **made)
+            return _with_plain_numbers(torch.amp.GradScaler(device.type, **made))
         except (TypeError, ValueError, AssertionError) as error:  # GradScaler asserts the bounds of its factors
             raise FactoryError(f"TrainingRun(scaler=...): {error}") from None
     if callable(made) and not hasattr(made, "unscale_"):
         made = made()
     if not hasattr(made, "unscale_"):
         raise FactoryError(f"TrainingRun(scaler=...) gave {type(made).__name__}, not a GradScaler")
-    return made
+    return _with_plain_numbers(made)
+
+
+def _with_plain_numbers(scaler: Any) -> Any:
+    """Makes a number of an `init_scale` that is a tensor or a bool; raises FactoryError for an endless interval."""
+    scale, interval = getattr(scaler, "_init_scale", None), getattr(scaler, "_growth_interval", None)
+    if isinstance(scale, bool) or is_one_element(scale):
+        scaler._init_scale = float(scale)  # noqa: SLF001 - there is no public way
+    if isinstance(interval, float) and not math.isfinite(interval):
+        raise FactoryError(f"TrainingRun(scaler=...): growth_interval is {interval}, which no count of steps reaches")
+    return scaler
 
 
 def schedulers_of(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[Any, ...]:

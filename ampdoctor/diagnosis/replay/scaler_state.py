@@ -137,8 +137,9 @@ def run_scaler_findings(scaler: ScalerState) -> Iterator[Finding]:
         better = {name: FRESH_SCALER[name] for name in wrong if name in FRESH_SCALER}
         message = f"the run's loss scaler has settings that cannot work: {'; '.join(wrong.values())}"
         evidence = {**scaler_numbers(scaler), "wrong": list(wrong.values())}
-        cure = _with(better) if better else None
-        yield run_scaler_finding(SCALER_SETTINGS, "warning", message, evidence, prescription=cure)
+        yield run_scaler_finding(
+            SCALER_SETTINGS, "warning", message, evidence, prescription=_with(better) if better else None
+        )
 
 
 def _with(better: Mapping[str, float]) -> Prescription:

@@ -91,7 +91,7 @@ def test_what_the_constructor_refuses_is_one_sentence(capsys, check_report, comm
 
 
 @commands
-@pytest.mark.parametrize("name", ["fraction", "float", "no interval"])
+@pytest.mark.parametrize("name", ["fraction", "float"])
 def test_an_interval_that_torch_refuses_is_named_with_torchs_own_words(capsys, check_report, command, name):
     status, report = reported(capsys, check_report, command, name)
     assert (status, report["findings"][0]["code"]) == (1, "AMP407")
@@ -105,6 +105,12 @@ def test_what_is_no_number_is_one_sentence(capsys, check_report, name, setting):
     status, report = reported(capsys, check_report, "bisect-nan", name)
     assert status == 2
     assert report["errors"][0]["message"] == f"the run's scaler state holds something else than a number as {setting}"
+
+
+@commands
+def test_an_endless_interval_is_one_sentence(capsys, check_report, command):
+    status, report = reported(capsys, check_report, command, "no interval")
+    assert (status, "growth_interval is nan" in report["errors"][0]["message"]) == (2, True)
 
 
 def saved(tmp_path, **settings):
