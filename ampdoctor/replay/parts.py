@@ -84,7 +84,8 @@ def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
 
 def _with_plain_numbers(scaler: Any) -> Any:
     """Makes a number of an `init_scale` that is a tensor or a bool; raises FactoryError for an endless interval."""
-    scale, interval = getattr(scaler, "_init_scale", None), getattr(scaler, "_growth_interval", None)
+    scale: Any = getattr(scaler, "_init_scale", None)
+    interval = getattr(scaler, "_growth_interval", None)
     if isinstance(scale, bool) or is_one_element(scale):
         scaler._init_scale = float(scale)  # noqa: SLF001 - there is no public way
     if isinstance(interval, float) and not math.isfinite(interval):
