@@ -294,16 +294,6 @@ class HalfCounter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedSetting:
-    """An argument of a GradScaler that its constructor takes and its first use refuses."""
-
-    name: str  # "growth_interval"
-    given: str  # as Python writes it
-    used: float  # by the replay instead
-    raised: str  # torch's exception, type first
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedScaler:
     """The run's scaler before (`own`) and after (`now`) a checkpoint was loaded, and the checkpoint's (`file`).
 

@@ -13,9 +13,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad
 
-from ampdoctor.hooks.callbacks import on_gradient
+from ampdoctor.hooks.callbacks import Clip, hearing, on_gradient
 from ampdoctor.hooks.torch_internals import Backward, replaced, seen_backwards, unseen, version_of
 
 # -- gradients that an optimizer has already used: no value is read, and no device is waited for --
@@ -147,8 +146,6 @@ PLAIN = 1.0
 """Scale of a loss that no scaler scaled, and of gradients that were unscaled."""
 _SCALED = "ampdoctor.scaled"
 """The key, in a node's metadata, of the list that marks a scaler's `scale`."""
-_CLIP = "_clip_grads_with_norm_"
-"""`clip_grad_norm_` calls it, however a program has imported that (torch 2.6; without it no clipping is seen)."""
 
 
 class Backwards:
@@ -188,7 +185,6 @@ class Backwards:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Installs hooks, and removes them afterwards."""
-        clipping = getattr(clip_grad, _CLIP, None)
         hooks = ExitStack()
         hooked: dict[int, torch.Tensor] = {}
 
@@ -216,9 +212,7 @@ class Backwards:
             hook()
             hooks.enter_context(self.used.watching())
             hooks.enter_context(seen_backwards(seen))
-            if clipping is not None:
-                setattr(clip_grad, _CLIP, self._noting_clips(clipping))
-                hooks.callback(setattr, clip_grad, _CLIP, clipping)
+            hooks.enter_context(hearing(self._clipping))
             yield
 
     def watch_scaled(self, outputs: Any, scale: float) -> None:
@@ -286,16 +280,11 @@ class Backwards:
         with unseen():
             return float(before), most
 
-    def _noting_clips(self, clipping: Callable[..., None]) -> Callable[..., None]:
-        def clip(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> None:
-            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            self.used.clipped({id(p.grad) for p in parameters if p.grad is not None})
-            for parameter in parameters:
-                if self._parts.get(id(parameter), {PLAIN}) != {PLAIN}:
-                    self._clips[id(parameter)] = (total_norm, float(max_norm))
-            clipping(parameters, max_norm, total_norm, *args, **kwargs)
-
-        return clip
+    def _clipping(self, clip: Clip) -> None:
+        self.used.clipped(clip.gradients)
+        for parameter in self._watched_parameters():
+            if id(parameter.grad) in clip.gradients and self._parts.get(id(parameter), {PLAIN}) != {PLAIN}:
+                self._clips[id(parameter)] = clip.total, clip.max_norm
 
     def _held_by(self, optimizer: Any) -> Iterator[set[float]]:
         for parameter in _parameters_of(optimizer):

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -265,41 +265,37 @@ def _below(kind: type) -> Iterator[type]:
         yield from _below(below)
 
 
-# -- calls of GradScaler; unlike `scaler_events`, this reads no scale, which would wait for a GPU --
+# -- calls of GradScaler; no scale is read, which would wait for a GPU --
 
 _METHODS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict")
 
 
-class ScalerListener(Protocol):
-    """Receives the calls on enabled scalers."""
-
-    def scaler_called(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
-        """Makes the call by `run()`, and returns its result.
-
-        `method` is "scale", "unscale_", "step", "update", "get_scale" or "state_dict". `argument` is the first
-        argument: the losses, the optimizer, the new scale or None.
-        """
+ScalerCall = Callable[[Any, str, Any, Callable[[], Any]], Any]
+"""Gets the scaler, the method's name, its first argument (losses, optimizer, new scale or None) and the call itself;
+makes the call, and returns its result."""
 
 
 @contextmanager
-def told_of_scalers(listener: ScalerListener, *others: Any) -> Iterator[None]:
-    """Passes each call on an enabled `torch.amp.GradScaler`, or on a subclass, to the listener once.
+def on_scaler_call(
+    called: ScalerCall, *others: Any, methods: Iterable[str] = _METHODS, disabled: bool = False
+) -> Iterator[None]:
+    """Hands each call on a `torch.amp.GradScaler`, or on a subclass, to `called` once; on `disabled` ones if asked.
 
     `others` are scalers of other classes with the same methods; torch's own may be among them.
     """
     running: list[tuple[int, int, str]] = []
-    told: ScalerListener | None = listener
+    told: ScalerCall | None = called
 
     def wrapped(original: Callable[..., Any], method: str) -> Callable[..., Any]:
         def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             key = (threading.get_ident(), id(scaler), method)
-            hears = told
-            if hears is None or key in running or not _is_enabled(scaler):
+            now = told
+            if now is None or key in running or not (disabled or _is_enabled(scaler)):
                 return original(scaler, *args, **kwargs)
             argument = args[0] if args else next(iter(kwargs.values()), None)
             running.append(key)
             try:
-                return hears.scaler_called(scaler, method, argument, lambda: original(scaler, *args, **kwargs))
+                return now(scaler, method, argument, lambda: original(scaler, *args, **kwargs))
             finally:
                 running.remove(key)
 
@@ -307,16 +303,17 @@ def told_of_scalers(listener: ScalerListener, *others: Any) -> Iterator[None]:
         return call
 
     with ExitStack() as stack:
-        stack.enter_context(wrapped_in_each_class(_METHODS, wrapped))
+        stack.enter_context(wrapped_in_each_class(methods, wrapped))
         for scaler in others:
-            if not isinstance(scaler, torch.amp.GradScaler):
-                for method in filter(partial(hasattr, scaler), _METHODS):
-                    call = wrapped(_unbound(getattr(scaler, method)), method)
-                    try:
-                        stack.enter_context(replaced(scaler, method, MethodType(call, scaler)))
-                    except AttributeError:  # it has slots: wrap the method of its class
-                        original = getattr(type(scaler), method)
-                        stack.enter_context(replaced(type(scaler), method, wrapped(original, method)))
+            for method in filter(partial(hasattr, scaler), methods):
+                if isinstance(scaler, torch.amp.GradScaler) and method not in vars(scaler):
+                    continue
+                call = wrapped(_unbound(getattr(scaler, method)), method)
+                try:
+                    stack.enter_context(replaced(scaler, method, MethodType(call, scaler)))
+                except AttributeError:  # it has slots: wrap the method of its class
+                    original = getattr(type(scaler), method)
+                    stack.enter_context(replaced(type(scaler), method, wrapped(original, method)))
         try:
             yield
         finally:
@@ -358,8 +355,8 @@ Hears = Callable[[Clip], None]
 
 
 @contextmanager
-def hearing(hears: Hears) -> Iterator[bool]:
-    """Calls `hears` before each clipping, and restores torch's functions afterwards.
+def hearing(*hears: Hears) -> Iterator[bool]:
+    """Calls each of `hears` before each clipping, and restores torch's functions afterwards.
 
     Yields whether this torch makes clippings visible. Computes nothing, and does not wait for a device.
     """
@@ -385,17 +382,17 @@ def hearing(hears: Hears) -> Iterator[bool]:
 
 
 class _Ear:
-    def __init__(self, hears: Hears) -> None:
-        self.hears: Hears | None = hears
+    def __init__(self, hears: tuple[Hears, ...]) -> None:
+        self.hears = hears
         self._last: tuple[Any, float] | None = None  # the last computed norm, and its type
 
     def close(self) -> None:
-        self.hears = self._last = None
+        self.hears, self._last = (), None
 
     def norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
             found = original(tensors, norm_type, *args, **kwargs)
-            if self.hears is not None and not torch.compiler.is_compiling():
+            if self.hears and not torch.compiler.is_compiling():
                 self._last = found, float(norm_type)
             return found
 
@@ -403,7 +400,7 @@ class _Ear:
 
     def clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def clip_grads_with_norm(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.hears is None or torch.compiler.is_compiling():
+            if not self.hears or torch.compiler.is_compiling():
                 return original(parameters, max_norm, total_norm, *args, **kwargs)
             if not isinstance(parameters, torch.Tensor):
                 parameters = list(parameters)  # a generator runs only once
@@ -413,10 +410,11 @@ class _Ear:
         return clip_grads_with_norm
 
     def _tell(self, parameters: list[torch.Tensor], max_norm: Any, total: Any) -> None:
-        hears = self.hears
         norm_type = self._last[1] if self._last is not None and self._last[0] is total else None
         self._last = None
         gradients = frozenset(id(p.grad) for p in parameters if p.grad is not None)
         on_device = isinstance(max_norm, torch.Tensor) and max_norm.device.type != "cpu"
-        if hears is not None and gradients and isinstance(total, torch.Tensor) and not on_device:
-            hears(Clip(total=total, gradients=gradients, max_norm=float(max_norm), norm_type=norm_type))
+        if gradients and isinstance(total, torch.Tensor) and not on_device:
+            clip = Clip(total=total, gradients=gradients, max_norm=float(max_norm), norm_type=norm_type)
+            for hear in self.hears:
+                hear(clip)

@@ -1,13 +1,16 @@
-"""Protocols for traced runs and their probes, marked loops, and exceptions. No torch."""
+"""Protocols for traced runs and their probes, exceptions, marked loops, and calls after an import. No torch."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from ampdoctor.errors import EXIT_INTERRUPTED
 
@@ -157,6 +160,33 @@ def code_of(error: BaseException | None) -> int:
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error is not None)
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def harmless_while(
+    works: Callable[[Any], bool], failed: Callable[[Any, Exception], None]
+) -> Callable[[Method], Method]:
+    """Returns a decorator of methods that run inside a user's loop, and must raise nothing into it.
+
+    The method does nothing where `works` is false for its object; `failed` gets its error.
+    """
+
+    def decorated(method: Method) -> Method:
+        @functools.wraps(method)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not works(self):
+                return None
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - a watched training is never harmed
+                failed(self, error)
+                return None
+
+        return cast("Method", guarded)
+
+    return decorated
+
+
 # -- marked loops --
 
 _Told = Callable[[FrameType], None]
@@ -187,3 +217,90 @@ def told_of_marks(tell: _Told) -> Iterator[None]:
         yield
     finally:
         _listening.remove(tell)
+
+
+# -- calls right after an import of the program's own --
+
+
+@contextmanager
+def when_imported(
+    name: str, then: Callable[[], None], failed: Callable[[Exception], None] | None = None
+) -> Iterator[None]:
+    """Calls `then` once inside the block, as soon as the module `name` has been imported, or at once.
+
+    `then` runs in the importing thread, before its next line. An error in it goes to `failed`, if that is given.
+    """
+
+    def begin() -> None:
+        try:
+            then()
+        except Exception as error:
+            if failed is None:
+                raise
+            with suppress(Exception):  # a watch that cannot begin must not fail the script
+                failed(error)
+
+    if name in sys.modules:
+        begin()
+        yield
+        return
+    waiting = _Finder(name, begin)
+    sys.meta_path.insert(0, waiting)
+    try:
+        yield
+    finally:
+        waiting.leave()
+        waiting.over = True  # a module that was found inside may be executed later
+
+
+class _Finder:
+    """Finds nothing itself; wraps the module's own loader."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name = name
+        self._then = then
+        self._asking = False
+        self.over = False
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name != self._name or self._asking:
+            return None
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # has a loader's methods
+        return spec
+
+    def executed(self) -> None:
+        self.leave()
+        if not self.over:
+            self._then()
+
+    def leave(self) -> None:
+        with suppress(ValueError):
+            sys.meta_path.remove(self)
+
+
+class _Loader:
+    """The module's own loader, with a call after the module was executed; the module itself gets the original."""
+
+    def __init__(self, loader: Any, finder: _Finder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._finder.executed()

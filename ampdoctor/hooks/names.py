@@ -49,7 +49,7 @@ def wrapped_as(module: nn.Module) -> str | None:
 def clean_names(model: nn.Module) -> dict[str, str]:
     """Maps every name of `model.named_modules(remove_duplicate=False)` to the name as the user wrote it.
 
-    A wrapper and its module get the same clean name; `real_name` returns the module's.
+    A wrapper and its module get the same clean name.
     """
     names: dict[str, str] = {}
     skipped: set[str] = set()
@@ -60,14 +60,6 @@ def clean_names(model: nn.Module) -> dict[str, str]:
         if (held := wrapped_as(module)) is not None:
             skipped.add(f"{name}.{held}" if name else held)
     return names
-
-
-def real_name(model: nn.Module, clean: str) -> str:
-    """Returns the name in `model.named_modules()` of the innermost module with this clean name; raises KeyError."""
-    found = [name for name, cleaned in clean_names(model).items() if cleaned == clean]
-    if not found:
-        raise KeyError(clean)
-    return max(found, key=len)
 
 
 def clean_tensor_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:

@@ -15,8 +15,7 @@ import torch
 from ampdoctor.evidence.location import Source
 from ampdoctor.evidence.trace import StepEvent
 from ampdoctor.hooks.backwards import PLAIN, Backwards, inside_own_step
-from ampdoctor.hooks.callbacks import NumberReads, wrapped_in_each_class
-from ampdoctor.hooks.torch_internals import replaced
+from ampdoctor.hooks.callbacks import NumberReads, on_scaler_call
 
 # -- the running part of a step --
 
@@ -66,9 +65,6 @@ class CallContext:
                 self.leave(depth)
 
         return closure
-
-
-_SCALER_METHODS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +179,7 @@ class StepEvents:
                 before = partial(self.before_step, name=name)  # a wrapper may share the hooks of its optimizer
                 stack.callback(optimizer.register_step_pre_hook(before).remove)
                 stack.callback(optimizer.register_step_post_hook(self.after_step).remove)
-            stack.enter_context(wrapped_in_each_class(_SCALER_METHODS, self._of_class))
-            for method in _SCALER_METHODS:
-                for scaler in (self._scaler, *scalers):  # a subclass of torch's may override methods
-                    if hasattr(scaler, method):
-                        self._wrap_own(scaler, method, stack)
+            stack.enter_context(on_scaler_call(self._called, self._scaler, *scalers, disabled=True))
             yield
 
     def before_step(
@@ -236,38 +228,17 @@ class StepEvents:
             source=self.called_at(),
         )
 
-    def _wrap_own(self, scaler: Any, method: str, stack: ExitStack) -> None:
-        original = getattr(scaler, method)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return self._called(scaler, method, original, args, kwargs)
-
-        stack.enter_context(replaced(scaler, method, wrapped))
-
-    def _of_class(self, original: Callable[..., Any], method: str) -> Callable[..., Any]:
-        def wrapped(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._called(scaler, method, partial(original, scaler), args, kwargs)
-
-        return wrapped
-
-    def _called(
-        self, scaler: Any, method: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Records a scaler's method once, however many wrappers it has."""
-        if not self._watching:  # another wrapper around ours still calls it
-            return original(*args, **kwargs)
+    def _called(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
         if method == "get_scale":
             self._knows_scale |= not self._looking
-            return original(*args, **kwargs)
+            return run()
         if method == "state_dict":  # it calls `get_scale`: saving a checkpoint is no use of the scale in arithmetic
             looking, self._looking = self._looking, True
             try:
-                return original(*args, **kwargs)
+                return run()
             finally:
                 self._looking = looking
-        if (id(scaler), method) in self._running:
-            return original(*args, **kwargs)
-        optimizer = args[0] if args and method != "scale" else kwargs.get("optimizer")
+        optimizer = argument if method in ("unscale_", "step") else None
         self._listener.calls(scaler, optimizer)
         asking: AbstractContextManager[None] = nullcontext()
         made = len(self.events)
@@ -276,9 +247,9 @@ class StepEvents:
             event = self._record(scaler, method, optimizer)
             if method == "step":
                 asking = self._listener.asking(event, optimizer)
-        twice = method == "scale" and bool(args) and self.backwards.scaled_twice(args[0])
+        twice = method == "scale" and self.backwards.scaled_twice(argument)
         with asking:
-            result = self._call(scaler, method, optimizer, partial(original, *args, **kwargs))
+            result = self._call(scaler, method, optimizer, run)
         if used:
             self.backwards.used.unscaled(optimizer)
         if method == "step" and hasattr(optimizer, "param_groups"):

@@ -251,15 +251,6 @@ class MemoryReadings:
         return Memory(most_bytes=held, retries=counters.get("num_alloc_retries"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakenIn:
-    """The statistics of one step."""
-
-    counted: SampleCount  # on all ranks, from the beginning to this step
-    data_seconds: float | None  # waited for data since the optimizer's last step; None where that was not seen
-    memory: Memory
-
-
 class DataStats:
     """Collects the statistics of a loop's data."""
 
@@ -282,10 +273,13 @@ class DataStats:
         """As `Batches.called`."""
         return self._batches.called(model, args, kwargs, backwards=backwards)
 
-    def stepping(self, name: str, optimizer: torch.optim.Optimizer) -> TakenIn:
-        """Called once a step, before the optimizer steps or its scaler skips."""
-        return TakenIn(
-            counted=self._batches.stepping(name),
-            data_seconds=self._wait.since(name),
-            memory=self._memory.of(optimizer),
-        )
+    def stepping(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Called once a step, before the optimizer steps or its scaler skips; returns fields of its `StepLine`."""
+        counted, memory = self._batches.stepping(name), self._memory.of(optimizer)
+        return {
+            "samples": counted.samples,
+            "tokens": counted.tokens,
+            "data_seconds": self._wait.since(name),
+            "memory_bytes": memory.most_bytes,
+            "memory_retries": memory.retries,
+        }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import weakref
@@ -10,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import monotonic  # bound here, because a script may patch it
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
 from ampdoctor.hooks.backwards import inside_own_step
-from ampdoctor.hooks.callbacks import OptimizerHooks, told_of_scalers
+from ampdoctor.hooks.callbacks import OptimizerHooks, on_scaler_call
+from ampdoctor.hooks.interfaces import harmless_while
 from ampdoctor.hooks.process_state import RandomState, refused
 from ampdoctor.hooks.program import Program
 from ampdoctor.hooks.scaler_events import raised_by_scaler
@@ -24,36 +24,8 @@ from ampdoctor.live.recording.programs import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.probes.user_code import own_line, user_frames
 
-# -- code that runs inside the user's loop, and must raise nothing into it --
-
-
-class MayFail(Protocol):
-    """A watcher. `broken` is true once it has failed: it does nothing from then on."""
-
-    broken: bool
-
-    def failed(self, error: Exception) -> None:
-        """Handles its own failure, and sets `broken`."""
-
-
-P = ParamSpec("P")
-W = TypeVar("W", bound=MayFail)
-
-
-def harmless(method: Callable[Concatenate[W, P], Any]) -> Callable[Concatenate[W, P], Any]:
-    """Catches what the method raises and reports it once through `failed`; a broken watcher's method does nothing."""
-
-    @functools.wraps(method)
-    def guarded(self: W, *args: P.args, **kwargs: P.kwargs) -> Any:
-        if self.broken:
-            return None
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
-            self.failed(error)
-            return None
-
-    return guarded  # type: ignore[return-value]  # a method remains a method
+harmless = harmless_while(lambda watcher: not watcher.broken, lambda watcher, error: watcher.failed(error))
+"""For methods of a watcher: `failed` handles its first error and sets `broken`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +163,7 @@ class LoopWatch:
         """Installs the hooks, and removes them on any exit; the known `scalers` need not be torch's."""
         with ExitStack() as stack:
             stack.enter_context(self.recorder.watching())
-            stack.enter_context(told_of_scalers(self, *scalers))
+            stack.enter_context(on_scaler_call(self.scaler_called, *scalers))
             hooks = OptimizerHooks(self._before_step, self._after_step)
             stack.callback(hooks.remove)
             hooks.hang()
@@ -251,7 +223,7 @@ class LoopWatch:
     # -- scalers -----------------------------------------------------------------------------------------------------
 
     def scaler_called(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
-        """As in `ScalerListener`."""
+        """As in `ScalerCall`."""
         if self._is_not_ours():
             return run()
         self.recorder.stays()
@@ -491,7 +463,7 @@ class LoopWatch:
         return None
 
     def failed(self, error: Exception) -> None:
-        """As in `MayFail`."""
+        """Handles its own failure: it does nothing from now on."""
         self.broken = True
         self._over()
         self._listener.failed(error)

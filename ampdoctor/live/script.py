@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
-import importlib.util
 import os
 import pkgutil
 import runpy
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Literal
@@ -200,86 +197,3 @@ def _search_first(folder: str, *, always: bool = False) -> None:
         del sys.path[0]
     if always or not sys.flags.safe_path:
         sys.path.insert(0, folder)
-
-
-# -- waiting for the script's own import, because it may set environment variables before --
-
-
-@contextmanager
-def when_imported(name: str, then: Callable[[], None], failed: Callable[[Exception], None]) -> Iterator[None]:
-    """Calls `then` once inside the block, as soon as the top-level module `name` has been imported, or at once.
-
-    `then` runs in the importing thread, before its next line. An error in it goes to `failed`, not to the script.
-    """
-
-    def begin() -> None:
-        try:
-            then()
-        except Exception as error:  # noqa: BLE001 - a watch that cannot begin must not fail the script
-            with suppress(Exception):
-                failed(error)
-
-    if name in sys.modules:
-        begin()
-        yield
-        return
-    waiting = _Finder(name, begin)
-    sys.meta_path.insert(0, waiting)
-    try:
-        yield
-    finally:
-        waiting.leave()
-        waiting.over = True  # a module that was found inside may be executed later
-
-
-class _Finder:
-    """Finds nothing itself; wraps the module's own loader."""
-
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name = name
-        self._then = then
-        self._asking = False
-        self.over = False
-
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        if name != self._name or self._asking:
-            return None
-        self._asking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._asking = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # has a loader's methods
-        return spec
-
-    def executed(self) -> None:
-        self.leave()
-        if not self.over:
-            self._then()
-
-    def leave(self) -> None:
-        with suppress(ValueError):
-            sys.meta_path.remove(self)
-
-
-class _Loader:
-    """The module's own loader, with a call after the module was executed; the module itself gets the original."""
-
-    def __init__(self, loader: Any, finder: _Finder) -> None:
-        self._loader = loader
-        self._finder = finder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._finder.executed()

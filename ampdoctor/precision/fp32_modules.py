@@ -14,7 +14,7 @@ from ampdoctor.precision.casting import REDUCED, TemporaryCast, cast_up, map_ten
 from ampdoctor.precision.kernels import let_compile_see_hooks, outside_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -247,20 +247,17 @@ def resolve_islands(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Modu
     return chosen
 
 
-def widen_islands(
-    model: nn.Module, chosen: dict[str, nn.Module], halves: Callable[[nn.Module], list[Tensor]] = half_tensors
-) -> dict[str, str]:
+def widen_islands(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
     """Modules outside the islands that own a half tensor that an island owns too: name -> the island's name.
 
     A tied weight that becomes fp32 is fp32 for all its owners, and an owner left outside would mix it with half inputs.
-    `halves` gives the tensors of a module that count, where other changes have made some fp32 already.
     """
     owner: dict[int, str] = {}
     inside: set[int] = set()
 
     def take(island: str, module: nn.Module) -> None:
         inside.update(id(sub) for sub in module.modules())
-        owner.update({id(tensor): island for tensor in halves(module)})
+        owner.update({id(tensor): island for tensor in half_tensors(module)})
 
     for name, module in chosen.items():
         take(name, module)

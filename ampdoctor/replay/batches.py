@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.hooks.nested import bytes_of, copy_batch
+from ampdoctor.replay.frameworks.resuming import SkippingSampler, samples_indices
 from ampdoctor.replay.training_run import START, takes_start
 
 if TYPE_CHECKING:
@@ -19,15 +20,6 @@ if TYPE_CHECKING:
 
 
 # -- skipping batches of a DataLoader by their indices, without loading --
-
-
-def samples_indices(made: Any) -> bool:
-    """Is it a DataLoader with a sampler, whose batches can be skipped by index?
-
-    A stateful loader (torchdata's) cannot: it starts its sampler more than once, and counts what it has drawn.
-    """
-    plain = isinstance(made, DataLoader) and not hasattr(made, "load_state_dict")
-    return plain and not isinstance(made.dataset, IterableDataset)
 
 
 def length_of(made: Any) -> int | None:
@@ -65,58 +57,13 @@ class Skipping:
 
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._indices = _Behind(getattr(loader, name), count)
+        self._indices = SkippingSampler(getattr(loader, name), count)
         self.loader = copy.copy(loader)
         vars(self.loader)[name] = self._indices  # a DataLoader refuses the assignment
 
     def begin(self) -> None:
         """Draw the skipped indices now, after the loader has started to iterate: a seed is drawn with them."""
         self._indices.begin()
-
-
-class _Behind:
-    """A sampler that skips its first indices in each iteration."""
-
-    def __init__(self, sampler: Any, count: int) -> None:
-        self._sampler = sampler
-        self._count = count
-        self._last: _Left | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_sampler"], name)
-
-    def __len__(self) -> int:
-        return max(len(self._sampler) - self._count, 0)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._last = _Left(self._sampler, self._count)
-        return self._last
-
-    def begin(self) -> None:
-        if self._last is not None:
-            self._last.begin()
-
-
-class _Left:
-    """Skips the first `count` items, lazily or when `begin()` is called."""
-
-    def __init__(self, sampler: Any, count: int) -> None:
-        self._sampler = sampler
-        self._count = count
-        self._indices: Iterator[Any] | None = None
-
-    def begin(self) -> Iterator[Any]:
-        if self._indices is None:
-            self._indices = iter(self._sampler)
-            for _ in range(self._count):
-                next(self._indices, None)
-        return self._indices
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.begin())
 
 
 # -- drawing from a position in the data, over as many epochs as needed --

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,38 +19,18 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.run_facts import ResumedScaler
 from ampdoctor.replay.fit_optimizers import plan_optimizers
 from ampdoctor.replay.fit_weights import plan_weights
-from ampdoctor.replay.snapshot import ScalerSnapshot
+from ampdoctor.replay.snapshot import ScalerSnapshot, is_one_element
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ampdoctor.checkpoints.resume_state import RandomNumbers
+    from ampdoctor.checkpoints.resume_state import LoadedCheckpoint, RandomNumbers
     from ampdoctor.evidence.checkpoint_stats import ScalerState
     from ampdoctor.replay.training_run import TrainingRun
 
 
 _SETTINGS = {"growth_factor", "backoff_factor", "growth_interval"}
-
-
-class CheckpointState(Protocol):
-    """The parts of a checkpoint that a resume needs; a Protocol, so that plain dicts can be used too."""
-
-    @property
-    def model(self) -> Mapping[str, torch.Tensor] | None:
-        """The model's state dict, with the stored names."""
-
-    @property
-    def optimizers(self) -> Mapping[str, dict[str, Any]]:
-        """Optimizer state dicts by name or path."""
-
-    @property
-    def scaler(self) -> Mapping[str, Any] | None:
-        """The GradScaler's state dict."""
-
-    @property
-    def global_step(self) -> int | None:
-        """The training step at which the checkpoint was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +81,7 @@ def resume(
     run: TrainingRun,
     optimizers: Mapping[str, Optimizer],
     scaler: torch.amp.GradScaler | None,
-    state: CheckpointState,
+    state: LoadedCheckpoint,
     *,
     allow_partial: bool = False,
     fresh_scaler: bool = False,
@@ -168,7 +148,7 @@ def resume(
     )
 
 
-def _file_scaler(state: CheckpointState, *, fresh: bool) -> tuple[ScalerState | None, tuple[str, ...]]:
+def _file_scaler(state: LoadedCheckpoint, *, fresh: bool) -> tuple[ScalerState | None, tuple[str, ...]]:
     """Returns the file's scaler, and notes if it is unreadable but not needed."""
     try:
         return read_scaler_state(state.scaler), ()
@@ -184,7 +164,7 @@ def _not_loaded(saved: ScalerState, run: TrainingRun, own: ScalerState | None) -
     return f"the checkpoint's loss scale of {saved.scale:g} is not loaded (--fresh-scaler){starts}"
 
 
-def _no_weights(state: CheckpointState) -> str:
+def _no_weights(state: LoadedCheckpoint) -> str:
     parts = (("optimizer state", state.optimizers), ("a loss scaler", state.scaler))
     held = " and ".join(name for name, part in parts if part)
     found = f"only {held}" if held else "nothing that is recognised"
@@ -195,7 +175,7 @@ def _no_weights(state: CheckpointState) -> str:
 
 
 def _run_hook(
-    run: TrainingRun, optimizers: Mapping[str, Optimizer], scaler: torch.amp.GradScaler | None, state: CheckpointState
+    run: TrainingRun, optimizers: Mapping[str, Optimizer], scaler: torch.amp.GradScaler | None, state: LoadedCheckpoint
 ) -> None:
     assert run.load is not None  # noqa: S101 for the type checker: the caller has looked
     given = run.optimizer, run.scaler
@@ -213,7 +193,7 @@ def _report(
     loaded: tuple[str, ...],
     scaler: torch.amp.GradScaler | None,
     file_scaler: ScalerState | None,
-    state: CheckpointState,
+    state: LoadedCheckpoint,
     *,
     own_scaler: ScalerState | None,
     fresh: bool = False,
@@ -242,7 +222,7 @@ def _beside(
     file: ScalerState | None,
     now: ScalerState | None,
     run: TrainingRun,
-    state: CheckpointState,
+    state: LoadedCheckpoint,
 ) -> ResumedScaler | None:
     """Returns the three scalers; None if one is absent or the file's lacks settings (Apex's has only the scale)."""
     if own is None or file is None or now is None or not (state.scaler or {}).keys() >= _SETTINGS:
@@ -268,20 +248,17 @@ def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -
     """
     if not state:
         return None
-    plain = {name: value.item() if _is_number(value) else value for name, value in state.items()}
+    plain = {name: value.item() if is_one_element(value) else value for name, value in state.items()}
     try:
         read = scaler_state(plain, key, "")
     except KeyError as error:
         raise CheckpointError(f"the checkpoint's scaler state has no {error.args[0]}") from error
     if read is None:
         raise CheckpointError(
-            f"the checkpoint's scaler state holds something else than a number as {not_numbers(plain)}"
+            f"the {'run' if key == 'run' else 'checkpoint'}'s scaler state holds something else than a number as "
+            f"{not_numbers(plain)}"
         )
     return read
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def _torch_state(state: ScalerState, saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> dict[str, Any]:

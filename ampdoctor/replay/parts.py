@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampdoctor.errors import FactoryError, ReplayError
-from ampdoctor.evidence.run_facts import RefusedSetting
+from ampdoctor.replay.snapshot import is_one_element
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,14 +72,25 @@ def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
         return torch.amp.GradScaler(device.type, enabled=False)
     if isinstance(made, Mapping):
         try:
-            return torch.amp.GradScaler(device.type, **made)
+            return _with_plain_numbers(torch.amp.GradScaler(device.type, **made))
         except (TypeError, ValueError, AssertionError) as error:  # GradScaler asserts the bounds of its factors
             raise FactoryError(f"TrainingRun(scaler=...): {error}") from None
     if callable(made) and not hasattr(made, "unscale_"):
         made = made()
     if not hasattr(made, "unscale_"):
         raise FactoryError(f"TrainingRun(scaler=...) gave {type(made).__name__}, not a GradScaler")
-    return made
+    return _with_plain_numbers(made)
+
+
+def _with_plain_numbers(scaler: Any) -> Any:
+    """Makes a number of an `init_scale` that is a tensor or a bool; raises FactoryError for an endless interval."""
+    scale: Any = getattr(scaler, "_init_scale", None)
+    interval = getattr(scaler, "_growth_interval", None)
+    if isinstance(scale, bool) or is_one_element(scale):
+        scaler._init_scale = float(scale)  # noqa: SLF001 - there is no public way
+    if isinstance(interval, float) and not math.isfinite(interval):
+        raise FactoryError(f"TrainingRun(scaler=...): growth_interval is {interval}, which no count of steps reaches")
+    return scaler
 
 
 def schedulers_of(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[Any, ...]:
@@ -129,74 +140,3 @@ def choose_device(name: str) -> torch.device:
                 f"--device {name}: this machine has {count} CUDA devices; --device cpu emulates CUDA's casts"
             )
     return device
-
-
-# -- settings of a GradScaler that its constructor accepts and its first use refuses --
-#
-# A float interval, for example, raises in the first `update()`; the replay could then report nothing else.
-
-_FACTORS = {"growth_factor": 2.0, "backoff_factor": 0.5}
-_INTERVAL = 2000
-_SCALE = 65536.0
-"""GradScaler's own defaults."""
-
-
-def make_usable(scaler: Any) -> tuple[RefusedSetting, ...]:
-    """Replace, in place, settings that torch refuses; other settings become plain numbers of the same value.
-
-    A whole number given as a float becomes an int; any other refused setting becomes GradScaler's default. A disabled
-    scaler, or one that is not torch's, is not changed.
-    """
-    if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
-        return ()
-    refused = []
-    for name, accepts in _ACCEPTS.items():
-        attribute = f"_{name}"
-        given = getattr(scaler, attribute)
-        if name == "init_scale" and scaler._scale is not None:  # noqa: SLF001 its tensor exists: it was accepted
-            continue
-        try:
-            accepts(given)
-            setattr(scaler, attribute, _plain(given, name))
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            used = _instead(given, name)
-            setattr(scaler, attribute, used)
-            first = str(error).strip().partition("\n")[0]
-            raised = f"{type(error).__name__}: {first}"
-            refused.append(RefusedSetting(name=name, given=_shown(given), used=used, raised=raised))
-    return tuple(refused)
-
-
-def _takes_scale(value: Any) -> None:
-    torch.full((), value, dtype=torch.float32)  # as GradScaler makes its scale
-
-
-def _takes(name: str) -> Callable[[Any], None]:
-    def update(value: Any) -> None:
-        settings: Mapping[str, Any] = {**_FACTORS, "growth_interval": _INTERVAL, name: value}
-        scale, overflows = torch.ones((), dtype=torch.float32), torch.zeros((), dtype=torch.float32)
-        clean_steps = torch.zeros((), dtype=torch.int32)
-        torch._amp_update_scale_(scale, clean_steps, overflows, *settings.values())  # what GradScaler.update calls
-
-    return update
-
-
-_ACCEPTS: Mapping[str, Callable[[Any], None]] = {
-    "init_scale": _takes_scale,
-    **{name: _takes(name) for name in (*_FACTORS, "growth_interval")},
-}
-
-
-def _plain(value: Any, name: str) -> float:
-    return int(value) if name == "growth_interval" else float(value)
-
-
-def _instead(value: Any, name: str) -> float:
-    if name == "growth_interval":
-        whole = isinstance(value, int | float) and math.isfinite(value) and value == int(value) and abs(value) < 2**31
-        return int(value) if whole and not isinstance(value, bool) else _INTERVAL
-    return _SCALE if name == "init_scale" else _FACTORS[name]
-
-
-def _shown(value: Any) -> str:
-    return repr(value)[:80]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -42,6 +41,7 @@ from ampdoctor.hooks.program import (
     results,
     updates_made,
 )
+from ampdoctor.replay.snapshot import HALVES, format_of_weights
 from ampdoctor.replay.training_run import TrainingRun
 
 if TYPE_CHECKING:
@@ -199,8 +199,6 @@ def _in_mode(mode: Mode, device: str) -> Iterator[None]:
 
 # -- the recorded step as a TrainingRun --
 
-_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-
 
 def run_of(program: Program) -> TrainingRun:
     """Returns a `TrainingRun` with the program as its only step.
@@ -257,14 +255,10 @@ def _at(line: Line) -> str:
 def format_of(program: Program) -> tuple[str, bool]:
     """Returns the step's format ("fp16", "bf16", "fp32"), and whether it comes from autocast."""
     casts = [mode.autocast[1] for one in program.instructions if (mode := mode_of(one)) and mode.autocast is not None]
-    halves = [_FORMATS[dtype] for dtype in casts if dtype in _FORMATS]
+    halves = [HALVES[dtype] for dtype in casts if dtype in HALVES]
     if halves:
         return ("fp16" if "fp16" in halves else "bf16"), True
-    numbers: Counter[torch.dtype] = Counter()
-    for parameter in program.model.parameters():
-        numbers[parameter.dtype] += parameter.numel()
-    most = max(numbers, key=lambda dtype: numbers[dtype], default=torch.float32)
-    return _FORMATS.get(most, "fp32"), False
+    return format_of_weights(program.model), False
 
 
 # -- from a checkpoint to a recorded step: the recorded updates between them are run again --

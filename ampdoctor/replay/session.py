@@ -17,6 +17,7 @@ from torch import nn
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.trace import StepOutcome
+from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.hooks.names import clean_names, clean_tensor_name, names_of_parameters
 from ampdoctor.hooks.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.hooks.process_state import RandomState, no_anomaly_mode, no_fast_path
@@ -529,26 +530,16 @@ class Session:
         with ExitStack() as stack:
             stack.callback(lambda: [vars(other).update(before) for other, before in kept.values()])
             if not self._adopting:  # a scaler made inside adopts the outermost settings first: the innermost win
-                stack.enter_context(self._told_of_scaling())
+                stack.enter_context(on_scaler_call(self._adopt, disabled=True, methods=("scale",)))
             self._adopting.append(adopt)
             stack.callback(self._adopting.pop)
             adopt(self.scaler)
             yield
 
-    @contextmanager
-    def _told_of_scaling(self) -> Iterator[None]:
-        original = torch.amp.GradScaler.scale
-
-        def scale(other: Any, outputs: Any) -> Any:
-            for adopt in self._adopting:
-                adopt(other)
-            return original(other, outputs)
-
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            torch.amp.GradScaler.scale = original  # type: ignore[method-assign]
+    def _adopt(self, scaler: Any, _method: str, _argument: Any, run: Callable[[], Any]) -> Any:
+        for adopt in self._adopting:
+            adopt(scaler)
+        return run()
 
 
 def _counted_by_steps() -> Iterator[int]:

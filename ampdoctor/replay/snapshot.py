@@ -10,6 +10,7 @@ import copy
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +72,35 @@ class ScalerSnapshot:
             scaler._per_optimizer_states = self.states
             self.states.clear()
             self.states.update(clone(self.stages))
+
+
+def arguments_of(scaler: Any) -> Any:
+    """Returns the arguments of a GradScaler; the scaler itself if it is another kind, or a state was loaded into it."""
+    if type(scaler) is not torch.amp.GradScaler or scaler._scale is not None:
+        return scaler
+    return {
+        "init_scale": scaler.get_scale(),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "enabled": scaler.is_enabled(),
+    }
+
+
+HALVES: Mapping[torch.dtype, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def format_of_weights(model: nn.Module) -> str:
+    """Returns the format of most of a model's weights: "fp32", "fp16" or "bf16"."""
+    elements = Counter({"fp32": 0})
+    for parameter in model.parameters():
+        elements[HALVES.get(parameter.dtype, "fp32")] += parameter.numel()
+    return elements.most_common(1)[0][0]
+
+
+def is_one_element(value: object) -> bool:
+    """Is it a tensor with a single element?"""
+    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 class OtherScalers(ScalerCallbacks):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -20,16 +19,6 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 _MOUNTS = Path("/proc/self/mounts")
 
 
-class Values(Protocol):
-    """The elements of a tensor at one moment."""
-
-    def put_into(self, memory: torch.Tensor) -> None:
-        """Write them into a tensor of the same dtype and shape."""
-
-    def are_in(self, memory: torch.Tensor) -> bool:
-        """True if the tensor is bit-identical. May return False when comparing would be expensive."""
-
-
 @dataclass(frozen=True, slots=True)
 class InMemory:
     """Values in memory."""
@@ -37,11 +26,11 @@ class InMemory:
     values: torch.Tensor
 
     def put_into(self, memory: torch.Tensor) -> None:
-        """See `Values`."""
+        """Write them into a tensor of the same dtype and shape."""
         memory.copy_(self.values)
 
     def are_in(self, memory: torch.Tensor) -> bool:
-        """See `Values`."""
+        """True if the tensor is bit-identical. May return False when comparing would be expensive."""
         if (memory.dtype, memory.shape) != (self.values.dtype, self.values.shape):
             return False
         if memory.stride() != self.values.stride():
@@ -92,7 +81,7 @@ class OnDisk:
     shape: torch.Size
 
     def put_into(self, memory: torch.Tensor) -> None:
-        """See `Values`."""
+        """As for `InMemory`."""
         if memory.device.type == "cpu" and memory.is_contiguous():
             self.file.read(self.at, memory)
         else:
@@ -101,7 +90,7 @@ class OnDisk:
             memory.copy_(values)
 
     def are_in(self, memory: torch.Tensor) -> bool:
-        """See `Values`."""
+        """As for `InMemory`."""
         if memory.dtype != self.dtype or memory.shape != self.shape or not memory.is_contiguous():
             return False
         theirs = _bytes(memory)
@@ -113,6 +102,10 @@ class OnDisk:
             if not torch.equal(_of_words(mine), _of_words(piece)):
                 return False
         return True
+
+
+Values = InMemory | OnDisk
+"""The elements of a tensor at one moment."""
 
 
 @dataclass(slots=True)

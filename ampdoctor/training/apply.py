@@ -6,13 +6,14 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
@@ -24,24 +25,15 @@ from ampdoctor.precision import (
     CastInputs,
     Fp32Module,
     half_dtype,
+    half_tensors,
     island_of,
     island_on,
     let_compile_see_hooks,
     resolve_islands,
     widen_islands,
 )
-from ampdoctor.training.apply_request import dtype_of, wanted_of, yours
-from ampdoctor.training.dtypes import (
-    ISLAND,
-    WHOLE_MODEL,
-    Training,
-    half_by_nature,
-    hold_dtype,
-    holds,
-    put,
-    refuse_unseen,
-    to_change,
-)
+from ampdoctor.training.apply_request import ApplyRequest, dtype_of, wanted_of, yours
+from ampdoctor.training.dtypes import Training, hold_dtype, put, refuse_unseen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,61 +96,43 @@ def _fp32_modules(value: Any, training: Training) -> Change:
     chosen = modules_named(model, value)
     everything = {
         **chosen,
-        **{name: model.get_submodule(name) for name in widen_islands(model, chosen, half_by_nature)},
+        **{name: model.get_submodule(name) for name in widen_islands(model, chosen)},
     }
     for name, module in everything.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(f"{name} is a scripted module, whose precision cannot be changed from outside")
-    halves = [tensor for module in everything.values() for tensor in half_by_nature(module)]
-    refuse_unseen(halves, torch.float32, training, ISLAND)
+    halves = [tensor for module in everything.values() for tensor in half_tensors(module)]
+    refuse_unseen(halves, torch.float32, training)
     return partial(_make_islands, list(everything.values()), halves, training)
 
 
 def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Training, undo: ExitStack) -> None:
     let_compile_see_hooks()
+    inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
     for module in modules:
         below = (inner for inner in module.modules() if inner is not module)
-        _hold_base(below, None, undo, rank=ISLAND)  # the code around them is fp32 now: their outputs stay fp32
-        put(undo, module, "island", True, read=partial(island_on, module), write=partial(_set_island, module))
-    hold_dtype(halves, torch.float32, training.model, training.optimizers, undo=undo, rank=ISLAND)
+        _set_bases(below, None, undo)  # the code around these islands is fp32 now: their outputs stay fp32
+        if not island_on(module):
+            Fp32Module(None if id(module) in inside else half_dtype(module)).attach(module)
+            undo.callback(_unhook, module, Fp32Module)
+    hold_dtype(halves, torch.float32, training.model, training.optimizers, undo=undo)
 
 
-def _set_island(module: nn.Module, on: bool) -> None:  # noqa: FBT001 - a value to write
-    if not on:
-        _unhook(module, lambda hook: isinstance(getattr(hook, "__self__", None), Fp32Module))
-    elif not island_on(module):
-        Fp32Module(_base(module)).attach(module)
-
-
-def _hold_base(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: ExitStack, *, rank: int) -> None:
-    """Sets the output dtype of the islands among the modules, and of modules that may become islands."""
+def _set_bases(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: ExitStack) -> None:
+    """Sets the output dtype of the islands among the modules, but for those inside other islands."""
     for module in modules:
-        if _base(module) is not None or holds(module, "base"):
-            read, write = partial(_base, module), partial(_set_base, module)
-            put(undo, module, "base", dtype, read=read, write=write, rank=rank)
+        island = island_of(module)
+        if island is not None and island.dtype is not None:
+            put(undo, dtype, read=partial(getattr, island, "dtype"), write=partial(setattr, island, "dtype"))
 
 
-def _base(module: nn.Module) -> torch.dtype | None:
-    """Returns the half dtype around a module; None where it is not half. Call it before tensors are cast."""
-    island, held = island_of(module), holds(module, "base")
-    if island is not None:
-        return island.dtype
-    return held[-1].value if held else half_dtype(module)
-
-
-def _set_base(module: nn.Module, dtype: torch.dtype | None) -> None:
-    island = island_of(module)
-    if island is not None:
-        island.dtype = dtype
-
-
-def _unhook(module: nn.Module, ours: Callable[[Any], bool]) -> None:
-    """Removes the hooks for which `ours` is true. A copied model has copies of the hooks, but no handles."""
+def _unhook(module: nn.Module, kind: type) -> None:
+    """Removes hooks of this kind, or of its methods. A copied model has copies of the hooks, but no handles."""
     before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)  # noqa: SLF001 - see island_on
     after = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)  # noqa: SLF001
     kinds: tuple[tuple[dict[int, Any], ...], ...] = (before, after)
     for hooks, *notes in kinds:
-        for key in [key for key, hook in hooks.items() if ours(hook)]:
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", hook), kind)]:
             for those in (hooks, *notes):
                 those.pop(key, None)
 
@@ -175,22 +149,23 @@ def _dtype(value: Any, training: Training) -> Change:
         on_cuda = any(tensor.device.type == "cuda" for tensor in model.parameters())
         if on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise UsageError("this GPU has no bfloat16 (that begins with compute capability 8.0): nothing was changed")
-    others = to_change(half_by_nature(model), dtype)
-    refuse_unseen(others, dtype, training, WHOLE_MODEL)
+        if _input_cast(model) is torch.float32:
+            raise UsageError("an earlier change has made the whole model float32: remove() that one first")
+    others = [tensor for tensor in half_tensors(model) if tensor.dtype is not dtype]
+    refuse_unseen(others, dtype, training)
     return partial(_make_dtype, dtype, others, training)
 
 
 def _make_dtype(dtype: torch.dtype, tensors: list[Tensor], training: Training, undo: ExitStack) -> None:
     model, scaler = training.model, training.scaler
+    _set_bases(model.modules(), dtype if dtype in REDUCED else None, undo)  # they give the model's own dtype
     if tensors:
-        base = dtype if dtype in REDUCED else None  # islands give their outputs the dtype that the model computes in
-        _hold_base(model.modules(), base, undo, rank=WHOLE_MODEL)
-        put(undo, model, "inputs", dtype, read=partial(_input_cast, model), write=partial(_set_input_cast, model))
-    hold_dtype(tensors, dtype, model, training.optimizers, undo=undo, rank=WHOLE_MODEL)
+        put(undo, dtype, read=partial(_input_cast, model), write=partial(_set_input_cast, model))
+    hold_dtype(tensors, dtype, model, training.optimizers, undo=undo)
     undo.callback(AutocastOverride(None if dtype is torch.float32 else dtype).remove)
     if scaler is not None:  # torch offers no public switch after the scaler is built
         read, write = partial(getattr, scaler, "_enabled"), partial(setattr, scaler, "_enabled")
-        put(undo, scaler, "enabled", False, read=read, write=write)
+        put(undo, False, read=read, write=write)
 
 
 def _input_cast(model: nn.Module) -> torch.dtype | None:
@@ -199,7 +174,7 @@ def _input_cast(model: nn.Module) -> torch.dtype | None:
 
 
 def _set_input_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    _unhook(model, lambda hook: isinstance(hook, CastInputs))
+    _unhook(model, CastInputs)
     if dtype is not None:
         CastInputs(dtype).attach(model)
 
@@ -239,27 +214,15 @@ def _set_scaler(scaler: torch.amp.GradScaler, settings: Mapping[str, Any], undo:
     names = {"init_scale": "scale"}
     wanted = {names.get(name, name): number for name, number in settings.items()}
     for key, number in {**wanted, "_growth_tracker": 0}.items():
-        put(undo, scaler, key, number, read=partial(_setting, scaler, key), write=partial(_set, scaler, key))
+        put(undo, number, read=partial(_setting, scaler, key), write=partial(_set, scaler, key))
 
 
 def _setting(scaler: torch.amp.GradScaler, key: str) -> Any:
-    with _enabled(scaler):
-        return scaler.state_dict()[key]
+    return scaler.state_dict()[key]
 
 
 def _set(scaler: torch.amp.GradScaler, key: str, number: Any) -> None:
-    with _enabled(scaler):
-        scaler.load_state_dict({**scaler.state_dict(), key: number})
-
-
-@contextmanager
-def _enabled(scaler: torch.amp.GradScaler) -> Iterator[None]:
-    """Enables the scaler inside: while it is off (by another change), its settings cannot be read or written."""
-    was, scaler._enabled = scaler._enabled, True  # noqa: SLF001 - there is no public switch
-    try:
-        yield
-    finally:
-        scaler._enabled = was  # noqa: SLF001
+    scaler.load_state_dict({**scaler.state_dict(), key: number})
 
 
 def _optimizer(value: Any, training: Training) -> Change:
@@ -291,21 +254,22 @@ def _optimizer(value: Any, training: Training) -> Change:
 
 
 def _set_all(places: list[tuple[Optimizer, int | None, str, Any]], undo: ExitStack) -> None:
+    settings: dict[int, list[tuple[int | None, str, Any]]] = {}
     for optimizer, group, name, number in places:
         place = optimizer, group, name
-        put(undo, optimizer, (group, name), number, read=partial(_option, *place), write=partial(_set_option, *place))
-    hold = partial(_hold_options, [(group, name) for _, group, name, _ in places])
+        put(undo, number, read=partial(_option, *place), write=partial(_set_option, *place))
+        settings.setdefault(id(optimizer), []).append((group, name, number))
     for optimizer in {id(place[0]): place[0] for place in places}.values():
         if isinstance(optimizer, Optimizer):  # others only look like one
-            undo.callback(optimizer.register_load_state_dict_post_hook(hold).remove)
+            hook = partial(_set_again, settings[id(optimizer)])
+            undo.callback(optimizer.register_load_state_dict_post_hook(hook).remove)
 
 
-def _hold_options(keys: list[tuple[int | None, str]], optimizer: Optimizer) -> None:
-    """Writes the held settings again after a checkpoint was loaded."""
-    for group, name in keys:
-        held = holds(optimizer, (group, name))  # () if the setting belongs to another optimizer
-        if held and not (name == "lr" and "initial_lr" in _group(optimizer, group)):  # a scheduler moves that one
-            _set_option(optimizer, group, name, held[-1].value)
+def _set_again(settings: list[tuple[int | None, str, Any]], optimizer: Optimizer) -> None:
+    """Writes the settings again after a checkpoint was loaded."""
+    for group, name, number in settings:
+        if not (name == "lr" and "initial_lr" in _group(optimizer, group)):  # a scheduler moves that one
+            _set_option(optimizer, group, name, number)
 
 
 def _group(optimizer: Optimizer, group: int | None) -> dict[str, Any]:
@@ -326,6 +290,10 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
+_APPLIED = WeakIdKeyDictionary()
+"""Model, optimizer or scaler -> a token of each change of it that is active, the latest one last."""
+
+
 class Applied:
     """Changes that are active until `remove()` is called or the `with` block around this object ends.
 
@@ -337,16 +305,18 @@ class Applied:
         left_out: The report's other changes, which could not be applied, a sentence each.
     """
 
-    __slots__ = ("_removed", "_undo", "changes", "left_out", "modules")
+    __slots__ = ("_removed", "_stacks", "_token", "_undo", "changes", "left_out", "modules")
 
-    def __init__(
-        self, changes: tuple[Prescription, ...], modules: tuple[str, ...], left_out: tuple[str, ...], undo: ExitStack
-    ) -> None:
-        self.changes = changes
-        self.modules = modules
-        self.left_out = left_out
+    def __init__(self, wanted: ApplyRequest, undo: ExitStack, owners: Iterable[Any]) -> None:
+        self.changes = wanted.changes
+        self.modules = tuple(name for one in wanted.changes if one.kind == "fp32_modules" for name in one.value)
+        self.left_out = wanted.left_out
         self._undo = undo
         self._removed = False
+        self._token = object()
+        self._stacks: list[list[object]] = [_APPLIED.setdefault(owner, []) for owner in owners]
+        for stack in self._stacks:
+            stack.append(self._token)
 
     @property
     def active(self) -> bool:
@@ -358,9 +328,18 @@ class Applied:
 
         In a half model, the parameters are rounded back to their dtype. So are the moments of the optimizer that was
         given to `apply`.
+
+        Raises:
+            UsageError: A later change of the same model, optimizer or scaler is active: remove that one first.
         """
         if not self._removed:
+            if any(stack[-1] is not self._token for stack in self._stacks):
+                raise UsageError(
+                    "a later change of the same model, optimizer or scaler is active: remove() that one first"
+                )
             self._removed = True
+            for stack in self._stacks:
+                stack.pop()
             self._undo.close()
             _compile_anew()
 
@@ -405,9 +384,8 @@ def apply(
       rate that a scheduler moves is not changed.
     - `skip_batch` and `code` do not change a model: they are refused with a sentence that says what to do.
 
-    Changes do not stack: one that is applied twice stays until its last handle is removed. Handles may be removed in
-    any order, also those of different changes of one value: the latest remaining one is active. After the last one,
-    everything is as it was. An fp32 island stays fp32 in a model of any dtype.
+    Handles of changes to the same model, optimizer or scaler are removed in the reverse order, as nested `with` blocks
+    are. After the last one, everything is as it was. An fp32 island stays fp32 in a model of any dtype.
 
     Args:
         model: The model, wrapped (DDP, compiled) or not; names are those of the user's own model.
@@ -427,14 +405,25 @@ def apply(
     """
     training = _training(model, optimizer, scaler)
     wanted = wanted_of(prescription, unverified=unverified)
-    plans = [plan(change, training) for change in wanted.changes]
+    # a dtype is the whole model's, and islands in it come after it
+    plans = [plan(change, training) for change in sorted(wanted.changes, key=lambda change: change.kind != "dtype")]
     with ExitStack() as undone:
         for make in plans:
             make(undone)
         undo = undone.pop_all()  # nothing failed: now the handle undoes the changes
     _compile_anew()
-    names = [name for change in wanted.changes if change.kind == "fp32_modules" for name in change.value]
-    return Applied(wanted.changes, tuple(names), wanted.left_out, undo)
+    return Applied(wanted, undo, _owners(wanted, training))
+
+
+def _owners(wanted: ApplyRequest, training: Training) -> Iterator[Any]:
+    """Yields the parts of the training that the changes are of."""
+    kinds = {change.kind for change in wanted.changes}
+    if kinds & {"fp32_modules", "dtype"}:
+        yield training.model
+    if kinds & {"init_scale", "scaler", "dtype"} and training.scaler is not None:
+        yield training.scaler
+    if "optimizer" in kinds:
+        yield from training.optimizers
 
 
 def _compile_anew() -> None:

@@ -237,7 +237,7 @@ def history_findings(replay: OpenReplay, thresholds: Thresholds) -> list[Finding
 def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
     """Yields findings on the run's scaler before step 0, and on settings that a checkpoint overwrites."""
     if replay.scaler is not None:
-        yield from run_scaler_findings(replay.scaler, replay.refused)
+        yield from run_scaler_findings(replay.scaler)
     scalers = replay.resumed.scalers if replay.resumed is not None else None
     lost = overwritten_finding(scalers) if scalers is not None else None
     if lost is not None:

@@ -53,7 +53,7 @@ from ampdoctor.replay.load_checkpoint import (
     scaler_state_of,
     set_generators,
 )
-from ampdoctor.replay.parts import choose_device, make_usable
+from ampdoctor.replay.parts import choose_device
 from ampdoctor.replay.scripts.script import Script
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState
@@ -66,7 +66,6 @@ from ampdoctor.replay.user_files import CHANGES, changes_note, told_of_changes
 if TYPE_CHECKING:
     from ampdoctor.checkpoints.resume_state import ResumeState
     from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
-    from ampdoctor.evidence.run_facts import RefusedSetting
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.workflows.requests import Policy, ReplayRequest
 
@@ -150,7 +149,6 @@ class OpenReplay:
     half_made: HalfMade = field(default_factory=HalfMade)  # where the run's code makes parameters in float16
     detour: HalfProducts | None = None  # fp16 products that run through fp32 kernels
     scaler: ScalerState | None = None  # the run's enabled loss scaler before step 0
-    refused: tuple[RefusedSetting, ...] = ()  # scaler settings that torch refuses, and what replaces them
     first_step: int | None = None  # the training's number of a recorded step
     finite_again: str | None = None  # a recorded step was sick in its loop, and finite when replayed there
     _not_as_it_was: tuple[str, ...] = ()
@@ -170,9 +168,7 @@ class OpenReplay:
             run, device=self.device, precision=request.precision, user_code=self._user_code, spill=self._spill_folder()
         )
         try:
-            refused = make_usable(session.scaler)
             self._load(run, session)
-            self.refused = refused + make_usable(session.scaler)  # a load hook may have brought others
             self.scaler = scaler_state_of(session.scaler)
         except BaseException:
             session.close()

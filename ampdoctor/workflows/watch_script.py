@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from ampdoctor.live.script import when_imported
+from ampdoctor.hooks.interfaces import when_imported
 from ampdoctor.workflows.output_files import give_back
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ampdoctor.evidence.log_records import AlertLine, EndLine, LookLine, RunLine
 from ampdoctor.evidence.log_text import text_of
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report_target import Kept, Run
-from ampdoctor.hooks.callbacks import Clip, hearing, on_gradient
+from ampdoctor.hooks.callbacks import Clip, on_gradient
 from ampdoctor.hooks.interfaces import causes_of, code_of, describe, is_out_of_memory
 from ampdoctor.hooks.nested import iter_tensors
 from ampdoctor.hooks.program import PriorSteps, Program
@@ -181,8 +181,7 @@ class TrainingWatcher:
             stack.enter_context(self._protocol.half_made.recording())
             stack.enter_context(self._watch.watching(*scalers))
             self._watch.meet(model, optimizers)
-            stack.enter_context(self._numbers.watching())
-            stack.enter_context(hearing(self._clipped))
+            stack.enter_context(self._numbers.watching(self._clipped))
             stack.enter_context(self._intake.watching())
             self._watch.recorder.listener = self
             self._watch.recorder.cleared = self._numbers.cleared
@@ -360,8 +359,7 @@ class TrainingWatcher:
 
     def _clipped(self, clip: Clip) -> None:
         self._protocol.clipping(clip)
-        if clip.max_norm is not None:
-            self._watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type or 2.0)
+        self._watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type or 2.0)
 
     @harmless
     def entering(self, model: torch.nn.Module) -> None:

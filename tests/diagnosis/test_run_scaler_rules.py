@@ -9,7 +9,7 @@ import pytest
 
 from ampdoctor.diagnosis.replay.scaler_state import overwritten_finding, run_scaler_findings
 from ampdoctor.evidence.checkpoint_stats import ScalerState
-from ampdoctor.evidence.run_facts import RefusedSetting, ResumedScaler
+from ampdoctor.evidence.run_facts import ResumedScaler
 
 DEFAULT = ScalerState(scale=65536.0)
 
@@ -35,16 +35,6 @@ def found(**changes):
 )
 def test_the_settings_of_a_run(changes, expected):
     assert found(**changes) == expected
-
-
-def test_a_setting_that_torch_refuses_is_an_error_and_its_replacement_the_cure():
-    refused = RefusedSetting(name="growth_interval", given="2.5", used=2000, raised="TypeError: must be int")
-    (finding,) = run_scaler_findings(DEFAULT, [refused])
-    assert (finding.severity, finding.cause) == ("error", "scaler_misuse")
-    assert (finding.prescription.value, finding.prescription.status) == ({"growth_interval": 2000}, "intervention")
-    (finding,) = run_scaler_findings(replace(DEFAULT, backoff_factor=0.0), [refused])
-    assert finding.prescription.value == {"backoff_factor": 0.5, "growth_interval": 2000}
-    assert finding.prescription.status == "not_run"
 
 
 def lost(own, file, now, asked):

@@ -12,7 +12,6 @@ from ampdoctor.hooks.names import (
     common_prefix_fit,
     match_keys,
     other_names,
-    real_name,
     scripted_modules,
 )
 
@@ -52,15 +51,6 @@ def test_a_wrapped_root_has_the_names_of_the_bare_model(wrap):
 def test_inner_wrappers_are_stripped_by_type_and_a_users_own_module_survives():
     model = nn.ModuleDict({"g": nn.DataParallel(net()), "d": checkpoint_wrapper(Inner()), "e": compiled(Inner())})
     assert set(clean_names(model).values()) == {"", "g", "g.0", "g.1", "g.1.module", "d", "d.module", "e", "e.module"}
-
-
-def test_real_name_is_the_wrapped_module_not_its_wrapper():
-    model = nn.DataParallel(net())
-    assert real_name(model, "") == "module"
-    assert real_name(model, "1.module") == "module.1.module"
-    assert model.get_submodule(real_name(model, "0")) is model.module[0]
-    with pytest.raises(KeyError):
-        real_name(model, "nowhere")
 
 
 def test_tensor_names_are_cleaned_also_where_a_wrapper_leaves_itself_out_of_the_state_dict():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ampdoctor
-from ampdoctor.hooks.callbacks import told_of_scalers
+from ampdoctor.hooks.callbacks import on_scaler_call
 
 
 class Own(torch.amp.GradScaler):
@@ -64,7 +64,7 @@ def step(scaler, losses=None, model=None):
 def test_each_call_is_told_once(kind):
     calls = Calls()
     before = dict(vars(torch.amp.GradScaler)), dict(vars(Own)), dict(vars(Below))
-    with told_of_scalers(calls):
+    with on_scaler_call(calls.scaler_called):
         step((later() if kind is later else kind)("cpu"))
     assert calls.seen == ["scale", "step", "unscale_", "update"]
     assert (dict(vars(torch.amp.GradScaler)), dict(vars(Own)), dict(vars(Below))) == before
@@ -72,7 +72,7 @@ def test_each_call_is_told_once(kind):
 
 def test_a_scaler_that_was_made_before_is_heard():
     calls, scaler = Calls(), Below("cpu")
-    with told_of_scalers(calls):
+    with on_scaler_call(calls.scaler_called):
         step(scaler)
     step(scaler)
     assert calls.seen == ["scale", "step", "unscale_", "update"]

@@ -79,7 +79,7 @@ def applied():
         return handles[-1]
 
     yield call
-    for handle in handles:
+    for handle in reversed(handles):
         handle.remove()
 
 
@@ -359,8 +359,8 @@ def test_every_region_of_the_process_computes_in_another_format(name, dtype, app
         with torch.autocast("cpu", enabled=False):
             assert other(torch.rand(2, 4)).dtype is SINGLE
     assert not scaler.is_enabled()
-    handle.remove()
     again.remove()
+    handle.remove()
     assert scaler.is_enabled()
     assert not finite(model)
 
@@ -383,9 +383,9 @@ def test_a_half_model_in_another_format(name, dtype, applied):
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert all(half_step(model, optimizer) for _ in range(5))
     assert copy.deepcopy(model)(torch.rand(2, 4, dtype=HALF)).dtype is dtype
-    handle.remove()
-    assert {p.dtype for p in model.parameters()} == {dtype}
     again.remove()
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    handle.remove()
     assert {p.dtype for p in model.parameters()} == {HALF}
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {HALF}
     assert not model._forward_pre_hooks

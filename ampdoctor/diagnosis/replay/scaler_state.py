@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import REPLAYED, rule
@@ -24,7 +24,7 @@ from ampdoctor.diagnosis.scan.scaler import (
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.run_facts import RefusedSetting, ResumedScaler
+from ampdoctor.evidence.run_facts import ResumedScaler
 
 AT_START = Where(step=0, phase="scaler", op="scaler_state")
 
@@ -109,8 +109,8 @@ def unusable_scale_finding(scale: float, prescription: Prescription | None, *, r
 # -- the run's own settings: AMP401, AMP403 and AMP404, as for a checkpoint's --
 
 
-def run_scaler_findings(scaler: ScalerState, refused: Sequence[RefusedSetting] = ()) -> Iterator[Finding]:
-    """Yields everything that is wrong with the scaler before step 0; it has other values for `refused` settings."""
+def run_scaler_findings(scaler: ScalerState) -> Iterator[Finding]:
+    """Yields everything that is wrong with the scaler before step 0."""
     if scaler.dead:
         message = f"the run's loss scale is {dead_words(scaler.scale)}"
         cure = fresh_scaler("Make the scaler with GradScaler's own defaults.")
@@ -122,35 +122,23 @@ def run_scaler_findings(scaler: ScalerState, refused: Sequence[RefusedSetting] =
         yield FROZEN_SCALER.finding(
             "warning", frozen[0].lower() + frozen[1:].rstrip("."), where=AT_START, evidence=scaler_numbers(scaler)
         )
-    yield from _settings(scaler, refused)
-
-
-def _settings(scaler: ScalerState, refused: Sequence[RefusedSetting]) -> Iterator[Finding]:
     wrong = wrong_settings(scaler)
-    if not wrong and not refused:
-        return
-    said = [f"{r.name}={r.given}, which torch refuses at its first use ({r.raised})" for r in refused]
-    evidence: dict[str, Any] = {**scaler_numbers(scaler), "wrong": [*said, *wrong.values()]}
-    if refused:
-        evidence["refused"] = {r.name: {"given": r.given, "used": r.used, "raised": r.raised} for r in refused}
-    better = {name: FRESH_SCALER[name] for name in wrong if name in FRESH_SCALER} | {r.name: r.used for r in refused}
-    yield SCALER_SETTINGS.finding(
-        "error" if refused else "warning",
-        f"the run's loss scaler has settings that cannot work: {'; '.join([*said, *wrong.values()])}",
-        where=AT_START,
-        cause="scaler_misuse" if refused else None,
-        evidence=evidence,
-        prescription=_with(better, replayed=bool(refused) and not wrong) if better else None,
-    )
+    if wrong:
+        better = {name: FRESH_SCALER[name] for name in wrong if name in FRESH_SCALER}
+        message = f"the run's loss scaler has settings that cannot work: {'; '.join(wrong.values())}"
+        evidence = {**scaler_numbers(scaler), "wrong": list(wrong.values())}
+        yield SCALER_SETTINGS.finding(
+            "warning", message, where=AT_START, evidence=evidence, prescription=_with(better) if better else None
+        )
 
 
-def _with(better: Mapping[str, float], *, replayed: bool) -> Prescription:
+def _with(better: Mapping[str, float]) -> Prescription:
     arguments = ", ".join(f"{name}={plain(value)}" for name, value in better.items())
     return Prescription(
         kind="scaler",
-        value=dict(better),
-        status="intervention" if replayed else "not_run",
-        reason="the replay ran with it in place of what torch refuses" if replayed else "not replayed by itself",
+        value=better,
+        status="not_run",
+        reason="not replayed by itself",
         detail=f"GradScaler({arguments})",
     )
 

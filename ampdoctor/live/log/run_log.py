@@ -64,7 +64,6 @@ class RunLog:
         self._limits, self._say = limits, say
         self._answering: tuple[Listening, ...] = ()
         self._process = os.getpid()
-        self._attempts = 0
         self._closed, self._held = False, held
         if not held:
             self._start()
@@ -156,15 +155,6 @@ class RunLog:
         """Adds JSON values, under any names, to `run.json`."""
         tray = self._tray
         tray.facts = {"run_id": self.run_id, **tray.facts, **facts}
-
-    def begin_attempt(self, branch: int | None = None) -> int:
-        """Begins another attempt after a rollback, and returns its number; it continues the attempt `branch`."""
-        before = self._tray.origin.attempt
-        self._attempts += 1
-        self._tray.origin = replace(
-            self._tray.origin, attempt=self._attempts, branch=before if branch is None else branch
-        )
-        return self._attempts
 
     def last(self, count: int = 256) -> tuple[LogRecord, ...]:
         """Returns the last steps that were handed over, the oldest first; `text_of` turns them into text."""

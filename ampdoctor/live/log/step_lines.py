@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ampdoctor.evidence.log_records import DetailLine, StepLine, TensorDetail
-from ampdoctor.live.data_stats import DataStats, TakenIn
+from ampdoctor.evidence.log_records import StepLine
+from ampdoctor.live.data_stats import DataStats
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import UpdateAttempt
-from ampdoctor.live.numbers.readings import DetailReading, StepReading
+from ampdoctor.live.numbers.readings import StepReading
+from ampdoctor.live.numbers.step_numbers import MakeDetail
 
 _MOST = 64
 """Steps of all optimizers that may wait for numbers; numbers of older ones will not come."""
 _ROOT = "(root)"
 """Shown for the model itself, whose module name is "", as in the reports' tables."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Facts:
-    """The data of a step that the host has at once."""
-
-    accepted: int
-    micro_steps: int
-    learning_rates: tuple[float, ...]
-    weight_decays: tuple[float, ...]
-    seconds: float | None
-    taken_in: TakenIn
 
 
 class StepLines:
@@ -40,7 +29,7 @@ class StepLines:
         self._groups: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._steps: dict[str, int] = {}
         self._accepted: dict[str, int] = {}
-        self._facts: dict[tuple[str, int], _Facts] = {}
+        self._waiting: dict[tuple[str, int], StepLine] = {}  # without the numbers
         self._uncertain: dict[tuple[str, int], None] = {}
         self._scaled = False  # the settings of a scaler are in the log
         self.attempted = self.taken = 0  # steps of all optimizers; `taken` without the skipped ones
@@ -60,15 +49,16 @@ class StepLines:
             self._scaled = True
             self._log.head(scaler=settings)
         groups = attempt.optimizer.param_groups
-        self._facts[attempt.name, attempt.step] = _Facts(
+        self._waiting[attempt.name, attempt.step] = StepLine(
+            step=attempt.step,
             accepted=self._accepted.get(attempt.name, 0),
             micro_steps=attempt.micro_steps,
             learning_rates=_of_groups(groups, "lr"),
             weight_decays=_of_groups(groups, "weight_decay"),
             seconds=attempt.seconds,
-            taken_in=self._intake.stepping(attempt.name, attempt.optimizer),
+            **self._intake.stepping(attempt.name, attempt.optimizer),
         )
-        for waiting in (self._facts, self._uncertain):
+        for waiting in (self._waiting, self._uncertain):
             while len(waiting) > _MOST:
                 del waiting[next(iter(waiting))]
 
@@ -89,13 +79,10 @@ class StepLines:
         if (reading.optimizer, reading.step) in self._uncertain:
             del self._uncertain[reading.optimizer, reading.step]
             self._count(reading.optimizer, -int(bool(reading.skipped)))
-        facts = self._facts.pop((reading.optimizer, reading.step), None)
-        taken_in = None if facts is None else facts.taken_in
+        line = self._waiting.pop((reading.optimizer, reading.step), None)
         self._log.write(
-            StepLine(
-                step=reading.step,
-                accepted=None if facts is None else facts.accepted,
-                micro_steps=reading.micro_steps if facts is None else facts.micro_steps,
+            replace(
+                StepLine(step=reading.step, micro_steps=reading.micro_steps) if line is None else line,
                 optimizer=self._optimizers.get(reading.optimizer, 0),
                 loss=reading.loss,
                 gradient_norm=reading.gradient_norm,
@@ -105,14 +92,6 @@ class StepLines:
                 loss_scale=reading.loss_scale,
                 skipped=reading.skipped,
                 growth_tracker=reading.growth_tracker,
-                learning_rates=() if facts is None else facts.learning_rates,
-                weight_decays=() if facts is None else facts.weight_decays,
-                seconds=None if facts is None else facts.seconds,
-                data_seconds=None if taken_in is None else taken_in.data_seconds,
-                memory_bytes=None if taken_in is None else taken_in.memory.most_bytes,
-                memory_retries=None if taken_in is None else taken_in.memory.retries,
-                samples=None if taken_in is None else taken_in.counted.samples,
-                tokens=None if taken_in is None else taken_in.counted.tokens,
                 batch_elements=reading.batch.elements,
                 batch_rms=reading.batch.rms,
                 batch_zero_share=reading.batch.zero_share,
@@ -120,40 +99,9 @@ class StepLines:
             )
         )
 
-    def detail(self, make: Callable[[], DetailReading]) -> None:
+    def detail(self, make: MakeDetail) -> None:
         """Hands over the tensors' numbers of a step; the log's own thread counts them."""
-        self._log.defer(lambda: self._detail(make()))
-
-    def _detail(self, reading: DetailReading) -> DetailLine:
-        tensors = tuple(
-            TensorDetail(
-                tensor=self._log.index_of(one.name or _ROOT),
-                role=one.role,
-                part=one.part,
-                call=one.call,
-                format=one.format,
-                elements=one.elements,
-                sampled=one.sampled,
-                norm=one.norm,
-                amax=one.amax,
-                nonfinite=one.nonfinite,
-                scale=one.scale,
-                zero_share=one.zero_share,
-                flushed_share=one.flushed_share,
-                headroom_binades=one.headroom_binades,
-                update_ratio=one.update_ratio,
-                unmoved_share=one.unmoved_share,
-                histogram=None if one.role == "activation" else one.histogram.to_dict(),  # they are many
-            )
-            for one in reading.tensors
-        )
-        return DetailLine(
-            step=reading.step,
-            reason=reading.reason,
-            optimizer=self._optimizers.get(reading.optimizer, 0),
-            loss_scale=reading.loss_scale,
-            tensors=tensors,
-        )
+        self._log.defer(lambda: make(self._optimizers, lambda name: self._log.index_of(name or _ROOT)))
 
 
 def _settings_of(scaler: Any) -> dict[str, float] | None:

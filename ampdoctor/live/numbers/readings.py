@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ampdoctor.evidence.log_records import DetailLine, TensorDetail
 from ampdoctor.hooks.callbacks import Clip
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.numbers.activations import HALF, NO_BATCH, Activation, ActivationGrad, BatchReading, batch_of
@@ -30,7 +31,6 @@ class StepReading:
     optimizer: str  # its name
     losses: tuple[float, ...] = ()  # one for each backward since the last step, in order, unscaled
     gradient_norm: float | None = None  # L2 norm of all gradients, unscaled; not finite where a gradient is not
-    norm_heard: bool = False  # clipping computed the norm
     norm_local: bool = False  # the norm of this process's shards alone
     norm_clipped: bool = False  # taken after a clipping of other gradients than exactly these, or by another norm
     max_norm: float | None = None  # the limit of clipping, in the units of the gradients that it clipped
@@ -51,53 +51,11 @@ class StepReading:
         return sum(self.losses) if self.losses else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TensorReading:
-    """One tensor in a detail step. Shares are fractions of the counted elements.
-
-    `flushed_share`, `subnormal_share` and `headroom_binades` are for the numbers times the loss scale and before
-    clipping; None for a parameter.
-    """
-
-    name: str  # of the parameter, or of the module for an activation and its gradient
-    role: Role  # a gradient is as the optimizer gets it
-    part: str = ""  # "output" or "input" of an activation and its gradient
-    call: int = 0  # number of the module's call
-    format: str  # number format ("fp16")
-    elements: int  # on this process
-    sampled: int  # the counted elements
-    norm: float | None = None  # L2 norm of all elements; None for an activation's gradient
-    amax: float | None = None  # largest finite magnitude: exact for a finite gradient, else of the sample
-    nonfinite: int = 0  # counted elements that are NaN or infinite
-    scale: float | None = None  # the loss scale that its numbers carry, if any
-    zero_share: float = 0.0
-    flushed_share: float | None = None  # of a gradient's nonzero elements, those that become zero in the half format
-    subnormal_share: float | None = None  # those that keep fewer bits there
-    headroom_binades: float | None = None  # from `amax` to the half format's maximum; negative beyond it
-    update_ratio: float | None = None  # `Moved.ratio` of a parameter
-    unmoved_share: float | None = None  # `Moved.unmoved` of a parameter
-    histogram: Histogram  # of the counted magnitudes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DetailReading:
-    """The tensors of one step of one optimizer.
-
-    `reason` is "sampled", or the cause of the look. `tensors` are the gradients, then the parameters, each in the
-    optimizer's order; then activations and their gradients.
-    """
-
-    step: int
-    optimizer: str
-    reason: str
-    loss_scale: float | None
-    tensors: tuple[TensorReading, ...]
-
-
-def tensor_reading(
+def tensor_detail(
     role: Role,
     row: Sampled,
     values: Tensor,
+    index: int,
     *,
     half: str | None,
     factor: float | None,
@@ -107,18 +65,19 @@ def tensor_reading(
     update: Moved | None = None,
     part: str = "",
     call: int = 0,
-) -> TensorReading:
-    """Returns the figures of a tensor; `values` is its sample, float32 or float64 on the CPU.
+) -> TensorDetail:
+    """Returns the figures of a tensor; `values` is its sample, float32 or float64 on the CPU, `index` its name's.
 
-    `half` is the half format that its numbers pass through, and `factor` their multiplier before that; None where there
-    is none or it is unknown. `extremes` are its smallest and largest element. `norm` is of the whole tensor.
+    `half` is the half format that its numbers pass through, and `factor` their multiplier before that, so that its
+    shares and headroom are those before clipping; None where there is none or it is unknown. `extremes` are its
+    smallest and largest element. `norm` is of the whole tensor.
     """
     counted = Histogram.of(values.to(row.dtype))  # exact: the values were widened from this dtype
     times = factor if factor is not None and 0.0 < factor < math.inf else None
     amax = _amax(counted, extremes)
     largest = None if amax is None else Histogram.of(torch.tensor([amax], dtype=torch.float64, device="cpu"))
-    return TensorReading(
-        name=row.name,
+    return TensorDetail(
+        tensor=index,
         role=role,
         part=part,
         call=call,
@@ -131,11 +90,10 @@ def tensor_reading(
         scale=scale,
         zero_share=counted.zeros / counted.numel if counted.numel else 0.0,
         flushed_share=None if half is None or times is None else counted.flushed(half, times),
-        subnormal_share=None if half is None or times is None else counted.subnormal(half, times),
         headroom_binades=None if half is None or largest is None or times is None else largest.headroom(half, times),
         update_ratio=None if update is None else update.ratio,
         unmoved_share=None if update is None else update.unmoved,
-        histogram=counted,
+        histogram=None if role == "activation" else counted.to_dict(),  # they are many
     )
 
 
@@ -254,7 +212,6 @@ def step_of(sent: PendingReading, sections: Sections) -> StepReading:
         optimizer=sent.optimizer,
         losses=tuple(_numbers(sections, "losses")),
         gradient_norm=_gradient_norm(sent, sections, scale),
-        norm_heard=bool(sent.clips.parts),
         norm_local=sent.shards,
         norm_clipped=sent.clips.clipped and not sent.clips.parts,
         max_norm=None if first is None else first.clip.max_norm,
@@ -266,37 +223,45 @@ def step_of(sent: PendingReading, sections: Sections) -> StepReading:
     )
 
 
+IndexOf = Callable[[str], int]
+"""Returns the index of a tensor's or module's name in the log."""
+
+
 @unseen()
-def detail_of(sent: PendingReading, sections: Sections) -> DetailReading:
-    """Returns the reading of a step's samples, which are on the CPU; counting takes some 0.2 ms a tensor."""
+def detail_of(sent: PendingReading, sections: Sections, optimizers: Mapping[str, int], index_of: IndexOf) -> DetailLine:
+    """Returns the line of a step's samples, which are on the CPU; counting takes some 0.2 ms a tensor.
+
+    Its tensors are the gradients, then the parameters, each in the optimizer's order; then activations and their
+    gradients.
+    """
     scale = _scale(sent, sections)
     half = _half_of(sent, scale)
-    tensors = [
-        *_gradients(sent, sections, scale, half),
-        *_parameters(sent, sections),
-        *_returned(sent, sections),
-        *_arrived(sent, sections, scale, half),
-    ]
-    return DetailReading(
-        step=sent.number,
-        optimizer=sent.optimizer,
-        reason=sent.reason or "",
-        loss_scale=scale,
-        tensors=tuple(tensors),
+    tensors = (
+        *_gradients(sent, sections, index_of, scale, half),
+        *_parameters(sent, sections, index_of),
+        *_returned(sent, sections, index_of),
+        *_arrived(sent, sections, index_of, scale, half),
+    )
+    optimizer = optimizers.get(sent.optimizer, 0)
+    return DetailLine(
+        step=sent.number, reason=sent.reason or "", optimizer=optimizer, loss_scale=scale, tensors=tensors
     )
 
 
-def _gradients(sent: PendingReading, sections: Sections, scale: float | None, half: str | None) -> list[TensorReading]:
+def _gradients(
+    sent: PendingReading, sections: Sections, index_of: IndexOf, scale: float | None, half: str | None
+) -> list[TensorDetail]:
     norms = dict(zip(sent.norms, _numbers(sections, "norms"), strict=True))
     extremes = dict(zip(sent.extremes, _joined(sections, "extremes").reshape(-1, 2), strict=True))
     carried = None if sent.unscaled else scale
     kept = _kept_by_clipping(sent, sections)
     factor = None if kept is None else (1.0 if carried is not None else scale or 1.0) / kept
     return [
-        tensor_reading(
+        tensor_detail(
             "gradient",
             row,
             values,
+            index_of(row.name),
             half=half,
             factor=factor,
             extremes=extremes.get(row.name),
@@ -307,7 +272,7 @@ def _gradients(sent: PendingReading, sections: Sections, scale: float | None, ha
     ]
 
 
-def _parameters(sent: PendingReading, sections: Sections) -> list[TensorReading]:
+def _parameters(sent: PendingReading, sections: Sections, index_of: IndexOf) -> list[TensorDetail]:
     if sent.updates is None:
         return []
     rows = [row for samples in sent.updates.before for row in samples.plan]
@@ -320,19 +285,29 @@ def _parameters(sent: PendingReading, sections: Sections) -> list[TensorReading]
         random = sent.updates.random
         updates = [moved(values, change, random=random) for values, change in zip(before, changes, strict=True)]
     return [
-        tensor_reading("parameter", row, values, half=None, factor=None, norm=norms.get(row.name), update=update)
+        tensor_detail(
+            "parameter",
+            row,
+            values,
+            index_of(row.name),
+            half=None,
+            factor=None,
+            norm=norms.get(row.name),
+            update=update,
+        )
         for row, values, update in zip(rows, before, updates, strict=True)
     ]
 
 
-def _returned(sent: PendingReading, sections: Sections) -> list[TensorReading]:
+def _returned(sent: PendingReading, sections: Sections, index_of: IndexOf) -> list[TensorDetail]:
     values, norms = sections.get("returned", ()), _numbers(sections, "returned_norm")
     extremes = _joined(sections, "returned_extremes").reshape(-1, 2)
     return [
-        tensor_reading(
+        tensor_detail(
             "activation",
             found.sampled,
             value,
+            index_of(found.sampled.name),
             half=FORMATS[found.sampled.dtype],
             factor=1.0,
             extremes=extreme,
@@ -355,12 +330,15 @@ def _half_of(sent: PendingReading, scale: float | None) -> str | None:
     return next((half for half in ("fp16", "bf16") if half in seen), None if scale is None else "fp16")
 
 
-def _arrived(sent: PendingReading, sections: Sections, scale: float | None, half: str | None) -> list[TensorReading]:
+def _arrived(
+    sent: PendingReading, sections: Sections, index_of: IndexOf, scale: float | None, half: str | None
+) -> list[TensorDetail]:
     return [
-        tensor_reading(
+        tensor_detail(
             "activation_gradient",
             found.sampled,
             values,
+            index_of(found.sampled.name),
             half=half,
             factor=1.0,
             scale=scale,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ampdoctor.hooks.callbacks import Clip, hearing
+from ampdoctor.evidence.log_records import DetailLine
+from ampdoctor.hooks.callbacks import Clip, Hears, hearing
+from ampdoctor.hooks.interfaces import harmless_while
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.numbers.activations import ActivationGrad, Activations, arrived, drawn_from, is_numbers
 from ampdoctor.live.numbers.async_reader import AsyncReader
 from ampdoctor.live.numbers.norms_and_samples import Updates, local, norms_of, sample, total
-from ampdoctor.live.numbers.readings import ClipLog, DetailReading, PendingReading, StepReading, detail_of, step_of
+from ampdoctor.live.numbers.readings import ClipLog, IndexOf, PendingReading, StepReading, detail_of, step_of
 from ampdoctor.numerics import extremes_of_each
 from ampdoctor.numerics.tensors import Unseen
 
@@ -91,6 +93,8 @@ def add_changes(sent: PendingReading) -> None:
         sent.parcel.add("arrived", found.values)
 
 
+MakeDetail = Callable[[Mapping[str, int], IndexOf], DetailLine]
+"""Counts single tensors, on any thread; gets the indices of the optimizers and of the tensors in the log."""
 EVERY = 100
 """Steps between two looks at single tensors."""
 MOST_INCOMING = 256
@@ -101,26 +105,19 @@ AGREE = 1e-3
 """Relative difference of norms above which `torch._foreach_norm` is not used any more: float32 sums of a billion
 squares differ by less, and the wrong norms of pytorch#140066 were wrong by factors."""
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured: then no event may be queried, and no memory pinned."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _harmless(method: Method) -> Method:
-    """The method raises nothing into the loop: the first error ends the numbers, with one sentence in `failed`.
+def _works(numbers: StepNumbers) -> bool:
+    """Whether nothing has failed, and its ops would not become part of a compiled or captured graph."""
+    return numbers.failed is None and not (torch.compiler.is_compiling() or _capturing())
 
-    It does nothing where its work would become part of a compiled or captured graph.
-    """
 
-    @functools.wraps(method)
-    def guarded(self: StepNumbers, *args: Any, **kwargs: Any) -> Any:
-        if self.failed is not None or torch.compiler.is_compiling() or _capturing():
-            return None
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
-            self._fail(error)
-            return None
-
-    return cast("Method", guarded)
+_harmless = harmless_while(_works, lambda numbers, error: numbers.fail(error))
+"""The first error ends the numbers, with one sentence in `failed`."""
 
 
 class StepNumbers:
@@ -129,14 +126,14 @@ class StepNumbers:
     Nothing waits for a device until `finish`, nothing is changed, and nothing raises. On a CPU a reading is reported
     before `stepped` returns; on a device at a later `stepped` or `poll`, in the order of the steps.
 
-    `on_step` gets each step; `on_detail` gets each look at single tensors, as a function that counts them on any
-    thread. `every` is the steps between looks; 0 for none but the requested ones.
+    `on_step` gets each step; `on_detail` gets each look at single tensors. `every` is the steps between looks; 0 for
+    none but the requested ones.
     """
 
     def __init__(
         self,
         on_step: Callable[[StepReading], None],
-        on_detail: Callable[[Callable[[], DetailReading]], None],
+        on_detail: Callable[[MakeDetail], None],
         *,
         every: int = EVERY,
         later: AsyncReader[PendingReading] | None = None,
@@ -148,7 +145,7 @@ class StepNumbers:
         self._losses: list[Tensor] = []
         self._batches: list[tuple[Tensor, bool, int]] = []
         self._incoming: list[ActivationGrad] = []
-        self._activations = Activations(self._fail)
+        self._activations = Activations(self.fail)
         self._open: dict[str, PendingReading] = {}  # by optimizer: the steps that are about to be taken
         self._checked: set[str] = set()
         self._step = 0
@@ -156,13 +153,11 @@ class StepNumbers:
         self._reason: str | None = None
         self.failed: str | None = None  # the error that ended the numbers
         self.fused = True  # norms come from `torch._foreach_norm`; False once it was wrong
-        self.hears_clips = False  # this torch makes clippings visible
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Observes clippings inside, and waits at the end for the numbers that have not arrived."""
-        with hearing(self._clip) as heard:
-            self.hears_clips = heard
+    def watching(self, *others: Hears) -> Iterator[None]:
+        """Observes clippings inside, `others` too, and waits at the end for the numbers that have not arrived."""
+        with hearing(self._clip, *others):
             try:
                 yield
             finally:
@@ -353,7 +348,8 @@ class StepNumbers:
         self._tell(self._later.drain())
         self._open.clear()  # a step that has raised is still in it
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Ends the numbers because of this error."""
         self.failed = self.failed or f"{type(error).__name__}: {error}".splitlines()[0]
 
     @_harmless
@@ -377,8 +373,3 @@ class StepNumbers:
 def _has_numbers(parameter: Tensor) -> bool:
     """Whether a parameter has real or complex values; a quantised one may consist of bytes."""
     return (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_meta
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is being captured: then no event may be queried, and no memory pinned."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

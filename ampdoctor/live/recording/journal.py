@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -304,6 +304,16 @@ _RING = 4
 """Updates for which the instructions behind a tensor that the loop still holds are kept: a GAN makes two a turn."""
 
 
+@dataclass(slots=True)
+class _Entry:
+    """The circumstances of an instruction on the tape."""
+
+    order: int  # instructions before it
+    age: int  # updates before it
+    optimizer: int | None  # `id` of the one that it unscales for
+    buffers: dict[str, torch.Tensor]  # of a call: those before it
+
+
 class RecordedInstructions:
     """Adds to the tape, and drops instructions that cannot be used any more.
 
@@ -323,19 +333,16 @@ class RecordedInstructions:
         self._updates = 0
         self._few, self._light = MOST, _MOST_BYTES  # above these, unused instructions are searched for
         self._in_a_row, self._patience = 0, _IN_A_ROW
-        self._before: dict[int, dict[str, torch.Tensor]] = {}  # by id(call): the buffers before it
-        self._ages: dict[int, int] = {}  # by id(instruction): updates before it
-        self._order: dict[int, int] = {}  # by id(instruction): instructions before it
-        self._of: dict[int, int | None] = {}  # by id(instruction): the optimizer that it unscales for
+        self._entries: dict[int, _Entry] = {}  # by id(instruction)
 
     # -- recording ---------------------------------------------------------------------------------------------------
 
-    def add(self, instruction: Instruction, optimizer: int | None = None) -> None:
+    def add(
+        self, instruction: Instruction, optimizer: int | None = None, buffers: dict[str, torch.Tensor] | None = None
+    ) -> None:
         """Records an instruction; `optimizer` is the `id` of the optimizer whose gradients it unscales."""
         self.tape.instructions.append(instruction)
-        self._ages[id(instruction)] = self._updates
-        self._order[id(instruction)] = self.count
-        self._of[id(instruction)] = optimizer
+        self._entries[id(instruction)] = _Entry(self.count, self._updates, optimizer, buffers or {})
         self.count += 1
         if isinstance(instruction, Backward):
             self._in_a_row = 0
@@ -344,8 +351,7 @@ class RecordedInstructions:
 
     def called(self, call: Call, buffers: dict[str, torch.Tensor]) -> None:
         """Records a call, and the buffers as they were before it."""
-        self._before[id(call)] = buffers
-        self.add(call)
+        self.add(call, buffers=buffers)
 
     def spare(self) -> None:
         """Drops unused instructions where the tape holds much, or after many calls without a backward."""
@@ -361,19 +367,16 @@ class RecordedInstructions:
         self._updates += 1
         self.dropped = 0
         oldest = self._updates - _RING
-        self._keep([one for one in self.tape.instructions if self._ages[id(one)] > oldest])
+        self._keep([one for one in self.tape.instructions if self._entries[id(one)].age > oldest])
 
     def rename(self, renamed: Callable[[str], str]) -> None:
         """Renames models, parameters and buffers in the recorded instructions."""
         before = self.tape.instructions
         self.tape.instructions = [spoken(one, renamed) for one in before]
-        tables: tuple[dict[int, Any], ...] = (self._before, self._ages, self._order, self._of)
-        for was, one in zip(before, self.tape.instructions, strict=True):
-            for table in tables:
-                if was is not one and id(was) in table:
-                    table[id(one)] = table.pop(id(was))
-        for key, buffers in self._before.items():
-            self._before[key] = {renamed(name): value for name, value in buffers.items()}
+        renewed = zip(before, self.tape.instructions, strict=True)
+        self._entries = {id(one): self._entries[id(was)] for was, one in renewed}
+        for entry in self._entries.values():
+            entry.buffers = {renamed(name): value for name, value in entry.buffers.items()}
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
@@ -383,15 +386,15 @@ class RecordedInstructions:
 
     def moment(self, instruction: Instruction) -> int:
         """Returns how many instructions were recorded before it."""
-        return self._order[id(instruction)]
+        return self._entries[id(instruction)].order
 
     def unscales(self, instruction: Instruction, optimizer: Any) -> bool:
         """Whether an instruction unscales this optimizer's gradients."""
-        return isinstance(instruction, Unscaled) and self._of[id(instruction)] == id(optimizer)
+        return isinstance(instruction, Unscaled) and self._entries[id(instruction)].optimizer == id(optimizer)
 
     def buffers_before(self, call: Call) -> dict[str, torch.Tensor]:
         """Returns the buffers as they were before a call."""
-        return self._before[id(call)]
+        return self._entries[id(call)].buffers
 
     def last_nonfinite(self, *, signed: bool) -> torch.Tensor | None:
         """The last non-finite tensor since the last update that a model, or an op under autograd, has returned.
@@ -399,7 +402,7 @@ class RecordedInstructions:
         Only tensors that the loop still holds are checked. With `signed`, infinities of one sign alone count too.
         """
         for one in reversed(self.tape.instructions):
-            if self._ages[id(one)] != self._updates:
+            if self._entries[id(one)].age != self._updates:
                 break
             for made in results(one):
                 value = self.tape.lives(made)
@@ -498,14 +501,15 @@ class RecordedInstructions:
         places = [
             place
             for place, one in enumerate(instructions)
-            if (self._order[id(one)] >= first if isinstance(one, Unscaled | Clipped | Backward) else self._lives(one))
+            if (
+                self._entries[id(one)].order >= first
+                if isinstance(one, Unscaled | Clipped | Backward)
+                else self._lives(one)
+            )
         ]
         kept = sliced(instructions, places)
         self.tape.keep(kept, [taken for one in kept for taken in references(one)])
-        ids = {id(one) for one in kept}
-        for table in (self._before, self._ages, self._order, self._of):
-            for key in [key for key in table if key not in ids]:
-                del table[key]
+        self._entries = {id(one): self._entries[id(one)] for one in kept}
 
     def _lives(self, instruction: Instruction) -> bool:
         return any(

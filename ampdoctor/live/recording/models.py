@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,28 +23,15 @@ from ampdoctor.hooks.torch_internals import forget_hook, in_backward, replaced, 
 from ampdoctor.probes.user_code import user_frames
 
 
-class ModelListener(Protocol):
-    """Receives the calls of outermost models that train."""
-
-    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Called before the module runs, under autograd; `kwargs` is None where they are not known."""
-
-    def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Called after the module has run; `output` is None where it raised."""
-
-    def fail(self, error: Exception) -> None:
-        """Called where the module's calls cannot be observed."""
-
-
 class OutermostModels:
-    """Finds the modules that a loop itself calls, and reports their calls to the listener.
+    """Finds the modules that a loop itself calls, and reports their calls to the listener, a `StepRecorder`.
 
     A global hook costs about a microsecond for each module of a model, and becomes part of a compiled model's graph. So
     it is installed only outside the calls of outermost modules, and until an optimizer has stepped whose models are
     known. It returns with an optimizer whose models are not known.
     """
 
-    def __init__(self, listener: ModelListener) -> None:
+    def __init__(self, listener: Any) -> None:
         self._listener = listener
         self._known: dict[int, weakref.ref[nn.Module]] = {}
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []

@@ -6,19 +6,19 @@ changes are copied.
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ampdoctor.hooks.backwards import UsedGradients, mark_scaled, scaled_within
 from ampdoctor.hooks.callbacks import NumberReads
+from ampdoctor.hooks.interfaces import harmless_while
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.program import (
     Backward,
@@ -58,26 +58,12 @@ from ampdoctor.live.recording.tape import (
 )
 from ampdoctor.probes.user_code import user_line
 
-P = ParamSpec("P")
 _NODES = 256
 """Nodes of a loss's graph that are searched for an earlier scaling; the ops on a loss are a few dozen."""
 
 
-def _harmless(
-    method: Callable[Concatenate[StepRecorder, P], None],
-) -> Callable[Concatenate[StepRecorder, P], None]:
-    """The method raises nothing into the loop: the first error ends the recording."""
-
-    @functools.wraps(method)
-    def guarded(self: StepRecorder, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self.away:
-            return
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
-            self.fail(error)
-
-    return guarded  # type: ignore[return-value]  # a method remains a method
+_harmless = harmless_while(lambda recorder: not recorder.away, lambda recorder, error: recorder.fail(error))
+"""The first error ends the recording."""
 
 
 class CallListener(Protocol):
@@ -164,7 +150,7 @@ class StepRecorder:
 
     @_harmless
     def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """As in `ModelListener`."""
+        """Called before an outermost model runs, under autograd; `kwargs` is None where they are not known."""
         if module.training:
             self._trainers.called()
         if self._is_elsewhere():
@@ -180,7 +166,7 @@ class StepRecorder:
 
     @_harmless
     def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """As in `ModelListener`."""
+        """Called after an outermost model has run; `output` is None where it raised."""
         if self._is_elsewhere() or self._entering is None:
             return
         self._inside = None

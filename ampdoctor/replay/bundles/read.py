@@ -177,15 +177,6 @@ class Bundle:
         return notes
 
 
-def load_bundle(path: str, *, model: str | None = None, app_dir: str | None = None) -> TrainingRun:
-    """Returns a fresh run of a bundle's step, as `Bundle.run`; `path` is the bundle's folder or its manifest.
-
-    `model` names the code of its model ("train.py:make_model", "model.py:GPT", "train.py"); `app_dir` is the first
-    folder of the import path (None: the working folder).
-    """
-    return Bundle(path).run(None if model is None else NamedCode(model, app_dir))
-
-
 class _Steps:
     """Reads one step of a manifest: its instructions, their input tensors, and the buffers before them."""
 

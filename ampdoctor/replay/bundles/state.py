@@ -12,6 +12,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.hooks.json_values import NotSerializableError, UnreadableTreeError, class_name, read, written
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.replay.bundles.tensors import Entry
+from ampdoctor.replay.snapshot import is_one_element
 
 _ON_A_GPU = ("capturable",)  # settings that torch refuses for parameters on a CPU; they change no number
 
@@ -69,14 +70,10 @@ def _settings(group: Mapping[str, Any], lost: list[str]) -> dict[str, Any]:
     for key, value in group.items():
         if key != "params":
             try:
-                settings[key] = written(value.item() if _is_number(value) else value)
+                settings[key] = written(value.item() if is_one_element(value) else value)
             except NotSerializableError:
                 lost.append(str(key))
     return settings
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def optimizer_in(

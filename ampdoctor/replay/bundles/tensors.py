@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 
 from ampdoctor.errors import CheckpointError, FactoryError
@@ -18,7 +19,7 @@ from ampdoctor.errors import CheckpointError, FactoryError
 Entry = Mapping[str, Any]
 """A tensor's entry in the manifest, as plain JSON."""
 
-_PAIRS = {torch.complex128: torch.float64, torch.complex32: torch.float16}
+_PAIRS = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
 _LARGEST_EXPANSION = 1 << 40  # bytes that an expanded view may seem to have: stride 0 takes no memory
 
 
@@ -130,50 +131,28 @@ def _sizes(value: Any) -> list[int]:
     return value
 
 
-# -- the safetensors file, written tensor by tensor and flushed to the disk --
-#
-# The library's own writer needs all tensors in host memory at once, and does not flush the file to the disk.
+# -- the safetensors file --
 
-CODES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The dtypes that can be written, with the format's names for them."""
+WRITTEN = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+        torch.bool,
+    }
+)
+"""The dtypes that safetensors writes in all its versions from 0.5 on."""
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write strided tensors with dtypes in `CODES`, from any device; raises OSError if the disk fails."""
-    header: dict[str, object] = {}
-    at = 0
-    for name, tensor in tensors.items():
-        end = at + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            if tensor.numel():
-                plain = tensor.detach().to("cpu").contiguous().reshape(-1)
-                file.write(plain.view(torch.uint8).numpy().data)
-        file.flush()
+    """Write strided tensors with dtypes in `WRITTEN` to the disk, from any device; raises OSError if that fails."""
+    apart = {  # safetensors refuses tensors that share memory
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
+    }
+    try:
+        save_file(apart, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 

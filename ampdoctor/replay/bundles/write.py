@@ -26,7 +26,7 @@ from ampdoctor.replay.bundles.instructions import instruction_out, relative
 from ampdoctor.replay.bundles.manifest import CALLS, LED_UP, LOG, MANIFEST, SCHEMA, STATE
 from ampdoctor.replay.bundles.model import Made, code_of, described
 from ampdoctor.replay.bundles.state import StatesOut, optimizer_out, settings_out
-from ampdoctor.replay.bundles.tensors import CODES, Lying, lying, write_safetensors
+from ampdoctor.replay.bundles.tensors import WRITTEN, Lying, lying, write_safetensors
 from ampdoctor.replay.recorded_step import format_of, prepared_models, with_inner_autocast
 
 # -- what goes into a bundle, and what is left out where it would be too large --
@@ -68,7 +68,7 @@ class CollectedStep:
     def _needed(self, key: str, tensor: torch.Tensor) -> Any:
         if id(tensor) in self._known:
             return self._known[id(tensor)]
-        lies = lying(key, tensor, CODES)
+        lies = lying(key, tensor, WRITTEN)
         if isinstance(lies, str):
             self.cannot.append(f"a tensor that entered the step {lies}")
             return None
@@ -121,7 +121,7 @@ class BundleContents:
             if first.setdefault(id(tensor), name) != name:
                 entries[name] = {"same_as": first[id(tensor)]}
                 continue
-            lies = lying(f"{what}/{name}", tensor, CODES)
+            lies = lying(f"{what}/{name}", tensor, WRITTEN)
             if isinstance(lies, Lying):
                 entries[name] = lies.entry
                 self.state.update(lies.parts)
@@ -138,7 +138,7 @@ class BundleContents:
         names = {id(p): name for name, p in self._program.model.named_parameters()}
 
         def tensor(key: str, value: torch.Tensor) -> Any:
-            lies = lying(key, value, CODES)
+            lies = lying(key, value, WRITTEN)
             if isinstance(lies, str):
                 self._lacking.append(f"{key} {lies}")
                 return None

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.resuming import RandomPlace, pass_over, place_schedule
+from ampdoctor.replay.frameworks.resuming import RandomPlace, Update, length_of, pass_over, place_schedule
+from ampdoctor.replay.snapshot import arguments_of, format_of_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-_HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _REFUSED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """One optimizer step."""
-
-    batches: list[Any]  # micro-batches
-    number: int  # updates before it
-    closes: bool  # it is the loader's last
-    first: bool  # of a replay
 
 
 def accelerate_parts(
@@ -64,7 +52,7 @@ def accelerate_parts(
         "optimizer": optimizer.optimizer,
         "precision": precision,
         "autocast": autocast,
-        "scaler": _scaler(accelerator),
+        "scaler": arguments_of(accelerator.scaler),
         "max_grad_norm": max_grad_norm,
         "step": partial(take_update, accelerator, optimizer, scheduler),
         "notes": tuple(notes),
@@ -93,25 +81,8 @@ def _precision(accelerator: Any, model: Any) -> tuple[str, bool]:
     """Returns the real compute format, and whether it comes from autocast."""
     if accelerator.native_amp:
         return accelerator.mixed_precision, True
-    elements: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
-        elements[parameter.dtype] += parameter.numel()
-    most = elements.most_common(1)
-    return (_HALVES[most[0][0]], False) if most and most[0][0] in _HALVES else ("fp32", True)
-
-
-def _scaler(accelerator: Any) -> Any:
-    """Returns the settings of its GradScaler, or the scaler itself if a state was loaded into it."""
-    scaler = accelerator.scaler
-    if type(scaler) is not torch.amp.GradScaler or scaler._scale is not None:  # noqa: SLF001 its tensor is made by a first use or a load
-        return scaler
-    return {
-        "init_scale": scaler.get_scale(),
-        "growth_factor": scaler.get_growth_factor(),
-        "backoff_factor": scaler.get_backoff_factor(),
-        "growth_interval": scaler.get_growth_interval(),
-        "enabled": scaler.is_enabled(),
-    }
+    weights = format_of_weights(model)
+    return weights, weights == "fp32"
 
 
 def _loss(model: Any, batch: Any) -> torch.Tensor:
@@ -138,7 +109,7 @@ def updates(loader: Any, state: Any, random: RandomPlace, begun: int, start: int
     the loader's epoch at the start, `start` the number of updates in a checkpoint.
     """
     random.restore_own()
-    micro, length = state.num_steps, _length(loader)
+    micro, length = state.num_steps, length_of(loader)
     closing = state.sync_with_dataloader
     number, epoch, skipped = 0, begun, 0
     if length is not None and length > 0:
@@ -162,13 +133,6 @@ def updates(loader: Any, state: Any, random: RandomPlace, begun: int, start: int
         if empty:
             return
         epoch, skipped = epoch + 1, 0
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # of an iterable data set
-        return None
 
 
 def _from(loader: Any, skipped: int) -> Any:

@@ -18,17 +18,14 @@ import torch
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.lightning_step import Position, counted, take_update
-from ampdoctor.replay.frameworks.resuming import Original, RandomPlace, standing_in
+from ampdoctor.replay.frameworks.resuming import Original, RandomPlace, Reached, standing_in
+from ampdoctor.replay.snapshot import arguments_of
 
 PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 """The names under which Lightning is installed: two copies of the same code."""
 
 _LEFT_OUT = ("Checkpoint", "EarlyStopping", "ProgressBar", "ModelSummary", "Timer")
 """Callbacks that write, display or end a training, and change nothing in a step."""
-
-
-class _Reached(BaseException):
-    """Ends `fit()` at its first epoch; a BaseException, so that no `except Exception` catches it."""
 
 
 class _Launcher:
@@ -40,7 +37,7 @@ class _Launcher:
         """See Lightning's launchers."""
         try:
             return function(*args, **kwargs)
-        except _Reached:
+        except Reached:
             return None
 
 
@@ -77,7 +74,7 @@ def lightning_parts(module: Any, trainer: Any, arguments: dict[str, Any]) -> dic
         "optimizer": optimizers[0] if len(optimizers) == 1 else {f"optimizer{i}": o for i, o in enumerate(optimizers)},
         "precision": precision,
         "autocast": autocast,
-        "scaler": _scaler(trainer),
+        "scaler": arguments_of(getattr(trainer.precision_plugin, "scaler", None)),
         "step": partial(take_update, trainer, counted(trainer)),
         "notes": tuple(notes),
     }
@@ -167,7 +164,7 @@ def _attach(trainer: Any, module: Any, arguments: dict[str, Any]) -> RandomPlace
         loop.epoch_loop.reset()  # finds the position in the epoch of a checkpoint that fit() has resumed
         loop.epoch_loop.on_iteration_done()
         reached.append(True)
-        raise _Reached
+        raise Reached
 
     trainer.num_sanity_val_steps = 0
     with _changed(loop, "_load_combined_loader_states", take_down), _changed(loop, "advance", stop):
@@ -247,20 +244,6 @@ def _precision(trainer: Any) -> tuple[str, bool]:
     if kind == "Precision":
         return "fp32", True
     raise FactoryError(f"the Trainer computes with the plugin {kind} ({plugin.precision}), which is not replayed")
-
-
-def _scaler(trainer: Any) -> Any:
-    """Returns the settings of the plugin's GradScaler, or the scaler itself if `fit()` has resumed its state."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if type(scaler) is not torch.amp.GradScaler or scaler._scale is not None:  # noqa: SLF001 its tensor is made by a first use or a load
-        return scaler
-    return {
-        "init_scale": scaler.get_scale(),
-        "growth_factor": scaler.get_growth_factor(),
-        "backoff_factor": scaler.get_backoff_factor(),
-        "growth_interval": scaler.get_growth_interval(),
-        "enabled": scaler.is_enabled(),
-    }
 
 
 # -- one device on a machine without a GPU --

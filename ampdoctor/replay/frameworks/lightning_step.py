@@ -14,21 +14,9 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.resuming import RandomPlace, beginning_at, pass_over, place_schedule
+from ampdoctor.replay.frameworks.resuming import RandomPlace, Update, beginning_at, pass_over, place_schedule
 
 # -- the Trainer's updates, in its order, from any of them on --
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """One optimizer step."""
-
-    batches: list[Any]  # micro-batches
-    epoch: int  # from 0
-    index: int  # batches of the epoch before it
-    number: int  # updates before it, in all epochs
-    closes: bool  # the last of its epoch
-    first: bool  # of a replay
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -6,19 +6,46 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ampdoctor.hooks.interfaces import when_imported
 from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.replay.snapshot import clone
+
+
+class Reached(BaseException):
+    """Ends a framework's training at its first update; a BaseException, so that no `except Exception` catches it."""
+
+
+def length_of(loader: Any) -> int | None:
+    """Returns the number of a loader's batches; None for an iterable data set without a length."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _none() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimizer step of a framework's loop."""
+
+    batches: list[Any]  # micro-batches
+    number: int  # updates before it
+    closes: bool  # Lightning, Accelerate: it is its epoch's last; Trainer: the optimizer steps after it
+    first: bool  # of a replay
+    epoch: float = 0  # epochs before it
+    index: int = 0  # batches of its epoch before it
+    items: Callable[[], Any] = _none  # number of items (tokens), if counted; no cast of the data rounds it in there
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -74,34 +101,74 @@ def pass_over(loader: Any, taken: int | None) -> None:
         pass
 
 
+def samples_indices(made: Any) -> bool:
+    """Is it a DataLoader with a sampler, whose batches can be skipped by index?
+
+    A stateful loader (torchdata's) cannot: it starts its sampler more than once, and counts what it has drawn.
+    """
+    plain = isinstance(made, DataLoader) and not hasattr(made, "load_state_dict")
+    return plain and not isinstance(made.dataset, IterableDataset)
+
+
 @contextmanager
 def beginning_at(loaders: list[Any], skipped: int) -> Iterator[int]:
     """Inside, new iterators skip the first batches without loading them; yields how many the caller must still skip."""
     only = loaders[0] if len(loaders) == 1 else None
     sampler = getattr(only, "batch_sampler", None)
-    mapped = isinstance(only, DataLoader) and not isinstance(only.dataset, IterableDataset)
-    if not skipped or sampler is None or not mapped:
+    if not skipped or sampler is None or not samples_indices(only):
         yield skipped
         return
-    vars(only)["batch_sampler"] = _Later(sampler, skipped)  # an initialised loader refuses the assignment
+    vars(only)["batch_sampler"] = SkippingSampler(sampler, skipped)  # an initialised loader refuses the assignment
     try:
         yield 0
     finally:
         vars(only)["batch_sampler"] = sampler
 
 
-class _Later:
-    """A batch sampler without its first batches."""
+class SkippingSampler:
+    """A sampler that skips its first indices in each iteration."""
 
-    def __init__(self, sampler: Any, skipped: int) -> None:
+    def __init__(self, sampler: Any, count: int) -> None:
         self._sampler = sampler
-        self._skipped = skipped
+        self._count = count
+        self._last: _Left | None = None
 
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._sampler), self._skipped, None)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_sampler"], name)
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return max(len(self._sampler) - self._count, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._last = _Left(self._sampler, self._count)
+        return self._last
+
+    def begin(self) -> None:
+        """Draw the skipped indices now."""
+        if self._last is not None:
+            self._last.begin()
+
+
+class _Left:
+    """Skips the first `count` items, lazily or when `begin()` is called."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler = sampler
+        self._count = count
+        self._indices: Iterator[Any] | None = None
+
+    def begin(self) -> Iterator[Any]:
+        if self._indices is None:
+            self._indices = iter(self._sampler)
+            for _ in range(self._count):
+                next(self._indices, None)
+        return self._indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.begin())
 
 
 # -- learning-rate schedules: a replay loads only weights and optimizers of a checkpoint --
@@ -146,63 +213,11 @@ Original = Callable[..., Any]
 @contextmanager
 def standing_in(module: str, cls: str, method: str, stand_in: Callable[[Original], Original]) -> Iterator[None]:
     """Inside, `stand_in(method)` replaces a method of a class, also if `module` is imported only later."""
-    changed: list[tuple[type, Original]] = []
+    with ExitStack() as stack:
 
-    def change(imported: ModuleType) -> None:
-        found = getattr(imported, cls)
-        original = vars(found)[method]
-        setattr(found, method, stand_in(original))
-        changed.append((found, original))
+        def change() -> None:
+            found = getattr(sys.modules[module], cls)
+            stack.enter_context(replaced(found, method, stand_in(vars(found)[method])))
 
-    finder = _Finder(module, change)
-    if module in sys.modules:
-        change(sys.modules[module])
-    else:
-        sys.meta_path.insert(0, finder)
-    try:
+        stack.enter_context(when_imported(module, change))
         yield
-    finally:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
-        finder.leave()
-        for found, original in changed:
-            setattr(found, method, original)
-
-
-class _Finder(MetaPathFinder):
-    """Finds modules by the other finders, and changes one module right after its execution."""
-
-    def __init__(self, module: str, change: Callable[[ModuleType], None]) -> None:
-        self._module = module
-        self._change = change
-        self._asks = False
-        self._following = ExitStack()
-
-    def leave(self) -> None:
-        """Stop following a module that was found inside but is executed later."""
-        self._following.close()
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """See `MetaPathFinder`."""
-        if fullname != self._module or self._asks:  # other finders may call finders too
-            return None
-        self._asks = True
-        try:
-            specs = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path))
-            spec = next((spec for spec in specs if spec is not None), None)
-        finally:
-            self._asks = False
-        if spec is not None and spec.loader is not None:
-            self._follow(spec.loader)
-        return spec
-
-    def _follow(self, loader: Any) -> None:
-        run = loader.exec_module
-
-        def run_and_change(module: ModuleType) -> None:
-            run(module)
-            self._change(module)
-
-        self._following.enter_context(replaced(loader, "exec_module", run_and_change))

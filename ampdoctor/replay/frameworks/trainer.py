@@ -10,7 +10,6 @@ import functools
 import math
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,33 +18,10 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.resuming import place_schedule
+from ampdoctor.replay.frameworks.resuming import Reached, Update, length_of, place_schedule
+from ampdoctor.replay.snapshot import arguments_of, format_of_weights
 
 # -- the Trainer's updates, in its order, from any of them on --
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """One update of the Trainer.
-
-    `items` returns the number of items (tokens) in all batches, or None if the Trainer does not count them. It is a
-    function, because a cast of the data must not round the number.
-    """
-
-    batches: list[Any]  # micro-batches
-    items: Callable[[], Any]
-    number: int  # updates before it
-    epoch: float  # epochs before it
-    first: bool  # of a replay
-    closes: bool  # the optimizer steps after it: not if an epoch of unknown length ends during accumulation
-
-    def place(self, trainer: Any) -> None:
-        """Set the Trainer's state and schedule to the start of this update."""
-        trainer.state.global_step, trainer.state.epoch = self.number, self.epoch
-        trainer.current_gradient_accumulation_steps = len(self.batches)
-        scheduler = trainer.lr_scheduler
-        if self.first and getattr(scheduler, "last_epoch", self.number) < self.number:
-            place_schedule(scheduler, self.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,7 +44,7 @@ def updates(loader: Any, position: Position, start: int = 0) -> Iterator[Update]
     resumed = None if start else position.resumed
     number = begin = start or position.begun
     micro = args.gradient_accumulation_steps
-    length = _length(loader)
+    length = length_of(loader)
     in_epoch = state.max_steps * micro if length is None else length
     per_epoch = max(math.ceil(in_epoch / micro), 1)
     skipped = 0 if args.ignore_data_skip else begin % per_epoch
@@ -110,13 +86,6 @@ def _same(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # of an iterable data set
-        return None
-
-
 def _skipping(loader: Any, batches: int) -> Any:
     if not batches:
         return loader
@@ -138,13 +107,8 @@ def _resume_random_state(trainer: Any, folder: str) -> None:
     trainer._load_rng_state(folder)  # noqa: SLF001 what its own loop calls at this moment
 
 
-_HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _SCREEN = {"ProgressCallback", "PrinterCallback", "NotebookProgressCallback"}
 """Callbacks that display a training's progress."""
-
-
-class _Reached(BaseException):
-    """Ends `train()` at its first update; a BaseException, so that no `except Exception` catches it."""
 
 
 def trainer_parts(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +131,7 @@ def trainer_parts(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         "optimizer": getattr(wrapped, "optimizer", wrapped),
         "precision": precision,
         "autocast": autocast,
-        "scaler": _scaler(trainer),
+        "scaler": arguments_of(trainer.accelerator.scaler),
         "step": functools.partial(take_update, trainer),
         "notes": notes,
     }
@@ -217,12 +181,12 @@ def _enter(trainer: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
 
     def stop(_iterator: Any, _count: int, *rest: Any) -> None:
         asks.append(rest)
-        raise _Reached
+        raise Reached
 
     trainer.get_batch_samples = stop
     try:
         trainer.train(**arguments)
-    except _Reached as error:
+    except Reached as error:
         traceback.clear_frames(error.__traceback__)  # its frames hold an iterator that was not started
     finally:
         del trainer.get_batch_samples
@@ -245,27 +209,10 @@ def _precision(trainer: Any) -> tuple[str, bool]:
     """Returns the real compute format, and whether it comes from autocast: fp16 without a GPU is plain fp32."""
     if trainer.accelerator.native_amp:
         return trainer.accelerator.mixed_precision, True
-    elements: Counter[torch.dtype] = Counter()
-    for parameter in trainer.model.parameters():
-        elements[parameter.dtype] += parameter.numel()
-    most = elements.most_common(1)
-    if most and most[0][0] in _HALVES:
-        return _HALVES[most[0][0]], False
+    weights = format_of_weights(trainer.model)
+    if weights != "fp32":
+        return weights, False
     return "tf32" if trainer.args.tf32 else "fp32", True
-
-
-def _scaler(trainer: Any) -> Any:
-    """Returns the settings of its GradScaler, or the scaler itself if `train()` has resumed its state."""
-    scaler = trainer.accelerator.scaler
-    if scaler is None or scaler._scale is not None:  # noqa: SLF001 its tensor is made by a first use or a load
-        return scaler
-    return {
-        "init_scale": scaler.get_scale(),
-        "growth_factor": scaler.get_growth_factor(),
-        "backoff_factor": scaler.get_backoff_factor(),
-        "growth_interval": scaler.get_growth_interval(),
-        "enabled": scaler.is_enabled(),
-    }
 
 
 def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torch.Tensor:
@@ -280,7 +227,7 @@ def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torc
         accelerator.scaler = trainer.optimizer.scaler = scaler
     if not accelerator.native_amp:
         trainer.autocast_smart_context_manager = lambda cache_enabled=True: autocast()  # noqa: ARG005 the Trainer's own
-    batch.place(trainer)
+    _place(trainer, batch)
     _tell(trainer, "on_step_begin")
     total: torch.Tensor | None = None
     for index, inputs in enumerate(batch.batches):
@@ -295,6 +242,15 @@ def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torc
         _step(trainer, model)
     assert total is not None  # noqa: S101 for the type checker: an update has a batch
     return total
+
+
+def _place(trainer: Any, update: Update) -> None:
+    """Set the Trainer's state and schedule to the start of the update."""
+    trainer.state.global_step, trainer.state.epoch = update.number, update.epoch
+    trainer.current_gradient_accumulation_steps = len(update.batches)
+    scheduler = trainer.lr_scheduler
+    if update.first and getattr(scheduler, "last_epoch", update.number) < update.number:
+        place_schedule(scheduler, update.number)
 
 
 def _step(trainer: Any, model: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.hooks.backwards import scaled_within
+from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.torch_internals import Backward, seen_backwards, unseen
 from ampdoctor.replay.factory import Environment
@@ -33,6 +34,7 @@ from ampdoctor.replay.scripts.trying import (
     steps,
     tried,
 )
+from ampdoctor.replay.snapshot import format_of_weights
 from ampdoctor.replay.training_run import TrainingRun
 
 # -- one step of a run: the body of the user's loop, once per item of the step --
@@ -100,10 +102,15 @@ def _backwards_in(losses: list[Any], stepping: Stepping) -> Iterator[None]:
         finally:
             depth -= 1
 
+    def scaled(_scaler: Any, _method: str, losses: Any, run: Callable[[], Any]) -> Any:
+        outputs = run()
+        if isinstance(outputs, torch.Tensor):
+            unscaled[id(outputs)] = (outputs, losses)
+        return outputs
+
     with ExitStack() as stack:
         stack.enter_context(seen_backwards(seen))
-        for owner in (torch.amp.GradScaler, *stepping.scalers):
-            _keep_unscaled(owner, unscaled, stack)
+        stack.enter_context(on_scaler_call(scaled, *stepping.scalers, methods=("scale",)))
         stack.enter_context(_told_of_new_scalers(stepping))
         yield
 
@@ -123,22 +130,6 @@ def _told_of_new_scalers(stepping: Stepping) -> Iterator[None]:
         yield
     finally:
         torch.amp.GradScaler.__init__ = original  # type: ignore[method-assign]
-
-
-def _keep_unscaled(owner: Any, unscaled: dict[int, tuple[Any, Any]], stack: ExitStack) -> None:
-    """Record what scalers scale: those of the class, and a scaler with a `scale` of its own."""
-    if not isinstance(owner, type) and "scale" not in vars(owner):
-        return
-    original = owner.scale
-
-    def scale(*args: Any, **kwargs: Any) -> Any:
-        outputs = original(*args, **kwargs)
-        if args and isinstance(outputs, torch.Tensor):
-            unscaled[id(outputs)] = (outputs, args[-1])
-        return outputs
-
-    owner.scale = scale
-    stack.callback(setattr, owner, "scale", original)
 
 
 def _is_scalar(root: Any) -> bool:
@@ -297,7 +288,7 @@ class Script:
         for one in optimizers:
             name = variables.name_of(one, "optimizer")
             named[name if name not in named else f"{name}{len(named)}"] = one
-        own = _format_of(model)
+        own = format_of_weights(model)
         stepping = Stepping(scalers, self._files, loop.seen, self._anew(loop.anew, loop.copies, model), [])
         step = partial(take, loop.body, tuple(run.seam.around), stepping)
         with self.user_code(f"the loop at {learnt.place}"), eagerly():
@@ -325,12 +316,3 @@ class Script:
 
 def _as_it_is(batch: Any, _device: Any) -> Any:
     return batch
-
-
-def _format_of(model: torch.nn.Module) -> str:
-    """Returns the format of most of a model's weights, for a model without autocast."""
-    half = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-    counts = dict.fromkeys(("fp32", "fp16", "bf16"), 0)
-    for parameter in model.parameters():
-        counts[half.get(parameter.dtype, "fp32")] += parameter.numel()
-    return max(counts, key=lambda name: counts[name])

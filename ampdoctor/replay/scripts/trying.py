@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.hooks.torch_internals import Backward, seen_backwards
 from ampdoctor.replay.batches import ORDER_UNKNOWN, epochs_known_by, shuffles_by_the_process
 from ampdoctor.replay.reachable_state import cell_contents
 from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.loop_hooks import Body, Items, Turn, entered
 from ampdoctor.replay.scripts.loops import Anew, CreatedObjects, told_of_steps, told_of_training_calls
+from ampdoctor.replay.snapshot import HALVES
 
 ENOUGH = 8
 """Items of a loop worth replaying: as many as `bisect-nan` replays steps. A shorter loop is part of a step."""
@@ -26,7 +28,6 @@ _MOST_TOGETHER = 1024
 """Iterations from the first backward on within which an optimizer must step."""
 _MOST_BEFORE = 100_000
 """Iterations until a first backward must come: filling a buffer of experience takes some ten thousand."""
-_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +79,11 @@ def tried(  # noqa: C901 one loop, and its listeners
         if place is not None:
             stepped[place] = None
 
-    def scaling(scaler: Any) -> None:
+    def scaling(scaler: Any, _method: str, _losses: Any, run: Callable[[], Any]) -> Any:
         place = made.place_of(scaler)
-        if place is not None and scaler.is_enabled():
+        if place is not None:
             scalers[place] = None
+        return run()
 
     backwards = 0
 
@@ -93,7 +95,7 @@ def tried(  # noqa: C901 one loop, and its listeners
     source: Iterator[Any] = itertools.repeat(None) if loop.items is None else iter(loop.items())
     count, before, said = 0, 0, None
     with ExitStack() as stack:
-        for told in (told_of_steps(step), _told_of_scaling(scaling), _told_of_regions(regions.add)):
+        for told in (told_of_steps(step), on_scaler_call(scaling, methods=("scale",)), _told_of_regions(regions.add)):
             stack.enter_context(told)
         stack.enter_context(_calls_as_steps(made, stepped, scalers) if never_steps else nullcontext())
         stack.enter_context(seen_backwards(backward))
@@ -118,7 +120,7 @@ def tried(  # noqa: C901 one loop, and its listeners
         updates=2 if around and casts_kept else 1,
         optimizers=tuple(stepped),
         scalers=tuple(scalers),
-        autocast=next((name for dtype, name in _FORMATS.items() if dtype in regions), None),
+        autocast=next((name for dtype, name in HALVES.items() if dtype in regions), None),
         ended=ended,
     )
 
@@ -133,21 +135,6 @@ def _calls_as_steps(
         scalers.update(dict.fromkeys(made.scalers()))
 
     return told_of_training_calls(call)
-
-
-@contextmanager
-def _told_of_scaling(tell: Callable[[Any], None]) -> Iterator[None]:
-    original = torch.amp.GradScaler.scale
-
-    def scale(scaler: Any, outputs: Any) -> Any:
-        tell(scaler)
-        return original(scaler, outputs)
-
-    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.amp.GradScaler.scale = original  # type: ignore[method-assign]
 
 
 @contextmanager

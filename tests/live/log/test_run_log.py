@@ -230,18 +230,6 @@ def test_the_last_steps_are_remembered(start):
     assert (log.last(0), line_of(text_of(log.last(1)[0])).line.step) == ((), 4)
 
 
-def test_a_rollback_begins_another_attempt(start, tmp_path):
-    log = start()
-    log.write(StepLine(step=7))
-    assert log.begin_attempt() == 1
-    log.write(StepLine(step=5))
-    assert log.begin_attempt(branch=0) == 2
-    log.write(StepLine(step=3))
-    assert log.close()
-    stamps = [(whole.stamp.attempt, whole.stamp.branch) for whole in read(tmp_path) if isinstance(whole.line, StepLine)]
-    assert stamps == [(0, None), (1, 0), (2, 0)]
-
-
 def test_the_end_is_the_last_line_and_nothing_is_taken_after_it(start, tmp_path):
     log = start()
     log.write(detail(0, 0))

@@ -8,7 +8,7 @@ import torch
 from ampdoctor.live.numbers import norms_and_samples
 from ampdoctor.live.numbers.activations import arrived
 from ampdoctor.live.numbers.norms_and_samples import MOST, Updates, cut, moved, sample, stride_of
-from ampdoctor.live.numbers.readings import tensor_reading
+from ampdoctor.live.numbers.readings import tensor_detail
 
 
 def test_small_tensors_are_counted_whole_and_large_ones_in_all_columns():
@@ -52,12 +52,11 @@ def test_samples_of_every_kind_of_tensor():
 def test_a_gradient_s_figures_are_the_histogram_s_at_the_loss_scale():
     values = torch.tensor([0.0, 0.0, 2.0**-30, 2.0**-20, 1.0, 4.0, math.inf, -1.0])
     (samples,) = sample([("w", values)])
-    reading = tensor_reading(
-        "gradient", samples.plan[0], samples.buffer, half="fp16", factor=16.0, extremes=torch.tensor([-8.0, 4.0])
+    reading = tensor_detail(
+        "gradient", samples.plan[0], samples.buffer, 0, half="fp16", factor=16.0, extremes=torch.tensor([-8.0, 4.0])
     )
     assert (reading.zero_share, reading.nonfinite) == (0.25, 1)
     assert reading.flushed_share == pytest.approx(1 / 5)  # 2^-26; of those that are finite and not zero
-    assert reading.subnormal_share == pytest.approx(1 / 5)
     assert reading.amax == 8.0  # the sample's is 4
     assert reading.headroom_binades == pytest.approx(math.log2(65504 / 128))
     assert reading.format == "fp32"
@@ -67,11 +66,11 @@ def test_what_is_not_finite_is_left_to_the_sample():
     values = torch.tensor([1.0, math.nan])
     (samples,) = sample([("w", values)])
     row, counted = samples.plan[0], samples.buffer
-    reading = tensor_reading("gradient", row, counted, half="fp16", factor=1.0, extremes=torch.tensor([math.nan] * 2))
+    reading = tensor_detail("gradient", row, counted, 0, half="fp16", factor=1.0, extremes=torch.tensor([math.nan] * 2))
     assert reading.amax == 1.0
-    unknown = tensor_reading("gradient", row, counted, half="fp16", factor=None)
+    unknown = tensor_detail("gradient", row, counted, 0, half="fp16", factor=None)
     assert (unknown.flushed_share, unknown.headroom_binades) == (None, None)
-    zero = tensor_reading("gradient", row, torch.zeros(2), half="fp16", factor=1.0, extremes=torch.zeros(2))
+    zero = tensor_detail("gradient", row, torch.zeros(2), 0, half="fp16", factor=1.0, extremes=torch.zeros(2))
     assert (zero.amax, zero.headroom_binades, zero.zero_share) == (None, None, 1.0)
 
 
@@ -105,8 +104,8 @@ def test_what_comes_back_to_an_output_is_copied():
     gradient = torch.tensor([0.0, 2.0**-20, 1.0, 2.0**-27])
     found = arrived("", gradient, call=2)
     gradient.zero_()
-    reading = tensor_reading("activation_gradient", found.sampled, found.values, half="fp16", factor=1.0, call=2)
-    assert (reading.zero_share, reading.flushed_share, reading.subnormal_share) == (0.25, 1 / 3, 1 / 3)
+    reading = tensor_detail("activation_gradient", found.sampled, found.values, 0, half="fp16", factor=1.0, call=2)
+    assert (reading.zero_share, reading.flushed_share) == (0.25, 1 / 3)
     assert arrived("", torch.zeros(3, dtype=torch.int64)) is None
     assert arrived("", torch.zeros(0)) is None
     assert arrived("", torch.zeros(3, device="meta")) is None

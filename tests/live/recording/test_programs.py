@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import nn
 
-from ampdoctor.hooks.callbacks import told_of_scalers
+from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.hooks.program import Call, Clipped, Ended, Op
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.replay.recorded_step import run_of
@@ -46,7 +46,7 @@ class Loop:
         return result
 
     def run(self, body, steps=4):
-        with self.recorder.watching(), told_of_scalers(self):
+        with self.recorder.watching(), on_scaler_call(self.scaler_called):
             for step in range(steps):
                 body(step)
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ampdoctor.live.script import when_imported
+from ampdoctor.hooks.interfaces import when_imported
 
 
 def refused(error):

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ampdoctor.hooks.callbacks import told_of_scalers
+from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.live.recording.models import Constructions
 from ampdoctor.live.recording.recorder import StepRecorder
+from ampdoctor.replay.bundles.classes import NamedCode
+from ampdoctor.replay.bundles.read import Bundle
+
+
+def load_bundle(path, *, model=None):
+    """Returns a fresh run of a bundle's step."""
+    return Bundle(path).run(None if model is None else NamedCode(model))
 
 
 class Loop:
@@ -26,7 +33,7 @@ class Loop:
 
     def record(self, train, optimizer, *, steps=3, scaler=None):
         """Run `train(step)` for some steps; returns the program of the last, whose update is not taken."""
-        with told_of_scalers(self), self.recorder.watching():
+        with on_scaler_call(self.scaler_called), self.recorder.watching():
             for step in range(steps):
                 train(step)
                 if step == steps - 1:

@@ -10,7 +10,7 @@ import traceback
 import pytest
 
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.replay.bundles.read import load_bundle
+from tests.replay.bundles.steps import load_bundle
 
 WRONG = (None, True, -1, 2**70, 1.5, "", "x\0", [], [[1]], {}, {"kind": "x"})
 GONE = object()

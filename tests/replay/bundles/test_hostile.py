@@ -8,7 +8,7 @@ import pytest
 
 from ampdoctor.errors import AmpdoctorError, CheckpointError, FactoryError
 from ampdoctor.hooks.json_values import UnreadableTreeError, read
-from ampdoctor.replay.bundles.read import load_bundle
+from tests.replay.bundles.steps import load_bundle
 
 EVIL = "subprocess:Popen"
 

@@ -7,9 +7,8 @@ import json
 import pytest
 import torch
 
-from ampdoctor.replay.bundles.read import load_bundle
 from ampdoctor.replay.bundles.write import write_bundle
-from tests.replay.bundles.steps import gradients, replayed, same
+from tests.replay.bundles.steps import gradients, load_bundle, replayed, same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.replay.bundles.read import load_bundle
 from ampdoctor.replay.bundles.write import write_bundle
 from ampdoctor.replay.user_modules import Spec, load_object
-from tests.replay.bundles.steps import gradients, replayed, same
+from tests.replay.bundles.steps import gradients, load_bundle, replayed, same
 
 
 @pytest.mark.parametrize("named", ["net.py", "net.py:Net", "net.py:make_model"])

@@ -11,9 +11,8 @@ import torch
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.hooks.json_values import constants_of
-from ampdoctor.replay.bundles.read import load_bundle
 from ampdoctor.replay.bundles.write import write_bundle
-from tests.replay.bundles.steps import gradients, replayed, same
+from tests.replay.bundles.steps import gradients, load_bundle, replayed, same
 
 SCRIPT = """
 import argparse

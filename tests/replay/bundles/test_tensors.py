@@ -8,7 +8,7 @@ from torch import nn
 
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.safetensors_file import read_safetensors
-from ampdoctor.replay.bundles.tensors import CODES, lying, made_again, write_safetensors
+from ampdoctor.replay.bundles.tensors import WRITTEN, lying, made_again, write_safetensors
 
 SEVEN = torch.arange(7.0)
 KINDS = {
@@ -35,7 +35,7 @@ KINDS = {
 
 @pytest.mark.parametrize("tensor", KINDS.values(), ids=list(KINDS))
 def test_it_comes_back(tensor, tmp_path):
-    lies = lying("given/0", tensor, CODES)
+    lies = lying("given/0", tensor, WRITTEN)
     write_safetensors(tmp_path / "t.safetensors", lies.parts)
     with RegularFile(tmp_path / "t.safetensors", "t") as file:
         parts = {name: one.load() for name, one in read_safetensors(file).tensors.items()}
@@ -49,7 +49,7 @@ def test_it_comes_back(tensor, tmp_path):
 
 
 def test_a_repeated_view_is_stored_once():
-    assert lying("x", torch.zeros(1, 4).expand(1000, 4), CODES).nbytes == 16
+    assert lying("x", torch.zeros(1, 4).expand(1000, 4), WRITTEN).nbytes == 16
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_a_repeated_view_is_stored_once():
 )
 @pytest.mark.filterwarnings("ignore")
 def test_what_cannot_lie_there_is_said(make, why):
-    assert why in lying("x", make(), CODES)
+    assert why in lying("x", make(), WRITTEN)

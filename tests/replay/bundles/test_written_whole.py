@@ -11,10 +11,9 @@ import torch
 from ampdoctor import bisect_nan
 from ampdoctor.errors import OutputError, ReplayError
 from ampdoctor.replay.bundles import write
-from ampdoctor.replay.bundles.read import load_bundle
 from ampdoctor.replay.bundles.write import write_bundle
 from ampdoctor.workflows.requests import ReplayRequest
-from tests.replay.bundles.steps import gradients, replayed, same
+from tests.replay.bundles.steps import gradients, load_bundle, replayed, same
 
 ROOM = 1 << 20
 

@@ -34,7 +34,6 @@ SCALERS = {
     "explodes": {"growth_factor": math.inf},
     "text": {"init_scale": "65536"},
     "nothing": {"init_scale": None},
-    "beyond": {"init_scale": 1e300},
     "shrinks": {"growth_factor": 0.5},
     "grows back": {"backoff_factor": 2.0},
     "bool scale": {"init_scale": True},
