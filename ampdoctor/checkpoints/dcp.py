@@ -25,7 +25,7 @@ from ampdoctor.checkpoints.dcp_metadata import (
 )
 from ampdoctor.checkpoints.dcp_names import sections_of
 from ampdoctor.checkpoints.file_contents import FileContents
-from ampdoctor.checkpoints.files import ByteSource, FilePool, PooledFile, RegularFile, Window, is_folder
+from ampdoctor.checkpoints.files import ByteSource, RegularFile, ReopenedFile, Window, is_folder
 from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout
 from ampdoctor.checkpoints.json_files import parse_json
 from ampdoctor.checkpoints.pickled_objects import Saved
@@ -178,8 +178,7 @@ class _Reading:
     """Opens one checkpoint; `files` are the data files that could be opened, by name."""
 
     def __init__(self, folder: Path, name: str, prefix: str) -> None:
-        self.files: dict[str, PooledFile] = {}
-        self._pool = FilePool()
+        self.files: dict[str, ReopenedFile] = {}
         self._budget = TilingBudget()
         self._folder = folder
         self._name = prefix + name
@@ -231,7 +230,7 @@ class _Reading:
         for name, wanted in sorted(by_file.items()):
             shown = self._prefix + name
             try:
-                file = PooledFile(self._folder / name, shown, self._pool)
+                file = ReopenedFile(self._folder / name, shown)
             except CheckpointError as error:
                 kind = "unreadable" if os.path.lexists(self._folder / name) else "missing"
                 message = f"{self._name} puts {len(wanted)} entries into this file: {error}"
