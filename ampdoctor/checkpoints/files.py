@@ -15,14 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.paths import refuse_reading
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
 
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "a folder"),
@@ -61,10 +57,6 @@ class ByteSource(ABC):
     def head(self, count: int) -> bytes:
         """Returns the first `count` bytes, or all if there are fewer."""
         return self.read(0, min(count, self.size))
-
-    def stream(self) -> io.BufferedReader:
-        """Returns a buffered stream over it, for a library that wants a file object."""
-        return io.BufferedReader(_Stream(self))
 
 
 class RegularFile(ByteSource):
@@ -169,35 +161,6 @@ class Window(ByteSource):
         if offset + len(target) > self.size:
             raise CheckpointError(f"{self.name} is truncated: an entry of it ends too early.")
         self.file.read_into(self.origin + offset, target)
-
-
-class _Stream(io.RawIOBase):
-    def __init__(self, source: ByteSource) -> None:
-        self._source = source
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._source.size}[whence]
-        if base + offset < 0:
-            raise ValueError(offset)
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, target: Buffer, /) -> int:
-        view = memoryview(target).cast("B")
-        count = max(min(len(view), self._source.size - self._at), 0)
-        self._source.read_into(self._at, view[:count])
-        self._at += count
-        return count
 
 
 def shown(name: object) -> str:
