@@ -332,6 +332,11 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns an element type as reports write it ("float16")."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseTensor(Skipped):
     """A sparse tensor: it is not built; its stored `values` are a tensor of their own."""
