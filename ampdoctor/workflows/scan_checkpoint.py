@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ampdoctor.checkpoints import Checkpoint, TensorRef
+from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
 from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.scalers import number
 from ampdoctor.checkpoints.series import SavedCheckpoint

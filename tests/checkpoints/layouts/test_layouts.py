@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ampdoctor.checkpoints import files, open_checkpoint
-from ampdoctor.checkpoints.folder import may_be_read
+from ampdoctor.checkpoints import files
+from ampdoctor.checkpoints.folder import may_be_read, open_checkpoint
 from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.tensor_statistics import summarize
 from ampdoctor.errors import CheckpointError
@@ -19,7 +19,7 @@ from ampdoctor.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ampdoctor.checkpoints import Checkpoint, TensorRef
+    from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
 
 FOLDER = Path(__file__).parents[3] / "fixtures" / "checkpoints"
 SPLIT = frozenset({"megatron_old", "fsdp1_rank_files", "fsdp2_rank_files"})

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.checkpoints import load_state
+from ampdoctor.checkpoints.resume_state import load_state
 from ampdoctor.errors import CheckpointError
 
 FOLDER = Path(__file__).parents[3] / "fixtures" / "checkpoints"

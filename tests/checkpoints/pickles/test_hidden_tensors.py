@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.checkpoints import open_checkpoint
 from ampdoctor.checkpoints.file_contents import FileContents
+from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.pickled_objects import MAX_DEPTH, Search, read_module
 from ampdoctor.checkpoints.unpickler import PickledObject
 from ampdoctor.errors import LimitExceededError
