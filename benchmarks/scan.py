@@ -120,7 +120,7 @@ def floor(path: Path) -> Callable[[], object]:
     """The limit: the same blocks and threads as a scan, and one sum of each."""
     import torch
 
-    from ampdoctor.checkpoints import open_checkpoint
+    from ampdoctor.checkpoints.folder import open_checkpoint
     from ampdoctor.checkpoints.tensor_statistics import stream
 
     def run() -> float:

@@ -14,6 +14,7 @@ from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
 from ampdoctor.checkpoints.optimizer_state import StoredState, reach, states_of
 from ampdoctor.checkpoints.scalers import number
 from ampdoctor.checkpoints.series import moment_of
+from ampdoctor.checkpoints.stored_tensor import dtype_name
 from ampdoctor.checkpoints.tensor_differences import difference
 from ampdoctor.checkpoints.tensor_statistics import Observer
 from ampdoctor.errors import LimitExceededError
@@ -63,7 +64,9 @@ def measure_change(
     moments = _moments(new, summary, old)
     changes: list[TensorChange] = []
     skipped = [
-        Skipped(what=key.name, reason=f"not compared: {_name(older[key].dtype)} became {_name(newer[key].dtype)}")
+        Skipped(
+            what=key.name, reason=f"not compared: {dtype_name(older[key].dtype)} became {dtype_name(newer[key].dtype)}"
+        )
         for key in shaped
         if newer[key].dtype.is_complex != older[key].dtype.is_complex
     ]
@@ -147,8 +150,8 @@ def _change(new: TensorRef, old: TensorRef) -> TensorChange:
         group=new.group,
         file=new.file,
         shape=new.shape,
-        dtype=_name(new.dtype),
-        old_dtype=_name(old.dtype),
+        dtype=dtype_name(new.dtype),
+        old_dtype=dtype_name(old.dtype),
         elements=found.elements,
         unchanged=found.unchanged,
         change_norm=math.sqrt(found.squared_change),
@@ -158,10 +161,6 @@ def _change(new: TensorRef, old: TensorRef) -> TensorChange:
         nonfinite=found.nonfinite,
         old_nonfinite=found.old_nonfinite,
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _moments(new: Checkpoint, summary: CheckpointSummary, old: Checkpoint) -> _Moments:

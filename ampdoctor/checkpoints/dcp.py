@@ -25,7 +25,7 @@ from ampdoctor.checkpoints.dcp_metadata import (
 )
 from ampdoctor.checkpoints.dcp_names import sections_of
 from ampdoctor.checkpoints.file_contents import FileContents
-from ampdoctor.checkpoints.files import ByteSource, FilePool, PooledFile, RegularFile, Window, is_folder
+from ampdoctor.checkpoints.files import ByteSource, RegularFile, ReopenedFile, Window, is_folder
 from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout
 from ampdoctor.checkpoints.json_files import parse_json
 from ampdoctor.checkpoints.pickled_objects import Saved
@@ -63,10 +63,9 @@ class TilingBudget:
 def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str, budget: TilingBudget) -> str | None:
     """Returns in words why pieces do not fill a tensor of this shape exactly; None if they do.
 
-    Pieces fill a tensor if they lie inside, have its volume together, and do not overlap. A few pieces are compared in
-    pairs. For many: the boxes' indicator functions sum to that of the whole exactly if their signed corners do (a
-    corner's sign is the parity of its upper sides: differences in every dimension, which can be summed up again). That
-    takes n steps for n pieces, instead of n^2 for pairs. `name` is used in the error where `budget` is used up.
+    The boxes' indicator functions sum to that of the whole exactly if their signed corners do (a corner's sign is the
+    parity of its upper sides: differences in every dimension, which can be summed up again). That takes n steps for n
+    pieces, instead of n^2 for pairs. `name` is used in the error where `budget` is used up.
     """
     if any(not _inside(shape, box) for box in boxes):
         return "a piece lies outside it"
@@ -76,12 +75,7 @@ def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str, budget: Tili
     if covered != whole:
         return "its pieces leave a hole" if covered < whole else "its pieces overlap"
     cut = [d for d, size in enumerate(shape) if any(sizes[d] != size for _, sizes in solid)]
-    corners_cost = len(solid) * len(cut) << len(cut)
-    pairs_cost = len(solid) * (len(solid) - 1) // 2 * len(cut)
-    budget.spend(min(corners_cost, pairs_cost), name)
-    if pairs_cost <= corners_cost:
-        pairs = itertools.combinations(solid, 2)
-        return "its pieces overlap and leave a hole" if any(_overlap(a, b, cut) for a, b in pairs) else None
+    budget.spend(len(solid) * len(cut) << len(cut), name)
     corners: Counter[tuple[int, ...]] = Counter()
     for at, sizes in [*solid, ((0,) * len(shape), shape)] if cut else []:
         sign = -1 if sizes == shape else 1
@@ -89,11 +83,6 @@ def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str, budget: Tili
             corner = tuple(at[d] + up * sizes[d] for d, up in zip(cut, upper, strict=True))
             corners[corner] += -sign if sum(upper) % 2 else sign
     return "its pieces overlap and leave a hole" if any(corners.values()) else None
-
-
-def _overlap(one: Box, other: Box, cut: Sequence[int]) -> bool:
-    """Whether two boxes share an element. Outside the dimensions `cut`, both are as long as the whole."""
-    return all(one[0][d] < other[0][d] + other[1][d] and other[0][d] < one[0][d] + one[1][d] for d in cut)
 
 
 def _inside(shape: tuple[int, ...], box: Box) -> bool:
@@ -178,8 +167,7 @@ class _Reading:
     """Opens one checkpoint; `files` are the data files that could be opened, by name."""
 
     def __init__(self, folder: Path, name: str, prefix: str) -> None:
-        self.files: dict[str, PooledFile] = {}
-        self._pool = FilePool()
+        self.files: dict[str, ReopenedFile] = {}
         self._budget = TilingBudget()
         self._folder = folder
         self._name = prefix + name
@@ -231,7 +219,7 @@ class _Reading:
         for name, wanted in sorted(by_file.items()):
             shown = self._prefix + name
             try:
-                file = PooledFile(self._folder / name, shown, self._pool)
+                file = ReopenedFile(self._folder / name, shown)
             except CheckpointError as error:
                 kind = "unreadable" if os.path.lexists(self._folder / name) else "missing"
                 message = f"{self._name} puts {len(wanted)} entries into this file: {error}"

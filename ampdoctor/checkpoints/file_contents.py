@@ -22,9 +22,8 @@ from ampdoctor.checkpoints.pickled_objects import (
     read_module,
     tensors_inside,
 )
-from ampdoctor.checkpoints.rank_shards import with_local_shards
 from ampdoctor.checkpoints.scalers import MEGATRON_DEFAULTS, is_own_field, number, scaler_fields
-from ampdoctor.checkpoints.stored_tensor import SparseTensor, StoredTensor
+from ampdoctor.checkpoints.stored_tensor import SparseTensor, StoredTensor, unread
 from ampdoctor.checkpoints.unpickler import PickledObject
 from ampdoctor.evidence.checkpoint_stats import LostNumbers, TensorRole
 from ampdoctor.evidence.report import Skipped
@@ -266,7 +265,7 @@ class FileContents:
 
 def sort_out(saved: Saved) -> FileContents:
     """Returns the parts of a saved object."""
-    tree = _without_nests(with_local_shards(saved.tree))
+    tree = _without_nests(_with_local_tensors(saved.tree, {}))
     sections = FileContents(foreign=saved.foreign, tree=tree)
     _visit(tree, "", sections, ContainsCache())
     losses: dict[str, float] = {}
@@ -278,6 +277,33 @@ def sort_out(saved: Saved) -> FileContents:
         sections.scalers = {path: {**settings, **saved} for path, saved in sections.scalers.items()}
     sections.lost = tuple(lost_numbers(tree, dict.fromkeys(list(losses)[:1]), _examined(sections)))
     return sections
+
+
+def _with_local_tensors(node: Any, done: dict[int, Any]) -> Any:
+    """Returns a tree with the rank's own tensor in place of each distributed one; a container is visited once."""
+    if isinstance(node, PickledObject):
+        return _local_tensor(node)
+    if not isinstance(node, dict | list | tuple):
+        return node
+    if id(node) not in done:
+        parts = list(node.values() if isinstance(node, dict) else node)
+        made = [_with_local_tensors(part, done) for part in parts]
+        changed = any(new is not old for new, old in zip(made, parts, strict=True))
+        done[id(node)] = node if not changed else dict(zip(node, made, strict=True)) if isinstance(node, dict) else made
+    return done[id(node)]
+
+
+def _local_tensor(node: PickledObject) -> Any:
+    """Returns the piece that FSDP saves in a rank's own file, in a `DTensor` or a `ShardedTensor` (FSDP1)."""
+    if not node.name.startswith("torch.distributed.") or not node.name.endswith((".DTensor", ".ShardedTensor")):
+        return node
+    piece = fields_of(node).get("_local_tensor")
+    if isinstance(node.state, tuple) and node.state and isinstance(node.state[0], list):
+        if not node.state[0]:  # this rank has no piece
+            return node
+        piece = fields_of(node.state[0][0]).get("tensor") if len(node.state[0]) == 1 else None
+    whole = isinstance(piece, StoredTensor | Skipped)
+    return piece if whole else unread("a distributed tensor of a form that is not read")
 
 
 def _examined(sections: FileContents) -> set[int]:

@@ -10,19 +10,15 @@ import os
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.paths import refuse_reading
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
 
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "a folder"),
@@ -61,10 +57,6 @@ class ByteSource(ABC):
     def head(self, count: int) -> bytes:
         """Returns the first `count` bytes, or all if there are fewer."""
         return self.read(0, min(count, self.size))
-
-    def stream(self) -> io.BufferedReader:
-        """Returns a buffered stream over it, for a library that wants a file object."""
-        return io.BufferedReader(_Stream(self))
 
 
 class RegularFile(ByteSource):
@@ -171,35 +163,6 @@ class Window(ByteSource):
         self.file.read_into(self.origin + offset, target)
 
 
-class _Stream(io.RawIOBase):
-    def __init__(self, source: ByteSource) -> None:
-        self._source = source
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._source.size}[whence]
-        if base + offset < 0:
-            raise ValueError(offset)
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, target: Buffer, /) -> int:
-        view = memoryview(target).cast("B")
-        count = max(min(len(view), self._source.size - self._at), 0)
-        self._source.read_into(self._at, view[:count])
-        self._at += count
-        return count
-
-
 def shown(name: object) -> str:
     """Returns a name from inside a file for an error's sentence: quoted, escaped, of bounded length."""
     text = name if isinstance(name, str) else type(name).__name__
@@ -294,121 +257,43 @@ def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-# -- few descriptors for many files: a thousand ranks write thousands, a process may open 1024 --
-#
-# A descriptor is closed only while nobody reads through it. Its number may belong to another file a moment later, and a
-# read would then return that file's bytes.
+class ReopenedFile(RegularFile):
+    """A regular file that is open only while it is read, and must stay unchanged.
 
-MAX_OPEN = 128
-"""Descriptors of one pool; more are open only while more threads than that read at once."""
-
-
-class FilePool:
-    """The open descriptors of a checkpoint's files, least recently used first; at most `limit` are kept open."""
-
-    def __init__(self, limit: int = MAX_OPEN) -> None:
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._idle: OrderedDict[int, PooledFile] = OrderedDict()
-        self._busy = 0
-
-    def enter(self, file: PooledFile) -> None:
-        """Open a file, if it is closed, until `leave`."""
-        with self._lock:
-            self._idle.pop(id(file), None)
-            file.users += 1
-            if file.users > 1:
-                return
-            self._busy += 1
-            try:
-                if file.at_rest:
-                    self._make_room()
-                    file.wake()
-            except BaseException:
-                file.users -= 1
-                self._busy -= 1
-                raise
-
-    def leave(self, file: PooledFile) -> None:
-        """Release a file; it stays open until its descriptor is needed."""
-        with self._lock:
-            file.users -= 1
-            if not file.users:
-                self._busy -= 1
-                self._idle[id(file)] = file
-                self._make_room()
-
-    def forget(self, file: PooledFile) -> None:
-        """Drop a file that was closed for good."""
-        with self._lock:
-            self._idle.pop(id(file), None)
-
-    def _make_room(self) -> None:
-        while self._idle and len(self._idle) + self._busy > self._limit:
-            self._idle.popitem(last=False)[1].rest()
-
-
-class PooledFile(RegularFile):
-    """A regular file that may be closed between reads; when it is opened again, it must be unchanged.
-
-    `users` is the number of reads in progress; `at_rest` is true while it has no descriptor.
+    A thousand ranks write thousands of files, and a process may open 1024.
     """
 
-    __slots__ = ("_closed", "_pool", "at_rest", "users")
+    __slots__ = ("_closed",)
 
-    def __init__(self, path: Path, name: str, pool: FilePool) -> None:
-        self._pool = pool
+    def __init__(self, path: Path, name: str) -> None:
         self._closed = False
-        self.users = 0
-        self.at_rest = False
         super().__init__(path, name)
-        pool.enter(self)
-        pool.leave(self)
+        super().close()
+
+    @contextmanager
+    def _opened(self) -> Iterator[RegularFile]:
+        if self._closed:
+            raise CheckpointError(f"{self.name} is closed.")
+        with RegularFile(self.path, self.name) as file:
+            if file._stamp != self._stamp:  # noqa: SLF001 - its own kind
+                raise CheckpointError(f"{self.name} changed while it was being read.")
+            yield file
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """As in `ByteSource`."""
-        self._pool.enter(self)
-        try:
-            super().read_into(offset, target)
-        finally:
-            self._pool.leave(self)
+        with self._opened() as file:
+            file.read_into(offset, target)
 
     def will_need(self, offset: int, count: int) -> None:
         """As in `RegularFile`."""
-        self._pool.enter(self)
-        try:
-            super().will_need(offset, count)
-        finally:
-            self._pool.leave(self)
+        with self._opened() as file:
+            file.will_need(offset, count)
 
     def require_unchanged(self) -> None:
         """As in `RegularFile`."""
-        self._pool.enter(self)
-        try:
-            super().require_unchanged()
-        finally:
-            self._pool.leave(self)
+        with self._opened():
+            pass
 
     def close(self) -> None:
         """As in `RegularFile`."""
         self._closed = True
-        self._pool.forget(self)
-        super().close()
-
-    def rest(self) -> None:
-        """Close the descriptor until `wake`."""
-        self.at_rest = True
-        super().close()
-
-    def wake(self) -> None:
-        """Open it again; raises CheckpointError if it has changed."""
-        if self._closed:
-            raise CheckpointError(f"{self.name} is closed.")
-        before, origin = self._stamp, self.origin
-        super().__init__(self.path, self.name)
-        self.origin = origin
-        if self._stamp != before:
-            self._stamp = before
-            super().close()
-            raise CheckpointError(f"{self.name} changed while it was being read.")
-        self.at_rest = False

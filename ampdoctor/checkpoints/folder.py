@@ -23,7 +23,6 @@ from ampdoctor.checkpoints.shards import (
     add_shards,
     check_numbers,
     is_numbered,
-    join_rank_files,
     numbered_family,
     remark_duplicates,
 )
@@ -474,7 +473,6 @@ def _index_of(file: RegularFile) -> dict[str, str]:
 
 
 def _finish(gathered: CheckpointBuilder, name: str, inside: Listing | None = None) -> Checkpoint:
-    join_rank_files(gathered)
     remark_duplicates(gathered)
     if not gathered.parts:
         if gathered.refusals:

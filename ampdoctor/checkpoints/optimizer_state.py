@@ -15,7 +15,7 @@ import torch
 from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
 from ampdoctor.checkpoints.file_contents import tensors_in
 from ampdoctor.checkpoints.scalers import number
-from ampdoctor.checkpoints.stored_tensor import StoredTensor
+from ampdoctor.checkpoints.stored_tensor import StoredTensor, dtype_name
 from ampdoctor.checkpoints.tensor_differences import side_by_side, widened
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.checkpoint_stats import (
@@ -61,7 +61,7 @@ def _summary(path: str, optimizer: Mapping[str, Any]) -> OptimizerSummary:
     ]
     counters += [group["step"] for group in groups if "step" in group]
     steps = [step for counter in counters if (step := number(counter)) is not None and math.isfinite(step)]
-    dtypes = {_dtype(counter) for counter in counters if isinstance(counter, StoredTensor)}
+    dtypes = {dtype_name(counter.dtype) for counter in counters if isinstance(counter, StoredTensor)}
     return OptimizerSummary(
         path=path,
         groups=tuple(_group(group) for group in groups),
@@ -126,15 +126,11 @@ def _described(second: TensorRef, *, starved: int, examined: int, largest: float
         group=second.group,
         file=second.file,
         entry=second.entry,
-        dtype=_dtype(second.stored),
+        dtype=dtype_name(second.stored.dtype),
         starved=starved,
         examined=examined,
         largest=largest,
     )
-
-
-def _dtype(stored: StoredTensor) -> str:
-    return str(stored.dtype).removeprefix("torch.")
 
 
 # -- does the next update change a stored weight, given its format? --

@@ -156,7 +156,7 @@ class _Found:
     @staticmethod
     def _take(into: list[Mapping[str, Any]], node: Mapping[Any, Any]) -> None:
         if _is_plain(node):
-            into.append(_loaded(node))
+            into.append(_load(node, None))
 
 
 def _is_state(node: Mapping[Any, Any]) -> bool:
@@ -174,14 +174,6 @@ def _is_plain(node: Any) -> bool:
     if isinstance(node, list | tuple):
         return all(map(_is_plain, node))
     return not isinstance(node, PickledObject | Skipped)
-
-
-def _loaded(node: Any) -> Any:
-    if isinstance(node, StoredTensor):
-        return node.load()
-    if isinstance(node, Mapping):
-        return {key: _loaded(value) for key, value in node.items()}
-    return type(node)(map(_loaded, node)) if isinstance(node, list | tuple) else node
 
 
 def _python_state(node: list[Any] | tuple[Any, ...]) -> tuple[Any, ...] | None:

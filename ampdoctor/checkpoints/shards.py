@@ -1,21 +1,16 @@
-"""Weights over several files: an index that lists them, or a file for each rank."""
+"""Weights over several files, which an index lists or their names count."""
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ampdoctor.checkpoints.checkpoint import FilePart
 from ampdoctor.checkpoints.files import RegularFile, identity_of
 from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout
 from ampdoctor.checkpoints.json_files import read_weight_map
-from ampdoctor.checkpoints.rank_shards import LocalShard, join_shards
-from ampdoctor.checkpoints.stored_tensor import JoinedTensor, Shard, StoredTensor, StridedTensor
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import ErrorNote
 
@@ -171,158 +166,3 @@ def _compare(
 def _names_in(part: FilePart, *, skipped: bool) -> set[str]:
     names = {name for model in part.sections.models.values() for name in model}
     return names | {s.what for s in part.sections.skipped} if skipped else names
-
-
-# -- files that each rank wrote for itself: `pytorch_model_fsdp_0_rank1.bin` --
-
-_FLAT = "_flat_param"
-_BY_RANK = re.compile(r"(?P<stem>.+)_rank(?P<rank>\d{1,6})(?P<suffix>\.(bin|pt|pth))")
-
-
-def join_rank_files(into: CheckpointBuilder) -> None:
-    """Join the ranks' pieces if they fill the whole tensor; the others stay the shard of one rank."""
-    families: dict[str, dict[int, FilePart]] = {}
-    for part in into.parts:
-        match = _BY_RANK.fullmatch(part.name)
-        if match and _holds_pieces(part):
-            families.setdefault(f"{match['stem']}{match['suffix']}", {})[int(match["rank"])] = part
-    joined: list[tuple[str, list[FilePart], list[int], int]] = []
-    for name, by_rank in families.items():
-        parts = [by_rank[rank] for rank in sorted(by_rank)]
-        absent = [rank for rank in range(max(by_rank)) if rank not in by_rank]
-        if absent:
-            into.lack(name, f"{name}: the file of rank {absent[0]} is missing, and each rank saved its own part.")
-        left = _join_optimizers(parts)
-        joined.append((name, parts, absent, left))
-    shapes = _shapes_told(into)
-    for name, parts, absent, left in joined:
-        _lay_out_flat(parts, shapes)
-        unfilled = left + _join_models(parts)
-        for part in parts:
-            part.index = name
-        if unfilled and not absent:
-            into.lack(name, f"{name}: {unfilled} of its tensors are not whole; the file of a rank is missing.")
-
-
-def _holds_pieces(part: FilePart) -> bool:
-    models = (t for model in part.sections.models.values() for t in model.values())
-    states = (
-        t
-        for optimizer in part.sections.optimizers.values()
-        for state in optimizer["state"].values()
-        if isinstance(state, Mapping)
-        for t in state.values()
-    )
-    return any(isinstance(t, LocalShard) for tensors in (models, states) for t in tensors)
-
-
-def _shapes_told(into: CheckpointBuilder) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters' shapes, from their moments."""
-    return {
-        pid: stored.shape
-        for part in into.parts
-        for optimizer in part.sections.optimizers.values()
-        for pid, state in optimizer["state"].items()
-        if isinstance(pid, str) and isinstance(state, Mapping)
-        for stored in state.values()
-        if isinstance(stored, StoredTensor) and stored.shape and not isinstance(stored, LocalShard)
-    }
-
-
-def _lay_out_flat(parts: Sequence[FilePart], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Lay out FSDP1's local state: each rank's part of one flat parameter, and the pieces of each name within it.
-
-    The flat parameter is cut regardless of names: a rank may hold the end of one parameter and the beginning of the
-    next. The names' pieces cover the flat parameter, so it is left out.
-    """
-    for path in list(parts[0].sections.models):
-        models = [dict(part.sections.models.get(path, {})) for part in parts]
-        flats = [{name: t for name, t in model.items() if name.rpartition(".")[2] == _FLAT} for model in models]
-        places = [{_storage(t) for t in flat.values()} for flat in flats]
-        if not all(flats):
-            continue
-        held = [{at: t for at, t in model.items() if at not in flat} for model, flat in zip(models, flats, strict=True)]
-        for name in list(models[0]):
-            pieces = [model.get(name) for model in models]
-            views = [p for p in pieces if isinstance(p, StridedTensor) and len(p.shape) == 1]
-            if name in flats[0] or len(views) != len(pieces):
-                continue
-            if not any(p.numel and _storage(p) in place for p, place in zip(views, places, strict=True)):
-                continue
-            for model in models[1:]:
-                del model[name]
-            models[0][name] = _one_behind_the_other(views, shapes.get(name))
-        for rank, (part, model, flat) in enumerate(zip(parts, models, flats, strict=True)):
-            part.sections.models[path] = {name: t for name, t in model.items() if name not in flat}
-            for name, whole in flat.items():
-                if sum(t.numel for t in held[rank].values() if _storage(t) == _storage(whole)) < whole.numel:
-                    part.sections.others[f"{path}.{name}" if path else name] = whole
-
-
-def _one_behind_the_other(pieces: Sequence[StridedTensor], shape: tuple[int, ...] | None) -> StoredTensor:
-    total = sum(piece.numel for piece in pieces)
-    starts = [0, *itertools.accumulate(piece.numel for piece in pieces)]
-    shards = [Shard(stored=p, at=at) for p, at in zip(pieces, starts, strict=False) if p.numel]
-    fits = shape is not None and math.prod(shape) == total
-    return JoinedTensor(dtype=pieces[0].dtype, shape=shape if shape and fits else (total,), shards=tuple(shards))
-
-
-def _storage(stored: StoredTensor) -> object:
-    return (stored.file_name, stored.offset) if isinstance(stored, StridedTensor) else None
-
-
-def _join_models(parts: Sequence[FilePart]) -> int:
-    """Join the state dicts in the first rank's part; returns how many tensors could not be joined and stay in place."""
-    left = 0
-    for path in list(dict.fromkeys(path for part in parts for path in part.sections.models)):
-        models: list[dict[Any, Any]] = [dict(part.sections.models.get(path, {})) for part in parts]
-        left += _join(models, parts, path)
-        for part, model in zip(parts, models, strict=True):
-            part.sections.models.pop(path, None)
-            if model:
-                part.sections.models[path] = model
-    return left
-
-
-def _join_optimizers(parts: Sequence[FilePart]) -> int:
-    """Join the optimizers' states in the same way."""
-    left = 0
-    for path in list(dict.fromkeys(path for part in parts for path in part.sections.optimizers)):
-        optimizers = [part.sections.optimizers.get(path) for part in parts]
-        states = [dict(o["state"]) if o is not None else {} for o in optimizers]
-        for pid in list(dict.fromkeys(pid for state in states for pid in state)):
-            mine: list[dict[Any, Any]] = [dict(s[pid]) if isinstance(s.get(pid), Mapping) else {} for s in states]
-            left += _join(mine, parts, f"{path}.state.{pid}" if path else f"state.{pid}")
-            for state, kept in zip(states, mine, strict=True):
-                state.pop(pid, None)
-                if kept:
-                    state[pid] = kept
-        for part, optimizer, state in zip(parts, optimizers, states, strict=True):
-            if optimizer is not None and state:
-                part.sections.optimizers[path] = {**optimizer, "state": state}
-            elif optimizer is not None:
-                del part.sections.optimizers[path]
-    return left
-
-
-def _join(holders: Sequence[dict[Any, Any]], parts: Sequence[FilePart], path: str) -> int:
-    """Join the ranks' tensors of each name in the first rank; other values are the first rank's.
-
-    Further copies of uncut tensors then belong to nothing, but are examined: one can be broken while another is sound.
-    """
-    left = 0
-    for name in list(dict.fromkeys(name for holder in holders for name in holder)):
-        values = [holder.get(name) for holder in holders]
-        tensors = [value for value in values if isinstance(value, StoredTensor)]
-        whole = join_shards([v if isinstance(v, StoredTensor) else None for v in values]) if tensors else values[0]
-        if tensors and whole is None:
-            left += 1
-            continue
-        used = {id(s.stored) for s in whole.shards} if isinstance(whole, JoinedTensor) else {id(whole)}
-        for part, copy in zip(parts, values, strict=True):
-            if isinstance(copy, StoredTensor) and copy.shape and copy.numel and id(copy) not in used:
-                part.sections.others[f"{path}.{name}" if path else str(name)] = copy
-        for holder in holders[1:]:
-            holder.pop(name, None)
-        holders[0][name] = whole
-    return left

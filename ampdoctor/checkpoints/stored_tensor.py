@@ -39,9 +39,6 @@ MAX_DIMENSIONS = 64
 """Maximum for a tensor: as many as most of torch's own operations take."""
 MAX_STRIDED_BYTES = 1024 * 1024 * 1024
 """A view with holes (`w[:, ::2]`, saved with its whole storage) is loaded with its holes; a larger one is refused."""
-OVERLAPPING_BYTES = 1024 * 1024
-"""A larger view with holes that names elements more than once is refused: no tool saves one, and finding the
-elements that it touches takes a pass over it for each doubling of each dimension."""
 HOLED_BYTES = 16 * 1024 * 1024
 """Bytes of a view with holes that a scan reads at a time."""
 
@@ -92,8 +89,8 @@ class HoledBlock:
         return self.tensor.nbytes
 
     def read(self, _buffer: ReadBuffer) -> torch.Tensor:
-        """Returns the elements, 1-D, in new memory; raises LimitExceededError beyond `MAX_STRIDED_BYTES`."""
-        return self.tensor.load().flatten() if self.tensor.is_apart() else self.tensor.load_distinct()
+        """Returns the elements, 1-D, in new memory; one that overlapping rows share may come more than once."""
+        return self.tensor.load().flatten()
 
 
 class StoredTensor(ABC):
@@ -177,7 +174,7 @@ class StridedTensor(StoredTensor):
     def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[Block | HoledBlock]:
         """As in `StoredTensor`."""
         if self._has_holes():
-            yield from map(HoledBlock, self._pieces())
+            yield from self._holed_blocks(elements)
             return
         item = self.dtype.itemsize
         left, position = self._span(), self.offset + self.start * item
@@ -187,12 +184,12 @@ class StridedTensor(StoredTensor):
             position += count * item
             left -= count
 
-    def _pieces(self) -> Iterator[StridedTensor]:
-        """Yields views that hold each distinct element once and are small enough to be read with their holes."""
+    def _holed_blocks(self, elements: int) -> Iterator[Block | HoledBlock]:
+        """Yields views without repeated dimensions that are small enough to be read with their holes."""
         dims = self._steps()[::-1]
         bare = replace(self, shape=tuple(n for _, n in dims), stride=tuple(step for step, _ in dims))
         if bare.nbytes <= HOLED_BYTES:
-            yield bare
+            yield HoledBlock(bare)
             return
         step, size = dims[0]
         if step < replace(bare, shape=(1, *bare.shape[1:])).nbytes // self.dtype.itemsize:  # rows that overlap
@@ -200,7 +197,7 @@ class StridedTensor(StoredTensor):
         rows = max(HOLED_BYTES // (step * self.dtype.itemsize), 1)
         for first in range(0, size, rows):
             shape = (min(rows, size - first), *bare.shape[1:])
-            yield from replace(bare, start=self.start + first * step, shape=shape)._pieces()  # noqa: SLF001 - its own kind
+            yield from replace(bare, start=self.start + first * step, shape=shape).blocks(elements)
 
     def load(self) -> torch.Tensor:
         """As in `StoredTensor`; repeated elements (stride 0) stay shared, as `torch.load` keeps them."""
@@ -219,34 +216,6 @@ class StridedTensor(StoredTensor):
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
-    def is_apart(self) -> bool:
-        """Whether no element has two indices: each dimension steps over everything below it.
-
-        Repetitions in an expanded view do not count.
-        """
-        reach = 1
-        for step, size in self._steps():
-            if step < reach:
-                return False
-            reach += (size - 1) * step
-        return True
-
-    def load_distinct(self) -> torch.Tensor:
-        """Returns the elements that the view touches, 1-D, each once; LimitExceededError beyond `OVERLAPPING_BYTES`."""
-        if self.nbytes > OVERLAPPING_BYTES:
-            raise LimitExceededError(f"{self.file.name}: bytes of an overlapping view", OVERLAPPING_BYTES, self.nbytes)
-        data = bytearray(self.nbytes)
-        self.file.read_into(self.offset + self.start * self.dtype.itemsize, memoryview(data))
-        touched = torch.zeros(self._span(), dtype=torch.bool)
-        touched[0] = True
-        for step, size in self._steps():  # shifts by 1, 2, 4 ... steps: there are far more indices than elements
-            done = 1
-            while done < size:
-                more = min(done, size - done)
-                touched[more * step :] |= touched[: -more * step].clone()
-                done += more
-        return torch.frombuffer(data, dtype=self.dtype)[touched]
-
     def _steps(self) -> list[tuple[int, int]]:
         """Stride and size of the dimensions that move, smallest stride first; dimensions of one stride are merged."""
         sizes: dict[int, int] = {}
@@ -256,19 +225,8 @@ class StridedTensor(StoredTensor):
         return sorted(sizes.items())
 
     def _has_holes(self) -> bool:
-        """Whether some element between the first and the last does not belong to the view.
-
-        The smaller strides reach every element up to some point. The next dimension leaves no gap only if its stride is
-        not larger than that, and no later dimension can fill a gap.
-        """
-        if self.numel == 0:
-            return False
-        reach = 1
-        for step, size in self._steps():
-            if step > reach:
-                return True
-            reach += (size - 1) * step
-        return False
+        """Whether it has fewer elements than its span, so that some between the first and the last are not its own."""
+        return 0 < math.prod(size for _, size in self._steps()) < self._span()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +288,11 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns an element type as reports write it ("float16")."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

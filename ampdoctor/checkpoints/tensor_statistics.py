@@ -13,7 +13,7 @@ import torch
 from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.optimizer_state import optimizer_facts
-from ampdoctor.checkpoints.stored_tensor import BLOCK_ELEMENTS, Block, HoledBlock, ReadBuffer, StoredTensor
+from ampdoctor.checkpoints.stored_tensor import BLOCK_ELEMENTS, Block, HoledBlock, ReadBuffer, StoredTensor, dtype_name
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint_stats import (
     ROLES,
@@ -271,7 +271,7 @@ def _index(ref: TensorRef) -> IndexSummary:
         module=ref.module,
         group=ref.group,
         file=ref.file,
-        dtype=str(ref.dtype).removeprefix("torch."),
+        dtype=dtype_name(ref.dtype),
         shape=ref.shape,
         lowest=float(values.amin()),
         displaced=displaced,
@@ -380,7 +380,7 @@ def _describe(ref: TensorRef, facts: BlockFacts) -> TensorSummary:
         module=ref.module,
         group=ref.group,
         file=ref.file,
-        dtype=str(ref.dtype).removeprefix("torch."),
+        dtype=dtype_name(ref.dtype),
         shape=ref.shape,
         examined=facts.examined,
         counted=facts.histogram.numel,

@@ -213,12 +213,11 @@ class Records:
     """The contents of a `torch.save` zip."""
 
     pickle: bytes
-    version: bytes
     storages: dict[str, tuple[int, int]]  # key -> byte position and length of its record
 
 
 def read_records(file: ByteSource) -> Records:
-    """Read the directory, `data.pkl` and `version`; no tensor data are read."""
+    """Read the directory and `data.pkl`; no tensor data are read."""
     members = {member.name: member for member in read_directory(file)}
     prefix = _prefix(list(members), file.name)
     if _small(file, members.get(f"{prefix}/byteorder")) not in {b"", b"little"}:
@@ -229,10 +228,9 @@ def read_records(file: ByteSource) -> Records:
     pickle = file.read(structure.start, structure.size)
     if structure.crc not in {0, zlib.crc32(pickle)}:  # 0: saved without checksums
         raise CheckpointError(f"{file.name} is corrupted: the checksum of its structure is wrong.")
-    version = _small(file, members.get(f"{prefix}/version")) or _small(file, members.get(f"{prefix}/.data/version"))
     folder = f"{prefix}/data/"
     storages = {n.removeprefix(folder): (m.start, m.size) for n, m in members.items() if n.startswith(folder)}
-    return Records(pickle, version, storages)
+    return Records(pickle, storages)
 
 
 def _small(file: ByteSource, member: Member | None) -> bytes:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.checkpoints import load_state
+from ampdoctor.checkpoints.resume_state import load_state
 from ampdoctor.checkpoints.tensor_statistics import NEVER_NEGATIVE
 from ampdoctor.diagnosis.replay.loaded_state import impossible_finding, saturated_finding, state_finding
 from ampdoctor.diagnosis.scan.scaler import FRESH_SCALER, wrong_settings

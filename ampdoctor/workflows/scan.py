@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ampdoctor.checkpoints import Checkpoint
+from ampdoctor.checkpoints.checkpoint import Checkpoint
 from ampdoctor.checkpoints.folder import may_hold_tensors, neighbour
 from ampdoctor.checkpoints.found import PathContents, find
 from ampdoctor.checkpoints.series import step_in

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ampdoctor.checkpoints import Checkpoint, TensorRef
+from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
 from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.scalers import number
 from ampdoctor.checkpoints.series import SavedCheckpoint
+from ampdoctor.checkpoints.stored_tensor import dtype_name
 from ampdoctor.checkpoints.tensor_statistics import Observer, summarize
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.scan.checks import checks_of
@@ -198,7 +199,7 @@ def _tensor(ref: TensorRef) -> ListedTensor:
         name=ref.name,
         group=ref.group,
         entry=ref.entry,
-        dtype=str(ref.dtype).removeprefix("torch."),
+        dtype=dtype_name(ref.dtype),
         shape=tuple(ref.shape),
         bytes=ref.nbytes,
         file=ref.file,
@@ -206,7 +207,7 @@ def _tensor(ref: TensorRef) -> ListedTensor:
 
 
 def _total(refs: Sequence[TensorRef]) -> ListedRole:
-    dtypes = Counter(str(ref.dtype).removeprefix("torch.") for ref in refs)
+    dtypes = Counter(dtype_name(ref.dtype) for ref in refs)
     return ListedRole(
         tensors=len(refs),
         elements=sum(ref.stored.numel for ref in refs),

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.folder import open_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ampdoctor.checkpoints import Checkpoint
+    from ampdoctor.checkpoints.checkpoint import Checkpoint
 
 
 class Net(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from ampdoctor.checkpoints import load_state
+from ampdoctor.checkpoints.resume_state import load_state
 from ampdoctor.replay.load_checkpoint import load_schedulers, not_restored, set_generators
 
 LOADER = {"_sampler_iter_yielded": 3, "_num_yielded": 3, "state": {"seed": torch.arange(3)}}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.checkpoints import load_state
+from ampdoctor.checkpoints.resume_state import load_state
 from ampdoctor.errors import CheckpointError
 from ampdoctor.replay import fit_optimizers
 from ampdoctor.replay.load_checkpoint import resume

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.errors import CheckpointError
 from ampdoctor.workflows.scan import scan
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import files, open_checkpoint
+from ampdoctor.checkpoints import files
 from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.errors import CheckpointError
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.scan import scan

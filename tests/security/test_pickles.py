@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.unpickler import GlobalName, PickledObject, SafeUnpickler
 from ampdoctor.errors import AmpdoctorError, CheckpointError
 from tests.security import hostile as h

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load as load_by_library
 
-from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.workflows.scan import scan
 from tests.security import hostile as h

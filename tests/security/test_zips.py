@@ -9,7 +9,8 @@ import zipfile
 import pytest
 import torch
 
-from ampdoctor.checkpoints import load_state, open_checkpoint
+from ampdoctor.checkpoints.folder import open_checkpoint
+from ampdoctor.checkpoints.resume_state import load_state
 from ampdoctor.errors import CheckpointError
 from tests.security import hostile as h
 

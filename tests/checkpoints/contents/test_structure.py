@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.checkpoints import clean_names, load_state, open_checkpoint
+from ampdoctor.checkpoints.file_contents import clean_names
+from ampdoctor.checkpoints.folder import open_checkpoint
+from ampdoctor.checkpoints.resume_state import load_state
 
 SCALER = {"scale": 64.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 5}
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import log_files, open_checkpoint
+from ampdoctor.checkpoints import log_files
 from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.log_files import is_run_log, log_entry_of, read_details, read_steps
 from ampdoctor.checkpoints.log_folders import opened
 from ampdoctor.checkpoints.tensor_statistics import summarize

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.checkpoints import load_state, open_checkpoint
+from ampdoctor.checkpoints.folder import open_checkpoint
+from ampdoctor.checkpoints.resume_state import load_state
 from ampdoctor.errors import CheckpointError
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "checkpoints"

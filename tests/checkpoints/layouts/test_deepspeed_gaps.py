@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.zero import RankState, place_by_group
 from tests.checkpoints.nothing import NOTHING
 

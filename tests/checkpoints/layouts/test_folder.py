@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import load_state, open_checkpoint
+from ampdoctor.checkpoints.folder import open_checkpoint
+from ampdoctor.checkpoints.resume_state import load_state
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 if TYPE_CHECKING:

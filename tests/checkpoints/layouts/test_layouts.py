@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ampdoctor.checkpoints import files, open_checkpoint
-from ampdoctor.checkpoints.folder import may_be_read
+from ampdoctor.checkpoints import files
+from ampdoctor.checkpoints.folder import may_be_read, open_checkpoint
 from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.tensor_statistics import summarize
 from ampdoctor.errors import CheckpointError
@@ -19,11 +19,11 @@ from ampdoctor.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ampdoctor.checkpoints import Checkpoint, TensorRef
+    from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
 
 FOLDER = Path(__file__).parents[3] / "fixtures" / "checkpoints"
-SPLIT = frozenset({"megatron_old"})
-"""Layouts whose files do not say how the ranks' tensors go together: each rank's is a tensor of its own."""
+SPLIT = frozenset({"megatron_old", "fsdp1_rank_files", "fsdp2_rank_files"})
+"""Layouts whose files are not joined: each rank's piece is a tensor by itself."""
 
 
 def cases() -> list[Any]:
@@ -138,6 +138,19 @@ def test_ranks_that_cannot_be_joined_are_read_one_by_one(where):
         assert len({ref.file for ref in refs}) == truth["ranks"]
         for group, facts in (("", truth["weights"]), ("fp32", truth["masters"])):
             check_ranks([ref for ref in refs if ref.role == "weight" and ref.group == group], facts, "")
+        for entry in ("exp_avg", "exp_avg_sq"):
+            rows = {row["parameter"]: row for row in truth["moments"] if row["entry"] == entry}
+            check_ranks([ref for ref in refs if ref.role == "moment"], rows, entry)
+
+
+@pytest.mark.parametrize("layout", ["fsdp1_rank_files", "fsdp2_rank_files"])
+def test_the_files_of_fsdp_ranks_are_read_one_by_one(layout):
+    (truth,) = json.loads((FOLDER / "expected" / f"{layout}.json").read_text(encoding="utf-8"))["checkpoints"]
+    with open_checkpoint(FOLDER / layout / truth["path"]) as checkpoint:
+        assert checkpoint.errors == ()
+        assert checkpoint.unread == ()
+        refs = list(checkpoint)
+        check_ranks([ref for ref in refs if ref.role == "weight"], truth["weights"], "")
         for entry in ("exp_avg", "exp_avg_sq"):
             rows = {row["parameter"]: row for row in truth["moments"] if row["entry"] == entry}
             check_ranks([ref for ref in refs if ref.role == "moment"], rows, entry)

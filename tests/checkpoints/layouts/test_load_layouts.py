@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.checkpoints import load_state
+from ampdoctor.checkpoints.resume_state import load_state
 from ampdoctor.errors import CheckpointError
 
 FOLDER = Path(__file__).parents[3] / "fixtures" / "checkpoints"
@@ -74,8 +74,6 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, truth: dict[str, A
         ("torch_module", "model.pt", adamw, ""),
         ("accelerate", "checkpoint_0", adamw, ""),
         ("accelerate_bin", "checkpoint_0", adamw, ""),
-        ("fsdp1_rank_files", "checkpoint_0", adamw, ""),
-        ("fsdp2_rank_files", "checkpoint_0", adamw, ""),
         ("lightning_fp16", "checkpoints/last.ckpt", adamw, "net."),
         ("lightning_bf16", "checkpoints/epoch=0-step=2.ckpt", adamw, "net."),
         ("deepspeed_zero1", ".", adamw, ""),

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import TensorRef, open_checkpoint
 from ampdoctor.checkpoints import folder as folder_layout
+from ampdoctor.checkpoints.checkpoint import TensorRef
 from ampdoctor.checkpoints.comparison import _by_key
+from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.errors import CheckpointError
 from ampdoctor.workflows import scan as scan_workflow
 from ampdoctor.workflows.scan import scan

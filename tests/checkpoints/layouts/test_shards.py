@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import load_state, open_checkpoint
+from ampdoctor.checkpoints.folder import open_checkpoint
+from ampdoctor.checkpoints.resume_state import load_state
 
 if TYPE_CHECKING:
     from pathlib import Path

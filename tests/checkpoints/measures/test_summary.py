@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import open_checkpoint, tensor_statistics
+from ampdoctor.checkpoints import tensor_statistics
+from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.stored_tensor import BLOCK_ELEMENTS
 from ampdoctor.checkpoints.tensor_statistics import FULLY_COUNTED, BlockFacts, examine, summarize
 from ampdoctor.errors import CheckpointError

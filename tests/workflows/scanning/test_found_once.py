@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import load_state
+from ampdoctor.checkpoints.resume_state import load_state
 from ampdoctor.workflows.scan import scan, scan_several
 from ampdoctor.workflows.scan_against import compare
 from ampdoctor.workflows.scan_checkpoint import list_structure

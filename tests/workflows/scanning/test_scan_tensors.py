@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.scan import scan
 from ampdoctor.workflows.scan_against import compare

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.errors import CheckpointError
 
 FIXTURES = Path(__file__).parents[4] / "fixtures" / "checkpoints"

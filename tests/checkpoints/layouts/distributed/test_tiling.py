@@ -86,13 +86,12 @@ def test_a_tensor_in_a_hundred_thousand_pieces_takes_a_second():
     assert time.process_time() - began < 50
 
 
-def test_few_pieces_of_many_dimensions_are_compared_in_pairs():
+def test_few_pieces_of_many_dimensions_ask_for_bounded_work():
     shape = (*(2,) * 21, 42)
     boxes = [((0,) * 22, (*(1 if d == n else 2 for d in range(21)), 4)) for n in range(21)]
     assert sum(map(math.prod, (sizes for _, sizes in boxes))) == math.prod(shape)
-    began = time.process_time()
-    assert misfit(shape, boxes, "w", TilingBudget()) == "its pieces overlap and leave a hole"
-    assert time.process_time() - began < 5
+    with pytest.raises(LimitExceededError, match="comparisons"):
+        misfit(shape, boxes, "w", TilingBudget())
 
 
 def test_the_comparisons_of_all_tensors_are_bounded_together():
