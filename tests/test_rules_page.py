@@ -30,9 +30,8 @@ def escaped(text):
 
 def row(threshold):
     """Return a threshold as a row of its rule's table."""
-    short = f", `{threshold.option}`" if threshold.option else ""
     span = f"{threshold.lowest:g}, {threshold.highest:g}"
-    cells = (f"`{threshold.key}`{short}", f"{threshold.default:g}", threshold.unit, span, escaped(threshold.why))
+    cells = (f"`{threshold.key}`", f"{threshold.default:g}", threshold.unit, span, escaped(threshold.why))
     return f"| {' | '.join(cells)} |"
 
 

@@ -26,17 +26,11 @@ class Threshold:
     lowest: float = 0.0
     highest: float = 1.0
     above: Threshold | None = None
-    option: str | None = None  # the command line's short name ("--tau")
 
     @property
     def key(self) -> str:
         """Its full name: "AMP107.saturated"."""
         return f"{self.code}.{self.name}"
-
-    @property
-    def label(self) -> str:
-        """Its name in a sentence, with the short name beside it: "AMP301.flushed (--tau)"."""
-        return f"{self.key} ({self.option})" if self.option else self.key
 
     @property
     def whole(self) -> bool:
@@ -72,7 +66,6 @@ FLUSHED = Threshold(
     unit="share",
     why="Share of nonzero gradient elements that may become zero: what adaptive loss scaling aims at (Zhao et al., "
     "arXiv 1910.12385). Of profile and recommend.",
-    option="--tau",
 )
 ERROR_NOTE = Threshold(
     code="AMP301",
@@ -82,7 +75,6 @@ ERROR_NOTE = Threshold(
     lowest=1e-6,
     why="Error of the weight gradients that is as good as bf16's (measured: 3.3e-3 to 5.5e-3). Of profile and "
     "recommend, whose choice of a loss scale aims at it too.",
-    option="--error-note",
 )
 ERROR_WARNING = Threshold(
     code="AMP301",
@@ -92,7 +84,6 @@ ERROR_WARNING = Threshold(
     why="From here on training was measurably worse (12-block transformer: up to 7e-3 it equals fp32's, 1.5e-2 to 9e-2 "
     "costs loss).",
     above=ERROR_NOTE,
-    option="--error-warning",
 )
 ERROR_BAD = Threshold(
     code="AMP301",
@@ -101,7 +92,6 @@ ERROR_BAD = Threshold(
     unit="relative L2 error",
     why="From here on it failed to learn (same measurement: at 0.3 it does).",
     above=ERROR_WARNING,
-    option="--error-bad",
 )
 FP32_SHARE = Threshold(
     code="AMP303",
@@ -109,7 +99,6 @@ FP32_SHARE = Threshold(
     default=0.2,
     unit="share",
     why="Share of the parameters beyond which fp32 modules are no longer the cheap answer (our default).",
-    option="--fp32-share",
 )
 SKIP_RATE = Threshold(
     code="AMP707",
@@ -120,7 +109,6 @@ SKIP_RATE = Threshold(
     highest=0.5,
     why="Share of steps that a scaler may skip once it has settled: what OpenSeq2Seq's LogMax scaler aims at. Of "
     "recommend, which derives the growth interval from it.",
-    option="--rho",
 )
 HORIZON = Threshold(
     code="AMP707",
@@ -131,7 +119,6 @@ HORIZON = Threshold(
     highest=1_000_000,
     why="Steps ahead over which skips are counted in a simulation, which goes through it step by step: a short "
     "training run. Of recommend.",
-    option="--horizon",
 )
 
 
