@@ -9,7 +9,6 @@ from ampdoctor.scaling.closed_forms import (
     highest_exponent,
     loss_scale_limit,
     lowest_exponent,
-    student_t_quantile,
     upper_log2,
 )
 from ampdoctor.scaling.emit import Emitted, emit
@@ -27,6 +26,5 @@ __all__ = [
     "loss_scale_limit",
     "lowest_exponent",
     "simulate",
-    "student_t_quantile",
     "upper_log2",
 ]
