@@ -175,7 +175,7 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
         if isinstance(error, UserCodeError):
             for text in filter(None, (error.traceback_text.rstrip("\n"), error.explained)):
                 streams.note(text)
-        elif not isinstance(error, UserCodeError):
+        else:
             _say_instead(error, arguments)
     else:
         said = sentence(str(error).strip().split("\n")[0])

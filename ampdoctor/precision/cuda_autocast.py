@@ -331,11 +331,6 @@ class AutocastPolicy:
         self._emulated: dict[str, None] = {}
 
     @property
-    def emulated_ops(self) -> tuple[str, ...]:
-        """Ops ("aten.avg_pool3d") that ran in fp32 and were rounded, having no half kernel, in order of use."""
-        return tuple(self._emulated)
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """One sentence for each way in which the replay differs from a GPU."""
         return tuple(

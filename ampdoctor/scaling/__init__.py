@@ -5,7 +5,6 @@ from __future__ import annotations
 from ampdoctor.scaling.closed_forms import (
     LIM,
     equilibrium_skip_rate,
-    head_scale_limit,
     highest_exponent,
     loss_scale_limit,
     lowest_exponent,
@@ -21,7 +20,6 @@ __all__ = [
     "SimulatedStep",
     "emit",
     "equilibrium_skip_rate",
-    "head_scale_limit",
     "highest_exponent",
     "loss_scale_limit",
     "lowest_exponent",

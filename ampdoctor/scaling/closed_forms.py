@@ -50,16 +50,6 @@ def loss_scale_limit(loss_magnitude: float) -> int | None:
     return highest_exponent(math.log2(loss_magnitude)) if loss_magnitude > 0 else None
 
 
-def head_scale_limit(elements: int) -> int:
-    """Returns the largest s at which a softmax cross-entropy over `elements` tokens keeps its gradient finite.
-
-    The gradient of its logits is (p - y) S / M with |p - y| <= 1. M, the elements, is 1 for a summed loss.
-    """
-    if elements < 1:
-        raise UsageError(f"a loss is a mean over at least one element, not {elements}")
-    return highest_exponent(-math.log2(elements))
-
-
 def equilibrium_skip_rate(growth_factor: float, backoff_factor: float, growth_interval: int) -> float:
     """Returns the share of steps that a settled dynamic scaler skips: ln(1 + a / b) / N.
 
@@ -129,9 +119,6 @@ def _spreads(tail: float, freedom: int) -> float:
 
 
 TAIL = math.log(2.0) / 2000  # the quantile at which a scaler with torch's defaults settles
-TAIL_SHARE = 0.1
-FEWEST_FOR_TAIL = 300  # with fewer steps, the top tenth is too few to fit
-HEAVY = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,16 +130,11 @@ class Spikes:
         lengths: Number of steps of each run.
         heights: log2 of the factor by which the scale would have to fall for the run to fit, at least 1; inf if none
             fits.
-        excess: 99 % quantile over all steps of log2 above the bulk's limit, 0.0 if fewer exceed it; runs that no scale
-            fits do not count.
-        tail_index: xi of a generalised Pareto distribution of the top tenth; None with fewer than 300 steps.
     """
 
     steps: int
     lengths: tuple[int, ...] = ()
     heights: tuple[float, ...] = ()
-    excess: float = 0.0
-    tail_index: float | None = None
 
     @property
     def isolated(self) -> bool:
@@ -163,11 +145,6 @@ class Spikes:
     def height(self) -> float:
         """Median of `heights`; 0.0 without runs."""
         return statistics.median(self.heights) if self.heights else 0.0
-
-    @property
-    def spiky(self) -> bool:
-        """Whether the tail is heavy: the recorded spikes then do not bound the next."""
-        return self.tail_index is not None and self.tail_index > HEAVY
 
     def longest_interval(self, growth_factor: float, backoff_factor: float) -> float:
         """Returns the longest growth interval, in clean steps, with which the scale still climbs; inf without spikes.
@@ -197,26 +174,8 @@ def find_spikes(log2_amax: NDArray[np.float64]) -> Spikes:
     above = log2_amax + highest_exponent(usual_log2(finite.tolist(), TAIL)) - LIM
     bounds = np.flatnonzero(np.diff(np.concatenate([[False], above >= 0.0, [False]])))
     runs = [above[begin:end] for begin, end in bounds.reshape(-1, 2)]
-    measured = above[np.isfinite(log2_amax)]
     return Spikes(
         steps=len(log2_amax),
         lengths=tuple(len(run) for run in runs),
         heights=tuple(float(np.floor(run.max())) + 1.0 for run in runs),
-        excess=float(max(0.0, np.quantile(measured, 0.99))),
-        tail_index=tail_index(finite) if len(finite) >= FEWEST_FOR_TAIL else None,
     )
-
-
-def tail_index(series: NDArray[np.float64]) -> float:
-    """Returns the shape xi of a generalised Pareto distribution of the top tenth, by probability-weighted moments.
-
-    Hosking and Wallis, 1987: with excesses y in ascending order, a0 = mean y and a1 = mean (1 - p) y,
-    xi = 2 - a0 / (a0 - 2 a1). Below 0 the tail ends, 0 is exponential, from 0.5 on its variance is infinite.
-    """
-    threshold = np.quantile(series, 1.0 - TAIL_SHARE)
-    excess = np.sort(series[series > threshold]) - threshold
-    if len(excess) < 2:
-        return 0.0
-    p = (np.arange(1, len(excess) + 1) - 0.35) / len(excess)
-    a0, a1 = float(excess.mean()), float(((1.0 - p) * excess).mean())
-    return 2.0 - a0 / (a0 - 2.0 * a1) if a0 > 2.0 * a1 else 0.0

@@ -249,7 +249,6 @@ def with_simulation(
             censored=confidence.censored,
             exceedances=confidence.exceedances,
             drift=confidence.drift.slope,
-            spiky=confidence.spikes.spiky,
             low=confidence.low,
         ),
     )

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from ampdoctor.errors import UsageError
 from ampdoctor.scaling import (
     equilibrium_skip_rate,
-    head_scale_limit,
     highest_exponent,
     loss_scale_limit,
     lowest_exponent,
@@ -60,23 +59,6 @@ def test_a_loss_that_stays_fp16_limits_the_scale(loss):
 
 def test_a_loss_of_zero_limits_nothing():
     assert loss_scale_limit(0.0) is None
-
-
-@pytest.mark.parametrize("elements", [1, 3, 512])
-def test_the_heads_limit_holds_for_the_worst_softmax(elements):
-    s = head_scale_limit(elements)
-    logits = torch.zeros(elements, 2, dtype=torch.float64)
-    logits[:, 0] = 60.0
-    logits.requires_grad_()
-    loss = torch.nn.functional.cross_entropy(logits, torch.ones(elements, dtype=torch.long))
-    (loss * 2.0**s).backward()
-    assert torch.isfinite(logits.grad.half()).all()
-    assert torch.isinf((logits.grad * 2).half()).any()
-
-
-def test_the_head_needs_an_element():
-    with pytest.raises(UsageError):
-        head_scale_limit(0)
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), QUANTILES)
