@@ -60,12 +60,15 @@ class ProgressLine:
         from rich.console import Console
         from rich.table import Column
 
-        sizes = [
-            one(table_column=Column(no_wrap=True)) for one in (progress.DownloadColumn, progress.TransferSpeedColumn)
-        ]
-        known = (progress.BarColumn(20), *(sizes if unit == "B" else (progress.MofNCompleteColumn(),)))
+        whole = Column(no_wrap=True)
+        columns: list[progress.ProgressColumn] = [progress.TimeElapsedColumn()]
+        if total and unit == "B":
+            sizes = (progress.DownloadColumn(table_column=whole), progress.TransferSpeedColumn(table_column=whole))
+            columns = [progress.BarColumn(20), *sizes, progress.TimeRemainingColumn()]
+        elif total:
+            columns = [progress.BarColumn(20), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()]
         bar = progress.Progress(
-            *((*known, progress.TimeRemainingColumn()) if total else (progress.TimeElapsedColumn(),)),
+            *columns,
             progress.TextColumn("{task.description}", markup=False),
             console=Console(file=self._stream, force_terminal=True),
             auto_refresh=False,

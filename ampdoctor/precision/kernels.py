@@ -19,7 +19,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -313,7 +313,6 @@ class SharedOverlay:
 
 
 WIDE: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
-_NARROW: Final = {wide: narrow for narrow, wide in WIDE.items()}
 
 
 def widened(value: Any) -> Any:
@@ -325,9 +324,8 @@ def narrowed(value: Any) -> Any:
     """The value; an fp32 tensor in half, also in a tuple."""
     if isinstance(value, tuple):
         return tuple(narrowed(item) for item in value)
-    if not isinstance(value, torch.Tensor) or value.dtype not in _NARROW:
-        return value
-    with warnings.catch_warnings() if value.is_complex() else nullcontext():
-        if value.is_complex():
+    if isinstance(value, torch.Tensor) and value.dtype is torch.complex64:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that ComplexHalf is experimental, on CUDA too
-        return value.to(_NARROW[value.dtype])
+            return value.to(torch.complex32)
+    return value.half() if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -531,7 +532,7 @@ def drawn_changes(starts: NDArray[np.int64], scales: NDArray[np.float64]) -> lis
     return [int(starts[index]) for index in sorted(kept)]
 
 
-def drawn_skips(skips: NDArray[np.int64]) -> tuple[int, ...]:
+def drawn_skips(skips: NDArray[np.integer[Any]]) -> tuple[int, ...]:
     """Returns the skipped steps that are drawn: all, or `MOST_POINTS` of them."""
     if len(skips) > MOST_POINTS:
         skips = skips[np.linspace(0, len(skips) - 1, MOST_POINTS).astype(np.intp)]
