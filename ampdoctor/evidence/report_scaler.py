@@ -169,6 +169,7 @@ class ScalingConfidence:
         censored: Share of them whose largest gradient is not known.
         exceedances: Steps ahead that are expected to exceed the largest recorded gradient: m / (n + 1).
         drift: Binades per step that the largest gradient drifts by; 0 where that is not certain.
+        spiky: The tail of the largest gradients is heavy: how high the next spike goes is not known.
         low: A recording of 50 steps in fp32 or bf16 should come first.
     """
 
@@ -176,6 +177,7 @@ class ScalingConfidence:
     censored: Fraction
     exceedances: float
     drift: float
+    spiky: bool
     low: bool
 
 

@@ -119,6 +119,9 @@ def _spreads(tail: float, freedom: int) -> float:
 
 
 TAIL = math.log(2.0) / 2000  # the quantile at which a scaler with torch's defaults settles
+TAIL_SHARE = 0.1
+FEWEST_FOR_TAIL = 300  # with fewer steps, the top tenth is too few to fit
+HEAVY = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +133,13 @@ class Spikes:
         lengths: Number of steps of each run.
         heights: log2 of the factor by which the scale would have to fall for the run to fit, at least 1; inf if none
             fits.
+        tail_index: xi of a generalised Pareto distribution of the top tenth; None with fewer than 300 steps.
     """
 
     steps: int
     lengths: tuple[int, ...] = ()
     heights: tuple[float, ...] = ()
+    tail_index: float | None = None
 
     @property
     def isolated(self) -> bool:
@@ -145,6 +150,11 @@ class Spikes:
     def height(self) -> float:
         """Median of `heights`; 0.0 without runs."""
         return statistics.median(self.heights) if self.heights else 0.0
+
+    @property
+    def spiky(self) -> bool:
+        """Whether the tail is heavy: the recorded spikes then do not bound the next."""
+        return self.tail_index is not None and self.tail_index > HEAVY
 
     def longest_interval(self, growth_factor: float, backoff_factor: float) -> float:
         """Returns the longest growth interval, in clean steps, with which the scale still climbs; inf without spikes.
@@ -178,4 +188,20 @@ def find_spikes(log2_amax: NDArray[np.float64]) -> Spikes:
         steps=len(log2_amax),
         lengths=tuple(len(run) for run in runs),
         heights=tuple(float(np.floor(run.max())) + 1.0 for run in runs),
+        tail_index=tail_index(finite) if len(finite) >= FEWEST_FOR_TAIL else None,
     )
+
+
+def tail_index(series: NDArray[np.float64]) -> float:
+    """Returns the shape xi of a generalised Pareto distribution of the top tenth, by probability-weighted moments.
+
+    Hosking and Wallis, 1987: with excesses y in ascending order, a0 = mean y and a1 = mean (1 - p) y,
+    xi = 2 - a0 / (a0 - 2 a1). Below 0 the tail ends, 0 is exponential, from 0.5 on its variance is infinite.
+    """
+    threshold = np.quantile(series, 1.0 - TAIL_SHARE)
+    excess = np.sort(series[series > threshold]) - threshold
+    if len(excess) < 2:
+        return 0.0
+    p = (np.arange(1, len(excess) + 1) - 0.35) / len(excess)
+    a0, a1 = float(excess.mean()), float(((1.0 - p) * excess).mean())
+    return 2.0 - a0 / (a0 - 2.0 * a1) if a0 > 2.0 * a1 else 0.0

@@ -249,6 +249,7 @@ def with_simulation(
             censored=confidence.censored,
             exceedances=confidence.exceedances,
             drift=confidence.drift.slope,
+            spiky=confidence.spikes.spiky,
             low=confidence.low,
         ),
     )

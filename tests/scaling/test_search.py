@@ -156,7 +156,7 @@ def test_spikes_that_ratchet_the_scale_down_are_answered():
     assert outcome.change
     assert outcome.settings.growth_interval < 2000
     assert outcome.expected_chosen.relative_error < outcome.expected_current.relative_error / 2
-    assert outcome.confidence.spikes.isolated
+    assert outcome.confidence.spikes.spiky
     assert "ratchet" in outcome.bounds["growth_interval"].by
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ampdoctor.scaling import ScalerSettings, simulate
-from ampdoctor.scaling.closed_forms import Spikes, find_spikes
+from ampdoctor.scaling.closed_forms import Spikes, find_spikes, tail_index
 
 
 def bulk(steps, seed=0):
@@ -18,6 +18,7 @@ def test_a_quiet_trace_has_none():
     assert found.lengths == ()
     assert found.longest_interval(2.0, 0.5) == math.inf
     assert not found.isolated
+    assert not found.spiky
 
 
 def test_runs_are_found_with_length_and_height():
@@ -39,6 +40,21 @@ def test_a_burst_is_not_isolated():
 @pytest.mark.parametrize("trace", [[], [np.inf], [-np.inf] * 5, [1.0]])
 def test_traces_without_a_bulk_have_none(trace):
     assert find_spikes(np.array(trace, np.float64)).lengths == ()
+
+
+def test_heavy_tails_are_told_from_light_ones():
+    light = [find_spikes(bulk(1000, seed)).spiky for seed in range(50)]
+    heavy = [find_spikes(bulk(1000, seed) + 10.0 * (bulk(1000, seed + 99) > -2.8)).spiky for seed in range(50)]
+    assert np.mean(light) < 0.1
+    assert np.mean(heavy) > 0.9
+    assert find_spikes(bulk(299)).tail_index is None
+
+
+@pytest.mark.parametrize("xi", [-0.4, 0.0, 0.3])
+def test_the_tail_index_is_that_of_the_distribution(xi):
+    u = np.random.default_rng(5).random(200_000)
+    series = -np.log(u) if xi == 0.0 else (u**-xi - 1.0) / xi
+    assert tail_index(series) == pytest.approx(xi, abs=0.05)
 
 
 @pytest.mark.parametrize(("backoff", "rate"), [(0.5, 2e-3), (0.75, 1e-2), (0.25, 2e-3)])
