@@ -142,10 +142,9 @@ $(LAYOUTS)/.installed: fixtures/checkpoints/requirements.txt constraints.txt | $
 	DS_BUILD_OPS=0 $(LAYOUTS)/bin/python -m pip install --quiet -c constraints.txt -r fixtures/checkpoints/requirements.txt
 	@touch $@
 
-$(FRAMEWORKS)/.installed: tests/scaling/frameworks.txt benchmarks/peers/fetch_fairseq.py pyproject.toml constraints.txt | $(STAMP)
+$(FRAMEWORKS)/.installed: tests/scaling/frameworks.txt pyproject.toml constraints.txt | $(STAMP)
 	$(BIN)/python -m venv --clear $(FRAMEWORKS)
 	DS_BUILD_OPS=0 $(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt -r tests/scaling/frameworks.txt -e '.[test]'
-	$(FRAMEWORKS)/bin/python benchmarks/peers/fetch_fairseq.py optim/dynamic_loss_scaler.py
 	@touch $@
 
 # Beside .venv, whose packages it sees: fifty more, which transformers and others would find there and behave differently for.

@@ -280,7 +280,7 @@ def test_importing_it_does_not_import_torch(run_cli):
 
 def test_a_log_and_a_plan_are_read_without_torch(run_cli):
     """Its import takes seconds and hundreds of megabytes, the most of a second look at a log."""
-    modules = ["ampdoctor.workflows.health", "ampdoctor.health.proposed_scaling", "ampdoctor.workflows.plan"]
+    modules = ["ampdoctor.workflows.health", "ampdoctor.workflows.plan"]
     done = imported(run_cli, modules, {"torch"})
     assert done.returncode == 0, done.stderr
 

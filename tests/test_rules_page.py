@@ -86,7 +86,7 @@ Two.
 
 | `--threshold` | default | unit | from, to | what it decides |
 | --- | --- | --- | --- | --- |
-| `AMP107.entries`, `--entries` | 3 | steps | 1, 1e+06 | Whole \\| numbers. |
+| `AMP107.entries` | 3 | steps | 1, 1e+06 | Whole \\| numbers. |
 | `AMP107.share` | 0.5 | share | 0, 1 | Half. |
 | `AMP107.most` | 1.0 | share | 0, 1, not below `share` | All. |
 
@@ -118,7 +118,7 @@ def test_a_page_is_all_that_a_rule_says(read):
     assert (page.name, page.title, page.worst) == ("saturated-values", "Values are clamped", "error")
     assert page.sections[1:3] == (("How it is decided", "By _counting_."), ("Threshold", "Two."))
     assert list(page.thresholds.values()) == [
-        Threshold("AMP107", "entries", 3, "steps", 1, 1_000_000, "Whole | numbers.", option="--entries"),
+        Threshold("AMP107", "entries", 3, "steps", 1, 1_000_000, "Whole | numbers."),
         share,
         Threshold("AMP107", "most", 1.0, "share", why="All.", above=share),
     ]

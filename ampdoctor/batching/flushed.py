@@ -10,8 +10,8 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.run_facts import GRADIENTS, Place, SiteKind
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import SURE_BELOW, RangeProfile
-from ampdoctor.scaling.choose import DEFAULT_TAIL, cancelled
-from ampdoctor.scaling.closed_forms import highest_exponent, upper_log2
+from ampdoctor.scaling.choose import cancelled
+from ampdoctor.scaling.closed_forms import TAIL, highest_exponent, upper_log2
 
 _MIXES = frozenset({"batch_norm", "sync_batch_norm"})
 """Ops whose backward mixes the other samples of the micro-batch into a sample's gradient."""
@@ -170,7 +170,7 @@ class _Gradients:
         for index in self._profile.half_gradients():
             site, series = self._profile.sites[index], self._profile.log2_series(index)
             if series:
-                largest = upper_log2(series, DEFAULT_TAIL) - self._ends(self._new, site.kind)[0]
+                largest = upper_log2(series, TAIL) - self._ends(self._new, site.kind)[0]
                 limits.append((highest_exponent(largest), site.label))
         return min(limits, default=(math.inf, ""))
 

@@ -80,7 +80,6 @@ def _whole(rule: Rule) -> dict[str, Any]:
             "unit": threshold.unit,
             "lowest": threshold.lowest,
             "highest": threshold.highest,
-            "option": threshold.option,
             "why": threshold.why,
         }
         for threshold in rule.thresholds
@@ -107,8 +106,7 @@ def _as_text(rules: list[Rule], color: Color, *, whole: bool) -> str:
 
 
 def _line(threshold: Threshold) -> str:
-    short = f", {threshold.option}" if threshold.option else ""
-    range_ = f"{threshold.unit}, {threshold.lowest:g} to {threshold.highest:g}{short}"
+    range_ = f"{threshold.unit}, {threshold.lowest:g} to {threshold.highest:g}"
     return f"{threshold.key} = {threshold.default:g} ({range_}): {threshold.why}"
 
 

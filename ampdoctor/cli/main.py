@@ -17,7 +17,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -30,7 +30,7 @@ from ampdoctor.cli.process import write_stdout
 from ampdoctor.cli.replay_commands import bisect_nan, profile, recommend
 from ampdoctor.cli.run_command import Action
 from ampdoctor.cli.scan_command import scan
-from ampdoctor.cli.suggest import as_typed, is_usage_error, said_by
+from ampdoctor.cli.suggest import as_typed, doors, is_usage_error, said_by
 from ampdoctor.cli.training_commands import health, run
 from ampdoctor.errors import (
     EXIT_ERROR,
@@ -161,7 +161,7 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
     if is_usage_error(error):
         streams.note(f"ampdoctor: error: {sentence(said_by(error))}")
         context = getattr(error, "ctx", None)
-        if not _say_instead(error, arguments) and context is not None:
+        if not _say_doors(error, arguments) and context is not None:
             streams.note(f"Try '{context.command_path} --help' for help.")
         return True
     if isinstance(error, SystemExit):  # from the examined code, past our guards
@@ -175,8 +175,8 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
         if isinstance(error, UserCodeError):
             for text in filter(None, (error.traceback_text.rstrip("\n"), error.explained)):
                 streams.note(text)
-        elif not isinstance(error, UserCodeError):
-            _say_instead(error, arguments)
+        else:
+            _say_doors(error, arguments)
     else:
         said = sentence(str(error).strip().split("\n")[0])
         name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
@@ -184,23 +184,11 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
     return False
 
 
-def _say_instead(error: BaseException, arguments: list[str]) -> bool:
-    from typer.main import get_command
-
-    from ampdoctor.cli.main import app
-    from ampdoctor.cli.suggest import doors, instead
-
+def _say_doors(error: BaseException, arguments: list[str]) -> bool:
     ways = doors(arguments, error)
     for line in ways:
         streams.note(line)
-    root: Any = get_command(app)
-    try:
-        meant = None if ways else instead(arguments, error, root.commands)
-    except Exception:  # noqa: BLE001 - the error message needs no suggestion
-        meant = None
-    if meant is not None:
-        streams.note(f"Type: {sentence(f'ampdoctor {meant}')}")
-    return meant is not None or bool(ways)
+    return bool(ways)
 
 
 def _internal(what: str) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
@@ -16,18 +15,7 @@ import typer
 from ampdoctor.diagnosis.catalogue import all_thresholds, check_threshold, thresholds_from
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS, Framework
-from ampdoctor.evidence.thresholds import (
-    ERROR_BAD,
-    ERROR_NOTE,
-    ERROR_WARNING,
-    FLUSHED,
-    FP32_SHARE,
-    HORIZON,
-    SKIP_RATE,
-    Moves,
-    Threshold,
-    Thresholds,
-)
+from ampdoctor.evidence.thresholds import Moves, Thresholds
 from ampdoctor.health.sinks.export import KINDS, Export, export_of
 from ampdoctor.reports.formats import FORMATS, Color, ReportFormat
 from ampdoctor.workflows.requests import (
@@ -443,19 +431,6 @@ ONE_RUN = "of one run"  # marks such an option in its `Annotated`
 
 # -- thresholds --
 
-SHORT: Mapping[str, Threshold] = MappingProxyType(
-    {
-        "tau": FLUSHED,
-        "rho": SKIP_RATE,
-        "error_note": ERROR_NOTE,
-        "error_warning": ERROR_WARNING,
-        "error_bad": ERROR_BAD,
-        "fp32_share": FP32_SHARE,
-        "horizon": HORIZON,
-    }
-)
-"""The threshold that each parameter of `AdviceThresholdOptions` is a short name for."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThresholdOptions:
@@ -471,92 +446,12 @@ class ThresholdOptions:
         ),
     ] = field(default_factory=list)
 
-    def thresholds(self, *below: Moves, typed: Collection[str] | None = None) -> Thresholds:
-        """Return all thresholds for the workflows.
+    def thresholds(self, *below: Moves) -> Thresholds:
+        """Return all thresholds for the workflows; later values of `below` override earlier ones, the option all.
 
-        `below` holds values from elsewhere: later ones override earlier ones, and the options override all of them.
-        `typed` names the options on the command line itself, which override those from the environment or a
-        configuration file; None means all. Raises UsageError where a threshold is unknown, out of range or given twice,
-        or where two contradict each other.
+        Raises UsageError where a threshold is unknown, out of range or given twice, or where two contradict each other.
         """
-        options = {option.name for option in fields(self)}
-        here = options if typed is None else options.intersection(typed)
-        return thresholds_from(*below, self.moves(options - here), self.moves(here))
-
-    def moves(self, options: Collection[str]) -> Moves:
-        """Return the thresholds that `options` set, by code and name. A threshold given twice raises UsageError."""
-        named = {code: dict(names) for code, names in parse_thresholds(self.threshold).items()}
-        moves = named if "threshold" in options else {}
-        for option, threshold in SHORT.items():
-            value = getattr(self, option, None)
-            if value is None or option not in options:
-                continue
-            if threshold.name in moves.get(threshold.code, {}):
-                raise UsageError(f"{threshold.option} and --threshold {threshold.key} are one and the same: give one")
-            moves.setdefault(threshold.code, {})[threshold.name] = value
-        return moves
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdviceThresholdOptions(ThresholdOptions):
-    """Short names for the thresholds of a recommendation."""
-
-    tau: Annotated[
-        float | None,
-        typer.Option(
-            "--tau",
-            metavar="SHARE",
-            help=f"Share of gradients that may flush to zero (AMP301) [default: {FLUSHED.default:g}].",
-        ),
-    ] = None
-    rho: Annotated[
-        float | None,
-        typer.Option(
-            "--rho",
-            metavar="SHARE",
-            help=f"Share of steps that a settled scaler may skip [default: {SKIP_RATE.default:g}].",
-        ),
-    ] = None
-    error_note: Annotated[
-        float | None,
-        typer.Option(
-            "--error-note",
-            metavar="ERROR",
-            help=f"Gradient error that is as good as bf16's (AMP301) [default: {ERROR_NOTE.default:g}].",
-        ),
-    ] = None
-    error_warning: Annotated[
-        float | None,
-        typer.Option(
-            "--error-warning",
-            metavar="ERROR",
-            help=f"Gradient error that makes training worse [default: {ERROR_WARNING.default:g}].",
-        ),
-    ] = None
-    error_bad: Annotated[
-        float | None,
-        typer.Option(
-            "--error-bad",
-            metavar="ERROR",
-            help=f"Gradient error at which training fails [default: {ERROR_BAD.default:g}].",
-        ),
-    ] = None
-    fp32_share: Annotated[
-        float | None,
-        typer.Option(
-            "--fp32-share",
-            metavar="SHARE",
-            help=f"Share of parameters that may go to fp32 (AMP303) [default: {FP32_SHARE.default:g}].",
-        ),
-    ] = None
-    horizon: Annotated[
-        int | None,
-        typer.Option(
-            "--horizon",
-            metavar="N",
-            help=f"Steps that a simulation looks ahead [default: {HORIZON.default}].",
-        ),
-    ] = None
+        return thresholds_from(*below, parse_thresholds(self.threshold))
 
 
 def parse_thresholds(pairs: list[str]) -> Moves:

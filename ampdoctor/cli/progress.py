@@ -1,53 +1,27 @@
-"""Progress on stderr: only on a terminal, only for long work, and cleared afterwards.
+"""Progress on stderr, drawn by Rich: only on a terminal, only for long work, and cleared afterwards.
 
-Rich's progress bars bring a thread that draws beside user code, which may fork or hold the interpreter, and take time
-to start. One line that is rewritten at each progress call needs neither.
+It refreshes at the calls alone: Rich's thread would draw beside user code, which may fork or hold the interpreter.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TextIO
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TextIO
 
 from ampdoctor.cli.process import note
 from ampdoctor.reports.escape import sanitise
 from ampdoctor.workflows.requests import Progress
 
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
 _DELAY = 1.0  # seconds: shorter work needs no progress
 _INTERVAL = 0.1  # seconds between two updates
-_SETTLED = 2.0  # seconds of a phase before its rate says anything about the time left
-_MEMORY = 10.0  # seconds after which a speed has lost most of its weight in the rate
-_BAR_CELLS = 20
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_CLEAR = "\r\x1b[K"
-
-
-@dataclass(slots=True)
-class _Phase:
-    """Work of one kind, with a speed of its own."""
-
-    name: tuple[str, int | None]
-    start: float  # when it began, in seconds
-    at: float  # when `done` was last updated
-    done: int  # the progress at `at`
-    rate: float | None = None  # recent parts a second; None before two updates
-
-    def advance(self, done: int, now: float) -> None:
-        """Update the rate: an exponential average over time, whatever the distance between updates."""
-        passed = now - self.at
-        if passed <= 0.0 or done == self.done:
-            return
-        speed = (done - self.done) / passed
-        weight = 1.0 - math.exp(-passed / _MEMORY)
-        self.rate = speed if self.rate is None else self.rate + weight * (speed - self.rate)
-        self.at, self.done = now, done
 
 
 class ProgressLine:
@@ -58,78 +32,54 @@ class ProgressLine:
         self._clock = clock
         self._start = clock()
         self._last = -_INTERVAL
-        self._shown = False
-        self._phase: _Phase | None = None
+        self._phase: tuple[str, int | None] = ("", None)  # work of one kind, with a speed of its own
+        self._bar: Bar | None = None
 
     def __call__(self, what: str, done: int, total: int | None, *, unit: str = "") -> None:
         """Show the progress of `what`, at most ten times a second."""
-        now = self._clock()
-        phase = self._of(("" if unit else what, total), done, now)
-        elapsed = now - self._start
-        if elapsed < _DELAY or elapsed - self._last < _INTERVAL:
+        now = self._clock() - self._start
+        if now < _DELAY or now - self._last < _INTERVAL:
             return
-        self._last = elapsed
-        phase.advance(done, now)
-        if total:
-            parts = [_bar(done / total), _share(done, total, unit), _speed(phase, unit), _left(phase, total, now)]
-        else:
-            parts = [f"{done}" if done else "", f"{now - phase.start:.0f} s"]
-        line = "  ".join(part for part in (*parts, sanitise(what)) if part)
-        from rich.cells import set_cell_size
-
-        room = shutil.get_terminal_size().columns - 1
-        self._shown = True
-        self._write(_CLEAR + set_cell_size(line, room).rstrip())
+        self._last = now
+        phase = ("" if unit else what, total)
+        with suppress(OSError):  # a lost terminal must not end the work
+            if self._bar is None or phase != self._phase or done < self._bar.tasks[0].completed:
+                self.clear()
+                self._phase, self._bar = phase, self._begun(total, unit)
+            self._bar.update(self._bar.task_ids[0], completed=done, description=sanitise(what), refresh=True)
 
     def clear(self) -> None:
         """Remove the line."""
-        if self._shown:
-            self._write(_CLEAR)
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with suppress(OSError):
+                bar.stop()
 
-    def _of(self, name: tuple[str, int | None], done: int, now: float) -> _Phase:
-        """Return the phase: a new one where another thing is counted, or the count starts again."""
-        if self._phase is None or self._phase.name != name or done < self._phase.done:
-            self._phase = _Phase(name, now, now, done)
-        return self._phase
+    def _begun(self, total: int | None, unit: str) -> Bar:
+        from rich import progress
+        from rich.console import Console
+        from rich.table import Column
 
-    def _write(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except OSError:  # a lost terminal must not end the work
-            self._shown = False
-
-
-def _bar(share: float) -> str:
-    full = min(int(share * _BAR_CELLS), _BAR_CELLS)
-    return f"[{'#' * full}{'.' * (_BAR_CELLS - full)}]"
-
-
-def _share(done: int, total: int, unit: str) -> str:
-    if unit != "B":
-        return f"{done}/{total}"
-    size, name = _unit(total)
-    return f"{done / size:.2f}/{total / size:.2f} {name}"
-
-
-def _unit(amount: float) -> tuple[float, str]:
-    return next((unit for unit in _UNITS if amount >= unit[0]), _UNITS[-1])
-
-
-def _speed(phase: _Phase, unit: str) -> str:
-    if not phase.rate:
-        return ""
-    if unit == "B":
-        size, name = _unit(phase.rate)
-        return f"{phase.rate / size:.2f} {name}/s"
-    return f"{phase.rate:.1f}/s" if phase.rate >= 1.0 else f"{1.0 / phase.rate:.1f} s each"
-
-
-def _left(phase: _Phase, total: int, now: float) -> str:
-    if not phase.rate or now - phase.start < _SETTLED:
-        return ""
-    seconds = (total - phase.done) / phase.rate - (now - phase.at)
-    return f"{duration(max(seconds, 0.0))} left"
+        whole = Column(no_wrap=True)
+        columns: list[progress.ProgressColumn] = [progress.TimeElapsedColumn()]
+        if total and unit == "B":
+            sizes = (progress.DownloadColumn(table_column=whole), progress.TransferSpeedColumn(table_column=whole))
+            columns = [progress.BarColumn(20), *sizes, progress.TimeRemainingColumn()]
+        elif total:
+            columns = [progress.BarColumn(20), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()]
+        bar = progress.Progress(
+            *columns,
+            progress.TextColumn("{task.description}", markup=False),
+            console=Console(file=self._stream, force_terminal=True),
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            get_time=self._clock,
+        )
+        bar.add_task("", total=total)
+        bar.start()
+        return bar
 
 
 def duration(seconds: float) -> str:

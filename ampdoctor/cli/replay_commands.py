@@ -10,7 +10,6 @@ import typer
 from ampdoctor.cli.configured_command import moved_in_the_file, on_the_command_line, script_arguments
 from ampdoctor.cli.options import (
     AdviceOptions,
-    AdviceThresholdOptions,
     GateOptions,
     OutputOptions,
     ReplayOptions,
@@ -97,7 +96,7 @@ def bisect_nan(
     smallest change with which the same steps stay finite.
     """
     refuse_empty("FACTORY", factory)
-    thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
+    thresholds = limits.thresholds(moved_in_the_file(context))
     request = replay.request(factory, allow_partial=gates.allow_partial, script_arguments=script_arguments(context))
     if no_compare and compare_steps:
         raise UsageError(f"--no-compare and --compare-steps {compare_steps} say two things: give one of them")
@@ -150,7 +149,7 @@ def profile(
     ],
     *,
     replay: ReplayOptions,
-    limits: AdviceThresholdOptions,
+    limits: ThresholdOptions,
     gates: GateOptions,
     output: OutputOptions,
     save: Annotated[
@@ -166,7 +165,7 @@ def profile(
     refuse_empty("--save", save)
     save = None if save is None else own_file(save, rank_of())
     typed = on_the_command_line(context)
-    thresholds = limits.thresholds(moved_in_the_file(context), typed=typed)
+    thresholds = limits.thresholds(moved_in_the_file(context))
     request, files = replay.target(
         target,
         thresholds,
@@ -201,7 +200,7 @@ def recommend(
     ],
     *,
     replay: ReplayOptions,
-    limits: AdviceThresholdOptions,
+    limits: ThresholdOptions,
     advice: AdviceOptions,
     gates: GateOptions,
     output: OutputOptions,
@@ -212,7 +211,7 @@ def recommend(
     saved with `profile --save FILE`; from those the settings are derived without a replay.
     """
     typed = on_the_command_line(context)
-    thresholds = limits.thresholds(moved_in_the_file(context), typed=typed)
+    thresholds = limits.thresholds(moved_in_the_file(context))
     request, files = replay.target(
         target,
         thresholds,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.configured_command import moved_in_the_file, on_the_command_line
+from ampdoctor.cli.configured_command import moved_in_the_file
 from ampdoctor.cli.options import GateOptions, OutputOptions, ThresholdOptions, flatten, refuse_empty
 from ampdoctor.cli.process import loading
 from ampdoctor.cli.run_command import Action, reporting
@@ -131,7 +131,7 @@ def scan(
     for path in paths:
         refuse_empty("PATH", path)
     refuse_empty("--against", asked.against)
-    thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
+    thresholds = limits.thresholds(moved_in_the_file(context))
     asked.refuse_contradictions(paths)
     inputs = paths if asked.against is None else [*paths, asked.against]
     whole = gates.write_baseline is not None  # a baseline must hold every checkpoint of a folder

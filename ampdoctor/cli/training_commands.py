@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.configured_command import moved_in_the_file, on_the_command_line
+from ampdoctor.cli.configured_command import moved_in_the_file
 from ampdoctor.cli.options import (
     ExportOptions,
     GateOptions,
@@ -132,7 +132,7 @@ def run(
         bundle_max=bytes_of("--bundle-max", watch.bundle_max),
         record_batches=watch.record_batches,
         export=exporting.exports(),
-        thresholds=limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context)),
+        thresholds=limits.thresholds(moved_in_the_file(context)),
     )
     return watched_run(named, request, output, gates)
 
@@ -211,7 +211,7 @@ def health(
         raise UsageError(f"--follow takes one LOG, and {len(logs)} were given: follow each in a terminal of its own")
     if exporting.export and len(logs) > 1:
         raise UsageError(f"--export takes one LOG, and {len(logs)} were given: export each by itself")
-    thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
+    thresholds = limits.thresholds(moved_in_the_file(context))
     exports = exporting.exports()
     work = functools.partial(asked.work, exports, logs, thresholds, output)
     return reporting(work, output, gates, logs, also=files_of(exports))

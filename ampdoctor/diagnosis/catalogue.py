@@ -307,7 +307,7 @@ def thresholds_from(*layers: Moves) -> Thresholds:
         least = threshold.above
         if least is not None and thresholds[threshold] < thresholds[least]:
             raise UsageError(
-                f"{threshold.label} is {thresholds[threshold]:g}, below {least.label}, which is {thresholds[least]:g}: "
+                f"{threshold.key} is {thresholds[threshold]:g}, below {least.key}, which is {thresholds[least]:g}: "
                 "they must ascend"
             )
     return thresholds
@@ -334,14 +334,14 @@ def _find(code: str, name: str) -> Threshold:
 def _checked(threshold: Threshold, value: Any) -> float:
     """Return the value, as an int where the threshold is a whole number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{threshold.label} is {value!r}, which is no number")
+        raise UsageError(f"{threshold.key} is {value!r}, which is no number")
     if not threshold.lowest <= value <= threshold.highest:
         raise UsageError(
-            f"{threshold.label} is {value:g}, not between {threshold.lowest:g} and {threshold.highest:g} "
+            f"{threshold.key} is {value:g}, not between {threshold.lowest:g} and {threshold.highest:g} "
             f"({threshold.unit})"
         )
     if threshold.whole and value != int(value):
-        raise UsageError(f"{threshold.label} is {value:g}, not a whole number ({threshold.unit})")
+        raise UsageError(f"{threshold.key} is {value:g}, not a whole number ({threshold.unit})")
     return int(value) if threshold.whole else float(value)
 
 

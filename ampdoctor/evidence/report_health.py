@@ -161,8 +161,6 @@ class ScalerHistory:
         backoffs: How often it fell.
         growth_tracker: The scaler's own count of steps since its scale last changed, at the end.
         arguments: Its settings, where the log has them.
-        recommended: Settings that are proposed, from the largest gradients of the log; null where there are none.
-        would_be: What these would have done with the same gradients, simulated by the scaler's exact rules.
     """
 
     scaler: str = ""
@@ -171,8 +169,6 @@ class ScalerHistory:
     backoffs: Count
     growth_tracker: int | None = None
     arguments: ScalerArguments | None = None
-    recommended: ScalerArguments | None = None
-    would_be: ScalePath | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

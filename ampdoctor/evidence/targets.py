@@ -170,7 +170,7 @@ def target_named(name: str) -> Target:
 
 # -- frameworks --
 
-Framework = Literal["torch", "accelerate", "transformers", "lightning", "deepspeed", "megatron", "fairseq", "fsdp"]
+Framework = Literal["torch", "accelerate", "transformers", "lightning", "deepspeed", "megatron", "fsdp"]
 """`fsdp` is FSDP1's ShardedGradScaler; accelerate, transformers, lightning and fsdp use torch's rules."""
 
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)

@@ -26,17 +26,11 @@ class Threshold:
     highest: float = 1.0
     why: str = ""
     above: Threshold | None = None
-    option: str | None = None  # the command line's short name ("--tau")
 
     @property
     def key(self) -> str:
         """Its full name: "AMP107.saturated"."""
         return f"{self.code}.{self.name}"
-
-    @property
-    def label(self) -> str:
-        """Its name in a sentence, with the short name beside it: "AMP301.flushed (--tau)"."""
-        return f"{self.key} ({self.option})" if self.option else self.key
 
     @property
     def whole(self) -> bool:
@@ -65,13 +59,13 @@ class MovedThreshold:
 
 # -- thresholds of loss scaling, which rooms below `diagnosis` and the command line's help know without their pages --
 
-FLUSHED = Threshold("AMP301", "flushed", 1e-3, "share", option="--tau")
-ERROR_NOTE = Threshold("AMP301", "error_note", 5e-3, "relative L2 error", 1e-6, option="--error-note")
-ERROR_WARNING = Threshold("AMP301", "error_warning", 2e-2, "relative L2 error", option="--error-warning")
-ERROR_BAD = Threshold("AMP301", "error_bad", 0.1, "relative L2 error", option="--error-bad")
-FP32_SHARE = Threshold("AMP303", "fp32_share", 0.2, "share", option="--fp32-share")
-SKIP_RATE = Threshold("AMP707", "skip_rate", 1e-3, "share", 1e-6, 0.5, option="--rho")
-HORIZON = Threshold("AMP707", "horizon", 10_000, "steps", 1, 1_000_000, option="--horizon")
+FLUSHED = Threshold("AMP301", "flushed", 1e-3, "share")
+ERROR_NOTE = Threshold("AMP301", "error_note", 5e-3, "relative L2 error", 1e-6)
+ERROR_WARNING = Threshold("AMP301", "error_warning", 2e-2, "relative L2 error")
+ERROR_BAD = Threshold("AMP301", "error_bad", 0.1, "relative L2 error")
+FP32_SHARE = Threshold("AMP303", "fp32_share", 0.2, "share")
+SKIP_RATE = Threshold("AMP707", "skip_rate", 1e-3, "share", 1e-6, 0.5)
+HORIZON = Threshold("AMP707", "horizon", 10_000, "steps", 1, 1_000_000)
 
 
 # -- the values in force --

@@ -16,6 +16,7 @@ from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.log_records import LogRecord, StepLine
 from ampdoctor.evidence.report_health import Curve, CurveName, HealthAxis, ScalerHistory
 from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
+from ampdoctor.scaling.search import drawn_changes, drawn_skips
 
 # -- steps as columns of numbers --
 
@@ -202,7 +203,6 @@ def _floats(values: Column, some: NDArray[np.bool_]) -> tuple[float | None, ...]
 
 # -- loss scaling --
 
-_MOST = 2000  # most points of a path, and skipped steps, that are kept, as in `ScalePath`
 
 _READ = ("step", "loss_scale", "skipped", "growth_tracker")
 
@@ -250,14 +250,12 @@ def _history(columns: Mapping[str, Column], name: str, arguments: ScalerArgument
     starts = np.append(0, np.flatnonzero(moves) + 1)
     skips = steps[columns["skipped"] == 1]
     tracker = columns["growth_tracker"][np.isfinite(columns["growth_tracker"])]
-    drawn = starts if len(starts) <= _MOST else _extremes(starts, scales)
-    shown = skips if len(skips) <= _MOST else skips[np.linspace(0, len(skips) - 1, _MOST).astype(np.intp)]
     return ScalerHistory(
         scaler=name,
         path=ScalePath(
-            points=tuple((float(steps[at]), float(scales[at])) for at in drawn),
+            points=tuple((float(steps[at]), float(scales[at])) for at in drawn_changes(starts, scales)),
             changes=len(starts),
-            skips=tuple(shown.astype(np.int64).tolist()),
+            skips=drawn_skips(skips.astype(np.int64)),
             skipped=len(skips),
             replica=0,
         ),
@@ -266,13 +264,3 @@ def _history(columns: Mapping[str, Column], name: str, arguments: ScalerArgument
         growth_tracker=int(tracker[-1]) if len(tracker) else None,
         arguments=arguments,
     )
-
-
-def _extremes(starts: NDArray[np.intp], scales: Column) -> list[int]:
-    """Returns the points with the lowest and the highest scale in each of half as many equal spans, in order."""
-    span = starts * (_MOST // 2) // len(scales)
-    kept: set[int] = {0}
-    for members in np.split(np.arange(len(starts)), np.flatnonzero(np.diff(span)) + 1):
-        of = scales[starts[members]]
-        kept |= {int(members[np.argmin(of)]), int(members[np.argmax(of)])}
-    return [int(starts[at]) for at in sorted(kept)]

@@ -8,7 +8,6 @@ autocast key behaves as CUDA's.
 from __future__ import annotations
 
 import threading
-import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -19,13 +18,16 @@ from ampdoctor.precision import kernels as policy_ops
 from ampdoctor.precision.kernels import (
     AUTOCAST,
     LOCK,
+    WIDE,
     Excluded,
     Kernel,
     Overlay,
     cast_on_cuda,
     kernel_of,
+    narrowed,
     overload,
     registered,
+    widened,
 )
 
 if TYPE_CHECKING:
@@ -263,27 +265,6 @@ COMPOSITES: Final = tuple(
     )
 )  # ops that reject half before they reach a kernel: their inputs and results are cast above autograd
 
-_UP: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
-_DOWN: Final = {wide: narrow for narrow, wide in _UP.items()}
-
-
-def _up(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(_UP[value.dtype]) if value.dtype in _UP else value
-    return value
-
-
-def _down(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.is_complex():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns that ComplexHalf is experimental, on CUDA too
-                return value.to(_DOWN[value.dtype]) if value.dtype in _DOWN else value
-        return value.to(_DOWN[value.dtype]) if value.dtype in _DOWN else value
-    if isinstance(value, tuple):
-        return tuple(_down(item) for item in value)
-    return value
-
 
 def _kernel(name: str, key: str, note: Callable[[str], None]) -> Kernel | None:
     original = kernel_of(name, key)
@@ -298,15 +279,15 @@ def _kernel(name: str, key: str, note: Callable[[str], None]) -> Kernel | None:
     returns_self = name.endswith("_")
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(arg, torch.Tensor) and arg.dtype in _UP for arg in args):
+        if not any(isinstance(arg, torch.Tensor) and arg.dtype in WIDE for arg in args):
             return original(keyset, *args, **kwargs)
         note(name)
-        wide = [_up(arg) for arg in args]
-        result = original(keyset, *wide, **{key: _up(arg) for key, arg in kwargs.items()})
+        wide = [widened(arg) for arg in args]
+        result = original(keyset, *wide, **{key: widened(arg) for key, arg in kwargs.items()})
         for index in written:
             if index < len(args) and wide[index] is not args[index]:
                 args[index].copy_(wide[index])
-        return args[0] if returns_self else _down(result)
+        return args[0] if returns_self else narrowed(result)
 
     return Kernel(name, key, kernel, with_keyset=True)
 
@@ -329,11 +310,6 @@ class AutocastPolicy:
     def __init__(self, name: PolicyName) -> None:
         self.name = name
         self._emulated: dict[str, None] = {}
-
-    @property
-    def emulated_ops(self) -> tuple[str, ...]:
-        """Ops ("aten.avg_pool3d") that ran in fp32 and were rounded, having no half kernel, in order of use."""
-        return tuple(self._emulated)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from ampdoctor.precision.kernels import LOCK, Kernel, Overlay, kernel_of
+from ampdoctor.precision.kernels import Kernel, SharedOverlay, kernel_of, narrowed, widened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,18 +70,6 @@ PRODUCTS: Final = {
 }  # ops on the fp32 path. Not `addbmm`, which rounds between batches, nor `mv`, whose plain kernel is faster.
 
 
-def _up(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.dtype is not HALF:
-        return value
-    return value.float()
-
-
-def _down(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(HALF)
-    return tuple(None if one is None else one.to(HALF) for one in value)
-
-
 def _is_half(args: tuple[Any, ...]) -> bool:
     """Whether every tensor argument is half: the plain kernel rejects mixed formats."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -94,8 +82,8 @@ def _kernels(name: str, product: Product) -> Iterator[Kernel]:
         return
 
     def wide(keyset: torch._C.DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _INSTALLED.used = True
-        return _down(original(keyset, *map(_up, args), **kwargs))
+        _SHARED.used = True
+        return narrowed(original(keyset, *map(widened, args), **kwargs))
 
     def detoured(args: tuple[Any, ...]) -> bool:
         return _is_half(args) and product.multiplications(args) >= product.least
@@ -263,7 +251,7 @@ def _choosing(original: BoxedKernel, written: Callable[..., Any], halves: int) -
         query, key, value = args[:3] if halves == 3 else args[1:4]
         enough = query.numel() * key.shape[2] >= LEAST_ATTENTION
         if _is_half(args[:halves]) and enough and query.shape[-1] == value.shape[-1]:
-            _INSTALLED.used = True
+            _SHARED.used = True
             return written(*args, **kwargs)
         return original(keyset, *args, **kwargs)
 
@@ -281,34 +269,16 @@ class HalfProducts:
     @property
     def used(self) -> bool:
         """Whether the fp32 path was used since the outermost region was entered."""
-        return _INSTALLED.used
+        return _SHARED.used
 
 
-class _Installed:
-    """One overlay for the process, however many regions are open."""
-
-    def __init__(self) -> None:
-        self.users = 0
-        self.used = False
-        self.overlay: Overlay | None = None
-
-    def enter(self) -> None:
-        with LOCK:
-            if self.overlay is None:
-                kernels = [kernel for name, product in PRODUCTS.items() for kernel in _kernels(name, product)]
-                self.overlay = Overlay([*kernels, *_attention_kernels()])
-                self.used = False
-            self.users += 1
-
-    def leave(self) -> None:
-        with LOCK:
-            self.users -= 1
-            if self.users == 0 and self.overlay is not None:
-                self.overlay.remove()
-                self.overlay = None
+def _every_kernel() -> Iterator[Kernel]:
+    for name, product in PRODUCTS.items():
+        yield from _kernels(name, product)
+    yield from _attention_kernels()
 
 
-_INSTALLED = _Installed()
+_SHARED = SharedOverlay(_every_kernel)
 
 
 @contextmanager
@@ -318,8 +288,5 @@ def half_products() -> Iterator[HalfProducts]:
     bf16 stays native: its kernels are faster than this. No widened tensor is kept. Regions nest, and belong to the
     process.
     """
-    _INSTALLED.enter()
-    try:
+    with _SHARED.region():
         yield HalfProducts()
-    finally:
-        _INSTALLED.leave()

@@ -283,3 +283,49 @@ class Overlay:
     def remove(self) -> None:
         """Remove the kernels; a second call does nothing."""
         self._library._destroy()
+
+
+class SharedOverlay:
+    """One overlay for the process, however many regions are open; the first one makes its kernels."""
+
+    def __init__(self, kernels: Callable[[], Iterable[Kernel]]) -> None:
+        self.used = False  # for the kernels to say so, since the outermost region was entered
+        self._kernels = kernels
+        self._users = 0
+        self._overlay: Overlay | None = None
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Keep the kernels registered."""
+        with LOCK:
+            if self._overlay is None:
+                self._overlay = Overlay(list(self._kernels()))  # all made before one is replaced
+                self.used = False
+            self._users += 1
+        try:
+            yield
+        finally:
+            with LOCK:
+                self._users -= 1
+                if self._users == 0 and self._overlay is not None:
+                    self._overlay.remove()
+                    self._overlay = None
+
+
+WIDE: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
+
+
+def widened(value: Any) -> Any:
+    """The value; a half tensor in fp32."""
+    return value.to(WIDE[value.dtype]) if isinstance(value, torch.Tensor) and value.dtype in WIDE else value
+
+
+def narrowed(value: Any) -> Any:
+    """The value; an fp32 tensor in half, also in a tuple."""
+    if isinstance(value, tuple):
+        return tuple(narrowed(item) for item in value)
+    if isinstance(value, torch.Tensor) and value.dtype is torch.complex64:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that ComplexHalf is experimental, on CUDA too
+            return value.to(torch.complex32)
+    return value.half() if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ampdoctor.precision.kernels import LOCK, Kernel, Overlay, kernel_of, without_mkldnn
+from ampdoctor.precision.kernels import Kernel, SharedOverlay, kernel_of, without_mkldnn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,29 +71,12 @@ def _kernel(name: str, positions: tuple[int, ...]) -> Kernel | None:
     return Kernel(name, "CPU", kernel, with_keyset=True)
 
 
-class _Installed:
-    """One overlay for the process, however many regions are open."""
-
-    def __init__(self) -> None:
-        self.users = 0
-        self.overlay: Overlay | None = None
-
-    def enter(self) -> None:
-        with LOCK:
-            if self.overlay is None:
-                kernels = (_kernel(name, positions) for name, positions in OPERANDS.items())
-                self.overlay = Overlay([kernel for kernel in kernels if kernel is not None])
-            self.users += 1
-
-    def leave(self) -> None:
-        with LOCK:
-            self.users -= 1
-            if self.users == 0 and self.overlay is not None:
-                self.overlay.remove()
-                self.overlay = None
+def _kernels() -> list[Kernel]:
+    kernels = (_kernel(name, positions) for name, positions in OPERANDS.items())
+    return [kernel for kernel in kernels if kernel is not None]
 
 
-_INSTALLED = _Installed()
+_SHARED = SharedOverlay(_kernels)
 
 
 @contextmanager
@@ -105,9 +88,5 @@ def tf32() -> Iterator[None]:
     torch without `get_kernel`, recurrent layers are also computed by their matrix products.
     """
     fused = kernel_of("mkldnn_rnn_layer", "CPU") is not None
-    _INSTALLED.enter()
-    try:
-        with sdpa_kernel(SDPBackend.MATH), nullcontext() if fused else without_mkldnn():
-            yield
-    finally:
-        _INSTALLED.leave()
+    with _SHARED.region(), sdpa_kernel(SDPBackend.MATH), nullcontext() if fused else without_mkldnn():
+        yield

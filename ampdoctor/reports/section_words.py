@@ -166,14 +166,11 @@ def scale_line(scaler: ScalerHistory) -> str:
 
 
 def settings_line(scaler: ScalerHistory) -> str:
-    """Returns a scaler's settings, and the result of recommended ones."""
+    """Returns a scaler's settings."""
     now = _arguments(scaler.arguments) if scaler.arguments is not None else "settings not in the log"
     if scaler.growth_tracker is not None:
         now += f"; {words.count(scaler.growth_tracker, 'step')} since the scale last changed"
-    if scaler.recommended is None:
-        return now
-    skipped = f" ({words.count(scaler.would_be.skipped, 'step')} skipped)" if scaler.would_be is not None else ""
-    return f"{now}; recommended: {_arguments(scaler.recommended)}{skipped}"
+    return now
 
 
 def _arguments(arguments: ScalerArguments) -> str:

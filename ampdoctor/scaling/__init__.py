@@ -5,11 +5,9 @@ from __future__ import annotations
 from ampdoctor.scaling.closed_forms import (
     LIM,
     equilibrium_skip_rate,
-    head_scale_limit,
     highest_exponent,
     loss_scale_limit,
     lowest_exponent,
-    student_t_quantile,
     upper_log2,
 )
 from ampdoctor.scaling.emit import Emitted, emit
@@ -22,11 +20,9 @@ __all__ = [
     "SimulatedStep",
     "emit",
     "equilibrium_skip_rate",
-    "head_scale_limit",
     "highest_exponent",
     "loss_scale_limit",
     "lowest_exponent",
     "simulate",
-    "student_t_quantile",
     "upper_log2",
 ]

@@ -12,7 +12,14 @@ import numpy as np
 from ampdoctor.evidence.thresholds import ERROR_NOTE, FP32_SHARE, Thresholds
 from ampdoctor.numerics.rounding_error import powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
-from ampdoctor.scaling.closed_forms import Spikes, equilibrium_skip_rate, highest_exponent, loss_scale_limit, upper_log2
+from ampdoctor.scaling.closed_forms import (
+    TAIL,
+    Spikes,
+    equilibrium_skip_rate,
+    highest_exponent,
+    loss_scale_limit,
+    upper_log2,
+)
 from ampdoctor.scaling.scalers import DerivedSetting, ScalerSettings, simulate, skip_rate
 from ampdoctor.scaling.trace import Shift, StepTrace, trace_of
 
@@ -22,8 +29,6 @@ the activation gradients; beyond, the error is larger by an unknown factor."""
 MAX_EXPONENT = 24
 """No larger scale than 2^24 is proposed (Apex has the same cap). A larger one gains nothing if nothing flushes, and a
 run whose gradients start near zero would need any number."""
-DEFAULT_INTERVAL = 2000
-DEFAULT_TAIL = math.log(2.0) / DEFAULT_INTERVAL  # the quantile at which a scaler with torch's defaults settles
 NOISE = 2.0**-18
 """A weight gradient this far below its module's largest output gradient has cancelled (fp32 keeps 24 bits, and sums
 over some thousand terms lose some), or has inputs that fp16 itself cannot hold: the loss scale is not the cause."""
@@ -195,7 +200,7 @@ def _limits(profile: RangeProfile) -> dict[int, int]:
     for index in profile.half_gradients():
         series = profile.log2_series(index)
         if series:
-            found[index] = highest_exponent(upper_log2(series, DEFAULT_TAIL))
+            found[index] = highest_exponent(upper_log2(series, TAIL))
     return found
 
 

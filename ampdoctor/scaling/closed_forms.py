@@ -6,7 +6,6 @@ casts). Scales are powers of two throughout: scaling then commutes with rounding
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -24,7 +23,6 @@ FLUSH = math.log2(FP16.flush_at)  # log2 of the largest magnitude that flushes: 
 
 FEWEST_FOR_TREND = 8  # with fewer steps, a line explains too much by chance
 SLOPE_STEPS = 64
-MANY_STEPS = 2000  # degrees of freedom from which Student's quantile is computed by an expansion
 MAX_SPREADS = 4.0
 """Largest multiple of the spread that is added to the median.
 
@@ -50,16 +48,6 @@ def loss_scale_limit(loss_magnitude: float) -> int | None:
     `loss_magnitude` is the largest |loss|; 0 limits nothing.
     """
     return highest_exponent(math.log2(loss_magnitude)) if loss_magnitude > 0 else None
-
-
-def head_scale_limit(elements: int) -> int:
-    """Returns the largest s at which a softmax cross-entropy over `elements` tokens keeps its gradient finite.
-
-    The gradient of its logits is (p - y) S / M with |p - y| <= 1. M, the elements, is 1 for a summed loss.
-    """
-    if elements < 1:
-        raise UsageError(f"a loss is a mean over at least one element, not {elements}")
-    return highest_exponent(-math.log2(elements))
 
 
 def equilibrium_skip_rate(growth_factor: float, backoff_factor: float, growth_interval: int) -> float:
@@ -97,8 +85,7 @@ def usual_log2(series: Sequence[float], tail: float) -> float:
     spread = min(_spread(series), _spread(_without_trend(series)))
     if count == 1 or spread == 0.0:
         return middle
-    multiple = min(student_t_quantile(tail, count - 1), MAX_SPREADS)
-    return middle + multiple * spread * math.sqrt(1.0 + 1.0 / count)
+    return middle + _spreads(tail, count - 1) * spread * math.sqrt(1.0 + 1.0 / count)
 
 
 def _spread(series: Sequence[float]) -> float:
@@ -118,38 +105,14 @@ def _without_trend(series: Sequence[float]) -> Sequence[float]:
     return left
 
 
-@functools.lru_cache  # a profile needs the same quantile at each of its thousands of sites
-def student_t_quantile(tail: float, freedom: int) -> float:
-    """Returns the t that Student's distribution exceeds with probability `tail` (below 0.5), with `freedom` >= 1.
+def _spreads(tail: float, freedom: int) -> float:
+    """Returns Student's quantile, at most `MAX_SPREADS`: the normal one, expanded in powers of 1/freedom.
 
-    The distribution function for whole degrees of freedom is a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4); it
-    is inverted by bisection to double precision. From `MANY_STEPS` on, where the sum would be long, the normal quantile
-    is expanded in powers of 1/freedom (26.7.5): the two differ by at most 1e-11 there for tails down to 1e-4.
+    Abramowitz and Stegun 26.7.5; at `TAIL` it differs from the exact one, so capped, by at most 6e-4.
     """
-    if not 0.0 < tail < 0.5 or freedom < 1:
-        raise UsageError(f"Student's quantile needs 0 < tail < 0.5 and freedom >= 1, not {tail} and {freedom}")
-    if freedom >= MANY_STEPS:
-        z, n = -statistics.NormalDist().inv_cdf(tail), float(freedom)
-        first, second = z**3 + z, 5 * z**5 + 16 * z**3 + 3 * z
-        return z + first / (4 * n) + second / (96 * n**2) + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    low, high = 0.0, math.pi / 2  # the angle arctan(t / sqrt(freedom)), in which the sum is written
-    for _ in range(80):
-        middle = 0.5 * (low + high)
-        if _upper_tail(middle, freedom) > tail:
-            low = middle
-        else:
-            high = middle
-    return math.tan(0.5 * (low + high)) * math.sqrt(freedom)
-
-
-def _upper_tail(angle: float, freedom: int) -> float:
-    cosine, sine = math.cos(angle), math.sin(angle)
-    term, total = (1.0, 1.0) if freedom % 2 == 0 else (cosine, cosine if freedom > 1 else 0.0)
-    for k in range(2 if freedom % 2 == 0 else 3, freedom - 1, 2):
-        term *= cosine * cosine * (k - 1) / k
-        total += term
-    between = sine * total if freedom % 2 == 0 else 2.0 / math.pi * (angle + sine * total)
-    return 0.5 * (1.0 - between)
+    z, n = -statistics.NormalDist().inv_cdf(tail), float(freedom)
+    first, second = (z**3 + z) / (4 * n), (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+    return min(z + first + second + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3), MAX_SPREADS)
 
 
 # -- spikes: steps whose gradients exceed the rest --
@@ -170,15 +133,12 @@ class Spikes:
         lengths: Number of steps of each run.
         heights: log2 of the factor by which the scale would have to fall for the run to fit, at least 1; inf if none
             fits.
-        excess: 99 % quantile over all steps of log2 above the bulk's limit, 0.0 if fewer exceed it; runs that no scale
-            fits do not count.
         tail_index: xi of a generalised Pareto distribution of the top tenth; None with fewer than 300 steps.
     """
 
     steps: int
     lengths: tuple[int, ...] = ()
     heights: tuple[float, ...] = ()
-    excess: float = 0.0
     tail_index: float | None = None
 
     @property
@@ -224,12 +184,10 @@ def find_spikes(log2_amax: NDArray[np.float64]) -> Spikes:
     above = log2_amax + highest_exponent(usual_log2(finite.tolist(), TAIL)) - LIM
     bounds = np.flatnonzero(np.diff(np.concatenate([[False], above >= 0.0, [False]])))
     runs = [above[begin:end] for begin, end in bounds.reshape(-1, 2)]
-    measured = above[np.isfinite(log2_amax)]
     return Spikes(
         steps=len(log2_amax),
         lengths=tuple(len(run) for run in runs),
         heights=tuple(float(np.floor(run.max())) + 1.0 for run in runs),
-        excess=float(max(0.0, np.quantile(measured, 0.99))),
         tail_index=tail_index(finite) if len(finite) >= FEWEST_FOR_TAIL else None,
     )
 

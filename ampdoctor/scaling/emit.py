@@ -281,10 +281,9 @@ def _resumed(request: Request, scaler: str) -> Iterator[str]:
     )
 
 
-# -- frameworks with numeric settings and their own scalers: DeepSpeed's JSON, flags of Megatron-LM and fairseq --
+# -- frameworks with numeric settings and their own scalers: DeepSpeed's JSON, flags of Megatron-LM --
 #
-# Sources: deepspeed 0.19.8 (runtime/precision_config.py, runtime/fp16/), megatron-core 0.16.1 (core/optimizer/) and
-# fairseq 0.12.2 (dataclass/configs.py, optim/).
+# Sources: deepspeed 0.19.8 (runtime/precision_config.py, runtime/fp16/), megatron-core 0.16.1 (core/optimizer/).
 
 
 SHOWN = 8  # most module names in one sentence
@@ -343,42 +342,11 @@ def megatron(request: Request) -> Fragment:
     )
 
 
-def fairseq(request: Request) -> Fragment:
-    """Returns flags of fairseq-train."""
-    islands = tuple(_islands(request, "fairseq"))
-    if request.precision != "fp16":
-        return Fragment(lines=_flags("fairseq-train", *_half(request)), notes=islands)
-    real = request.real
-    flags = ["--fp16", f"--fp16-init-scale {number(real.scale)}", f"--fp16-scale-window {real.growth_interval}"]
-    floor = request.settings.min_scale
-    stop = None if floor is None else _next_below(floor, real.scale)
-    if stop is not None:
-        flags.append(f"--min-loss-scale {number(stop)}")
-    return Fragment(
-        lines=_flags("fairseq-train", *flags),
-        notes=(
-            *request.differences(),
-            *([] if stop is None else [f"fairseq stops where the scale reaches --min-loss-scale: below {floor:g}"]),
-            "the window counts updates; without the flag it is 2^14 divided by ranks and by --update-freq",
-            "keep to --fp16: under --amp, --amp-init-scale becomes the window where --amp-scale-window is given",
-            *request.half_loss("fairseq scales the loss in its own dtype", "return `loss.float()` from the criterion"),
-            *islands,
-        ),
-    )
-
-
 def _deepspeed_floor(request: Request) -> Iterator[str]:
     wanted, floor = request.settings.min_scale, int(request.real.min_scale or 1)
     if wanted is not None and wanted != floor:
         yield f"the floor is {floor} instead of {wanted:g}: it is a whole number there, at least 1"
     yield f"at the scale {floor} the next overflow ends the run under ZeRO 1 to 3; without ZeRO steps are skipped on"
-
-
-def _next_below(floor: float, scale: float) -> float:
-    """Returns the first scale below the floor that repeated halving reaches."""
-    while scale >= floor:
-        scale /= 2.0
-    return scale
 
 
 def _hysteresis(request: Request, otherwise: str = "") -> Iterator[str]:
@@ -423,7 +391,6 @@ _EMITTERS: Mapping[Framework, tuple[Language, Callable[[Request], Fragment]]] = 
     "fsdp": ("python", fsdp),
     "deepspeed": ("json", deepspeed),
     "megatron": ("shell", megatron),
-    "fairseq": ("shell", fairseq),
 }
 
 

@@ -2,8 +2,8 @@
 
 A scaler changes only when it grows or when a step overflows; in between it counts. Each rule set therefore computes the
 clean steps to the next growth, and the effect of clean steps and overflows. Sources: torch 2.13
-(`AmpGradScalerKernels.cpp`), DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`), megatron-core 0.16.1
-(`optimizer/grad_scaler.py`) and fairseq 0.12.2 (`optim/dynamic_loss_scaler.py`); tests compare with the real objects.
+(`AmpGradScalerKernels.cpp`), DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`) and megatron-core 0.16.1
+(`optimizer/grad_scaler.py`); tests compare with the real objects.
 Unreasonable settings are simulated as well: each class documents the result.
 """
 
@@ -37,8 +37,6 @@ class ScalerSettings:
         growth_tracker: Clean steps since the last growth or backoff.
         min_scale: Backoff stops here; None if there is no floor, as in GradScaler.
         hysteresis: Number of overflows before a backoff (DeepSpeed, Megatron); 1 elsewhere.
-        tolerance: Share of overflows among the steps since the scale changed that causes a backoff (fairseq).
-        abort_scale: A backoff to this scale or below ends the run (fairseq); None: none does.
     """
 
     scale: float = 65536.0
@@ -48,8 +46,6 @@ class ScalerSettings:
     growth_tracker: int = 0
     min_scale: float | None = None
     hysteresis: int = 1
-    tolerance: float = 0.0
-    abort_scale: float | None = None
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> ScalerSettings:
@@ -218,49 +214,6 @@ class DeepSpeedLanes(ScalerSim):
         self.stopped |= raises
 
 
-class FairseqLanes(ScalerSim):
-    """fairseq's `DynamicLossScaler`: Python floats; `min_scale` is its soft threshold, `abort_scale` its minimum.
-
-    It backs off if overflows are at least the share `tolerance` of the steps since the scale last changed (growth does
-    not reset the count of overflows). An overflow that leaves the scale at or below the minimum is a
-    FloatingPointError. Intervals count as in DeepSpeed, but without + 1. The factors are fixed at 2 and 1/2.
-    """
-
-    def __init__(self, settings: Sequence[ScalerSettings]) -> None:
-        super().__init__(settings)
-        self._threshold = _floors(s.min_scale for s in settings)
-        self._minimum = _floors(s.abort_scale for s in settings)
-        self._tolerance = _floats(s.tolerance for s in settings)
-        self._period = _integers(_period(s.growth_interval) for s in settings)
-        self._overflows = np.zeros(len(settings), np.int64)
-        self._since_change = self._count
-
-    def clean(self, steps: Integers) -> None:  # noqa: D102 - the base class says it
-        self._since_change = self._since_change + steps
-        super().clean(steps)
-
-    def to_growth(self) -> Integers:  # noqa: D102 - the base class says it
-        period = np.maximum(self._period, 1)
-        return period - self._count % period
-
-    def _grow(self, due: Flags) -> None:
-        raises = due & (self._period == 0)
-        self.scale = np.where(due & ~raises, self.scale * 2.0, self.scale)
-        self._since_change = np.where(due, 0, self._since_change)
-        self.stopped |= raises
-
-    def _back_off(self, where: Flags) -> None:
-        self._since_change = self._since_change + where
-        self._overflows = self._overflows + where
-        lowers = where & (self._overflows / np.maximum(self._since_change, 1) >= self._tolerance)
-        lowered = np.where(lowers, _larger(self.scale / 2.0, self._threshold), self.scale)
-        raises = where & (lowered <= self._minimum)
-        self.scale = np.where(raises, self.scale, lowered)
-        self._since_change = np.where(lowers, 0, self._since_change)
-        self._overflows = np.where(lowers, 0, self._overflows)
-        self.stopped |= raises
-
-
 RULES: dict[Framework, type[ScalerSim]] = {
     "torch": GradScalerSim,
     "accelerate": GradScalerSim,
@@ -269,7 +222,6 @@ RULES: dict[Framework, type[ScalerSim]] = {
     "fsdp": GradScalerSim,
     "deepspeed": DeepSpeedLanes,
     "megatron": MegatronLanes,
-    "fairseq": FairseqLanes,
 }
 
 _DEEPSPEED = ScalerSettings(scale=65536.0, growth_interval=1000, min_scale=1.0, hysteresis=2)
@@ -283,22 +235,19 @@ DEFAULTS: dict[Framework, ScalerSettings] = {
     "fsdp": _TORCH,
     "deepspeed": _DEEPSPEED,
     "megatron": replace(_DEEPSPEED, scale=2.0**32),
-    "fairseq": ScalerSettings(scale=128.0, growth_interval=2**14, abort_scale=1e-4),
 }
-"""Each scaler's settings by default; fairseq divides its interval by data parallel size and update_freq."""
+"""Each scaler's settings by default."""
 
 
 def expressible(settings: ScalerSettings, framework: Framework) -> ScalerSettings:
     """Returns the settings that the framework would run, as close to these as it allows.
 
-    torch's scalers have neither floor nor hysteresis. DeepSpeed, Megatron and fairseq always double and halve.
-    DeepSpeed takes the power of two at or below the scale, and a whole floor of at least 1, below which it does not
-    start. Megatron takes a positive floor, at most the scale. fairseq takes a whole scale of at least 1, `min_scale` as
-    the threshold, and no hysteresis (its tolerance is no substitute: after 1,000 clean steps, 5 % ignores 50 overflows
-    in a row). A value that is not a number stays.
+    torch's scalers have neither floor nor hysteresis. DeepSpeed and Megatron always double and halve. DeepSpeed takes
+    the power of two at or below the scale, and a whole floor of at least 1, below which it does not start. Megatron
+    takes a positive floor, at most the scale. A value that is not a number stays.
     """
     if RULES[framework] is GradScalerSim:
-        return replace(settings, min_scale=None, hysteresis=1, tolerance=0.0, abort_scale=None)
+        return replace(settings, min_scale=None, hysteresis=1)
     defaults = DEFAULTS[framework]
     fixed = replace(
         settings,
@@ -306,8 +255,6 @@ def expressible(settings: ScalerSettings, framework: Framework) -> ScalerSetting
         backoff_factor=defaults.backoff_factor,
         growth_interval=_at_least_one(settings.growth_interval),
         hysteresis=_at_least_one(settings.hysteresis),
-        tolerance=0.0,
-        abort_scale=None,
     )
     usable = settings.scale > 0.0 and isfinite(settings.scale)
     floor = settings.min_scale if settings.min_scale is not None else defaults.min_scale
@@ -315,17 +262,8 @@ def expressible(settings: ScalerSettings, framework: Framework) -> ScalerSetting
         least = _at_least_one(floor or 1.0)
         power = min(max(frexp(settings.scale)[1] - 1, (least - 1).bit_length()), 1023)  # the largest of a float
         return replace(fixed, scale=2.0**power if usable else settings.scale, min_scale=float(least))
-    if framework == "megatron":
-        floor = floor if floor is not None and floor > 0.0 else 1.0
-        return replace(fixed, min_scale=min(floor, settings.scale) if usable else floor)
-    return replace(
-        fixed,
-        scale=float(_at_least_one(settings.scale)) if usable else settings.scale,
-        growth_tracker=0,  # its checkpoints keep only the scale
-        hysteresis=1,
-        tolerance=settings.tolerance,
-        abort_scale=settings.abort_scale if settings.abort_scale is not None else defaults.abort_scale,
-    )
+    floor = floor if floor is not None and floor > 0.0 else 1.0
+    return replace(fixed, min_scale=min(floor, settings.scale) if usable else floor)
 
 
 def _at_least_one(value: float) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -499,12 +500,10 @@ def drawn(run: Simulation, replica: int = 0) -> Trajectory:
     scale, over = run.scale[0, 0], run.skipped[0, 0] | run.ended[0, 0]
     starts = np.concatenate([[0], np.flatnonzero(scale[1:] != scale[:-1]) + 1])
     skips = np.flatnonzero(over)
-    drawn = starts if len(starts) <= MOST_POINTS else _extremes(starts, scale[starts], len(scale))
-    shown = skips if len(skips) <= MOST_POINTS else skips[np.linspace(0, len(skips) - 1, MOST_POINTS).astype(np.int64)]
     return Trajectory(
-        points=[[int(at), float(scale[at])] for at in drawn],
+        points=[[at, float(scale[at])] for at in drawn_changes(starts, scale)],
         changes=len(starts),
-        skips=shown.tolist(),
+        skips=list(drawn_skips(skips)),
         skipped=len(skips),
         replica=replica,
     )
@@ -521,10 +520,20 @@ def largest_scales(trace: StepTrace) -> list[list[float]]:
     return [[step, 2.0 ** highest_exponent(float(trace.log2_amax[step]))] for step in steps]
 
 
-def _extremes(starts: NDArray[np.int64], scales: NDArray[np.float64], steps: int) -> list[int]:
-    """Returns the points with the lowest and the highest scale of each span, in order."""
-    span = starts * (MOST_POINTS // 2) // steps
+def drawn_changes(starts: NDArray[np.int64], scales: NDArray[np.float64]) -> list[int]:
+    """Returns the changes that are drawn: all, or the lowest and highest scale of each of `MOST_POINTS / 2` spans."""
+    if len(starts) <= MOST_POINTS:
+        return [int(at) for at in starts]
+    span = starts * (MOST_POINTS // 2) // len(scales)
     kept: set[int] = {0}
     for members in np.split(np.arange(len(starts)), np.flatnonzero(np.diff(span)) + 1):
-        kept |= {int(members[np.argmin(scales[members])]), int(members[np.argmax(scales[members])])}
+        of = scales[starts[members]]
+        kept |= {int(members[np.argmin(of)]), int(members[np.argmax(of)])}
     return [int(starts[index]) for index in sorted(kept)]
+
+
+def drawn_skips(skips: NDArray[np.integer[Any]]) -> tuple[int, ...]:
+    """Returns the skipped steps that are drawn: all, or `MOST_POINTS` of them."""
+    if len(skips) > MOST_POINTS:
+        skips = skips[np.linspace(0, len(skips) - 1, MOST_POINTS).astype(np.intp)]
+    return tuple(skips.tolist())

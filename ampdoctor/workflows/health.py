@@ -24,7 +24,6 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.evidence.report_health import CurveName, HealthRun, HealthSection
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.health.proposed_scaling import with_proposed_scaling
 from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import FoundLog, find_logs
 from ampdoctor.health.reading.same_run import without_copies
@@ -200,7 +199,7 @@ def _report(
     findings = sorted(
         (_in_log(finding, one.shown) for one in read for finding in one.looked.findings), key=finding_order
     )
-    runs = tuple(_with_proposal(replace(run, source=one.shown), thresholds) for one in read for run in one.looked.runs)
+    runs = tuple(replace(run, source=one.shown) for one in read for run in one.looked.runs)
     return Report(
         command="health",
         target=_target(read, shown),
@@ -249,13 +248,6 @@ def _known(run: HealthRun, name: CurveName) -> int:
 
 def _accepted(run: HealthRun) -> int:
     return run.steps - run.skipped
-
-
-def _with_proposal(run: HealthRun, thresholds: Thresholds) -> HealthRun:
-    """Returns the run with scaler settings that would have been better, where the log says enough."""
-    if not run.scalers or not any(curve.name == "headroom_binades" for curve in run.curves):
-        return run
-    return with_proposed_scaling(run, thresholds)
 
 
 def _in_log(finding: Finding, shown: str) -> Finding:

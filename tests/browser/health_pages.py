@@ -120,7 +120,6 @@ def health_run(
 def scaler_history(last, scale, skipped):
     starts = np.concatenate([[0], np.flatnonzero(np.diff(scale)) + 1])
     settings = ScalerArguments(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
-    end = int(last[-1])
     return ScalerHistory(
         path=ScalePath(
             points=tuple((float(last[n]), float(scale[n])) for n in starts),
@@ -131,9 +130,6 @@ def scaler_history(last, scale, skipped):
         ),
         growths=int((np.diff(scale) > 0).sum()), backoffs=int((np.diff(scale) < 0).sum()), growth_tracker=17,
         arguments=settings,
-        recommended=ScalerArguments(init_scale=16384.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=500),
-        would_be=ScalePath(points=((0.0, 16384.0), (0.3 * end, 32768.0)), changes=2, skips=(end // 2,), skipped=1,
-                           replica=0),
     )  # fmt: skip
 
 

@@ -70,10 +70,10 @@ def test_they_are_values_that_can_be_compared_kept_and_sent():
         ({"AMP107": {"saturated": True}}, "AMP107.saturated is True, which is no number"),
         ({"AMP107": {"saturated": None}}, "AMP107.saturated is None, which is no number"),
         ({"AMP702": {"entries": 2.5}}, "AMP702.entries is 2.5, not a whole number (entries)"),
-        ({"AMP301": {"flushed": 7}}, "AMP301.flushed (--tau) is 7, not between 0 and 1"),
+        ({"AMP301": {"flushed": 7}}, "AMP301.flushed is 7, not between 0 and 1"),
         (
             {"AMP301": {"error_warning": 0.5}},
-            "AMP301.error_bad (--error-bad) is 0.1, below AMP301.error_warning (--error-warning), which is 0.5: they",
+            "AMP301.error_bad is 0.1, below AMP301.error_warning, which is 0.5: they",
         ),
         ({"AMP707": {"notable": 0.3, "harmful": 0.2}}, "AMP707.harmful is 0.2, below AMP707.notable, which is 0.3"),
     ],

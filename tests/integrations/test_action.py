@@ -25,7 +25,6 @@ LEFT_TO_ARGS = {
     *("help", "output", "verbose", "color", "no-progress", "show-config", "list", "jobs", "exact", "strategy"),
     *("half-products", "compare-steps", "no-compare", "spill", "fresh-scaler"),
     *("until-sick", "max-steps", "skip-batches", "model"),
-    *("tau", "rho", "error-note", "error-warning", "error-bad", "fp32-share", "horizon"),
     *("follow", "samples", "reduction", "tp", "pp", "cp", "to-tp", "to-pp", "to-cp", "device-memory"),
     *("memory-per-sample", "peak-memory", "params", "shard-stage", "state-bytes", "profile", "scale"),
     *("target", "precision-matters", "ranks", "reduce-fp16", "accumulation"),

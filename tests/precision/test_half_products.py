@@ -338,7 +338,7 @@ def test_bf16_and_fp32_pass_untouched():
 
 def test_regions_nest_and_the_last_one_brings_everything_back(monkeypatch):
     called = []
-    monkeypatch.setattr(module, "_down", lambda value: called.append(value) or value.to(HALF))
+    monkeypatch.setattr(module, "narrowed", lambda value: called.append(value) or value.to(HALF))
     a = torch.randn(64, 256).half()
     plain = a @ a.t()
     with half_products():
@@ -354,7 +354,7 @@ def test_what_is_small_stays_plain(monkeypatch):
     monkeypatch.undo()
     a = torch.randn(8, 16).half()
     called = []
-    monkeypatch.setattr(module, "_down", lambda value: called.append(value) or value.to(HALF))
+    monkeypatch.setattr(module, "narrowed", lambda value: called.append(value) or value.to(HALF))
     with half_products():
         a @ a.t()
         assert called == []

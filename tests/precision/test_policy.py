@@ -182,6 +182,10 @@ def test_lstm_agrees_with_fp32():
     torch.testing.assert_close(sequence.data.float(), lstm(packed)[0].data, rtol=0.01, atol=0.01)
 
 
+def names(policy):
+    return [note.partition(" ")[0] for note in policy.notes]
+
+
 @pytest.mark.parametrize("autocast", [True, False])
 def test_a_missing_half_kernel_runs_in_fp32_and_is_rounded(autocast):
     x = torch.rand(1, 2, 4, 4, 4).to(HALF).requires_grad_()
@@ -193,7 +197,7 @@ def test_a_missing_half_kernel_runs_in_fp32_and_is_rounded(autocast):
     expected.sum().backward()
     assert torch.equal(y, expected.to(HALF))
     assert torch.equal(x.grad, wide.grad.to(HALF))
-    assert policy.emulated_ops == ("aten.avg_pool3d", "aten.avg_pool3d_backward")
+    assert names(policy) == ["aten.avg_pool3d", "aten.avg_pool3d_backward"]
     assert "aten.avg_pool3d has no half kernel" in policy.notes[0]
 
 
@@ -206,11 +210,11 @@ def test_fft_of_half(autocast):
     assert y.dtype is x.grad.dtype is HALF
     torch.testing.assert_close(y, x, rtol=0.01, atol=0.01)
     torch.testing.assert_close(x.grad, torch.ones(8, dtype=HALF), rtol=0.01, atol=0.01)
-    assert "aten.fft_rfft" in policy.emulated_ops
+    assert "aten.fft_rfft" in names(policy)
     with autocast_policy("cuda") as policy, torch.no_grad():
         assert torch.fft.rfft(x).dtype is torch.complex32
         assert torch.fft.rfft(x.float()).dtype is torch.complex64
-    assert policy.emulated_ops == ("aten.fft_rfft",)
+    assert names(policy) == ["aten.fft_rfft"]
 
 
 def test_rrelu_writes_the_noise_that_its_backward_reads():
@@ -221,7 +225,7 @@ def test_rrelu_writes_the_noise_that_its_backward_reads():
     negative = x < 0
     assert bool(((x.grad[negative] > 0) & (x.grad[negative] < 1)).all())
     torch.testing.assert_close(y, x.detach() * x.grad, rtol=0.01, atol=0.001)
-    assert policy.emulated_ops == ("aten.rrelu_with_noise",)
+    assert names(policy) == ["aten.rrelu_with_noise"]
 
 
 def test_what_cuda_lacks_too_still_raises():

@@ -14,7 +14,7 @@ from ampdoctor.scaling.closed_forms import Spikes
 from ampdoctor.scaling.scalers import DerivedSetting
 
 QUIET = Spikes(steps=1000)
-ISOLATED = Spikes(steps=1000, lengths=(1,), heights=(8.0,), excess=2.5)
+ISOLATED = Spikes(steps=1000, lengths=(1,), heights=(8.0,))
 FREQUENT = Spikes(steps=1000, lengths=(1,) * 5, heights=(8.0,) * 5)
 BURSTS = Spikes(steps=1000, lengths=(30, 30), heights=(3.0, 4.0))
 

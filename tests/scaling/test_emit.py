@@ -240,7 +240,7 @@ def test_whatever_a_module_is_called_its_name_is_a_literal(framework, precision,
     assert [ast.literal_eval(call.args[1])["value"] for call in applied] == [names]
 
 
-@pytest.mark.parametrize("framework", ["deepspeed", "megatron", "fairseq"])
+@pytest.mark.parametrize("framework", ["deepspeed", "megatron"])
 def test_a_configuration_says_in_a_note_which_modules_it_cannot_keep_in_fp32(framework):
     names = [f"layer.{n}" for n in range(10)]
     (note,) = [n for n in emit(OURS, framework, fp32_modules=names).notes if "layer.0" in n]
@@ -330,7 +330,7 @@ def test_hysteresis_is_remarked_on_where_there_is_none(framework):
     assert "there is no hysteresis there: the first overflow backs off, instead of the second" in notes
 
 
-@pytest.mark.parametrize("framework", ["deepspeed", "megatron", "fairseq"])
+@pytest.mark.parametrize("framework", ["deepspeed", "megatron"])
 def test_a_factor_that_is_fixed_is_remarked_on_only_where_another_is_wanted(framework):
     assert not any("factor" in note for note in emit(ScalerSettings(), framework).notes)
     notes = emit(replace(OURS, growth_factor=4.0), framework).notes

@@ -126,47 +126,6 @@ def test_it_does_what_megatrons_scaler_does(start, trace, megatron_scaler):
     assert simulated(start, trace, "megatron") == real_run(lambda: real.scale, real.update, trace)
 
 
-@pytest.fixture(scope="module")
-def fairseq_scaler(real):
-    return real("fairseq_dynamic_loss_scaler").DynamicLossScaler
-
-
-@given(
-    start=st.builds(
-        ScalerSettings,
-        scale=powers,
-        growth_interval=st.sampled_from([-3, 0, 1, 2, 3, 7, 2.5, 1000]),
-        min_scale=st.sampled_from([None, 1.0, 8.0]),
-        tolerance=st.sampled_from([0.0, 0.05, 0.25, 0.5, 1.0]),
-        abort_scale=st.sampled_from([1e-4, 1.0, 4.0]),
-    ),
-    trace=st.one_of(traces, runs),
-)
-@example(start=ScalerSettings(scale=4.0, abort_scale=1.0), trace=[math.inf] * 9)
-@example(
-    start=ScalerSettings(growth_interval=3, tolerance=0.25, abort_scale=1e-4),
-    trace=[*[2.0**-9] * 5, 2.0**9, 2.0**9] * 4,
-)
-@hypothesis_settings(max_examples=300)
-def test_it_does_what_fairseqs_scaler_does(start, trace, fairseq_scaler):
-    real = fairseq_scaler(
-        init_scale=start.scale,
-        scale_window=start.growth_interval,
-        tolerance=start.tolerance,
-        threshold=start.min_scale,
-        min_loss_scale=start.abort_scale,
-    )
-
-    def update(found):
-        try:
-            real.check_overflow(math.inf if found else 1.0)
-        except OverflowError:  # this is how it says that the step is skipped
-            return
-        real.update()
-
-    assert simulated(start, trace, "fairseq") == real_run(lambda: real.loss_scale, update, trace)
-
-
 @pytest.mark.parametrize("interval", [2.5, 2000.0])
 def test_torchs_scaler_ends_the_run_at_its_first_update_where_the_interval_is_a_float(interval):
     scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
@@ -191,12 +150,7 @@ def test_megatrons_hysteresis_is_refilled_by_growth_alone():
     assert [s.scale for s in steps] == [16.0, 16.0, 16.0, 8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]
 
 
-def test_fairseq_ends_the_run_at_its_minimum():
-    steps = simulate(ScalerSettings(scale=4.0, abort_scale=1.0), [math.inf] * 9, "fairseq")
-    assert [s.scale for s in steps] == [4.0, 2.0]
-
-
-@pytest.mark.parametrize("framework", ["torch", "deepspeed", "megatron", "fairseq"])
+@pytest.mark.parametrize("framework", ["torch", "deepspeed", "megatron"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -217,7 +171,6 @@ def test_fairseq_ends_the_run_at_its_minimum():
         {"hysteresis": 0},
         {"min_scale": math.inf},
         {"min_scale": math.nan},
-        {"tolerance": math.nan},
     ],
 )
 def test_settings_that_no_one_should_use_are_simulated_all_the_same(framework, change):

@@ -51,7 +51,6 @@ def test_torchs_defaults_are_the_real_ones():
         ("torch", ScalerSettings(scale=3000.0, growth_factor=4.0, backoff_factor=0.75, growth_interval=500)),
         ("deepspeed", ScalerSettings(scale=2048.0, growth_interval=500, min_scale=1.0, hysteresis=3)),
         ("megatron", ScalerSettings(scale=3000.0, growth_interval=500, min_scale=1.5, hysteresis=3)),
-        ("fairseq", ScalerSettings(scale=3000.0, growth_interval=500, min_scale=1.5, abort_scale=1e-4)),
     ],
 )
 def test_each_framework_keeps_what_it_can(framework, expected):

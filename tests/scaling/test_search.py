@@ -12,7 +12,7 @@ from ampdoctor.evidence.targets import FRAMEWORKS
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.ranges.profile import EXPONENTS
 from ampdoctor.scaling import LIM, ScalerSettings, highest_exponent, simulate, upper_log2
-from ampdoctor.scaling.choose import DEFAULT_TAIL
+from ampdoctor.scaling.closed_forms import TAIL
 from ampdoctor.scaling.scalers import DEFAULTS, DerivedSetting, expressible, skip_rate
 from ampdoctor.scaling.search import search
 from ampdoctor.scaling.trace import StepTrace
@@ -31,9 +31,7 @@ def trace_of(log2_amax):
 
 def start_of(trace):
     finite = trace.log2_amax[np.isfinite(trace.log2_amax)].tolist()
-    return DerivedSetting(
-        value=min(24, highest_exponent(upper_log2(finite, DEFAULT_TAIL)) if finite else 16), by="a site"
-    )
+    return DerivedSetting(value=min(24, highest_exponent(upper_log2(finite, TAIL)) if finite else 16), by="a site")
 
 
 def searched(log2_amax, current=None, framework="torch", **options):

@@ -98,7 +98,7 @@ def test_settings_come_from_a_state_dict():
     assert skip_rate(()) == 0.0
 
 
-@pytest.mark.parametrize("framework", ["torch", "deepspeed", "megatron", "fairseq"])
+@pytest.mark.parametrize("framework", ["torch", "deepspeed", "megatron"])
 def test_lanes_side_by_side_do_what_each_does_alone(framework):
     generator = np.random.default_rng(3)
     maxima = np.exp2(generator.normal(-2.0, 3.0, (3, 300)))

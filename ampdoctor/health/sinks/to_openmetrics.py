@@ -10,11 +10,15 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ampdoctor.errors import OutputError
 from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import LAYERS, METRICS, PREFIX, Metric, name_of, parts_of
 from ampdoctor.health.sinks.sink import RunFacts, Sink, SinkType
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
 
 # -- a run as text, in OpenMetrics or in Prometheus's older format, which node_exporter reads --
 
@@ -93,18 +97,25 @@ class OpenMetricsState:
         labels = (("cause", finding.cause or finding.name), ("severity", finding.severity))
         self._set(_ALERTS, labels, self._values[_ALERTS.name].get(labels, 0.0) + 1)
 
-    def text(self, now_s: float, *, openmetrics: bool) -> str:
-        """Returns OpenMetrics 1.0, or Prometheus's text format 0.0.4; `now_s` is in seconds since 1970."""
+    def families(self) -> Iterator[Family]:
+        """Yields the state as the library writes it."""
+        from prometheus_client.core import Metric as Family
+
         good = self._values.get(_GOOD, {}).get(())
         if good is not None:
-            self._set(_AGE, (), max(now_s - good, 0.0))
-        lines = list(self._facts_as_lines(openmetrics=openmetrics))
+            self._set(_AGE, (), max(time.time() - good, 0.0))
+        facts = self._facts
+        run = Family(f"{PREFIX}_run", "What the run is.", "info")
+        known = {"precision": facts.precision, "run_id": facts.run_id, "version": facts.version}
+        run.add_sample(f"{PREFIX}_run_info", {"run": facts.name, **known, "world_size": str(facts.world_size)}, 1)
+        yield run
         for metric in FAMILIES:
             samples = list(self._samples(metric))
             if samples:
-                lines += self._head(metric, openmetrics=openmetrics)
-                lines += [f"{PREFIX}_{name}{self._labels(labels)} {_number(value)}" for name, labels, value in samples]
-        return "\n".join([*lines, "# EOF\n" if openmetrics else ""])
+                family = Family(f"{PREFIX}_{metric.name.removesuffix('_total')}", metric.help, metric.type, metric.unit)
+                for name, labels, value in samples:
+                    family.add_sample(f"{PREFIX}_{name}", {"run": facts.name, **dict(labels)}, value)
+                yield family
 
     def _set(self, metric: Metric, labels: Labels, value: float) -> None:
         self._values.setdefault(metric.name, {})[labels] = value
@@ -114,7 +125,7 @@ class OpenMetricsState:
             below = 0
             for bound, count in zip((*_BOUNDS_S, math.inf), histogram.counts, strict=True):
                 below += count
-                yield f"{metric.name}_bucket", (*labels, ("le", _number(bound))), below
+                yield f"{metric.name}_bucket", (*labels, ("le", "+Inf" if bound == math.inf else str(bound))), below
             yield f"{metric.name}_sum", labels, histogram.sum
             yield f"{metric.name}_count", labels, below
         values = self._values.get(metric.name, {})
@@ -123,55 +134,22 @@ class OpenMetricsState:
         for labels, value in sorted(values.items()):
             yield metric.name, labels, value
 
-    def _head(self, metric: Metric, *, openmetrics: bool) -> list[str]:
-        name = f"{PREFIX}_{metric.name}"
-        if openmetrics and metric.type == "counter":
-            name = name.removesuffix("_total")
-        unit = [f"# UNIT {name} {metric.unit}"] if openmetrics and metric.unit else []
-        return [f"# TYPE {name} {metric.type}", *unit, f"# HELP {name} {metric.help}"]
-
-    def _facts_as_lines(self, *, openmetrics: bool) -> Iterator[str]:
-        facts = self._facts
-        name, kind = (f"{PREFIX}_run", "info") if openmetrics else (f"{PREFIX}_run_info", "gauge")
-        labels = (
-            ("precision", facts.precision),
-            ("run_id", facts.run_id),
-            ("version", facts.version),
-            ("world_size", str(facts.world_size)),
-        )
-        yield f"# TYPE {name} {kind}"
-        yield f"# HELP {name} What the run is."
-        yield f"{PREFIX}_run_info{self._labels(labels)} 1"
-
-    def _labels(self, labels: Labels) -> str:
-        return "{" + ",".join(f'{key}="{_escaped(text)}"' for key, text in (("run", self._facts.name), *labels)) + "}"
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(float(value))
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-_HERE = "127.0.0.1"
-_TYPES = {
-    True: "application/openmetrics-text; version=1.0.0; charset=utf-8",
-    False: "text/plain; version=0.0.4; charset=utf-8",
-}
-
 
 class _Exposed:
-    """A run's state, under a lock for requests while it changes."""
+    """A run's state as a registry, under a lock for requests while it changes."""
 
     def __init__(self, facts: RunFacts) -> None:
+        from prometheus_client import CollectorRegistry
+
         self._state = OpenMetricsState(facts)
         self._lock = threading.Lock()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def collect(self) -> list[Family]:
+        """Returns the state; the library asks for it."""
+        with self._lock:
+            return list(self._state.families())
 
     def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:
         with self._lock:
@@ -180,10 +158,6 @@ class _Exposed:
     def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:  # noqa: ARG002 - a counter needs neither
         with self._lock:
             self._state.alert(finding)
-
-    def text(self, *, openmetrics: bool) -> str:
-        with self._lock:
-            return self._state.text(time.time(), openmetrics=openmetrics)
 
 
 class OpenMetricsFile(_Exposed):
@@ -200,11 +174,15 @@ class OpenMetricsFile(_Exposed):
 
     def flush(self) -> None:
         """As in `Sink`."""
+        from prometheus_client import exposition
+        from prometheus_client.openmetrics import exposition as openmetrics
+
+        written = exposition.generate_latest if self._path.suffix == ".prom" else openmetrics.generate_latest
         beside = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
         try:
             beside.unlink(missing_ok=True)  # an old process's, or a planted link
-            with beside.open("x", encoding="utf-8") as file:  # "x" follows no link
-                file.write(self.text(openmetrics=self._path.suffix != ".prom"))
+            with beside.open("xb") as file:  # "x" follows no link
+                file.write(written(self._registry))
             beside.replace(self._path)
         finally:
             with suppress(OSError):
@@ -219,30 +197,13 @@ class OpenMetricsEndpoint(_Exposed):
     """Answers requests from this machine while the run lasts, in the requested format."""
 
     def __init__(self, port: int, facts: RunFacts) -> None:
-        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+        from prometheus_client import start_http_server
 
         super().__init__(facts)
-        exposed = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                wanted = "application/openmetrics-text" in self.headers.get("Accept", "")
-                known = self.path.partition("?")[0] in {"/metrics", "/"}
-                body = exposed.text(openmetrics=wanted).encode() if known else b"ask for /metrics\n"
-                self.send_response(200 if known else 404)
-                self.send_header("Content-Type", _TYPES[wanted] if known else "text/plain; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                """Log no request."""
-
         try:
-            self._server = ThreadingHTTPServer((_HERE, port), Handler)
+            self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=self._registry)
         except OSError as error:
-            raise OutputError(f"nobody can be answered at {_HERE}:{port}: {error.strerror}") from None
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
+            raise OutputError(f"nobody can be answered at 127.0.0.1:{port}: {error.strerror}") from None
 
     def flush(self) -> None:
         """As in `Sink`; requests read the state directly."""
@@ -251,6 +212,7 @@ class OpenMetricsEndpoint(_Exposed):
         """As in `Sink`."""
         self._server.shutdown()
         self._server.server_close()
+        self._thread.join()
 
 
 def _begin(target: str, facts: RunFacts) -> Sink:
@@ -277,6 +239,7 @@ KIND = SinkType(
     target="FILE|:PORT",
     help="For Prometheus: a file for node_exporter (*.prom) or in OpenMetrics, or an endpoint on 127.0.0.1.",
     begin=_begin,
+    module="prometheus_client",
     is_path=True,
     writes=_writes,
     refuse=_refuse,

@@ -206,7 +206,7 @@ def emulate_cuda(*, says_yes: bool = True) -> Iterator[CudaEmulation]:
       not a copy.
     - `torch.cuda.is_available()` and other questions about the device are answered as by one device (`answers.py`), to
       the callers that are told of it (`replace.py`): for them every CPU tensor is on that device.
-    - Where flash_attn, xformers or apex is imported and not installed, torch's own function is used
+    - Where flash_attn or xformers is imported and not installed, torch's own function is used
       (`missing_libraries.py`).
     - A process group of one process is joined with any backend (`processes.py`).
 

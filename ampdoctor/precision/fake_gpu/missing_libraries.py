@@ -14,110 +14,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
-from ampdoctor.errors import ReplayError
 from ampdoctor.precision.fake_gpu import fused_attention
 from ampdoctor.precision.fake_gpu.replace import imported_by_user
 
 if TYPE_CHECKING:
     from ampdoctor.precision.fake_gpu.replace import Patches, Replacements
-
-
-# -- apex: torch has its fused optimizers and norms now --
-#
-# Under autocast apex's norms run in the half format, fp32 inside the kernel; torch's run in fp32.
-
-
-class FusedAdam(torch.optim.AdamW):
-    """Adam with decoupled weight decay, or without (`adam_w_mode=False`)."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-        **_more: Any,
-    ) -> None:
-        if not bias_correction or amsgrad:
-            raise ReplayError(
-                "apex is not installed, and torch's Adam stands in for FusedAdam with bias_correction only"
-            )
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-        if not adam_w_mode and weight_decay:
-            for group in self.param_groups:
-                if "decoupled_weight_decay" not in group:
-                    raise ReplayError("apex is not installed, and this torch has no FusedAdam with adam_w_mode=False")
-                group["decoupled_weight_decay"] = False
-
-
-class FusedSGD(torch.optim.SGD):
-    """SGD with momentum."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        **_more: Any,
-    ) -> None:
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, fused=True)
-
-
-def _operands(*tensors: Tensor | None) -> list[Tensor | None]:
-    if not torch.is_autocast_enabled():
-        return list(tensors)
-    dtype = torch.get_autocast_dtype("cuda")
-    return [tensor if tensor is None else tensor.to(dtype) for tensor in tensors]
-
-
-class FusedLayerNorm(nn.LayerNorm):
-    """LayerNorm in its input's format; under autocast in the half one."""
-
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
-        """Returns the input, normalised."""
-        x, weight, bias = _operands(input, self.weight, self.bias)
-        with torch.autocast("cuda", enabled=False):
-            return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)  # type: ignore[arg-type]
-
-
-class FusedRMSNorm(nn.RMSNorm):
-    """RMSNorm in its input's format; under autocast in the half one."""
-
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the input, normalised."""
-        operand, weight = _operands(x, self.weight)
-        with torch.autocast("cuda", enabled=False):
-            return functional.rms_norm(operand, list(self.normalized_shape), weight, self.eps)  # type: ignore[arg-type]
 
 
 # -- libraries that need a GPU, and their replacements --
@@ -144,21 +45,10 @@ STAND_INS: Final[Mapping[str, Mapping[str, tuple[str, Any]]]] = {
     "xformers.ops": {"memory_efficient_attention": (_SDPA, fused_attention.memory_efficient_attention), **_MASK},
     "xformers.ops.fmha": {"memory_efficient_attention": (_SDPA, fused_attention.memory_efficient_attention)},
     "xformers.ops.fmha.attn_bias": _MASK,
-    "apex": {},
-    "apex.optimizers": {
-        "FusedAdam": ("torch.optim.AdamW", FusedAdam),
-        "FusedSGD": ("torch.optim.SGD", FusedSGD),
-    },
-    "apex.normalization": {
-        **dict.fromkeys(("FusedLayerNorm", "MixedFusedLayerNorm"), ("torch's layer_norm", FusedLayerNorm)),
-        **dict.fromkeys(("FusedRMSNorm", "MixedFusedRMSNorm"), ("torch's rms_norm", FusedRMSNorm)),
-    },
 }  # by module: each available name, with torch's counterpart for the note ("": no note) and the replacement
 
 INSTEAD: Final[Mapping[str, str]] = {
-    "apex.amp": "torch.amp, which it became",
-    "apex.parallel": "torch.nn.parallel.DistributedDataParallel and torch.nn.SyncBatchNorm",
-    "apex": "an optimizer or layer of torch's",
+    "apex": "torch.amp, and torch's own optimizers, layers and DistributedDataParallel",
     "bitsandbytes": "torch.optim.AdamW and plain linear layers",
     "causal_conv1d": "torch.nn.functional.conv1d",
     "deepspeed": "the model and its optimizer without the engine",
@@ -167,24 +57,15 @@ INSTEAD: Final[Mapping[str, str]] = {
     "transformer_engine": "layers of torch's under torch.autocast",
     "triton": "the same function written with torch",
     "xformers": f"torch.nn.functional.{_SDPA}, or a layer of torch's",
-}  # libraries, and parts of them, without replacement, and what the user's code may use instead
+}  # libraries without replacement, and what the user's code may use instead
 
 
 def why_absent(error: ImportError) -> str | None:
     """The sentence for an import (or a library's error about one) that failed because it needs a GPU; else None."""
-    missing, said = error.name or "", str(error)
-    library = missing.partition(".")[0]
-    named = [name for name in INSTEAD if "." not in name and name in said] if not missing else [library]
-    parts = [name for name in INSTEAD if name.partition(".")[0] == library and _names_part(name, missing, said)]
-    found = next((name for name in (*parts, *named) if name in INSTEAD), None)
-    if found is None:
+    library = (error.name or "").partition(".")[0] or next((name for name in INSTEAD if name in str(error)), "")
+    if library not in INSTEAD:
         return None
-    return f"{found} needs a GPU and is not here: let the code take {INSTEAD[found]} where it is missing"
-
-
-def _names_part(name: str, missing: str, said: str) -> bool:
-    part = name.partition(".")[2]
-    return bool(part) and (missing.startswith(name) or f"import name '{part}'" in said)
+    return f"{library} needs a GPU and is not here: let the code take {INSTEAD[library]} where it is missing"
 
 
 class _Module(ModuleType):

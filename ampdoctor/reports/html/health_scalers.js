@@ -1,5 +1,5 @@
 "use strict";
-/* A scaler's history beside what proposed settings would have done with the same gradients. */
+/* A scaler's history. */
 
 ampdoctor.scalers = (() => {
   const { element, power, count, number } = ampdoctor;
@@ -14,24 +14,21 @@ ampdoctor.scalers = (() => {
 
   const settings = (known) => `init_scale ${power(known.init_scale)}, growth_factor ${number(known.growth_factor)}, ` +
     `backoff_factor ${number(known.backoff_factor)}, growth_interval ${number(known.growth_interval)}`;
-  const skips = (path) => `${count(path.skipped, "step")} skipped`;
 
   function one(host, run, scaler) {
     const named = [runs.length > 1 ? `${run.letter} ${run.name}` : "", scaler.scaler].filter(Boolean).join(", ");
     if (named) host.append(element("h4", {}, named));
     const pairs = [
-      ["as it was", `${skips(scaler.path)}; the scale grew ${count(scaler.growths, "time")} and fell ${count(scaler.backoffs, "time")}` +
+      ["as it was", `${count(scaler.path.skipped, "step")} skipped; the scale grew ${count(scaler.growths, "time")} and fell ${count(scaler.backoffs, "time")}` +
         (scaler.growth_tracker === null ? "" : `; growth tracker ${scaler.growth_tracker}` + (scaler.arguments ? ` of ${number(scaler.arguments.growth_interval)}` : "") + " at the end")],
       scaler.arguments && ["its settings", settings(scaler.arguments)],
-      scaler.recommended && ["proposed", settings(scaler.recommended)],
-      scaler.would_be && ["it would have", `${skips(scaler.would_be)} of the same steps, by the scaler's exact rules from the largest gradients in the log`],
     ].filter(Boolean);
     host.append(element("dl", { class: "pairs" }, ...pairs.flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)])));
     const place = element("div", {});
     host.append(place);
     ampdoctor.scaler.paths(place, {
       label: `Loss scale over the steps${named ? ` of ${named}` : ""}`,
-      paths: [["as it was", "series-2", "dashed", scaler.path], ["with the proposed settings", "series-1", "solid", scaler.would_be]].filter(([, , , path]) => path),
+      paths: [["as it was", "series-2", "dashed", scaler.path]],
       end: Math.max(run.last_step, ...scaler.path.points.map(([step]) => step)),
     });
   }

@@ -210,7 +210,7 @@ REFUSED = [
     (["srun", "-n", "2", "train.py"], "write `srun -n 2 python -m ampdoctor run train.py`"),
     (["--bundle-max", "4 elephants", "train.py"], "--bundle-max 4 elephants: a size is a number with its unit"),
     (["--every", "0", "train.py"], "--every"),
-    (["--evry", "5", "train.py"], "Type: ampdoctor run --every 5 train.py"),
+    (["--evry", "5", "train.py"], "No such option: --evry"),
 ]
 
 

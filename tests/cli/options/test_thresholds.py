@@ -1,4 +1,4 @@
-"""`--threshold`, the short names beside it, and what pages and reports say of them."""
+"""`--threshold`, and what pages and reports say of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.options import AdviceThresholdOptions, ThresholdOptions, parse_thresholds
+from ampdoctor.cli.options import ThresholdOptions, parse_thresholds
 from ampdoctor.diagnosis.catalogue import all_thresholds, thresholds_from
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.json_report import render_json
@@ -18,7 +18,6 @@ from ampdoctor.reports.read_json import report_from_text
 from tests.samples import HEALTHY
 
 MOVED = thresholds_from({"AMP107": {"saturated": 0.1}, "AMP301": {"flushed": 0.25}})
-SHORT = {one.option: key for key, one in all_thresholds().items() if one.option}
 
 
 def test_the_form_is_code_name_and_value():
@@ -55,32 +54,10 @@ def test_one_is_given_once():
         parse_thresholds(["AMP107.saturated=0.1", "AMP107.saturated=0.1"])
 
 
-@pytest.mark.parametrize("option", SHORT)
-def test_each_short_name_is_another_name_of_its_threshold(option):
-    threshold = all_thresholds()[SHORT[option]]
-    value = threshold.default if threshold.whole else threshold.default * 1.5
-    value += threshold.whole
-    short = AdviceThresholdOptions(**{option[2:].replace("-", "_"): value})
-    assert short.thresholds().moved == ((threshold, value),)
-    assert short.thresholds() == ThresholdOptions(threshold=[f"{threshold.key}={value!r}"]).thresholds()
-    both = replace(short, threshold=[f"{threshold.key}={value!r}"])
-    with pytest.raises(UsageError, match=rf"{option} and --threshold {threshold.key} are one and the same"):
-        both.thresholds()
-
-
 def test_options_win_over_a_configuration():
     file = {"AMP301": {"flushed": 0.5, "better": 3.0}}
     wanted = {"AMP301": {"flushed": 0.25, "better": 3.0}}
-    assert AdviceThresholdOptions(tau=0.25).thresholds(file) == thresholds_from(wanted)
     assert ThresholdOptions(threshold=["AMP301.flushed=0.25"]).thresholds(file) == thresholds_from(wanted)
-
-
-def test_of_two_names_the_one_on_the_command_line_wins_over_one_from_elsewhere():
-    both = AdviceThresholdOptions(tau=0.25, threshold=["AMP301.flushed=0.5"])
-    assert both.thresholds(typed={"tau"}) == thresholds_from({"AMP301": {"flushed": 0.25}})
-    assert both.thresholds(typed={"threshold"}) == thresholds_from({"AMP301": {"flushed": 0.5}})
-    with pytest.raises(UsageError, match="one and the same"):
-        both.thresholds(typed=())
 
 
 @pytest.fixture
@@ -112,13 +89,12 @@ def test_a_configuration_file_moves_them_by_rule(configured):
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(configured, monkeypatch):
-    monkeypatch.setenv("AMPDOCTOR_TAU", "0.25")
+    monkeypatch.setenv("AMPDOCTOR_THRESHOLD", "AMP301.flushed=0.25")
     by_environment = {"AMP301": {"flushed": 0.25}, "AMP107": {"saturated": 0.1}}
     assert configured(FILE) == (0, thresholds_from(by_environment))
     typed = {"AMP301": {"flushed": 0.125}, "AMP107": {"saturated": 0.2}}
-    options = ["--tau", "0.125", "--threshold", "AMP107.saturated=0.2"]
+    options = ["--threshold", "AMP301.flushed=0.125", "--threshold", "AMP107.saturated=0.2"]
     assert configured(FILE, *options) == (0, thresholds_from(typed))
-    assert configured(FILE, "--threshold", "AMP301.flushed=0.125", *options[2:]) == (0, thresholds_from(typed))
 
 
 @pytest.mark.parametrize(
@@ -143,17 +119,10 @@ def test_what_a_file_says_wrongly_is_told_with_its_place(configured, text, words
     assert "ampdoctor.toml" in told
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (("AMPDOCTOR_THRESHOLD", "AMP107.saturated=3"), "AMPDOCTOR_THRESHOLD: --threshold AMP107.saturated=3: AMP107."),
-        (("AMPDOCTOR_TAU", "7"), "AMPDOCTOR_TAU: AMP301.flushed (--tau) is 7, not between 0 and 1 (share)"),
-    ],
-)
-def test_what_the_environment_says_wrongly_is_told_with_its_name(configured, monkeypatch, given, words, capsys):
-    monkeypatch.setenv(*given)
+def test_what_the_environment_says_wrongly_is_told_with_its_name(configured, monkeypatch, capsys):
+    monkeypatch.setenv("AMPDOCTOR_THRESHOLD", "AMP107.saturated=3")
     assert configured("") == (2,)
-    assert words in capsys.readouterr().err
+    assert "AMPDOCTOR_THRESHOLD: --threshold AMP107.saturated=3: AMP107." in capsys.readouterr().err
 
 
 GIVEN = ["--threshold", "AMP107.saturated=0.1", "--threshold", "AMP301.flushed=0.25"]
@@ -191,7 +160,7 @@ def test_each_command_hands_them_to_its_workflow(arguments, workflow, function, 
 def test_a_page_shows_what_may_be_moved(capsys):
     assert main(["rule", "AMP301"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "AMP301.flushed = 0.001 (share, 0 to 1, --tau): Share of nonzero gradient elements" in text
+    assert "AMP301.flushed = 0.001 (share, 0 to 1): Share of nonzero gradient elements" in text
     assert main(["rule", "AMP301", "--format", "json"]) == 0
     (page,) = json.loads(capsys.readouterr().out)
     assert page["thresholds"][0] == {
@@ -200,7 +169,6 @@ def test_a_page_shows_what_may_be_moved(capsys):
         "unit": "share",
         "lowest": 0,
         "highest": 1,
-        "option": "--tau",
         "why": all_thresholds()["AMP301.flushed"].why,
     }
 

@@ -201,7 +201,7 @@ BLANK = ["", "\u200b", " \u200b\u2060 ", "\u3164", "\u2800", "\xad", "\xa0\u3000
         ("report = ['yaml=a']", "ampdoctor.toml: report: --report yaml=a: the form is FORMAT=FILE"),
         ("fail-on = 'all'", "ampdoctor.toml: fail-on: 'all' is not one of 'error', 'warning', 'never'"),
         ("[bisect-nan]\nsteps = 'many'", "ampdoctor.toml: bisect-nan.steps: expected a whole number"),
-        ("[profile]\ntau = 2026-01-01", "expected a number, not a date or time"),
+        ("[profile]\nsteps = 2026-01-01", "expected a whole number, not a date or time"),
         ("scan = 1", "ampdoctor.toml: scan: expected a table"),
         ("rules = 1", "ampdoctor.toml: rules: expected a table"),
         ("[rules.AMP999]", "ampdoctor.toml: rules.AMP999: There is no rule 'AMP999'"),

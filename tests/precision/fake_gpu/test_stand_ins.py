@@ -1,4 +1,4 @@
-"""torch's functions in the place of flash_attn's, xformers' and apex's."""
+"""torch's functions in the place of flash_attn's and xformers'."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ampdoctor.errors import ReplayError
 from ampdoctor.precision import autocast_policy, emulate_cuda
-from ampdoctor.precision.fake_gpu import fused_attention, missing_libraries
+from ampdoctor.precision.fake_gpu import fused_attention
 from ampdoctor.precision.fake_gpu.missing_libraries import STAND_INS
 from ampdoctor.replay.user_code import explained
 
@@ -97,47 +97,6 @@ def test_xformers_attention():
         fused_attention.memory_efficient_attention(q, k, v, attn_bias=object())
 
 
-@pytest.mark.parametrize(
-    ("fused", "plain"),
-    [
-        (
-            lambda p: missing_libraries.FusedAdam(p, lr=0.1, weight_decay=0.1),
-            lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1),
-        ),
-        (
-            lambda p: missing_libraries.FusedAdam(p, lr=0.1, weight_decay=0.1, adam_w_mode=False),
-            lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1),
-        ),
-        (
-            lambda p: missing_libraries.FusedSGD(p, lr=0.1, momentum=0.9),
-            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-        ),
-    ],
-)
-def test_apex_optimizers_are_torchs(fused, plain):
-    ends = []
-    for make in (fused, plain):
-        weight = torch.nn.Parameter(torch.linspace(-1, 1, 5))
-        optimizer = make([weight])
-        for _ in range(3):
-            weight.grad = weight.detach() ** 2 + 0.1
-            optimizer.step()
-        ends.append(weight.detach())
-    torch.testing.assert_close(*ends)
-
-
-@pytest.mark.parametrize("norm", [missing_libraries.FusedLayerNorm, missing_libraries.FusedRMSNorm])
-def test_apex_norms_run_in_half_under_autocast(norm):
-    layer, x = norm(8), torch.linspace(-3, 5, 16).reshape(2, 8)
-    with emulate_cuda(), autocast_policy("cuda"):
-        assert layer(x).dtype is torch.float32
-        with torch.autocast("cuda", dtype=HALF):
-            found = layer(x)
-            assert not layer(x * 1e5).isfinite().all()  # what is beyond 65504 is so before it is normalised
-    assert found.dtype is HALF
-    torch.testing.assert_close(found.float(), layer(x), atol=2e-3, rtol=0)
-
-
 def test_the_users_import_finds_them_and_nobody_else_does():
     before = set(sys.modules)
     with emulate_cuda() as emulation:
@@ -146,12 +105,11 @@ def test_the_users_import_finds_them_and_nobody_else_does():
         from xformers.ops.fmha.attn_bias import LowerTriangularMask
 
         assert flash_attn_func is flash_attn.flash_attn_interface.flash_attn_func
-        assert importlib.import_module("apex.optimizers").FusedAdam is missing_libraries.FusedAdam
         assert LowerTriangularMask is fused_attention.LowerTriangularMask
         assert importlib.util.find_spec("flash_attn") is None
         assert importlib.util.find_spec("xformers") is None
-        code = compile("import apex.normalization", "/opt/lib/site-packages/timm/norm.py", "exec")
-        sys.modules.pop("apex.normalization", None)
+        code = compile("import xformers.ops", "/opt/lib/site-packages/timm/norm.py", "exec")
+        sys.modules.pop("xformers.ops", None)
         with pytest.raises(ModuleNotFoundError):
             exec(code, {"__name__": "timm.norm"})
     assert "flash_attn is not installed: scaled_dot_product_attention stands in for flash_attn_func." in emulation.notes
@@ -175,9 +133,8 @@ def test_what_is_installed_is_taken(tmp_path, monkeypatch):
     ("code", "said"),
     [
         ("import bitsandbytes as bnb", "bitsandbytes needs a GPU and is not here: let the code take torch.optim.AdamW"),
-        ("from apex import amp", "apex.amp needs a GPU and is not here: let the code take torch.amp"),
-        ("from apex.parallel import DistributedDataParallel", "apex.parallel needs a GPU"),
-        ("from apex.contrib.xentropy import SoftmaxCrossEntropyLoss", "apex needs a GPU"),
+        ("from apex import amp", "apex needs a GPU and is not here: let the code take torch.amp"),
+        ("from apex.optimizers import FusedAdam", "apex needs a GPU and is not here: let the code take torch.amp"),
         ("import mamba_ssm.ops", "mamba_ssm needs a GPU"),
         ("raise ImportError('FlashAttention2 is on: the package flash_attn is missing')", "attn_implementation='sdpa'"),
     ],

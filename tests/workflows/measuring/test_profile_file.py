@@ -319,10 +319,3 @@ def test_options_of_a_replay_are_refused_where_nothing_runs(command, options, na
     refused = run_here(command, written[0], *options)
     assert refused.returncode == 2
     assert f"{named} only for a replay" in refused.stderr
-
-
-def test_a_threshold_is_named_as_the_command_line_names_it(written, run_here):
-    for option in ("--tau", "--rho", "--error-note", "--error-warning", "--error-bad", "--fp32-share"):
-        refused = run_here("profile", written[0], option, "2")
-        assert refused.returncode == 2
-        assert f"({option}) is 2, not between " in refused.stderr
