@@ -12,12 +12,11 @@ from ampdoctor.scaling.closed_forms import (
     student_t_quantile,
     upper_log2,
 )
-from ampdoctor.scaling.emit import Emitted, emit
+from ampdoctor.scaling.emit import emit
 from ampdoctor.scaling.scalers import ScalerSettings, SimulatedStep, simulate
 
 __all__ = [
     "LIM",
-    "Emitted",
     "ScalerSettings",
     "SimulatedStep",
     "emit",
