@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.report_plan import PlannedBatch
 from ampdoctor.evidence.targets import PlanFramework
 from ampdoctor.scaling.trace import GradReduceScaling
 
@@ -23,6 +24,9 @@ class BatchPlan:
     def global_batch(self) -> int:
         """The samples of one optimizer step."""
         return self.micro_batch * self.accumulation * self.data_parallel
+
+
+AnyPlan: TypeAlias = BatchPlan | PlannedBatch
 
 
 def exact_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> tuple[BatchPlan, ...]:
@@ -177,7 +181,7 @@ class GradientShift:
         return max(self.weight, self.weight_noise)
 
 
-def gradient_shift(before: BatchPlan, after: BatchPlan, reduction: Reduction = "mean") -> GradientShift:
+def gradient_shift(before: AnyPlan, after: AnyPlan, reduction: Reduction = "mean") -> GradientShift:
     """Returns the shift from one plan to another; the number of ranks only matters through m and A.
 
     For a mean, activation gradients shift by log2(m'A' / (m A)), which is the same for all exact plans of a cluster
@@ -189,7 +193,7 @@ def gradient_shift(before: BatchPlan, after: BatchPlan, reduction: Reduction = "
     return GradientShift(activation=activation, weight=weight, weight_noise=(activation + weight) / 2.0)
 
 
-def _divisor(plan: BatchPlan, reduction: Reduction) -> int:
+def _divisor(plan: AnyPlan, reduction: Reduction) -> int:
     """Returns 1/c, up to a factor that plans share."""
     if reduction == "sum":
         return 1

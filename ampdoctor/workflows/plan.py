@@ -10,7 +10,7 @@ from statistics import mode
 
 from ampdoctor.batching.effects import Step, changes, has_scale, left_as_it_is
 from ampdoctor.batching.emitting import emit_plan
-from ampdoctor.batching.flushed import Shares, flushed_plan
+from ampdoctor.batching.flushed import flushed_plan
 from ampdoctor.batching.plans import (
     BatchPlan,
     BatchSettings,
@@ -32,12 +32,10 @@ from ampdoctor.evidence.report_plan import (
     BatchInForce,
     DeviceMemory,
     FlushedByPlan,
-    FlushedOfPlan,
     PlannedBatch,
     PlannedCluster,
     PlanSection,
 )
-from ampdoctor.evidence.run_facts import Place, SiteKind
 from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
 
@@ -139,43 +137,14 @@ def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None
     from ampdoctor.workflows.profile import merged_files
 
     file = request.profile or ""
-    found = flushed_plan(
+    return flushed_plan(
         merged_files([file]),
-        _cut(section.in_force.plan),
-        _cut(to),
+        section.in_force.plan,
+        to,
         request.said.reduction or "mean",
         scale=request.scale,
+        file=file,
     )
-    totals: dict[SiteKind, Shares | None] = {"activation_grad": found.activation_grad, "weight_grad": found.weight_grad}
-    layers = (_of_layer(_named(one.place), one.place.kind, one.shares) for one in found.layers)
-    return FlushedByPlan(
-        profile=file,
-        scale=found.scale,
-        init_scale=found.init_scale,
-        bound_by=found.bound_by,
-        totals=tuple(_of_layer("", kind, shares) for kind, shares in totals.items() if shares is not None),
-        layers=tuple(sorted(layers, key=lambda one: (one.before - one.after_most, one.layer, one.kind))),
-    )
-
-
-def _of_layer(layer: str, kind: SiteKind, shares: Shares) -> FlushedOfPlan:
-    return FlushedOfPlan(
-        layer=layer,
-        kind="weight_grad" if kind == "weight_grad" else "activation_grad",
-        before=shares.before,
-        after=shares.after,
-        after_most=shares.after_most,
-        kept=shares.kept,
-        lower_bound=shares.lower_bound,
-    )
-
-
-def _named(place: Place) -> str:
-    return place.name if place.part == "parameter" else f"{place.name or 'model'}.{place.part}"
-
-
-def _cut(plan: PlannedBatch) -> BatchPlan:
-    return BatchPlan(micro_batch=plan.micro_batch, accumulation=plan.accumulation, data_parallel=plan.data_parallel)
 
 
 class _Planned:
