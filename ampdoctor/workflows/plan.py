@@ -33,7 +33,6 @@ from ampdoctor.evidence.report_plan import (
     DeviceMemory,
     FlushedByPlan,
     PlannedBatch,
-    PlannedCluster,
     PlanSection,
 )
 from ampdoctor.health.reading.log_kind import ReadIssues
@@ -100,8 +99,8 @@ def plan_section(request: PlanRequest) -> PlanSection:
     first = exact_plans(batch, cluster.data_parallel, most)[:1]
     section = PlanSection(
         global_batch=batch,
-        before=None if request.before is None else _shown(request.before),
-        after=_shown(cluster),
+        before=request.before,
+        after=cluster,
         in_force=_in_force(plan_before, source, request, planned),
         rule=RULE,
         exact=exact,
@@ -191,16 +190,6 @@ def _in_force(one: BatchPlan | None, source: str, request: PlanRequest, planned:
         return None
     shown = planned.on(one, request.before)
     return BatchInForce(plan=replace(shown, fits=True), source=source, fits=bool(shown.fits))
-
-
-def _shown(cluster: Cluster) -> PlannedCluster:
-    return PlannedCluster(
-        devices=cluster.devices,
-        tensor=cluster.tensor,
-        pipeline=cluster.pipeline,
-        context=cluster.context,
-        data_parallel=cluster.data_parallel,
-    )
 
 
 def _memory(request: PlanRequest, memory: Memory, most: int) -> DeviceMemory:
