@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -305,14 +304,14 @@ class RecordReader:
             inner = self._of(next(part for part in parts if part is not NoneType), plain=plain)
             return lambda value: None if value is None else inner(value)
         if origin is Literal:
-            named = ", ".join(map(str, parts))
-            return lambda value: value if value in parts else _refuse(f"is {value!r}, not one of {named}")
+            named = f"one of {', '.join(map(str, parts))}" if len(parts) > 1 else repr(parts[0])
+            return lambda value: value if value in parts else _refuse(f"is {value!r}, not {named}")
         if origin in (tuple, Sequence):
             length = None if origin is Sequence or parts[1:] == (...,) else len(parts)
             return _items(self._of(parts[0], plain=plain), length, list if plain else tuple)
         if origin is Mapping:
             return _mapping(self._of(parts[0], plain=plain), self._of(parts[1], plain=plain))
-        return _PLAIN[kind]
+        return _PLAIN[kind] if self._whole else _OF_A_LOG.get(kind, _PLAIN[kind])
 
     def _record(self, record: type, *, plain: bool) -> _Read:
         closed = self._whole and not is_typeddict(record)
@@ -411,22 +410,24 @@ def _within(read: _Read, keywords: Mapping[str, Any]) -> _Read:
     return bounded
 
 
-def _integer(value: Any) -> int:
-    if type(value) is not int and not (type(value) is float and value.is_integer()):
-        _refuse("is not of type integer")
-    if abs(value) >= _MOST:
-        _refuse(f"is {value}, out of range")
-    return int(value)
+def _integer(value: Any) -> Any:
+    return value if type(value) in (int, float) and value % 1 == 0 else _refuse("is not of type integer")
 
 
-def _float(value: Any) -> float:
-    if type(value) is float:
-        return value
+def _number(value: Any) -> Any:
     if isinstance(value, str) and value in _NONFINITE:
         return _NONFINITE[value]
-    if type(value) is not int or abs(value) > sys.float_info.max:
-        _refuse("is not of type number")
-    return float(value)
+    return value if type(value) in (int, float) else _refuse("is not of type number")
+
+
+def _integer_of_a_log(value: Any) -> int:
+    if type(value) is not int:
+        _refuse("is not of type integer")
+    return value if abs(value) < _MOST else _refuse(f"is {value}, out of range")
+
+
+def _float_of_a_log(value: Any) -> float:
+    return float(_integer_of_a_log(value) if type(value) is int else _number(value))
 
 
 def _of(kind: type, name: str) -> _Read:
@@ -435,12 +436,14 @@ def _of(kind: type, name: str) -> _Read:
 
 _PLAIN: Mapping[Any, _Read] = {
     int: _integer,
-    float: _float,
+    float: _number,
     str: _of(str, "string"),
     bool: _of(bool, "boolean"),
     dict: _of(dict, "object"),
     Any: lambda value: value,
 }
+_OF_A_LOG: Mapping[Any, _Read] = {int: _integer_of_a_log, float: _float_of_a_log}
+"""What goes into arrays of 64 bits; a report keeps its numbers as they were written."""
 
 
 # -- objects that have one key twice: readers disagree on which of the two counts --
