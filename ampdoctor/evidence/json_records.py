@@ -293,7 +293,10 @@ class RecordReader:
                 read = self._of(note.like, plain=True)
             else:
                 read = self._of_type(kind, plain=plain)
-            self._known[hint, plain] = _within(read, dict(note.keywords)) if isinstance(note, Form) else read
+            if isinstance(note, Form):  # of a log, what texts are like is not asked
+                asked = {key: one for key, one in note.keywords if self._whole or key in ("minimum", "maximum")}
+                read = _within(read, asked)
+            self._known[hint, plain] = read
         return self._known[hint, plain]
 
     def _of_type(self, kind: Any, *, plain: bool) -> _Read:
