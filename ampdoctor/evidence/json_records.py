@@ -376,10 +376,13 @@ def _items(each: _Read, length: int | None, make: type) -> _Read:
             _refuse("is not of type array")
         if length is not None and len(value) != length:
             _refuse(f"has {len(value)} entries")
+        made: list[Any] = []
         try:
-            return make(map(each, value))
-        except MismatchError:
-            return make(_below(f"[{index}]", each, item) for index, item in enumerate(value))  # says which one it is
+            made.extend(map(each, value))
+        except MismatchError as mismatch:
+            mismatch.below(f"[{len(made)}]")
+            raise
+        return make(made)
 
     return read
 

@@ -326,6 +326,25 @@ def test_the_place_is_named(change, place):
     assert place in str(refused.value)
 
 
+def test_a_mistake_far_inside_is_read_once():
+    data = report_as_dict(full())
+    finding = next(one for one in data["findings"] if one["prescription"])
+    change = {**finding["prescription"], "status": "unwell"}
+    for _ in range(40):  # read twice on each level, this would be a trillion readings
+        change = {**finding["prescription"], "alternatives": [change]}
+    finding["prescription"] = change
+    with pytest.raises(ReportError, match=r"alternatives\[0\]\.status is 'unwell'"):
+        report_from_dict(data)
+
+
+def test_a_change_that_is_verified_against_its_status_is_refused():
+    data = report_as_dict(full())
+    change = next(one["prescription"] for one in data["findings"] if one["prescription"])
+    change["verified"] = not change["verified"]
+    with pytest.raises(ReportError, match="a change is not verified as its status says"):
+        report_from_dict(data)
+
+
 def test_what_follows_from_the_rest_is_made_anew():
     data = json.loads(renderer("json")(SICK))
     data["findings"][0]["url"] = "https://elsewhere"
