@@ -426,7 +426,7 @@ def _number(value: Any) -> Any:
     return value if type(value) in (int, float) else _refuse("is not of type number")
 
 
-def _integer_of_a_log(value: Any) -> int:
+def _integer_of_a_log(value: Any) -> Any:
     if type(value) is not int:
         _refuse("is not of type integer")
     return value if abs(value) < _MOST else _refuse(f"is {value}, out of range")

@@ -7,6 +7,7 @@ docstrings of the `Of...` classes are the schema's descriptions.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from io import StringIO
@@ -135,7 +136,7 @@ class OfPrescription:
     code: Code
 
 
-DERIVED = {Report: OfReport, Finding: OfFinding, Prescription: OfPrescription}
+DERIVED: Mapping[type, type] = {Report: OfReport, Finding: OfFinding, Prescription: OfPrescription}
 """What is written of a record beside its own fields: it follows from them."""
 _ABOUT = (
     "What every ampdoctor command returns with --format json. Fractions run from 0 to 1; a non-finite number is the "
