@@ -29,6 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ampdoctor.evidence.report_scaler import SettingBound
 from ampdoctor.evidence.run_facts import (
     ModuleFacts,  # the repository is on the path only now
     Place,
@@ -44,7 +45,7 @@ from ampdoctor.probes.ranges import RangeProbe
 from ampdoctor.ranges.profile import EXPONENTS, Collector, RangeProfile, RunFacts, Shadow
 from ampdoctor.replay.session import Session
 from ampdoctor.scaling.choose import choose_scale, predict
-from ampdoctor.scaling.scalers import DerivedSetting, ScalerSettings
+from ampdoctor.scaling.scalers import ScalerSettings
 from ampdoctor.scaling.search import search
 from ampdoctor.scaling.trace import trace_of
 from ampdoctor.workflows.profile import profile_section, range_checks, read_profile, write_profile
@@ -240,7 +241,7 @@ def parts(path: str, whole: float) -> dict[str, float]:
         raise RuntimeError("the synthetic profile has no gradient")
     trace = timed("trace_of", lambda: trace_of(ranges, choice.fp32_modules))
     current = ScalerSettings(scale=ranges.run.loss_scale)
-    start = DerivedSetting(value=choice.exponent, by=choice.bound_by)
+    start = SettingBound(value=choice.exponent, by=choice.bound_by)
     timed("search", lambda: search(trace, current=current, start=start, framework="torch", thresholds=thresholds))
     timed("predictions", lambda: [predict(ranges, settings) for settings in (current, choice.settings)])
     timed("checks", lambda: range_checks(ranges))

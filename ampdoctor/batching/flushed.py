@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from ampdoctor.batching.plans import BatchPlan, GradientShift, Reduction, gradient_shift
+from ampdoctor.batching.plans import AnyPlan, BatchPlan, GradientShift, Reduction, gradient_shift
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.run_facts import GRADIENTS, Place, SiteKind
+from ampdoctor.evidence.report_plan import FlushedByPlan, FlushedOfPlan
+from ampdoctor.evidence.run_facts import GRADIENTS, SiteKind
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import SURE_BELOW, RangeProfile
 from ampdoctor.scaling.choose import cancelled
@@ -17,73 +17,22 @@ _MIXES = frozenset({"batch_norm", "sync_batch_norm"})
 """Ops whose backward mixes the other samples of the micro-batch into a sample's gradient."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """Shares of a gradient's nonzero elements that fp16 flushes to zero.
-
-    Attributes:
-        before: With the plan before, at the present loss scale.
-        after, after_most: With the plan after, at the same scale: at least and at most. They differ only under another
-            micro-batch, because it is unknown how far the samples' gradients agree: for weight gradients, and for all
-            of a model with BatchNorm.
-        kept: The most with the plan after, at `FlushedPlan.init_scale`.
-        lower_bound: Weight gradients where some activation gradient loses so much (1 %) that their inputs are
-            incomplete: they then lose more than their own magnitudes show.
-    """
-
-    before: float
-    after: float
-    after_most: float
-    kept: float
-    lower_bound: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlushedLayer:
-    """One gradient that is half in the half-precision run."""
-
-    place: Place  # `place.module` is the layer
-    nonzero: int  # measured nonzero elements, over all steps
-    shares: Shares  # what becomes zero
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlushedPlan:
-    """The effect of a new plan on the gradients of a measured run.
-
-    Attributes:
-        scale: The present loss scale.
-        init_scale: The smallest power of two, from the scale that moves with the activation gradients on, at which no
-            gradient loses more than before; if one would overflow there, the largest at which none does.
-        bound_by: The gradient that would overflow, as `Site.label`; None if the scale keeps everything.
-        shift: From the plan before to the plan after.
-        layers: Every half gradient in the profile's order, without weight gradients that cancel (`scaling.cancelled`):
-            their small values are fp32's own rounding.
-        activation_grad, weight_grad: All activation or weight gradients together; None if none is half.
-    """
-
-    scale: float
-    init_scale: float
-    bound_by: str | None
-    shift: GradientShift
-    layers: tuple[FlushedLayer, ...]
-    activation_grad: Shares | None
-    weight_grad: Shares | None
-
-
 def flushed_plan(
     profile: RangeProfile,
-    before: BatchPlan,
-    after: BatchPlan,
+    before: AnyPlan,
+    after: AnyPlan,
     reduction: Reduction = "mean",
     *,
     scale: float | None = None,
-) -> FlushedPlan:
+    file: str = "",
+) -> FlushedByPlan:
     """Returns the flushed shares of every gradient under both plans, and the `init_scale` that keeps them.
 
     The profile has its own accumulation, and is assumed to have the micro-batch of `before`; it may come from one
     device. `scale` is the present loss scale, by default the profile's; raises UsageError where it is invalid, or
-    missing.
+    missing. `init_scale` is the smallest power of two, from the scale that moves with the activation gradients on, at
+    which no gradient loses more than before; if one would overflow there, the largest at which none does. Weight
+    gradients that cancel (`scaling.cancelled`) are left out: their small values are fp32's own rounding.
     """
     now = _scale_of(profile, scale)
     measured = BatchPlan(micro_batch=before.micro_batch, accumulation=profile.run.accumulation, data_parallel=1)
@@ -93,32 +42,21 @@ def flushed_plan(
         new=gradient_shift(measured, after, reduction),
         now=now,
     )
-    shift = gradient_shift(before, after, reduction)
-    wanted = gradients.smallest_that_keeps(math.ceil(math.log2(now) + shift.activation))
+    shift = gradient_shift(before, after, reduction).activation
+    wanted = gradients.smallest_that_keeps(math.ceil(math.log2(now) + shift))
     limit, label = gradients.limit()
     kept = 2.0 ** min(wanted, limit)
-    lossy = any(gradients.shares([i], kept).after_most > SURE_BELOW for i in profile.of_kind("activation_grad"))
+    lossy = any(gradients.shares("", [i], kept).after_most > SURE_BELOW for i in profile.of_kind("activation_grad"))
 
-    def shares(indices: list[int]) -> Shares:
-        return gradients.shares(indices, kept, lossy=lossy)
-
-    of_kinds = {kind: [i for i in gradients.indices if profile.sites[i].kind == kind] for kind in GRADIENTS}
-    totals = {kind: shares(found) for kind, found in of_kinds.items() if found}
-    return FlushedPlan(
+    of_kinds = ([i for i in gradients.indices if profile.sites[i].kind == kind] for kind in GRADIENTS)
+    layers = (gradients.shares(profile.sites[i].place.shown, [i], kept, lossy=lossy) for i in gradients.indices)
+    return FlushedByPlan(
+        profile=file,
         scale=now,
         init_scale=kept,
         bound_by=label if wanted > limit else None,
-        shift=shift,
-        layers=tuple(
-            FlushedLayer(
-                place=profile.sites[index].place,
-                nonzero=int(profile.histograms[index].counts.sum()),
-                shares=shares([index]),
-            )
-            for index in gradients.indices
-        ),
-        activation_grad=totals.get("activation_grad"),
-        weight_grad=totals.get("weight_grad"),
+        totals=tuple(gradients.shares("", found, kept, lossy=lossy) for found in of_kinds if found),
+        layers=tuple(sorted(layers, key=lambda one: (one.before - one.after_most, one.layer, one.kind))),
     )
 
 
@@ -147,12 +85,19 @@ class _Gradients:
         noise = cancelled(profile)
         self.indices = [index for index in profile.half_gradients() if index not in noise]
 
-    def shares(self, indices: list[int], kept: float, *, lossy: bool = False) -> Shares:
-        """Returns the joint shares of these sites, which are of one kind."""
+    def shares(self, layer: str, indices: list[int], kept: float, *, lossy: bool = False) -> FlushedOfPlan:
+        """Returns the joint shares of these sites, which are of one kind.
+
+        Weight gradients lose more than their own magnitudes show where their inputs are incomplete (`lossy`: an
+        activation gradient loses 1 %). At least and at most differ under another micro-batch, because it is unknown how
+        far the samples' gradients agree: for weight gradients, and for all of a model with BatchNorm.
+        """
         kind = self._profile.sites[indices[0]].kind
         histogram = sum((self._profile.histograms[index] for index in indices), Histogram.empty())
         least, most = self._ends(self._new, kind)
-        return Shares(
+        return FlushedOfPlan(
+            layer=layer,
+            kind="weight_grad" if kind == "weight_grad" else "activation_grad",
             before=self._share(histogram, kind, self._now, self._ends(self._then, kind)[1]),
             after=self._share(histogram, kind, self._now, least),
             after_most=self._share(histogram, kind, self._now, most),

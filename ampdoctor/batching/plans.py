@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.json_records import UNWRITTEN
+from ampdoctor.evidence.report_plan import PlannedBatch, PlannedCluster
 from ampdoctor.evidence.targets import PlanFramework
 from ampdoctor.scaling.trace import GradReduceScaling
 
@@ -23,6 +25,9 @@ class BatchPlan:
     def global_batch(self) -> int:
         """The samples of one optimizer step."""
         return self.micro_batch * self.accumulation * self.data_parallel
+
+
+AnyPlan: TypeAlias = BatchPlan | PlannedBatch
 
 
 def exact_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> tuple[BatchPlan, ...]:
@@ -46,18 +51,18 @@ def exact_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class Cluster(PlannedCluster):
     """Devices, and their groups that work on the same samples; raises UsageError for sizes that do not fit together.
 
     Expert parallelism takes its ranks from the data parallel ones and is not counted. `per_node` is the devices of a
     node, if given.
     """
 
-    devices: int
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    per_node: int | None = None
+    data_parallel: int = field(init=False)  # groups of devices with different samples
+    per_node: int | None = field(default=None, metadata=UNWRITTEN)
 
     def __post_init__(self) -> None:
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
@@ -72,16 +77,12 @@ class Cluster:
                 f"{self.devices} devices are not divided by {product}"
                 f"{f' = {self.model_parallel}' if ' x ' in product else ''}: data parallel = devices / (tp x pp x cp)"
             )
+        object.__setattr__(self, "data_parallel", self.devices // self.model_parallel)
 
     @property
     def model_parallel(self) -> int:
         """Devices that work on the same samples."""
         return self.tensor * self.pipeline * self.context
-
-    @property
-    def data_parallel(self) -> int:
-        """Groups of devices with different samples."""
-        return self.devices // self.model_parallel
 
     @property
     def shards(self) -> int:
@@ -177,7 +178,7 @@ class GradientShift:
         return max(self.weight, self.weight_noise)
 
 
-def gradient_shift(before: BatchPlan, after: BatchPlan, reduction: Reduction = "mean") -> GradientShift:
+def gradient_shift(before: AnyPlan, after: AnyPlan, reduction: Reduction = "mean") -> GradientShift:
     """Returns the shift from one plan to another; the number of ranks only matters through m and A.
 
     For a mean, activation gradients shift by log2(m'A' / (m A)), which is the same for all exact plans of a cluster
@@ -189,7 +190,7 @@ def gradient_shift(before: BatchPlan, after: BatchPlan, reduction: Reduction = "
     return GradientShift(activation=activation, weight=weight, weight_noise=(activation + weight) / 2.0)
 
 
-def _divisor(plan: BatchPlan, reduction: Reduction) -> int:
+def _divisor(plan: AnyPlan, reduction: Reduction) -> int:
     """Returns 1/c, up to a factor that plans share."""
     if reduction == "sum":
         return 1

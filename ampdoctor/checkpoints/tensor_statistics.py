@@ -372,7 +372,7 @@ def _to_examine(checkpoint: Checkpoint) -> list[TensorRef]:
 def _describe(ref: TensorRef, facts: BlockFacts) -> TensorSummary:
     histogram = facts.with_extremes(ref.dtype)
     signed = ref.entry in NEVER_NEGATIVE and not ref.dtype.is_complex
-    castable = ref.role in {"weight", "buffer", "ema"}
+    castable = CAST_FORMATS if ref.role in {"weight", "buffer", "ema"} else ()
     return TensorSummary(
         name=ref.name,
         role=ref.role,
@@ -385,8 +385,8 @@ def _describe(ref: TensorRef, facts: BlockFacts) -> TensorSummary:
         examined=facts.examined,
         counted=facts.histogram.numel,
         zeros=facts.histogram.zeros,
-        nans=facts.nans,
-        pos_infs=facts.pos_infs,
+        nan=facts.nans,
+        inf=facts.pos_infs + facts.neg_infs,
         neg_infs=facts.neg_infs,
         amax=histogram.amax,
         amin=histogram.amin,
@@ -395,7 +395,7 @@ def _describe(ref: TensorRef, facts: BlockFacts) -> TensorSummary:
         at_max=facts.at_max,
         constant=facts.constant,
         binades=_binades(histogram),
-        casts=_casts(histogram, [f for f in CAST_FORMATS if _leaves(histogram, f)]) if castable else (),
+        **{loss.format: loss for loss in _casts(histogram, [f for f in castable if _leaves(histogram, f)])},
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ampdoctor.evidence.json_records import UNWRITTEN, Count, Fraction
+
 # -- an optimizer's state, without the values of its moments --
 
 
@@ -96,54 +98,95 @@ class ScalerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CastLoss:
+class CastShares:
+    """Shares of the nonzero finite elements that a cast would make so.
+
+    Attributes:
+        flushed: Share of what is not zero that becomes zero.
+        subnormal: Share that keeps fewer bits.
+        overflowed: Share that does not fit.
+    """
+
+    flushed: Fraction
+    subnormal: Fraction
+    overflowed: Fraction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastLoss(CastShares):
     """What a cast to a format would do to stored values; fractions (0 to 1) are of the nonzero finite elements.
 
     `relative_error` is the L2 norm of the rounding error over that of the values. `headroom` is log2 of the format's
     largest number over the largest magnitude; negative beyond it, None without a nonzero value.
     """
 
-    format: str  # "fp16"
-    flushed: float  # becomes zero
-    subnormal: float  # stays nonzero, but loses bits
-    overflowed: float  # is not representable
-    relative_error: float
-    headroom: float | None
+    format: str = field(metadata=UNWRITTEN)  # "fp16"
+    relative_error: float = field(metadata=UNWRITTEN)
+    headroom: float | None = field(metadata=UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSummary:
-    """One tensor of a checkpoint in numbers.
+class TensorRow:
+    """A tensor that a scan has examined, in numbers.
 
-    `name` is as in `named_parameters()` or `named_buffers()`; for a moment it is its parameter's. `module` is the
-    owner, "" for the root or if unknown. `group` is its model's name in the file ("ema"), or its optimizer's; "" for
-    the main one. `binades` is log2 of its largest magnitude over the one that 99 % of its nonzero elements reach: the
-    span that a format with one scale per tensor needs (fp8). `casts` has an entry for each format whose normal range
-    its values leave; inside that range a cast only rounds.
+    Attributes:
+        name: As in named_parameters() or named_buffers(); for a moment the name of its parameter.
+        role: What the tensor is for.
+        entry: Last part of the address: weight, running_mean, exp_avg_sq.
+        module: The module that it belongs to, by its name.
+        group: Which of several models in the file, or which optimizer.
+        file: The file that it lies in.
+        dtype: The stored format.
+        shape: Size of each dimension.
+        examined: Distinct stored elements that were looked at.
+        counted: Elements among them that were sorted by magnitude: all of a small tensor, an even sample of a
+            large one.
+        zeros: Zeros among the counted elements.
+        nan: NaN elements.
+        inf: Infinite elements.
+        at_max: Elements whose magnitude is exactly the stored format's largest finite number.
+        amax: Largest finite magnitude; None without a nonzero finite element.
+        amin: Smallest nonzero magnitude among the counted elements; None without one.
+        fp16: What a cast to fp16 would do; None where it would only round.
+        bf16: What a cast to bf16 would do; None where it would only round.
     """
 
     name: str
     role: TensorRole
-    entry: str  # last part of the address: "weight", "exp_avg_sq"
+    entry: str
     module: str
     group: str
-    file: str  # relative to what was scanned
-    dtype: str  # without "torch."
-    shape: tuple[int, ...]
-    examined: int  # distinct stored elements that were read
-    counted: int  # of these, sorted by magnitude: all, or an even sample of a large tensor
-    zeros: int  # among the counted elements
-    nans: int  # exact, as the next two
-    pos_infs: int
-    neg_infs: int
-    amax: float | None  # largest finite magnitude, exact; None without a nonzero one
-    amin: float | None  # smallest nonzero magnitude among the counted elements
-    negatives: int | None = None  # None unless the tensor cannot be negative
-    lowest: float | None = None  # the smallest negative element
-    at_max: int = 0  # elements at the stored format's largest finite number
-    constant: float | None = None  # the value of all elements, if there are several
-    binades: float | None = None
-    casts: tuple[CastLoss, ...] = ()
+    file: str
+    dtype: str
+    shape: tuple[Count, ...]
+    examined: Count
+    counted: Count
+    zeros: Count
+    nan: Count
+    inf: Count
+    at_max: Count = 0
+    amax: float | None
+    amin: float | None
+    fp16: CastShares | None = None
+    bf16: CastShares | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSummary(TensorRow):
+    """One tensor of a checkpoint in numbers: its row in the report, and more for the rules.
+
+    `binades` is log2 of its largest magnitude over the one that 99 % of its nonzero elements reach: the span that a
+    format with one scale per tensor needs (fp8). `fp16` and `bf16` are known where its values leave the format's normal
+    range; inside that range a cast only rounds.
+    """
+
+    neg_infs: int = field(default=0, metadata=UNWRITTEN)
+    negatives: int | None = field(default=None, metadata=UNWRITTEN)  # None unless the tensor cannot be negative
+    lowest: float | None = field(default=None, metadata=UNWRITTEN)  # the smallest negative element
+    constant: float | None = field(default=None, metadata=UNWRITTEN)  # the value of all elements, if there are several
+    binades: float | None = field(default=None, metadata=UNWRITTEN)
+    fp16: CastLoss | None = None
+    bf16: CastLoss | None = None
 
     @property
     def blank(self) -> bool:
@@ -151,18 +194,19 @@ class TensorSummary:
         return self.examined > 0 and self.amax is None and not self.nonfinite
 
     @property
-    def infs(self) -> int:
-        """Number of infinities of either sign."""
-        return self.pos_infs + self.neg_infs
+    def pos_infs(self) -> int:
+        """Number of positive infinities."""
+        return self.inf - self.neg_infs
 
     @property
     def nonfinite(self) -> int:
         """Number of NaNs and infinities."""
-        return self.nans + self.infs
+        return self.nan + self.inf
 
-    def cast(self, name: str) -> CastLoss | None:
-        """Returns the entry of `casts` for a format, if it was measured."""
-        return next((c for c in self.casts if c.format == name), None)
+    @property
+    def casts(self) -> tuple[CastLoss, ...]:
+        """What is known of casts to the half formats."""
+        return tuple(loss for loss in (self.fp16, self.bf16) if loss is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Records to JSON and back, by their classes; and the JSON Schema of a class.
 
-`from_plain` reads values that were checked before, `checked` values from anybody; `unique_keys` refuses an object that
-has one key twice.
+A `RecordReader` reads values from anybody, by the types of the fields; `unique_keys` refuses an object that has one key
+twice.
 """
 
 from __future__ import annotations
@@ -107,15 +107,6 @@ def to_plain(value: Any, path: str = "report") -> Any:
     raise TypeError(f"{path} is a {type(value).__name__}, which JSON has no form for")
 
 
-def from_plain(record: type[T], data: Mapping[str, Any]) -> T:
-    """Return a record from values that follow its schema; floats are numbers again.
-
-    Arrays become tuples; values without a type of their own stay as JSON has them. Other keys are ignored, and a field
-    whose key is missing has its default.
-    """
-    return cast("T", _reader(cast("Any", record))(data))
-
-
 def schema_of(record: type, more: Mapping[type, type] = MappingProxyType({}), *, sparse: bool = False) -> Node:
     """Return the JSON Schema of a record, with the records in it as parts (`$defs`).
 
@@ -155,38 +146,19 @@ def _split(hint: Any) -> tuple[Any, Any]:
     return get_args(hint)[:2] if get_origin(hint) is Annotated else (hint, None)
 
 
-@cache
-def _reader(hint: Any) -> Callable[[Any], Any]:
-    """Returns a function that makes a value of this type from JSON values."""
-    kind, _ = _split(hint)
-    origin, parts = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return _record_reader(cast("type", kind))
-    if origin in (Union, UnionType):
-        inner = _reader(next(part for part in parts if part is not NoneType))
-        return lambda value: None if value is None else inner(value)
-    if origin in (tuple, Sequence):
-        each = _reader(parts[0])
-        return tuple if each is _as_it_is else lambda values: tuple(map(each, values))
-    if origin is Mapping and _reader(parts[1]) is not _as_it_is:
-        each = _reader(parts[1])
-        return lambda values: {key: each(value) for key, value in values.items()}
-    return _as_it_is
-
-
-def _record_reader(record: type) -> Callable[[Any], Any]:
-    parts: list[tuple[str, str, Callable[[Any], Any]]] = []
-
-    def read(data: Mapping[str, Any]) -> Any:
-        if not parts:  # a record may hold others of its own class
-            parts.extend((name, key, _reader(_hints(record)[name])) for name, key in _keys(record))
-        return record(**{name: each(data[key]) for name, key, each in parts if key in data})
-
-    return read
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
+def _members(record: type, *, sparse: bool) -> tuple[dict[str, tuple[str, Any]], list[str]]:
+    """The written attributes of a record with their types, by key, and the keys that have to be there."""
+    hints = _hints(record)
+    if is_typeddict(record):
+        optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
+        members = {name: (name, get_args(hint)[0] if name in optional else hint) for name, hint in hints.items()}
+        total = getattr(record, "__total__", True)
+        return members, [name for name in members if name not in optional] if total else []
+    members = {key: (name, hints[name]) for name, key in _keys(record)}
+    if not sparse:
+        return members, list(members)
+    given = {f.name for f in fields(record) if f.default is f.default_factory is MISSING}
+    return members, [key for key, (name, _) in members.items() if name in given]
 
 
 class _Schema:
@@ -238,20 +210,9 @@ class _Schema:
         return {"description": _summary(record), "type": "object", "properties": properties, **needed, **closed}
 
     def _properties(self, record: type) -> tuple[dict[str, Node], list[str]]:
-        said, hints = _descriptions(record), _hints(record)
-        if is_typeddict(record):
-            names = [(name, name) for name in hints]
-            optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
-            hints = {name: get_args(hint)[0] if name in optional else hint for name, hint in hints.items()}
-            required = (
-                [] if not getattr(record, "__total__", True) else [name for name in hints if name not in optional]
-            )
-        else:
-            names, required = list(_keys(record)), [key for _, key in _keys(record)]
-            if self._sparse:
-                required = [f.name.rstrip("_") for f in fields(record) if f.default is f.default_factory is MISSING]
-        properties = {key: {"description": said[name], **self.of(hints[name])} for name, key in names}
-        return properties, required
+        said = _descriptions(record)
+        members, required = _members(record, sparse=self._sparse)
+        return {key: {"description": said[name], **self.of(hint)} for key, (name, hint) in members.items()}, required
 
     def _part(self, record: type) -> Node:
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", record.__name__.removesuffix("Section")).lower()
@@ -283,7 +244,7 @@ def _descriptions(record: type) -> dict[str, str]:
     }
 
 
-# -- records from unchecked JSON values: a value that does not fit its field's type is refused --
+# -- records from JSON values: a value that does not fit its field's type is refused --
 
 _Read = Callable[[Any], Any]
 
@@ -291,109 +252,204 @@ _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MOST = 2**63
 
 
-def checked(record: type[T], data: Mapping[str, Any]) -> T:
-    """Returns the record with these values. Other keys are ignored; a missing one has its default.
+class MismatchError(ValueError):
+    """A value does not fit the type of its field; `path` leads to it."""
 
-    Raises ValueError if a value is not of its field's type or range, or a field without a default has none.
+    def __init__(self, sentence: str, path: str = "") -> None:
+        super().__init__(sentence)
+        self.path = path
+
+    def __str__(self) -> str:
+        """The sentence, which begins with the path."""
+        return f"{self.path or 'the whole'} {self.args[0]}"
+
+    def below(self, part: str) -> None:
+        """Puts a key or an index before the path."""
+        self.path = f"{part}.{self.path}" if self.path and self.path[0] != "[" else part + self.path
+
+
+class RecordReader:
+    """Makes records from JSON values, by the types of their fields.
+
+    Without `more`, other keys are ignored, and a missing key has its default. With it, every key has to be there and no
+    other, as in `schema_of` with the same `more`, whose keys are read and dropped.
     """
-    return cast("T", _checked_reader(cast("Any", record))(data))
+
+    def __init__(self, more: Mapping[type, type] | None = None) -> None:
+        self._whole = more is not None
+        self._more = more or {}
+        self._known: dict[tuple[Any, bool], _Read] = {}
+        self._records: dict[tuple[type, bool], tuple[Mapping[str, tuple[str, _Read]], Sequence[str]]] = {}
+
+    def read(self, record: type[T], data: Any) -> T:
+        """Returns the record with these values; raises MismatchError where one does not fit its field."""
+        return cast("T", self._of(record, plain=False)(data))
+
+    def _of(self, hint: Any, *, plain: bool) -> _Read:
+        """Returns the reader of a type; `plain`: it makes objects and lists in place of records and tuples."""
+        if (hint, plain) not in self._known:
+            kind, note = _split(hint)
+            if isinstance(note, Shape) and self._whole:
+                read = self._of(note.like, plain=True)
+            else:
+                read = self._of_type(kind, plain=plain)
+            if isinstance(note, Form):  # of a log, what texts are like is not asked
+                asked = {key: one for key, one in note.keywords if self._whole or key in ("minimum", "maximum")}
+                read = _within(read, asked)
+            self._known[hint, plain] = read
+        return self._known[hint, plain]
+
+    def _of_type(self, kind: Any, *, plain: bool) -> _Read:
+        origin, parts = get_origin(kind), get_args(kind)
+        if is_dataclass(kind) or is_typeddict(kind):
+            return self._record(cast("type", kind), plain=plain)
+        if origin in (Union, UnionType):
+            inner = self._of(next(part for part in parts if part is not NoneType), plain=plain)
+            return lambda value: None if value is None else inner(value)
+        if origin is Literal:
+            named = f"one of {', '.join(map(str, parts))}" if len(parts) > 1 else repr(parts[0])
+            return lambda value: value if value in parts else _refuse(f"is {value!r}, not {named}")
+        if origin in (tuple, Sequence):
+            length = None if origin is Sequence or parts[1:] == (...,) else len(parts)
+            return _items(self._of(parts[0], plain=plain), length, list if plain else tuple)
+        if origin is Mapping:
+            return _mapping(self._of(parts[0], plain=plain), self._of(parts[1], plain=plain))
+        return _PLAIN[kind] if self._whole else _OF_A_LOG.get(kind, _PLAIN[kind])
+
+    def _record(self, record: type, *, plain: bool) -> _Read:
+        closed = self._whole and not is_typeddict(record)
+        others: _Read = (lambda _: _refuse("is not known")) if closed else (lambda value: value)
+
+        def read(data: Any) -> Any:
+            if not isinstance(data, dict):
+                _refuse("is not of type object")
+            readers, needed = self._members_of(record, plain=plain)
+            missing = next((key for key in needed if key not in data), None)
+            if missing is not None:
+                raise MismatchError("is missing", missing)
+            found = {}
+            for key, value in data.items():
+                name, each = readers.get(key, (key if plain else "", others))
+                made = _below(key, each, value)
+                if name:
+                    found[key if plain else name] = made
+            return found if plain else record(**found)
+
+        return read
+
+    def _members_of(self, record: type, *, plain: bool) -> tuple[Mapping[str, tuple[str, _Read]], Sequence[str]]:
+        """Returns name and reader by key, at the first value only: a record may hold others of its own class."""
+        if (record, plain) not in self._records:
+            members, needed = _members(record, sparse=not self._whole)
+            if record in self._more:
+                derived, of_derived = _members(self._more[record], sparse=False)
+                members = {**{key: ("", hint) for key, (_, hint) in derived.items()}, **members}
+                needed = needed + of_derived
+            readers = {key: (name, self._of(hint, plain=plain)) for key, (name, hint) in members.items()}
+            self._records[record, plain] = readers, sorted(needed)
+        return self._records[record, plain]
 
 
-def _refuse(value: Any, wanted: str) -> ValueError:
-    return ValueError(f"{repr(value)[:60]} is not {wanted}")
+_from_plain = RecordReader().read
 
 
-@cache
-def _checked_reader(hint: Any) -> _Read:
-    kind, note = get_args(hint)[:2] if get_origin(hint) is Annotated else (hint, None)
-    read = _of_type(kind)
-    return _within(read, dict(note.keywords)) if isinstance(note, Form) else read
+def from_plain(record: type[T], data: Mapping[str, Any]) -> T:
+    """Returns the record with these values; other keys are ignored, and a missing one has its default."""
+    return _from_plain(record, data)
 
 
-def _of_type(kind: Any) -> _Read:
-    origin, parts = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return _record(cast("type", kind))
-    if origin in (Union, UnionType):
-        inner = _checked_reader(next(part for part in parts if part is not NoneType))
-        return lambda value: None if value is None else inner(value)
-    if origin is Literal:
-        return lambda value: value if value in parts else _raise(value, f"one of {parts}")
-    if origin in (tuple, Sequence):
-        return _items(_checked_reader(parts[0]))
-    if origin is Mapping:
-        each = _checked_reader(parts[1])
-        return lambda value: (
-            {key: each(item) for key, item in value.items()} if isinstance(value, dict) else _raise(value, "an object")
-        )
-    return _PLAIN[kind]
+def _refuse(sentence: str) -> Any:
+    raise MismatchError(sentence)
 
 
-def _record(record: type) -> _Read:
-    parts: list[tuple[str, str, _Read, bool]] = []
+def _below(part: str, read: _Read, value: Any) -> Any:
+    try:
+        return read(value)
+    except MismatchError as mismatch:
+        mismatch.below(part)
+        raise
 
-    def read(data: Any) -> Any:
-        if not isinstance(data, dict):
-            raise _refuse(data, "an object")
-        if not parts:  # a record may hold others of its own class
-            hints = get_type_hints(record, include_extras=True)
-            parts.extend(
-                (f.name, f.name.rstrip("_"), _checked_reader(hints[f.name]), f.default is f.default_factory is MISSING)
-                for f in fields(record)
-                if f.metadata.get("written", True)
-            )
-        for _, key, _, needed in parts:
-            if needed and key not in data:
-                raise ValueError(f"{key} is missing")
-        return record(**{name: each(data[key]) for name, key, each, _ in parts if key in data})
+
+def _items(each: _Read, length: int | None, make: type) -> _Read:
+    def read(value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            _refuse("is not of type array")
+        if length is not None and len(value) != length:
+            _refuse(f"has {len(value)} entries")
+        made: list[Any] = []
+        try:
+            made.extend(map(each, value))
+        except MismatchError as mismatch:
+            mismatch.below(f"[{len(made)}]")
+            raise
+        return make(made)
 
     return read
 
 
-def _items(each: _Read) -> _Read:
+def _mapping(of_key: _Read, each: _Read) -> _Read:
     def read(value: Any) -> Any:
-        if not isinstance(value, list):
-            raise _refuse(value, "a list")
-        return tuple(map(each, value))
+        if not isinstance(value, dict):
+            _refuse("is not of type object")
+        return {_below(f"the key {key}:", of_key, key): _below(key, each, item) for key, item in value.items()}
 
     return read
 
 
 def _within(read: _Read, keywords: Mapping[str, Any]) -> _Read:
     least, most = keywords.get("minimum", -math.inf), keywords.get("maximum", math.inf)
+    shortest, pattern = keywords.get("minLength", 0), keywords.get("pattern", "")
 
     def bounded(value: Any) -> Any:
         found = read(value)
-        if isinstance(found, int | float) and not least <= found <= most:
-            raise _refuse(value, "in its range")
+        if isinstance(found, str):
+            if len(found) < shortest:
+                _refuse("is empty")
+            if pattern and not re.fullmatch(pattern, found):
+                _refuse(f"is {found!r}, which is not of the form {pattern}")
+        elif isinstance(value, str):
+            _refuse("is not of type number")  # a word for what is not finite
+        elif isinstance(found, int | float) and not least <= found <= most:
+            _refuse(f"is {found}, out of range")
         return found
 
     return bounded
 
 
-def _raise(value: Any, wanted: str) -> Any:
-    raise _refuse(value, wanted)
+def _integer(value: Any) -> Any:
+    return value if type(value) in (int, float) and value % 1 == 0 else _refuse("is not of type integer")
 
 
-def _integer(value: Any) -> int:
-    if type(value) is not int or abs(value) >= _MOST:
-        raise _refuse(value, "an integer")
-    return value
-
-
-def _float(value: Any) -> float:
+def _number(value: Any) -> Any:
     if isinstance(value, str) and value in _NONFINITE:
         return _NONFINITE[value]
-    if type(value) is float:
-        return value
-    return float(_integer(value))
+    return value if type(value) in (int, float) else _refuse("is not of type number")
 
 
-def _of(kind: type) -> _Read:
-    return lambda value: value if type(value) is kind else _raise(value, f"of type {kind.__name__}")
+def _integer_of_a_log(value: Any) -> Any:
+    if type(value) is not int:
+        _refuse("is not of type integer")
+    return value if abs(value) < _MOST else _refuse(f"is {value}, out of range")
 
 
-_PLAIN: Mapping[Any, _Read] = {int: _integer, float: _float, str: _of(str), bool: _of(bool), Any: lambda value: value}
+def _float_of_a_log(value: Any) -> float:
+    return float(_integer_of_a_log(value) if type(value) is int else _number(value))
+
+
+def _of(kind: type, name: str) -> _Read:
+    return lambda value: value if type(value) is kind else _refuse(f"is not of type {name}")
+
+
+_PLAIN: Mapping[Any, _Read] = {
+    int: _integer,
+    float: _number,
+    str: _of(str, "string"),
+    bool: _of(bool, "boolean"),
+    dict: _of(dict, "object"),
+    Any: lambda value: value,
+}
+_OF_A_LOG: Mapping[Any, _Read] = {int: _integer_of_a_log, float: _float_of_a_log}
+"""What goes into arrays of 64 bits; a report keeps its numbers as they were written."""
 
 
 # -- objects that have one key twice: readers disagree on which of the two counts --

@@ -11,7 +11,7 @@ from operator import attrgetter, itemgetter
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from ampdoctor.evidence.json_records import Form, checked, plain_float, to_plain
+from ampdoctor.evidence.json_records import Form, from_plain, plain_float, to_plain
 from ampdoctor.evidence.log_records import (
     KINDS,
     SCHEMA_VERSION,
@@ -51,7 +51,7 @@ def line_of(text: str | bytes) -> LogRecord | None:
     kind = KINDS.get(values["kind"])
     if kind is None or values.get("schema_version") != SCHEMA_VERSION:
         return None
-    return LogRecord(stamp=checked(Stamp, values), line=cast("Line", checked(kind, values)))
+    return LogRecord(stamp=from_plain(Stamp, values), line=cast("Line", from_plain(kind, values)))
 
 
 def kind_of(text: bytes) -> str | None:

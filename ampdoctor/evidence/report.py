@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal
 
 from ampdoctor.evidence import notebook
+from ampdoctor.evidence.checkpoint_stats import TensorRow
 from ampdoctor.evidence.json_records import UNWRITTEN, Count, Shape, Text, form
 from ampdoctor.evidence.location import Place, Source, Where
 from ampdoctor.evidence.report_health import HealthSection
@@ -16,7 +17,7 @@ from ampdoctor.evidence.report_plan import PlanSection
 from ampdoctor.evidence.report_profile import ProfileSection
 from ampdoctor.evidence.report_replay import PathSection, Proof, ProofSection
 from ampdoctor.evidence.report_scaler import ScalerSection
-from ampdoctor.evidence.report_scan import ChangeSection, StructureSection, TensorRow, TrendSection
+from ampdoctor.evidence.report_scan import ChangeSection, StructureSection, TrendSection
 from ampdoctor.evidence.report_target import Run, Target
 from ampdoctor.evidence.run_facts import PrecisionAdvice
 from ampdoctor.evidence.thresholds import MovedThreshold

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ampdoctor.evidence.json_records import Count
+from ampdoctor.evidence.json_records import UNWRITTEN, Count
 from ampdoctor.evidence.location import Phase, Source
 
 NodeRole = Literal["before", "birth", "carrier", "harm"]
@@ -144,25 +144,14 @@ NOT_THE_ORDER = (HALF_WEIGHTS, WITHOUT_GRADIENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayedStep:
+class ReplayedStep(StepFigures):
     """How one replayed step ended, in the numbers that people compare.
 
     Attributes:
         step: The step.
-        loss: As the user's step returned it; None if it returned none.
-        scale: Loss scale during the step; None without an enabled scaler.
-        gradient_norm: L2 norm of all gradients that the optimizer got; None if they were not recorded, or no optimizer
-            stepped.
-        skipped: True if the scaler skipped it.
-        finite: True if nothing that harms training was non-finite, also in a skipped step.
     """
 
-    step: int
-    loss: float | None
-    scale: float | None
-    gradient_norm: float | None
-    skipped: bool
-    finite: bool
+    step: int = field(metadata=UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,11 @@ class Place:
         """The place's module: the owner of a parameter."""
         return self.name.rpartition(".")[0] if self.part == "parameter" else self.name
 
+    @property
+    def shown(self) -> str:
+        """Its name for people: "head.output"."""
+        return self.name if self.part == "parameter" else f"{self.name or 'model'}.{self.part}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
@@ -128,9 +133,7 @@ class Site:
     @property
     def label(self) -> str:
         """Its name in a sentence: "head.output (activation_grad)"."""
-        place = self.place
-        named = place.name if place.part == "parameter" else f"{place.name or 'model'}.{place.part}"
-        return f"{named} ({place.kind})"
+        return f"{self.place.shown} ({self.place.kind})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

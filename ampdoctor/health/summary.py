@@ -23,7 +23,7 @@ from ampdoctor.diagnosis.catalogue import codes_in
 from ampdoctor.diagnosis.health.judge import Judge
 from ampdoctor.diagnosis.scan.log import at_the_end
 from ampdoctor.errors import CheckpointError, NoStepError
-from ampdoctor.evidence.json_records import Count, Positive, checked, to_plain
+from ampdoctor.evidence.json_records import Count, Positive, from_plain, to_plain
 from ampdoctor.evidence.log_records import (
     AlertLine,
     DetailLine,
@@ -286,7 +286,7 @@ def _read(file: Path) -> LogSummary | None:
         with RegularFile(file, file.name) as there:
             if there.size > MOST_BYTES:
                 return None
-            kept = checked(LogSummary, json.loads(there.read(0, there.size)))
+            kept = from_plain(LogSummary, json.loads(there.read(0, there.size)))
         os.utime(file)
     except (CheckpointError, OSError, ValueError, RecursionError):
         return None

@@ -7,6 +7,7 @@ docstrings of the `Of...` classes are the schema's descriptions.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from io import StringIO
@@ -135,6 +136,8 @@ class OfPrescription:
     code: Code
 
 
+DERIVED: Mapping[type, type] = {Report: OfReport, Finding: OfFinding, Prescription: OfPrescription}
+"""What is written of a record beside its own fields: it follows from them."""
 _ABOUT = (
     "What every ampdoctor command returns with --format json. Fractions run from 0 to 1; a non-finite number is the "
     "string NaN, Infinity or -Infinity."
@@ -153,7 +156,7 @@ def schema() -> dict[str, Any]:
 
 def schema_of_classes() -> dict[str, Any]:
     """Return the same, generated anew; it needs docstrings, which `python -OO` removes."""
-    made = schema_of(Report, {Report: OfReport, Finding: OfFinding, Prescription: OfPrescription})
+    made = schema_of(Report, DERIVED)
     made["$defs"]["prescription"] |= _VERIFIED  # a status and `verified` cannot contradict each other
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"urn:ampdoctor:report:{SCHEMA_VERSION}"}
     return {**head, "title": "ampdoctor report", **made, "description": _ABOUT}

@@ -21,11 +21,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.checkpoint_stats import TensorRow
 from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.paths import path_in_repository
 from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order, with_files
 from ampdoctor.evidence.report_health import HealthSection
-from ampdoctor.evidence.report_scan import TensorRow
 from ampdoctor.reports import text
 from ampdoctor.reports.json_report import strict_json_line
 from ampdoctor.reports.text import file_in, target_file

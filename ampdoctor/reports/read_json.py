@@ -9,155 +9,21 @@ their order for people back; those of `evidence` are sorted for people, too.
 from __future__ import annotations
 
 import json
-import math
-import re
 import sys
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ampdoctor.errors import ReportError
-from ampdoctor.evidence.json_records import DuplicateKeyError, from_plain, unique_keys
-from ampdoctor.evidence.report import NOT_IN_HALF, SCHEMA_VERSION, STEPS_AFTER, Report, SkippedKind
-from ampdoctor.reports.json_report import schema
+from ampdoctor.evidence.json_records import DuplicateKeyError, MismatchError, RecordReader, unique_keys
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.report import NOT_IN_HALF, SCHEMA_VERSION, STEPS_AFTER, Finding, Report, Skipped, SkippedKind
+from ampdoctor.evidence.report_scaler import ScalerSection
+from ampdoctor.reports.json_report import DERIVED
 from ampdoctor.reports.jsonl import HEADER, LISTS, SUMMARY
 from ampdoctor.reports.text import RUN, SCALER, TARGET, in_order
 
-# -- checking and reading a value by the report's schema: the part of JSON Schema that ours uses --
-#
-# A report that is read decides an exit code, so it is read as strictly as it is written; jsonschema is a dependency of
-# the tests only, which compare the two. Patterns must match the whole text, as in our schema: `$` in Python would
-# accept a newline at the end.
-
-_Node = Mapping[str, Any]
-
-_NONFINITE = ["NaN", "Infinity", "-Infinity"]
-_TYPES: Mapping[str, Callable[[Any], bool]] = {
-    "object": lambda value: isinstance(value, dict),
-    "array": lambda value: isinstance(value, list),
-    "string": lambda value: isinstance(value, str),
-    "boolean": lambda value: isinstance(value, bool),
-    "null": lambda value: value is None,
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "integer": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0,
-}
-
-
-class _MismatchError(Exception):
-    def __init__(self, path: str, sentence: str) -> None:
-        super().__init__(f"{path or 'the report'} {sentence}")
-        self.depth = len(path)
-
-
-def read_checked(value: Any) -> dict[str, Any]:
-    """Return a report's JSON values, with non-finite words as floats; ReportError where the schema is not met."""
-    try:
-        read: dict[str, Any] = _read(value, _schema(), "")
-    except _MismatchError as mismatch:
-        raise ReportError(f"no report that this version reads: {mismatch}") from None
-    return read
-
-
-@cache
-def _schema() -> _Node:
-    return schema()
-
-
-def _read(value: Any, node: _Node, path: str) -> Any:
-    if "$ref" in node:
-        value = _read(value, _resolved(node["$ref"]), path)
-    if "anyOf" in node:
-        value = _any_of(value, node["anyOf"], path)
-    if node.get("enum") == _NONFINITE and value in _NONFINITE:
-        return float(value)
-    _check(value, node, path)
-    if isinstance(value, dict):
-        return _object(value, node, path)
-    if isinstance(value, list) and "items" in node:
-        return [_read(item, node["items"], f"{path}[{index}]") for index, item in enumerate(value)]
-    return value
-
-
-def _check(value: Any, node: _Node, path: str) -> None:
-    wanted = node.get("type")
-    names = [wanted] if isinstance(wanted, str) else wanted
-    if names is not None and not any(_TYPES[name](value) for name in names):
-        raise _MismatchError(path, f"is not of type {' or '.join(names)}")
-    if "const" in node and not _same(value, node["const"]):
-        raise _MismatchError(path, f"is {value!r}, not {node['const']!r}")
-    if "enum" in node and not any(_same(value, one) for one in node["enum"]):
-        raise _MismatchError(path, f"is {value!r}, not one of {', '.join(map(str, node['enum']))}")
-    if isinstance(value, str):
-        if len(value) < node.get("minLength", 0):
-            raise _MismatchError(path, "is empty")
-        if "pattern" in node and not re.fullmatch(node["pattern"], value):
-            raise _MismatchError(path, f"is {value!r}, which is not of the form {node['pattern']}")
-    elif isinstance(value, list):
-        if not node.get("minItems", 0) <= len(value) <= node.get("maxItems", math.inf):
-            raise _MismatchError(path, f"has {len(value)} entries")
-    elif _TYPES["number"](value) and (value < node.get("minimum", -math.inf) or value > node.get("maximum", math.inf)):
-        raise _MismatchError(path, f"is {value}, out of range")
-
-
-def _object(value: dict[str, Any], node: _Node, path: str) -> dict[str, Any]:
-    properties = node.get("properties", {})
-    for key in node.get("required", ()):
-        if key not in value:
-            raise _MismatchError(_below(path, key), "is missing")
-    for key in value:
-        if "propertyNames" in node:
-            _read(key, node["propertyNames"], f"the key {_below(path, key)}")
-    others = node.get("additionalProperties", True)
-    read = {}
-    for key, item in value.items():
-        if key in properties:
-            read[key] = _read(item, properties[key], _below(path, key))
-        elif others is False:
-            raise _MismatchError(_below(path, key), "is not known")
-        else:
-            read[key] = item if others is True else _read(item, others, _below(path, key))
-    if "if" in node:
-        branch = "then" if _holds(read, node["if"]) else "else"
-        _read(read, node.get(branch, {}), path)
-    return read
-
-
-def _any_of(value: Any, nodes: list[_Node], path: str) -> Any:
-    """Read as the first node that fits; else raise the error of the one that came furthest."""
-    mismatches = []
-    for node in nodes:
-        try:
-            return _read(value, node, path)
-        except _MismatchError as mismatch:
-            mismatches.append(mismatch)
-    raise max(mismatches, key=lambda mismatch: mismatch.depth)
-
-
-def _holds(value: Any, node: _Node) -> bool:
-    try:
-        _read(value, node, "")
-    except _MismatchError:
-        return False
-    return True
-
-
-def _same(value: Any, constant: Any) -> bool:
-    return isinstance(value, bool) == isinstance(constant, bool) and bool(value == constant)
-
-
-@cache
-def _resolved(reference: str) -> _Node:
-    node: Any = _schema()
-    for part in reference.removeprefix("#/").split("/"):
-        node = node[part]
-    found: _Node = node
-    return found
-
-
-def _below(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
+_READER = RecordReader(DERIVED)
 _CAME_LATER = {"health": None, "plan": None}  # sections that older reports of this version lack
 _MAX_DEPTH = 100  # most nested levels; our reports have some ten, and reading or writing recurses at each
 
@@ -183,44 +49,64 @@ def report_from_dict(data: Any) -> Report:
         raise ReportError(
             f"a report of schema version {data['schema_version']}; this version of ampdoctor reads {SCHEMA_VERSION}"
         )
-    report = _report(read_checked({**_CAME_LATER, **data}))
+    try:
+        report = _completed(_READER.read(Report, {**_CAME_LATER, **data}))
+    except MismatchError as mismatch:
+        raise ReportError(f"no report that this version reads: {mismatch}") from None
+    if any(_contradicts_its_status(one.get("prescription")) for one in _findings_of(data)):
+        raise ReportError("no report that this version reads: a change is not verified as its status says")
     _refuse_contradictions(report)
     return report
 
 
-def _report(read: dict[str, Any]) -> Report:
-    return from_plain(
-        Report,
-        {
-            **read,
-            "target": in_order(read["target"], TARGET),
-            "run": in_order(read["run"], RUN),
-            "scaler": _scaler(read["scaler"]),
-            "findings": [_finding(finding) for finding in read["findings"]],
-            "skipped": [{**one, "kind": _kind(one)} for one in read["skipped"]],
-            "suppressed": [{**one, "finding": _finding(one["finding"])} for one in read["suppressed"]],
-        },
+def _completed(read: Report) -> Report:
+    """Returns the report with what follows from the rest, and the keys of its free forms in their order."""
+    return replace(
+        read,
+        target=in_order(read.target, TARGET),
+        run=in_order(read.run, RUN),
+        scaler=_scaler(read.scaler),
+        findings=tuple(map(_finding, read.findings)),
+        skipped=tuple(replace(one, kind=_kind(one)) for one in read.skipped),
+        suppressed=tuple(replace(one, finding=_finding(one.finding)) for one in read.suppressed),
     )
 
 
-def _finding(read: dict[str, Any]) -> dict[str, Any]:
-    """Read a finding; its further addresses are in the same part of a step."""
-    return {**read, "also": [{"phase": read["where"]["phase"], **place} for place in read["also"]]}
+def _findings_of(data: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield from data["findings"]
+    yield from (one["finding"] for one in data["suppressed"])
 
 
-def _kind(skipped: dict[str, Any]) -> SkippedKind:
+def _contradicts_its_status(change: Mapping[str, Any] | None) -> bool:
+    if change is None:
+        return False
+    other = any(map(_contradicts_its_status, change["alternatives"]))
+    return other or (change["status"] == "verified") is not change["verified"]
+
+
+def _finding(read: Finding) -> Finding:
+    """Returns the finding whose further addresses, which come as objects, are in the same part of a step."""
+    places: Any = read.also
+    return replace(read, also=tuple(Where(phase=read.where.phase, **place) for place in places)) if places else read
+
+
+def _kind(skipped: Skipped) -> SkippedKind:
     """Return the kind of a skipped part from its text, since a report has nothing else."""
-    if skipped["what"].startswith(STEPS_AFTER):
+    if skipped.what.startswith(STEPS_AFTER):
         return "not_replayed"
-    if skipped["what"] == NOT_IN_HALF:
+    if skipped.what == NOT_IN_HALF:
         return "not_in_half"
-    return "lfs_pointer" if "Git LFS pointer" in skipped["reason"] else "left_out"
+    return "lfs_pointer" if "Git LFS pointer" in skipped.reason else "left_out"
 
 
-def _scaler(read: dict[str, Any] | None) -> dict[str, Any] | None:
+def _scaler(read: ScalerSection | None) -> ScalerSection | None:
     if read is None:
         return None
-    return read | {key: in_order(read[key], SCALER) for key in ("current", "recommended", "bounds") if read[key]}
+    return replace(
+        read,
+        current=in_order(read.current, SCALER) if read.current else read.current,
+        bounds=in_order(read.bounds, SCALER) if read.bounds else read.bounds,
+    )
 
 
 def _refuse_contradictions(report: Report) -> None:

@@ -10,12 +10,11 @@ from ampdoctor.scaling.closed_forms import (
     lowest_exponent,
     upper_log2,
 )
-from ampdoctor.scaling.emit import Emitted, emit
+from ampdoctor.scaling.emit import emit
 from ampdoctor.scaling.scalers import ScalerSettings, SimulatedStep, simulate
 
 __all__ = [
     "LIM",
-    "Emitted",
     "ScalerSettings",
     "SimulatedStep",
     "emit",

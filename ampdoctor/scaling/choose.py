@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ampdoctor.evidence.report_scaler import SettingBound
 from ampdoctor.evidence.thresholds import ERROR_NOTE, FP32_SHARE, Thresholds
 from ampdoctor.numerics.rounding_error import powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
@@ -20,7 +21,7 @@ from ampdoctor.scaling.closed_forms import (
     loss_scale_limit,
     upper_log2,
 )
-from ampdoctor.scaling.scalers import DerivedSetting, ScalerSettings, simulate, skip_rate
+from ampdoctor.scaling.scalers import ScalerSettings, simulate, skip_rate
 from ampdoctor.scaling.trace import Shift, StepTrace, trace_of
 
 COMPOUNDING = 3.5
@@ -293,7 +294,7 @@ def growth_interval(
     drift: float = 0.0,
     steps_left: int | None = None,
     spikes: Spikes | None = None,
-) -> DerivedSetting:
+) -> SettingBound:
     """Returns the usual 2000, or clamp(ln(1 + a/b) / rho, 200, smallest upper bound) if 2000 is too short or too long.
 
     Upper bounds: a/|r|, so that the scale climbs as fast as gradients fall; a tenth of the steps left, so that it grows
@@ -304,23 +305,23 @@ def growth_interval(
     """
     climb = math.log2(growth_factor)
     wanted = math.ceil(equilibrium_skip_rate(growth_factor, backoff_factor, 1) / skip_rate)
-    upper = DerivedSetting(value=math.inf, by=NOTHING)
+    upper = SettingBound(value=math.inf, by=NOTHING)
     if drift < 0.0:
-        upper = DerivedSetting(value=climb / -drift, by="gradients that shrink")
+        upper = SettingBound(value=climb / -drift, by="gradients that shrink")
     if steps_left is not None and steps_left / 10 < upper.value:
-        upper = DerivedSetting(value=steps_left / 10, by="the steps that are left")
+        upper = SettingBound(value=steps_left / 10, by="the steps that are left")
     ratchet = spikes.longest_interval(growth_factor, backoff_factor) if spikes is not None else math.inf
     if ratchet < upper.value:
-        upper = DerivedSetting(value=ratchet, by="spikes that would ratchet the scale down")
+        upper = SettingBound(value=ratchet, by="spikes that would ratchet the scale down")
     if upper.value >= USUAL_INTERVAL and wanted <= USUAL_INTERVAL:
-        return DerivedSetting(value=USUAL_INTERVAL, by=NOTHING)
+        return SettingBound(value=USUAL_INTERVAL, by=NOTHING)
     lower = max(wanted, SHORTEST_INTERVAL)
     if upper.value < USUAL_INTERVAL or upper.value < lower:
-        return DerivedSetting(value=max(1, math.floor(min(lower, upper.value))), by=upper.by)
-    return DerivedSetting(value=lower, by="the skip rate aimed at")
+        return SettingBound(value=max(1, math.floor(min(lower, upper.value))), by=upper.by)
+    return SettingBound(value=lower, by="the skip rate aimed at")
 
 
-def backoff_factor(spikes: Spikes, *, hysteresis_available: bool) -> DerivedSetting:
+def backoff_factor(spikes: Spikes, *, hysteresis_available: bool) -> SettingBound:
     """Returns 1/2 for isolated overflows; 2^-ceil(H/2) for bursts of height 2^H, at least 1/8; 3/4 against ratcheting.
 
     Each isolated overflow lowers log2 of the scale by b whatever its size, and 3/4 makes b 0.4. But 3/4 skips 1.8 times
@@ -330,34 +331,34 @@ def backoff_factor(spikes: Spikes, *, hysteresis_available: bool) -> DerivedSett
     if spikes.isolated:
         ratchets = spikes.longest_interval(2.0, 0.5) < SHORTEST_INTERVAL
         if ratchets and not hysteresis_available:
-            return DerivedSetting(value=0.75, by="spikes that would ratchet the scale down")
-        return DerivedSetting(value=0.5, by="isolated spikes")
+            return SettingBound(value=0.75, by="spikes that would ratchet the scale down")
+        return SettingBound(value=0.5, by="isolated spikes")
     halvings = math.ceil(min(spikes.height, 64.0) / 2.0)
     if halvings > 1:
-        return DerivedSetting(value=max(2.0**-halvings, STRONGEST_BACKOFF), by="bursts of overflows")
-    return DerivedSetting(value=0.5, by=NOTHING)
+        return SettingBound(value=max(2.0**-halvings, STRONGEST_BACKOFF), by="bursts of overflows")
+    return SettingBound(value=0.5, by=NOTHING)
 
 
-def growth_factor(drift: float, interval: float) -> DerivedSetting:
+def growth_factor(drift: float, interval: float) -> SettingBound:
     """Returns 2; or 4 if gradients shrink by more than half per interval, which doubling cannot follow.
 
     `drift` is log2 per step, as in `growth_interval`.
     """
     if -drift * interval > 1.0:
-        return DerivedSetting(value=4.0, by="gradients that shrink")
-    return DerivedSetting(value=2.0, by=NOTHING)
+        return SettingBound(value=4.0, by="gradients that shrink")
+    return SettingBound(value=2.0, by=NOTHING)
 
 
-def hysteresis(spikes: Spikes) -> DerivedSetting:
+def hysteresis(spikes: Spikes) -> SettingBound:
     """Returns 2 if overflows are isolated spikes, so that the first one is ignored; else 1."""
-    return DerivedSetting(value=2, by="isolated spikes") if spikes.isolated else DerivedSetting(value=1, by=NOTHING)
+    return SettingBound(value=2, by="isolated spikes") if spikes.isolated else SettingBound(value=1, by=NOTHING)
 
 
-def alarm_scale(lowest: int) -> DerivedSetting:
+def alarm_scale(lowest: int) -> SettingBound:
     """Returns the scale at which something is wrong: 2^max(lowest - 4, -10). It is an alarm, never a floor to train on.
 
     `lowest` is the smallest exponent at which the gradients do not flush (`lowest_exponent`).
     """
     if lowest - 4 <= -10:
-        return DerivedSetting(value=2.0**-10, by="2^-10, at which any run is in trouble")
-    return DerivedSetting(value=2.0 ** (lowest - 4), by="gradients that flush, 4 binades further down")
+        return SettingBound(value=2.0**-10, by="2^-10, at which any run is in trouble")
+    return SettingBound(value=2.0 ** (lowest - 4), by="gradients that flush, 4 binades further down")

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.python_lines import apply_call, autocast_step, call, keywords, literal, quoted
+from ampdoctor.evidence.report_scaler import EmittedSettings, Language
 from ampdoctor.evidence.targets import FRAMEWORKS, Framework
 from ampdoctor.numerics import FORMATS
 from ampdoctor.scaling.scalers import ScalerSettings, expressible
@@ -18,30 +19,11 @@ from ampdoctor.scaling.scalers import ScalerSettings, expressible
 
 
 Precision = Literal["fp16", "bf16", "fp32"]
-Language = Literal["python", "json", "shell"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emitted:
-    """Settings as a framework takes them.
-
-    Attributes:
-        framework: The framework.
-        language: The text's language: Python to paste after the model has been built, JSON to merge into a
-            configuration, or a bash array of flags.
-        text: The fragment; ends with a newline. `model`, `optimizer`, `loss_fn` and `batch` are the user's own.
-        notes: How the framework deviates from the settings, and what must be watched, a sentence each.
-    """
-
-    framework: Framework
-    language: Language
-    text: str
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """The result of one emitter: lines without newlines, and notes as in `Emitted`."""
+    """The result of one emitter: lines without newlines, and notes as in `EmittedSettings`."""
 
     lines: tuple[str, ...]
     notes: tuple[str, ...] = ()
@@ -402,7 +384,7 @@ def emit(
     loss_in_half: bool = False,
     precision: Precision = "fp16",
     device: str = "cuda",
-) -> Emitted:
+) -> EmittedSettings:
     """Returns a snippet or a piece of configuration that runs as printed, and notes on what it cannot express.
 
     Args:
@@ -435,7 +417,7 @@ def emit(
     language, make = _EMITTERS[framework]
     fragment = make(request)
     text = "".join(f"{line}\n" for line in fragment.lines)
-    return Emitted(framework=framework, language=language, text=text, notes=fragment.notes)
+    return EmittedSettings(framework=framework, language=language, text=text, notes=fragment.notes)
 
 
 def _checked(settings: ScalerSettings) -> ScalerSettings:
@@ -468,6 +450,3 @@ def _count(settings: ScalerSettings, name: str) -> int:
     if not (math.isfinite(value) and value == int(value) and value >= 1):
         raise UsageError(f"a loss scaler's {name} is a whole number of at least 1, not {value}")
     return int(value)
-
-
-__all__ = ["Emitted", "Precision", "emit"]

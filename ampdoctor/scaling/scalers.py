@@ -68,14 +68,6 @@ class ScalerSettings:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DerivedSetting:
-    """A setting, and what bounds it: `by` completes "bound by ..."."""
-
-    value: float
-    by: str
-
-
 NEVER = 2**61  # more clean steps than any run has
 
 Floats = NDArray[np.float64]

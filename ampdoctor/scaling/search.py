@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.json_records import UNWRITTEN
+from ampdoctor.evidence.report_scaler import ScalePath, ScalingConfidence, ScalingMargin, SettingBound, SimulatedOutcome
 from ampdoctor.evidence.targets import Framework
 from ampdoctor.evidence.thresholds import ERROR_NOTE, ERROR_WARNING, FLUSHED, HORIZON, SKIP_RATE, Thresholds
 from ampdoctor.ranges.profile import EXPONENTS
@@ -25,7 +27,6 @@ from ampdoctor.scaling.closed_forms import Spikes, find_spikes, highest_exponent
 from ampdoctor.scaling.scalers import (
     DEFAULTS,
     RULES,
-    DerivedSetting,
     GradScalerSim,
     ScalerSettings,
     Simulation,
@@ -44,31 +45,14 @@ Quantiles = tuple[float, float, float]  # 5 %, 50 % and 95 % over the replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expectation:
-    """The effect of settings over the horizon; figures are medians over the replicas unless stated otherwise.
+class Expectation(SimulatedOutcome):
+    """The effect of settings over the horizon; figures are medians over the replicas unless stated otherwise."""
 
-    Attributes:
-        settings: As the framework runs them.
-        relative_error: L2 error of the weight gradients from rounding each tensor once, mean over the taken steps.
-        activation_flushed, weight_flushed: Share of nonzero gradient elements that become zero, same mean.
-        final_scale: Loss scale at the end.
-        poisoned: Share of the replicas in which an infinite inverse of the scale reaches the weights.
-        ended: Share of the replicas in which the scaler raises an exception.
-        objective: skip rate + 10 times the mean of max(0, 3.5 error - the tolerated error); smaller is better.
-        typical: Number of the first replica whose skips are nearest to their median.
-    """
-
-    settings: ScalerSettings
-    skips: Quantiles
-    skip_rate: float
-    relative_error: float
-    activation_flushed: float
-    weight_flushed: float
-    final_scale: float
-    poisoned: float
-    ended: float
-    objective: float
-    typical: int
+    settings: ScalerSettings = field(metadata=UNWRITTEN)  # as the framework runs them
+    ended: float = field(metadata=UNWRITTEN)  # share of the replicas in which the scaler raises an exception
+    objective: float = field(metadata=UNWRITTEN)
+    """skip rate + 10 times the mean of max(0, 3.5 error - the tolerated error); smaller is better."""
+    typical: int = field(metadata=UNWRITTEN)  # number of the first replica whose skips are nearest to their median
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,32 +171,6 @@ FEWEST_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Margin:
-    """The gain of the best candidate over the present settings; differences are paired by replica."""
-
-    objective: Quantiles  # `Expectation.objective`: present minus best
-    skip_rate: float  # median difference
-    relative_error: float  # median difference, from rounding each tensor once, as in `Expectation`
-    headroom: float  # log2 of the closed form's scale over the present one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Confidence:
-    """How far to trust the outcome."""
-
-    steps: int  # recorded steps
-    censored: float  # share of them with an unknown largest gradient (skipped fp16 steps)
-    exceedances: float  # m / (n + 1): of the horizon's m steps, so many should exceed the largest of n recorded
-    drift: Drift
-    spikes: Spikes
-
-    @property
-    def low(self) -> bool:
-        """Whether a recording of 50 steps in fp32 or bf16 should come first."""
-        return self.steps < FEWEST_STEPS or self.censored > CENSORED_MOST
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The result of the search.
 
@@ -226,19 +184,19 @@ class Outcome:
 
     settings: ScalerSettings
     change: bool
-    margin: Margin
-    bounds: dict[str, DerivedSetting]
+    margin: ScalingMargin
+    bounds: dict[str, SettingBound]
     expected_current: Expectation | None
     expected_default: Expectation
     expected_chosen: Expectation
-    confidence: Confidence
+    confidence: ScalingConfidence
 
 
 def search(
     trace: StepTrace,
     *,
     current: ScalerSettings | None,
-    start: DerivedSetting,
+    start: SettingBound,
     framework: Framework,
     thresholds: Thresholds,
     censored: float = 0.0,
@@ -298,12 +256,13 @@ def search(
         expected_current=expectation(incumbent, scores[incumbent]) if current is not None else None,
         expected_default=expectation(default, scores[default]),
         expected_chosen=expectation(chosen, scores[chosen]),
-        confidence=Confidence(
+        confidence=ScalingConfidence(
             steps=trace.steps,
             censored=censored,
             exceedances=horizon / (trace.steps + 1),
-            drift=drift,
-            spikes=spikes,
+            drift=drift.slope,
+            spiky=spikes.spiky,
+            low=trace.steps < FEWEST_STEPS or censored > CENSORED_MOST,
         ),
     )
 
@@ -331,19 +290,19 @@ def closed_form(
     *,
     drift: Drift,
     spikes: Spikes,
-    start: DerivedSetting,
+    start: SettingBound,
     framework: Framework,
     thresholds: Thresholds,
     remaining_steps: int | None = None,
-) -> dict[str, DerivedSetting]:
+) -> dict[str, SettingBound]:
     """Returns scale, growth_factor, backoff_factor, growth_interval, hysteresis and min_scale, each with its bound.
 
     `start` is as in `search`.
     """
     fixed = RULES[framework] is not GradScalerSim
-    bounds = {"scale": DerivedSetting(value=2.0**start.value, by=start.by)}
+    bounds = {"scale": SettingBound(value=2.0**start.value, by=start.by)}
     if fixed:
-        backoff = DerivedSetting(value=0.5, by="the framework, which halves")
+        backoff = SettingBound(value=0.5, by="the framework, which halves")
     else:
         backoff = choose.backoff_factor(spikes, hysteresis_available=False)
     interval = choose.growth_interval(
@@ -355,7 +314,7 @@ def closed_form(
         spikes=spikes,
     )
     growth = (
-        DerivedSetting(value=2.0, by="the framework, which doubles")
+        SettingBound(value=2.0, by="the framework, which doubles")
         if fixed
         else choose.growth_factor(drift.slope, interval.value)
     )
@@ -372,7 +331,7 @@ def _in_use(current: ScalerSettings, framework: Framework) -> ScalerSettings:
     return replace(expressible(current, framework), scale=current.scale)
 
 
-def _settings_of(bounds: dict[str, DerivedSetting], framework: Framework) -> ScalerSettings:
+def _settings_of(bounds: dict[str, SettingBound], framework: Framework) -> ScalerSettings:
     asked = ScalerSettings(
         scale=bounds["scale"].value,
         growth_factor=bounds["growth_factor"].value,
@@ -453,10 +412,9 @@ def _worth_it(used: Scores, best: Scores) -> bool:
     return low > 0.0 and (fewer_skips >= WORTH_SKIPS or less_error >= WORTH_ERROR)
 
 
-def _margin(used: Scores, best: Scores, incumbent: ScalerSettings, start: DerivedSetting) -> Margin:
+def _margin(used: Scores, best: Scores, incumbent: ScalerSettings, start: SettingBound) -> ScalingMargin:
     usable = incumbent.scale > 0.0 and math.isfinite(incumbent.scale)
-    return Margin(
-        objective=quantiles(used.objective - best.objective),
+    return ScalingMargin(
         skip_rate=float(np.median(used.skips - best.skips)) / used.steps,
         relative_error=float(np.median(used.error - best.error)),
         headroom=start.value - math.log2(incumbent.scale) if usable else math.nan,
@@ -469,47 +427,27 @@ def _margin(used: Scores, best: Scores, incumbent: ScalerSettings, start: Derive
 MOST_POINTS = 2000  # most points of a line, and most skipped steps of a path: a drawing has no more pixels
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """The loss scale of one replica, step by step.
-
-    Attributes:
-        points: (step, scale) of each change. If there are more than `MOST_POINTS`, the lowest and the highest scale in
-            each of half as many equal spans.
-        changes: Number of points before thinning.
-        skips: Skipped steps, evenly chosen if there are more than `MOST_POINTS`.
-        skipped: Number of all skipped steps.
-        replica: Number of the replica.
-    """
-
-    points: list[list[float]]
-    changes: int
-    skips: list[int]
-    skipped: int
-    replica: int
-
-
-def trajectory(expected: Expectation, trace: StepTrace, framework: Framework, horizon: int) -> Trajectory:
+def trajectory(expected: Expectation, trace: StepTrace, framework: Framework, horizon: int) -> ScalePath:
     """Returns the path of the replica with the median number of skipped steps, over `horizon` simulated steps."""
     replica = resample(trace, find_drift(trace.log2_amax), replicas=1, steps=horizon, first=expected.typical)
     return drawn(simulate_lanes([expected.settings], replica.maxima, framework), expected.typical)
 
 
-def drawn(run: Simulation, replica: int = 0) -> Trajectory:
+def drawn(run: Simulation, replica: int = 0) -> ScalePath:
     """Returns the path of a simulation's first lane, which is the replica of this number."""
     scale, over = run.scale[0, 0], run.skipped[0, 0] | run.ended[0, 0]
     starts = np.concatenate([[0], np.flatnonzero(scale[1:] != scale[:-1]) + 1])
     skips = np.flatnonzero(over)
-    return Trajectory(
-        points=[[at, float(scale[at])] for at in drawn_changes(starts, scale)],
+    return ScalePath(
+        points=tuple((at, float(scale[at])) for at in drawn_changes(starts, scale)),
         changes=len(starts),
-        skips=list(drawn_skips(skips)),
+        skips=drawn_skips(skips),
         skipped=len(skips),
         replica=replica,
     )
 
 
-def largest_scales(trace: StepTrace) -> list[list[float]]:
+def largest_scales(trace: StepTrace) -> tuple[tuple[float, float], ...]:
     """Returns (step, largest power of two that does not overflow) of the recorded steps with a known largest gradient.
 
     If there are more than `MOST_POINTS` steps: the one with the lowest in each of that many equal spans.
@@ -517,7 +455,7 @@ def largest_scales(trace: StepTrace) -> list[list[float]]:
     known = np.flatnonzero(np.isfinite(trace.log2_amax))
     spans = np.array_split(known, min(MOST_POINTS, len(known))) if len(known) else []
     steps = [int(span[np.argmax(trace.log2_amax[span])]) for span in spans]
-    return [[step, 2.0 ** highest_exponent(float(trace.log2_amax[step]))] for step in steps]
+    return tuple((step, 2.0 ** highest_exponent(float(trace.log2_amax[step]))) for step in steps)
 
 
 def drawn_changes(starts: NDArray[np.int64], scales: NDArray[np.float64]) -> list[int]:

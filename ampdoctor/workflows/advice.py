@@ -16,19 +16,16 @@ from ampdoctor.evidence.report_scaler import (
     ScalePath,
     ScalePaths,
     ScalerSection,
-    ScalingConfidence,
-    ScalingMargin,
     ScalingOutcome,
     SettingBound,
     Simulated,
-    SimulatedOutcome,
 )
 from ampdoctor.evidence.run_facts import PrecisionFacts, ScaleFacts, Spread
 from ampdoctor.evidence.thresholds import ERROR_NOTE, FLUSHED
 from ampdoctor.numerics import FORMATS, FloatFormat
 from ampdoctor.scaling.choose import COMPOUNDING, Prediction, ScaleChoice, choose_scale, predict
-from ampdoctor.scaling.scalers import DerivedSetting, ScalerSettings
-from ampdoctor.scaling.search import Outcome, Trajectory, expect, largest_scales, search, trajectory
+from ampdoctor.scaling.scalers import ScalerSettings
+from ampdoctor.scaling.search import Outcome, expect, largest_scales, search, trajectory
 from ampdoctor.scaling.trace import Shift, StepTrace, accumulation_shift, reduction_shift, trace_of
 from ampdoctor.workflows.replay_under_change import FLUSH_THAT_PAYS
 
@@ -88,7 +85,7 @@ def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
     outcome = search(
         trace,
         current=current if state is not None else None,
-        start=DerivedSetting(value=choice.exponent, by=choice.bound_by),
+        start=SettingBound(value=choice.exponent, by=choice.bound_by),
         framework=framework,
         thresholds=thresholds,
         censored=float(np.isposinf(trace.log2_amax).mean()),  # steps of unknown magnitude
@@ -197,17 +194,8 @@ def _flushed(expected: Prediction, seen: Observed | None) -> tuple[float, float]
     return seen.activation_flushed or 0.0, seen.weight_flushed or 0.0
 
 
-def outcome_of(expected: Prediction) -> ScalingOutcome:
-    """Returns a prediction as the report shows it."""
-    return ScalingOutcome(
-        skip_rate=expected.skip_rate,
-        flushed=FlushedGradients(activation_grad=expected.activation_flushed, weight_grad=expected.weight_flushed),
-        relative_error=expected.relative_error,
-    )
-
-
-def outcome_seen(seen: Observed) -> ScalingOutcome:
-    """Returns a replay as the report shows it."""
+def outcome_of(seen: Prediction | Observed) -> ScalingOutcome:
+    """Returns a prediction, or a replay, as the report shows it."""
     return ScalingOutcome(
         skip_rate=seen.skip_rate,
         flushed=FlushedGradients(activation_grad=seen.activation_flushed, weight_grad=seen.weight_flushed),
@@ -220,11 +208,11 @@ def with_simulation(
 ) -> ScalerSection:
     """Returns the section with the simulation; "recommended" are the settings to use, changed or not."""
     outcome = advice.outcome
-    margin, confidence, kept = outcome.margin, outcome.confidence, outcome.expected_current
+    kept = outcome.expected_current
     used = advice.expected if change or kept is None else None
 
     def path(expected: Expectation | None) -> ScalePath | None:
-        return None if expected is None else _shown(trajectory(expected, advice.trace, framework, horizon))
+        return None if expected is None else trajectory(expected, advice.trace, framework, horizon)
 
     return replace(
         section,
@@ -232,36 +220,17 @@ def with_simulation(
         horizon=horizon,
         bounds=_bounds(advice, change=change),
         simulated=Simulated(
-            current=_expectation(outcome.expected_current),
-            default=_expectation(outcome.expected_default),
-            recommended=_expectation(advice.expected if change or kept is None else kept),
+            current=kept,
+            default=outcome.expected_default,
+            recommended=advice.expected if change or kept is None else kept,
         ),
         trajectory=ScalePaths(
             current=path(kept),
             recommended=path(used),
-            limit=tuple((step, scale) for step, scale in largest_scales(advice.trace)),
+            limit=largest_scales(advice.trace),
         ),
-        margin=None
-        if kept is None
-        else ScalingMargin(skip_rate=margin.skip_rate, relative_error=margin.relative_error, headroom=margin.headroom),
-        confidence=ScalingConfidence(
-            steps=confidence.steps,
-            censored=confidence.censored,
-            exceedances=confidence.exceedances,
-            drift=confidence.drift.slope,
-            spiky=confidence.spikes.spiky,
-            low=confidence.low,
-        ),
-    )
-
-
-def _shown(path: Trajectory) -> ScalePath:
-    return ScalePath(
-        points=tuple((step, scale) for step, scale in path.points),
-        changes=path.changes,
-        skips=tuple(path.skips),
-        skipped=path.skipped,
-        replica=path.replica,
+        margin=None if kept is None else outcome.margin,
+        confidence=outcome.confidence,
     )
 
 
@@ -288,21 +257,6 @@ def _bounds(advice: Advice, *, change: bool) -> dict[str, SettingBound]:
     if alarm.value < used.scale:
         bounds["min_scale"] = SettingBound(value=alarm.value, by=f"an alarm, no floor: {alarm.by}")
     return bounds
-
-
-def _expectation(expected: Expectation | None) -> SimulatedOutcome | None:
-    if expected is None:
-        return None
-    low, middle, high = expected.skips
-    return SimulatedOutcome(
-        skips=(low, middle, high),
-        skip_rate=expected.skip_rate,
-        relative_error=expected.relative_error,
-        activation_flushed=expected.activation_flushed,
-        weight_flushed=expected.weight_flushed,
-        final_scale=expected.final_scale,
-        poisoned=expected.poisoned,
-    )
 
 
 # -- precision --

@@ -10,7 +10,7 @@ from statistics import mode
 
 from ampdoctor.batching.effects import Step, changes, has_scale, left_as_it_is
 from ampdoctor.batching.emitting import emit_plan
-from ampdoctor.batching.flushed import Shares, flushed_plan
+from ampdoctor.batching.flushed import flushed_plan
 from ampdoctor.batching.plans import (
     BatchPlan,
     BatchSettings,
@@ -32,12 +32,9 @@ from ampdoctor.evidence.report_plan import (
     BatchInForce,
     DeviceMemory,
     FlushedByPlan,
-    FlushedOfPlan,
     PlannedBatch,
-    PlannedCluster,
     PlanSection,
 )
-from ampdoctor.evidence.run_facts import Place, SiteKind
 from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
 
@@ -102,8 +99,8 @@ def plan_section(request: PlanRequest) -> PlanSection:
     first = exact_plans(batch, cluster.data_parallel, most)[:1]
     section = PlanSection(
         global_batch=batch,
-        before=None if request.before is None else _shown(request.before),
-        after=_shown(cluster),
+        before=request.before,
+        after=cluster,
         in_force=_in_force(plan_before, source, request, planned),
         rule=RULE,
         exact=exact,
@@ -139,43 +136,14 @@ def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None
     from ampdoctor.workflows.profile import merged_files
 
     file = request.profile or ""
-    found = flushed_plan(
+    return flushed_plan(
         merged_files([file]),
-        _cut(section.in_force.plan),
-        _cut(to),
+        section.in_force.plan,
+        to,
         request.said.reduction or "mean",
         scale=request.scale,
+        file=file,
     )
-    totals: dict[SiteKind, Shares | None] = {"activation_grad": found.activation_grad, "weight_grad": found.weight_grad}
-    layers = (_of_layer(_named(one.place), one.place.kind, one.shares) for one in found.layers)
-    return FlushedByPlan(
-        profile=file,
-        scale=found.scale,
-        init_scale=found.init_scale,
-        bound_by=found.bound_by,
-        totals=tuple(_of_layer("", kind, shares) for kind, shares in totals.items() if shares is not None),
-        layers=tuple(sorted(layers, key=lambda one: (one.before - one.after_most, one.layer, one.kind))),
-    )
-
-
-def _of_layer(layer: str, kind: SiteKind, shares: Shares) -> FlushedOfPlan:
-    return FlushedOfPlan(
-        layer=layer,
-        kind="weight_grad" if kind == "weight_grad" else "activation_grad",
-        before=shares.before,
-        after=shares.after,
-        after_most=shares.after_most,
-        kept=shares.kept,
-        lower_bound=shares.lower_bound,
-    )
-
-
-def _named(place: Place) -> str:
-    return place.name if place.part == "parameter" else f"{place.name or 'model'}.{place.part}"
-
-
-def _cut(plan: PlannedBatch) -> BatchPlan:
-    return BatchPlan(micro_batch=plan.micro_batch, accumulation=plan.accumulation, data_parallel=plan.data_parallel)
 
 
 class _Planned:
@@ -222,16 +190,6 @@ def _in_force(one: BatchPlan | None, source: str, request: PlanRequest, planned:
         return None
     shown = planned.on(one, request.before)
     return BatchInForce(plan=replace(shown, fits=True), source=source, fits=bool(shown.fits))
-
-
-def _shown(cluster: Cluster) -> PlannedCluster:
-    return PlannedCluster(
-        devices=cluster.devices,
-        tensor=cluster.tensor,
-        pipeline=cluster.pipeline,
-        context=cluster.context,
-        data_parallel=cluster.data_parallel,
-    )
 
 
 def _memory(request: PlanRequest, memory: Memory, most: int) -> DeviceMemory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ampdoctor.diagnosis.replay.precision import advise_precision
@@ -22,7 +22,6 @@ from ampdoctor.workflows.advice import (
     advise,
     is_sound,
     outcome_of,
-    outcome_seen,
     pays,
     precision_facts,
     with_simulation,
@@ -371,8 +370,8 @@ class _Recommendation:
             change=change,
             bound_by=f"{advice.choice.bound_by}: at most 2^{advice.choice.exponent}",
             predicted=None if no_scale else outcome_of(predicted),
-            before=outcome_seen(now) if change and now is not None and now.steps else None,
-            observed=outcome_seen(shown) if shown is not None and shown.steps else None,
+            before=outcome_of(now) if change and now is not None and now.steps else None,
+            observed=outcome_of(shown) if shown is not None and shown.steps else None,
         )
         if not no_scale:
             horizon = self.request.thresholds.horizon
@@ -451,7 +450,7 @@ class _Recommendation:
         if scaled and section.recommended is None:
             none = "the run has no loss scaler that is to be kept or changed; this is one that fits"
             made = replace(made, notes=(none, *made.notes))
-        return EmittedSettings(**asdict(made))
+        return made
 
     def _current(self) -> dict[str, Any] | None:
         run = self.ranges.run

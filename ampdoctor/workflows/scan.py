@@ -21,6 +21,7 @@ from ampdoctor.errors import (
     SeveralRunsError,
     UsageError,
 )
+from ampdoctor.evidence.checkpoint_stats import TensorRow
 from ampdoctor.evidence.paths import file_within, shown_path
 from ampdoctor.evidence.report import (
     Check,
@@ -33,7 +34,6 @@ from ampdoctor.evidence.report import (
     verdict_of,
     with_files,
 )
-from ampdoctor.evidence.report_scan import TensorRow
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.reading.opening import has_log, has_log_below
 from ampdoctor.workflows.requests import Progress, SetAside, keep_all

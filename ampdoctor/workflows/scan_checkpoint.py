@@ -31,7 +31,6 @@ from ampdoctor.evidence.report_scan import (
     ListedRole,
     ListedTensor,
     StructureSection,
-    TensorRows,
 )
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.requests import Progress
@@ -80,7 +79,7 @@ def examine(
         complete=not errors,
         skipped=checkpoint.skipped,
         errors=errors,
-        tensors=TensorRows(summary.tensors),
+        tensors=summary.tensors,
         thresholds=thresholds.listed(),
     )
     remarks = [Check(name=_REMARK, result=remark) for remark in checkpoint.remarks]

@@ -18,7 +18,7 @@ from ampdoctor.diagnosis.scan.tensors import is_mask
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, Largest, LogEntry, Trend, TrendPoint
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped, finding_order, verdict_of, with_files
-from ampdoctor.evidence.report_scan import RoleFigures, TensorRows, TrendFigures, TrendSection, TrendUnit
+from ampdoctor.evidence.report_scan import RoleFigures, TrendFigures, TrendSection, TrendUnit
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.requests import SetAside, keep_all
 from ampdoctor.workflows.scan_checkpoint import Examined
@@ -231,18 +231,21 @@ def _see(member: SavedCheckpoint, look: Look, set_aside: SetAside) -> Seen:
     return Seen(member, report, set_aside(report), examined)
 
 
+def _inside(member: SavedCheckpoint, file: str | None) -> str | None:
+    return f"{member.inside}/{file}" if file and member.inside else file
+
+
 def placed_in_folder(report: Report, member: SavedCheckpoint) -> Report:
-    """Returns the report with paths relative to the family's folder."""
+    """Returns the report with paths relative to the family's folder; its tensors keep theirs."""
 
     def path(file: str | None) -> str | None:
-        return f"{member.inside}/{file}" if file and member.inside else file
+        return _inside(member, file)
 
     return replace(
         report,
         findings=tuple(with_files(finding, path) for finding in report.findings),
         skipped=tuple(replace(s, what=path(s.what) or "") for s in report.skipped),
         errors=tuple(replace(e, what=path(e.what) or "") for e in report.errors),
-        tensors=report.tensors.inside(member.inside) if isinstance(report.tensors, TensorRows) else report.tensors,
     )
 
 
@@ -295,6 +298,7 @@ def scan_family(
         skipped=(*report.skipped, *read.left_out),
         errors=errors,
         trend=_trend(unit, points, read, len(family), shown),
+        tensors=tuple(replace(row, file=_inside(shown.member, row.file) or "") for row in report.tensors or ()),
         elsewhere=tuple(_decided(seen) for seen in read.all if seen is not shown),
     )
 

@@ -12,7 +12,7 @@ from ampdoctor.diagnosis.replay.nonfinite import departing
 from ampdoctor.errors import AmpdoctorError, UserCodeError
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.evidence.report_replay import Proof, ProofSection, ProofStep, ReplayedStep, StepFigures
+from ampdoctor.evidence.report_replay import Proof, ProofSection, ProofStep, ReplayedStep
 from ampdoctor.numerics.tensors import blocks, squares, together
 from ampdoctor.probes.gradients import GradientProbe, distances, relative_error
 from ampdoctor.probes.nonfinite import NonFiniteProbe
@@ -89,21 +89,13 @@ def proof_section(change: Prescription, proof: Proof, fingerprint: str = "") -> 
         steps=tuple(
             ProofStep(
                 step=step,
-                without=_numbers(without.get(step)),
-                with_=_numbers(changed.get(step)),
-                fp32=_numbers(fp32.get(step)),
+                without=without.get(step),
+                with_=changed.get(step),
+                fp32=fp32.get(step),
             )
             for step in shown
         ),
         omitted=len(steps) - len(shown),
-    )
-
-
-def _numbers(row: ReplayedStep | None) -> StepFigures | None:
-    if row is None:
-        return None
-    return StepFigures(
-        loss=row.loss, scale=row.scale, gradient_norm=row.gradient_norm, skipped=row.skipped, finite=row.finite
     )
 
 

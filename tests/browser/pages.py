@@ -7,11 +7,12 @@ from dataclasses import asdict
 
 import torch
 
+from ampdoctor.evidence.checkpoint_stats import TensorRow
 from ampdoctor.evidence.json_records import from_plain
 from ampdoctor.evidence.report import BaselineSection, Check, ErrorNote, Report, Skipped, Suppressed
 from ampdoctor.evidence.report_replay import PathSection, ProofSection
 from ampdoctor.evidence.report_scaler import ScalerSection
-from ampdoctor.evidence.report_scan import ChangeSection, StructureSection, TensorRow, TrendSection
+from ampdoctor.evidence.report_scan import ChangeSection, StructureSection, TrendSection
 from ampdoctor.evidence.run_facts import PrecisionAdvice
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import figures

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from ampdoctor.evidence.checkpoint_stats import CastShares
 from ampdoctor.evidence.json_records import from_plain
 from ampdoctor.evidence.report_replay import PathNode
-from ampdoctor.evidence.report_scan import CastShares
 from ampdoctor.numerics import Histogram
 from tests.browser.conftest import DESK, PHONE
 from tests.browser.pages import BISECTED, EVERY_VIEW, HOSTILE, LAYERS, PROFILED, RUN_SCALE, node, site, tensor

@@ -20,13 +20,16 @@ def tensor(name="fc.weight", **changes) -> TensorSummary:
         "examined": 1024,
         "counted": 1024,
         "zeros": 0,
-        "nans": 0,
+        "nan": 0,
         "pos_infs": 0,
         "neg_infs": 0,
         "amax": 1.5,
         "amin": 0.01,
     }
-    return TensorSummary(**(values | changes))
+    values |= changes
+    values["inf"] = values.pop("pos_infs") + values["neg_infs"]
+    values |= {loss.format: loss for loss in values.pop("casts", ())}
+    return TensorSummary(**values)
 
 
 def moment(entry="exp_avg_sq", name="fc.weight", **changes) -> TensorSummary:

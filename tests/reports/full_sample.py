@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ampdoctor.evidence.checkpoint_stats import TensorRow
 from ampdoctor.evidence.json_records import from_plain
 from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import (
@@ -18,7 +19,7 @@ from ampdoctor.evidence.report import (
     Suppressed,
 )
 from ampdoctor.evidence.report_scaler import EmittedSettings, SettingBound
-from ampdoctor.evidence.report_scan import TensorRow, TrendSection
+from ampdoctor.evidence.report_scan import TrendSection
 from ampdoctor.evidence.run_facts import PrecisionAdvice
 from tests.samples import SICK
 

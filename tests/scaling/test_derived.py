@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from ampdoctor.evidence.report_scaler import SettingBound
 from ampdoctor.scaling.choose import (
     NOTHING,
     alarm_scale,
@@ -11,7 +12,6 @@ from ampdoctor.scaling.choose import (
     hysteresis,
 )
 from ampdoctor.scaling.closed_forms import Spikes
-from ampdoctor.scaling.scalers import DerivedSetting
 
 QUIET = Spikes(steps=1000)
 ISOLATED = Spikes(steps=1000, lengths=(1,), heights=(8.0,))
@@ -68,7 +68,7 @@ def test_the_backoff_factor_follows_the_overflows(spikes, available, expected):
 
 
 def test_growth_is_by_four_only_where_doubling_cannot_follow():
-    assert growth_factor(-1e-3, 2000) == DerivedSetting(value=4.0, by="gradients that shrink")
+    assert growth_factor(-1e-3, 2000) == SettingBound(value=4.0, by="gradients that shrink")
     assert growth_factor(-1e-3, 1000).value == 2.0
     assert growth_factor(+1e-1, 2000).value == 2.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ampdoctor.diagnosis.catalogue import REPLAYED, rule
 from ampdoctor.diagnosis.scan.scaler import COLLAPSED_SCALER as COLLAPSED

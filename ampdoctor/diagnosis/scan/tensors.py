@@ -67,7 +67,7 @@ def listed(tensors: Sequence[TensorSummary]) -> list[str]:
 
 def is_mask(tensor: TensorSummary) -> bool:
     """Returns whether a tensor looks like an additive attention mask: zeros and one large value, or -Inf."""
-    if tensor.nans or tensor.pos_infs or tensor.role == "moment":
+    if tensor.nan or tensor.pos_infs or tensor.role == "moment":
         return False
     if tensor.zeros == 0 and tensor.role != "buffer":
         return False
@@ -134,7 +134,7 @@ def numbers(tensor: TensorSummary) -> dict[str, Any]:
         "dtype": tensor.dtype,
         "shape": list(tensor.shape),
         "examined": tensor.examined,
-        "nans": tensor.nans,
+        "nans": tensor.nan,
         "pos_infs": tensor.pos_infs,
         "neg_infs": tensor.neg_infs,
         "amax": tensor.amax,
@@ -143,7 +143,7 @@ def numbers(tensor: TensorSummary) -> dict[str, Any]:
 
 def cast_row(tensor: TensorSummary, name: str) -> dict[str, Any]:
     """Returns the effect of a cast to a format as JSON values."""
-    loss = tensor.cast(name)
+    loss = next((loss for loss in tensor.casts if loss.format == name), None)
     row: dict[str, Any] = {"tensor": address(tensor), "dtype": tensor.dtype, "amax": tensor.amax}
     if tensor.counted < tensor.examined:
         row |= {"counted": tensor.counted, "examined": tensor.examined}
@@ -214,7 +214,7 @@ def cast_averages(summary: CheckpointSummary) -> dict[str, tuple[TensorSummary, 
     They hold Inf and no NaN, and the model's tensor of the same name and shape is finite and beyond fp16: an average of
     finite numbers stays below the largest of them, and is never Inf in the range of fp32 and bf16.
     """
-    averages = [t for t in summary.tensors if t.role == "ema" and t.infs and not t.nans]
+    averages = [t for t in summary.tensors if t.role == "ema" and t.inf and not t.nan]
     if not averages:
         return {}
     own = {_bare(t.name): t for t in summary.tensors if t.role in {"weight", "buffer"}}
@@ -246,7 +246,7 @@ def _through_half(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding
     pairs = list(cast_averages(summary).values())
     for average, twin in pairs[:MAX_FINDINGS]:
         message = (
-            f"{label(average)}, an averaged copy, holds {average.infs} Inf, and {label(twin)} of the model is finite "
+            f"{label(average)}, an averaged copy, holds {average.inf} Inf, and {label(twin)} of the model is finite "
             f"and reaches {twin.amax:.6g}, beyond fp16's largest number, 65504: the copy was cast to fp16 and back. "
             f"Copy it from the model, and validate a copy of the average, not the average itself."
         )
@@ -325,7 +325,7 @@ def _others(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
     loose = [
         t
         for t in summary.tensors
-        if t.role == "other" and t.entry != "step" and (t.examined > 1 or t.nans) and t.nonfinite and not is_mask(t)
+        if t.role == "other" and t.entry != "step" and (t.examined > 1 or t.nan) and t.nonfinite and not is_mask(t)
     ]
     yield from _each(summary, NON_FINITE_TENSOR, loose, severity="warning", cause=None)
 
@@ -347,10 +347,10 @@ def _sick(summary: CheckpointSummary, role: TensorRole) -> list[TensorSummary]:
 
 def _benign_buffer(tensor: TensorSummary) -> bool:
     """Whether it is -Inf in a mask, or an observer of quantisation before its first batch."""
-    if tensor.nans:
+    if tensor.nan:
         return False
     if tensor.entry.startswith(("min_val", "max_val")):
-        return tensor.infs == tensor.examined
+        return tensor.inf == tensor.examined
     return is_mask(tensor) or (tensor.entry.endswith(("mask", "masked_bias", "alibi")) and not tensor.pos_infs)
 
 
@@ -393,7 +393,7 @@ def _without(tensor: TensorSummary) -> Prescription:
 
 
 def _counts(tensor: TensorSummary) -> str:
-    parts = ((tensor.nans, "NaN"), (tensor.pos_infs, "+Inf"), (tensor.neg_infs, "-Inf"))
+    parts = ((tensor.nan, "NaN"), (tensor.pos_infs, "+Inf"), (tensor.neg_infs, "-Inf"))
     return ", ".join(f"{count} {word}" for count, word in parts if count)
 
 

@@ -37,7 +37,7 @@ def test_what_is_exact_is_exact_wherever_it_lies_in_a_large_tensor(tmp_path, dty
     values[4 * BLOCK_ELEMENTS - 1] = torch.finfo(dtype).max
     save_file({"w": values}, tmp_path / "m.safetensors")
     (tensor,) = summary_of(tmp_path / "m.safetensors").tensors
-    assert (tensor.nans, tensor.pos_infs, tensor.neg_infs, tensor.at_max) == (1, 1, 1, 1)
+    assert (tensor.nan, tensor.pos_infs, tensor.neg_infs, tensor.at_max) == (1, 1, 1, 1)
     assert tensor.amax == torch.finfo(dtype).max
     assert tensor.examined == LARGE
     assert tensor.counted < LARGE
@@ -50,8 +50,8 @@ def test_a_sample_tells_the_shares_of_the_whole(tmp_path, dtype):
     sampled, exact = (summary_of(tmp_path / "m.safetensors", exact=flag) for flag in (False, True))
     (_, few), (_, all_) = (sorted(s.tensors, key=lambda t: t.examined) for s in (sampled, exact))
     assert FULLY_COUNTED <= few.counted < all_.counted == LARGE
-    assert (few.amax, few.nans, few.examined) == (all_.amax, 0, LARGE)
-    ours, truth = few.cast("fp16"), all_.cast("fp16")
+    assert (few.amax, few.nan, few.examined) == (all_.amax, 0, LARGE)
+    ours, truth = few.fp16, all_.fp16
     assert ours is not None
     assert truth is not None
     assert ours.subnormal == pytest.approx(truth.subnormal, rel=0.1)
@@ -75,7 +75,7 @@ def test_no_structure_falls_in_step_with_the_sample(tmp_path, structure):
     save_file({"w": weights}, tmp_path / "m.safetensors")
     sampled, exact = (summary_of(tmp_path / "m.safetensors", exact=flag) for flag in (False, True))
     (few,), (all_,) = sampled.tensors, exact.tensors
-    ours, truth = few.cast("fp16"), all_.cast("fp16")
+    ours, truth = few.fp16, all_.fp16
     assert ours is not None
     assert truth is not None
     assert few.counted == pytest.approx(few.examined / 16, rel=0.01)
@@ -105,13 +105,13 @@ def test_a_nan_does_not_change_what_is_said_of_the_rest(tmp_path):
     sick[5] = math.nan
     save_file({"clean": clean, "sick": sick}, tmp_path / "m.safetensors")
     one, other = summary_of(tmp_path / "m.safetensors").tensors
-    assert one.cast("fp16").flushed == pytest.approx(other.cast("fp16").flushed, abs=0.01)
+    assert one.fp16.flushed == pytest.approx(other.fp16.flushed, abs=0.01)
 
 
 def test_an_average_that_shares_its_storage_does_not_hide_the_weights(tmp_path):
     weight = torch.tensor([1.0, math.nan])
     torch.save({"ema": {"a.weight": weight}, "model": {"a.weight": weight}}, tmp_path / "c.pt")
-    assert {(t.role, t.nans) for t in summary_of(tmp_path / "c.pt").tensors} == {("ema", 1), ("weight", 1)}
+    assert {(t.role, t.nan) for t in summary_of(tmp_path / "c.pt").tensors} == {("ema", 1), ("weight", 1)}
 
 
 def test_a_value_beyond_a_format_outside_the_sample_still_overflows_it(tmp_path):
@@ -119,7 +119,7 @@ def test_a_value_beyond_a_format_outside_the_sample_still_overflows_it(tmp_path)
     values[BLOCK_ELEMENTS - 1] = -70000.0
     save_file({"w": values}, tmp_path / "m.safetensors")
     (tensor,) = summary_of(tmp_path / "m.safetensors").tensors
-    cast = tensor.cast("fp16")
+    cast = tensor.fp16
     assert cast is not None
     assert cast.overflowed > 0
     assert cast.relative_error == math.inf
@@ -161,7 +161,7 @@ def test_formats_without_reductions_are_described_too(tmp_path, dtype):
     values = torch.tensor([0.5, -2.0, math.nan, 0.0]).to(dtype)
     torch.save({"w": values}, tmp_path / "c.pt")
     (tensor,) = summary_of(tmp_path / "c.pt").tensors
-    assert tensor.nans == 1
+    assert tensor.nan == 1
     assert tensor.amax == 2.0
     assert tensor.amin == 0.5
 

@@ -36,9 +36,8 @@ def weights(dtype="float32", elements=1 << 20) -> TensorSummary:
         examined=elements,
         counted=elements,
         zeros=0,
-        nans=0,
-        pos_infs=0,
-        neg_infs=0,
+        nan=0,
+        inf=0,
         amax=0.1,
         amin=1e-4,
     )

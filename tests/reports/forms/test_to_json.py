@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MappingProxyType
 
 import jsonschema
@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ampdoctor.evidence.checkpoint_stats import CastLoss, TensorRow
 from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.reports.json_report import render_json, schema, strict_json
+from tests.diagnosis.summaries import tensor
 from tests.samples import EVERY, HEALTHY, OVERFLOW, SICK
 
 
@@ -109,3 +111,11 @@ def test_sets_are_sorted():
 def test_what_json_has_no_form_for_is_named():
     with pytest.raises(TypeError, match=r"report\.evidence\[1\] is a object"):
         to_plain({"evidence": [1, object()]})
+
+
+def test_of_a_tensors_summary_the_row_is_written_and_no_more():
+    loss = CastLoss(format="fp16", flushed=0.25, subnormal=0.5, overflowed=0.125, relative_error=0.1, headroom=-1.0)
+    row = to_plain(tensor(neg_infs=4, pos_infs=3, binades=2.0, casts=(loss,)))
+    assert row.keys() == {field.name for field in fields(TensorRow)}
+    assert (row["inf"], row["fp16"]) == (7, {"flushed": 0.25, "subnormal": 0.5, "overflowed": 0.125})
+    assert row["bf16"] is None
