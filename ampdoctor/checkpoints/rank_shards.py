@@ -1,6 +1,6 @@
 """A rank's own piece of a distributed tensor, as FSDP saves it if every rank writes its own file.
 
-The files hold objects, `DTensor` (FSDP2) or `JoinedTensor` (FSDP1). Each holds its piece as a plain tensor, and the
+The files hold objects, `DTensor` (FSDP2) or `ShardedTensor` (FSDP1). Each holds its piece as a plain tensor, and the
 piece's place in the whole. The objects are never built; this file reads their records.
 """
 
@@ -101,7 +101,7 @@ def _piece_of(node: PickledObject) -> Any:
 
 
 def _of_sharded(node: PickledObject) -> LocalShard | bool | None:
-    """`JoinedTensor.__getstate__`: local shards, metadata, process group, sharding spec, init_rrefs."""
+    """`ShardedTensor.__getstate__`: local shards, metadata, process group, sharding spec, init_rrefs."""
     state = node.state
     if not isinstance(state, tuple) or len(state) < 2 or not isinstance(state[0], list):
         return False
