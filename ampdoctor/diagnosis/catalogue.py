@@ -32,7 +32,7 @@ _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 _TABLE = ("| `--threshold` | default | unit | from, to | what it decides |", "| --- | --- | --- | --- | --- |")
 _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]\d+)?"
 _ROW = re.compile(
-    rf"\| `(AMP\d{{3}})\.(\w+)`(?:, `(--[\w-]+)`)? \| ({_NUMBER}) \| ([^|]+) "
+    rf"\| `(AMP\d{{3}})\.(\w+)` \| ({_NUMBER}) \| ([^|]+) "
     rf"\| ({_NUMBER}), ({_NUMBER})(?:, not below `(\w+)`)? \| (.+) \|"
 )
 _ESCAPED = re.compile(r"\\([\\`*\[\]|_<])")
@@ -89,12 +89,12 @@ def _thresholds(code: str, table: list[str]) -> Mapping[str, Threshold]:
         raise ValueError(f"expected a table that begins with {_TABLE[0]!r}")
     for line in table[2:]:
         row = _ROW.fullmatch(line)
-        if row is None or row[1] != code or (row[8] and row[8] not in found):
+        if row is None or row[1] != code or (row[7] and row[7] not in found):
             raise ValueError(f"expected the five cells of a threshold of {code}, not {line!r}")
-        _, name, option, default, unit, lowest, highest, above, why = row.groups()
+        _, name, default, unit, lowest, highest, above, why = row.groups()
         value, low, high = (int(float(one)) if default.isdigit() else float(one) for one in (default, lowest, highest))
         least = found[above] if above else None
-        found[name] = Threshold(code, name, value, unit, low, high, _plain(why), least, option)
+        found[name] = Threshold(code, name, value, unit, low, high, _plain(why), least)
     return found
 
 

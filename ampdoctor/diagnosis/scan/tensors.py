@@ -43,7 +43,7 @@ def address(tensor: Tensor) -> str:
 
 def where_of(tensor: Tensor, step: int | None = None, *, nonfinite: bool = False) -> Where:
     """Returns a tensor's address, in the checkpoint of that global step; `nonfinite`: it is about its NaN or Inf."""
-    sick: NonFinite = "nan" if isinstance(tensor, TensorSummary) and tensor.nans else "inf"
+    sick: NonFinite = "nan" if isinstance(tensor, TensorSummary) and tensor.nan else "inf"
     return Where(
         phase="checkpoint",
         global_step=step,
