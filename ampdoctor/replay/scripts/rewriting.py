@@ -355,7 +355,7 @@ def _keep_contexts(node: ast.With, scope: Any, *, once: bool) -> None:
 def _keep_from_ending(node: ast.Try) -> None:
     """Skip the statement's handlers and `finally` when the script is left."""
     if node.handlers:
-        passed = ast.ExceptHandler(type=_attribute("Left"), name=None, body=[ast.Raise()])
+        passed = ast.ExceptHandler(type=_attribute("StopScript"), name=None, body=[ast.Raise()])
         node.handlers.insert(0, ast.copy_location(passed, node))
     if node.finalbody:
         stays = _if(ast.UnaryOp(ast.Not(), _ask("leaving")), *node.finalbody)
