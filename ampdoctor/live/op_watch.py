@@ -15,7 +15,6 @@ import torch
 
 from ampdoctor.diagnosis.replay.nonfinite import (
     STATE,
-    Cause,
     cause_of,
     culprits,
     finding_of_birth,
@@ -32,7 +31,7 @@ from ampdoctor.diagnosis.replay.scaler_misuse import (
 from ampdoctor.diagnosis.replay.scaler_state import dead_scaler_finding
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import ErrorNote, Finding, Report
+from ampdoctor.evidence.report import Cause, ErrorNote, Finding, Report
 from ampdoctor.evidence.trace import NonFiniteOrigin, NonFiniteReport, StepEvent
 from ampdoctor.hooks.callbacks import OptimizerHooks
 from ampdoctor.hooks.interfaces import describe

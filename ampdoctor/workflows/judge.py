@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.replay.loaded_state import beside_finding, harms_beside_alone
 from ampdoctor.diagnosis.replay.nonfinite import (
-    Cause,
     cause_of,
     culprits,
     excess_binades,
@@ -38,7 +37,7 @@ from ampdoctor.diagnosis.replay.updates import STUCK_STATE as STUCK
 from ampdoctor.diagnosis.scan.optimizer import STEP_COUNTERS as COUNTERS
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, is_dead
 from ampdoctor.evidence.location import Phase, Where
-from ampdoctor.evidence.report import ErrorNote, Finding, Prescription, Severity
+from ampdoctor.evidence.report import Cause, ErrorNote, Finding, Prescription, Severity
 from ampdoctor.evidence.report_replay import ReplayedStep
 from ampdoctor.workflows.changes import loss_scale
 from ampdoctor.workflows.prescribe import FP32_FAILS, fresh_scaler, prescribe, scale_cure

@@ -14,13 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ampdoctor.diagnosis.replay.nonfinite import (
     HELP,
     STATE,
-    Cause,
     batch_is_at_fault,
     batch_may_be_at_fault,
     excess_binades,
 )
 from ampdoctor.evidence.python_lines import exact
-from ampdoctor.evidence.report import Prescription
+from ampdoctor.evidence.report import Cause, Prescription
 from ampdoctor.evidence.trace import LOST
 from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.probes.modules import optimizer_parameters

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule
-from ampdoctor.diagnosis.replay.nonfinite import HELP, Cause
+from ampdoctor.diagnosis.replay.nonfinite import HELP
 from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.report import Cause, Finding, Prescription, Severity
 from ampdoctor.evidence.run_facts import RangeFigures
 from ampdoctor.evidence.thresholds import (
     DEFAULT_THRESHOLDS,

@@ -7,32 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from ampdoctor.diagnosis.catalogue import REPLAYED, rule, rules
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.report import Cause, Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import LOST, NonFiniteOrigin, NonFiniteReport, Operand, StepOutcome, TensorStats, Trace
 
 # -- the cause --
 
 
-Cause = Literal[
-    "bad_checkpoint",
-    "scaler_misuse",
-    "stale_casts",
-    "bad_data",
-    "invalid_op",
-    "kernel_defect",
-    "forward_overflow",
-    "forward_precision",
-    "backward_overflow",
-    "grad_overflow",
-    "scaler_collapse",
-    "grad_underflow",
-    "optimizer_precision",
-]
 _LOW_PRECISION = ("float16", "bfloat16", "float8")
 STATE = ("param", "buffer", "optimizer_state")  # origins of a value that a checkpoint contained
 _OVERFLOWS: Mapping[str, Cause] = {

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import REPLAYED, rule
-from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE, Cause, birth_numbers, cause_of, derivative_beyond
+from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE, birth_numbers, cause_of, derivative_beyond
 from ampdoctor.diagnosis.scan.scaler import starting_scale
 from ampdoctor.evidence.checkpoint_stats import ScalerState, is_dead
 from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.of_runs.handling import Change, Handling
-from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.report import Cause, Finding, Prescription, Severity
 from ampdoctor.evidence.report_replay import NOT_THE_ORDER
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Comparison, NonFiniteOrigin, StepEvent, StepOutcome
