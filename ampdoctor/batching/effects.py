@@ -265,8 +265,8 @@ def _order(ranks: int, division: GradReduceScaling) -> str:
 
 def _said(before: int, after: int, division: GradReduceScaling) -> str:
     then, now = reduction_shift(before, division), reduction_shift(after, division)
-    flush = f"what is divided first flushes {then.lowest:.3g} -> {now.lowest:.3g} binades earlier"
-    over = f"the sum overflows {-then.highest:.3g} -> {-now.highest:.3g} binades earlier at worst"
+    flush = f"what is divided first flushes 2^{then.lowest:.3g} -> 2^{now.lowest:.3g} times earlier"
+    over = f"the sum overflows 2^{-then.highest:.3g} -> 2^{-now.highest:.3g} times earlier at worst"
     parts = [flush] if division == "before" else [over] if division == "after" else [flush, over]
     return ", ".join(parts) + "."
 
@@ -334,8 +334,7 @@ def smaller(binades: float) -> str:
     """Formats a shift."""
     if binades == 0:
         return "as before"
-    many = f"{abs(binades):.3g} binade{'' if abs(binades) == 1 else 's'}"
-    return f"{many} {'smaller' if binades > 0 else 'larger'}"
+    return f"{2.0 ** abs(binades):.3g} times {'smaller' if binades > 0 else 'larger'}"
 
 
 # -- unchanged settings on another number of ranks, for each framework --

@@ -301,7 +301,7 @@ def _rulers(
 ) -> None:
     largest = max((site["amax"] for site in sites if isinstance(site["amax"], float)), default=1.0)
     top = math.ceil(math.log2(largest)) if 0.0 < largest < math.inf else 0
-    rulers = [(f"magnitudes, {words.count(axis.binades, 'binade')} a column", axis.scale())]
+    rulers = [(f"magnitudes, {words.count(axis.binades, 'power')} of two a column", axis.scale())]
     rulers += [(said, axis.window("fp16", shift=math.log2(scale))) for said, scale in scales if 0.0 < scale < math.inf]
     rulers += [
         ("bf16", axis.window("bf16")),

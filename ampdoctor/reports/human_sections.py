@@ -196,7 +196,7 @@ def _confidence(confidence: ScalingConfidence, horizon: int | None) -> str:
     if confidence.censored:
         text += f"; {words.percent(confidence.censored)} of the steps hide their largest gradient"
     if confidence.drift:
-        text += f"; gradients drift by {confidence.drift:.2g} binades a step, taken to go on for as long again"
+        text += f"; gradients drift by a factor of {2.0**confidence.drift:.3g} a step, taken to go on for as long again"
     return f"{text}{'; few: record 50 or more' if confidence.low else ''}"
 
 

@@ -361,4 +361,4 @@ def alarm_scale(lowest: int) -> SettingBound:
     """
     if lowest - 4 <= -10:
         return SettingBound(value=2.0**-10, by="2^-10, at which any run is in trouble")
-    return SettingBound(value=2.0 ** (lowest - 4), by="gradients that flush, 4 binades further down")
+    return SettingBound(value=2.0 ** (lowest - 4), by="gradients that flush, a factor of 16 further down")

@@ -44,8 +44,8 @@ def _scale_ratchets(moment: StepState, thresholds: Thresholds) -> Sequence[Findi
         skipped += "; the run has ended there"
     fallen = f"is {scale.now:g} at step {line.step}"
     if scale.falls:
-        binades = f"{scale.falls} times ({scale.fallen:g} binades) since it last grew"
-        fallen = f"has fallen to {scale.now:g} at step {line.step}, {binades}"
+        often = f"{scale.falls} times (by {2.0**scale.fallen:.3g} in all) since it last grew"
+        fallen = f"has fallen to {scale.now:g} at step {line.step}, {often}"
     ahead = max(0, int(scale.now).bit_length() - 1) if scale.now > 1 else 0
     finding = SCALE_RATCHETS.finding(
         severity,

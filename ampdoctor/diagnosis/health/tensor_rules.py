@@ -111,7 +111,7 @@ def _factor_jumps(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
     falls = bool(last[worst] < 0)
     yield FACTOR_JUMPS.finding(
         "warning",
-        f"The scale of {TENSOR} {'drops' if falls else 'rises'} by {abs(last[worst]):.1f} binades from one look to the "
+        f"The scale of {TENSOR} {'drops' if falls else 'rises'} {2.0 ** abs(last[worst]):.3g}-fold from one look to the "
         f"next: {GROWN if falls else SHRUNK}.",
         where=moment.where(own[worst], "forward"),
         also=tuple(moment.where(own[i], "forward") for i in hit if i != worst),
@@ -156,8 +156,8 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
     said = (
         "has overflowed its format's largest number"
         if overflowed
-        else f"is {now:.1f} binades below its format's largest number, and loses {-drift[worst] * 1000:.2g} in 1,000 "
-        f"steps: it overflows {ahead(float(left[worst]))}"
+        else f"is {2.0**now:.3g} times smaller than its format's largest number, and grows: it overflows "
+        f"{ahead(float(left[worst]))}"
     )
     severity: Severity = "warning" if now < thresholds[HEADROOM_RUNS_OUT_NEAR] else "note"
     yield HEADROOM_RUNS_OUT.finding(

@@ -256,12 +256,12 @@ def _by_range(
     backward = _widest(spreads, name, BACKWARD)
     if math.inf in {forward, backward}:
         return other, "the range of its operands was not measured"
-    said = f"its forward spans {forward:.1f} binades and its gradients {backward:.1f}"
+    said = f"its forward spans a factor of 2^{forward:.1f} and its gradients 2^{backward:.1f}"
     if max(forward, backward) + MARGIN <= E4M3_BINADES:
-        return "fp8 e4m3", f"{said}: E4M3 holds {E4M3_BINADES:.1f}, less {MARGIN:g} for drift"
+        return "fp8 e4m3", f"{said}: E4M3 holds 2^{E4M3_BINADES:.1f}, less 2^{MARGIN:g} for drift"
     if forward + MARGIN <= E4M3_BINADES and backward + MARGIN <= E5M2_BINADES:
-        return "fp8 hybrid", f"{said}: E4M3 holds {E4M3_BINADES:.1f} and E5M2 {E5M2_BINADES:.1f}, less {MARGIN:g} each"
-    beyond = f"{said}: more than E4M3 ({E4M3_BINADES:.1f}) and E5M2 ({E5M2_BINADES:.1f}) hold under one scale"
+        return "fp8 hybrid", f"{said}: E4M3 holds 2^{E4M3_BINADES:.1f} and E5M2 2^{E5M2_BINADES:.1f}, less 2^{MARGIN:g} each"
+    beyond = f"{said}: more than E4M3 (2^{E4M3_BINADES:.1f}) and E5M2 (2^{E5M2_BINADES:.1f}) hold under one scale"
     if target.mxfp8:
         return "mxfp8", f"{beyond}; with a scale for each 32 elements only the spread within a block counts"
     return other, f"{beyond}, and {target.name} has no MXFP8"
@@ -407,9 +407,9 @@ def _near(facts: PrecisionFacts, thresholds: Thresholds) -> dict[str, float]:
 def _reach(amax: float, thresholds: Thresholds) -> str:
     if amax >= OVERFLOWED:
         return "a product in it overflows fp16"
-    binades = thresholds[FORWARD_HEADROOM]
-    within = "a binade" if binades == 1 else f"{binades:g} binades"
-    return f"its values reach {amax:.5g}, {'beyond' if amax > FP16_MAX else f'{within} or less below'} fp16's 65504"
+    if amax > FP16_MAX:
+        return f"its values reach {amax:.5g}, beyond fp16's 65504"
+    return f"its values reach {amax:.5g}, within a factor of {2.0 ** thresholds[FORWARD_HEADROOM]:.3g} of fp16's 65504"
 
 
 def _share(facts: PrecisionFacts, names: Mapping[str, str]) -> float:
@@ -463,7 +463,7 @@ def _notes(facts: PrecisionFacts, precision: RunPrecision, eighth: Fp8Fit) -> It
         yield "an activation counts by the module that makes it: what a product reads is what the one before it wrote"
         if target.nvfp4 and eighth.nvfp4:
             yield (
-                f"{eighth.nvfp4} products lie within NVFP4's {NVFP4_BINADES:.1f} binades, but E2M1 has one mantissa "
+                f"{eighth.nvfp4} products lie within NVFP4's range, a factor of 2^{NVFP4_BINADES:.1f}, but E2M1 has one mantissa "
                 "bit: a matter of a trial, not of range"
             )
     if precision in {"bf16", "fp8"} and not (facts.pure and facts.own == "bf16"):

@@ -165,7 +165,7 @@ def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Find
     )
     return SHRINKING_HEADROOM.finding(
         "warning",
-        f"the output of {module} has grown by {way.rate:.2g} binades a step from step {way.since} to step "
+        f"the output of {module} has grown {2.0**way.rate:.3g}-fold a step from step {way.since} to step "
         f"{way.until}, to {last.amax:.4g}: at this rate it passes {last.format}'s {last.limit:.5g} in about {steps} "
         f"step{'' if steps == 1 else 's'}{more}",
         where=Where(step=way.until, phase="forward", module=last.module),

@@ -12,7 +12,7 @@ ampdoctor.headroom = (() => {
     let rows = [];
     const room = (width) => ampdoctor.chart.names(rows.slice(0, SHOWN).map(({ site }) => ({ name: site.label })), width, 12);
     const chart = ampdoctor.chart(host, {
-      label: "Headroom by layer in binades; below zero the layer overflows",
+      label: "Headroom by layer in powers of two; below zero the layer overflows",
       height: (width) => 50 + room(width).row * Math.max(1, Math.min(rows.length, SHOWN)),
       option,
       columns: [
@@ -42,7 +42,7 @@ ampdoctor.headroom = (() => {
       return {
         grid: { left: left + 12, right: 44, top: 4, bottom: 30, outerBoundsMode: "none" },
         tooltip: tooltip(({ dataIndex }) => [
-          drawn[dataIndex].site.label, `${drawn[dataIndex].headroom.toFixed(2)} binades of headroom`]),
+          drawn[dataIndex].site.label, `${drawn[dataIndex].headroom.toFixed(2)} powers of two of headroom`]),
         xAxis: axis({ type: "value", name: "", axisLabel: { hideOverlap: true } }),
         yAxis: axis({
           type: "category", inverse: true, data: drawn.map((row) => row.site.label), axisTick: { show: false },

@@ -178,7 +178,7 @@ ampdoctor.ranges = (() => {
   function figures(site) {
     const f = at(site, state.format, scale());
     return `${site.label}: flushed ${percent(f.flushed)}, subnormal ${percent(f.subnormal)}, overflowing ` +
-      `${percent(f.overflowed)}, headroom ${f.headroom.toFixed(2)} binades; ${count(site.read.total, "nonzero value")}, ` +
+      `${percent(f.overflowed)}, headroom 2^${f.headroom.toFixed(2)}; ${count(site.read.total, "nonzero value")}, ` +
       `${number(site.read.amin)} to ${number(site.read.amax)}`;
   }
 
