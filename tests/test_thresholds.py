@@ -337,7 +337,7 @@ CASES = {
     "AMP733.deviations": (1e5, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(1.1))))),
     "AMP733.change": (5.0, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(1.1))))),
     "AMP733.share": (0.9, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(1.1))))),
-    "AMP734.binades": (10.0, watched(details(change=test_tensor_rules.eight))),
+    "AMP734.log2_change": (10.0, watched(details(change=test_tensor_rules.eight))),
     "AMP735.steps": (20, watched(steps(batch_fingerprint=test_batch_rules.again(2, steps=12)))),
     "AMP735.new": (1000, watched(steps(batch_fingerprint=test_batch_rules.again(2)))),
     "AMP736.factor": (10.0, watched(steps(batch_rms=test_batch_rules.another_unit))),

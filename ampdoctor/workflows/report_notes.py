@@ -61,8 +61,8 @@ def headroom_check(
     scaled = f", scaled by {scale:g}," if gradient and scale not in (None, 1.0) else ""
     yield Check(
         name=TIGHTEST_HEADROOM,
-        result=f"a factor of {2.0**tightest.binades:.3g}: {what}{scaled} reaches {tightest.amax:.4g} in step {tightest.step}, "
-        f"and {tightest.format} ends at {tightest.limit:.5g}{'' if layers else f'; {option} {_GRADIENTS_ONLY}'}",
+        result=f"a factor of {2.0**tightest.binades:.3g}: {what}{scaled} reaches {tightest.amax:.4g} in step "
+        f"{tightest.step}, and {tightest.format} ends at {tightest.limit:.5g}{'' if layers else f'; {option} {_GRADIENTS_ONLY}'}",
         headroom={
             "binades": tightest.binades,
             "module": tightest.module,

@@ -260,7 +260,7 @@ def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_a
     assert about["flushed_share"] in page.locator("#map-about").inner_text()
     page.get_by_role("button", name=re.compile("open AMP725")).click()
     page.get_by_role("button", name="Show on the charts").click()
-    assert chosen.inner_text() == "headroom in binades of gradients"
+    assert chosen.inner_text() == "headroom in powers of two of gradients"
     assert about["headroom_binades"] in page.locator("#map-about").inner_text()
 
 

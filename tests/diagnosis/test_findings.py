@@ -38,7 +38,7 @@ def test_an_overflow_in_numbers():
         "error",
     )
     assert "step 3, forward: aten.mul in module net.fc makes an infinity from finite inputs" in finding.message
-    assert "2.62e+05 in float64, 2 binades beyond float16's 65504" in finding.message
+    assert "2.62e+05 in float64, 4 times float16's largest value 65504" in finding.message
     assert finding.evidence["excess_binades"] == 2.0
     assert finding.evidence["float64"] == {"finite": True, "amax": 262016.0, "limit": 65504.0}
     assert finding.evidence["harmed_count"] == 20
@@ -128,7 +128,7 @@ def test_the_sentence_says_what_made_the_operand(given, words):
 def test_what_float32_cannot_hold_either_is_said():
     verdict = Recomputation(finite=True, amax=1e40, limit=65504.0, finite32=False)
     finding = finding_of_birth(replace(birth(), recomputed=verdict))
-    assert "beyond float16's 65504, and float32's" in finding.message
+    assert "times float16's largest value 65504, and beyond float32's" in finding.message
     assert finding.evidence["float32"] == {"finite": False, "amax": 0.0}
     assert "fp32 or bf16" not in finding.help
     assert "float32 does not hold it either" in finding.help

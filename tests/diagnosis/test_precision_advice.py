@@ -224,7 +224,7 @@ def test_the_format_follows_from_how_far_apart_a_products_values_lie(forward, ba
     assert advice.precision == ("fp8" if fits else "bf16")
     assert (row(advice, "block.2").precision) == precision
     if fits:
-        assert f"{forward:.1f} binades" in row(advice, "block.2").reason
+        assert f"a factor of 2^{forward:.1f}" in row(advice, "block.2").reason
         assert advice.alternative == "bf16"
 
 

@@ -86,7 +86,7 @@ def _vanished(moment: TensorState, rows: np.ndarray, norms: np.ndarray) -> Itera
 
 
 FACTOR_JUMPS = rule("AMP734", WATCHED)
-FACTOR_JUMPS_BINADES = FACTOR_JUMPS["binades"]
+FACTOR_JUMPS_BINADES = FACTOR_JUMPS["log2_change"]
 LEAST_LOOKS = 6
 GROWN = "its values have grown, and those of the next step may overflow"
 SHRUNK = "its values have shrunk, and small ones of the next step may flush to zero"
@@ -111,8 +111,8 @@ def _factor_jumps(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
     falls = bool(last[worst] < 0)
     yield FACTOR_JUMPS.finding(
         "warning",
-        f"The scale of {TENSOR} {'drops' if falls else 'rises'} {2.0 ** abs(last[worst]):.3g}-fold from one look to the "
-        f"next: {GROWN if falls else SHRUNK}.",
+        f"The scale of {TENSOR} {'drops' if falls else 'rises'} {2.0 ** abs(last[worst]):.3g}-fold from one look "
+        f"to the next: {GROWN if falls else SHRUNK}.",
         where=moment.where(own[worst], "forward"),
         also=tuple(moment.where(own[i], "forward") for i in hit if i != worst),
         evidence={
@@ -129,7 +129,7 @@ HEADROOM_RUNS_OUT_NEAR = HEADROOM_RUNS_OUT["near"]
 HEADROOM_RUNS_OUT_HORIZON = HEADROOM_RUNS_OUT["horizon"]
 HEADROOM_LOOKS = 8
 _STEADY = 5  # of the seven changes between eight looks, as many must go down
-_LEAST_DRIFT = 0.5  # binades of headroom lost over the looks: less is noise
+_LEAST_DRIFT = 0.5  # powers of two of headroom lost over the looks: less is noise
 
 
 @HEADROOM_RUNS_OUT.judges(TensorState)

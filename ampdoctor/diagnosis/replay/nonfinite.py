@@ -299,7 +299,7 @@ def sentence_of(birth: NonFiniteOrigin, cause: Cause) -> str:
     over = excess_binades(birth)
     verdict = birth.recomputed
     if verdict is not None and over is not None:
-        wider = ", and float32's" if verdict.finite32 is False and _format(birth) in _HALVES else ""
+        wider = ", and beyond float32's" if verdict.finite32 is False and _format(birth) in _HALVES else ""
         return (
             f"{text}: {verdict.amax:.4g} in float64, {2.0**over:.3g} times {_format(birth)}'s largest value "
             f"{verdict.limit:.5g}{wider}"

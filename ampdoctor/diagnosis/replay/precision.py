@@ -260,7 +260,8 @@ def _by_range(
     if max(forward, backward) + MARGIN <= E4M3_BINADES:
         return "fp8 e4m3", f"{said}: E4M3 holds 2^{E4M3_BINADES:.1f}, less 2^{MARGIN:g} for drift"
     if forward + MARGIN <= E4M3_BINADES and backward + MARGIN <= E5M2_BINADES:
-        return "fp8 hybrid", f"{said}: E4M3 holds 2^{E4M3_BINADES:.1f} and E5M2 2^{E5M2_BINADES:.1f}, less 2^{MARGIN:g} each"
+        holds = f"E4M3 holds 2^{E4M3_BINADES:.1f} and E5M2 2^{E5M2_BINADES:.1f}, less 2^{MARGIN:g} each"
+        return "fp8 hybrid", f"{said}: {holds}"
     beyond = f"{said}: more than E4M3 (2^{E4M3_BINADES:.1f}) and E5M2 (2^{E5M2_BINADES:.1f}) hold under one scale"
     if target.mxfp8:
         return "mxfp8", f"{beyond}; with a scale for each 32 elements only the spread within a block counts"
@@ -463,8 +464,8 @@ def _notes(facts: PrecisionFacts, precision: RunPrecision, eighth: Fp8Fit) -> It
         yield "an activation counts by the module that makes it: what a product reads is what the one before it wrote"
         if target.nvfp4 and eighth.nvfp4:
             yield (
-                f"{eighth.nvfp4} products lie within NVFP4's range, a factor of 2^{NVFP4_BINADES:.1f}, but E2M1 has one mantissa "
-                "bit: a matter of a trial, not of range"
+                f"{eighth.nvfp4} products lie within NVFP4's range, a factor of 2^{NVFP4_BINADES:.1f}, but E2M1 has one "
+                "mantissa bit: a matter of a trial, not of range"
             )
     if precision in {"bf16", "fp8"} and not (facts.pure and facts.own == "bf16"):
         yield from update_notes(all_updates(facts.updates))

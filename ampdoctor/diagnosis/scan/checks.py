@@ -68,7 +68,7 @@ def _of_tensors(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iter
     yield Check(
         name="fp16 range",
         result=_result(found, ["AMP104"]) if castable else "not in the file",
-        headroom=_binades(castable),
+        headroom=_headroom(castable),
     )
     for words, role in _CASTABLE:
         present = roles.get(role)
@@ -97,7 +97,8 @@ def _speaks_of(finding: Finding, code: str, role: TensorRole) -> bool:
 
 def _fp8(summary: CheckpointSummary) -> Iterator[Check]:
     """Yields how many matrices fit fp8 with one scale each: at most 1 % of their nonzero elements would flush."""
-    spans = [t.binades for t in summary.tensors if t.role == "weight" and len(t.shape) >= 2 and t.binades is not None]
+    matrices = [t for t in summary.tensors if t.role == "weight" and len(t.shape) >= 2]
+    spans = [t.binades for t in matrices if t.binades is not None]
     if not spans:
         return
     within = {"e4m3": sum(s <= E4M3_BINADES for s in spans), "e5m2": sum(s <= E5M2_BINADES for s in spans)}
@@ -122,7 +123,7 @@ def _scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> Check:
     )
 
 
-def _binades(tensors: Sequence[TensorSummary]) -> dict[str, float]:
+def _headroom(tensors: Sequence[TensorSummary]) -> dict[str, float]:
     amax = max((t.amax for t in tensors if t.amax is not None), default=None)
     return {"binades": math.log2(FP16_MAX) - math.log2(amax)} if amax is not None else {}
 

@@ -67,8 +67,8 @@ def test_the_case_that_this_began_with(plan):
     }
     said = figures(section)
     assert said["learning rate"] == said["gradient noise"] == said["optimizer steps per epoch"] == "x 1"
-    assert said["fp16 activation gradients"] == "2 binades smaller"
-    assert said["fp16 local weight gradients"] == "1 binade smaller to 1.5 binades smaller"
+    assert said["fp16 activation gradients"] == "4 times smaller"
+    assert said["fp16 local weight gradients"] == "2 times smaller to 2.83 times smaller"
     assert said["loss scale"] == "x 2^2"
     assert said["BatchNorm statistics"] == "4 -> 8 samples"
     silent = {one["framework"]: one["global_batch"] for one in section["left_as_it_is"] if one["outcome"] == "silent"}
@@ -242,8 +242,8 @@ def test_the_binades_of_a_split_reduce_are_those_of_its_divisors(plan):
     _, section = plan(*job)
     assert figures(section)["reduce in fp16"] == "/32 sum /16 -> /2 sum /254.5"
     said = said_of(section, "reduce in fp16")
-    assert "flushes 5 -> 1 binades" in said
-    assert "overflows 4 -> 7.99 binades" in said
+    assert "flushes 2^5 -> 2^1 times" in said
+    assert "overflows 2^4 -> 2^7.99 times" in said
 
 
 def test_what_one_job_of_its_own_can_do(plan):
@@ -276,10 +276,10 @@ def test_what_a_token_weighs(plan, arguments, figure, sentence):
     [
         (
             64,
-            "4 binades larger to 2 binades larger",
+            "16 times larger to 4 times larger",
             (
                 "The one in force serves activation gradients as before. At x 2^0 local weight gradients are up to "
-                "4 binades larger, and may overflow: x 2^-4 keeps those."
+                "16 times larger, and may overflow: x 2^-4 keeps those."
             ),
         ),
         (4, "as before", "The one in force serves activation gradients as before."),
@@ -405,7 +405,7 @@ def test_every_form_shows_it(form, ranks, capsys, tmp_path):
     assert main(asked) == (0 if ranks == 128 else 1)
     shown = capsys.readouterr().out
     if form in ("human", "markdown", "html"):
-        assert "binades smaller" in shown
+        assert "times smaller" in shown
         assert ("global_batch_size = 2048" in shown) is (ranks == 128)
     if form != "human" and ranks == 100:
         assert "AMP801" in shown or form == "html"
