@@ -59,10 +59,11 @@ def headroom_check(
         "grad": f"a parameter's gradient in {module}",
     }[tightest.kind]
     scaled = f", scaled by {scale:g}," if gradient and scale not in (None, 1.0) else ""
+    beside = "" if layers else f"; {option} {_GRADIENTS_ONLY}"
     yield Check(
         name=TIGHTEST_HEADROOM,
         result=f"a factor of {2.0**tightest.binades:.3g}: {what}{scaled} reaches {tightest.amax:.4g} in step "
-        f"{tightest.step}, and {tightest.format} ends at {tightest.limit:.5g}{'' if layers else f'; {option} {_GRADIENTS_ONLY}'}",
+        f"{tightest.step}, and {tightest.format} ends at {tightest.limit:.5g}{beside}",
         headroom={
             "binades": tightest.binades,
             "module": tightest.module,

@@ -464,8 +464,8 @@ def _notes(facts: PrecisionFacts, precision: RunPrecision, eighth: Fp8Fit) -> It
         yield "an activation counts by the module that makes it: what a product reads is what the one before it wrote"
         if target.nvfp4 and eighth.nvfp4:
             yield (
-                f"{eighth.nvfp4} products lie within NVFP4's range, a factor of 2^{NVFP4_BINADES:.1f}, but E2M1 has one "
-                "mantissa bit: a matter of a trial, not of range"
+                f"{eighth.nvfp4} products lie within NVFP4's range, a factor of 2^{NVFP4_BINADES:.1f}, but E2M1 has "
+                "one mantissa bit: a matter of a trial, not of range"
             )
     if precision in {"bf16", "fp8"} and not (facts.pure and facts.own == "bf16"):
         yield from update_notes(all_updates(facts.updates))
