@@ -14,8 +14,9 @@ from ampdoctor.evidence.run_facts import Place
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import Collector, RunFacts
-from ampdoctor.scaling.choose import MAX_EXPONENT, Interval, choose_scale, predict, stab
+from ampdoctor.scaling.choose import MAX_EXPONENT, Interval, choose_scale, stab
 from ampdoctor.scaling.scalers import ScalerSettings
+from ampdoctor.scaling.search import predict
 from ampdoctor.scaling.trace import Shift, trace_of
 
 

@@ -51,20 +51,19 @@ def test_the_smallest_upper_bound_is_the_one_that_binds():
 
 
 @pytest.mark.parametrize(
-    ("spikes", "available", "expected"),
+    ("spikes", "expected"),
     [
-        (QUIET, False, 0.5),
-        (ISOLATED, False, 0.5),
-        (FREQUENT, False, 0.75),
-        (FREQUENT, True, 0.5),
-        (BURSTS, False, 0.25),
-        (Spikes(steps=100, lengths=(9,), heights=(1.0,)), False, 0.5),
-        (Spikes(steps=100, lengths=(9,), heights=(40.0,)), False, 0.125),
-        (Spikes(steps=100, lengths=(9,), heights=(float("inf"),)), False, 0.125),
+        (QUIET, 0.5),
+        (ISOLATED, 0.5),
+        (FREQUENT, 0.75),
+        (BURSTS, 0.25),
+        (Spikes(steps=100, lengths=(9,), heights=(1.0,)), 0.5),
+        (Spikes(steps=100, lengths=(9,), heights=(40.0,)), 0.125),
+        (Spikes(steps=100, lengths=(9,), heights=(float("inf"),)), 0.125),
     ],
 )
-def test_the_backoff_factor_follows_the_overflows(spikes, available, expected):
-    assert backoff_factor(spikes, hysteresis_available=available).value == expected
+def test_the_backoff_factor_follows_the_overflows(spikes, expected):
+    assert backoff_factor(spikes).value == expected
 
 
 def test_growth_is_by_four_only_where_doubling_cannot_follow():

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ampdoctor.scaling import ScalerSettings
 from ampdoctor.scaling.emit import emit
+from ampdoctor.scaling.scalers import ScalerSettings
 
 OURS = ScalerSettings(scale=1024.0, growth_interval=500)
 SPECIAL = ScalerSettings(scale=3000.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=77, min_scale=8.0)

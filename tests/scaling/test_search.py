@@ -12,11 +12,11 @@ from ampdoctor.evidence.report_scaler import SettingBound
 from ampdoctor.evidence.targets import FRAMEWORKS
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.ranges.profile import EXPONENTS
-from ampdoctor.scaling import LIM, ScalerSettings, highest_exponent, simulate, upper_log2
-from ampdoctor.scaling.closed_forms import TAIL
-from ampdoctor.scaling.scalers import DEFAULTS, expressible, skip_rate
+from ampdoctor.scaling.closed_forms import LIM, TAIL, highest_exponent, upper_log2
+from ampdoctor.scaling.scalers import DEFAULTS, ScalerSettings, expressible
 from ampdoctor.scaling.search import search
 from ampdoctor.scaling.trace import StepTrace
+from tests.scaling.simulated import simulate, skip_rate
 
 
 def trace_of(log2_amax):
@@ -84,7 +84,6 @@ def test_small_gradients_get_a_larger_scale_and_nothing_else():
     assert outcome.change
     assert outcome.settings == ScalerSettings(scale=2.0**24)
     assert outcome.margin.headroom == 8.0
-    assert outcome.expected_chosen.objective < outcome.expected_current.objective
     assert outcome.expected_chosen.relative_error < 1e-3 < outcome.expected_current.relative_error
     assert outcome.expected_chosen.activation_flushed < outcome.expected_current.activation_flushed
 
