@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from math import nan
+from math import isfinite, nan
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
@@ -283,6 +283,33 @@ class StepLine:
     batch_zero_share: float | None = None
     batch_fingerprint: Count | None = None
 
+    @property
+    def norm(self) -> float | None:
+        """The norm before clipping, without the loss scale; None where one of these is unknown."""
+        return None if self.norm_clipped else self._unscaled_norm
+
+    @property
+    def clipped_norm(self) -> float | None:
+        """The norm after clipping, without the loss scale; None where nothing clips, or the norm is not finite."""
+        norm = self._unscaled_norm
+        if self.norm_clipped or norm is None or self.max_norm is None:
+            return norm if self.norm_clipped else None
+        return min(norm, self.max_norm) if isfinite(norm) else None
+
+    @property
+    def _unscaled_norm(self) -> float | None:
+        if self.gradient_norm is None or not self.norm_scaled:
+            return self.gradient_norm
+        return self.gradient_norm / self.loss_scale if self.loss_scale else None
+
+    def per_second(self, counted: Literal["samples", "tokens"], before: StepLine | None) -> float | None:
+        """The rate since an earlier line, perhaps of many steps before; `seconds` is the time of one step."""
+        if before is None or not self.seconds or self.step <= before.step:
+            return None
+        now, was = getattr(self, counted), getattr(before, counted)
+        seconds = self.seconds * (self.step - before.step)
+        return None if now is None or was is None or now < was else (now - was) / seconds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertLine:
@@ -423,6 +450,37 @@ class LogRecord:
 
     stamp: Stamp
     line: Line
+
+
+# -- steps that a later attempt, restart or run has repeated, and thereby undone --
+
+_NEVER = 2**63 - 1
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The attempts, restarts and runs of a log, in the order in which they began."""
+
+    first: list[int] = field(default_factory=list)  # the first step of each
+    _numbers: dict[tuple[str, int, int], int] = field(default_factory=dict)
+
+    def of(self, stamp: Stamp) -> int:
+        """Returns the number of a line's attempt."""
+        number = self._numbers.setdefault((stamp.run_id, stamp.restarts, stamp.attempt), len(self.first))
+        if number == len(self.first):
+            self.first.append(_NEVER)
+        return number
+
+    def begins(self, number: int, step: int) -> bool:
+        """Takes a step of an attempt; returns whether it is the attempt's first so far."""
+        if step >= self.first[number]:
+            return False
+        self.first[number] = step
+        return True
+
+    def undone_from(self, number: int) -> int:
+        """Returns the step from which on later attempts have undone this one."""
+        return min(self.first[number + 1 :], default=_NEVER)
 
 
 # -- the JSON Schema of a line, made from the classes and shipped beside this file --

@@ -23,14 +23,11 @@ from ampdoctor.scaling.search import drawn_changes, drawn_skips
 Column: TypeAlias = NDArray[np.float64]
 
 _NUMBERS = (
-    *("step", "loss", "gradient_norm", "norm_scaled", "norm_clipped", "max_norm", "loss_scale", "skipped"),
+    *("step", "loss", "gradient_norm", "norm", "clipped_norm", "loss_scale", "skipped"),
     *("growth_tracker", "seconds", "data_seconds", "memory_bytes", "samples", "tokens", "scaler"),
 )
-_MORE = (
-    "rate",
-    "time_ms",
-    "group",
-)  # beside the fields: first learning rate, the stamp's time, the number in `Attempts`
+_MORE = ("samples_per_second", "tokens_per_second", "rate", "time_ms", "group")
+"""Beside the fields: throughput, first learning rate, the stamp's time, the number in `Attempts`."""
 _BLOCK = 8192
 
 
@@ -43,13 +40,16 @@ class Columns:
     def __init__(self) -> None:
         self._rows: list[tuple[float | None, ...]] = []
         self._blocks: list[NDArray[np.float64]] = []
+        self._before: StepLine | None = None
 
     def add(self, whole: LogRecord, step: StepLine, group: int) -> None:
         """Adds a step from the line `whole`; `group` is its number in `Attempts`."""
-        rates = step.learning_rates
+        rates, before, self._before = step.learning_rates, self._before, step
+        throughput = [step.per_second("samples", before), step.per_second("tokens", before)]
         if step.loss != step.loss or step.gradient_norm != step.gradient_norm:  # NaN
             step = replace(step, loss=_infinite(step.loss), gradient_norm=_infinite(step.gradient_norm))
-        self._rows.append((*_VALUES(step), rates[0] if rates else None, whole.stamp.time_ms or None, group))
+        of_stamp = whole.stamp.time_ms or None
+        self._rows.append((*_VALUES(step), *throughput, rates[0] if rates else None, of_stamp, group))
         if len(self._rows) == _BLOCK:
             self._fold()
 
@@ -91,8 +91,7 @@ def with_proved_skips(columns: Mapping[str, Column]) -> Mapping[str, Column]:
 
 def entries_of(columns: Mapping[str, Column], most: int) -> tuple[LogEntry, ...]:
     """Returns the last `most` rows as the checkpoint rules read them, ordered by step; NaN is stored as infinite."""
-    norm = np.where(columns["norm_clipped"] == 1, np.nan, columns["gradient_norm"])
-    values = (columns["step"], columns["loss"], norm, columns["rate"], columns["loss_scale"], columns["skipped"])
+    values = (columns[name] for name in ("step", "loss", "norm", "rate", "loss_scale", "skipped"))
     return tuple(
         LogEntry(
             step=int(step),

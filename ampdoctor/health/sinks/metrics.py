@@ -282,15 +282,13 @@ class Projection:
 
     def _of_step(self, line: StepLine) -> dict[str, float]:
         optimizer = self._optimizer(line.optimizer)
-        norm = line.gradient_norm
-        if norm is not None and line.norm_scaled:
-            norm = norm / line.loss_scale if line.loss_scale else None
+        before, self._before[optimizer] = self._before.get(optimizer), line
         known: dict[str, float | None] = {
             "step_total": line.step + 1,
             "loss": line.loss,
             "loss_finite": None if line.loss is None else float(math.isfinite(line.loss)),
-            "gradient_norm": None if line.norm_clipped else norm,
-            "clipped_gradient_norm": _clipped(norm, line),
+            "gradient_norm": line.norm,
+            "clipped_gradient_norm": line.clipped_norm,
             "loss_scale": line.loss_scale,
             "learning_rate": line.learning_rates[0] if line.learning_rates else None,
             "step_duration_seconds": line.seconds,
@@ -299,23 +297,13 @@ class Projection:
             "memory_retries_total": line.memory_retries,
             "samples_total": line.samples,
             "tokens_total": line.tokens,
-            **self._rates(line, optimizer),
+            "samples_per_second": line.per_second("samples", before),
+            "tokens_per_second": line.per_second("tokens", before),
         }
         values = {name_of(name, "", optimizer): float(value) for name, value in known.items() if value is not None}
         if line.skipped is not None:
             values |= self._skips(optimizer, "overflow", int(line.skipped))
         return values
-
-    def _rates(self, line: StepLine, optimizer: str) -> dict[str, float | None]:
-        """Returns rates since the line before, which may be many steps earlier; `seconds` is the time of one step."""
-        before, self._before[optimizer] = self._before.get(optimizer), line
-        if before is None or line.seconds is None or line.step <= before.step:
-            return {}
-        seconds = line.seconds * (line.step - before.step)
-        return {
-            "samples_per_second": _over(_less(line.samples, before.samples), seconds),
-            "tokens_per_second": _over(_less(line.tokens, before.tokens), seconds),
-        }
 
     def _skips(self, optimizer: str, reason: str, more: int) -> dict[str, float]:
         name = name_of("skipped_steps_total", reason, optimizer)
@@ -384,16 +372,6 @@ def _encodable(text: str) -> str:
 def _are_one(held: DetailLine, more: DetailLine) -> bool:
     """Whether two lines belong to one look: a long one takes several lines."""
     return (held.step, held.optimizer, held.reason) == (more.step, more.optimizer, more.reason)
-
-
-def _clipped(norm: float | None, line: StepLine) -> float | None:
-    if line.norm_clipped:
-        return norm
-    return None if norm is None or line.max_norm is None or not math.isfinite(norm) else min(norm, line.max_norm)
-
-
-def _less(now: int | None, before: int | None) -> int | None:
-    return None if now is None or before is None or now < before else now - before
 
 
 def _over(part: float | None, whole: float | None) -> float | None:
