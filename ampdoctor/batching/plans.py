@@ -215,9 +215,6 @@ class BatchSettings:
         shard_stage: As in ZeRO.
         within_node: Only the devices of a node share a copy of the states (FSDP's HYBRID_SHARD).
         division: When an fp16 reduce divides by the ranks; `none`: it is not in fp16.
-        rounds_down: It trains with a smaller batch instead of refusing one that cannot be shared (Megatron-LM).
-        fixed_total: The data loader's batch is that of all ranks (Accelerate's and Trainer's `split_batches`).
-        filled: Missing sizes are given elsewhere, and stay (DeepSpeed's "auto").
         peak_memory: Largest measured number of bytes on a device.
         unmeasured: It is from a run's log, without measured memory.
         notes: Further remarks, a sentence each.
@@ -237,9 +234,6 @@ class BatchSettings:
     precision: Precision | None = None
     reduction: Reduction | None = None
     division: GradReduceScaling | Literal["none"] | None = None
-    rounds_down: bool = False
-    fixed_total: bool = False
-    filled: bool = False
     peak_memory: int | None = None
     unmeasured: bool = False
     notes: tuple[str, ...] = ()
@@ -457,8 +451,7 @@ def per_sample_of_peak(peak: float, micro_batch: int, states: States | None, clu
 class PlanRequest:
     """A batch, the cluster to plan for, and what is known of both."""
 
-    read: BatchSettings = field(default_factory=BatchSettings)  # the configuration's settings of the batch in force
-    said: BatchSettings  # the same, overridden by the command line
+    said: BatchSettings  # the batch in force: of the configuration, overridden by the command line
     before: Cluster | None  # the cluster in force, if one is given
     after: Cluster
     memory: Memory = field(default_factory=Memory)
