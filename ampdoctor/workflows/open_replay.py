@@ -28,15 +28,12 @@ from ampdoctor.hooks.interfaces import is_out_of_memory
 from ampdoctor.hooks.names import other_names, scripted_modules
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.package import working_folder
-from ampdoctor.precision import (
-    HalfProducts,
-    autocast_policy,
-    emulate_cuda,
-    half_products,
-    lasting_emulation,
-    lends_kernels,
-    without_overrides,
-)
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.precision.dtype_overrides import without_overrides
+from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
+from ampdoctor.precision.fake_gpu.processes import lasting_emulation
+from ampdoctor.precision.fp16_matmul import HalfProducts, half_products
+from ampdoctor.precision.kernels import lends_kernels
 from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.nonfinite import is_nonfinite, state_tensors, stats_of
 from ampdoctor.probes.user_code import HalfMade, shown_from

@@ -10,7 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision import Fp32Module, autocast_policy, cast_model, emulate_cuda, force_fp32
+from ampdoctor.precision.casting import cast_model
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
+from ampdoctor.precision.fp32_modules import Fp32Module, force_fp32
 
 HALF, SINGLE = torch.float16, torch.float32
 

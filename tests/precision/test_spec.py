@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision import Precision
+from ampdoctor.precision.spec import Precision
 
 HALF = torch.float16
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from ampdoctor.errors import ReplayError
-from ampdoctor.precision import autocast_policy, emulate_cuda
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.precision.fake_gpu import fused_attention
+from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
 from ampdoctor.precision.fake_gpu.missing_libraries import STAND_INS
 from ampdoctor.replay.user_code import explained
 
