@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.checkpoint_stats import LogEntry
-from ampdoctor.evidence.log_records import Attempts, DetailLine, LogRecord, RunLine, Stamp, StepLine
+from ampdoctor.evidence.log_records import DetailLine, LogRecord, RunLine, Stamp, StepLine
 from ampdoctor.evidence.log_text import kind_of, line_of
 
 MAX_LOG_BYTES = 64 * 1024 * 1024
@@ -433,10 +433,13 @@ def last_state(files: Sequence[RegularFile]) -> tuple[RunLine, StepLine | None] 
 
 def log_entry_of(step: StepLine) -> LogEntry:
     """Returns a step as the rules on training logs expect it: the norm unscaled, and None if it was clipped."""
+    norm = None if step.norm_clipped else step.gradient_norm
+    if norm is not None and step.norm_scaled:
+        norm = norm / step.loss_scale if step.loss_scale else None
     return LogEntry(
         step=step.step,
         loss=step.loss,
-        grad_norm=step.norm,
+        grad_norm=norm,
         learning_rate=next(iter(step.learning_rates), None),
         scale=step.loss_scale,
         skipped=step.skipped,
@@ -491,10 +494,15 @@ def standing(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
     A later attempt, restart or run in the same folder replaces earlier steps from its own first step on.
     """
-    attempts = Attempts()
-    placed = [(attempts.of(entry.stamp), entry) for entry in entries]
-    for attempt, entry in placed:
-        attempts.begins(attempt, entry.line.step)
-    limits = [attempts.undone_from(number) for number in range(len(attempts.first))]
-    kept = (entry for attempt, entry in placed if entry.line.step < limits[attempt])
-    return tuple(sorted(kept, key=lambda entry: entry.line.step))
+    groups: dict[tuple[int, int, int], list[Entry]] = {}
+    runs: dict[str, int] = {}
+    for entry in entries:
+        stamp = entry.stamp
+        run = runs.setdefault(stamp.run_id, len(runs))
+        groups.setdefault((run, stamp.restarts, stamp.attempt), []).append(entry)
+    kept: list[Entry] = []
+    for key in sorted(groups):
+        group = sorted(groups[key], key=lambda entry: entry.line.step)
+        first = group[0].line.step
+        kept = [entry for entry in kept if entry.line.step < first] + group
+    return tuple(kept)

@@ -452,37 +452,6 @@ class LogRecord:
     line: Line
 
 
-# -- steps that a later attempt, restart or run has repeated, and thereby undone --
-
-_NEVER = 2**63 - 1
-
-
-@dataclass(slots=True)
-class Attempts:
-    """The attempts, restarts and runs of a log, in the order in which they began."""
-
-    first: list[int] = field(default_factory=list)  # the first step of each
-    _numbers: dict[tuple[str, int, int], int] = field(default_factory=dict)
-
-    def of(self, stamp: Stamp) -> int:
-        """Returns the number of a line's attempt."""
-        number = self._numbers.setdefault((stamp.run_id, stamp.restarts, stamp.attempt), len(self.first))
-        if number == len(self.first):
-            self.first.append(_NEVER)
-        return number
-
-    def begins(self, number: int, step: int) -> bool:
-        """Takes a step of an attempt; returns whether it is the attempt's first so far."""
-        if step >= self.first[number]:
-            return False
-        self.first[number] = step
-        return True
-
-    def undone_from(self, number: int) -> int:
-        """Returns the step from which on later attempts have undone this one."""
-        return min(self.first[number + 1 :], default=_NEVER)
-
-
 # -- the JSON Schema of a line, made from the classes and shipped beside this file --
 
 FILE = "run-log-line.schema.json"

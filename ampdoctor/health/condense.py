@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.log_records import (
     ActionLine,
-    Attempts,
     CheckpointLine,
     DetailLine,
     EndLine,
@@ -22,6 +21,7 @@ from ampdoctor.evidence.log_records import (
     LookLine,
     LostLine,
     RunLine,
+    Stamp,
     StepLine,
 )
 from ampdoctor.evidence.report_health import ActionMark, CheckpointMark, Curve, CurveName, Ending, HealthRun, LookMark
@@ -36,6 +36,36 @@ from ampdoctor.health.curves import (
     with_proved_skips,
 )
 from ampdoctor.health.heat_maps import Maps
+
+# -- steps that a later attempt, restart or run has repeated, and thereby undone --
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The attempts, restarts and runs of a log, in the order in which they began."""
+
+    first: list[int] = field(default_factory=list)  # the first step of each
+    _numbers: dict[tuple[str, int, int], int] = field(default_factory=dict)
+
+    def of(self, stamp: Stamp) -> int:
+        """Returns the number of a line's group."""
+        key = (stamp.run_id, stamp.restarts, stamp.attempt)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.first)
+            self.first.append(2**63 - 1)
+        return number
+
+    def begins(self, group: int, step: int) -> bool:
+        """Takes a step of a group; returns whether it is the group's first so far."""
+        if step >= self.first[group]:
+            return False
+        self.first[group] = step
+        return True
+
+    def undone_from(self, group: int) -> int:
+        """Returns the step from which on later groups have undone this one."""
+        return min(self.first[group + 1 :], default=2**63 - 1)
 
 
 def standing(columns: Mapping[str, Column], groups: Attempts) -> Mapping[str, Column]:
