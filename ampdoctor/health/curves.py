@@ -53,9 +53,6 @@ class Columns:
         if len(self._rows) == _BLOCK:
             self._fold()
 
-    def __len__(self) -> int:
-        return len(self._rows) + sum(map(len, self._blocks))
-
     def whole(self) -> Mapping[str, Column]:
         """Returns all columns by name, in the order of arrival."""
         self._fold()
@@ -203,9 +200,6 @@ def _floats(values: Column, some: NDArray[np.bool_]) -> tuple[float | None, ...]
 # -- loss scaling --
 
 
-_READ = ("step", "loss_scale", "skipped", "growth_tracker")
-
-
 def scaler_histories(
     columns: Mapping[str, Column], names: Sequence[str], state: Mapping[str, Any] | None
 ) -> tuple[ScalerHistory, ...]:
@@ -217,10 +211,7 @@ def scaler_histories(
     found = sorted({int(one) for one in np.unique(scalers[known])})
     return tuple(
         _history(
-            {
-                name: columns[name][known & (scalers == at)]
-                for name in ("step", "loss_scale", "skipped", "growth_tracker")
-            },
+            {name: values[known & (scalers == at)] for name, values in columns.items()},
             (names[at] if at < len(names) else str(at)) if len(found) > 1 else "",
             arguments_in(state) if at == 0 else None,
         )

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ampdoctor.precision import kernels
 from ampdoctor.precision.cuda_autocast import COMPOSITES, LEAVES, autocast_policy
-from ampdoctor.precision.shims import torch_shims
+from ampdoctor.precision.spec import torch_shims
 from ampdoctor.precision.tf32 import OPERANDS, tf32
 
 HALF = torch.float16

@@ -53,18 +53,6 @@ class RunFacts:
         return {f"ampdoctor/{key}": value for key, value in known.items() if value != ""}
 
 
-def _anything(_target: str) -> str | None:
-    return None
-
-
-def _nothing(_target: str, _run: str) -> tuple[str, ...]:
-    return ()
-
-
-def _never(_target: str) -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkType:
     """A kind of sink.
@@ -91,9 +79,9 @@ class SinkType:
     is_path: bool = False
     takes_urls: bool = False
     often: bool = True
-    writes: Callable[[str, str], tuple[str, ...]] = _nothing
-    refuse: Callable[[str], str | None] = _anything
-    is_endpoint: Callable[[str], bool] = _never
+    writes: Callable[[str, str], tuple[str, ...]] = lambda _target, _run: ()
+    refuse: Callable[[str], str | None] = lambda _target: None
+    is_endpoint: Callable[[str], bool] = lambda _target: False
 
 
 def title_of(finding: Finding) -> str:
