@@ -113,22 +113,6 @@ def test_the_line_for_a_resumed_run_brings_the_settings_back_and_keeps_the_scale
     assert space["scaler"].state_dict() == state_of(replace(OURS, scale=64.0))
 
 
-def test_a_growth_count_beyond_the_interval_would_never_grow_which_is_why_the_line_clears_it():
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.load_state_dict(state_of(ScalerSettings(scale=4.0, growth_interval=3), tracker=5))
-    for _ in range(10):
-        scaler.scale(torch.ones(()))
-        clean(scaler)
-    assert scaler.get_scale() == 4.0
-
-
-def clean(scaler):
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.ones(1)
-    scaler.step(torch.optim.SGD([parameter], lr=1.0))
-    scaler.update()
-
-
 def test_a_half_loss_is_remarked_on_where_it_overflows():
     assert not any("loss" in note and "half" in note for note in emit(OURS, "torch").notes)
     (note,) = [note for note in emit(OURS, "torch", loss_in_half=True).notes if "loss" in note and "half" in note]
@@ -288,11 +272,6 @@ def test_a_factor_that_is_fixed_is_remarked_on_only_where_another_is_wanted(fram
     notes = emit(replace(OURS, growth_factor=4.0), framework).notes
     assert "the growth factor is fixed at 2 there, instead of 4" in notes
     assert "the backoff factor is fixed at 0.5 there, instead of 0.25" in notes
-
-
-@pytest.mark.parametrize("framework", LOOPS)
-def test_loops_say_nothing_of_factors(framework):
-    assert not any("factor is" in note for note in emit(replace(OURS, growth_factor=4.0), framework).notes)
 
 
 def test_bash_reads_the_flags_as_printed():
