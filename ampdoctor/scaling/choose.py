@@ -42,20 +42,15 @@ _NONE = Shift()
 class ScaleChoice:
     """The scale for one profile.
 
-    Attributes:
-        exponent: log2 of the scale; the largest at which no gradient should overflow.
-        bound_by: What forbids a larger scale: a site's label, the loss, or the cap.
-        unserved: Modules whose gradients this scale does not serve; () if one scale serves all.
-        share: Their share of the weight (parameter elements) of all measured modules.
-        fp32_modules: Modules to keep in fp32 with this scale: all of `unserved` if they are few. Otherwise none, and
-            the scale is then one at which nothing overflows.
+    `fp32_modules` are all of `unserved` if they are few. Otherwise there are none, and the scale is one at which
+    nothing overflows.
     """
 
-    exponent: int
-    bound_by: str
-    unserved: tuple[str, ...] = ()
-    share: float = 0.0
-    fp32_modules: tuple[str, ...] = ()
+    exponent: int  # log2 of the scale; the largest at which no gradient should overflow
+    bound_by: str  # what forbids a larger scale: a site's label, the loss, or the cap
+    unserved: tuple[str, ...] = ()  # modules whose gradients this scale does not serve; () if one scale serves all
+    share: float = 0.0  # their share of the weight (parameter elements) of all measured modules
+    fp32_modules: tuple[str, ...] = ()  # modules to keep in fp32 with this scale
 
     @property
     def settings(self) -> ScalerSettings:

@@ -122,18 +122,14 @@ HEAVY = 0.2  # `tail_index` from which on a tail is heavy
 class Spikes:
     """Overflows of a trace at the largest scale that its bulk allows, in runs of consecutive steps.
 
-    Attributes:
-        steps: Number of steps of the trace.
-        lengths: Number of steps of each run.
-        heights: log2 of the factor by which the scale would have to fall for the run to fit, at least 1; inf if none
-            fits.
-        spiky: Whether the tail is heavy: the recorded spikes then do not bound the next.
+    A run's height is log2 of the factor by which the scale would have to fall for it to fit, at least 1; inf if no
+    scale fits.
     """
 
-    steps: int
-    lengths: tuple[int, ...] = ()
+    steps: int  # of the trace
+    lengths: tuple[int, ...] = ()  # steps of each run
     heights: tuple[float, ...] = ()
-    spiky: bool = False
+    spiky: bool = False  # the tail is heavy: the recorded spikes then do not bound the next
 
     @property
     def isolated(self) -> bool:

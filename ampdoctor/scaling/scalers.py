@@ -27,25 +27,15 @@ from ampdoctor.numerics import FORMATS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerSettings:
-    """A GradScaler at some moment; the defaults are torch's.
-
-    Attributes:
-        scale: Loss scale.
-        growth_factor: Multiplier after `growth_interval` clean steps.
-        backoff_factor: Multiplier after an overflow.
-        growth_interval: Clean steps between two growths.
-        growth_tracker: Clean steps since the last growth or backoff.
-        min_scale: Backoff stops here; None if there is no floor, as in GradScaler.
-        hysteresis: Number of overflows before a backoff (DeepSpeed, Megatron); 1 elsewhere.
-    """
+    """A GradScaler at some moment; the defaults are torch's."""
 
     scale: float = 65536.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
-    growth_tracker: int = 0
-    min_scale: float | None = None
-    hysteresis: int = 1
+    growth_tracker: int = 0  # clean steps since the last growth or backoff
+    min_scale: float | None = None  # backoff stops here; None if there is no floor, as in GradScaler
+    hysteresis: int = 1  # overflows before a backoff (DeepSpeed, Megatron); 1 elsewhere
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> ScalerSettings:
@@ -310,19 +300,12 @@ of 32 to 512 for a few hundred lanes)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """Simulated scalers over traces; every array has the shape (settings, traces, steps).
+    """Simulated scalers over traces; every array has the shape (settings, traces, steps)."""
 
-    Attributes:
-        scale: float64, loss scale during each step; after the run's end, the last one.
-        skipped: bool, the optimizer did not step.
-        poisoned: bool, it stepped on gradients multiplied by an infinite inverse.
-        ended: bool, the step was not run: the scaler had raised an exception.
-    """
-
-    scale: Floats
-    skipped: Flags
-    poisoned: Flags
-    ended: Flags
+    scale: Floats  # during each step; after the run's end, the last one
+    skipped: Flags  # the optimizer did not step
+    poisoned: Flags  # it stepped on gradients multiplied by an infinite inverse
+    ended: Flags  # the step was not run: the scaler had raised an exception
 
 
 def simulate_lanes(settings: Sequence[ScalerSettings], maxima: NDArray[np.float64], framework: Framework) -> Simulation:

@@ -170,22 +170,14 @@ FEWEST_STEPS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of the search.
+    """The result of the search."""
 
-    Attributes:
-        settings: The settings to use, as the framework runs them; the present ones if nothing is worth a change.
-        change: They differ from the present ones (the framework's defaults if there are none).
-        bounds: What bounds each setting of the closed form, by the name of the setting; "min_scale" is an alarm.
-        expected_current, expected_default, expected_chosen: Figures of the present settings (None: the run has no
-            scaler), of the framework's defaults, and of `settings`.
-    """
-
-    settings: ScalerSettings
-    change: bool
+    settings: ScalerSettings  # to use, as the framework runs them; the present ones if nothing is worth a change
+    change: bool  # they differ from the present ones (the framework's defaults if there are none)
     margin: ScalingMargin
-    bounds: dict[str, SettingBound]
-    expected_current: Expectation | None
-    expected_default: Expectation
+    bounds: dict[str, SettingBound]  # of each setting of the closed form, by its name; "min_scale" is an alarm
+    expected_current: Expectation | None  # None: the run has no scaler
+    expected_default: Expectation  # of the framework's defaults
     expected_chosen: Expectation
     confidence: ScalingConfidence
 
