@@ -24,15 +24,9 @@ if TYPE_CHECKING:
 
 _BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 """Upper bounds of the buckets of a step's time."""
-_ALERTS = Metric(name="alerts_total", type="counter", help="What was noticed, by its cause.")
-_AGE = Metric(
-    name="last_good_checkpoint_age_seconds",
-    unit="seconds",
-    help="Since the last checkpoint turned out good, when this was written.",
-)
-_LAST_STEP = Metric(
-    name="last_step_timestamp_seconds", unit="seconds", help="When the last step was logged, in seconds since 1970."
-)
+_ALERTS = Metric("alerts_total", "What was noticed, by its cause.", type="counter")
+_AGE = Metric("last_good_checkpoint_age_seconds", "Since the last checkpoint turned out good, when this was written.")
+_LAST_STEP = Metric("last_step_timestamp_seconds", "When the last step was logged, in seconds since 1970.")
 _GOOD = "last_good_checkpoint_timestamp_seconds"
 FAMILIES: tuple[Metric, ...] = (*METRICS.values(), _ALERTS, _AGE, _LAST_STEP)
 """Every family but that of the run's own facts, in the order of the text."""
