@@ -54,18 +54,14 @@ def plan(request: PlanRequest) -> Report:
         run={"notes": list(request.said.notes)} if request.said.notes else {},
         verdict=verdict_of(findings),
         findings=findings,
-        skipped=(*_not_emitted(request, section), *_not_flushed(request)),
+        skipped=tuple(_left_out(request, section)),
         plan=section,
     )
 
 
-def _not_emitted(request: PlanRequest, section: PlanSection) -> tuple[Skipped, ...]:
-    if request.emit is None or section.emit is not None:
-        return ()
-    return (Skipped(what=f"--emit {request.emit}", reason="no plan here is exact and fits, and none is rounded"),)
-
-
-def _not_flushed(request: PlanRequest) -> Iterator[Skipped]:
+def _left_out(request: PlanRequest, section: PlanSection) -> Iterator[Skipped]:
+    if request.emit is not None and section.emit is None:
+        yield Skipped(what=f"--emit {request.emit}", reason="no plan here is exact and fits, and none is rounded")
     if request.profile is not None and not has_scale(request.said):
         yield Skipped(
             what=f"--profile {request.profile}",
