@@ -38,15 +38,15 @@ from ampdoctor.evidence.run_facts import (
 )
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
-from ampdoctor.precision import autocast_policy
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.probes.formats_seen import HalfProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import RangeProbe
 from ampdoctor.ranges.profile import EXPONENTS, Collector, RangeProfile, RunFacts, Shadow
 from ampdoctor.replay.session import Session
-from ampdoctor.scaling.choose import choose_scale, predict
+from ampdoctor.scaling.choose import choose_scale
 from ampdoctor.scaling.scalers import ScalerSettings
-from ampdoctor.scaling.search import search
+from ampdoctor.scaling.search import predict, search
 from ampdoctor.scaling.trace import trace_of
 from ampdoctor.workflows.profile import profile_section, range_checks, read_profile, write_profile
 from ampdoctor.workflows.recommend import recommend_from_files

@@ -31,7 +31,7 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.run_facts import FlushedMoment, RangeFigures
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.evidence.trace import Amplified, Trace
-from ampdoctor.scaling import ScalerSettings
+from ampdoctor.scaling.scalers import ScalerSettings
 from tests.diagnosis import test_change_rules, test_silent_rules, test_trend_rules
 from tests.diagnosis.births import birth
 from tests.diagnosis.health import test_batch_rules, test_skips, test_step_rules, test_tensor_rules

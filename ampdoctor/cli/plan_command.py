@@ -326,7 +326,6 @@ class PlanOptions:
         said = batch.said(read)
         before, after = cluster.clusters(said)
         return PlanRequest(
-            read=read,
             said=said,
             before=before,
             after=after,

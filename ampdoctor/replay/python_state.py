@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ampdoctor.hooks.nested import bytes_of, copy_batch
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.precision import as_written, without_overrides
+from ampdoctor.precision.dtype_overrides import as_written, without_overrides
 from ampdoctor.replay.reachable_state import (
     CACHED,
     CONTAINERS,

@@ -22,18 +22,9 @@ from ampdoctor.hooks.names import clean_names, clean_tensor_name, names_of_param
 from ampdoctor.hooks.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.hooks.process_state import RandomState, no_anomaly_mode, no_fast_path
 from ampdoctor.hooks.scaler_events import StepEvents
-from ampdoctor.precision import (
-    REDUCED,
-    CastInputs,
-    Precision,
-    TemporaryCast,
-    UpcastHalf,
-    WideNumbers,
-    cast_model,
-    master_weights,
-    override_autocast,
-)
-from ampdoctor.precision.spec import as_plain_linears
+from ampdoctor.precision.casting import REDUCED, CastInputs, TemporaryCast, cast_model, master_weights
+from ampdoctor.precision.dtype_overrides import UpcastHalf, WideNumbers, override_autocast
+from ampdoctor.precision.spec import Precision, as_plain_linears
 from ampdoctor.replay.batches import BatchBuffer
 from ampdoctor.replay.frameworks.accelerate import shared_states
 from ampdoctor.replay.parts import as_given, optimizers_of, refuse_lazy, scaler_of, schedulers_of

@@ -238,15 +238,8 @@ def plan(section: PlanSection | None, console: Console, *, verbose: int) -> None
     layout.labelled([(label, text(said)) for label, said in section_words.memory_rows(section)], console)
     if section.changes:
         layout.heading(section_words.changes_title(section), console)
-        for change in section.changes:
-            layout.show(text(f"{change.what}: ") + text(change.figure, "bold"), console, indent=2, hang=2)
-            layout.show(text(change.said, "dim"), console, indent=4)
+        layout.labelled([(change.what, text(change.figure)) for change in section.changes], console)
     _flushed(section, console, verbose)
-    if section.left_as_it_is:
-        table = layout.table_of(
-            section_words.LEFT_HEADINGS, section_words.left_rows(section), left=section_words.LEFT_HEADINGS
-        )
-        layout.titled("settings left as they are", table, console)
     if section.emit is not None:
         fragment(section.emit, console)
 

@@ -149,16 +149,13 @@ def _plan(section: PlanSection | None) -> Iterator[str]:
     for label, said in section_words.memory_rows(section):
         yield f"\n- **{label}**: {prose(said)}"
     if section.changes:
-        rows = (row([prose(one.what), code(one.figure), prose(one.said)]) for one in section.changes)
+        rows = (row([prose(one.what), code(one.figure)]) for one in section.changes)
         title = prose(section_words.changes_title(section).capitalize())
-        yield f"\n\n### {title}\n\n{header('what', 'by', 'because')}{''.join(rows)}"
+        yield f"\n\n### {title}\n\n{header('what', 'by')}{''.join(rows)}"
     if section.flushed is not None:
         shown = section_words.flushed_rows(section.flushed, layers=section_words.SHOWN_LAYERS)
         yield f"\n### {prose(section_words.flushed_title(section.flushed))}\n\n"
         yield _table(section_words.FLUSHED_HEADINGS, shown)
-    if section.left_as_it_is:
-        left = _table(section_words.LEFT_HEADINGS, section_words.left_rows(section))
-        yield f"\n### Settings left as they are\n\n{left}"
     if section.emit is not None:
         yield from _emitted(section.emit)
 

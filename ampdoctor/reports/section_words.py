@@ -12,7 +12,6 @@ from ampdoctor.evidence.report_health import CurveName, HealthRun, ScalerHistory
 from ampdoctor.evidence.report_plan import (
     FlushedByPlan,
     FlushedOfPlan,
-    LeftAsItIs,
     PlannedBatch,
     PlannedCluster,
     PlanSection,
@@ -201,9 +200,7 @@ def _number(value: float) -> str:
 
 # -- plans --
 
-LEFT_HEADINGS = ("framework", "trains with", "because")
 FLUSHED_HEADINGS = ("nonzero gradients that fp16 makes zero", "kind", "before", "after", "with the new scale")
-_OUTCOMES = {"kept": "", "silent": ", silently", "refused": "refuses"}
 SHOWN_LAYERS = 8
 _REFUSED = 2  # most plans that do not fit and are shown: the smallest ones
 
@@ -273,7 +270,8 @@ def _unfit(plan: PlannedBatch, larger: int) -> str:
 def changes_title(section: PlanSection) -> str:
     """Return a title with the plan that the changes belong to."""
     plan = section.use or next(iter((*section.exact, *section.nearest)), None)
-    return "what it changes" if plan is None else f"what it changes: {product(plan)}"
+    what = "what it changes" if plan is None else f"what it changes: {product(plan)}"
+    return f"{what} (why: docs/plan.md)"
 
 
 def _columns(section: PlanSection) -> tuple[bool, bool]:
@@ -293,16 +291,6 @@ def memory_rows(section: PlanSection) -> Iterator[tuple[str, str]]:
         yield "states", f"{was}{gigabytes(memory.states_after)} of parameters, gradients and optimizer a device"
     for note in memory.notes:
         yield "note", note
-
-
-def left_rows(section: PlanSection) -> Iterator[list[str]]:
-    """Yield a row for each framework."""
-    for one in section.left_as_it_is:
-        yield [one.framework, _trains(one), one.said]
-
-
-def _trains(one: LeftAsItIs) -> str:
-    return f"{'' if one.global_batch is None else one.global_batch}{_OUTCOMES[one.outcome]}"
 
 
 def flushed_title(flushed: FlushedByPlan) -> str:

@@ -24,7 +24,7 @@ from ampdoctor.evidence.report_target import Kept
 from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.process_state import are_several, unwarned
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.precision import policy_in_force
+from ampdoctor.precision.cuda_autocast import policy_in_force
 from ampdoctor.probes.nonfinite import is_nonfinite, stats_of
 from ampdoctor.replay.bundles.model import Made
 from ampdoctor.replay.bundles.write import Written, write_bundle

@@ -196,9 +196,8 @@ def _report(
     thresholds: Thresholds,
 ) -> Report:
     several = len(shown) > 1
-    findings = sorted(
-        (_in_log(finding, one.shown) for one in read for finding in one.looked.findings), key=finding_order
-    )
+    found = (with_files(it, lambda _, file=one.shown: file) for one in read for it in one.looked.findings)
+    findings = sorted(found, key=finding_order)
     runs = tuple(replace(run, source=one.shown) for one in read for run in one.looked.runs)
     return Report(
         command="health",
@@ -248,10 +247,6 @@ def _known(run: HealthRun, name: CurveName) -> int:
 
 def _accepted(run: HealthRun) -> int:
     return run.steps - run.skipped
-
-
-def _in_log(finding: Finding, shown: str) -> Finding:
-    return with_files(finding, lambda _: shown)
 
 
 def _target(read: Sequence[_Read], shown: Sequence[str]) -> dict[str, object]:

@@ -28,16 +28,13 @@ from ampdoctor.hooks.interfaces import is_out_of_memory
 from ampdoctor.hooks.names import other_names, scripted_modules
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.package import working_folder
-from ampdoctor.precision import (
-    HalfProducts,
-    autocast_policy,
-    emulate_cuda,
-    half_products,
-    lasting_emulation,
-    lends_kernels,
-    without_overrides,
-)
-from ampdoctor.precision.shims import torch_shims
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.precision.dtype_overrides import without_overrides
+from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
+from ampdoctor.precision.fake_gpu.processes import lasting_emulation
+from ampdoctor.precision.fp16_matmul import half_products
+from ampdoctor.precision.kernels import SharedOverlay, lends_kernels
+from ampdoctor.precision.spec import torch_shims
 from ampdoctor.probes.nonfinite import is_nonfinite, state_tensors, stats_of
 from ampdoctor.probes.user_code import HalfMade, shown_from
 from ampdoctor.replay.batches import DataPosition, loads_state
@@ -147,7 +144,7 @@ class OpenReplay:
     notes: list[str] = field(default_factory=list)  # what differs from the failed run, or is invisible
     other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a module or tensor with several
     half_made: HalfMade = field(default_factory=HalfMade)  # where the run's code makes parameters in float16
-    detour: HalfProducts | None = None  # fp16 products that run through fp32 kernels
+    detour: SharedOverlay | None = None  # fp16 products that run through fp32 kernels
     scaler: ScalerState | None = None  # the run's enabled loss scaler before step 0
     first_step: int | None = None  # the training's number of a recorded step
     finite_again: str | None = None  # a recorded step was sick in its loop, and finite when replayed there

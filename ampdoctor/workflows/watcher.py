@@ -56,7 +56,7 @@ from ampdoctor.live.unread_steps import (
     too_late,
     ways_out,
 )
-from ampdoctor.precision import policy_in_force
+from ampdoctor.precision.cuda_autocast import policy_in_force
 from ampdoctor.probes.user_code import as_source
 from ampdoctor.replay.bundles.write import Written
 from ampdoctor.replay.recorded_step import lies_in_parts, with_inner_autocast

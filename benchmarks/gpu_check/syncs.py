@@ -19,7 +19,7 @@ from torch.autograd.profiler import profile, record_function
 
 from ampdoctor.numerics import Histogram
 from ampdoctor.numerics.counting import device_tally
-from ampdoctor.precision import autocast_policy
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.replay.session import Session
 from benchmarks.gpu_check.section import Section

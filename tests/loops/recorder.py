@@ -20,7 +20,9 @@ from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_leaves
 
 from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.precision import autocast_policy, emulate_cuda, half_products
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
+from ampdoctor.precision.fp16_matmul import half_products
 from ampdoctor.replay.snapshot import ProcessState
 from ampdoctor.workflows.open_replay import seed_all
 

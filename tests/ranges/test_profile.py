@@ -13,8 +13,9 @@ from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import FP8, Shadow, figures, fitted_figures, merge
 from ampdoctor.ranges.profile_file import pack
-from ampdoctor.scaling.choose import choose_scale, predict
+from ampdoctor.scaling.choose import choose_scale
 from ampdoctor.scaling.scalers import ScalerSettings
+from ampdoctor.scaling.search import predict
 from ampdoctor.workflows.profile import profile_section
 from tests.ranges.known import collected, place, values
 

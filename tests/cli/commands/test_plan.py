@@ -66,13 +66,16 @@ def test_the_case_that_this_began_with(plan):
         (128, 1, 16): True,
     }
     said = figures(section)
-    assert said["learning rate"] == said["gradient noise"] == said["optimizer steps per epoch"] == "x 1"
-    assert said["fp16 activation gradients"] == "2 binades smaller"
+    assert said["learning rate"] == said["optimizer steps per epoch"] == "x 1"
+    assert (
+        said["fp16 activation gradients"] == "2 binades smaller (what BatchNorm mixes into them: 2.5 binades smaller)"
+    )
     assert said["fp16 local weight gradients"] == "1 binade smaller to 1.5 binades smaller"
-    assert said["loss scale"] == "x 2^2"
-    assert said["BatchNorm statistics"] == "4 -> 8 samples"
-    silent = {one["framework"]: one["global_batch"] for one in section["left_as_it_is"] if one["outcome"] == "silent"}
-    assert silent == dict.fromkeys(["transformers", "accelerate", "lightning", "torchrun"], 512)
+    assert said["loss scale"] == "x 2^2 (x 2^1 where weight gradients would overflow)"
+    assert said["last partial window"] == "0 of 1 -> up to 1 of 2 micro-batches"
+    assert said["BatchNorm statistics"] == "4 -> 8 samples (over all ranks 2048 -> 1024)"
+    reduces = [one["figure"] for one in section["changes"] if one["what"] == "reduce in fp16"]
+    assert reduces == ["/512 sum -> /128 sum", "sum /512 -> sum /128", "/32 sum /16 -> /16 sum /8"]
 
 
 def test_a_cluster_alone_needs_no_job_before(plan):
@@ -96,8 +99,6 @@ def test_where_none_is_exact_it_says_how_far_off_and_exits_with_1(plan):
     assert product(section["nearest"][0]) == (100, 5, 4)
     assert product(section["fewer"]) == (64, 8, 4)
     assert "x 0.9766" in figures(section)["learning rate"]
-    outcomes = {one["framework"]: one["outcome"] for one in section["left_as_it_is"]}
-    assert outcomes["deepspeed"] == outcomes["megatron"] == outcomes["torchtitan"] == "refused"
 
 
 def test_memory_decides_what_fits(plan):
@@ -145,11 +146,6 @@ def test_where_not_one_sample_fits_it_exits_with_1(plan):
     sizes = ["--device-memory", "8GB", "--memory-per-sample", "1GB", "--params", "1B"]
     code, section = plan("--global-batch", 8, "--to-gpus", 8, *sizes)
     assert (code, section["memory"]["max_micro_batch"]) == (1, 0)
-
-
-def test_a_formula_is_one_code_span(capsys):
-    assert main(["plan", *THE_CASE, "--max-micro-batch", "8", "--isolated", "--format", "markdown"]) == 0
-    assert "`log2(m'A'/(mA))` for a mean" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -215,7 +211,6 @@ def test_what_is_in_force_comes_from_a_configuration(plan, tmp_path):
     code, section = plan(file, "--gpus", 512, "--to-gpus", 128, "--max-micro-batch", 8, "--emit", "deepspeed")
     assert code == 0
     assert product(section["in_force"]["plan"]) == (512, 4, 1)
-    assert [one["framework"] for one in section["left_as_it_is"]] == ["deepspeed"]
     assert [one["figure"] for one in section["changes"] if one["what"] == "reduce in fp16"] == ["/512 sum -> /128 sum"]
     assert json.loads(section["emit"]["text"])["gradient_accumulation_steps"] == 2
 
@@ -233,17 +228,10 @@ def test_a_saved_profile_says_what_is_flushed(plan, tmp_path):
     assert of_fc["kept"] == of_fc["before"]
 
 
-def said_of(section, what):
-    return next(one["said"] for one in section["changes"] if one["what"] == what)
-
-
-def test_the_binades_of_a_split_reduce_are_those_of_its_divisors(plan):
+def test_a_split_reduce_divides_by_what_the_ranks_allow(plan):
     job = ["--global-batch", 512 * 509, "--gpus", 512, "--to-gpus", 509, "--micro-batch", 1, "--reduce-fp16", "split"]
     _, section = plan(*job)
     assert figures(section)["reduce in fp16"] == "/32 sum /16 -> /2 sum /254.5"
-    said = said_of(section, "reduce in fp16")
-    assert "flushes 5 -> 1 binades" in said
-    assert "overflows 4 -> 7.99 binades" in said
 
 
 def test_what_one_job_of_its_own_can_do(plan):
@@ -255,65 +243,32 @@ def test_what_one_job_of_its_own_can_do(plan):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "figure", "sentence"),
+    ("arguments", "figure"),
     [
-        (["--reduction", "sum"], "whole step", "A sum weighs each token alike"),
-        (["--reduction", "step"], "whole step", "Divided by the tokens of the whole step"),
-        (["--reduction", "tokens"], "whole step", "Divided by the tokens of the whole step"),
-        (["--max-micro-batch", 8], "512 -> 256 means", "Divide by the step's tokens instead"),
-        (["--max-micro-batch", 4], "512 means, as before", "a token weighs what it did"),
+        (["--reduction", "sum"], "over the whole step"),
+        (["--reduction", "tokens"], "over the whole step"),
+        (["--max-micro-batch", 8], "512 -> 256 means"),
     ],
 )
-def test_what_a_token_weighs(plan, arguments, figure, sentence):
+def test_what_a_token_weighs(plan, arguments, figure):
     _, section = plan(*THE_CASE, "--micro-batch", 4, *arguments)
     assert figures(section)["token-weighted averages"] == figure
-    assert sentence in said_of(section, "token-weighted averages")
 
 
 @pytest.mark.parametrize("reduction", ["sum", "step"])
 @pytest.mark.parametrize(
     ("most", "weights", "scale"),
     [
-        (
-            64,
-            "4 binades larger to 2 binades larger",
-            (
-                "The one in force serves activation gradients as before. At x 2^0 local weight gradients are up to "
-                "4 binades larger, and may overflow: x 2^-4 keeps those."
-            ),
-        ),
-        (4, "as before", "The one in force serves activation gradients as before."),
+        (64, "4 binades larger to 2 binades larger", "x 2^0 (x 2^-4 where weight gradients would overflow)"),
+        (4, "as before", "x 2^0"),
     ],
 )
 def test_a_larger_micro_batch_makes_weight_gradients_larger(plan, reduction, most, weights, scale):
     job = ["--micro-batch", 4, "--max-micro-batch", most, "--reduction", reduction]
     _, section = plan("--global-batch", 2048, "--gpus", 512, "--to-gpus", 32, *job)
     said = figures(section)
-    assert (said["fp16 activation gradients"], said["fp16 local weight gradients"]) == ("as before", weights)
-    assert (said["loss scale"], said_of(section, "loss scale")) == ("x 2^0", scale)
-
-
-def test_of_torchtitan_another_plan_moves_no_token(plan, tmp_path):
-    file = tmp_path / "llama.toml"
-    file.write_text("[training]\nlocal_batch_size = 4\nglobal_batch_size = 2048\n")
-    _, section = plan(file, "--gpus", 512, "--to-gpus", 128, "--max-micro-batch", 8)
-    assert figures(section)["token-weighted averages"] == "whole step"
-    _, section = plan(file, "--gpus", 512, "--to-gpus", 128, "--max-micro-batch", 8, "--reduction", "mean")
-    assert "is another objective" in said_of(section, "token-weighted averages")
-
-
-def test_megatrons_loss_per_token_is_not_told_to_divide_by_tokens(plan, tmp_path):
-    file = tmp_path / "run.sh"
-    file.write_text("--micro-batch-size 1 --global-batch-size 1536 --fp16 --calculate-per-token-loss")
-    _, section = plan(file, "--gpus", 64, "--to-gpus", 16)
-    assert "Megatron-LM's per-token loss divides it by the step's tokens" in said_of(section, "token-weighted averages")
-
-
-def test_of_devices_that_stay_no_mistake_is_told(plan):
-    job = ["--global-batch", 256, "--gpus", 64, "--to-gpus", 64, "--tp", 2, "--to-tp", 4, "--micro-batch", 2]
-    _, section = plan(*job)
-    assert said_of(section, "learning rate") == "It follows the global batch, which stays."
-    assert "1 growth interval later" in said_of(section, "loss scale")
+    assert said["fp16 activation gradients"].startswith("as before")
+    assert (said["fp16 local weight gradients"], said["loss scale"]) == (weights, scale)
 
 
 @pytest.mark.parametrize(
