@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import os
 import re
@@ -240,7 +239,7 @@ def _ignore_lines(text: str, *, shared: bool) -> tuple[int, ...]:
 
 def unknown_key(place: str, key: str, known: Collection[str]) -> UsageError:
     """Return the error for an unknown key, with the nearest known one."""
-    near = difflib.get_close_matches(key.replace("_", "-"), list(known), n=1)
+    near = get_close_matches(key.replace("_", "-"), list(known), n=1)
     few = (
         f"there are {', '.join(sorted(known))}" if len(known) <= _FEW else "--isolated --show-config lists a command's"
     )
@@ -425,12 +424,8 @@ def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[
     ignores: tuple[Ignore, ...] = ()
     for key, value in file.table.items():
         if key == RULES_KEY:
-            from ampdoctor.cli.config import read_rules
-
             rules = read_rules(file, value)
         elif key == IGNORE_KEY:
-            from ampdoctor.cli.config import read_ignores
-
             ignores = read_ignores(file, value)
         elif key in settings and (
             isinstance(value, dict) or key not in everywhere

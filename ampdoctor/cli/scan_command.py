@@ -11,7 +11,7 @@ import typer
 from ampdoctor.cli.configured_command import moved_in_the_file
 from ampdoctor.cli.options import GateOptions, OutputOptions, ThresholdOptions, flatten, refuse_empty
 from ampdoctor.cli.process import loading
-from ampdoctor.cli.run_command import Action, reporting
+from ampdoctor.cli.run_command import Action, ReportCommand
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import Thresholds
@@ -135,4 +135,4 @@ def scan(
     asked.refuse_contradictions(paths)
     inputs = paths if asked.against is None else [*paths, asked.against]
     whole = gates.write_baseline is not None  # a baseline must hold every checkpoint of a folder
-    return reporting(functools.partial(asked.work, paths, thresholds, whole), output, gates, inputs)
+    return ReportCommand(functools.partial(asked.work, paths, thresholds, whole), output, gates, inputs)
