@@ -301,26 +301,15 @@ def _show(error: BaseException) -> int | None:
     sys.audit("sys.excepthook", hook, *told)
     if hook is None:
         _write("sys.excepthook is missing\n")
-        sys.__excepthook__(*told)
-        return None
-    failed = _failed(hook, told)
-    if isinstance(failed, SystemExit):
-        return _asked(failed)
-    if failed is not None:
+    try:
+        (hook or sys.__excepthook__)(*told)
+    except SystemExit as asked:
+        return _asked(asked)
+    except BaseException as failed:  # noqa: BLE001 - as Python does
         _write("Error in sys.excepthook:\n")
-        sys.__excepthook__(type(failed), failed, failed.__traceback__)
+        sys.__excepthook__(type(failed), failed, failed.__traceback__ and failed.__traceback__.tb_next)
         _write("\nOriginal exception was:\n")
         sys.__excepthook__(*told)
-    return None
-
-
-def _failed(hook: Any, told: tuple[Any, ...]) -> BaseException | None:
-    """Call `hook`; return the exception that it raises, without the frame of this function."""
-    try:
-        hook(*told)
-    except BaseException as error:  # noqa: BLE001 - as Python does
-        traceback = error.__traceback__
-        return error.with_traceback(None if traceback is None else traceback.tb_next)
     return None
 
 

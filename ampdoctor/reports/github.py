@@ -15,7 +15,7 @@ from ampdoctor.evidence.paths import posix
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.reports import text as words
 from ampdoctor.reports.escape import sanitise
-from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.text import Location, fixed, fixed_lines, fixed_sentence, in_repository, location_of, target_file
 
 MAX_ANNOTATIONS = 10
@@ -41,7 +41,7 @@ class _Annotation:
         return f"::{self.level} {properties}::{_data(chr(10).join(map(sanitise, message)))}\n"
 
 
-def render_github(report: Report) -> str:
+def render_github(report: Report, _: RenderOptions | None = None) -> str:
     """Return workflow commands, one a line, and a line with the verdict."""
     without_answer = list(_without_answer(report))
     gone = list(_fixed(report))
@@ -93,6 +93,3 @@ def _data(text: str) -> str:
 
 def _property(text: str) -> str:
     return _data(sanitise(text)).replace(":", "%3A").replace(",", "%2C")
-
-
-RENDERER = the_same_everywhere(render_github)

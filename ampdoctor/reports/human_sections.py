@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -44,9 +44,9 @@ def loss_scaling(scaler: ScalerSection | None, console: Console, *, verbose: int
     if scaler is None:
         return
     recommended = None if scaler.recommended is None else asdict(scaler.recommended)
-    rows = [("now", text(_settings(scaler.current, words.value)))]
+    rows = [("now", text(words.settings(scaler.current, words.value)))]
     if scaler.change:
-        rows.append(("use", text(_settings(recommended), "bold")))
+        rows.append(("use", text(words.settings(recommended), "bold")))
     elif scaler.predicted:
         rows.append(("use", text("no change needed: nothing tried is better by more than noise", "bold")))
     if scaler.bound_by and scaler.change:
@@ -66,7 +66,8 @@ def loss_scaling(scaler: ScalerSection | None, console: Console, *, verbose: int
     _outcomes(scaler, console)
     _simulated(scaler, console)
     if scaler.emit is not None:
-        _fragment(scaler.emit, console)
+        layout.show(text(f"  for {scaler.emit.framework}", "dim"), console)
+        _fragment(scaler.emit, console, indent=4)
 
 
 def ranges(profile: Mapping[str, Any] | None, console: Console, *, verbose: int) -> None:
@@ -200,19 +201,6 @@ def _confidence(confidence: ScalingConfidence, horizon: int | None) -> str:
     return f"{text}{'; few: record 50 or more' if confidence.low else ''}"
 
 
-def _fragment(emitted: EmittedSettings, console: Console) -> None:
-    """Print lines to copy without folding, which would break them."""
-    layout.show(text(f"  for {emitted.framework}", "dim"), console)
-    for line in emitted.text.splitlines():
-        console.print(Text(f"    {sanitise(line)}"), soft_wrap=True)
-    for note in emitted.notes:
-        layout.show(text(f"note: {note}", "dim"), console, indent=2, hang=2)
-
-
-def _settings(settings: Mapping[str, Any] | None, shown: Callable[[Any], str] = words.setting) -> str:
-    return ", ".join(f"{key}={shown(v)}" for key, v in settings.items()) if settings else "none"
-
-
 # -- health --
 
 
@@ -248,14 +236,14 @@ def plan(section: PlanSection | None, console: Console, *, verbose: int) -> None
         )
         layout.titled("settings left as they are", table, console)
     if section.emit is not None:
-        fragment(section.emit, console)
+        layout.heading(f"for {section.emit.framework}", console)
+        _fragment(section.emit, console, indent=2)
 
 
-def fragment(emitted: EmittedSettings, console: Console) -> None:
-    """Print settings to copy without folding, which would break them."""
-    layout.heading(f"for {emitted.framework}", console)
+def _fragment(emitted: EmittedSettings, console: Console, *, indent: int) -> None:
+    """Print lines to copy without folding, which would break them."""
     for line in emitted.text.splitlines():
-        console.print(Text(f"  {sanitise(line)}"), soft_wrap=True)
+        console.print(Text(f"{' ' * indent}{sanitise(line)}"), soft_wrap=True)
     for note in emitted.notes:
         layout.show(text(f"note: {note}", "dim"), console, indent=2, hang=2)
 
@@ -294,7 +282,6 @@ _ROLE_NAMES = {
     "scaler": "scaler",
     "other": "other tensors",
 }
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 _MOST_MOVED = 5
 
 
@@ -314,10 +301,10 @@ def trend(report: Report, console: Console) -> None:
                 "-" if step is None else str(step),
                 member["name"],
                 text(member["verdict"], _VERDICT_STYLE.get(member["verdict"], "")),
-                _number(weights and weights.amax),
+                words.number(weights and weights.amax),
                 words.percent(weights and weights.fp16_flushed),
-                _number(point.scale),
-                _number(point.loss),
+                words.number(point.scale),
+                words.number(point.loss),
             )
         )
     headings = (section.unit, "checkpoint", "verdict", "largest weight", "flushed in fp16", "loss scale", "loss")
@@ -337,9 +324,9 @@ def change(report: Report, console: Console) -> None:
             _ROLE_NAMES[role],
             str(figures.tensors),
             words.percent(figures.unchanged),
-            _number(figures.relative_change),
-            _number(figures.old_amax),
-            _number(figures.amax),
+            words.number(figures.relative_change),
+            words.number(figures.old_amax),
+            words.number(figures.amax),
         )
         for role, figures in section.roles.items()
     ]
@@ -347,7 +334,7 @@ def change(report: Report, console: Console) -> None:
     title = f"since {old.path} ({_at(old)} to {_at(new)}{passed})"
     titled(title, table_of(headings, rows), console)
     if old.scale is not None or new.scale is not None:
-        line = f"loss scale: {_number(old.scale)} then, {_number(new.scale)} now"
+        line = f"loss scale: {words.number(old.scale)} then, {words.number(new.scale)} now"
         layout.show(text(line), console, indent=2, hang=2)
     moved = sorted(
         (-t.relative_change, t.name)
@@ -355,7 +342,7 @@ def change(report: Report, console: Console) -> None:
         if t.role == "weight" and t.relative_change is not None and 0 < t.relative_change < math.inf
     )[:_MOST_MOVED]
     if moved:
-        line = ", ".join(f"{name} {_number(-change)}" for change, name in moved)
+        line = ", ".join(f"{name} {words.number(-change)}" for change, name in moved)
         layout.show(text(f"moved most, relative to before: {line}"), console, indent=2, hang=2)
 
 
@@ -371,7 +358,7 @@ def structure(report: Report, console: Console) -> None:
         files = target.get("files", ())
         parts = [
             words.count(len(section.tensors), "tensor"),
-            _size(target.get("bytes", 0)),
+            words.size(target.get("bytes", 0)),
             words.count(len(files), "file"),
         ]
         layout.show(text(", ".join([*parts, f"global step {step}" if step is not None else "no step stored"])), console)
@@ -379,7 +366,7 @@ def structure(report: Report, console: Console) -> None:
     several = len(holding) > 1
     for role, total in section.roles.items():
         rows = [
-            (_name(tensor), tensor.dtype, str(list(tensor.shape)), _size(tensor.bytes))
+            (_name(tensor), tensor.dtype, str(list(tensor.shape)), words.size(tensor.bytes))
             + ((f"[{holding.index(tensor.file) + 1}]",) if several else ())
             for tensor in section.tensors
             if tensor.role == role
@@ -389,7 +376,7 @@ def structure(report: Report, console: Console) -> None:
         of = ", ".join(f"{count} {name}" for name, count in total.dtypes.items())
         titled(
             f"{_ROLE_NAMES[role]}: {words.count(total.tensors, 'tensor')} ({of}), {total.elements:,} elements, "
-            f"{_size(total.bytes)}",
+            f"{words.size(total.bytes)}",
             table,
             console,
         )
@@ -398,7 +385,7 @@ def structure(report: Report, console: Console) -> None:
     _optimizers(section.optimizers, console)
     listed(
         "loss scalers",
-        (f"{s['key'] or 'scaler'}: {_changed_settings(s, {'key', 'file'})}" for s in section.scalers),
+        (f"{s['key'] or 'scaler'}: {words.settings(s, words.value, {'key', 'file'})}" for s in section.scalers),
         console,
     )
     log = section.log
@@ -428,12 +415,8 @@ def _optimizers(optimizers: Iterable[ListedOptimizer], console: Console) -> None
         for index, group in enumerate(optimizer.groups):
             count = group.parameters
             holds = "" if count is None else f" ({words.count(count, 'parameter')})"
-            lines.append(f"  group {index}{holds}: {_changed_settings(group.settings, set())}")
+            lines.append(f"  group {index}{holds}: {words.settings(group.settings, words.value)}")
     listed("optimizers", lines, console)
-
-
-def _changed_settings(settings: Mapping[str, Any], without: set[str]) -> str:
-    return ", ".join(f"{key}={words.value(item)}" for key, item in settings.items() if key not in without)
 
 
 def _name(tensor: ListedTensor) -> str:
@@ -444,20 +427,3 @@ def _name(tensor: ListedTensor) -> str:
 def _at(side: ChangedCheckpoint) -> str:
     step = side.global_step
     return "step unknown" if step is None else f"step {step}"
-
-
-def _finite(number: Any) -> bool:
-    return isinstance(number, int | float) and math.isfinite(number)
-
-
-def _number(number: Any) -> str:
-    if number is None:
-        return "-"
-    return f"{number:.4g}" if not _finite(number) or float(number) != int(number) else f"{int(number)}"
-
-
-def _size(count: int) -> str:
-    size, unit = float(count), 0
-    while size >= 1000 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.3g} {_UNITS[unit]}"

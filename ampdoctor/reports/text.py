@@ -6,7 +6,7 @@ import json
 import math
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,6 +63,7 @@ _TOO_FEW = "not judged: too few steps to say what is usual"  # replaces the verd
 _PLANNED = ("no plan", "a plan that is exact and fits")  # replace the verdict's words for a batch plan
 _FOUND_NOT_MADE = ("checkpoint", "data")  # phases that find a value which something earlier has produced
 _SMALL = 2.0**-10  # smaller powers of two are shown as such: 2^-56 rather than 1.3877787807814457e-17
+_WHOLE = 1e15  # smaller whole numbers are shown in all their digits
 _LARGE = 2.0**17  # larger loss scales are shown as powers of two
 
 
@@ -269,6 +270,30 @@ def percent(fraction: Any) -> str:
     if 0 < fraction < 1e-4:
         return "<0.01%"
     return f"{100 * fraction:.2f}%"
+
+
+def number(item: Any) -> str:
+    """Return a number in four significant digits, a whole one in all; `-` for None, and a word as it is."""
+    if item is None or isinstance(item, str):
+        return item or "-"
+    return f"{int(item)}" if float(item).is_integer() and abs(item) < _WHOLE else f"{item:.4g}"
+
+
+def size(count: int) -> str:
+    """Return bytes as `1.21 MB`."""
+    amount, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while amount >= 1000 and len(units) > 1:
+        amount /= 1000
+        units.pop(0)
+    return f"{amount:.3g} {units[0]}"
+
+
+def settings(
+    known: Mapping[str, Any] | None, shown: Callable[[Any], str] | None = None, without: Collection[str] = ()
+) -> str:
+    """Return `key=value, key=value`, or `none`; `shown` gives the text of a value, by default `setting`."""
+    given = shown or setting
+    return ", ".join(f"{key}={given(item)}" for key, item in known.items() if key not in without) if known else "none"
 
 
 def count(number: int, noun: str) -> str:
