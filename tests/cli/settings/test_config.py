@@ -556,7 +556,7 @@ def test_help_reads_no_file_and_shows_the_tools_defaults(folder, capsys, monkeyp
 
 def test_a_setting_for_replays_does_not_refuse_a_saved_profile(folder, capsys, monkeypatch, stub_workflow):
     (folder / "run.profile").write_text("{}")
-    monkeypatch.setattr("ampdoctor.cli.options.is_profile", lambda target: True)
+    monkeypatch.setattr("ampdoctor.cli.replay_commands.is_profile", lambda target: True)
     stub_workflow("recommend", None)
     monkeypatch.setattr("ampdoctor.workflows.recommend.recommend_from_files", lambda *_: HEALTHY, raising=False)
     (folder / "ampdoctor.toml").write_text("steps = 9\n")
