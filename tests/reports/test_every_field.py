@@ -10,19 +10,12 @@ import pytest
 from ampdoctor.errors import ReportError
 from ampdoctor.reports.json_report import report_as_dict
 from ampdoctor.reports.read_json import report_from_dict
-from tests.reports.every_field import every_field
+from tests.reports.every_field import every_field, places
 from tests.reports.full_sample import full
 from tests.reports.test_hostile_names import FORMATS, rendered
 from tests.samples import EVERY
 
 OUT = object()
-
-
-def places(value, path=()):
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from places(item, (*path, key))
 
 
 def read(report, paths, less):
