@@ -19,6 +19,7 @@ from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.text import Location, fixed, fixed_lines, fixed_sentence, in_repository, location_of, target_file
 
 MAX_ANNOTATIONS = 10
+_TOLD = ("where", "change", "proof")
 _LEVELS: dict[Severity, Literal["error", "warning", "notice"]] = {
     "error": "error",
     "warning": "warning",
@@ -76,15 +77,8 @@ def _of_finding(finding: Finding, report: Report) -> _Annotation:
         level=_LEVELS[finding.severity],
         at=location_of(finding, report.target),
         title=f"{finding.code} {finding.name}",
-        message=_message(finding),
+        message=(finding.message, *(f"{at}: {line}" for at, line in words.told(finding).items() if at in _TOLD)),
     )
-
-
-def _message(finding: Finding) -> tuple[str, ...]:
-    parts = [finding.message, f"where: {words.place(finding.where)}"]
-    if finding.prescription is not None:
-        parts += [f"change: {words.change(finding.prescription)}", f"proof: {words.proof(finding.prescription)}"]
-    return tuple(parts)
 
 
 def _data(text: str) -> str:

@@ -138,14 +138,7 @@ def _rule(finding: Finding) -> str:
 
 def _told(finding: Finding) -> Iterable[str]:
     yield f"{finding.severity}: {finding.message}"
-    yield f"  where: {words.place(finding.where)}"
-    if finding.cause:
-        yield f"  why: {finding.cause.replace('_', ' ')}"
-    if finding.prescription is not None:
-        yield f"  change: {words.change(finding.prescription)}"
-        yield f"  proof: {words.proof(finding.prescription)}"
-    if finding.help:
-        yield f"  help: {finding.help}"
+    yield from (f"  {label}: {line}" for label, line in words.told(finding).items())
     yield f"  fingerprint: {finding.fingerprint}"
 
 

@@ -123,14 +123,8 @@ def _result(finding: Finding, report: Report) -> _Object:
 
 def _sentences(finding: Finding) -> Iterable[str]:
     yield finding.message
-    yield f"Where: {words.place(finding.where)}"
-    if finding.cause:
-        yield f"Why: {finding.cause.replace('_', ' ')}"
-    if finding.prescription is not None:
-        yield f"Change: {words.change(finding.prescription)}"
-        yield f"Proof: {words.proof(finding.prescription)}"
-    if finding.help:
-        yield finding.help
+    for label, line in words.told(finding).items():
+        yield line if label == "help" else f"{label.capitalize()}: {line}"
 
 
 def _fingerprints(fingerprint: str) -> _Object:

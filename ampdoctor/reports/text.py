@@ -218,6 +218,14 @@ def proof(prescription: Prescription) -> str:
     return f"{sentence} ({prescription.reason})" if prescription.reason else sentence
 
 
+def told(finding: Finding) -> dict[str, str]:
+    """Return where, why, change, proof and help of a finding, a line each; only what is known."""
+    lines = {"where": place(finding.where), "why": (finding.cause or "").replace("_", " ")}
+    if finding.prescription is not None:
+        lines |= {"change": change(finding.prescription), "proof": proof(finding.prescription)}
+    return {label: line for label, line in {**lines, "help": finding.help}.items() if line}
+
+
 def why(finding: Finding) -> tuple[str, ...]:
     """Return the lines about a finding's cause, and about what moved first in a run over time."""
     said = (finding.cause or "").replace("_", " ")

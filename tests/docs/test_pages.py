@@ -27,10 +27,10 @@ def test_the_commands_of_the_page_print_what_it_shows(page, tmp_path, python):
         assert same(shown.text, now.text), f"--- the page\n{shown.text}\n--- now\n{now.text}"
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(DOCS)))
-def test_every_block_of_code_is_run_or_says_why_not(page):
+def test_every_block_of_code_is_run_or_says_why_not():
     unmarked = [
-        block.text
+        (page.name, block.text)
+        for page in pages()
         for block in blocks(page.read_text(encoding="utf-8"))
         if block.language in RUNNABLE and not (block.is_run or block.mark.startswith(("file: ", "not run: ")))
     ]
