@@ -25,8 +25,8 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_report_says_what_could_not_be_examined(command, folder, typed, check_report):
-    typed, kind, words = COMMANDS[command]
-    result = typed(*typed, "--format", "json", "--report", "jsonl=r.jsonl", "--report", "junit=r.xml")
+    arguments, kind, words = COMMANDS[command]
+    result = typed(*arguments, "--format", "json", "--report", "jsonl=r.jsonl", "--report", "junit=r.xml")
     assert result.returncode == 2
     assert result.stderr.startswith("ampdoctor: error: ")
     document = check_report(result.stdout)

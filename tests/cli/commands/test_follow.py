@@ -180,7 +180,7 @@ def test_ctrl_c_gives_the_terminal_back(tmp_path):
     assert "Traceback" not in terminal.seen
 
 
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("told", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_kill_gives_the_terminal_back_and_kills(tmp_path, told):
     log = Log(tmp_path / "run")
     log.steps(3)
