@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 
 import ampdoctor.workflows
 from ampdoctor.cli.main import main
+from tests.cli.drive import behave
 
 DRIVER = Path(__file__).with_name("drive.py")
 
@@ -16,6 +18,12 @@ DRIVER = Path(__file__).with_name("drive.py")
 def drive(python, run_cli):
     """Return a function that runs tests/cli/drive.py with a behaviour and ampdoctor's arguments."""
     return lambda *arguments, **keywords: run_cli(*arguments, command=(python, str(DRIVER)), **keywords)
+
+
+@pytest.fixture
+def behaving(stub_workflow):
+    """Return a function that makes every scan of this process behave as tests/cli/drive.py has it."""
+    return lambda behaviour: stub_workflow("scan", functools.partial(behave, behaviour))
 
 
 @pytest.fixture
