@@ -87,7 +87,7 @@ _SIZES = ("tensor", "pipeline", "context")
 class ClusterOptions:
     """The devices before and after."""
 
-    of_one_run: ClassVar = True
+    of_one_run: ClassVar[bool] = True
 
     gpus: Annotated[
         str | None,
@@ -130,7 +130,7 @@ class ClusterOptions:
 class BatchOptions:
     """The current batch, and facts about the job."""
 
-    of_one_run: ClassVar = True
+    of_one_run: ClassVar[bool] = True
 
     global_batch: Annotated[
         int | None,
@@ -190,7 +190,7 @@ class BatchOptions:
 class MemoryOptions:
     """How much fits on a device."""
 
-    of_one_run: ClassVar = True
+    of_one_run: ClassVar[bool] = True
 
     max_micro_batch: Annotated[
         int | None,
@@ -277,7 +277,7 @@ class MemoryOptions:
 class PlanOptions:
     """Further options of the plan."""
 
-    of_one_run: ClassVar = True
+    of_one_run: ClassVar[bool] = True
 
     profile: Annotated[
         str | None,
