@@ -180,23 +180,13 @@ class ReplayOptions:
 
     def request(self, factory: str, *, allow_partial: bool, script_arguments: tuple[str, ...] = ()) -> ReplayRequest:
         """Return the request for the workflows."""
+        given = {option.name: getattr(self, option.name) for option in fields(self) if option.name != "arg"}
         return ReplayRequest(
             factory=factory,
             arguments=parse_arguments(self.arg),
             script_arguments=script_arguments,
-            checkpoint=self.checkpoint,
-            steps=self.steps,
-            precision=self.precision,
-            policy=self.policy,
-            half_products=self.half_products,
-            device=self.device,
-            app_dir=self.app_dir,
             allow_partial=allow_partial,
-            batches=self.batches,
-            loss=self.loss,
-            model=self.model,
-            expect_failure=self.expect_failure,
-            spill=self.spill,
+            **given,
         )
 
 
