@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -72,40 +72,24 @@ class ScanOptions:
                 from ampdoctor.workflows.scan_checkpoint import list_structure
 
             return list_structure(paths[0])
+        asked: dict[str, Any] = {
+            "progress": progress,
+            "jobs": self.jobs,
+            "exact": self.exact,
+            "thresholds": thresholds,
+        }
         if self.against is not None:
             with loading():
                 from ampdoctor.workflows.scan_against import compare
 
-            return compare(
-                paths[0], self.against, progress=progress, jobs=self.jobs, exact=self.exact, thresholds=thresholds
-            )
-        if len(paths) > 1 or self.skip_lfs_pointers:
-            with loading():
-                from ampdoctor.workflows.scan import scan_several
-
-            return scan_several(
-                paths,
-                progress=progress,
-                jobs=self.jobs,
-                exact=self.exact,
-                skip_lfs_pointers=self.skip_lfs_pointers,
-                whole=whole,
-                thresholds=thresholds,
-                set_aside=set_aside,
-            )
+            return compare(paths[0], self.against, **asked)
+        asked |= {"whole": whole, "set_aside": set_aside}
         with loading():
             from ampdoctor.workflows import scan as workflow
 
-        return workflow.scan(
-            paths[0],
-            progress=progress,
-            jobs=self.jobs,
-            exact=self.exact,
-            every_member=self.every,
-            whole=whole,
-            thresholds=thresholds,
-            set_aside=set_aside,
-        )
+        if len(paths) > 1 or self.skip_lfs_pointers:
+            return workflow.scan_several(paths, skip_lfs_pointers=self.skip_lfs_pointers, **asked)
+        return workflow.scan(paths[0], every_member=self.every, **asked)
 
 
 @flatten
