@@ -152,7 +152,7 @@ def test_a_reader_that_goes(tmp_path, child_environment):
 @pytest.mark.parametrize(
     ("how", "code", "lines"),
     [
-        pytest.param("plain", 0, 40),
+        pytest.param("plain", 0, 40, marks=OTHER),
         pytest.param("raises", 1, 31, marks=OTHER),
         pytest.param("exits", 3, 31, marks=THOROUGH),  # CASES has each of these ends with less left alive
         pytest.param("interrupted", -2, 31, marks=THOROUGH),
