@@ -14,6 +14,8 @@ from torch.utils.data import DistributedSampler
 from ampdoctor.batching.effects import left_over
 from ampdoctor.batching.plans import BatchPlan
 from ampdoctor.cli.main import main
+from ampdoctor.cli.plan_command import bytes_of
+from ampdoctor.errors import UsageError
 from ampdoctor.evidence.log_records import LogRecord, RunLine, Stamp, StepLine
 from ampdoctor.evidence.log_text import text_of
 from ampdoctor.reports.formats import FORMATS
@@ -440,3 +442,26 @@ def test_the_last_window_is_what_a_loop_has_left():
         sampler = DistributedSampler(range(samples), 2, 0)
         loader = torch.utils.data.DataLoader(range(samples), batch_size=4, sampler=sampler)
         assert left_over(plan, samples) == len(list(loader)) % 3
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4GB", 4 * 10**9),
+        ("4g", 4 * 10**9),
+        ("512 MB", 512 * 10**6),
+        ("1.5GiB", 3 * 2**29),
+        ("2ki", 2048),
+        ("7", 7),
+        ("7B", 7),
+        ("1TB", 10**12),
+    ],
+)
+def test_a_size_has_the_units_that_people_type(text, size):
+    assert bytes_of("--bundle-max", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "4 elephants", "-1GB", "1e9", "4iB", "0", "0.1B", "nan", "inf"])
+def test_what_is_no_size_is_a_sentence(text):
+    with pytest.raises(UsageError, match="--bundle-max"):
+        bytes_of("--bundle-max", text)

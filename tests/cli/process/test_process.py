@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.cli.main import main
-
 ROOT = Path(__file__).parents[3]
 DRIVER = ROOT / "tests" / "cli" / "drive.py"
 OWN = (sys.executable, "-m", "ampdoctor")
@@ -52,38 +50,6 @@ def test_a_crash_shows_its_traceback_only_when_asked(behaving, typed):
     assert "Traceback" in loud.stderr
     assert "in behave" in loud.stderr
     assert loud.returncode == 2
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["scan"],
-        ["scan", "--nope"],
-        ["scan", "x", "y", "--list"],
-        ["nonsense"],
-        ["scan", "x", "--format", "yaml"],
-        ["scan", "x", "--fail-on", "everything"],
-        ["scan", "x", "--report", "json"],
-        ["scan", "x", "--output", "no/such/folder/report.txt"],
-        ["bisect-nan", "f", "--steps", "0"],
-        ["bisect-nan", "f", "--steps", "many"],
-        ["bisect-nan", "f", "--strategy", "guess"],
-        ["bisect-nan", "f", "--device", "tpu"],
-        ["bisect-nan", "f", "--arg", "x"],
-        ["bisect-nan", "f", "--arg", "x=abc"],
-        ["bisect-nan", "f", "--arg", "x=1", "--arg", "x=2"],
-    ],
-)
-def test_bad_usage_is_said_on_stderr_and_exits_2(arguments, capsys):
-    """In this process: a process of its own has each command with bad usage in test_exit_codes.py."""
-    assert main(arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.strip()
-    assert "Traceback" not in said.err
-    assert "internal error" not in said.err
-    assert "Value error" not in said.err, "a word of the library behind the command line"
 
 
 def test_ctrl_c_is_130(python):

@@ -38,10 +38,10 @@ def asked(stub_workflow):
     return seen
 
 
-def setting(capsys, *arguments):
-    """The settings of `scan` as `--show-config` has them."""
+def setting(capsys, *arguments, command="scan"):
+    """The settings of a command as `--show-config` has them."""
     capsys.readouterr()
-    assert main(["scan", "--show-config", "--format", "json", *arguments]) == 0
+    assert main([command, "--show-config", "--format", "json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)["settings"]
 
 
@@ -336,8 +336,7 @@ def test_paths_are_relative_to_the_files_folder(folder, capsys, monkeypatch):
     assert found["report"]["value"] == ["json=../r.json", "human=../sub/h.txt", "jsonl=-"]
     assert (found["output"]["value"], found["baseline"]["value"]) == ("-", "../ci/base.json")
     (folder / "ampdoctor.toml").write_text("batches = 'data.py:make'\nloss = 'package/losses.py:mean'\napp-dir = '.'\n")
-    assert main(["bisect-nan", "--show-config", "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)["settings"]
+    found = setting(capsys, command="bisect-nan")
     assert [found[key]["value"] for key in ("batches", "loss", "app-dir")] == [
         "../data.py:make",
         "../package/losses.py:mean",
@@ -391,9 +390,7 @@ def test_what_a_found_file_writes_below_its_own_folder_is_taken_from_there(folde
     (folder / "sub").mkdir()
     monkeypatch.chdir(folder / "sub")
     (folder / "ampdoctor.toml").write_text("health = 'runs'\nexport = ['csv=out', 'tensorboard=tb']\n")
-    capsys.readouterr()
-    assert main(["run", "--show-config", "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)["settings"]
+    found = setting(capsys, command="run")
     assert (found["health"]["value"], found["health"]["from"]) == ("../runs", "../ampdoctor.toml: health")
     assert found["export"]["value"] == ["csv=../out", "tensorboard=../tb"]
 
@@ -401,21 +398,17 @@ def test_what_a_found_file_writes_below_its_own_folder_is_taken_from_there(folde
 def test_a_named_file_and_the_environment_may_name_a_server(folder, capsys, monkeypatch):
     (folder / "inner").mkdir()
     (folder / "inner" / "ci.toml").write_text("[health]\nexport = ['wandb=me/project', 'csv=~/out', 'csv=../out']\n")
-    assert main(["health", "--show-config", "--format", "json", "--config", "inner/ci.toml"]) == 0
-    found = json.loads(capsys.readouterr().out)["settings"]
+    found = setting(capsys, "--config", "inner/ci.toml", command="health")
     assert found["export"]["value"] == ["wandb=me/project", f"csv={Path('~/out').expanduser()}", "csv=out"]
     monkeypatch.setenv("AMPDOCTOR_EXPORT", "mlflow=https://mine.example")
-    assert main(["health", "--show-config", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["settings"]["export"]["value"] == ["mlflow=https://mine.example"]
+    assert setting(capsys, command="health")["export"]["value"] == ["mlflow=https://mine.example"]
 
 
 def test_health_is_an_option_of_run_and_a_command(folder, capsys):
     (folder / "ampdoctor.toml").write_text("health = 'dir'\n")
-    assert main(["run", "--show-config", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["settings"]["health"]["value"] == "dir"
+    assert setting(capsys, command="run")["health"]["value"] == "dir"
     (folder / "ampdoctor.toml").write_text("[health]\nfail-on = 'warning'\n[run]\nhealth = 'dir'\n")
-    assert main(["health", "--show-config", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["settings"]["fail-on"]["value"] == "warning"
+    assert setting(capsys, command="health")["fail-on"]["value"] == "warning"
     (folder / "ampdoctor.toml").write_text("health = 3\n")
     assert "health: expected a string, not a whole number" in refused(capsys)
     (folder / "ampdoctor.toml").write_text("scan = 'dir'\n")
