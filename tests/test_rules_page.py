@@ -56,10 +56,9 @@ def index():
     )
 
 
-@pytest.mark.parametrize("rule", list(rules().values()), ids=lambda rule: rule.code)
-def test_every_section_says_something(rule):
-    assert all(text.endswith(".") for _, text in rule.page.sections)
-    assert not any("\\" in text or "| ---" in text for _, text in rule.page.sections)
+def test_every_section_says_something():
+    sections = [(rule.code, text) for rule in rules().values() for _, text in rule.page.sections]
+    assert [code for code, text in sections if not text.endswith(".") or "\\" in text or "| ---" in text] == []
 
 
 def test_a_page_says_in_a_terminal_what_its_markdown_says():

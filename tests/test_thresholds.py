@@ -383,12 +383,11 @@ def test_a_threshold_that_is_moved_turns_the_outcome(key):
         assert others[0] == others[1]
 
 
-@pytest.mark.parametrize("key", all_thresholds())
-def test_a_threshold_belongs_to_a_rule_and_its_default_lies_in_its_range(key):
-    threshold = all_thresholds()[key]
-    assert threshold in rules()[threshold.code].thresholds
-    assert threshold.lowest <= threshold.default <= threshold.highest
-    assert threshold.lowest < threshold.highest
-    assert thresholds_from({threshold.code: {threshold.name: threshold.default}}) == DEFAULT_THRESHOLDS
-    assert threshold.why.endswith(".")
-    assert threshold.unit
+def test_a_threshold_belongs_to_a_rule_and_its_default_lies_in_its_range():
+    for key, threshold in all_thresholds().items():
+        assert threshold in rules()[threshold.code].thresholds, key
+        assert threshold.lowest <= threshold.default <= threshold.highest, key
+        assert threshold.lowest < threshold.highest, key
+        assert thresholds_from({threshold.code: {threshold.name: threshold.default}}) == DEFAULT_THRESHOLDS, key
+        assert threshold.why.endswith("."), key
+        assert threshold.unit, key

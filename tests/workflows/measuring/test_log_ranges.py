@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.options import is_profile
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine, TensorDetail
 from ampdoctor.live.log.run_log import RunLog
@@ -17,7 +16,7 @@ from ampdoctor.numerics import Histogram
 from ampdoctor.reports.text import verdict
 from ampdoctor.workflows.profile import NOTE_ON_LOGS, ranges_of_log
 from ampdoctor.workflows.recommend import recommend_from_files
-from ampdoctor.workflows.requests import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest, is_profile
 
 SCALE = 2.0
 
