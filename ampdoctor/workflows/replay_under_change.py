@@ -19,10 +19,10 @@ from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import ReferenceGradients, Zeroed, ZeroedProbe
 from ampdoctor.replay.python_state import Beyond, has_moved
 from ampdoctor.workflows.changes import Change, no_change
-from ampdoctor.workflows.compare_fp32 import CompareDuringReplay, DoesNotComeBackError, Seen, is_calm
+from ampdoctor.workflows.compare_fp32 import CompareDuringReplay, Seen, is_calm
 from ampdoctor.workflows.lost_updates import is_quiet
 from ampdoctor.workflows.measure import comes_back, harms, is_far, not_compared, spread
-from ampdoctor.workflows.step_beside_fp32 import Fp32Step, StateCopy, kept, moved
+from ampdoctor.workflows.step_beside_fp32 import Fp32Step, StateCopy, kept, moved, side_by_side
 from ampdoctor.workflows.trials import AGREEMENT, replayed
 
 if TYPE_CHECKING:
@@ -354,12 +354,8 @@ class FirstSteps:
             return
         if outcome.step == 0 and not (self.first and self.first.is_same(Seen.of(session, sentinel))):
             return
-        try:
-            self._alongside.note(session, twin, outcome, sentinel)
-        except DoesNotComeBackError:
-            return
-        beside = self._alongside.seen.get(outcome.step)
-        if beside is not None and beside.comparison is not None:
+        beside = side_by_side(session, outcome, twin, sentinel)
+        if beside.comparison is not None:
             self._compared.append(beside.comparison)
             self._quiet += is_calm(beside.comparison, self.thresholds)
 
