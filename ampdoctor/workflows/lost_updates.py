@@ -182,14 +182,6 @@ def _held_at(session: Session, full: Rates, used: dict[tuple[str, int], float]) 
 NO_CASTS = "do not cast to half what is added to it"
 
 
-def is_quiet(compared: Sequence[Comparison], thresholds: Thresholds) -> bool:
-    """Whether single tensors show nothing above a note in how they are written."""
-    steps = _moving(compared)
-    still = frozen(steps)
-    sick = still and severity_of_frozen(steps, still, thresholds) != "note"
-    return not (sick or far_from(steps, thresholds)[1] or made_zero(steps)[1] or stuck(compared)[1])
-
-
 def by_update(
     place: ReplayPosition, compared: Sequence[Comparison], thresholds: Thresholds, known: frozenset[str], seen: Known
 ) -> tuple[Finding, ...]:

@@ -60,13 +60,16 @@ class StateCopy:
     states: Mapping[Named, torch.Tensor] = field(default_factory=dict)  # flat samples of untrained half state
 
 
-def kept(session: Session, *, trained: bool = True) -> StateCopy:
-    """Returns copies of what a run keeps; without `trained`, only the half tensors."""
+def kept(session: Session) -> StateCopy:
+    """Returns copies of what a run keeps."""
     half = {n: t.detach().clone() for n, t in kept_tensors(session) if t.dtype in REDUCED}
-    if not trained:
-        return StateCopy(half)
     states = {named: sample(t).clone() for named, t in states_of(session) if t.dtype in REDUCED}
     return StateCopy(half, {name: sample(t).clone() for name, t in held(session)}, states)
+
+
+def keeps_half(session: Session) -> bool:
+    """Whether a run keeps parameters or buffers in a half format."""
+    return any(tensor.dtype in REDUCED for _, tensor in kept_tensors(session))
 
 
 def moved(session: Session, before: StateCopy) -> StateCopy:
