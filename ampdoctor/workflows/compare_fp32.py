@@ -177,7 +177,7 @@ def _run_again(place: ReplayPosition, step: int, noted: Replayed) -> StepCompari
     differs = first_difference(noted.observed, sentinel.observed)
     if differs is None and outcome.optimizer_steps != noted.optimizer_steps:
         differs = "number of updates", float(noted.optimizer_steps), float(outcome.optimizer_steps)
-    return beside if differs is None else nondeterministic_finding(step, *differs)
+    return beside if differs is None else nondeterministic_finding(step, *differs, "note")
 
 
 def _stalest(place: ReplayPosition, step: int, thresholds: Thresholds) -> tuple[Finding, ...]:
