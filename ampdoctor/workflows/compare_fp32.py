@@ -123,7 +123,7 @@ class CompareDuringReplay:
 
 _ELSEWHERE = ("forward_overflow", "forward_precision")
 """Causes for which other elements move than in fp32: rows of other ids, or none behind a normaliser of inf."""
-NOT_REPEATABLE = "its steps do not come back from a snapshot: the run keeps state that no snapshot holds"
+NOT_REPEATABLE = "a step has other values when it is run again: the run keeps state that no snapshot holds"
 FOLLOWED = 8
 """Number of steps in which stale copies are searched where fp32 cannot run, and of steps with notes after which the
 comparison ends: as many as `bisect-nan` replays by default."""
@@ -158,7 +158,7 @@ def compare_with_fp32(
             return replace(passed, findings=(*passed.findings, beside), deterministic=False)
         if beside.cut is not None:
             return passing.ended(_stalest(place, step, thresholds) if beside.raises else (), cut=beside.cut)
-        findings = _findings(place, step, beside, passing, thresholds)
+        findings = _findings(place, step, beside, passing)
         if _may_grow(findings) and len(notes) < FOLLOWED:
             notes += findings
         elif findings:
@@ -188,7 +188,7 @@ def _stalest(place: ReplayPosition, step: int, thresholds: Thresholds) -> tuple[
 
 
 def _findings(
-    place: ReplayPosition, step: int, beside: StepComparison, passing: ComparisonSummary, thresholds: Thresholds
+    place: ReplayPosition, step: int, beside: StepComparison, passing: ComparisonSummary
 ) -> tuple[Finding, ...]:
     """Count a step, and return why it is sick."""
     comparison = beside.comparison
@@ -196,9 +196,9 @@ def _findings(
     if comparison is None or beside.own is None:
         passing.holds_back(beside)
         return ()
-    if not is_calm(comparison, thresholds, passing.known) and (again := place.to(step)) is not None:
+    if not is_calm(comparison, passing.thresholds, passing.known) and (again := place.to(step)) is not None:
         trying = partial(again.trials, place.steps, without=(beside.own,))
-        findings = _Examination(again, comparison, place.start, trying, passing, thresholds).findings()
+        findings = _Examination(again, comparison, place.start, trying, passing).findings()
     passing.add(comparison)
     return findings
 
@@ -236,11 +236,10 @@ class _Examination:
     start: Snapshot  # the state before the first step
     trying: Callable[..., Trials]  # makes trials of the step
     passing: ComparisonSummary
-    thresholds: Thresholds
 
     def findings(self) -> tuple[Finding, ...]:
         """Returns the findings of the first rule that holds; without any, the step's values count as harmless."""
-        again, comparison, thresholds, trying = self.again, self.comparison, self.thresholds, self.trying
+        again, comparison, thresholds, trying = self.again, self.comparison, self.passing.thresholds, self.trying
         session = again.session
         wrong_use = misuse(comparison, thresholds)
         readings = () if wrong_use is None else (wrong_use, *other_readings(comparison, wrong_use))
@@ -270,11 +269,12 @@ class _Examination:
 
     def _still_at_full_rate(self) -> Stagnation | None:
         """Returns what stands still, unless it moves at the learning rate that a warm-up rises to."""
-        known, still = self.passing.known, stagnation(self.comparison, self.thresholds)
+        known, thresholds = self.passing.known, self.passing.thresholds
+        still = stagnation(self.comparison, thresholds)
         if still is None or known.warm_up:
             return None
         later = at_full_rate(self.again, self.start)
-        known.warm_up = later is not None and stagnation(later, self.thresholds) is None
+        known.warm_up = later is not None and stagnation(later, thresholds) is None
         return None if known.warm_up else still
 
     def _far_from_fp32(self) -> Iterator[Finding]:
@@ -283,7 +283,7 @@ class _Examination:
         The reason is an overflow that is divided away, a forward value that rounding changes, or gradients that flush
         to zero. For single parameters it is reported only where a change was shown to bring their gradients back.
         """
-        again, comparison, thresholds, trying = self.again, self.comparison, self.thresholds, self.trying
+        again, comparison, thresholds, trying = self.again, self.comparison, self.passing.thresholds, self.trying
         alone = far_alone(comparison, thresholds, self.passing.known.alone)
         look = deserves_a_look(comparison, thresholds)
         if not (look or alone):

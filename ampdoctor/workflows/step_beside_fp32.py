@@ -258,7 +258,7 @@ class ComparisonSummary:
     def __init__(self, thresholds: Thresholds) -> None:
         self.known = Known()
         self.compared: list[Comparison] = []
-        self._thresholds = thresholds
+        self.thresholds = thresholds
         self._steps = 0
         self._worst = 0.0
         self._largest = 0.0
@@ -294,7 +294,7 @@ class ComparisonSummary:
             return  # converged: the rest of the gradient is rounding
         self.compared.append(comparison)
         self._worst = max(self._worst, comparison.gradient_error)
-        doubt = unexplained(comparison, self._thresholds)
+        doubt = unexplained(comparison, self.thresholds)
         if comparison.gradient_error > self.known.explained:
             self._doubt = self._doubt or doubt
         elif doubt is not None:

@@ -204,7 +204,7 @@ def test_no_layer_past_the_probe_runs(layers, birth, monkeypatch):
     (culprit,) = culprits(trace)
     assert culprit.where.module == str(at)
     assert culprit.where.phase == birth
-    assert search.partial_replays == len(replays) <= math.ceil(math.log2(layers)) + 2
+    assert search.partial_replays == len(replays) <= math.ceil(math.log2(layers + 1)) + 2
     names = [name for name, _, _ in replays]
     assert names == ["OrderProbe", *["PointProbe"] * (len(names) - 2), "IntervalTrace"]
     for _, probe, ran in replays[1:-1]:
