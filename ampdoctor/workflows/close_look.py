@@ -87,11 +87,9 @@ class LayerSearch:
         bad = bisect_left(range(len(line)), True, key=lambda at: self._is_bad(points[line[at]]))
         before = line[bad - 1] if bad else line[0] - 1
         after = points[before] if before >= 0 else None
-        if bad < len(line):
-            until = points[line[bad]]
-            later = [until]
-        else:  # what lies between the last point and the harm
-            until, later = (None, []) if forward else (points[end], points[end:])
+        # what lies between the last point and the harm belongs to the step's end
+        later = [points[line[bad]]] if bad < len(line) else [] if forward else points[end:]
+        until = later[0] if later else None
         if until is None or until.kind == "output":
             return Interval(after=after, until=until)
         oldest = next((point.sequence for point in later if point.kind == "arrival"), None)
