@@ -493,17 +493,17 @@ def smallest_set(
     `given` are likely to be needed, and are tried first, by themselves. After `limit` trials the smallest set that was
     seen to cure is returned, `minimal` or not.
     """
-    trials = _Trials(cures, limit)
+    search = _SetSearch(cures, limit)
     with suppress(_OutOfTrialsError):
-        trials.search(tuple(elements), given)
-    cured = [treated for treated, well in trials.tried.items() if well]
+        search.run(tuple(elements), given)
+    cured = [treated for treated, well in search.tried.items() if well]
     if not cured:
         return None
     smallest = min(cured, key=len)
-    return SmallestSet(tuple(one for one in elements if one in smallest), tuple(trials.tried.items())[1:])
+    return SmallestSet(tuple(one for one in elements if one in smallest), tuple(search.tried.items())[1:])
 
 
-class _Trials(Generic[T]):
+class _SetSearch(Generic[T]):
     """Runs each trial once."""
 
     def __init__(self, cures: Callable[[frozenset[T]], bool], limit: int | None) -> None:
@@ -511,7 +511,7 @@ class _Trials(Generic[T]):
         self._cures = cures
         self._limit = limit
 
-    def search(self, elements: tuple[T, ...], given: Sequence[T]) -> None:
+    def run(self, elements: tuple[T, ...], given: Sequence[T]) -> None:
         """Try until a smallest set has cured, or everything has not."""
         likely = frozenset(given)
         if self._well(likely):
