@@ -37,6 +37,7 @@ from ampdoctor.workflows.prescribe import intervene_at, underflow_cures
 from ampdoctor.workflows.rerun_step import (
     ReplayPosition,
     StepRerun,
+    Wrong,
     first_wrong_op,
     in_code,
     last_op,
@@ -240,23 +241,21 @@ def _frozen(
     finding = frozen_finding(steps, still, severity, last_op(writes, still[0].name))
     if severity == "note":
         return finding
-    wanted = {p.name: p.meant_to_move for p in still}
-
-    def stay(now: StateCopy) -> str | None:
-        return too_few({name: int((now.trained[name] != 0).sum()) for name in wanted if name in now.trained}, wanted)
-
-    return replace(finding, prescription=again.in_fp32(stay))
+    return replace(finding, prescription=again.in_fp32(_stay(still)))
 
 
 def _made_zero(again: StepRerun, zero: Sequence[ParameterVsFp32]) -> Finding | None:
     left_out = again.noise() | again.kept_elsewhere()
     zero = tuple(p for p in zero if p.name not in left_out)
-    wanted = {p.name: p.meant_to_move for p in zero}
+    return zeroed_by_an_op(again, zero, again.in_fp32(_stay(zero))) if zero else None
 
-    def stay(now: StateCopy) -> str | None:
-        return too_few({name: int((now.trained[name] != 0).sum()) for name in wanted if name in now.trained}, wanted)
 
-    return zeroed_by_an_op(again, zero, again.in_fp32(stay)) if zero else None
+def _stay(parameters: Sequence[ParameterVsFp32]) -> Wrong:
+    """Returns what says that these parameters still do not move as in fp32."""
+    wanted = {p.name: p.meant_to_move for p in parameters}
+    return lambda now: too_few(
+        {name: int((now.trained[name] != 0).sum()) for name in wanted if name in now.trained}, wanted
+    )
 
 
 def _stepped_wrongly(
