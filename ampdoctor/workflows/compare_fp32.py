@@ -16,7 +16,7 @@ from ampdoctor.diagnosis.replay.outcome import nondeterministic_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
 from ampdoctor.diagnosis.replay.updates import stagnation
 from ampdoctor.evidence.report import Finding
-from ampdoctor.numerics import extremes
+from ampdoctor.numerics.tensors import extremes
 from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.replay.python_state import has_moved
 from ampdoctor.replay.snapshot import tensors_of

@@ -12,7 +12,7 @@ import torch
 from ampdoctor.diagnosis.replay.updates import REMEDIES
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Prescription
-from ampdoctor.precision import TemporaryCast
+from ampdoctor.precision.casting import TemporaryCast
 from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.op_overrides import WrittenCasts
 from ampdoctor.probes.op_trace import OpTraceProbe
