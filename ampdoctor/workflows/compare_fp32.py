@@ -108,6 +108,7 @@ class CompareDuringReplay:
                 self._gone = True
                 return outcome, None
             first = Seen.of(session, sentinel)
+            before.restore()
         outcome, beside = beside_fp32(session, before, step, sentinel)
         moved = has_moved(own, session.reached.beyond())
         if moved or (first is not None and not first.is_same(Seen.of(session, sentinel))):

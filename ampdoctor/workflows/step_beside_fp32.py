@@ -382,18 +382,33 @@ class Fp32Step:
 
     def compared(self, session: Session, outcome: StepOutcome) -> Comparison:
         """Returns the numbers of the run's own step, which has just been made with `probe` attached."""
-        moves = self.before, moved(session, self.before), self.moved
-        return compared(session, outcome.step, (outcome, self.outcome), self.probe.distances, moves)
+        before, here, there = self.before, moved(session, self.before), self.moved
+        apart = self.probe.distances
+        total = together(apart.values())
+        return Comparison(
+            step=outcome.step,
+            loss=outcome.loss,
+            reference_loss=self.outcome.loss,
+            gradient_error=total.relative,
+            gradient_ratio=math.sqrt(total.norm / total.reference) if total.reference else 1.0,
+            gradient_norm=math.sqrt(total.reference),
+            zeroed=total.flushed / total.nonzero if total.nonzero else 0.0,
+            zeroed_share=total.flushed_error / total.error if total.error else 0.0,
+            updates=_updates(session, here.half, there.half),
+            parameters=tuple(_beside(apart, before.trained, here.trained, there.trained)),
+            states=tuple(_states(before, here, there)),
+            events=outcome.events,
+        )
 
 
 def beside_fp32(
     session: Session, before: Snapshot, step: int, sentinel: NonFiniteProbe
 ) -> tuple[StepOutcome, StepComparison]:
-    """Run a step in fp32 and then, from the state `before` it, as it is; the session is left after it.
+    """Run a step in fp32 and then as it is, each from the state `before` it, where the session stands.
 
-    Nothing of the step is copied: each gradient is compared where the optimizer gets it, and fp32's is then freed.
+    The session is left after the step. Nothing of it is copied: each gradient is compared where the optimizer gets it,
+    and fp32's is then freed.
     """
-    before.restore()
     wide: Fp32Step | None = None
     raised = StepComparison()
     try:
@@ -406,10 +421,10 @@ def beside_fp32(
         outcome = session.attempt(step)
     if wide is None or outcome.raised is not None:
         return outcome, raised
-    return outcome, side_by_side(session, outcome, wide, sentinel)
+    return outcome, _side_by_side(session, outcome, wide, sentinel)
 
 
-def side_by_side(session: Session, outcome: StepOutcome, wide: Fp32Step, sentinel: NonFiniteProbe) -> StepComparison:
+def _side_by_side(session: Session, outcome: StepOutcome, wide: Fp32Step, sentinel: NonFiniteProbe) -> StepComparison:
     """Returns the step that has just run after its twin in fp32, beside it."""
     sinks, own, updates = sentinel.sightings.sinks, outcome.optimizer_steps, wide.outcome.optimizer_steps
     if outcome.loses_updates:
@@ -423,35 +438,6 @@ def side_by_side(session: Session, outcome: StepOutcome, wide: Fp32Step, sentine
         return StepComparison(cut=said)
     row = replace(replayed(outcome, sinks), gradient_norm=math.sqrt(wide.probe.distance.norm))
     return StepComparison(wide.compared(session, outcome), row)
-
-
-def compared(
-    session: Session,
-    step: int,
-    outcomes: tuple[StepOutcome, StepOutcome],
-    apart: Mapping[str, Distance],
-    moves: tuple[StateCopy, StateCopy, StateCopy],
-) -> Comparison:
-    """Returns the numbers of a step beside the same step in fp32.
-
-    `outcomes` are those of the run and of fp32, and `apart` the distance of their gradients by name. `moves` is the
-    state before the step, then its moves in the run and in fp32.
-    """
-    total, (before, here, there) = together(apart.values()), moves
-    return Comparison(
-        step=step,
-        loss=outcomes[0].loss,
-        reference_loss=outcomes[1].loss,
-        gradient_error=total.relative,
-        gradient_ratio=math.sqrt(total.norm / total.reference) if total.reference else 1.0,
-        gradient_norm=math.sqrt(total.reference),
-        zeroed=total.flushed / total.nonzero if total.nonzero else 0.0,
-        zeroed_share=total.flushed_error / total.error if total.error else 0.0,
-        updates=_updates(session, here.half, there.half),
-        parameters=tuple(_beside(apart, before.trained, here.trained, there.trained)),
-        states=tuple(_states(before, here, there)),
-        events=outcomes[0].events,
-    )
 
 
 def _beside(apart: Mapping[str, Distance], before: State, here: State, there: State) -> Iterator[ParameterVsFp32]:
