@@ -420,7 +420,8 @@ class _Search:
             self.findings += [] if ahead is None else [ahead]
         elif self._sick:
             self.skipped.append(Skipped(what="comparison with fp32", reason="a step that is set aside is not finite"))
-        idle = None if self.findings or self.judge.findings else never_updated(self.outcomes, moves=moves)
+        said = self.look.deterministic and (self.findings or self.judge.findings)  # more than that nothing was compared
+        idle = None if said else never_updated(self.outcomes, moves=moves)
         self.errors += [] if idle is None else [idle]
         left_out = nothing_in_half(self.session, self.tightest, self._rewound(), self.replay.session)
         if left_out is not None:
