@@ -206,10 +206,7 @@ CASES = {
         lambda thresholds: len(departing(Trace(step=3, ops=1, births=(birth(harms=(), departs=0.3),)), thresholds)),
     ),
     "AMP207.relative_error": (0.3, of_step(lambda c, t: severity(unexplained(c, t)), gradient_error=0.2)),
-    "AMP207.wrong": (
-        0.7,
-        of_step(lambda c, t: severity(unexplained(c, t, comes_back=True)), gradient_error=0.6),
-    ),
+    "AMP207.wrong": (0.7, of_step(lambda c, t: severity(unexplained(c, t)), gradient_error=0.6)),
     "AMP208.departs": (0.5, lambda thresholds: len(departing_in_forward((WRONG,), thresholds))),
     "AMP208.alone": (
         0.7,

@@ -78,11 +78,6 @@ def impossible_state(
     return findings
 
 
-def is_suspect(session: Session) -> bool:
-    """Whether `impossible_state` has something to examine."""
-    return any(True for _ in _flushed(session)) or any(True for _ in _half_counters(session))
-
-
 def begun_anew(names: Collection[str]) -> Change:
     """Returns a change: the optimizer state of some parameters is dropped, so that the optimizer makes it anew."""
 

@@ -380,14 +380,22 @@ class Judge:
         return None if collapsed and not cure.verified else lost_scale_finding(lost, own, skip.birth, cure)
 
     def _trials(self, snapshot: Snapshot, step: int, steps: int, *, settles: bool = False) -> Trials:
-        look = self.look
-        make = partial(Trials, look.session, snapshot, step, steps, settles=settles, fresh=self.fresh)
-        make = partial(make, raised=self._raised, without=self._replayed)
-        if look.rewinds:
-            begin, before = self.earlier or (0, self.start)
-            known = before is not None and step > begin
-            return make(before=(before, frozenset(self._skipped)) if known else None, begin=begin)
-        return make(back=partial(look.started_again, step)) if look.deterministic else make(chance=True)
+        look, (begin, before) = self.look, self.earlier or (0, self.start)
+        known = look.rewinds and before is not None and step > begin
+        return Trials(
+            session=look.session,
+            snapshot=snapshot,
+            step=step,
+            steps=steps,
+            back=partial(look.started_again, step) if look.deterministic and not look.rewinds else None,
+            comes_back=look.deterministic,
+            raised=self._raised,
+            before=(before, frozenset(self._skipped)) if known and before is not None else None,
+            begin=begin,
+            without=tuple(self._replayed),
+            settles=settles,
+            fresh=self.fresh,
+        )
 
     def _known_steps(self, known: int) -> int:
         """Returns how many steps have batches, so that a trial may run past the bad one."""

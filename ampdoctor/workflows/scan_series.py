@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -22,7 +23,6 @@ from ampdoctor.evidence.report_scan import RoleFigures, TrendFigures, TrendSecti
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.requests import SetAside, keep_all
 from ampdoctor.workflows.scan_checkpoint import Examined
-from ampdoctor.workflows.searches import first_bad
 
 _STATE = ("state:", "optimizer_state:", "scaler_state")
 """Ops of findings about a checkpoint's own values; findings from a log beside them are about earlier steps."""
@@ -193,13 +193,11 @@ def _find_first(reader: _Reader, sick: Callable[[Seen], bool]) -> None:
         return
     top = min(known)
     low = max((i for i, seen in reader.seen.items() if i < top and seen.report is not None), default=-1)
-    positions = range(low + 1, top + 1)
 
-    def bad(at: int) -> bool:
-        return next((sick(seen) for i in positions[at:] if (seen := reader(i)).report is not None), True)
+    def bad(index: int) -> bool:
+        return next((sick(seen) for i in range(index, top) if (seen := reader(i)).report is not None), True)
 
-    found = first_bad([(1 << at) - 1 for at in range(len(positions))], bad)
-    first = positions[found.suspects[0]]
+    first = bisect_left(range(top), True, lo=low + 1, key=bad)
     for index in range(first - 1, low, -1):
         if reader(index).report is not None:
             break

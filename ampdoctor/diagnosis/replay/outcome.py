@@ -10,7 +10,7 @@ from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule
 from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import Finding, Prescription, Report
+from ampdoctor.evidence.report import Finding, Prescription, Report, Severity
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import NonFiniteOrigin
 
@@ -163,10 +163,12 @@ def _steps(known: KnownFailure, here: Here) -> str:
 NONDETERMINISTIC_REPLAY = rule("AMP901", REPLAYED)
 
 
-def nondeterministic_finding(step: int, what: str, first: float, second: float) -> Finding:
+def nondeterministic_finding(
+    step: int, what: str, first: float, second: float, severity: Severity = "warning"
+) -> Finding:
     """Makes the finding for a step that gave other bits; the loss or the largest values of `what` differed first."""
     return NONDETERMINISTIC_REPLAY.finding(
-        "warning",
+        severity,
         f"step {step} does not come back bit by bit from the same state and random state: the first "
         f"difference is the {what or 'loss'}, {first:.9g} and then {second:.9g}",
         where=Where(step=step, phase="forward"),
