@@ -20,7 +20,7 @@ from typer.models import OptionInfo
 from ampdoctor.cli.options import ONE_RUN
 from ampdoctor.cli.output import repository_root
 from ampdoctor.cli.process import NAMES_OF_STDOUT, mentions, note, read_text
-from ampdoctor.diagnosis.catalogue import EXPIRED_IGNORE, UNUSED_IGNORE, check_threshold, find_rule, rules
+from ampdoctor.diagnosis.catalogue import EXPIRED_IGNORE, UNUSED_IGNORE, check_threshold, find_rule, rules, successor
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Source
 from ampdoctor.gates.findings import Ignore, RuleSettings, SeverityOrIgnore
@@ -493,9 +493,11 @@ def read_rules(file: ConfigFile, table: Any) -> Mapping[str, RuleSettings]:
     if not isinstance(table, dict):
         raise wrong_value(file.place(RULES_KEY), "a table", table)
     rules: dict[str, RuleSettings] = {}
-    for name, settings in table.items():
-        place = file.place(f"{RULES_KEY}.{name}")
+    for name in sorted(table, key=lambda name: successor(name) is not None):  # earlier versions' codes come last
+        place, settings = file.place(f"{RULES_KEY}.{name}"), table[name]
         code = _rule_code(place, name)
+        if code in rules and successor(name) is not None:  # several have become one
+            continue
         if code in rules:
             raise UsageError(f"{place}: {code} is there twice, by its code and by its name")
         if not isinstance(settings, dict):

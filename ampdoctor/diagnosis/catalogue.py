@@ -221,6 +221,31 @@ def rule(code: str, commands: tuple[Command, ...], *, ruins_checkpoint: bool = F
     return REGISTERED[code]
 
 
+# -- codes of earlier versions --
+
+
+FORMER: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "AMP701": ("loss-not-finite", "AMP722"),
+        "AMP703": ("gradients-not-finite", "AMP722"),
+        "AMP704": ("spike", "AMP720"),
+        "AMP706": ("scale-spiral", "AMP723"),
+        "AMP707": ("skip-rate", "AMP723"),
+    }
+)
+"""Each with its name and the code of the rule that took its place; users may still write them."""
+
+
+def today(code: str) -> str:
+    """Return the code that a rule has today."""
+    return successor(code) or code
+
+
+def successor(wanted: str) -> str | None:
+    """Return the code of the rule that took the place of a code or name of an earlier version; None for any other."""
+    return next((now for code, (name, now) in FORMER.items() if wanted.upper() == code or wanted.lower() == name), None)
+
+
 # -- all rules --
 
 
@@ -248,7 +273,7 @@ def judge(evidence: Any, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[F
 
 
 def codes_in(*places: str) -> frozenset[str]:
-    """Return the codes of the rules that judge in these files or folders of `diagnosis` ("scan.log", "health")."""
+    """Return the codes of the rules that judge in these files or folders of `diagnosis` ("scan.scaler")."""
     rules()
     inside = tuple(f"ampdoctor.diagnosis.{place}." for place in places)
     return frozenset(code for of in FINDERS.values() for code, find in of if f"{find.__module__}.".startswith(inside))
@@ -258,7 +283,7 @@ def find_rule(wanted: str) -> Rule:
     """Return the rule with a code or a name, in any case; raises UsageError with similar names if there is none."""
     key = wanted.strip()
     for one in rules().values():
-        if key.upper() == one.code or key.lower() == one.name:
+        if key.upper() == one.code or key.lower() == one.name or successor(key) == one.code:
             return one
     near = _near(key)
     hint = f"; did you mean {' or '.join(near)}?" if near else "; `ampdoctor rule` lists them."
@@ -319,9 +344,10 @@ def check_threshold(code: str, name: str, value: float) -> None:
 
 
 def _find(code: str, name: str) -> Threshold:
-    found = all_thresholds().get(f"{code}.{name}")
+    found = all_thresholds().get(f"{today(code)}.{name}")
     if found is not None:
         return found
+    code = today(code)
     names = [threshold.name for threshold in rules()[code].thresholds] if code in rules() else []
     if names:
         raise UsageError(f"{code} has no threshold {name!r}; it has {', '.join(names)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TypeAlias
@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.evidence.checkpoint_stats import LogTail
 from ampdoctor.evidence.log_records import (
     ActionLine,
     CheckpointLine,
@@ -31,7 +31,6 @@ from ampdoctor.health.curves import (
     Columns,
     axis_of,
     curve_of,
-    entries_of,
     scaler_histories,
     spans_of,
     with_proved_skips,
@@ -88,7 +87,7 @@ def standing(columns: Mapping[str, Column], groups: Attempts) -> Mapping[str, Co
 
 
 Mark: TypeAlias = CheckpointLine | LookLine | ActionLine
-MOST_ENTRIES = 10_000  # last steps of a log that are judged by how they end
+LAST_NORMS = 10  # norms whose median stands for a gradient of late
 MOST_MARKS = 10_000  # most checkpoints, looks and actions that are kept: the last ones
 
 
@@ -159,13 +158,12 @@ class RunSummarizer:
             for optimizer in optimizers
         )
 
-    def last_entries(self) -> Iterator[tuple[str, tuple[LogEntry, ...]]]:
-        """Yields each optimizer's name ("" where there is only one), and its last steps that were not undone."""
-        names = self.header.optimizers
-        for optimizer in sorted(self._steps):
-            columns = standing(self._steps[optimizer].whole(), self.groups)
-            name = names[optimizer] if optimizer < len(names) else str(optimizer)
-            yield (name if len(self._steps) > 1 else ""), entries_of(columns, MOST_ENTRIES)
+    def tail(self) -> LogTail:
+        """Returns the last numbers of the first optimizer."""
+        columns = standing(self._steps[min(self._steps)].whole(), self.groups)
+        norms, scales = unscaled_norms(columns), columns["loss_scale"]
+        good, known = norms[(norms > 0) & np.isfinite(norms)], scales[~np.isnan(scales)]
+        return LogTail(norms=tuple(good[-LAST_NORMS:].tolist()), scale=float(known[-1]) if len(known) else None)
 
     def _run(self, optimizer: int, *, several: bool, name: str, source: str, kind: str, ending: Ending) -> HealthRun:
         columns = with_proved_skips(standing(self._steps[optimizer].whole(), self.groups))
@@ -243,10 +241,8 @@ def _curves(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> tup
 
 
 def _numbers(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> dict[CurveName, Column]:
-    steps, scale, norm = columns["step"], columns["loss_scale"], columns["gradient_norm"]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        norm = np.where(columns["norm_scaled"] == 1, norm / scale, norm)
-    clipped = columns["norm_clipped"] == 1
+    steps, scale, clipped = columns["step"], columns["loss_scale"], columns["norm_clipped"] == 1
+    norm = _norms(columns)
     after = np.where(clipped, norm, np.fmin(norm, columns["max_norm"]))
     after[(np.isnan(columns["max_norm"]) | ~np.isfinite(norm)) & ~clipped | np.isnan(norm)] = np.nan
     least = np.full(len(steps), np.nan)
@@ -258,7 +254,7 @@ def _numbers(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> di
         least[inverse[place[hit]]] = np.array([headroom[int(step)] for step in wanted])[hit]
     return {
         "loss": columns["loss"],
-        "gradient_norm": np.where(clipped, np.nan, norm),
+        "gradient_norm": unscaled_norms(columns),
         "clipped_norm": after,
         "loss_scale": scale,
         "learning_rate": columns["rate"],
@@ -269,6 +265,18 @@ def _numbers(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> di
         "tokens_per_second": _rate(columns, "tokens"),
         "memory_bytes": columns["memory_bytes"],
     }
+
+
+def _norms(columns: Mapping[str, Column]) -> Column:
+    """Returns the norms without the loss scale."""
+    norm = columns["gradient_norm"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(columns["norm_scaled"] == 1, norm / columns["loss_scale"], norm)
+
+
+def unscaled_norms(columns: Mapping[str, Column]) -> Column:
+    """Returns the norms before clipping, without the loss scale."""
+    return np.where(columns["norm_clipped"] == 1, np.nan, _norms(columns))
 
 
 def _rate(columns: Mapping[str, Column], counted: str) -> Column:

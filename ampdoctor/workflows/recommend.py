@@ -183,7 +183,7 @@ def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[R
             was = "collapsed" if lost.collapsed else "settled"
             said = f"the checkpoint's {was} scale of {lost.scale:g} is not continued by the run"
             report = replace(report, checks=(*report.checks, Check(name="checkpoint's loss scale", result=said)))
-        past = history_findings(replay, request.thresholds)
+        past = history_findings(replay)
         found = (*report.findings, *not_said_yet(past, report.findings))
         report = replace(report, findings=tuple(sorted(found, key=finding_order)))
         run = replay.described(session, taken.ranges.steps)

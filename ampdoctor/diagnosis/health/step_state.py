@@ -25,8 +25,8 @@ from ampdoctor.evidence.log_records import EndLine, StepLine
 # finite loss after such a step, or a loss scale that falls right after it, proves that the scaler skipped it.
 
 
-LEAST_ROWS = 3  # successive rows with a non-finite norm, as for AMP703: one or two are ordinary skipped steps
-HOPELESS = 8  # steps that these rows span, as for AMP703: eight halvings of the loss scale
+LEAST_ROWS = 3  # successive rows with a non-finite norm: one or two are ordinary skipped steps
+HOPELESS = 8  # steps that these rows span: eight halvings of the loss scale
 SETTLING = 40  # the same from the log's first step on: from the highest initial scale, 2^32, down to 1 are 32
 
 
@@ -56,6 +56,11 @@ class IllSteps:
             self._lose(line)
         else:
             self._wait(line)
+
+    @property
+    def stand(self) -> bool:
+        """Whether no finite step follows the last of them."""
+        return self._taken or self.waiting is not None
 
     def ends(self) -> None:
         """Ends the log."""
@@ -93,6 +98,71 @@ def proves_a_skip(before: StepLine, line: StepLine) -> bool:
         return False
     told = line.gradient_norm if line.loss is None else line.loss
     return told is not None and math.isfinite(told)
+
+
+# -- gradient norms that are exactly zero, and losses that are exactly equal --
+
+
+MOST_LOSSES = 10_000  # losses that are kept while the norms are zero: the last ones
+
+
+@dataclass(slots=True)
+class ZeroNorms:
+    """The rows since the last gradient norm that was finite and not zero."""
+
+    rows: int = 0  # with a norm
+    zeros: int = 0  # of these, with a norm of exactly 0
+    first: int = 0  # the step of the first zero, and that of the last
+    last: int = 0
+    before: float | None = None  # the last finite norm that was not zero
+    coarse: bool = True  # no finite norm had more than four decimals
+    losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MOST_LOSSES))  # since the first zero
+
+    def hear(self, line: StepLine) -> None:
+        """Adds a step."""
+        norm, loss = norm_of(line), _finite(line.loss)
+        if norm is not None and 0 < abs(norm) < math.inf:
+            self.before = norm
+            self.coarse = self.coarse and round(norm, 4) == norm
+            if self.rows:
+                self.rows = self.zeros = 0
+                self.losses.clear()
+            return
+        if norm is not None:
+            self.rows += 1
+            if norm == 0:
+                self.first = self.first if self.zeros else line.step
+                self.zeros, self.last = self.zeros + 1, line.step
+        if self.zeros and loss is not None:
+            self.losses.append((line.step, loss))
+
+
+@dataclass(slots=True)
+class EqualLosses:
+    """The last losses, as far back as they are equal to the last digit."""
+
+    value: float = math.nan
+    rows: int = 0
+    since: int = 0  # the first step
+    resting: bool = False  # the learning rate is 0 in all of these rows, or the gradient norm is
+    rounded: bool = True  # no loss of the run had more than four decimals
+    _rates_rest: bool = False
+    _norms_rest: bool = False
+
+    def hear(self, line: StepLine) -> None:
+        """Adds a step."""
+        loss = line.loss
+        if loss is None:
+            return
+        self.rounded = self.rounded and round(loss, 4) == loss if math.isfinite(loss) else False
+        rests = (line.learning_rates[:1] == (0.0,), line.gradient_norm == 0)
+        if loss == self.value:
+            self.rows += 1
+            self._rates_rest, self._norms_rest = self._rates_rest and rests[0], self._norms_rest and rests[1]
+        else:
+            self.value, self.rows, self.since = loss, 1, line.step
+            self._rates_rest, self._norms_rest = rests
+        self.resting = self._rates_rest or self._norms_rest
 
 
 # -- the loss scale of one optimizer, and its skipped steps --
@@ -340,6 +410,8 @@ class StepState:
             and "batch" where a diagnosis of the step found it.
         drift: The first and last step at which tensors drifted towards an overflow of the forward, in this episode.
         ill: The steps with a non-finite loss or norm.
+        zeros: The last rows, while the gradient norm is exactly zero.
+        equal: The last rows, while the loss is exactly the same.
         end: The line that ends the log; None while steps may follow.
     """
 
@@ -368,6 +440,8 @@ class StepState:
     departed: dict[str, int] = field(default_factory=dict)
     drift: tuple[int, int] | None = None
     ill: IllSteps = field(default_factory=IllSteps)
+    zeros: ZeroNorms = field(default_factory=ZeroNorms)
+    equal: EqualLosses = field(default_factory=EqualLosses)
     end: EndLine | None = None
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH))
     _began: int | None = None
@@ -384,6 +458,8 @@ class StepState:
         skipped = self._settle_last(line)
         self._end_of_last(skipped=skipped)
         self.ill.hear(line, skipped=skipped)
+        self.zeros.hear(line)
+        self.equal.hear(line)
         self.line = line
         if self._began is None:
             self._began = line.step

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from ampdoctor.checkpoints.files import RegularFile
-from ampdoctor.checkpoints.log_files import SkippedLines, known_fields, lines_in, step_of, unread_in
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, Line, LogRecord, RunLine, Stamp, StepLine
 from ampdoctor.evidence.report import ErrorNote, Skipped
+from ampdoctor.health.reading.log_files import SkippedLines, known_fields, lines_in, step_of, unread_in
 
 # -- the order of rows, and rows that a later one replaces --
 
@@ -291,7 +291,7 @@ def _count(value: float | None) -> int | None:
 
 # -- columns without numbers: texts, booleans, empty cells --
 
-MANY = 8  # so many empty losses at the end may stand for NaN: AMP703's hopeless steps
+MANY = 8  # so many empty losses at the end may stand for NaN, as for AMP722
 _JUDGED = {"loss": "loss", "grad_norm": "gradient norm", "scale": "loss scale"}
 _TOLD = {"step": "number of the step", **_JUDGED}
 

@@ -16,13 +16,13 @@ from itertools import islice, pairwise
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
-from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, RegularFile, identity_of, is_folder, list_folder
-from ampdoctor.checkpoints.log_files import HEAD, MAX_BYTES, SkippedLines, begins_run_log, lines_in
+from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, Listing, RegularFile, identity_of, is_folder, list_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.log_records import SCHEMA_VERSION, LogRecord
 from ampdoctor.evidence.log_text import Row, line_of_row, quick_line_of, row_of
 from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, shown_path, will_be_written
 from ampdoctor.evidence.report import ErrorNote, Skipped
+from ampdoctor.health.reading.log_files import HEAD, MAX_BYTES, SkippedLines, begins_run_log, lines_in
 from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, LogLocation, ReadIssues
 from ampdoctor.health.reading.other_logs import (
     ANY_TABLE,
@@ -406,6 +406,12 @@ def _logs_in(place: LogLocation) -> Iterator[FoundLog]:
                 return
             if kind is AMPDOCTOR:  # exports beside our own log are no other logs, and are written anew
                 place = replace(place, names=tuple(n for n in place.names if not will_be_written(place.folder / n)))
+
+
+def logs_in_folder(listing: Listing) -> tuple[list[FoundLog], Mapping[str, str]]:
+    """Returns the logs among a folder's files, and why others cannot be read, by name."""
+    place = LogLocation(listing.path, tuple(listing.files))
+    return [*_logs_in(place)], place.refused
 
 
 def _typed_by_its_folder(logs: Iterable[FoundLog]) -> list[FoundLog]:

@@ -13,10 +13,20 @@ from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from ampdoctor.checkpoints.event_files import BYTES, VARINT, framed_records, is_event_file, message_fields, scalars_in
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.json_files import read_json
-from ampdoctor.checkpoints.log_files import (
+from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.log_records import EndLine, LogRecord, RunLine, Stamp
+from ampdoctor.evidence.report import Skipped
+from ampdoctor.health.reading.event_files import (
+    BYTES,
+    VARINT,
+    framed_records,
+    is_event_file,
+    message_fields,
+    scalars_in,
+)
+from ampdoctor.health.reading.log_files import (
     BYTE_ORDER_MARK,
     SkippedLines,
     as_number,
@@ -29,9 +39,6 @@ from ampdoctor.checkpoints.log_files import (
     step_of,
     unread_in,
 )
-from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.log_records import EndLine, LogRecord, RunLine, Stamp
-from ampdoctor.evidence.report import Skipped
 from ampdoctor.health.reading.log_kind import (
     OF_A_NETWORK,
     Epochs,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import accumulate, pairwise
 
-from ampdoctor.checkpoints.log_files import SkippedLines, as_number
 from ampdoctor.evidence.report import Skipped
+from ampdoctor.health.reading.log_files import SkippedLines, as_number
 from ampdoctor.health.reading.log_kind import Epochs, ReadIssues, Row
 from ampdoctor.health.reading.printed_line import Printed, printed
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ampdoctor.checkpoints.log_files import field_of
+from ampdoctor.health.reading.log_files import field_of
 
 LONGEST = 16 * 1024  # longest line that is parsed, in bytes: a printed dictionary of some hundred numbers
 _MAY_SAY = re.compile(rb"loss|norm|epoch|\d\s*/\s*\d", re.IGNORECASE)  # a line without any of these is not parsed

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from ampdoctor.checkpoints import log_files
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.folder import open_checkpoint
-from ampdoctor.checkpoints.log_files import MAX_LINE, read_log
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.health.reading.log_files import MAX_LINE, read_log
 from ampdoctor.workflows.scan import scan
 
 

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from ampdoctor.checkpoints import log_files
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.folder import open_checkpoint
-from ampdoctor.checkpoints.log_files import is_run_log, log_entry_of, read_details, read_steps
 from ampdoctor.checkpoints.log_folders import opened
 from ampdoctor.checkpoints.tensor_statistics import summarize
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.log_records import DetailLine, LogRecord, RunLine, Stamp, StepLine, TensorDetail
 from ampdoctor.evidence.log_text import text_of
+from ampdoctor.health.reading.log_files import is_run_log, log_entry_of, read_details, read_steps
 from ampdoctor.workflows.profile import ranges_of_log
 from ampdoctor.workflows.scan import scan
 

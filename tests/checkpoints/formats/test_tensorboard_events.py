@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.checkpoints import event_files, log_folders
-from ampdoctor.checkpoints.event_files import masked_crc, read_events
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.log_folders import longest_log
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.health.reading.event_files import masked_crc, read_events
 from ampdoctor.workflows.scan import scan
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "logs" / "tensorboard"
