@@ -170,6 +170,9 @@ class EqualLosses:
 
 _NO_GROWTH = 8.0
 """No growth from one step to the next reaches this factor: torch's is 2 by default, and the largest in use is 4."""
+_REST = 10
+"""Steps taken in a row that end a first descent: far above a fitting scale nearly every step falls, but for a few by
+chance or hysteresis."""
 _MOST_LOSSES = 400  # losses that are kept of a run of skipped steps
 
 
@@ -179,13 +182,14 @@ class ScaleHistory:
 
     Attributes:
         highest: The highest at which a step was taken.
-        falls: Falls since it last grew, without those before the first taken step.
+        falls: Falls since it last grew, without those of a first descent, which a rest ends.
         fallen: log2 of the factor by which it fell since then.
         in_a_row: Skipped steps up to this one; `since` is the first of them, `until` the last.
         told: The log itself records each of these as skipped.
         losses: The losses of these steps, where the log does not record it.
         unmoved: Skipped steps in a row that left the scale as it was.
         settled: A step was taken with this scaler.
+        rested: So many in a row that its first descent is over.
         anew: How often it rose as no scaler does: right after a skipped step, or back to its first value.
         is_new: It did so at this step.
         lengths: Taken steps between the last falls, the newest last.
@@ -209,6 +213,7 @@ class ScaleHistory:
     unmoved: int = 0
     growths: int = 0
     settled: bool = False
+    rested: bool = False
     anew: int = 0
     is_new: bool = False
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=8))
@@ -258,7 +263,7 @@ class ScaleHistory:
             self.in_a_row, self.told = 0, True
             self.losses.clear()
             self.since_fall += 1
-            self.settled = True
+            self.settled, self.rested = True, self.rested or self.since_fall >= _REST
             if line.loss_scale is not None and self.highest < line.loss_scale < math.inf:
                 self.highest = line.loss_scale
             return
@@ -281,12 +286,13 @@ class ScaleHistory:
         if scale > before and line.step == self._step + 1 and (self.in_a_row or self._leaps(before, scale)):
             self.anew += 1
             self.is_new = True
-            self.falls, self.fallen, self.settled = 0, 0.0, False
+            self.falls, self.fallen, self.settled, self.rested, self.since_fall = 0, 0.0, False, False, 0
         elif not self.settled:
             return
         elif scale < before:
-            self.falls += 1
-            self.fallen += math.log2(before / scale)
+            if self.rested:
+                self.falls += 1
+                self.fallen += math.log2(before / scale)
             self.lengths.append(self.since_fall)
             self.since_fall = 0
         elif scale > before:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from ampdoctor.checkpoints.files import ByteSource
@@ -82,10 +81,23 @@ def is_event_file(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def scalars_in(files: Iterable[ByteSource], damaged: list[Skipped]) -> Iterator[Scalars]:
-    """Yields all events of files (the oldest first) in the order in which they lie there; adds to `damaged`."""
-    found = ((file, *record) for file in files for record in _records(file, damaged))
-    return _read((one for one in found if one[2] <= MAX_RECORD), damaged)
+def scalars_in(file: ByteSource, damaged: list[Skipped]) -> Iterator[Scalars]:
+    """Yields a file's events in the order in which they lie there, up to the first damaged record."""
+    for offset, length in _records(file, damaged):
+        if length > MAX_RECORD:
+            continue
+        data = file.read(offset, length + _TAIL)
+        if int.from_bytes(data[length:], "little") != masked_crc(data[:length]):
+            damaged.append(_damaged(file, offset - _HEAD))
+            return
+        try:
+            yield _event(data[:length])
+        except ValueError:  # intact, but not an event: another program's record
+            continue
+
+
+def _damaged(file: ByteSource, at: int) -> Skipped:
+    return Skipped(what=file.name, reason=f"not read past byte {at}: that record is damaged")
 
 
 # -- the frames --
@@ -99,28 +111,13 @@ def _records(file: ByteSource, damaged: list[Skipped]) -> Iterator[tuple[int, in
             start, block = at, file.read(at, min(_BLOCK, file.size - at))
         head = block[at - start : at - start + _HEAD]
         if int.from_bytes(head[8:], "little") != masked_crc(head[:8]):
-            damaged.append(Skipped(what=file.name, reason=f"not read past byte {at}: that record is damaged"))
+            damaged.append(_damaged(file, at))
             return
         length = int.from_bytes(head[:8], "little")
         if at + _HEAD + length + _TAIL > file.size:
             return
         yield at + _HEAD, length
         at += _HEAD + length + _TAIL
-
-
-def _read(records: Iterable[tuple[ByteSource, int, int]], damaged: list[Skipped]) -> Iterator[Scalars]:
-    """Yields the events of these records; of a file with a damaged record, those before it."""
-    for file, group in groupby(records, key=lambda record: record[0]):
-        for _, offset, length in group:
-            data = file.read(offset, length + _TAIL)
-            if int.from_bytes(data[length:], "little") != masked_crc(data[:length]):
-                reason = f"not read past byte {offset - _HEAD}: that record is damaged"
-                damaged.append(Skipped(what=file.name, reason=reason))
-                break
-            try:
-                yield _event(data[:length])
-            except ValueError:  # intact, but not an event: another program's record
-                continue
 
 
 def masked_crc(data: bytes) -> int:

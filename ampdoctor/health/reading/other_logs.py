@@ -374,11 +374,12 @@ def _claims_events(place: LogLocation) -> Sequence[Sequence[str]]:
 
 def _read_events(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:
     with ExitStack() as stack:
-        files = (stack.enter_context(RegularFile(folder / name, name)) for name in names)
+        files = [stack.enter_context(RegularFile(folder / name, name)) for name in names]
         skips = SkipCount()
+        events = merge(*(scalars_in(file, noticed.skipped) for file in files), key=lambda event: event.wall_time)
         rows = (
             Row(event.step, skips.of_a_step(fields), milliseconds(event.wall_time))
-            for event in scalars_in(files, noticed.skipped)
+            for event in events  # by time: a run may have several writers, and a restart comes later
             if (fields := known_fields(event.values))
         )
         yield from lines_of(rows, RunLine(name=folder.name), noticed.order)
