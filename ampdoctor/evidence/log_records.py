@@ -131,10 +131,8 @@ _ADDRESS = ("tensor", "role", "part", "call", "format")
 _COLUMNS = attrgetter(*_ADDRESS, *MEASURES)
 
 
-def table_of(line: DetailLine | DetailTable) -> DetailTable:
-    """Returns a line by columns, if it is not already."""
-    if isinstance(line, DetailTable):
-        return line
+def table_of(line: DetailLine) -> DetailTable:
+    """Returns a line by columns."""
     columns: list[Any] = list(zip(*map(_COLUMNS, line.tensors), strict=True)) or [()] * len((*_ADDRESS, *MEASURES))
     tensors, roles, parts, calls, formats, *measures = columns
     return DetailTable(
@@ -424,7 +422,7 @@ class LogRecord:
     """A whole line: the values that every line has, and its own; `health` reads details as a table."""
 
     stamp: Stamp
-    line: Line | DetailTable
+    line: Line
 
 
 # -- the JSON Schema of a line, made from the classes and shipped beside this file --

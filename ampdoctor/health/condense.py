@@ -16,7 +16,6 @@ from ampdoctor.evidence.log_records import (
     ActionLine,
     CheckpointLine,
     DetailLine,
-    DetailTable,
     EndLine,
     LogRecord,
     LookLine,
@@ -112,7 +111,7 @@ class RunSummarizer:
             if columns is None:
                 columns = self._steps[line.optimizer] = Columns()
             columns.add(whole, line, group)
-        elif isinstance(line, DetailLine | DetailTable):
+        elif isinstance(line, DetailLine):
             self._group(whole, line.step)
             self._maps.setdefault(line.optimizer, Maps()).add(line, self.header.tensors)
         elif isinstance(line, RunLine):

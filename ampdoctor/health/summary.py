@@ -27,7 +27,6 @@ from ampdoctor.evidence.json_records import Count, Positive, from_plain, to_plai
 from ampdoctor.evidence.log_records import (
     AlertLine,
     DetailLine,
-    DetailTable,
     EndLine,
     LogRecord,
     LookLine,
@@ -40,7 +39,7 @@ from ampdoctor.evidence.report_health import HealthRun
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.condense import RunSummarizer
 from ampdoctor.health.reading.log_kind import ReadIssues
-from ampdoctor.health.reading.opening import FoundLog, lines_ahead
+from ampdoctor.health.reading.opening import FoundLog
 from ampdoctor.package import version
 
 OnProgress: TypeAlias = Callable[[int], None]  # called with the number of lines read
@@ -73,7 +72,7 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
     noticed = ReadIssues()
     reader = _Reader(thresholds)
     with _no_search_for_cycles():
-        for number, whole in enumerate(lines_ahead(found, noticed)):
+        for number, whole in enumerate(found.lines(noticed)):
             reader.hear(whole)
             if told is not None and number % _EVERY == 0:
                 told(number)
@@ -172,7 +171,7 @@ class _Reader:
             self._judge.knows(line)
             for finding in line.findings:
                 self._add(whole, _at(finding, line.step))
-        elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine | DetailTable | EndLine):
+        elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine | EndLine):
             for finding in found:
                 self._add(whole, finding)
 

@@ -16,7 +16,6 @@ from ampdoctor.diagnosis.health.step_state import EPISODE, StepState
 from ampdoctor.diagnosis.health.tensor_state import TensorCourses, TensorState
 from ampdoctor.evidence.log_records import (
     DetailLine,
-    DetailTable,
     EndLine,
     Line,
     LogRecord,
@@ -94,11 +93,11 @@ class Judge:
         self._heard: Counter[tuple[int, bool]] = Counter()  # lines, by optimizer, and whether they are of tensors
         self._looked_at: int | None = None
 
-    def hear(self, line: Line | DetailTable) -> tuple[Finding, ...]:
+    def hear(self, line: Line) -> tuple[Finding, ...]:
         """Takes a line and returns the new findings, worst first; none for most lines."""
         if isinstance(line, StepLine):
             return self._hear_step(line)
-        if isinstance(line, DetailLine | DetailTable):
+        if isinstance(line, DetailLine):
             return self._hear_detail(line)
         if isinstance(line, RunLine):
             self._names, self._optimizers, self._groups = line.tensors, line.optimizers, line.groups
@@ -179,7 +178,7 @@ class Judge:
             for moment in self._steps.values():
                 moment.departs(what, line.step)
 
-    def _hear_detail(self, line: DetailLine | DetailTable) -> tuple[Finding, ...]:
+    def _hear_detail(self, line: DetailLine) -> tuple[Finding, ...]:
         if line.reason != "sampled":  # the extra looks after a finding are not evenly spaced
             return ()
         courses = self._tensors.setdefault(line.optimizer, TensorCourses())
