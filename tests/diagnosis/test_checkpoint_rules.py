@@ -117,7 +117,6 @@ def test_healthy_tensors_are_left_alone(healthy):
         ("AMP404", "warning", scaler(growth_tracker=-5)),
         ("AMP408", "warning", scaler(1.0, min_scale=1.0)),
         ("AMP408", "note", scaler(1.0, min_scale=1.0, growth_tracker=40)),
-        ("AMP409", "note", scaler(2.0**40)),
     ],
 )
 def test_each_scaler_rule_catches_its_sick_case(code, severity, sick):
@@ -242,7 +241,7 @@ def test_every_rule_has_a_sick_case_here():
     worst = {code: rules()[code].worst for code, severity, _ in SICK if severity == "error"}
     assert set(worst.values()) == {"error"}
     elsewhere = {"AMP109", "AMP110", "AMP111", "AMP112", "AMP410"}  # test_state_rules.py
-    scalers = {"AMP401", "AMP402", "AMP403", "AMP404", "AMP408", "AMP409"}  # test_run_scaler_rules.py
+    scalers = {"AMP401", "AMP402", "AMP403", "AMP404", "AMP408"}  # test_run_scaler_rules.py
     own = {code for code in scanned if (FOLDER / f"test_{rules()[code].name.replace('-', '_')}.py").exists()}
     assert {code for code, _, _ in SICK} | scalers | elsewhere | own == scanned
 

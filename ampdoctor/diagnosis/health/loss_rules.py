@@ -269,58 +269,6 @@ def _descent_lost(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     return (finding,)
 
 
-LOSS_FALLS = rule("AMP732", WATCHED)
-LOSS_FALLS_DEVIATIONS = LOSS_FALLS["deviations"]
-
-
-@LOSS_FALLS.judges(StepState)
-def _loss_falls(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
-    loss = moment.loss
-    if (
-        not moment.judged
-        or moment.accepted % HOP
-        or loss.count < LENGTH
-        or loss.shift > -thresholds[LOSS_FALLS_DEVIATIONS]
-    ):
-        return ()
-    finding = LOSS_FALLS.finding(
-        "note",
-        f"The training loss has fallen at once, from {loss.usual:.4g} to {loss.recent:.4g} over {RECENT} steps "
-        f"({-loss.shift:.1f} robust deviations): good news, or batches that repeat.",
-        where=Where(step=moment.line.step, phase="data"),
-        evidence={"first": "data", "usual": loss.usual, "recent": loss.recent, "deviations": -loss.shift},
-    )
-    return (finding,)
-
-
-PLATEAU = rule("AMP731", WATCHED)
-PLATEAU_STEPS = PLATEAU["steps"]
-
-
-@PLATEAU.judges(StepState)
-def _plateau(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
-    stretch = moment.plateau
-    if not stretch.steps or stretch.told or stretch.steps < thresholds[PLATEAU_STEPS] or math.isnan(stretch.best):
-        return ()
-    stretch.told = True
-    falling = stretch.norm_now < 0.5 * stretch.norm_then
-    finding = PLATEAU.finding(
-        "note",
-        f"The loss has not fallen below {stretch.best:.4g} for {stretch.steps} steps; the gradient norm "
-        f"{'has fallen' if falling else 'has not'}, from {stretch.norm_then:.3g} to {stretch.norm_now:.3g}: "
-        f"{'it has converged, or saturated' if falling else 'it still pushes, and gets nowhere'}.",
-        where=Where(step=moment.line.step, phase="loss"),
-        evidence={
-            "first": "gradient" if falling else "optimizer",
-            "best": stretch.best,
-            "steps": stretch.steps,
-            "norm_before": stretch.norm_then,
-            "norm": stretch.norm_now,
-        },
-    )
-    return (finding,)
-
-
 # -- how a log ends --
 
 

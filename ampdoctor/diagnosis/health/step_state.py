@@ -332,38 +332,6 @@ class Spike:
     above: int = 0  # steps since the spike above the limit, in a row
 
 
-_STRETCH = 200  # losses in a mean that is compared with the best mean before
-_GAIN = 1e-3  # relative decrease from which a mean counts as lower: the means of 200 noisy losses differ by as much
-
-
-@dataclass(slots=True)
-class Plateau:
-    """How long the loss has not fallen."""
-
-    best: float = math.nan  # lowest mean of `_STRETCH` losses
-    steps: int = 0  # steps since then
-    norm_then: float = math.nan  # mean gradient norm at that time
-    norm_now: float = math.nan  # mean gradient norm of the last stretch
-    told: bool = False  # it was reported
-    _loss: float = 0.0
-    _norm: float = 0.0
-    _count: int = 0
-
-    def add(self, loss: float, norm: float) -> None:
-        """Adds an accepted step."""
-        self._loss += loss
-        self._norm += norm
-        self._count += 1
-        if self._count < _STRETCH:
-            return
-        loss, norm = self._loss / _STRETCH, self._norm / _STRETCH
-        self._loss = self._norm = 0.0
-        self._count = 0
-        self.norm_now, self.steps = norm, self.steps + _STRETCH
-        if not loss >= self.best - _GAIN * abs(self.best):
-            self.best, self.steps, self.norm_then, self.told = loss, 0, norm, False
-
-
 @dataclass(slots=True)
 class Setting:
     """A setting of an optimizer, one value per parameter group."""
@@ -440,7 +408,6 @@ class StepState:
     norm_above: float = 0.0
     rates: Setting = field(default_factory=Setting)
     decays: Setting = field(default_factory=Setting)
-    plateau: Plateau = field(default_factory=Plateau)
     descent: LossDescent = field(default_factory=LossDescent)
     spike: Spike | None = None
     departed: dict[str, int] = field(default_factory=dict)
@@ -572,8 +539,6 @@ class StepState:
             self.loss.add(self._loss, self.loss_above)
             if self.loss.count % HOP == 0:
                 self.descent.follow(self.loss)
-            if self._norm is not None:
-                self.plateau.add(self._loss, self._norm)
         if self._norm is not None:
             self.norm.add(self._norm, self.norm_above)
             if self.norm.count % LENGTH == 0:  # rare: it sorts a window that most hops do not need

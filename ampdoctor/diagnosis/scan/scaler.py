@@ -11,7 +11,7 @@ from typing import Any
 
 from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
 from ampdoctor.diagnosis.health.loss_rules import CUT, GRADIENTS_VANISHED
-from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, FP16_MAX
+from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, LogTail, ScalerState
 from ampdoctor.evidence.location import NonFinite, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
@@ -290,32 +290,6 @@ def _at_floor_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Fi
         message,
         where=place_of(summary, scaler),
         evidence={**scaler_numbers(scaler), "min_scale": floor},
-    )
-
-
-SCALE_WITHOUT_BOUND = rule("AMP409", SCANNED)
-HIGHEST_SETTLED = SCALE_WITHOUT_BOUND["scale"]
-
-
-@SCALE_WITHOUT_BOUND.judges(CheckpointSummary)
-def _scale_without_bound(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    for scaler in living(summary):
-        yield from _without_bound_of(summary, scaler, thresholds[HIGHEST_SETTLED])
-
-
-def _without_bound_of(summary: CheckpointSummary, scaler: ScalerState, highest: float) -> Iterator[Finding]:
-    if scaler.scale < highest or is_static(scaler):
-        return
-    largest = FP16_MAX / scaler.scale
-    message = (
-        f"The loss scale is {scale_text(scaler.scale)} and no step overflows: either every gradient in fp16 is "
-        f"below {largest:.2g}, or none is computed in fp16, and the scaler has nothing to do."
-    )
-    yield SCALE_WITHOUT_BOUND.finding(
-        "note",
-        message,
-        where=place_of(summary, scaler),
-        evidence={**scaler_numbers(scaler), "largest_gradient": largest},
     )
 
 
