@@ -233,7 +233,7 @@ def _read_entry(item: Any, index: int, file: str) -> Entry:
 def _renamed(entry: Entry) -> Entry:
     """Return an entry of a code of an earlier version as it would be written today."""
     op = None if entry.op == "scaler_state" else entry.op  # a log's scale is no state of a checkpoint
-    code, where = today(entry.code), Where(module=entry.module, op=op, tensor=entry.tensor)
+    code, where = today(entry.code), Where(phase="loss", module=entry.module, op=op, tensor=entry.tensor)
     return replace(entry, code=code, op=op, fingerprint=fingerprint_at(code, where))
 
 

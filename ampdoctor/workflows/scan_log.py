@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ampdoctor.checkpoints.files import Listing, list_folder
 from ampdoctor.checkpoints.folder import TRAINER_STATE
@@ -81,11 +82,14 @@ def log_beside(
     """
     longest: LogBeside | None = None
     skipped: list[Skipped] = []
-    for listing, prefix in {listing.path: (listing, prefix) for listing, prefix in reversed([*folders])}.values():
+    searched: set[Path] = set()
+    for listing, prefix in folders:
+        if listing.path in searched:
+            continue
+        searched.add(listing.path)
         found = [(one, prefix) for one in _logs_in(listing, prefix, skipped)]
-        runs = [name for name in listing.names if name == RUNS and name in listing.folders]
-        for name in runs:
-            found += _logs_of_runs(listing, f"{prefix}{name}/", skipped)
+        if RUNS in listing.folders:
+            found += _logs_of_runs(listing.path / RUNS, f"{prefix}{RUNS}/", skipped)
         own = [one for one in found if one[0].kind is TRANSFORMERS]
         for logs in (own, [one for one in found if one not in own]):
             read = [judged for one, of in logs if (judged := _judged(one, of, thresholds, skipped)) is not None]
@@ -101,13 +105,11 @@ def _logs_in(listing: Listing, prefix: str, skipped: list[Skipped]) -> list[Foun
     return found
 
 
-def _logs_of_runs(listing: Listing, prefix: str, skipped: list[Skipped]) -> Iterator[tuple[FoundLog, str]]:
+def _logs_of_runs(folder: Path, prefix: str, skipped: list[Skipped]) -> Iterator[tuple[FoundLog, str]]:
     try:
-        runs = list_folder(listing.path / RUNS)
-        for name in sorted(runs.folders)[-MAX_RUNS:]:
-            inner = f"{prefix}{name}/"
-            for one in _logs_in(list_folder(runs.path / name), inner, skipped):
-                yield one, inner
+        for name in sorted(list_folder(folder).folders)[-MAX_RUNS:]:
+            for one in _logs_in(list_folder(folder / name), f"{prefix}{name}/", skipped):
+                yield one, f"{prefix}{name}/"
     except CheckpointError as error:
         skipped.append(_unread(prefix, str(error)))
 

@@ -36,8 +36,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
             "loss train_loss training_loss train_loss_step loss_step lm_loss train_loss_epoch total_loss "
             "reduced_train_loss step_loss"
         ),
-        "grad_norm": "grad_norm gradient_norm gnorm grad_norm_total grad_2.0_norm_total total_norm",
-        "scale": "loss_scale grad_scale scaler_scale amp_scale scale",
+        "gradient_norm": "grad_norm gradient_norm gnorm grad_norm_total grad_2.0_norm_total total_norm",
+        "loss_scale": "loss_scale grad_scale scaler_scale amp_scale scale",
         "learning_rate": "learning_rate lr",
         "seconds": (
             "step_seconds step_duration_seconds step_time seconds_per_step iteration_time iter_time time_per_step"
@@ -49,7 +49,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "skips": "skipped_steps_total/overflow",
     }.items()
 }
-"""Fields and the names of their columns, the most specific first; `_plain` normalises a column's name."""
+"""Fields as in `StepLine`, and the names of their columns, the most specific first, as `_plain` normalises them."""
 _OF_A_STEP, _OF_AN_EPOCH = "train_loss_step", "train_loss_epoch"
 """What Lightning calls a loss that is logged with `on_step` and `on_epoch`, in columns side by side."""
 _RATE_OF_ONE = ("lr_", "lr/")
@@ -204,7 +204,7 @@ def step_of(fields: Mapping[str, float]) -> int | None:
 
 
 def known_fields(row: Mapping[str, Any]) -> _Fields:
-    """Returns the numbers of a row that have a meaning here, by the fields of `_NAMES`."""
+    """Returns the numbers of a row that have a meaning here, by field."""
     columns: dict[str, float] = {}
     for key, value in row.items():
         found = as_number(value)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ampdoctor.checkpoints.files import RegularFile
-from ampdoctor.checkpoints.json_files import read_json
+from ampdoctor.checkpoints.json_files import BYTE_ORDER_MARK, read_json
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, LogRecord, RunLine, Stamp
 from ampdoctor.evidence.report import Skipped
@@ -27,7 +27,6 @@ from ampdoctor.health.reading.event_files import (
     scalars_in,
 )
 from ampdoctor.health.reading.log_files import (
-    BYTE_ORDER_MARK,
     SkippedLines,
     as_number,
     csv_rows,
@@ -82,7 +81,7 @@ def metrics_of(header: Sequence[str], name: str) -> Mapping[str, str]:
 
 
 _LIGHTNING = "metrics.csv"
-_SOMETHING = frozenset({"loss", "grad_norm", "scale"})
+_SOMETHING = frozenset({"loss", "gradient_norm", "loss_scale"})
 _NETWORKS = {"g": "g", "gen": "g", "generator": "g", "d": "d", "disc": "d", "discriminator": "d", "critic": "d"}
 """Names of the networks of an adversarial training, and which of the two each one is."""
 _BESIDE = frozenset({"loss", "losses", "train", "training", "total", "a", "b"})
