@@ -354,12 +354,8 @@ def _none(place: LogLocation, refused: Mapping[str, str], budget: Budget) -> str
 
 def has_log(path: Path) -> bool:
     """Whether a file or folder itself is or holds a log that can be read."""
-    return _has_log(path, Budget())
-
-
-def _has_log(path: Path, budget: Budget) -> bool:
     try:
-        return next(_logs_in(_place(path, budget)), None) is not None
+        return next(_logs_in(_place(path, Budget())), None) is not None
     except CheckpointError:
         return False
 
