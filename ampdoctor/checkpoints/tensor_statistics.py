@@ -17,7 +17,6 @@ from ampdoctor.checkpoints.stored_tensor import BLOCK_ELEMENTS, Block, HoledBloc
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint_stats import (
     ROLES,
-    RUN_LOG,
     CastLoss,
     CheckpointSummary,
     IndexSummary,
@@ -333,9 +332,9 @@ def summarize(
         finish(index)
     optimizers, indices = optimizer_facts(checkpoint, tensors), index_facts(checkpoint)
     checkpoint.require_unchanged()
-    lost = checkpoint.lost or any(e.loss is not None and not math.isfinite(e.loss) for e in checkpoint.log)
+    lost = checkpoint.lost or (checkpoint.loss is not None and not math.isfinite(checkpoint.loss))
     examined = any(tensor.examined for tensor in tensors) or checkpoint.scalers or lost
-    if not examined and not (checkpoint.format == RUN_LOG and checkpoint.log):
+    if not examined:
         raise CheckpointError(
             f"{checkpoint.path} holds no floating-point tensor and no loss scaler: nothing to examine."
         )
@@ -345,7 +344,7 @@ def summarize(
         roles=tuple(_role(role, tensors, merged[role]) for role in ROLES if role in merged),
         scalers=checkpoint.scalers,
         global_step=checkpoint.global_step,
-        log=checkpoint.log,
+        loss=checkpoint.loss,
         optimizers=optimizers,
         indices=indices,
         foreign=checkpoint.foreign,

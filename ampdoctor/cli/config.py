@@ -19,7 +19,15 @@ from typer.models import OptionInfo
 from ampdoctor.cli.options import ONE_RUN
 from ampdoctor.cli.output import repository_root
 from ampdoctor.cli.process import NAMES_OF_STDOUT, note, read_text
-from ampdoctor.diagnosis.catalogue import EXPIRED_IGNORE, UNUSED_IGNORE, check_threshold, find_rule, rules
+from ampdoctor.diagnosis.catalogue import (
+    EXPIRED_IGNORE,
+    UNUSED_IGNORE,
+    check_threshold,
+    find_rule,
+    former,
+    is_gone,
+    rules,
+)
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Source
 from ampdoctor.gates.findings import Ignore, RuleSettings, SeverityOrIgnore
@@ -479,9 +487,13 @@ def read_rules(file: ConfigFile, table: Any) -> Mapping[str, RuleSettings]:
     if not isinstance(table, dict):
         raise wrong_value(file.place(RULES_KEY), "a table", table)
     rules: dict[str, RuleSettings] = {}
-    for name, settings in table.items():
-        place = file.place(f"{RULES_KEY}.{name}")
+    for name in sorted(table, key=lambda name: former(name) is not None):  # earlier versions' codes come last
+        place, settings = file.place(f"{RULES_KEY}.{name}"), table[name]
+        if is_gone(name):
+            continue
         code = _rule_code(place, name)
+        if code in rules and former(name) is not None:  # several have become one
+            continue
         if code in rules:
             raise UsageError(f"{place}: {code} is there twice, by its code and by its name")
         if not isinstance(settings, dict):
@@ -502,6 +514,7 @@ def read_ignores(file: ConfigFile, tables: Any) -> tuple[Ignore, ...]:
     return tuple(
         _ignore(file.place(f"{IGNORE_KEY}[{index}]"), table, Source(file.name, lines[index]))
         for index, table in enumerate(tables)
+        if not (isinstance(table, dict) and isinstance(table.get("rule"), str) and is_gone(table["rule"]))
     )
 
 

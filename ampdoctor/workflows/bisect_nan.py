@@ -588,7 +588,7 @@ class _Search:
     def report(self) -> Report:
         found = self._found()
         harmed = any(finding.severity == "error" for finding in found)
-        found += not_said_yet(history_findings(self.replay, self.thresholds), found)
+        found += not_said_yet(history_findings(self.replay), found)
         errors = (*self.errors, *self.judge.errors)
         known = failed_run(self.replay)
         verdict = verdict_of(

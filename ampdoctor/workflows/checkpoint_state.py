@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.checkpoints.optimizer_state import SECOND_MOMENTS
+from ampdoctor.diagnosis.health.run_rules import NO_STEP_TAKEN, NO_SUCH_SCALE, SCALE_RATCHETS
 from ampdoctor.diagnosis.replay.loaded_state import counter_finding, flushed_finding
 from ampdoctor.diagnosis.replay.scaler_state import overwritten_finding, run_scaler_findings
-from ampdoctor.diagnosis.scan.log_scale import scale_spiral, skip_rate
 from ampdoctor.diagnosis.scan.optimizer import STEP_LIMITS, explained
-from ampdoctor.diagnosis.scan.scaler import collapse_severity, standing_scale, typical_gradient
+from ampdoctor.diagnosis.scan.scaler import collapse_severity, typical_gradient
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.checkpoint_stats import CheckpointSummary
 from ampdoctor.evidence.run_facts import FlushedMoment, HalfCounter
 from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.workflows.changes import no_change
@@ -224,9 +223,9 @@ def _counts(owned: _Owned, before: torch.Tensor) -> float | None:  # noqa: ARG00
 # -- loss scaling before the first replayed step: the scaler's settings, and its past in the log --
 
 
-def history_findings(replay: OpenReplay, thresholds: Thresholds) -> list[Finding]:
+def history_findings(replay: OpenReplay) -> list[Finding]:
     """Returns the findings of `scaler_findings` and `log_findings`."""
-    return [*scaler_findings(replay), *log_findings(replay, thresholds)]
+    return [*scaler_findings(replay), *log_findings(replay)]
 
 
 def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
@@ -239,15 +238,13 @@ def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
         yield lost
 
 
-def log_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding]:
-    """Yields findings on the loss scale in the checkpoint's log (AMP706, AMP403, AMP707), at most as warnings."""
-    resumed = replay.resumed
-    if resumed is None or not replay.log:
-        return
-    scalers = (resumed.file_scaler,) if resumed.file_scaler is not None else ()
-    summary = CheckpointSummary(format="", tensors=(), scalers=scalers, global_step=resumed.global_step, log=replay.log)
-    for find in (scale_spiral, standing_scale, skip_rate):
-        for finding in find(summary, thresholds):
+_OF_SCALE = frozenset({SCALE_RATCHETS.code, NO_STEP_TAKEN.code, NO_SUCH_SCALE.code})
+
+
+def log_findings(replay: OpenReplay) -> Iterator[Finding]:
+    """Yields findings on the loss scale in the checkpoint's log, at most as warnings."""
+    for finding in () if replay.log is None else replay.log.findings():
+        if finding.code in _OF_SCALE:
             yield replace(finding, severity="warning") if finding.severity == "error" else finding
 
 
@@ -257,7 +254,7 @@ def saved_collapse(replay: OpenReplay, session: Session, thresholds: Thresholds)
     if resumed is None or resumed.scalers is None or resumed.collapsed_from is None:
         return None
     weights = sum(parameter.numel() for parameter in session.model.parameters())  # frozen ones too, as in a scan
-    element = typical_gradient(replay.log, weights)
+    element = typical_gradient(None if replay.log is None else replay.log.looked.tail, weights)
     return collapse_severity(resumed.scalers.now, element, resumed.global_step, thresholds)
 
 

@@ -59,10 +59,11 @@ from ampdoctor.replay.tensor_store import lies_in_memory
 from ampdoctor.replay.training_run import takes_start
 from ampdoctor.replay.user_code import out_of_memory
 from ampdoctor.replay.user_files import CHANGES, changes_note, told_of_changes
+from ampdoctor.workflows.scan_log import LogBeside, log_beside
 
 if TYPE_CHECKING:
     from ampdoctor.checkpoints.resume_state import ResumeState
-    from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
+    from ampdoctor.evidence.checkpoint_stats import ScalerState
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.workflows.requests import Policy, ReplayRequest
 
@@ -140,7 +141,8 @@ class OpenReplay:
     factory: Target
     policy: Policy = "cuda"  # autocast policy of a CPU replay
     resumed: ResumeReport | None = None  # the result of loading the checkpoint
-    log: tuple[LogEntry, ...] = ()  # beside the checkpoint
+    log: LogBeside | None = None  # beside the checkpoint
+    saved_loss: float | None = None  # with the checkpoint
     notes: list[str] = field(default_factory=list)  # what differs from the failed run, or is invisible
     other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a module or tensor with several
     half_made: HalfMade = field(default_factory=HalfMade)  # where the run's code makes parameters in float16
@@ -202,7 +204,8 @@ class OpenReplay:
         request = self.request
         if request.checkpoint is not None:
             state = load_state(request.checkpoint)
-            self.log = state.log
+            if self.resumed is None:
+                self.saved_loss, (self.log, _) = state.loss, log_beside(state.folders, request.thresholds)
             self.resumed = resume(
                 run,
                 session.optimizers,

@@ -6,27 +6,28 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from ampdoctor.checkpoints.files import RegularFile, list_folder
+from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.json_files import parse_json
-from ampdoctor.checkpoints.log_files import read_details, read_steps
-from ampdoctor.checkpoints.log_folders import opened, run_logs
 from ampdoctor.checkpoints.safetensors_file import looks_like_safetensors, read_safetensors
 from ampdoctor.diagnosis.replay.gradients import underflow_expected
 from ampdoctor.diagnosis.replay.outcome import nonfinite_in_fp32
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
-from ampdoctor.evidence.log_records import DetailLine, StepLine
+from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine
 from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
 from ampdoctor.evidence.run_facts import GRADIENTS, PROFILE_MARK, SiteKind
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.health.condense import Attempts
+from ampdoctor.health.reading.log_files import thinned
+from ampdoctor.health.reading.log_kind import ReadIssues
+from ampdoctor.health.reading.opening import AMPDOCTOR, FoundLog, find_log
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.from_log import profile_from_log
 from ampdoctor.ranges.profile import FP8, SURE_BELOW, RangeProfile, Shadow, figures, fitted_figures, merge
@@ -202,33 +203,50 @@ NOTE_ON_LOGS = (
 """For a report that rests on a log."""
 
 
+MAX_STEPS = 100_000
+"""Steps of a log that are kept; more are thinned evenly."""
+MAX_DETAILS = 20_000
+"""The same for details: with 64 tensors each, 300 details of 4,000 tensors."""
+_Line = TypeVar("_Line", StepLine, DetailLine)
+
+
 def ranges_of_log(path: str) -> RangeProfile:
     """Returns the ranges in a run's log, its folder or one of its files; raises UsageError where there are none."""
     try:
-        with _files(Path(path)) as files:
-            details, steps = read_details(files), read_steps(files)
+        found = find_log(path)
+        if found.kind is not AMPDOCTOR:
+            raise UsageError(
+                f"{path} holds no log of a run: `ampdoctor recommend` takes a factory, a profile or such a log"
+            )
+        details, steps = _lines(found, DetailLine, MAX_DETAILS), _lines(found, StepLine, MAX_STEPS)
     except CheckpointError as error:
         raise UsageError(f"the log cannot be read: {error}") from None
-    found = [(entry.run, entry.line) for entry in details.standing if isinstance(entry.line, DetailLine)]
     try:
-        return profile_from_log(found, [entry.line for entry in steps.standing if isinstance(entry.line, StepLine)])
+        return profile_from_log(details, [line for _, line in steps])
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
 
 
-@contextmanager
-def _files(path: Path) -> Iterator[list[RegularFile]]:
-    if not path.is_dir():
-        with opened(path.parent, [path.name]) as files:
-            yield files
-        return
-    logs = run_logs(path, list_folder(path).names)
-    if not logs:
-        raise UsageError(
-            f"{path} holds no log of a run: `ampdoctor recommend` takes a factory, a profile or such a log"
-        )
-    with opened(path, logs[0]) as files:
-        yield files
+def _lines(found: FoundLog, kind: type[_Line], most: int) -> list[tuple[RunLine, _Line]]:
+    """Returns lines of the first rank that no rollback or restart has undone, each with the header before it."""
+    groups = Attempts()
+
+    def lines() -> Iterator[tuple[int, RunLine, _Line]]:
+        run, rank = RunLine(name=""), None
+        for whole in found.lines(ReadIssues()):
+            stamp, line = whole.stamp, whole.line
+            rank = stamp.rank if rank is None else rank
+            if stamp.rank != rank:
+                continue
+            if isinstance(line, RunLine):
+                run = line
+            elif isinstance(line, StepLine | DetailLine):
+                groups.begins(groups.of(stamp), line.step)
+                if isinstance(line, kind):
+                    yield groups.of(stamp), run, line
+
+    kept = thinned(lines(), most)
+    return [(run, line) for group, run, line in kept if line.step < groups.undone_from(group)]
 
 
 # -- a profile as one file: safetensors for the arrays, JSON in its header for the rest, and a checksum over both --

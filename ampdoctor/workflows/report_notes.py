@@ -180,7 +180,9 @@ def failed_run(replay: OpenReplay) -> KnownFailure | None:
     """Returns the failure that the user, the checkpoint or its log reports, or None."""
     request, resumed = replay.request, replay.resumed
     scaler = resumed.file_scaler if resumed is not None else None
-    return known_failure(replay.log, scaler, said=request.expect_failure, thresholds=request.thresholds)
+    of_log = () if replay.log is None else replay.log.findings()
+    loss = replay.saved_loss if replay.log is None else None
+    return known_failure(of_log, loss, scaler, said=request.expect_failure)
 
 
 def replayed_here(replay: OpenReplay, session: Session, steps: int) -> Here:

@@ -93,6 +93,17 @@ def test_the_report_names_the_configuration_that_had_a_say(text, named, folder, 
     assert ("\nsettings from ampdoctor.toml\n" in capsys.readouterr().out) == named
 
 
+def test_codes_of_earlier_versions_are_understood(folder, asked, capsys):
+    gone = "[rules.AMP732]\nseverity = 'ignore'\n[[ignore]]\nrule = 'plateau'\nreason = 'why'\n"
+    (folder / "ampdoctor.toml").write_text(f"[rules.AMP701]\nseverity = 'note'\n[rules.AMP703]\n{gone}")
+    assert main(["scan", "x", "-q"]) == 0
+    for former, code in (("AMP704", "AMP720"), ("scale-spiral", "AMP723")):
+        assert main(["rule", former]) == 0
+        assert code in capsys.readouterr().out
+    assert main(["rule", "AMP731"]) == 2
+    assert "AMP731 is a code of an earlier version; nothing is found under it any more" in capsys.readouterr().err
+
+
 def test_a_commands_own_table_holds_before_what_all_share(folder, capsys):
     (folder / "pyproject.toml").write_text(
         "[tool.ampdoctor]\nverbose = 1\n[tool.ampdoctor.scan]\nverbose = 2\n[tool.ampdoctor.bisect-nan]\nverbose = 0\n"

@@ -282,7 +282,7 @@ def test_from_the_command_line_and_from_a_saved_profile(tmp_path, run_here, chec
 
 @pytest.mark.parametrize("horizon", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_run_that_converges_is_left_alone(horizon, check_report):
-    report = for_run("converging", options={"thresholds": thresholds_from({"AMP707": {"horizon": horizon}})})
+    report = for_run("converging", options={"thresholds": thresholds_from({"AMP723": {"horizon": horizon}})})
     assert report.verdict == "healthy"
     assert report.findings == ()
     assert report.scaler.change is False
@@ -318,7 +318,7 @@ def test_the_hardware_decides_over_the_precision():
 
 @pytest.mark.xdist_group("healthy_initial_scale_skips")
 def test_fewer_steps_left_make_the_skips_at_the_start_matter():
-    few = for_case("healthy_initial_scale_skips", thresholds=thresholds_from({"AMP707": {"horizon": 100}}))
+    few = for_case("healthy_initial_scale_skips", thresholds=thresholds_from({"AMP723": {"horizon": 100}}))
     many = for_case("healthy_initial_scale_skips")
     assert few.scaler.change
     assert few.scaler.observed.skip_rate == 0.0
