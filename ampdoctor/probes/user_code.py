@@ -106,14 +106,6 @@ def own_line() -> tuple[str, int] | None:
     return user_line()
 
 
-def called_by_user() -> bool:
-    """Whether the calling function was called by a user's or a package's line, not by torch or ampdoctor."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _is_standard(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame is not None and _is_user(frame.f_code.co_filename)
-
-
 def hook_line() -> tuple[str, int] | None:
     """The user's line in a hook that a backward runs; None for the engine's own ops, and for a forward run again."""
     frame, line = sys._getframe(1), None

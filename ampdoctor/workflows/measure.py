@@ -18,7 +18,7 @@ import torch
 from ampdoctor.errors import AmpdoctorError, ReplayError
 from ampdoctor.evidence.run_facts import GRADIENTS, Place
 from ampdoctor.numerics import Histogram
-from ampdoctor.probes.formats_seen import HalfProbe, ModuleFactsProbe
+from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import RangeProbe, ReferenceGradients, UpdateProbe, Zeroed, ZeroedProbe
 from ampdoctor.ranges.profile import RangeProfile, RunFacts, Shadow
@@ -82,7 +82,7 @@ def measure(
     wanted = steps or DEFAULT_STEPS
     if not session.has_step(0):
         raise ReplayError("the run has no batch: nothing can be measured")
-    half, facts, first, notes = _half_step(session, start)
+    half, first, notes = _half_step(session, start)
     plan = half.plan if half is not None else None
     probe, updates = RangeProbe(plan), UpdateProbe(spread(wanted))
     shadowed = plan is not None and session.precision.compute != "bf16"
@@ -110,7 +110,7 @@ def measure(
     ranges = probe.profile(
         run,
         nonfinite_steps=tuple(steps_taken.nonfinite),
-        modules=facts.facts() if facts is not None else (),
+        modules=half.facts() if half is not None else (),
         updates=updates.facts(),
     )
     if not ranges.gradients:
@@ -206,25 +206,23 @@ def hand_scale(factors: Sequence[float | None]) -> float:
     return 2.0**exponent if abs(known[0] / 2.0**exponent - 1.0) <= SAME_FACTOR else known[0]
 
 
-def _half_step(
-    session: Session, start: Snapshot
-) -> tuple[HalfProbe | None, ModuleFactsProbe | None, Seen | None, list[str]]:
+def _half_step(session: Session, start: Snapshot) -> tuple[FormatsProbe | None, Seen | None, list[str]]:
     """Run one fp16 step (bf16 for a bf16 run: the same cast lists hold), only to see dtypes, ops and logits."""
-    probe, facts, sentinel, first = HalfProbe(), ModuleFactsProbe(), NonFiniteProbe(), None
+    probe, sentinel, first = FormatsProbe(), NonFiniteProbe(), None
     compute = session.precision.compute
     try:
         if compute in ("fp16", "bf16"):
-            with session.watched(sentinel, probe, facts):
+            with session.watched(sentinel, probe):
                 session.step(0)
             first = Seen.of(session, sentinel)
         else:
-            with session.computing_in("fp16"), session.watched(probe, facts):
+            with session.computing_in("fp16"), session.watched(probe):
                 session.step(0)
     except AmpdoctorError as error:
-        return None, None, None, [f"no half-precision step could be run ({error}): every tensor is counted as half"]
+        return None, None, [f"no half-precision step could be run ({error}): every tensor is counted as half"]
     finally:
         start.restore()
-    return probe, facts, first, []
+    return probe, first, []
 
 
 def _state(session: Session) -> dict[str, float | int] | None:

@@ -11,7 +11,7 @@ from torch import nn
 from ampdoctor import TrainingRun
 from ampdoctor.evidence.run_facts import OVERFLOWED
 from ampdoctor.precision.cuda_autocast import autocast_policy
-from ampdoctor.probes.formats_seen import ModuleFactsProbe
+from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.replay.session import Session
 
 SPEC = importlib.util.spec_from_file_location("attention_runs", Path(__file__).parent / "attention_runs.py")
@@ -21,7 +21,7 @@ SPEC.loader.exec_module(runs)
 
 def facts_of(run, policy="cuda"):
     session = Session(run, device=torch.device("cpu"))
-    probe = ModuleFactsProbe()
+    probe = FormatsProbe()
     with autocast_policy(policy), session.watched(probe):
         assert session.has_step(0)
         session.step(0)
@@ -98,7 +98,7 @@ def test_the_largest_logits_are_those_that_the_softmax_takes_and_no_mask(fused, 
 def test_logits_that_overflow_are_infinite():
     run = runs.transformer(fused=False, gain=2e4)
     session = Session(run, device=torch.device("cpu"))
-    probe = ModuleFactsProbe()
+    probe = FormatsProbe()
     with autocast_policy("cuda"), session.watched(probe):
         session.has_step(0)
         session.attempt(0)
