@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from ampdoctor.evidence.run_facts import OVERFLOWED, ModuleFacts
 from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.numerics.tensors import Unseen
-from ampdoctor.precision.casting import REDUCED
+from ampdoctor.precision.casting import HALVES, REDUCED
 from ampdoctor.probes.modules import (
     LowPrecisionTensors,
     is_watched,
@@ -75,9 +74,8 @@ class AutocastProbe(Probe):
             yield
 
 
-# -- the largest unmasked logit of a softmax or a fused attention --
+# -- the largest unmasked logit of a softmax --
 
-CHUNK = 1 << 22  # logits that are held at a time
 REACH = 104.0  # a logit further below its row's maximum has weight 0 in fp32: exp(-104) is below 2^-149 / 2
 MASKED = -8192.0  # a row that stays below this is masked as a whole: masks are -1e4 or less, some added to scores
 
@@ -91,41 +89,6 @@ def softmax_logits(logits: Tensor, dim: int) -> float | None:
         return _largest(rows)
 
 
-def attention_logits(call: Mapping[str, Any]) -> float | None:
-    """Largest magnitude among the logits of a fused attention, recomputed in fp32 in parts; None if all are masked.
-
-    `call` has the kernel's arguments by name: `query` of shape (..., L, d), `key` (..., S, d), with fewer heads where
-    groups of queries share them, and `attn_mask`, `attn_bias`, `is_causal`, `scale` where the kernel has them.
-    """
-    query, key = call["query"].detach(), call["key"].detach()
-    mask = call.get("attn_mask") if call.get("attn_mask") is not None else call.get("attn_bias")
-    scale = call.get("scale") or 1.0 / math.sqrt(query.shape[-1])
-    if not query.numel() or not key.numel():
-        return None
-    with Unseen(query):
-        if query.dim() > 2 and query.shape[-3] != key.shape[-3]:
-            key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
-        heads = query.shape[-3] if query.dim() > 2 else 1
-        length, keys = query.shape[-2], key.shape[-2]
-        if mask is not None:
-            mask = mask.detach().expand(*query.shape[:-1], keys)
-        rows = max(CHUNK // (heads * keys), 1)
-        largest: float | None = None
-        for index in product(*map(range, query.shape[:-3])):
-            for begin in range(0, length, rows):
-                part = slice(begin, begin + rows)
-                logits = query[index][..., part, :].float() @ key[index].float().mT * scale
-                if call.get("is_causal"):
-                    hidden = torch.ones(length, keys, dtype=torch.bool, device=query.device).triu(1)
-                    logits.masked_fill_(hidden[part], -math.inf)
-                if mask is not None:
-                    shown = mask[index][..., part, :]
-                    logits = logits.masked_fill(~shown, -math.inf) if shown.dtype == torch.bool else logits + shown
-                found = _largest(logits)
-                largest = found if largest is None else largest if found is None else max(largest, found)
-        return largest
-
-
 def _largest(rows: Tensor) -> float | None:
     """Of rows in the last dimension; None where all are masked."""
     values = rows if rows.dtype == torch.float64 else rows.float()
@@ -137,7 +100,7 @@ def _largest(rows: Tensor) -> float | None:
 
 # -- which tensors are in half, and in which format each module computes, observed in one half-precision step --
 
-FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+FORMATS = {**HALVES, torch.float32: "fp32", torch.float64: "fp64"}
 _WIDTH = tuple(FORMATS)
 _SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"})
 _ATTENTION = "scaled_dot_product"
@@ -258,11 +221,10 @@ class FormatsProbe(OpProbe):
         watched = site.phase in ("forward", "loss") and not site.recompute and site.op not in _ENGINE
         if watched and not (func.is_view or is_cast(kernel) or kernel in UNINITIALISED | _MOVES):
             name = "scaled_dot_product_attention" if _ATTENTION in kernel else site.op
-            self._note(site.module, name, func, args, kwargs, result)
+            self._note(site.module, name, kernel, args, kwargs, result)
         return result
 
-    def _note(self, module: str, op: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:  # noqa: PLR0917 - a call
-        kernel = kernel_name(func)
+    def _note(self, module: str, op: str, kernel: str, args: Any, kwargs: Any, result: Any) -> None:  # noqa: PLR0917 - a call
         values = [t for t in tensors_in([args, kwargs]) if t.dtype in FORMATS]
         computed = max((_WIDTH.index(t.dtype) for t in values), default=None)
         if computed is None or not any(t.dtype in FORMATS for t in tensors_in(result)):
@@ -275,9 +237,6 @@ class FormatsProbe(OpProbe):
             return
         if kernel in _SOFTMAX:
             seen.logits = _larger(seen.logits, softmax_logits(args[0], int(args[1])))
-        elif _ATTENTION in kernel and not kernel.endswith("backward"):
-            names = [argument.name for argument in func._schema.arguments]
-            seen.logits = _larger(seen.logits, attention_logits({**dict(zip(names, args, strict=False)), **kwargs}))
         elif kernel in _MATRICES and result.dtype in REDUCED:
             seen.product = _larger(seen.product, _made(result, values))
         if kernel in _PRODUCTS:

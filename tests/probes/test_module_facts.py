@@ -87,10 +87,9 @@ def largest_logit(run):
         return float(logits.masked_select(torch.ones(n, n, dtype=torch.bool).tril()).abs().max())
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("gain", [1.0, 40.0])
-def test_the_largest_logits_are_those_that_the_softmax_takes_and_no_mask(fused, gain):
-    run = runs.transformer(fused=fused, gain=gain)
+def test_the_largest_logits_are_those_that_the_softmax_takes_and_no_mask(gain):
+    run = runs.transformer(fused=False, gain=gain)
     expected = largest_logit(run)
     assert facts_of(run)["attn"].logits_amax == pytest.approx(expected, rel=5e-3)
 
@@ -136,7 +135,7 @@ def test_multihead_attention_of_torch_is_seen_inside_its_python_function():
     )
     facts = facts_of(run)["mha"]
     assert facts.ops["scaled_dot_product_attention"] == "bf16"
-    assert facts.logits_amax > 0
+    assert facts.logits_amax is None
     assert facts.gemm_multiple_of_16 is True
 
 
