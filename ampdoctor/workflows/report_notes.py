@@ -15,6 +15,7 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import NOT_IN_HALF, Check, ErrorNote, Skipped
 from ampdoctor.evidence.report_replay import NodeRole, PathNode, PathSection
 from ampdoctor.evidence.trace import NonFiniteOrigin, PathOp
+from ampdoctor.precision.casting import HALVES
 from ampdoctor.probes.formats_seen import AutocastProbe, FormatsProbe, Region
 from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.user_code import as_source
@@ -235,7 +236,7 @@ def nothing_in_half(
     decides = None if session.precision.dtype in looked.formats else _decides(looked, regions, session)
     if decides is None:
         return None
-    computed = _named(next(iter(looked.formats), torch.float32))
+    computed = next(map(HALVES.__getitem__, looked.formats), "fp32")
     meant = f'where that is meant, say so: TrainingRun(precision="{computed}")'
     return Skipped(what=NOT_IN_HALF, reason=f"step 0 computes in {computed}: {decides}; {meant}", kind="not_in_half")
 
@@ -255,7 +256,7 @@ def _decides(looked: FormatsProbe, regions: Sequence[Region], session: Session) 
     if on is not None:
         if not (looked.formats and on.unnamed and on.dtype is not session.precision.dtype):
             return None
-        own = f"autocast's own there is {_named(on.dtype)}"
+        own = f"autocast's own there is {HALVES.get(on.dtype, 'fp32')}"
         return f"autocast{_place(on)} names no dtype, and {own} (name dtype={session.precision.dtype})"
     if looked.formats:
         return None  # the model itself is in the other format
@@ -264,10 +265,6 @@ def _decides(looked: FormatsProbe, regions: Sequence[Region], session: Session) 
     if not session.precision.autocast:
         return "with autocast=False the factory itself gives model and batches their dtype, and they have float32"
     return f"{_function(session.run)} enters no autocast"
-
-
-def _named(dtype: torch.dtype | None) -> str:
-    return {None: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
 
 
 def _place(region: Region) -> str:
