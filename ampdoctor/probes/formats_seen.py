@@ -41,7 +41,7 @@ class Region:
     """An autocast region."""
 
     enabled: bool
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     unnamed: bool  # no dtype was given: the device's default
     line: tuple[str, int] | None  # that made it in the step; if it was made before, that entered it
 
@@ -68,7 +68,7 @@ class AutocastProbe(Probe):
             self.entered.append(
                 Region(enabled=context._enabled, dtype=context.fast_dtype, unnamed=unnamed, line=line or own_line())
             )
-            return enter(context)
+            return enter(context)  # type: ignore[no-untyped-call]  # torch has no annotations for it
 
         with replaced(torch.autocast, "__init__", making), replaced(torch.autocast, "__enter__", entering):
             yield

@@ -445,7 +445,7 @@ def on_its_own(model: nn.Module) -> Iterator[tuple[str, ...]]:
                 stack.enter_context(_instead(module, _pre_forward=_moved(module), _post_forward=_as_it_is))
             elif isinstance(module, SyncBatchNorm):
                 said.append(f"{name or 'the model'} (SyncBatchNorm) took the statistics of this rank's batch alone")
-                stack.enter_context(_instead(module, forward=_local_norm(module)))
+                stack.enter_context(_instead(module, forward=partial(_BatchNorm.forward, module)))
         hooked = [name for name, p in model.named_parameters() if stack.enter_context(_without_hooks(p))]
         if hooked:
             said.append(
@@ -491,10 +491,6 @@ def _moved(ddp: Any) -> Any:
 
 def _as_it_is(output: Any) -> Any:
     return output
-
-
-def _local_norm(module: SyncBatchNorm) -> Any:
-    return lambda given: _BatchNorm.forward(module, given)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +12,22 @@ import torch
 from ampdoctor.errors import ReplayError
 
 SMALL = 2**16  # bytes up to which a tensor stays in memory: a file costs more than it frees
+_DONTNEED = 4  # of madvise()
 _IN_MEMORY = ("tmpfs", "ramfs")
 _MOUNTS = Path("/proc/self/mounts")
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The elements of a tensor at one moment."""
+    """The elements of a tensor at one moment; `mapped`: their storage is a mapped file."""
 
     values: torch.Tensor
+    mapped: bool = False
 
     def put_into(self, memory: torch.Tensor) -> None:
         """Write them into a tensor of the same dtype and shape."""
         memory.copy_(self.values)
+        self._release()
 
     def are_in(self, memory: torch.Tensor) -> bool:
         """True if the tensor is bit-identical. May return False when comparing would be expensive."""
@@ -32,7 +36,15 @@ class Values:
         if memory.stride() != self.values.stride():
             return False
         mine, theirs = _words(self.values), _words(memory)
-        return mine is not None and theirs is not None and torch.equal(mine, theirs.to(mine.device))
+        same = mine is not None and theirs is not None and torch.equal(mine, theirs.to(mine.device))
+        self._release()
+        return same
+
+    def _release(self) -> None:
+        """Give the memory of a mapped file's pages back to the system; the file keeps what they hold."""
+        if self.mapped:
+            begin, size = ctypes.c_void_p(self.values.data_ptr()), ctypes.c_size_t(self.values.nbytes)
+            ctypes.CDLL(None).madvise(begin, size, _DONTNEED)
 
 
 @dataclass(slots=True)
@@ -48,7 +60,7 @@ class TensorStore:
             return known
         if not plain or self.folder is None or memory.nbytes < SMALL:
             return Values(memory.clone())
-        return Values(_in_file(memory, self.folder))
+        return Values(_in_file(memory, self.folder), mapped=True)
 
 
 def _in_file(memory: torch.Tensor, folder: Path) -> torch.Tensor:

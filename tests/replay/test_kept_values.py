@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -124,6 +125,9 @@ def test_large_tensors_go_to_a_file_that_has_no_name_and_is_gone_with_them(tmp_p
     (line,) = [line for line in mapped() if str(tmp_path) in line]
     assert int(line.split("-")[0], 16) == big.values.data_ptr() != small.values.data_ptr()
     assert list(tmp_path.iterdir()) == []
+    assert big.are_in(torch.ones(BIG))
+    sizes = Path("/proc/self/smaps").read_text().split(line)[1]
+    assert re.search(r"^Rss: +(\d+) kB$", sizes, re.MULTILINE)[1] == "0", "it takes no memory between two uses"
     del big
     gc.collect()
     assert [line for line in mapped() if str(tmp_path) in line] == []

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -185,7 +185,7 @@ def _here(value: Any) -> Any:
 
 def line_in(line: Any) -> Line:
     """Returns a file and a line number of the manifest; raises ValueError if they are malformed."""
-    found: Any = tuple(line) if isinstance(line, list) else line
+    found = tuple(line) if isinstance(line, list) else line
     if not _fits(found, Line):
         raise ValueError("line")
-    return found
+    return cast("Line", found)

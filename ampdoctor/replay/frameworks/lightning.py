@@ -303,7 +303,7 @@ def _settle(asked: dict[str, Any], package: Any, note: Callable[[str], None], *,
         note(f"Trainer(strategy={named!r}) with one device is replayed without it: it changes no number")
     wants_gpu = accelerator in _GPUS or isinstance(accelerator, package.accelerators.CUDAAccelerator)
     if wants_gpu:
-        asked["accelerator"], asked["devices"] = _accelerator(package) if pretended else "cpu", 1
+        asked["accelerator"], asked["devices"] = _accelerator_class(package)() if pretended else "cpu", 1
 
 
 def _count(devices: Any) -> int:
@@ -331,7 +331,3 @@ def _accelerator_class(package: Any) -> Any:
         "register_accelerators": classmethod(lambda *_: None),
     }
     return type("CUDAAccelerator", (package.accelerators.CUDAAccelerator,), methods)
-
-
-def _accelerator(package: Any) -> Any:
-    return _accelerator_class(package)()

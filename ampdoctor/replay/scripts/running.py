@@ -261,7 +261,10 @@ class Runner:
         """Take the loops in which the script ended, around its last training call; raises FactoryError without one."""
         loops = loops_at(called)
         if run.ended is None:
-            run.ended = FactoryError(no_loop(self._name))
+            run.ended = FactoryError(
+                f"{self._name} ended without a training step: no loop of its own was come to in which an optimizer "
+                "steps"
+            )
         else:
             loops = those_left_by(run.ended.__cause__, loops)
         if not loops:
@@ -334,11 +337,6 @@ class Runner:
                 raise
         finally:
             self._heard = True
-
-
-def no_loop(name: str) -> str:
-    """Returns the message for a script without a training loop."""
-    return f"{name} ended without a training step: no loop of its own was come to in which an optimizer steps"
 
 
 def _ended(name: str, error: SystemExit) -> str:
