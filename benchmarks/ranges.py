@@ -39,7 +39,7 @@ from ampdoctor.evidence.run_facts import (
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.precision.cuda_autocast import autocast_policy
-from ampdoctor.probes.formats_seen import HalfProbe
+from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import RangeProbe
 from ampdoctor.ranges.profile import EXPONENTS, Collector, RangeProfile, RunFacts, Shadow
@@ -82,7 +82,7 @@ class StepContest:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        halves = HalfProbe()
+        halves = FormatsProbe()
         start = session.snapshot()
         if not session.has_step(0):
             raise RuntimeError("the benchmark has no batch")

@@ -25,8 +25,8 @@ class ModuleFacts:
         ops: Ops of its own forward, without its children's: each user-level op ("linear", "softmax",
             "scaled_dot_product_attention") with the narrowest format that one of its calls computed in ("fp16", "bf16",
             "fp32", "fp64").
-        logits_amax: Largest magnitude of the logits of an attention or a softmax in it, without what is masked out;
-            2^128 (`OVERFLOWED`) if one was infinite; None without logits.
+        logits_amax: Largest magnitude of the logits of a softmax in it, without what is masked out; 2^128
+            (`OVERFLOWED`) if one was infinite; None without logits, and for a fused attention.
         product_amax: Largest magnitude of the result of its own matrix product or convolution in a half format, before
             any scaling or mask; 2^128 if it overflowed; None without such a product.
         gemm_multiple_of_16: True if all dimensions of its products with a matrix of weights are multiples of 16, as FP8

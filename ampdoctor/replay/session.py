@@ -50,10 +50,6 @@ def _size(model: nn.Module) -> int:
     return sum(tensor.nbytes for _, tensor in tensors_of(model) if not tensor.is_meta)
 
 
-def _plain_user_code(what: str) -> AbstractContextManager[None]:
-    return user_code(what=what)
-
-
 class Session:
     """A training run with its parts resolved: model on the device, optimizers by name, scaler, precision, batches.
 
@@ -68,7 +64,7 @@ class Session:
         *,
         device: torch.device,
         precision: str | None = None,
-        user_code: Callable[[str], AbstractContextManager[None]] = _plain_user_code,
+        user_code: Callable[[str], AbstractContextManager[None]] = lambda what: user_code(what=what),
         spill: Path | None = None,
     ) -> None:
         self.run = run

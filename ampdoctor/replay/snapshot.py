@@ -24,6 +24,7 @@ import torch
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.scaler_events import ScalerCallbacks
 from ampdoctor.hooks.torch_internals import default_device, reset_default_device
+from ampdoctor.precision.casting import HALVES
 from ampdoctor.replay.python_state import Reached
 from ampdoctor.replay.tensor_store import TensorStore, Values
 from ampdoctor.replay.user_code import user_code
@@ -85,9 +86,6 @@ def arguments_of(scaler: Any) -> Any:
         "growth_interval": scaler.get_growth_interval(),
         "enabled": scaler.is_enabled(),
     }
-
-
-HALVES: Mapping[torch.dtype, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def format_of_weights(model: nn.Module) -> str:

@@ -23,8 +23,7 @@ from ampdoctor.evidence.report import Cause, Prescription
 from ampdoctor.evidence.trace import LOST
 from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.probes.modules import optimizer_parameters
-from ampdoctor.probes.op_overrides import How, Intervention, UserLine, address_of
-from ampdoctor.probes.own_ops import OwnOps
+from ampdoctor.probes.op_overrides import How, Intervention, OwnOps, UserLine, address_of
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.changes import rescaled
 from ampdoctor.workflows.repairs import put_right, repair

@@ -18,7 +18,7 @@ from ampdoctor.evidence.run_facts import Site
 from ampdoctor.numerics import Histogram
 from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.probes import ranges
-from ampdoctor.probes.formats_seen import HalfProbe
+from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.probes.gradients import GradientProbe
 from ampdoctor.probes.ranges import RangeProbe, ReferenceGradients, ZeroedProbe
 from ampdoctor.ranges.profile import RunFacts
@@ -181,7 +181,7 @@ def test_no_hook_outlives_the_replay(fails):
     run = runs.tied()
     run.loss = loss
     session = session_of(run)
-    for probe in (RangeProbe(), HalfProbe(), ReferenceGradients(None)):
+    for probe in (RangeProbe(), FormatsProbe(), ReferenceGradients(None)):
         expected = pytest.raises(UserCodeError, match="mine") if fails else nullcontext()
         with expected, session.watched(probe):
             assert session.has_step(0)
@@ -206,7 +206,7 @@ def test_a_probed_step_is_the_same_step():
 @pytest.mark.parametrize(("policy", "norm_is_half"), [("cuda", False), ("native", True)])
 def test_the_plan_follows_the_policy(policy, norm_is_half):
     session = session_of(runs.tied())
-    probe = HalfProbe()
+    probe = FormatsProbe()
     assert session.has_step(0)
     with autocast_policy(policy), session.watched(probe):
         session.step(0)
@@ -232,7 +232,7 @@ def test_in_a_pure_half_model_everything_is_half():
         optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     )
     session = session_of(run)
-    probe = HalfProbe()
+    probe = FormatsProbe()
     assert session.has_step(0)
     with session.watched(probe):
         session.step(0)
@@ -261,7 +261,7 @@ def test_an_input_gradient_is_only_what_flows_through_that_module():
         optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     )
     session = session_of(run)
-    start, halves = session.snapshot(), HalfProbe()
+    start, halves = session.snapshot(), FormatsProbe()
     assert session.has_step(0)
     with autocast_policy("cuda"), session.watched(halves):
         session.step(0)

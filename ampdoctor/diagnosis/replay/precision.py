@@ -132,8 +132,7 @@ def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
         elif op in _SOFTMAXES:
             yield _row(module, op, "fp32", f"exponentials and a sum{_logits(module, half)}; {kept}")
         elif op == _ATTENTION:
-            inside = "a fused kernel keeps its logits and their softmax in fp32 inside"
-            yield _row(module, op, half, f"{inside}{_logits(module, half)}")
+            yield _row(module, op, half, "a fused kernel keeps its logits and their softmax in fp32 inside")
 
 
 def _logits(module: ModuleFacts, half: RowPrecision) -> str:
