@@ -95,7 +95,7 @@ class Session:
         self.tape = BatchBuffer(run)
         self._others = OtherScalers(self.scaler)
         self._adopting: list[Callable[[Any], None]] = []
-        self.events = StepEvents(self.model.parameters, self.optimizers, self.scaler, self._others)
+        self.events = StepEvents(self.model.parameters, self.optimizers, self.scaler, self._others.called)
         room = max(_ROOM, _size(self.model))
         drawing = DrawHooks(self.random_state, self._handed_out)
         self.reached = Reached(self._roots, self._parts, run.batches, room, drawing, steps_own=_counted_by_steps)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.replay.nonfinite import HELP, STATE_CODES, birth_numbers, sentence_of
+from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, birth_numbers, sentence_of
 from ampdoctor.diagnosis.scan.optimizer import (
     LONGER_UPDATE,
     STEP_LIMITS,
@@ -19,7 +19,7 @@ from ampdoctor.diagnosis.scan.optimizer import SECOND_MOMENT_FLUSHED as FLUSHED
 from ampdoctor.diagnosis.scan.optimizer import STEP_COUNTERS as COUNTERS
 from ampdoctor.diagnosis.scan.tensors import FP16_OVERFLOW_AT, MAX_LISTED
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.report import Cause, Finding, Prescription
 from ampdoctor.evidence.run_facts import FlushedMoment, HalfCounter
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.trace import NonFiniteOrigin, TensorStats
@@ -56,6 +56,24 @@ def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
             reason="only an earlier checkpoint has the lost values",
             detail="Resume from a checkpoint in which this tensor is finite.",
         ),
+    )
+
+
+def hand_update_finding(where: Where, number: float | None) -> Finding:
+    """Makes the finding for a parameter that an update by the loop's own code has made non-finite.
+
+    The op of `where` made the first such value, from finite tensors; `number` is one of its arguments, not finite.
+    """
+    why = "from finite tensors" if number is None else f"a number among its arguments is {number}"
+    cause: Cause = "optimizer_precision" if number is None else "invalid_op"
+    return rules()[CODES[cause]].finding(
+        "error",
+        f"step {where.step}, optimizer: {where.tensor} is not finite after the loop's own update, where {where.op} "
+        f"makes it so ({why})",
+        where=where,
+        cause=cause,
+        evidence={"number": number},
+        advice=HELP[cause],
     )
 
 
