@@ -217,20 +217,21 @@ class ReplayOptions:
         typed: Collection[str],
         advice: AdviceOptions | None = None,
         script_arguments: tuple[str, ...] = (),
-    ) -> tuple[ReplayRequest, list[str]]:
-        """Return the request for the workflows, and the saved profiles where those are the target.
+    ) -> tuple[ReplayRequest, str | None]:
+        """Return the request for the workflows, and the file of ranges where that is the target.
 
-        `typed` holds the parameters that are on the command line itself. Raises UsageError for several targets that are
-        not all profiles, and for options of a replay where nothing runs.
+        `typed` holds the parameters that are on the command line itself. Raises UsageError for several targets, and for
+        options of a replay where nothing runs.
         """
         for target in targets:
             refuse_empty("TARGET", target)
-        files = [target for target in targets if is_profile(target)]
-        if len(targets) > 1 and len(files) < len(targets):
-            other = next(target for target in targets if target not in files)
-            raise UsageError(f"{other} is no saved profile: one factory, or one or more profiles of one run")
+        if len(targets) > 1:
+            raise UsageError(
+                f"{targets[1]} is one target too many: give one factory, or one profile (they do not add up)"
+            )
+        file = targets[0] if is_profile(targets[0]) else None
         given = [*self._given(typed), *(["what follows --"] if script_arguments else [])]
-        if files and given:
+        if file and given:
             raise UsageError(f"{', '.join(given)}: only for a replay, and a saved profile runs nothing")
         request = self.request(targets[0], allow_partial=allow_partial, script_arguments=script_arguments)
         request = replace(request, thresholds=thresholds)
@@ -244,7 +245,7 @@ class ReplayOptions:
                 reduce_fp16=advice.reduce_fp16,
                 accumulation=advice.accumulation,
             )
-        return request, files
+        return request, file
 
     def _given(self, typed: Collection[str]) -> list[str]:
         """Return its options on the command line. A setting from a file applies only to the runs that it fits."""

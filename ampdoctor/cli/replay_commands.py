@@ -143,8 +143,8 @@ def profile(
         list[str],
         typer.Argument(
             metavar="TARGET",
-            help="package.module:function or path/file.py:function; a script that trains, path/train.py; or profiles "
-            "that were saved, of one run, or the folder of a run's log.",
+            help="package.module:function or path/file.py:function; a script that trains, path/train.py; or a saved "
+            "profile, or the folder of a run's log.",
         ),
     ],
     *,
@@ -159,14 +159,14 @@ def profile(
     """Measure ranges: what FP16, BF16 and FP8 would lose.
 
     Replays the run in fp32 and measures activations, gradients and weights layer by layer, and some steps in fp16
-    beside it. --save keeps the measurement: saved profiles are shown, merged and read by `recommend` without running
-    anything again.
+    beside it. --save keeps the measurement: a saved profile is shown, and read by `recommend`, without running anything
+    again.
     """
     refuse_empty("--save", save)
     save = None if save is None else own_file(save, rank_of())
     typed = on_the_command_line(context)
     thresholds = limits.thresholds(moved_in_the_file(context))
-    request, files = replay.target(
+    request, file = replay.target(
         target,
         thresholds,
         allow_partial=gates.allow_partial,
@@ -175,16 +175,22 @@ def profile(
     )
 
     def work(progress: Progress | None, _: SetAside) -> Report:
-        if not (files or request.spill):
+        if not (file or request.spill):
             keep_freed_memory()
         with loading():
             from ampdoctor.workflows import profile as workflow
 
-        if files:
-            return workflow.profile_from_files(files, save=save, thresholds=request.thresholds)
+        if file is not None:
+            return workflow.profile_from_file(file, save=save, thresholds=request.thresholds)
         return workflow.profile(request, save=save, progress=progress)
 
-    return reporting(work, output, gates, [*files, *replay.inputs(target[0])], [] if save is None else [save])
+    return reporting(
+        work,
+        output,
+        gates,
+        [*([] if file is None else [file]), *replay.inputs(target[0])],
+        [] if save is None else [save],
+    )
 
 
 @flatten
@@ -194,8 +200,8 @@ def recommend(
         list[str],
         typer.Argument(
             metavar="TARGET",
-            help="package.module:function or path/file.py:function; a script that trains, path/train.py; or profiles "
-            "that were saved, of one run, or the folder of a run's log.",
+            help="package.module:function or path/file.py:function; a script that trains, path/train.py; or a saved "
+            "profile, or the folder of a run's log.",
         ),
     ],
     *,
@@ -207,12 +213,12 @@ def recommend(
 ) -> Action:
     """Recommend loss-scaler settings and precision.
 
-    Each with its evidence, and with what one replay has shown of it. The target is a factory, or profiles that were
-    saved with `profile --save FILE`; from those the settings are derived without a replay.
+    Each with its evidence, and with what one replay has shown of it. The target is a factory, or a profile that was
+    saved with `profile --save FILE`; from that the settings are derived without a replay.
     """
     typed = on_the_command_line(context)
     thresholds = limits.thresholds(moved_in_the_file(context))
-    request, files = replay.target(
+    request, file = replay.target(
         target,
         thresholds,
         allow_partial=gates.allow_partial,
@@ -222,13 +228,13 @@ def recommend(
     )
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
-        if not (files or request.spill):
+        if not (file or request.spill):
             keep_freed_memory()
         with loading():
             from ampdoctor.workflows import recommend as workflow
 
-        if files:
-            return workflow.recommend_from_files(files, request)
+        if file is not None:
+            return workflow.recommend_from_file(file, request)
         return workflow.recommend(request, progress=progress, set_aside=gates.lived_with(set_aside))
 
-    return reporting(work, output, gates, [*files, *replay.inputs(target[0])])
+    return reporting(work, output, gates, [*([] if file is None else [file]), *replay.inputs(target[0])])

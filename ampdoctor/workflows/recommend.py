@@ -30,12 +30,11 @@ from ampdoctor.workflows.changes import Change, both, fp32_modules, no_change, r
 from ampdoctor.workflows.measure import MeasuredStep, Measurement, Shadows, measure, not_compared
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.profile import (
-    described_files,
-    merged_files,
     profile_section,
     range_checks,
     range_findings,
-    run_of_files,
+    ranges_in,
+    run_of_file,
     shadow_scales,
 )
 from ampdoctor.workflows.replay_under_change import Observed, observe
@@ -167,19 +166,19 @@ def _measured(request: ReplayRequest, progress: Progress | None) -> Report:
     return replace(report, target=target, run=run)
 
 
-def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report:
-    """Recommend settings from saved profiles of one run (at least one file); nothing runs.
+def recommend_from_file(path: str, request: ReplayRequest) -> Report:
+    """Recommend settings from a saved profile, or from a run's log; nothing runs.
 
-    Of `request`, only the thresholds and the options of the advice count. Raises AmpdoctorError where a file is no
-    profile, or the profiles are of several runs.
+    Of `request`, only the thresholds and the options of the advice count. Raises AmpdoctorError where the file holds no
+    ranges.
     """
-    ranges = merged_files(paths)
+    ranges = ranges_in(path)
     report = _Recommendation(ranges, request, None).report()
     if report.verdict == "healthy" and _loses(ranges, report):
         report = replace(report, verdict="inconclusive")
     skipped = Skipped(what="replay", reason="ranges alone were given, not the run: give the factory for a replay")
-    target = {**described_files(paths), **request.described_advice()}
-    return replace(report, target=target, run=run_of_files(paths, ranges), skipped=(*report.skipped, skipped))
+    target = {"profile": path, **request.described_advice()}
+    return replace(report, target=target, run=run_of_file(path, ranges), skipped=(*report.skipped, skipped))
 
 
 def _loses(ranges: RangeProfile, report: Report) -> bool:

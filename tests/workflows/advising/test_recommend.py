@@ -10,7 +10,7 @@ from ampdoctor.diagnosis.catalogue import thresholds_from
 from ampdoctor.evidence.report_scaler import ScalerSection
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.profile import read_profile, write_profile
-from ampdoctor.workflows.recommend import recommend, recommend_from_files
+from ampdoctor.workflows.recommend import recommend, recommend_from_file
 from ampdoctor.workflows.requests import ReplayRequest
 from fixtures.corpus import runs
 from tests.corpus.reports import (
@@ -231,8 +231,8 @@ def saved(tmp_path, case):
     return str(path)
 
 
-def from_file(*paths):
-    return recommend_from_files(paths, ReplayRequest(factory=paths[0]))
+def from_file(path):
+    return recommend_from_file(path, ReplayRequest(factory=path))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.numerics import Histogram
 from ampdoctor.reports.text import verdict
 from ampdoctor.workflows.profile import NOTE_ON_LOGS, ranges_of_log
-from ampdoctor.workflows.recommend import recommend_from_files
+from ampdoctor.workflows.recommend import recommend_from_file
 from ampdoctor.workflows.requests import ReplayRequest
 
 SCALE = 2.0
@@ -84,8 +84,8 @@ def test_recommend_and_profile_take_it(folder, name, run_cli, check_report):
     assert check_report(done.stdout)["run"]["steps"] == 30
 
 
-def recommended(*paths):
-    return recommend_from_files([str(path) for path in paths], ReplayRequest(factory=""))
+def recommended(path):
+    return recommend_from_file(str(path), ReplayRequest(factory=""))
 
 
 def half(gradient):
