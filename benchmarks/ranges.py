@@ -37,7 +37,8 @@ from ampdoctor.evidence.run_facts import (
     SitePart,
 )
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.counting import count
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.precision import autocast_policy
 from ampdoctor.probes.formats_seen import HalfProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
@@ -160,7 +161,7 @@ def synthetic_profile(modules: int, steps: int) -> RangeProfile:
         return f"blocks.{index}.linear"
 
     def counted(kind: SiteKind, size: float, numel: int) -> Histogram:
-        return Histogram.of(samples[kind][:numel] * size).repeated(max(1, numel // _SAMPLE))
+        return count(samples[kind][:numel] * size).repeated(max(1, numel // _SAMPLE))
 
     collector.add_weights(
         {

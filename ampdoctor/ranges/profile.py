@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.evidence.run_facts import GRADIENTS, KINDS, ModuleFacts, Place, RangeFigures, Site, SiteKind, UpdateFacts
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.numerics.rounding_error import flushed_counts, powers, scaled_to_fit, squared_errors
 
 EXPONENTS = np.arange(-10, 33)  # log2 of the loss scales at which a profile keeps its curves: 2^-10 to 2^32
@@ -254,7 +254,7 @@ class Collector:
     def _figures(
         self, places: tuple[Place, ...], histograms: list[Histogram]
     ) -> tuple[NDArray[np.int64], Array, NDArray[np.float32], NDArray[np.float32]]:
-        counts = np.stack([histogram.counts.reshape(-1) for histogram in histograms])
+        counts = np.stack([histogram.counts for histogram in histograms])
         nonzero, power = counts.sum(axis=1), powers(counts)
         amax = np.array([histogram.amax or 0.0 for histogram in histograms])
         fitted = np.stack([scaled_to_fit(counts, amax, fmt) for fmt in FP8], axis=1)

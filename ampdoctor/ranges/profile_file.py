@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.json_records import MismatchError, Positive, from_plain
 from ampdoctor.evidence.run_facts import GRADIENTS, ModuleFacts, Place, Site, SiteKind, SitePart, UpdateFacts
-from ampdoctor.numerics import Histogram
-from ampdoctor.numerics.rounding_error import BINS, Tally
+from ampdoctor.numerics.histogram import Histogram
+from ampdoctor.numerics.rounding_error import BINS
 from ampdoctor.ranges.profile import EXPONENTS, FP8, RangeProfile, RunFacts, Series, Shadow
 
 Arrays = dict[str, NDArray[Any]]
@@ -62,7 +62,7 @@ _CURVES = (int(EXPONENTS[0]), int(EXPONENTS[-1]))
 
 def pack(profile: RangeProfile) -> tuple[Arrays, dict[str, Any]]:
     """Return the profile's arrays and the rest of it as JSON values; `unpack` gives an equal profile."""
-    tallies = [histogram.counts.reshape(-1) for histogram in profile.histograms]
+    tallies = [histogram.counts for histogram in profile.histograms]
     occupied = [np.flatnonzero(counts) for counts in tallies]
     arrays: Arrays = {
         "histogram.bins": np.concatenate([np.empty(0, dtype=np.int64), *occupied]).astype(np.int16),
@@ -154,8 +154,8 @@ def unpack(arrays: Mapping[str, NDArray[Any]], facts: Any) -> RangeProfile:
         updates=known.updates,
         shadows=tuple(
             Shadow(
-                **asdict(shadow),
-                **{name: read(f"shadow.{index}.{name}", dtype, gradients) for name, dtype in _SHADOW.items()},
+                **asdict(shadow)
+                | {name: read(f"shadow.{index}.{name}", dtype, gradients) for name, dtype in _SHADOW.items()}
             )
             for index, shadow in enumerate(known.shadows)
         ),
@@ -174,7 +174,7 @@ def _histograms(
         dense = np.zeros(BINS, dtype=np.int64)
         dense[bins[start:end]] = counts[start:end]
         start = end
-        tally = Tally(
+        histogram = Histogram(
             counts=dense,
             zeros=rest[0],
             nans=rest[1],
@@ -185,7 +185,7 @@ def _histograms(
             amax=amax or None,
             min_spacing=spacing,
         )
-        made.append(Histogram(tally))
+        made.append(histogram)
     return tuple(made)
 
 

@@ -22,7 +22,7 @@ from ampdoctor.evidence.report_scaler import (
 )
 from ampdoctor.evidence.run_facts import PrecisionFacts, ScaleFacts, Spread
 from ampdoctor.evidence.thresholds import ERROR_NOTE, FLUSHED
-from ampdoctor.numerics import FORMATS, FloatFormat
+from ampdoctor.numerics.formats import FORMATS, FloatFormat
 from ampdoctor.scaling.choose import COMPOUNDING, Prediction, ScaleChoice, choose_scale, predict
 from ampdoctor.scaling.scalers import ScalerSettings
 from ampdoctor.scaling.search import Outcome, expect, largest_scales, search, trajectory

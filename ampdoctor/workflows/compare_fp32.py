@@ -22,7 +22,7 @@ from ampdoctor.evidence.report import Finding, Prescription, Skipped
 from ampdoctor.evidence.report_replay import ReplayedStep
 from ampdoctor.evidence.trace import Comparison
 from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.numerics import extremes
+from ampdoctor.numerics.tensors import extremes
 from ampdoctor.probes.gradients import distances
 from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.op_trace import OpTraceProbe

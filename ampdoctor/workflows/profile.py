@@ -26,7 +26,7 @@ from ampdoctor.evidence.log_records import DetailLine, StepLine
 from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
 from ampdoctor.evidence.run_facts import GRADIENTS, PROFILE_MARK, SiteKind
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.ranges.from_log import profile_from_log
 from ampdoctor.ranges.profile import FP8, SURE_BELOW, RangeProfile, Shadow, figures, fitted_figures
 from ampdoctor.ranges.profile_file import pack, unpack

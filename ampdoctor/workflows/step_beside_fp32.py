@@ -21,8 +21,7 @@ from ampdoctor.evidence.trace import (
     StepOutcome,
 )
 from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.numerics import Distance, nonfinite_flag
-from ampdoctor.numerics.tensors import together
+from ampdoctor.numerics.tensors import Distance, nonfinite_flag, together
 from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.modules import optimizer_parameters

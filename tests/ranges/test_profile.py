@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.counting import count
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.ranges.profile import FP8, figures, fitted_figures
 from ampdoctor.scaling.choose import choose_scale, predict
 from ampdoctor.scaling.scalers import ScalerSettings
@@ -46,7 +47,7 @@ def test_kinds_are_apart_and_what_is_not_half_counts_nowhere():
     assert [profile.sites[i].place for i in profile.half_gradients()] == [A, B, WA, WB]
     assert [profile.sites[i].place for i in profile.half_gradients(without=["a"])] == [B, WB]
     both = torch.cat([tensors(seed)[where] for seed in (0, 10) for where in (A, B)])
-    assert profile.merged("activation_grad") == Histogram.of(both)
+    assert profile.merged("activation_grad") == count(both)
     assert profile.merged("activation_grad", without=["a", "b"]) == Histogram.empty()
 
 
@@ -71,7 +72,7 @@ def test_what_overflows_is_a_share_of_the_nonzero():
     found = figures(collected([{A: large}]).merged("activation_grad"), "fp16", 1.0)
     assert found.overflowed == pytest.approx(3 / 6)
     assert found.relative_error == math.inf
-    assert figures(Histogram.of(large), "fp16", 2.0**-6).overflowed == 0.0
+    assert figures(count(large), "fp16", 2.0**-6).overflowed == 0.0
 
 
 @pytest.mark.parametrize("fmt", FP8)

@@ -13,7 +13,7 @@ from ampdoctor.cli.options import is_profile
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine, TensorDetail
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.counting import count
 from ampdoctor.reports.text import verdict
 from ampdoctor.workflows.profile import NOTE_ON_LOGS, ranges_of_log
 from ampdoctor.workflows.recommend import recommend_from_file
@@ -55,7 +55,7 @@ def logged(place, factor, steps=30, look=lambda gradient: gradient):
                         role="gradient",
                         scale=SCALE,
                         elements=p.numel(),
-                        histogram=Histogram.of(look(p.grad)).to_dict(),
+                        histogram=count(look(p.grad)).to_dict(),
                     )
                     for name, p in model.named_parameters()
                 ),
