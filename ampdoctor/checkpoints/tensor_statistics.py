@@ -24,8 +24,9 @@ from ampdoctor.evidence.checkpoint_stats import (
     TensorRole,
     TensorSummary,
 )
-from ampdoctor.numerics import FORMATS, Histogram
-from ampdoctor.numerics.counting import imap_on_workers
+from ampdoctor.numerics.counting import count, imap_on_workers
+from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.numerics.histogram import Histogram
 
 # -- blocks of a tensor: extremes and non-finite values exactly, magnitudes from a sample --
 
@@ -84,7 +85,7 @@ class BlockFacts:
         if self.low > self.high or self.histogram.numel >= self.examined:
             return Histogram.empty()
         plain = torch.view_as_real(torch.empty((), dtype=dtype)).dtype if dtype.is_complex else dtype
-        return Histogram.of(torch.tensor([self.low, self.high], dtype=plain))
+        return count(torch.tensor([self.low, self.high], dtype=plain))
 
 
 def one_in_of(elements: int) -> int:
@@ -109,12 +110,12 @@ def examine(
         few = values.dtype.itemsize == 1  # values that an 8-bit format has: all elements are counted
         counted = values if few else sample(values, one_in, (tensor, number))
         if counted is values:
-            facts.histogram += Histogram.of(values)
+            facts.histogram += count(values)
         else:
             sampled.append(counted)
         _examine_exactly(values, facts, torch.finfo(block.dtype).max, never_negative=never_negative)
     if sampled:  # counted together: a call takes longer than a block's share of a large tensor
-        facts.histogram += Histogram.of(torch.cat(sampled))
+        facts.histogram += count(torch.cat(sampled))
     return facts
 
 

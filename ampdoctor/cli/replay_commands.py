@@ -168,23 +168,24 @@ def profile(
     """Measure ranges: what FP16, BF16 and FP8 would lose.
 
     Replays the run in fp32 and measures activations, gradients and weights layer by layer, and some steps in fp16
-    beside it. --save keeps the measurement: saved profiles are shown, merged and read by `recommend` without running
-    anything again.
+    beside it. --save keeps the measurement: a saved profile is shown, and read by `recommend`, without running anything
+    again.
     """
     refuse_empty("--save", save)
     save = None if save is None else own_file(save, rank_of())
-    request, files = _asked(context, target, replay, limits, gates)
+    request, file = _asked(context, target, replay, limits, gates)
 
     def work(progress: Progress | None, _: SetAside) -> Report:
-        if not (files or request.spill):
+        if not (file or request.spill):
             keep_freed_memory()
         with loading():
             from ampdoctor.workflows import profile as workflow
 
-        if files:
-            return workflow.profile_from_files(files, save=save, thresholds=request.thresholds)
+        if file is not None:
+            return workflow.profile_from_file(file, save=save, thresholds=request.thresholds)
         return workflow.profile(request, save=save, progress=progress)
 
+    files = [] if file is None else [file]
     return ReportCommand(work, output, gates, [*files, *replay.inputs(target[0])], [] if save is None else [save])
 
 
@@ -201,10 +202,10 @@ def recommend(
 ) -> Action:
     """Recommend loss-scaler settings and precision.
 
-    Each with its evidence, and with what one replay has shown of it. The target is a factory, or profiles that were
-    saved with `profile --save FILE`; from those the settings are derived without a replay.
+    Each with its evidence, and with what one replay has shown of it. The target is a factory, or a profile that was
+    saved with `profile --save FILE`; from that the settings are derived without a replay.
     """
-    request, files = _asked(context, target, replay, limits, gates)
+    request, file = _asked(context, target, replay, limits, gates)
     request = replace(
         request,
         emit=advice.emit,
@@ -216,15 +217,16 @@ def recommend(
     )
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
-        if not (files or request.spill):
+        if not (file or request.spill):
             keep_freed_memory()
         with loading():
             from ampdoctor.workflows import recommend as workflow
 
-        if files:
-            return workflow.recommend_from_files(files, request)
+        if file is not None:
+            return workflow.recommend_from_file(file, request)
         return workflow.recommend(request, progress=progress, set_aside=gates.lived_with(set_aside))
 
+    files = [] if file is None else [file]
     return ReportCommand(work, output, gates, [*files, *replay.inputs(target[0])])
 
 
@@ -234,21 +236,20 @@ def _asked(
     replay: ReplayOptions,
     limits: ThresholdOptions,
     gates: GateOptions,
-) -> tuple[ReplayRequest, list[str]]:
-    """Return the request for the workflows, and the saved profiles where those are the target.
+) -> tuple[ReplayRequest, str | None]:
+    """Return the request for the workflows, and the saved profile where that is the target.
 
-    Raises UsageError for several targets that are not all profiles, and for options of a replay where nothing runs.
+    Raises UsageError for several targets, and for options of a replay where nothing runs.
     """
     for target in targets:
         refuse_empty("TARGET", target)
-    files = [target for target in targets if is_profile(target)]
-    if len(targets) > 1 and len(files) < len(targets):
-        other = next(target for target in targets if target not in files)
-        raise UsageError(f"{other} is no saved profile: one factory, or one or more profiles of one run")
+    if len(targets) > 1:
+        raise UsageError(f"{targets[1]} is one target too many: give one factory, or one profile (they do not add up)")
+    file = targets[0] if is_profile(targets[0]) else None
     arguments, typed = script_arguments(context), on_the_command_line(context)
     given = [f"--{option.name.replace('_', '-')}" for option in fields(ReplayOptions) if option.name in typed]
     given += ["what follows --"] if arguments else []
-    if files and given:  # a setting from a file applies only to the runs that it fits
+    if file is not None and given:  # a setting from a file applies only to the runs that it fits
         raise UsageError(f"{', '.join(given)}: only for a replay, and a saved profile runs nothing")
     request = replay.request(targets[0], allow_partial=gates.allow_partial, script_arguments=arguments)
-    return replace(request, thresholds=limits.thresholds(moved_in_the_file(context))), files
+    return replace(request, thresholds=limits.thresholds(moved_in_the_file(context))), file

@@ -15,8 +15,8 @@ from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.location import NonFinite
 from ampdoctor.evidence.trace import Headroom, NonFiniteReport, TensorStats
 from ampdoctor.hooks.callbacks import on_gradient
-from ampdoctor.numerics import describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
 from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.numerics.tensors import describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
 from ampdoctor.precision.casting import HALVES
 from ampdoctor.probes.modules import is_watched, optimizer_parameters, tensors_in
 from ampdoctor.probes.probe import Probe

@@ -17,7 +17,7 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError, ReplayError
 from ampdoctor.evidence.run_facts import GRADIENTS, Place
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import RangeProbe, ReferenceGradients, UpdateProbe, Zeroed, ZeroedProbe

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,9 +27,9 @@ from ampdoctor.health.condense import Attempts
 from ampdoctor.health.reading.log_files import thinned
 from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import AMPDOCTOR, FoundLog, find_log
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.ranges.from_log import profile_from_log
-from ampdoctor.ranges.profile import FP8, SURE_BELOW, RangeProfile, Shadow, figures, fitted_figures, merge
+from ampdoctor.ranges.profile import FP8, SURE_BELOW, RangeProfile, Shadow, figures, fitted_figures
 from ampdoctor.ranges.profile_file import pack, unpack
 from ampdoctor.scaling.choose import choose_scale
 from ampdoctor.workflows.measure import measure, shadowed
@@ -339,40 +338,32 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
     return report_of(ranges, target, run, request.thresholds, expect_failure=request.expect_failure)
 
 
-def profile_from_files(
-    paths: Sequence[str], *, save: str | None = None, thresholds: Thresholds = DEFAULT_THRESHOLDS
-) -> Report:
-    """Show saved profiles of one run (at least one file), with their steps one after the other; nothing runs.
+def profile_from_file(path: str, *, save: str | None = None, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Report:
+    """Show a saved profile, or the ranges in a run's log; nothing runs.
 
-    `save` is the file to which all of them are written together. Raises AmpdoctorError where a file is not a profile,
-    the profiles are of several runs, or `save` cannot be written.
+    `save` is the file to which they are written. Raises AmpdoctorError where the file holds no ranges, or `save` cannot
+    be written.
     """
-    ranges = merged_files(paths)
+    ranges = ranges_in(path)
     if save is not None:
         write_profile(save, ranges)
-    target = {**described_files(paths), "factory": ranges.run.factory or None}
-    return report_of(ranges, target, {**run_of_files(paths, ranges), **_saved(save)}, thresholds)
-
-
-def described_files(paths: Sequence[str]) -> dict[str, Any]:
-    """Returns the report's `target` if nothing runs."""
-    return {"profile": ", ".join(paths), **({"paths": list(paths)} if len(paths) > 1 else {})}
+    target = {"profile": path, "factory": ranges.run.factory or None}
+    return report_of(ranges, target, {**run_of_file(path, ranges), **_saved(save)}, thresholds)
 
 
 def _saved(file: str | None) -> dict[str, str]:
     return {} if file is None else {"saved": file}
 
 
-def merged_files(paths: Sequence[str]) -> RangeProfile:
-    """Returns the profiles in these files, or the ranges in a run's logs, as one."""
-    read = [ranges_of_log(path) if is_run_log(path) else read_profile(path) for path in paths]
-    return functools.reduce(merge, read)
+def ranges_in(path: str) -> RangeProfile:
+    """Returns a saved profile, or the ranges in a run's log."""
+    return ranges_of_log(path) if is_run_log(path) else read_profile(path)
 
 
-def run_of_files(paths: Sequence[str], ranges: RangeProfile) -> dict[str, Any]:
+def run_of_file(path: str, ranges: RangeProfile) -> dict[str, Any]:
     """Returns the report's `run` section if nothing ran."""
     facts = ranges.run
-    notes = {"notes": [NOTE_ON_LOGS]} if any(map(is_run_log, paths)) else {}
+    notes = {"notes": [NOTE_ON_LOGS]} if is_run_log(path) else {}
     return {"precision": facts.precision, "autocast": facts.autocast, "steps": ranges.steps, "replays": 0, **notes}
 
 

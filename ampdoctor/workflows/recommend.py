@@ -26,29 +26,24 @@ from ampdoctor.workflows.advice import (
     with_simulation,
 )
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.changes import Change, both, fp32_modules, no_change, rescaled, with_scaler
-from ampdoctor.workflows.measure import MeasuredStep, Measurement, Shadows, measure, not_compared
+from ampdoctor.workflows.measure import Shadows, measure, not_compared
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.profile import (
-    described_files,
-    merged_files,
     profile_section,
     range_checks,
     range_findings,
-    run_of_files,
+    ranges_in,
+    run_of_file,
     shadow_scales,
 )
-from ampdoctor.workflows.replay_under_change import Observed, observe
+from ampdoctor.workflows.replay_under_change import Observed
 from ampdoctor.workflows.requests import keep_all
-from ampdoctor.workflows.scale_findings import Judgement, judge
+from ampdoctor.workflows.scale_findings import Judgement, Replays, judge
 from ampdoctor.workflows.trials import proof_of, proof_section
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.run_facts import PrecisionAdvice
-    from ampdoctor.probes.ranges import Zeroed
     from ampdoctor.ranges.profile import RangeProfile
-    from ampdoctor.replay.session import Session
-    from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.requests import Progress, ReplayRequest, SetAside
 
 
@@ -80,16 +75,22 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
     def decided(report: Report) -> Report:
         return set_aside(replace(report, command="recommend"))  # the user's decisions are per command
 
+    notes: dict[str, None] = {}  # some are only told when the user's modules are imported, so the first time
+
+    def noted(report: Report) -> Report:
+        notes.update(dict.fromkeys(report.run["notes"]))
+        return replace(report, run={**report.run, "notes": list(notes)})
+
     def searched(steps: int) -> Report:
-        found = bisect_nan(replace(request, steps=steps), progress=progress, set_aside=decided)
+        found = noted(bisect_nan(replace(request, steps=steps), progress=progress, set_aside=decided))
         return replace(found, command="recommend", target={**found.target, **request.described_advice()})
 
     search = searched(min(request.steps or SEARCHED_STEPS, SEARCHED_STEPS))
     if has_other_cause(decided(search)):
         return search
-    report = _measured(request, progress)
+    report = noted(_measured(request, progress))
     steps = report.run["steps"]
-    if steps > SEARCHED_STEPS and (search.verdict != report.verdict or _is_harmed_otherwise(report)):
+    if steps > SEARCHED_STEPS and (search.verdict != report.verdict or _has_other_harm(report.findings)):
         search = searched(steps)  # what harms the run comes later
         if has_other_cause(decided(search)):
             return search
@@ -112,29 +113,26 @@ def has_other_cause(report: Report) -> bool:
     return any(finding.severity == "error" and finding.cause not in SCALING for finding in report.findings)
 
 
-def _is_harmed_otherwise(report: Report) -> bool:
-    return any(finding.severity in _HARM and finding.cause not in SCALING for finding in report.findings)
+def _has_other_harm(findings: Sequence[Finding]) -> bool:
+    return any(finding.severity in _HARM and finding.cause not in SCALING for finding in findings)
 
 
 def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding, ...]:
     """Returns a recommendation's findings with those of a search that has found no error but in the loss scale.
 
-    Of the loss scale the recommendation's own are told; the search's only if there is none and the run is sick. Of the
-    same code otherwise the search's, which names the op.
+    Of the loss scale the recommendation's own are told; the search's only if there is none and the run is sick. Of
+    all else the search's are told, which name the op; an error among them was set aside by the user.
     """
     scaling = [finding for finding in own if finding.cause in SCALING]
-    harmful = any(finding.severity in _HARM for finding in scaling)
-    added = [
-        finding
-        for finding in found
-        if (
-            not scaling and finding.severity == "error"
-            if finding.cause in SCALING
-            else not harmful or finding.code != "AMP207"
-        )
-    ]
-    codes = {finding.code for finding in added}
-    return tuple(sorted([*(finding for finding in own if finding.code not in codes), *added], key=finding_order))
+    if scaling:
+        found = [finding for finding in found if finding.cause not in SCALING]
+    if any(finding.severity in _HARM for finding in scaling):
+        found = [finding for finding in found if finding.code != "AMP207"]
+    added = [finding for finding in found if finding.cause not in SCALING or finding.severity == "error"]
+    codes = {finding.code for finding in added} | ({"AMP206", "AMP207"} if _has_other_harm(added) else set())
+    causes = {finding.cause for finding in added} - {None, *SCALING}
+    kept = [finding for finding in own if finding.code not in codes and finding.cause not in causes]
+    return tuple(sorted([*kept, *added], key=finding_order))
 
 
 # -- from ranges: the closed forms and their simulation, then replays with the run's own scaling and the recommended --
@@ -152,7 +150,7 @@ def _measured(request: ReplayRequest, progress: Progress | None) -> Report:
             while len(taken.moments) > 1:  # no other reference, so the last step's state is freed at once
                 shadows.take(session, taken.moments[-1])
                 taken = replace(taken, moments=taken.moments[:-1])
-            report = _Recommendation(taken.ranges, request, _Replays(session, start, taken, shadows, progress)).report()
+            report = _Recommendation(taken.ranges, request, Replays(session, start, taken, shadows, progress)).report()
         finally:
             start.restore()
             session.close()
@@ -167,19 +165,19 @@ def _measured(request: ReplayRequest, progress: Progress | None) -> Report:
     return replace(report, target=target, run=run)
 
 
-def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report:
-    """Recommend settings from saved profiles of one run (at least one file); nothing runs.
+def recommend_from_file(path: str, request: ReplayRequest) -> Report:
+    """Recommend settings from a saved profile, or from a run's log; nothing runs.
 
-    Of `request`, only the thresholds and the options of the advice count. Raises AmpdoctorError where a file is no
-    profile, or the profiles are of several runs.
+    Of `request`, only the thresholds and the options of the advice count. Raises AmpdoctorError where the file holds no
+    ranges.
     """
-    ranges = merged_files(paths)
+    ranges = ranges_in(path)
     report = _Recommendation(ranges, request, None).report()
     if report.verdict == "healthy" and _loses(ranges, report):
         report = replace(report, verdict="inconclusive")
     skipped = Skipped(what="replay", reason="ranges alone were given, not the run: give the factory for a replay")
-    target = {**described_files(paths), **request.described_advice()}
-    return replace(report, target=target, run=run_of_files(paths, ranges), skipped=(*report.skipped, skipped))
+    target = {"profile": path, **request.described_advice()}
+    return replace(report, target=target, run=run_of_file(path, ranges), skipped=(*report.skipped, skipped))
 
 
 def _loses(ranges: RangeProfile, report: Report) -> bool:
@@ -193,63 +191,6 @@ def _loses(ranges: RangeProfile, report: Report) -> bool:
     return bool(gradients.numel) and gradients.zeros == gradients.numel
 
 
-@dataclass(slots=True)
-class _Replays:
-    """The replays behind a recommendation; each is made at most once."""
-
-    session: Session
-    start: Snapshot
-    taken: Measurement
-    shadows: Shadows
-    progress: Progress | None
-    _own: Observed | None = None
-    _known: dict[float, Zeroed] = field(default_factory=dict)
-
-    def own(self) -> Observed:
-        """Returns the replay with the run's own scaling."""
-        if self._own is None:
-            self._tell("replaying as it is")
-            run = self.taken.ranges.run
-            self._own = self._observe(no_change, run.loss_scale, moment=self._moment)
-        return self._own
-
-    def changed(self, advice: Advice) -> Observed:
-        """Returns the replay with the recommended scaler, and with fp32 for the modules that no scale fits."""
-        self._tell("replaying with the recommended scaler")
-        ranges, scale = self.taken.ranges, advice.recommended.scale
-        if ranges.run.base_scale != 1.0:
-            return self._observe(both(rescaled(scale / ranges.run.base_scale), _islands(advice)), None)
-        change = both(with_scaler(**advice.recommended.arguments()), _islands(advice))
-        return self._observe(change, None if advice.choice.fp32_modules else scale, moment=self._moment)
-
-    def ranges(self) -> RangeProfile:
-        """Returns the profile with its shadows; a first step that a replay has taken is not run again."""
-        if self._moment is not None:
-            self.shadows.take(self.session, self._moment, self._known)
-        return self.shadows.profile()
-
-    @property
-    def _moment(self) -> MeasuredStep | None:
-        return next(iter(self.taken.moments), None)
-
-    def _observe(self, change: Change, scale: float | None, *, moment: MeasuredStep | None = None) -> Observed:
-        """Replay under a change; `scale` is the changed loss scale, or None if more than the scale is changed."""
-        steps, plan = self.taken.ranges.steps, self.taken.plan
-        unlike = self._own.unlike if self._own is not None else None
-        seen = observe(self.session, self.start, steps, plan, change, moment=moment, unlike=unlike)
-        if seen.first is not None and scale is not None and (scale == seen.scales[0] if seen.scales else scale == 1.0):
-            self._known[scale] = seen.first
-        return seen
-
-    def _tell(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress(what, 0, None)
-
-
-def _islands(advice: Advice) -> Change:
-    return fp32_modules(advice.choice.fp32_modules) if advice.choice.fp32_modules else no_change
-
-
 _REFUSED = "a GradScaler refuses fp16 gradients: a pure fp16 model needs autocast, master weights or bf16"
 
 
@@ -257,7 +198,7 @@ _REFUSED = "a GradScaler refuses fp16 gradients: a pure fp16 model needs autocas
 class _Recommendation:
     ranges: RangeProfile
     request: ReplayRequest
-    replays: _Replays | None
+    replays: Replays | None
     findings: list[Finding] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)

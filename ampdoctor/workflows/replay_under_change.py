@@ -45,7 +45,6 @@ class Observed:
 
     steps: int = 0  # replayed; fewer than asked for if one was harmed
     skipped: tuple[int, ...] = ()
-    lost_at: int | None = None  # first skipped step with a non-finite loss, if later steps are taken
     harmed: str | None = None  # "loss" or "grad:fc.weight", without a skip; a loss also before skips to the end
     harmed_at: int | None = None
     scales: tuple[float, ...] = ()  # of each step; empty without an enabled scaler
@@ -288,7 +287,6 @@ class _Watch:
         return Observed(
             steps=len(outcomes),
             skipped=tuple(o.step for o in outcomes if o.loses_updates),
-            lost_at=self._lost if harmed is None else None,
             harmed=harmed,
             harmed_at=at,
             scales=tuple(o.scale_before for o in outcomes if o.scale_before is not None),

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ampdoctor.numerics import describe, nonfinite_flag
-from ampdoctor.numerics.tensors import is_readable, parts_of
+from ampdoctor.numerics.tensors import describe, is_readable, nonfinite_flag, parts_of
 from ampdoctor.precision.spec import as_plain_linears
 from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.probes.written_state import OldCastsProbe

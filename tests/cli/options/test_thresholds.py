@@ -135,9 +135,9 @@ GIVEN = ["--threshold", "AMP107.saturated=0.1", "--threshold", "AMP301.flushed=0
         (["scan", "a.pt", "--against", "b.pt"], "scan_against", "compare"),
         (["bisect-nan", "a.py:f"], "bisect_nan", "bisect_nan"),
         (["profile", "a.py:f"], "profile", "profile"),
-        (["profile", "a.safetensors"], "profile", "profile_from_files"),
+        (["profile", "a.safetensors"], "profile", "profile_from_file"),
         (["recommend", "a.py:f"], "recommend", "recommend"),
-        (["recommend", "a.safetensors"], "recommend", "recommend_from_files"),
+        (["recommend", "a.safetensors"], "recommend", "recommend_from_file"),
     ],
     ids=" ".join,
 )

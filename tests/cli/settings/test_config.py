@@ -533,7 +533,7 @@ def test_a_setting_for_replays_does_not_refuse_a_saved_profile(folder, capsys, m
     (folder / "run.profile").write_text("{}")
     monkeypatch.setattr("ampdoctor.cli.replay_commands.is_profile", lambda target: True)
     stub_workflow("recommend", None)
-    monkeypatch.setattr("ampdoctor.workflows.recommend.recommend_from_files", lambda *_: HEALTHY, raising=False)
+    monkeypatch.setattr("ampdoctor.workflows.recommend.recommend_from_file", lambda *_: HEALTHY, raising=False)
     (folder / "ampdoctor.toml").write_text("steps = 9\n")
     assert main(["recommend", "run.profile"]) == 0
     assert main(["recommend", "run.profile", "--steps", "9"]) == 2

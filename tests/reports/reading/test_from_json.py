@@ -11,7 +11,7 @@ import pytest
 from ampdoctor.errors import ReportError
 from ampdoctor.evidence.report import Check, Suppressed
 from ampdoctor.evidence.report_scaler import SettingBound
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.reports.human import plain_text
 from ampdoctor.reports.json_report import report_as_dict, schema
 from ampdoctor.reports.read_json import report_from_dict, report_from_text
