@@ -28,9 +28,9 @@ from ampdoctor.workflows.advice import (
 )
 from ampdoctor.workflows.bisect_nan import DEFAULT_STEPS, bisect_nan
 from ampdoctor.workflows.changes import Change, both, fp32_modules, no_change, rescaled, with_scaler
-from ampdoctor.workflows.checkpoint_state import history_findings, is_suspect, not_said_yet
+from ampdoctor.workflows.checkpoint_state import history_findings, holds_nonfinite, not_said_yet, state_findings
 from ampdoctor.workflows.measure import MeasuredStep, Measurement, Shadows, measure, not_compared
-from ampdoctor.workflows.open_replay import open_replay, sick_state
+from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.profile import (
     described_files,
     merged_files,
@@ -161,7 +161,7 @@ def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[R
     with open_replay(request) as replay:
         session = replay.session()
         start = session.snapshot()
-        suspect = is_suspect(session)  # the first step hides it
+        suspect = [f for f in state_findings(replay, session, request.thresholds) if f.severity != "note"]
         try:
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
             finite = not taken.ranges.nonfinite_steps
@@ -172,7 +172,7 @@ def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[R
             calm = FirstSteps(taken.first, searched_steps(taken.ranges.steps), request.thresholds)
             replays = _Replays(session, start, taken, shadows, calm, progress)
             report = _Recommendation(taken.ranges, request, replays).report()
-            quiet = calm.throughout and not is_harmed(report.findings) and not sick_state(session) and not suspect
+            quiet = calm.throughout and not is_harmed(report.findings) and not holds_nonfinite(session) and not suspect
         finally:
             start.restore()
             session.close()
@@ -430,7 +430,7 @@ class _Recommendation:
             growth_interval=settings.growth_interval,
             growth_tracker=settings.growth_tracker,
         )
-        return [finding for finding in run_scaler_findings(own) if finding.code not in said]
+        return [finding for finding in run_scaler_findings(own, self.request.thresholds) if finding.code not in said]
 
     def _emitted(self, advice: Advice | None, section: ScalerSection, precision: PrecisionAdvice) -> EmittedSettings:
         """Returns the recommended precision and, for fp16, the settings to use, in a framework's terms."""
