@@ -19,7 +19,6 @@ from ampdoctor.diagnosis.replay.forward import (
 )
 from ampdoctor.diagnosis.replay.gradients import starved as starved_parameters
 from ampdoctor.diagnosis.replay.gradients import underflow, underflow_expected, underflow_seen
-from ampdoctor.diagnosis.replay.loaded_state import flushed_finding
 from ampdoctor.diagnosis.replay.nonfinite import departing
 from ampdoctor.diagnosis.replay.precision import advise_precision
 from ampdoctor.diagnosis.replay.scale_choice import no_common_scale
@@ -27,7 +26,7 @@ from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse
 from ampdoctor.diagnosis.replay.updates import far_from, severity_of_frozen, stagnation
 from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, ScalerState, Trend
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.run_facts import FlushedMoment, RangeFigures
+from ampdoctor.evidence.run_facts import RangeFigures
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.evidence.trace import Amplified, Trace
 from ampdoctor.scaling.scalers import ScalerSettings
@@ -115,18 +114,6 @@ def recommended(log2_amax, **more):
     return outcome
 
 
-ZEROED = FlushedMoment(
-    name="fc.weight",
-    module="fc",
-    entry="exp_avg_sq",
-    dtype="float32",
-    starved=8,
-    elements=8,
-    largest=1e-3,
-    epsilon=1e-8,
-    update=1e-2,
-    fresh=1e-3,
-)
 OLD = OldCopies(where=Where(phase="loss"), writer="weights are written", weight="w", weights=1, used_at="")
 STILL = test_change_rules.STILL
 IDLE = replace(
@@ -253,7 +240,6 @@ CASES = {
     "AMP501.stalled": (0.9, of_step(lambda c, t: stagnation(c, t) is None, updates=(FLUSHING,))),
     "AMP502.update": (1e5, scanned(tensor(), optimizers=(optimizer(starved=[starved()]),))),
     "AMP502.starved": (0.5, scanned(tensor(), optimizers=(optimizer(starved=[starved()]),))),
-    "AMP502.longer": (20.0, lambda thresholds: severity(flushed_finding((ZEROED,), thresholds))),
     "AMP504.update": (0.6, scanned(tensor(), optimizers=(optimizer(steps=((256.0, 2),), dtypes=("bfloat16",)),))),
     "AMP506.share": (
         0.5,

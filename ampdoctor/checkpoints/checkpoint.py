@@ -380,6 +380,26 @@ class Checkpoint:
         return max(whole, default=None)
 
 
+class LiveState(Checkpoint):
+    """The state of a run in memory, as if it had been saved; `optimizers` are as `Checkpoint.optimizers` returns."""
+
+    def __init__(
+        self,
+        refs: Sequence[TensorRef],
+        optimizers: Mapping[str, Mapping[str, Any]],
+        scalers: tuple[ScalerState, ...] = (),
+        global_step: int | None = None,
+    ) -> None:
+        self._optimizers = dict(optimizers)
+        super().__init__(path="the run", format="run", parts=[], global_step=global_step)
+        self._refs = tuple(refs)
+        self.scalers = scalers
+
+    def optimizers(self) -> dict[str, Mapping[str, Any]]:
+        """As in `Checkpoint`."""
+        return self._optimizers
+
+
 def _folded(skipped: Sequence[Skipped]) -> Iterator[Skipped]:
     """Yields at most `_SKIPS_SHOWN` places for each reason, and the number of the others."""
     often = Counter(each.reason for each in skipped)

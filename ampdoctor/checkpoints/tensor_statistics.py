@@ -13,7 +13,7 @@ import torch
 from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.optimizer_state import optimizer_facts
-from ampdoctor.checkpoints.stored_tensor import BLOCK_ELEMENTS, Block, HoledBlock, ReadBuffer, StoredTensor, dtype_name
+from ampdoctor.checkpoints.stored_tensor import BLOCK_ELEMENTS, AnyBlock, Block, ReadBuffer, StoredTensor, dtype_name
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint_stats import (
     ROLES,
@@ -171,7 +171,7 @@ Result = TypeVar("Result")
 Numbered = Iterator[tuple[int, torch.Tensor]]
 """Blocks of one tensor, each with its number in it, as a 1-D tensor that the next one overwrites."""
 
-_Blocks = list[tuple[int, Block | HoledBlock]]
+_Blocks = list[tuple[int, AnyBlock]]
 _Batch = list[tuple[Key, _Blocks]]
 
 

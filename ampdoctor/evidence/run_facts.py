@@ -252,47 +252,6 @@ class PrecisionAdvice:
         return tuple(row.module for row in self.rows if not row.part and row.precision in {"fp32", "tf32"})
 
 
-# -- optimizer state that training in fp32 never produces, from the first step of a replay --
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlushedMoment:
-    """A parameter whose second moment holds zeros beside first moments that no rounding explains.
-
-    `update` is the norm of the parameter's first update, `fresh` that of the same update with new optimizer state; None
-    if it cannot be measured.
-    """
-
-    name: str
-    module: str
-    entry: str  # the second moment ("exp_avg_sq")
-    dtype: str  # without "torch."
-    starved: int  # elements that are zero there, but not in the first moment
-    elements: int  # of the parameter
-    largest: float  # magnitude of the first moment at such an element
-    epsilon: float
-    update: float | None = None
-    fresh: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HalfCounter:
-    """A parameter's step counter in a half format ("bfloat16" or "float16")."""
-
-    name: str
-    module: str
-    dtype: str
-    count: float  # before the first step
-    after: float | None = None  # after the optimizer's first step; None if it took none
-    widened: float | None = None  # the same, counted in fp32
-    betas: tuple[float, ...] = ()  # the optimizer's; () for one without
-
-    @property
-    def stands(self) -> bool:
-        """True if it did not move and does in fp32."""
-        return self.after == self.count and self.widened is not None and self.widened > self.count
-
-
 # -- a run's own loss scaler --
 
 

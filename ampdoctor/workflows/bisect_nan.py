@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -25,8 +24,7 @@ from ampdoctor.diagnosis.replay.scaler_misuse import (
     stepped_past_finding,
     suspicious,
 )
-from ampdoctor.diagnosis.replay.scaler_state import dead_saved_scale_finding
-from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
+from ampdoctor.diagnosis.replay.scaler_state import unloaded_scale_finding
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import (
     STEPS_AFTER,
@@ -42,11 +40,18 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.live.scaler_protocol import half_weights
 from ampdoctor.probes.user_code import as_source, own_line, raising_line
-from ampdoctor.workflows.checkpoint_state import history_findings, impossible_state, not_said_yet, saved_collapse
+from ampdoctor.workflows.checkpoint_state import (
+    history_findings,
+    holds_nonfinite,
+    not_said_yet,
+    saved_scale,
+    state_findings,
+    with_trials,
+)
 from ampdoctor.workflows.close_look import SnapshotRing, StepTracer
 from ampdoctor.workflows.compare_fp32 import CompareDuringReplay, DoesNotComeBackError, compare_with_fp32, is_calm
 from ampdoctor.workflows.judge import Judge, led_on, told_once, unproved_while_misused
-from ampdoctor.workflows.open_replay import OpenReplay, open_replay, scaler_after, sick_state
+from ampdoctor.workflows.open_replay import OpenReplay, open_replay, scaler_after
 from ampdoctor.workflows.repairs import after_refusal
 from ampdoctor.workflows.report_notes import (
     LAST_COMPARED,
@@ -210,28 +215,33 @@ class _Search:
 
     def run(self) -> None:
         """Check the state, replay, and stop at the first step with a sickness that is not set aside."""
-        self.findings += self.judge.with_repair(sick_state(self.session), self.start) or self._impossible_state()
+        found = state_findings(self.replay, self.session, self.thresholds)
+        if found and self.session.has_step(0):
+            found = with_trials(found, self.judge.trials_of_state(self.start))
+        self.findings += found
         self._sick = any(finding.where.nonfinite != "none" for finding in self.findings)
         harmed = any(finding.severity == "error" for finding in self.findings)
         if harmed and not self._goes_on(-1, self.start):
             return
         if not self._replay():
             self._conclude()
-        self._say_that_the_scale_collapsed()
+        self._judge_the_saved_scale()
 
-    def _say_that_the_scale_collapsed(self) -> None:
-        """Add the finding on a checkpoint's collapsed scale, with a replay from a fresh one."""
-        severity = saved_collapse(self.replay, self.session, self.thresholds)
-        if severity is None:
+    def _judge_the_saved_scale(self) -> None:
+        """Add the finding on a checkpoint's dead or collapsed scale, with a replay from a fresh one."""
+        saved, resumed = saved_scale(self.replay), self.replay.resumed
+        if saved is None or resumed is None:
+            return
+        if not resumed.scaler_continued:
+            needed = any("checkpoint_scale" in finding.evidence for finding in self.judge.findings)
+            if not needed:
+                own = self.outcomes[0].scale_before if self.outcomes else None
+                self.findings.append(unloaded_scale_finding(saved, own))
             return
         with self._telling("replaying with a fresh scaler"):
             harmed = any(finding.severity == "error" for finding in self._found())
-            collapsed = self.judge.collapsed_scale(severity, harmed=harmed)
+            collapsed = self.judge.collapsed_scale(saved, harmed=harmed)
         self.findings += [] if collapsed is None else [collapsed]
-
-    def _impossible_state(self) -> list[Finding]:
-        trials = partial(self.judge.trials_of_state, self.start)
-        return impossible_state(self.session, self.start, trials, self.thresholds)
 
     def _replay(self) -> bool:
         """Replay step by step; True if a step is so sick that the search ends."""
@@ -370,7 +380,7 @@ class _Search:
             snapshot.restore()
             if step >= 0:
                 self.session.attempt(step)
-            if not any(finding.where.nonfinite != "none" for finding in sick_state(self.session)):
+            if not holds_nonfinite(self.session):
                 return True
             stopped = "parameters, buffers or moments are non-finite from there on"
         self._cut = True
@@ -410,10 +420,6 @@ class _Search:
         moves = self._moves()
         resumed = self.replay.resumed
         self.judge.settle(self.outcomes, resumed.lost_scaler if resumed is not None else None)
-        saved = resumed.file_scaler if resumed is not None and not resumed.scaler_continued else None
-        if saved is not None and saved.dead:
-            own = self.outcomes[0].scale_before
-            self.findings.append(dead_saved_scale_finding(saved.scale, own, DEAD_SCALE))
         if not any(finding.severity == "error" for finding in self.judge.findings):
             self._compare()
             ahead = shrinking_headroom(self.near, self.thresholds)

@@ -32,6 +32,7 @@ from ampdoctor.ranges.from_log import profile_from_log
 from ampdoctor.ranges.profile import FP8, SURE_BELOW, RangeProfile, Shadow, figures, fitted_figures
 from ampdoctor.ranges.profile_file import pack, unpack
 from ampdoctor.scaling.choose import choose_scale
+from ampdoctor.workflows.checkpoint_state import history_findings, not_said_yet, state_findings
 from ampdoctor.workflows.measure import measure, shadowed
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.output_files import write_whole
@@ -314,7 +315,8 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
         progress: Called after each step.
 
     Returns:
-        The report. Its findings are notes and warnings, except for a run that is not finite in fp32.
+        The report. Its findings are notes and warnings, except for a run that is not finite in fp32, and for what scan
+        says of the checkpoint's state.
 
     Raises:
         AmpdoctorError: The run cannot be replayed, or the file cannot be written; one sentence says why.
@@ -322,6 +324,7 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
     with open_replay(request) as replay:
         session = replay.session()
         start = session.snapshot()
+        found = state_findings(replay, session, request.thresholds)
         try:
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
             ranges = taken.ranges
@@ -333,9 +336,10 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
         replay.notes.extend(taken.notes)
         run = {**replay.described(session, ranges.steps), **_saved(save), "notes": list(dict.fromkeys(replay.notes))}
         target = request.described(replay.factory.name)
+        found += not_said_yet(history_findings(replay), found)
     if save is not None:
         write_profile(save, ranges)
-    return report_of(ranges, target, run, request.thresholds, expect_failure=request.expect_failure)
+    return report_of(ranges, target, run, request.thresholds, found, expect_failure=request.expect_failure)
 
 
 def profile_from_file(path: str, *, save: str | None = None, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Report:
@@ -379,11 +383,13 @@ def report_of(
     target: Mapping[str, Any],
     run: Mapping[str, Any],
     thresholds: Thresholds,
+    of_the_state: Sequence[Finding] = (),
     *,
     expect_failure: bool = False,
 ) -> Report:
-    """Returns the report on a profile, whatever its source."""
-    findings = tuple(sorted(range_findings(ranges, thresholds), key=finding_order))
+    """Returns the report on a profile, whatever its source; `of_the_state` are findings before the first step."""
+    own = range_findings(ranges, thresholds)
+    findings = tuple(sorted([*own, *not_said_yet(of_the_state, own)], key=finding_order))
     choice = None if ranges.nonfinite_steps else choose_scale(ranges, thresholds)
     return Report(
         command="profile",

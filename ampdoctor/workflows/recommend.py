@@ -340,7 +340,7 @@ class _Recommendation:
             growth_interval=settings.growth_interval,
             growth_tracker=settings.growth_tracker,
         )
-        return [finding for finding in run_scaler_findings(own) if finding.code not in said]
+        return [finding for finding in run_scaler_findings(own, self.request.thresholds) if finding.code not in said]
 
     def _emitted(self, advice: Advice | None, section: ScalerSection, precision: PrecisionAdvice) -> EmittedSettings:
         """Returns the recommended precision and, for fp16, the settings to use, in a framework's terms."""

@@ -11,7 +11,6 @@ import torch
 
 from ampdoctor.checkpoints.tensor_statistics import NEVER_NEGATIVE
 from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE
-from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.report_replay import HALF_WEIGHTS, WITHOUT_GRADIENTS
@@ -229,7 +228,7 @@ def after_refusal(session: Session, halves: HalfWeights | None) -> str:
 
 
 def repaired(places: Sequence[Where]) -> Callable[[Session], AbstractContextManager[Any]]:
-    """Returns a change: the broken elements of the tensors at `places` are replaced.
+    """Returns a change: the broken elements of the tensors at `places` are replaced, and those of any moment.
 
     A weight or a buffer gets the median of the tensor's other elements: near 0 for weights that are drawn around 0,
     near 1 for the scale of a normalisation, a usual variance for a running variance. If no element is sound, it gets 0,
@@ -242,9 +241,9 @@ def repaired(places: Sequence[Where]) -> Callable[[Session], AbstractContextMana
         wanted = {_key(where) for where in places}
         masks: dict[str, torch.Tensor] = {}
         for kind, name, tensor in state_tensors(session):
-            if name not in wanted or not tensor.is_floating_point():
-                continue
-            bad = _broken(kind, name, tensor.detach())
+            if not tensor.is_floating_point() or not (name in wanted or kind == "optimizer_state"):
+                continue  # a file may not name the parameters of its moments
+            bad = _broken(name, tensor.detach())
             if kind == "optimizer_state":
                 owner = name.partition(":")[0]
                 masks[owner] = masks[owner] | bad if owner in masks and masks[owner].shape == bad.shape else bad
@@ -282,13 +281,11 @@ def _key(where: Where) -> str:
     return f"{where.tensor}:{entry}" if entry != op else where.tensor or ""
 
 
-def _broken(kind: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _broken(name: str, tensor: torch.Tensor) -> torch.Tensor:
     leaf = name.rpartition(":")[2].rpartition(".")[2]
     bad = ~torch.isfinite(tensor)
     if leaf in NEVER_NEGATIVE:
         bad |= tensor < 0
-    if kind == "param":
-        bad |= tensor.abs() == FP16_MAX
     return bad
 
 

@@ -29,6 +29,11 @@ def scale_text(scale: float) -> str:
     return f"{scale:.10g}"
 
 
+def plain(value: float) -> str:
+    """Formats a setting."""
+    return str(value) if isinstance(value, int) else f"{value:.10g}"
+
+
 def starting_scale(what: str, own: float | None) -> str:
     """Formats where a run starts: "the run starts at 65536", or "the run has no scaler"."""
     return f"{what} starts at {scale_text(own)}" if own is not None else f"{what} has no scaler"
@@ -126,12 +131,24 @@ def _scaler_settings(summary: CheckpointSummary, _: Thresholds) -> Iterator[Find
 
 
 def _settings_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
-    wrong = list(wrong_settings(scaler).values())
+    wrong = wrong_settings(scaler)
     if wrong:
-        message = f"The loss scaler's settings cannot work: {'; '.join(wrong)}."
+        own = {**scaler_numbers(scaler), "init_scale": scaler.scale}
+        better = {name: fresh if name in wrong else own[name] for name, fresh in FRESH_SCALER.items()}
         yield SCALER_SETTINGS.finding(
-            "warning", message, where=place_of(summary, scaler), evidence={**scaler_numbers(scaler), "wrong": wrong}
+            "warning",
+            f"The loss scaler's settings cannot work: {'; '.join(wrong.values())}.",
+            where=place_of(summary, scaler),
+            evidence={**scaler_numbers(scaler), "wrong": list(wrong.values())},
+            prescription=_with(better) if wrong.keys() & better.keys() else None,
         )
+
+
+def _with(better: Mapping[str, float]) -> Prescription:
+    arguments = ", ".join(f"{name}={plain(value)}" for name, value in better.items())
+    return Prescription(
+        kind="scaler", value=better, status="not_run", reason=NOT_REPLAYED, detail=f"GradScaler({arguments})"
+    )
 
 
 DEAD_SCALER = rule("AMP401", SCANNED, ruins_checkpoint=True)
