@@ -60,6 +60,9 @@ class _Read:
     found: FoundLog
     looked: LogSummary
 
+    def name_file(self, _: str | None) -> str:
+        return self.shown
+
 
 def health(
     logs: Sequence[str | os.PathLike[str]],
@@ -196,7 +199,7 @@ def _report(
     thresholds: Thresholds,
 ) -> Report:
     several = len(shown) > 1
-    found = (with_files(it, lambda _, file=one.shown: file) for one in read for it in one.looked.findings)
+    found = (with_files(finding, one.name_file) for one in read for finding in one.looked.findings)
     findings = sorted(found, key=finding_order)
     runs = tuple(replace(run, source=one.shown) for one in read for run in one.looked.runs)
     return Report(

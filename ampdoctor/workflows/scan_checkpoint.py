@@ -253,4 +253,6 @@ def _value(item: Any) -> Any:
 
 def _log(checkpoint: Checkpoint) -> ListedLog | None:
     log, _ = log_beside(checkpoint.folders, DEFAULT_THRESHOLDS)
-    return log and ListedLog(entries=log.run.steps, first_step=log.run.first_step, last_step=log.run.last_step)
+    if log is None:
+        return None
+    return ListedLog(entries=log.run.steps, first_step=log.run.first_step, last_step=log.run.last_step)

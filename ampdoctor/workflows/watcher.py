@@ -136,6 +136,11 @@ class TrainingWatcher:
         self._test: WatchedTest | None = None
 
     @property
+    def world(self) -> int:
+        """The number of processes of the job."""
+        return self._rank.place.world
+
+    @property
     def trained(self) -> bool:
         """Whether a backward or an optimizer's step has been seen."""
         return self._watch.recorder.used.any_backward or bool(self._lines.attempted)
