@@ -251,22 +251,18 @@ class Known:
             self.alone[one.name] = max(self.alone.get(one.name, 0.0), AS_FAR * error_of(one))
 
 
+@dataclass(slots=True)
 class ComparisonSummary:
-    """Collects the results of the compared steps; `compared` holds those whose gradient is not negligible."""
+    """Collects the results of the compared steps."""
 
-    def __init__(self, thresholds: Thresholds) -> None:
-        self.known = Known()
-        self.compared: list[Comparison] = []
-        self.thresholds = thresholds
-        self._steps = 0
-        self._worst = 0.0
-        self._largest = 0.0
-        self._chaotic = 0
-        self._at_rest = 0
-        self._given = False  # an optimizer was given gradients
-        self._doubt: Finding | None = None
-        self._held = 0
-        self._births: dict[str, NonFiniteOrigin] = {}
+    thresholds: Thresholds
+    known: Known = field(default_factory=Known)
+    compared: list[Comparison] = field(default_factory=list)  # those whose gradient is not negligible
+    _all: list[Comparison] = field(default_factory=list)
+    _births: dict[str, NonFiniteOrigin] = field(default_factory=dict)
+    _chaotic: int = 0
+    _doubt: Finding | None = None
+    _held: int = 0
 
     def rests_on(self, finding: Finding, birth: NonFiniteOrigin) -> Finding:
         """Remember the birth that a finding is about; returns the finding."""
@@ -284,15 +280,11 @@ class ComparisonSummary:
 
     def add(self, comparison: Comparison) -> None:
         """Count a step; if its gradients are far from fp32's and not negligible, remember to report it."""
-        self._steps += 1
         self._held = 0
-        self._largest = max(self._largest, comparison.gradient_norm)
-        self._at_rest += is_at_rest(comparison)
-        self._given |= bool(comparison.parameters)
+        self._all.append(comparison)
         if comparison.gradient_norm < NEGLIGIBLE * self._largest:
             return  # converged: the rest of the gradient is rounding
         self.compared.append(comparison)
-        self._worst = max(self._worst, comparison.gradient_error)
         doubt = unexplained(comparison, self.thresholds)
         if comparison.gradient_error > self.known.explained:
             self._doubt = self._doubt or doubt
@@ -303,33 +295,39 @@ class ComparisonSummary:
         """Returns the result; the doubt is a finding only if nothing clearer than a note was found."""
         clear = any(finding.severity != "note" for finding in findings)
         doubt = (self._doubt,) if self._doubt is not None and not clear else ()
-        worst = {"largest_gradient_error": self._worst} if self._steps else {}
+        steps, rests = len(self._all), sum(map(is_at_rest, self._all))
+        worst = {"largest_gradient_error": max([0.0, *(one.gradient_error for one in self.compared)])} if steps else {}
         chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
-        at_rest = {"steps_at_rest_in_fp32": self._at_rest} if self._at_rest else {}  # these show nothing about updates
+        at_rest = {"steps_at_rest_in_fp32": rests} if rests else {}  # these show nothing about updates
         rising = {"moves_at_the_full_learning_rate": True} if self.known.warm_up else {}
         check = Check(
             name="gradients and updates agree with fp32",
             result=self._result(sick=bool(findings or doubt)),
-            headroom={"steps": self._steps, **worst, **chaotic, **at_rest, **rising},
+            headroom={"steps": steps, **worst, **chaotic, **at_rest, **rising},
         )
         skipped = (Skipped(what="comparison with fp32", reason=cut),) if cut is not None else ()
         return ReferencePass(
             findings=(*findings, *doubt),
             checks=(check,),
             skipped=skipped,
-            steps=self._steps,
+            steps=steps,
             held=self._held,
             births=self._births,
         )
 
+    @property
+    def _largest(self) -> float:
+        return max([0.0, *(one.gradient_norm for one in self._all)])
+
     def _result(self, *, sick: bool) -> str:
         if sick:
             return "found"
-        if not self._steps:
+        if not self._all:
             return "not_run"
         if self._largest:
             return "ok"
-        missing = "fp32 has no gradient either" if self._given else "no optimizer was given a gradient"
+        given = any(one.parameters for one in self._all)
+        missing = "fp32 has no gradient either" if given else "no optimizer was given a gradient"
         return f"nothing to compare: {missing}"
 
 
