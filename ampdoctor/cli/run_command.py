@@ -307,7 +307,9 @@ def _show(error: BaseException) -> int | None:
         return _asked(asked)
     except BaseException as failed:  # noqa: BLE001 - as Python does
         _write("Error in sys.excepthook:\n")
-        sys.__excepthook__(type(failed), failed, failed.__traceback__ and failed.__traceback__.tb_next)
+        ours = failed.__traceback__  # its first frame is this function's
+        failed.__traceback__ = ours and ours.tb_next
+        sys.__excepthook__(type(failed), failed, failed.__traceback__)
         _write("\nOriginal exception was:\n")
         sys.__excepthook__(*told)
     return None
