@@ -26,7 +26,7 @@ from ampdoctor.workflows.advice import (
     with_simulation,
 )
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.measure import Shadows, measure, not_compared
+from ampdoctor.workflows.measure import measure, not_compared, shadowed
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.profile import (
     profile_section,
@@ -53,6 +53,8 @@ SEARCHED_STEPS = 8
 """Number of steps that are searched for other causes before the ranges are measured."""
 _UNSETTLED = frozenset({"not_replayed", "not_in_half"})
 """Kinds of what a search has left out that forbid to call the run healthy."""
+_UNEXPLAINED = frozenset({"AMP206", "AMP207"})
+"""Codes of a recommendation's findings if ranges explain nothing."""
 _HARM = frozenset({"error", "warning"})
 
 
@@ -90,8 +92,9 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
         return search
     report = noted(_measured(request, progress))
     steps = report.run["steps"]
-    if steps > SEARCHED_STEPS and (search.verdict != report.verdict or _has_other_harm(report.findings)):
-        search = searched(steps)  # what harms the run comes later
+    unexplained = any(finding.code in _UNEXPLAINED for finding in report.findings)
+    if steps > SEARCHED_STEPS and (unexplained or search.verdict != report.verdict):
+        search = searched(steps)  # what harms the run may come later
         if has_other_cause(decided(search)):
             return search
     findings = combined(report.findings, search.findings)
@@ -113,10 +116,6 @@ def has_other_cause(report: Report) -> bool:
     return any(finding.severity == "error" and finding.cause not in SCALING for finding in report.findings)
 
 
-def _has_other_harm(findings: Sequence[Finding]) -> bool:
-    return any(finding.severity in _HARM and finding.cause not in SCALING for finding in findings)
-
-
 def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding, ...]:
     """Returns a recommendation's findings with those of a search that has found no error but in the loss scale.
 
@@ -129,7 +128,8 @@ def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding,
     if any(finding.severity in _HARM for finding in scaling):
         found = [finding for finding in found if finding.code != "AMP207"]
     added = [finding for finding in found if finding.cause not in SCALING or finding.severity == "error"]
-    codes = {finding.code for finding in added} | ({"AMP206", "AMP207"} if _has_other_harm(added) else set())
+    harmed = any(finding.severity in _HARM and finding.cause not in SCALING for finding in added)
+    codes = {finding.code for finding in added} | (_UNEXPLAINED if harmed else frozenset())
     causes = {finding.cause for finding in added} - {None, *SCALING}
     kept = [finding for finding in own if finding.code not in codes and finding.cause not in causes]
     return tuple(sorted([*kept, *added], key=finding_order))
@@ -145,12 +145,11 @@ def _measured(request: ReplayRequest, progress: Progress | None) -> Report:
         start = session.snapshot()
         try:
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
-            finite = not taken.ranges.nonfinite_steps
-            shadows = Shadows(taken.ranges, shadow_scales(taken.ranges, request.thresholds) if finite else ())
-            while len(taken.moments) > 1:  # no other reference, so the last step's state is freed at once
-                shadows.take(session, taken.moments[-1])
-                taken = replace(taken, moments=taken.moments[:-1])
-            report = _Recommendation(taken.ranges, request, Replays(session, start, taken, shadows, progress)).report()
+            ranges = taken.ranges
+            if not ranges.nonfinite_steps:
+                ranges, _ = shadowed(session, taken, shadow_scales(ranges, request.thresholds), progress)
+            taken = replace(taken, moments=())  # frees the states
+            report = _Recommendation(ranges, request, Replays(session, start, taken, progress)).report()
         finally:
             start.restore()
             session.close()
@@ -224,7 +223,7 @@ class _Recommendation:
             skipped=tuple(self.skipped),
             scaler=section,
             profile=profile_section(
-                ranges if self.replays is None else self.replays.ranges(),
+                ranges,
                 None if advice is None else advice.choice.settings.scale,
                 sites=self.replays is not None,
             ),
