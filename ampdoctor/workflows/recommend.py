@@ -88,14 +88,14 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
         return replace(found, command="recommend", target={**found.target, **request.described_advice()})
 
     search = searched(min(request.steps or SEARCHED_STEPS, SEARCHED_STEPS))
-    if has_other_cause(decided(search)):
+    if other_cause(search, decided):
         return search
     report = noted(_measured(request, progress))
     steps = report.run["steps"]
     unexplained = any(finding.code in _UNEXPLAINED for finding in report.findings)
     if steps > SEARCHED_STEPS and (unexplained or search.verdict != report.verdict):
         search = searched(steps)  # what harms the run may come later
-        if has_other_cause(decided(search)):
+        if other_cause(search, decided):
             return search
     findings = combined(report.findings, search.findings)
     report = replace(
@@ -111,9 +111,11 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
     return replace(report, verdict="sick") if sick else report
 
 
-def has_other_cause(report: Report) -> bool:
-    """Whether a search has found an error that is not of the loss scale."""
-    return any(finding.severity == "error" and finding.cause not in SCALING for finding in report.findings)
+def other_cause(search: Report, set_aside: SetAside) -> bool:
+    """Whether a search has found an error that is not of the loss scale, and that the user has not set aside."""
+    own = {finding.fingerprint for finding in search.findings}
+    left = [finding for finding in set_aside(search).findings if finding.fingerprint in own]
+    return any(finding.severity == "error" and finding.cause not in SCALING for finding in left)
 
 
 def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding, ...]:
