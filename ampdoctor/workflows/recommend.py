@@ -124,17 +124,22 @@ def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding,
     Of the loss scale the recommendation's own are told; the search's only if there is none and the run is sick. Of
     all else the search's are told, which name the op; an error among them was set aside by the user.
     """
-    scaling = [finding for finding in own if finding.cause in SCALING]
+    scaling = [finding for finding in own if _is_of_the_scale(finding)]
     if scaling:
-        found = [finding for finding in found if finding.cause not in SCALING]
+        found = [finding for finding in found if not _is_of_the_scale(finding)]
     if any(finding.severity in _HARM for finding in scaling):
         found = [finding for finding in found if finding.code != "AMP207"]
-    added = [finding for finding in found if finding.cause not in SCALING or finding.severity == "error"]
+    added = [finding for finding in found if not _is_of_the_scale(finding) or finding.severity == "error"]
     harmed = any(finding.severity in _HARM and finding.cause not in SCALING for finding in added)
     codes = {finding.code for finding in added} | (_UNEXPLAINED if harmed else frozenset())
     causes = {finding.cause for finding in added} - {None, *SCALING}
     kept = [finding for finding in own if finding.code not in codes and finding.cause not in causes]
     return tuple(sorted([*kept, *added], key=finding_order))
+
+
+def _is_of_the_scale(finding: Finding) -> bool:
+    """Whether it is of the loss scale, not in the run's past (AMP7xx), which only a log shows."""
+    return finding.cause in SCALING and not finding.code.startswith("AMP7")
 
 
 # -- from ranges: the closed forms and their simulation, then replays with the run's own scaling and the recommended --

@@ -126,6 +126,7 @@ UNPROVED = said("AMP301", "error", "grad_underflow")
 TOO_HIGH = said("AMP405", "error", "grad_overflow")
 STAGNANT = said("AMP501", cause="optimizer_precision")
 OVERFLOW = said("AMP201", "error", "forward_overflow")
+PAST = said("AMP706", cause="scaler_collapse")
 NOTE = said("AMP405", "note", "grad_overflow")
 
 
@@ -140,6 +141,8 @@ NOTE = said("AMP405", "note", "grad_overflow")
         ([said("AMP301", "note", "grad_underflow")], [DEPARTS], [DEPARTS, said("AMP301", "note", "grad_underflow")]),
         ([replace(DEPARTS, message="own")], [DEPARTS], [DEPARTS]),  # the search's names the op
         ([UNDERFLOW], [STAGNANT], [UNDERFLOW, STAGNANT]),
+        ([], [PAST], [PAST]),
+        ([UNDERFLOW], [PAST], [UNDERFLOW, PAST]),
         ([said("AMP207", "error")], [OVERFLOW], [OVERFLOW]),  # an overflow that the user has set aside
         ([said("AMP302", cause="forward_overflow")], [OVERFLOW], [OVERFLOW]),
     ],
