@@ -33,7 +33,7 @@ from ampdoctor.ranges.profile import FP8, SURE_BELOW, RangeProfile, Shadow, figu
 from ampdoctor.ranges.profile_file import pack, unpack
 from ampdoctor.scaling.choose import choose_scale
 from ampdoctor.workflows.checkpoint_state import history_findings, not_said_yet, state_findings
-from ampdoctor.workflows.measure import measure, shadowed
+from ampdoctor.workflows.measure import measure, not_compared, shadowed
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.output_files import write_whole
 from ampdoctor.workflows.requests import is_run_log
@@ -329,7 +329,10 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
             ranges = taken.ranges
             if not ranges.nonfinite_steps:
-                ranges = shadowed(session, taken, shadow_scales(ranges, request.thresholds), progress)
+                ranges, unlike = shadowed(session, taken, shadow_scales(ranges, request.thresholds), progress)
+                if unlike is not None:
+                    why = not_compared(unlike)
+                    taken.notes.append(f"what fp16 does to these gradients was not measured: {why}")
         finally:
             start.restore()
             session.close()

@@ -26,7 +26,7 @@ from ampdoctor.workflows.advice import (
     with_simulation,
 )
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.measure import Shadows, measure, not_compared
+from ampdoctor.workflows.measure import measure, not_compared, shadowed
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.profile import (
     profile_section,
@@ -53,6 +53,8 @@ SEARCHED_STEPS = 8
 """Number of steps that are searched for other causes before the ranges are measured."""
 _UNSETTLED = frozenset({"not_replayed", "not_in_half"})
 """Kinds of what a search has left out that forbid to call the run healthy."""
+_UNEXPLAINED = frozenset({"AMP206", "AMP207"})
+"""Codes of a recommendation's findings if ranges explain nothing."""
 _HARM = frozenset({"error", "warning"})
 
 
@@ -86,13 +88,14 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
         return replace(found, command="recommend", target={**found.target, **request.described_advice()})
 
     search = searched(min(request.steps or SEARCHED_STEPS, SEARCHED_STEPS))
-    if has_other_cause(decided(search)):
+    if other_cause(search, decided):
         return search
     report = noted(_measured(request, progress))
     steps = report.run["steps"]
-    if steps > SEARCHED_STEPS and (search.verdict != report.verdict or _has_other_harm(report.findings)):
-        search = searched(steps)  # what harms the run comes later
-        if has_other_cause(decided(search)):
+    unexplained = any(finding.code in _UNEXPLAINED for finding in report.findings)
+    if steps > SEARCHED_STEPS and (unexplained or search.verdict != report.verdict):
+        search = searched(steps)  # what harms the run may come later
+        if other_cause(search, decided):
             return search
     findings = combined(report.findings, search.findings)
     report = replace(
@@ -108,13 +111,11 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
     return replace(report, verdict="sick") if sick else report
 
 
-def has_other_cause(report: Report) -> bool:
-    """Whether a search has found an error that is not of the loss scale."""
-    return any(finding.severity == "error" and finding.cause not in SCALING for finding in report.findings)
-
-
-def _has_other_harm(findings: Sequence[Finding]) -> bool:
-    return any(finding.severity in _HARM and finding.cause not in SCALING for finding in findings)
+def other_cause(search: Report, set_aside: SetAside) -> bool:
+    """Whether a search has found an error that is not of the loss scale, and that the user has not set aside."""
+    own = {finding.fingerprint for finding in search.findings}
+    left = [finding for finding in set_aside(search).findings if finding.fingerprint in own]
+    return any(finding.severity == "error" and finding.cause not in SCALING for finding in left)
 
 
 def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -123,16 +124,22 @@ def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding,
     Of the loss scale the recommendation's own are told; the search's only if there is none and the run is sick. Of
     all else the search's are told, which name the op; an error among them was set aside by the user.
     """
-    scaling = [finding for finding in own if finding.cause in SCALING]
+    scaling = [finding for finding in own if _is_of_the_scale(finding)]
     if scaling:
-        found = [finding for finding in found if finding.cause not in SCALING]
+        found = [finding for finding in found if not _is_of_the_scale(finding)]
     if any(finding.severity in _HARM for finding in scaling):
         found = [finding for finding in found if finding.code != "AMP207"]
-    added = [finding for finding in found if finding.cause not in SCALING or finding.severity == "error"]
-    codes = {finding.code for finding in added} | ({"AMP206", "AMP207"} if _has_other_harm(added) else set())
+    added = [finding for finding in found if not _is_of_the_scale(finding) or finding.severity == "error"]
+    harmed = any(finding.severity in _HARM and finding.cause not in SCALING for finding in added)
+    codes = {finding.code for finding in added} | (_UNEXPLAINED if harmed else frozenset())
     causes = {finding.cause for finding in added} - {None, *SCALING}
     kept = [finding for finding in own if finding.code not in codes and finding.cause not in causes]
     return tuple(sorted([*kept, *added], key=finding_order))
+
+
+def _is_of_the_scale(finding: Finding) -> bool:
+    """Whether it is of the loss scale, not in the run's past (AMP7xx), which only a log shows."""
+    return finding.cause in SCALING and not finding.code.startswith("AMP7")
 
 
 # -- from ranges: the closed forms and their simulation, then replays with the run's own scaling and the recommended --
@@ -145,12 +152,11 @@ def _measured(request: ReplayRequest, progress: Progress | None) -> Report:
         start = session.snapshot()
         try:
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
-            finite = not taken.ranges.nonfinite_steps
-            shadows = Shadows(taken.ranges, shadow_scales(taken.ranges, request.thresholds) if finite else ())
-            while len(taken.moments) > 1:  # no other reference, so the last step's state is freed at once
-                shadows.take(session, taken.moments[-1])
-                taken = replace(taken, moments=taken.moments[:-1])
-            report = _Recommendation(taken.ranges, request, Replays(session, start, taken, shadows, progress)).report()
+            ranges = taken.ranges
+            if not ranges.nonfinite_steps:
+                ranges, _ = shadowed(session, taken, shadow_scales(ranges, request.thresholds), progress)
+            taken = replace(taken, moments=())  # frees the states
+            report = _Recommendation(ranges, request, Replays(session, start, taken, progress)).report()
         finally:
             start.restore()
             session.close()
@@ -224,7 +230,7 @@ class _Recommendation:
             skipped=tuple(self.skipped),
             scaler=section,
             profile=profile_section(
-                ranges if self.replays is None else self.replays.ranges(),
+                ranges,
                 None if advice is None else advice.choice.settings.scale,
                 sites=self.replays is not None,
             ),

@@ -19,7 +19,6 @@ from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import ReferenceGradients, Zeroed, ZeroedProbe
 from ampdoctor.workflows.changes import Change, no_change
 from ampdoctor.workflows.measure import comes_back, harms, is_far, not_compared, spread
-from ampdoctor.workflows.step_beside_fp32 import keeps_half
 from ampdoctor.workflows.trials import AGREEMENT, replayed
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from ampdoctor.probes.modules import LowPrecisionTensors
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.measure import MeasuredStep
 
 
 FLUSH_THAT_PAYS = 1e-2
@@ -56,7 +54,6 @@ class Observed:
     errors: tuple[float, ...] = ()  # relative L2 error of the weight gradients, by compared step
     failure: str | None = None  # why the replay could not run
     begun_again: int = 0  # how often the loss scale rose after a skip, because the scaler is made anew
-    first: Zeroed | None = None  # gradients of step 0 beside fp32's; None if it was not compared
     rows: tuple[ReplayedStep, ...] = ()
     references: tuple[ReplayedStep, ...] = ()  # the compared steps in fp32
 
@@ -133,16 +130,14 @@ def observe(
     plan: LowPrecisionTensors | None,
     change: Change = no_change,
     *,
-    moment: MeasuredStep | None = None,
     unlike: int | None = None,
 ) -> Observed:
     """Replay under a change; the session is back at `start` afterwards.
 
-    There must be batches for `steps` steps. `moment` is the measured step 0, whose gradients may serve as fp32's; None
-    where the change affects fp32. `unlike` is a step that is known not to be reproduced.
+    There must be batches for `steps` steps. `unlike` is a step that is known not to be reproduced.
     """
     start.restore()
-    watch = _Watch(session, plan, spread(steps), moment, unlike=unlike)
+    watch = _Watch(session, plan, spread(steps), unlike=unlike)
     failure = None
     try:
         with change(session):
@@ -160,7 +155,6 @@ class _Watch:
         session: Session,
         plan: LowPrecisionTensors | None,
         compare: frozenset[int],
-        moment: MeasuredStep | None,
         *,
         unlike: int | None,
     ) -> None:
@@ -170,8 +164,6 @@ class _Watch:
         run = session.run
         self._ours = run.step is None and run.max_grad_norm is None and not session.masters
         """The optimizer gets the backward's gradients unchanged: no clipping, and no step of the user's own."""
-        self._moment = moment if self._ours and not keeps_half(session) else None
-        self._first: Zeroed | None = None
         self._times: Mapping[str, int] = {}
         self._sentinel = NonFiniteProbe()
         self._outcomes: list[StepOutcome] = []
@@ -237,14 +229,12 @@ class _Watch:
             if not back:
                 self._forget_compared(unlike=step)
                 return
-        if step == 0:
-            self._first = found
         if not outcome.loses_updates:
             self._add(step, found)
 
     def _forget_compared(self, *, unlike: int) -> None:
         """Drop all comparisons, because a step is not reproduced: they may have been of different data."""
-        self._unlike, self._compare, self._first = unlike, frozenset(), None
+        self._unlike, self._compare = unlike, frozenset()
         for gathered in (self._compared, self._flushed, self._nonzero, self._errors, self._references):
             gathered.clear()
 
@@ -253,11 +243,7 @@ class _Watch:
 
         Returns the state before it, and its gradients as the backward delivers them and as the optimizer gets them.
         """
-        session, moment = self._session, self._moment
-        if step == 0 and moment is not None:
-            received = moment.gradients.received(session)
-            self._references.append(replayed(moment.outcome, moment.sinks, received))
-            return moment.state, moment.gradients, received
+        session = self._session
         reference, gradients = ReferenceGradients(self._plan), GradientProbe()
         here = session.snapshot()
         with session.reference(), session.watched(reference, *(() if self._ours else (gradients,))):
@@ -298,7 +284,6 @@ class _Watch:
             errors=tuple(self._errors),
             failure=failure,
             begun_again=times_begun_again(outcomes, ("", *self._session.optimizers)),
-            first=self._first,
             rows=tuple(self._rows),
             references=tuple(self._references),
         )

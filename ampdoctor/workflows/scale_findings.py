@@ -23,12 +23,11 @@ from ampdoctor.workflows.trials import first_cure
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.probes.ranges import Zeroed
     from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.advice import Advice
-    from ampdoctor.workflows.measure import MeasuredStep, Measurement, Shadows
+    from ampdoctor.workflows.measure import Measurement
     from ampdoctor.workflows.requests import Progress
 
 NOT_RUN: PrescriptionStatus = "not_run"
@@ -43,60 +42,35 @@ class Replays:
     session: Session
     start: Snapshot
     taken: Measurement
-    shadows: Shadows
     progress: Progress | None
-    _own: Observed | None = None
-    _known: dict[float, Zeroed] = field(default_factory=dict)
+    _unlike: int | None = None  # a step that is not reproduced
 
     def own(self) -> Observed:
         """Returns the replay with the run's own scaling."""
         self._tell("replaying as it is")
-        self._own = self._observe(no_change, self.taken.ranges.run.loss_scale, moment=self._moment)
-        return self._own
+        own = self._observe(no_change, self.taken.ranges.steps)
+        self._unlike = own.unlike
+        return own
 
     def changed(self, advice: Advice) -> Observed:
         """Returns the replay with the recommended scaler, and with fp32 for the modules that no scale fits."""
         self._tell("replaying with the recommended scaler")
-        ranges, scale = self.taken.ranges, advice.recommended.scale
-        if ranges.run.base_scale != 1.0:
-            return self._observe(both(rescaled(scale / ranges.run.base_scale), _islands(advice)), None)
-        change = both(with_scaler(**advice.recommended.arguments()), _islands(advice))
-        return self._observe(change, None if advice.choice.fp32_modules else scale, moment=self._moment)
+        by_hand = self.taken.ranges.run.base_scale
+        scaler = with_scaler(**advice.recommended.arguments())
+        scaled = scaler if by_hand == 1.0 else rescaled(advice.recommended.scale / by_hand)
+        islands = fp32_modules(advice.choice.fp32_modules) if advice.choice.fp32_modules else no_change
+        return self._observe(both(scaled, islands), self.taken.ranges.steps)
 
     def tried(self, change: Change) -> Observed:
         """Returns a short replay with another change."""
-        steps = min(self.taken.ranges.steps, TRIED_STEPS)
+        return self._observe(change, min(self.taken.ranges.steps, TRIED_STEPS))
+
+    def _observe(self, change: Change, steps: int) -> Observed:
         return observe(self.session, self.start, steps, self.taken.plan, change, unlike=self._unlike)
-
-    def ranges(self) -> RangeProfile:
-        """Returns the profile with its shadows; a first step that a replay has taken is not run again."""
-        if self._moment is not None:
-            self.shadows.take(self.session, self._moment, self._known)
-        return self.shadows.profile()
-
-    @property
-    def _unlike(self) -> int | None:
-        return None if self._own is None else self._own.unlike
-
-    @property
-    def _moment(self) -> MeasuredStep | None:
-        return next(iter(self.taken.moments), None)
-
-    def _observe(self, change: Change, scale: float | None, *, moment: MeasuredStep | None = None) -> Observed:
-        """Replay under a change; `scale` is the changed loss scale, or None if more than the scale is changed."""
-        steps, plan = self.taken.ranges.steps, self.taken.plan
-        seen = observe(self.session, self.start, steps, plan, change, moment=moment, unlike=self._unlike)
-        if seen.first is not None and scale is not None and (scale == seen.scales[0] if seen.scales else scale == 1.0):
-            self._known[scale] = seen.first
-        return seen
 
     def _tell(self, what: str) -> None:
         if self.progress is not None:
             self.progress(what, 0, None)
-
-
-def _islands(advice: Advice) -> Change:
-    return fp32_modules(advice.choice.fp32_modules) if advice.choice.fp32_modules else no_change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ def measured(run, steps, scales=()):
     with autocast_policy("cuda"):
         session = Session(run, device=torch.device("cpu"))
         taken = measure(session, session.snapshot(), steps)
-        return shadowed(session, taken, scales) if scales else taken.ranges
+        return shadowed(session, taken, scales)[0] if scales else taken.ranges
 
 
 @functools.cache
