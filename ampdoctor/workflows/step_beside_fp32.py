@@ -66,11 +66,6 @@ def kept(session: Session) -> StateCopy:
     return StateCopy(half, {name: sample(t).clone() for name, t in held(session)}, states)
 
 
-def keeps_half(session: Session) -> bool:
-    """Whether a run keeps parameters or buffers in a half format."""
-    return any(tensor.dtype in REDUCED for _, tensor in kept_tensors(session))
-
-
 def moved(session: Session, before: StateCopy) -> StateCopy:
     """Returns how far each tensor has moved since `before`, in float64."""
     now, trained = dict(kept_tensors(session)), dict(held(session)) if before.trained else {}

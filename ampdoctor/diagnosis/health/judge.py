@@ -18,7 +18,6 @@ from ampdoctor.evidence.log_records import (
     DetailLine,
     EndLine,
     Line,
-    LogRecord,
     LookLine,
     RunLine,
     StepLine,
@@ -117,10 +116,6 @@ class Judge:
                 found = [one for find in self._on_steps for one in find(moment, self._thresholds)]
                 new += self._new(found, optimizer, moment.line.step)
         return tuple(sorted(new, key=lambda one: SEVERITIES.index(one.severity)))
-
-    def hear_all(self, lines: Iterable[LogRecord]) -> tuple[Finding, ...]:
-        """Takes many lines, and returns all findings in the order in which they were made."""
-        return tuple(finding for one in lines for finding in self.hear(one.line))
 
     def is_over(self, finding: Finding) -> bool:
         """Returns whether the run has come back from what was found, by the last line."""
