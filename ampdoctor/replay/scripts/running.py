@@ -43,7 +43,7 @@ from ampdoctor.replay.scripts.trying import Loop
 from ampdoctor.replay.snapshot import ProcessState
 from ampdoctor.replay.user_code import prints_to_nobody, trimmed_traceback, user_code
 from ampdoctor.replay.user_files import is_users_file, users_line
-from ampdoctor.replay.user_modules import syntax_sentence
+from ampdoctor.replay.user_modules import factories_in, syntax_sentence
 
 # -- the model and its names, among the variables of the loop --
 
@@ -261,10 +261,7 @@ class Runner:
         """Take the loops in which the script ended, around its last training call; raises FactoryError without one."""
         loops = loops_at(called)
         if run.ended is None:
-            run.ended = FactoryError(
-                f"{self._name} ended without a training step: no loop of its own was come to in which an optimizer "
-                "steps"
-            )
+            run.ended = FactoryError(no_loop(self._name, factories_in(self._file)))
         else:
             loops = those_left_by(run.ended.__cause__, loops)
         if not loops:
@@ -337,6 +334,12 @@ class Runner:
                 raise
         finally:
             self._heard = True
+
+
+def no_loop(name: str, factories: Sequence[str] = ()) -> str:
+    """Returns the message for a script without a training loop; `factories` are its functions that may make a run."""
+    instead = f" (is {name}:{factories[0]} what makes the run?)" if factories else ""
+    return f"{name} ended without a training step: no loop of its own was come to in which an optimizer steps{instead}"
 
 
 def _ended(name: str, error: SystemExit) -> str:
