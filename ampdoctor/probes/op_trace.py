@@ -44,7 +44,6 @@ from ampdoctor.probes.nonfinite_origin import described, nonfinite_number, opera
 from ampdoctor.probes.ops import (
     CONSTANTS,
     FILLS_A_PART,
-    OVERWRITES,
     SUMS,
     UNINITIALISED,
     Ran,
@@ -311,7 +310,7 @@ class OpTraceProbe(OpProbe):
         if kernel in UNINITIALISED:
             return self._left_unwritten(func(*args, **kwargs), site)
         with _own_work(kernel):
-            calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
+            calls = split_calls(func, args, kwargs)
             dirty = [self._read_nonfinite(kernel, call) for call in calls]
         try:
             result = func(*args, **kwargs)

@@ -400,8 +400,9 @@ class Ran:
     returned: Any = None  # everything, integers and booleans as well; None for one element of a list
 
 
-def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrites: bool) -> list[Split]:  # noqa: FBT001 - internal
-    """Split a call of an ATen overload before it runs; with `overwrites`, it does not read what it writes in place."""
+def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Split]:
+    """Split a call of an ATen overload before it runs; those in `OVERWRITES` do not read what they write."""
+    overwrites = kernel_name(func) in OVERWRITES
     named = _bind(func, args, kwargs)
     written = [name for name, is_write, _ in named if is_write]
     lists = [value for _, _, value in named if _is_tensor_list(value)]

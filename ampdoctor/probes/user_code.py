@@ -154,12 +154,11 @@ def _forwards(function: type[Any]) -> Iterator[FunctionType]:
         yield from _forwards(below)
 
 
-def raising_line(error: BaseException, *, own: bool = False) -> tuple[str, int] | None:
-    """The innermost user line through which an exception came, with `own` outside installed packages if possible."""
+def raising_line(error: BaseException) -> tuple[str, int] | None:
+    """The innermost user line through which an exception came, outside installed packages if possible."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(frame.filename, frame.lineno or 0) for frame in frames if _is_user(frame.filename)]
-    mine = [line for line in lines if own and not _is_installed(line[0])]
-    found = mine or lines
+    found = [line for line in lines if not _is_installed(line[0])] or lines
     return found[-1] if found else None
 
 

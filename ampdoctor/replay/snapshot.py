@@ -211,9 +211,8 @@ class _Tensor:
         self._restore_the_rest()
 
     def restore_what_changed(self) -> None:
-        """Write values only if they differ: memory outside the run may be read-only."""
-        if not self.values.are_in(_memory(self.data)):
-            self.values.put_into(_memory(self.data))
+        """Like `restore`, but write values only if they differ."""
+        _put_back(self.data, self.values)
         self._restore_the_rest()
 
     def _restore_the_rest(self) -> None:
@@ -235,6 +234,7 @@ class _Tensor:
 
 
 def _put_back(tensor: torch.Tensor, values: Values) -> None:
+    """Write values only if they differ: memory outside the run may be read-only."""
     memory = _memory(tensor.data)
     if not values.are_in(memory):
         values.put_into(memory)

@@ -473,7 +473,7 @@ class _Search:
 
     def _say_what_was_refused(self, step: int, raised: UserCodeError) -> None:
         session = self.session
-        source = None if raised.__cause__ is None else as_source(raising_line(raised.__cause__, own=True))
+        source = None if raised.__cause__ is None else as_source(raising_line(raised.__cause__))
         halves = half_weights(session.optimizers.values(), session.parameter_names(), self.replay.half_made)
         refused, advice = session.events.refused or "", after_refusal(session, halves)
         past = refused == "update" and halves is None and advice == MISUSE_ADVICE["optimizer.step"]

@@ -38,6 +38,7 @@ from ampdoctor.hooks.program import (
     references,
     results,
 )
+from ampdoctor.package import working_folder
 
 _CLASSES: Mapping[str, type] = {cls.__name__: cls for cls in (*get_args(Instruction | Reference), Mode)}
 _CUDA = re.compile(r"cuda(:\d+)?")
@@ -45,11 +46,10 @@ _END = 2**62
 """Of the whole numbers in an instruction: indices and lines."""
 
 
-def instruction_out(one: Instruction, state: Callable[[RandomState], int], base: Path) -> Tree:
+def instruction_out(one: Instruction, state: Callable[[RandomState], int]) -> Tree:
     """Returns an instruction as a tree.
 
-    `state` returns the index of a random state's entry; files below `base` get relative paths. Raises
-    NotSerializableError if an argument has no JSON form.
+    `state` returns the index of a random state's entry. Raises NotSerializableError if an argument has no JSON form.
     """
 
     def special(value: Any) -> Tree | None:
@@ -67,20 +67,20 @@ def instruction_out(one: Instruction, state: Callable[[RandomState], int], base:
             shown = getattr(one.function, "__name__", "a function")
             raise NotSerializableError(f"{shown} of the loop is no function in torch's table")
     try:
-        return written(replace(one, line=line_out(one.line, base)), special)
+        return written(replace(one, line=line_out(one.line)), special)
     except NotSerializableError as error:
         raise NotSerializableError(f"{what} takes {error}") from None
 
 
-def line_out(line: Line, base: Path) -> Line:
-    """Returns a line of the user's code, its file relative to `base`."""
-    return None if line is None else (relative(line[0], base), line[1])
+def line_out(line: Line) -> Line:
+    """Returns a line of the user's code, its file as in `relative`."""
+    return None if line is None else (relative(line[0]), line[1])
 
 
-def relative(file: str, base: Path) -> str:
-    """Returns the path of a file relative to `base`; unchanged if it is not below it."""
+def relative(file: str) -> str:
+    """Returns the path of a file as the user would type it; unchanged if it is not below the working folder."""
     try:
-        return Path(file).resolve().relative_to(base).as_posix()
+        return Path(file).resolve().relative_to(working_folder()).as_posix()
     except (ValueError, OSError):
         return file
 

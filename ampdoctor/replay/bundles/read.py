@@ -21,7 +21,7 @@ from ampdoctor.replay.bundles.instructions import InstructionsIn, line_in
 from ampdoctor.replay.bundles.manifest import CALLS, STATE, bundle_at, read_manifest
 from ampdoctor.replay.bundles.model import ModelBuilder
 from ampdoctor.replay.bundles.state import optimizer_in, settings_in, states_in
-from ampdoctor.replay.bundles.tensors import made_again, put_weights
+from ampdoctor.replay.bundles.tensors import put_weights, tensor_of
 from ampdoctor.replay.recorded_step import LeadUp, converts_outputs, run_of
 from ampdoctor.replay.training_run import TrainingRun
 
@@ -252,7 +252,7 @@ class _Tensors:
         names = [name for name in (key, f"{key}/indices", f"{key}/values") if name in self._stored]
         if not names or key is None:
             return None
-        return made_again(entry, {name: self._stored[name].load() for name in names}, self._file.name)
+        return tensor_of(entry, {name: self._stored[name].load() for name in names}, self._file.name)
 
     def all(self, prefix: str) -> dict[str, torch.Tensor]:
         """Returns the tensors whose names start with `prefix`."""

@@ -14,7 +14,7 @@ from ampdoctor.replay.bundles.instructions import instruction_out
 from ampdoctor.workflows.requests import ReplayRequest
 
 
-def test_it_replays_under_cudas_policy(bundle, code, tmp_path):
+def test_it_replays_under_cudas_policy(bundle, code):
     file = bundle / "manifest.json"
     said = json.loads(file.read_text())
     said.update(policy="cuda", precision="fp16")
@@ -33,7 +33,7 @@ def test_it_replays_under_cudas_policy(bundle, code, tmp_path):
         random=None,
         line=None,
     )
-    said["instructions"].insert(call, instruction_out(moved, pytest.fail, tmp_path))
+    said["instructions"].insert(call, instruction_out(moved, pytest.fail))
     said["instructions"][call + 1]["args"]["items"][0] = {"kind": "ResultRef", "index": 2**40}
     said["random"] = [{**state, "cuda": [state["torch"]]} for state in said["random"]]
     file.write_text(json.dumps(said))
