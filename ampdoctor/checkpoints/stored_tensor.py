@@ -106,8 +106,8 @@ class LiveBlock:
         return self.values.numel() * self.values.dtype.itemsize
 
     def read(self, _buffer: ReadBuffer) -> torch.Tensor:
-        """Returns the elements in the processor's memory."""
-        return self.values.cpu()
+        """Returns the elements where they are: a device measures its own tensors."""
+        return self.values
 
 
 AnyBlock: TypeAlias = Block | HoledBlock | LiveBlock

@@ -110,9 +110,9 @@ def examine(
         few = values.dtype.itemsize == 1  # values that an 8-bit format has: all elements are counted
         counted = values if few else sample(values, one_in, (tensor, number))
         if counted is values:
-            facts.histogram += count(values)
+            facts.histogram += count(values.cpu())
         else:
-            sampled.append(counted)
+            sampled.append(counted.cpu())
         _examine_exactly(values, facts, torch.finfo(block.dtype).max, never_negative=never_negative)
     if sampled:  # counted together: a call takes longer than a block's share of a large tensor
         facts.histogram += count(torch.cat(sampled))
@@ -132,7 +132,7 @@ def sample(values: torch.Tensor, one_in: int, place: tuple[int, int]) -> torch.T
     seed = (place[0] * 0x9E3779B1 + place[1] * 0x85EBCA77) % (1 << 62)
     chosen = torch.randint(one_in, (groups,), generator=torch.Generator().manual_seed(seed))
     chosen += torch.arange(groups) * one_in
-    return values[: groups * one_in * RUN].view(-1, RUN).index_select(0, chosen).flatten()
+    return values[: groups * one_in * RUN].view(-1, RUN).index_select(0, chosen.to(values.device)).flatten()
 
 
 def _examine_exactly(values: torch.Tensor, facts: BlockFacts, largest: float, *, never_negative: bool) -> None:

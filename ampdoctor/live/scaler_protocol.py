@@ -19,9 +19,9 @@ from ampdoctor.diagnosis.replay.scaler_misuse import (
     unguarded_step_finding,
 )
 from ampdoctor.evidence.location import Source, Where
-from ampdoctor.evidence.of_runs.handling import Handling
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.report_replay import HALF_WEIGHTS
+from ampdoctor.evidence.run_facts import Handling
 from ampdoctor.evidence.trace import StepEvent
 from ampdoctor.hooks.callbacks import Clip
 from ampdoctor.hooks.interfaces import describe

@@ -12,9 +12,9 @@ from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE, birth_numb
 from ampdoctor.diagnosis.scan.scaler import starting_scale
 from ampdoctor.evidence.checkpoint_stats import ScalerState, is_dead
 from ampdoctor.evidence.location import Source, Where
-from ampdoctor.evidence.of_runs.handling import Change, Handling
 from ampdoctor.evidence.report import Cause, Finding, Prescription, Severity
 from ampdoctor.evidence.report_replay import NOT_THE_ORDER
+from ampdoctor.evidence.run_facts import Change, Handling
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Comparison, NonFiniteOrigin, StepEvent, StepOutcome
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Finder, rule
 from ampdoctor.diagnosis.health.loss_rules import CUT, GRADIENTS_VANISHED
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, LogTail, ScalerState
@@ -39,9 +40,19 @@ def starting_scale(what: str, own: float | None) -> str:
     return f"{what} starts at {scale_text(own)}" if own is not None else f"{what} has no scaler"
 
 
-def living(summary: CheckpointSummary) -> Iterator[ScalerState]:
-    """Returns the scalers that are not dead: of a dead one, nothing else matters."""
-    return (scaler for scaler in summary.scalers if not scaler.dead)
+Judged: TypeAlias = Callable[[CheckpointSummary, ScalerState, Thresholds], Iterator[Finding]]
+
+
+def each_living(find: Judged) -> Finder[CheckpointSummary]:
+    """Returns a rule for all scalers that are not dead: of a dead one, nothing else matters."""
+
+    @functools.wraps(find)
+    def judged(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+        for scaler in summary.scalers:
+            if not scaler.dead:
+                yield from find(summary, scaler, thresholds)
+
+    return judged
 
 
 def is_static(scaler: ScalerState) -> bool:
@@ -125,12 +136,8 @@ def wrong_settings(scaler: ScalerState) -> dict[str, str]:
 
 
 @SCALER_SETTINGS.judges(CheckpointSummary)
-def _scaler_settings(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
-    for scaler in living(summary):
-        yield from _settings_of(summary, scaler)
-
-
-def _settings_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+@each_living
+def _scaler_settings(summary: CheckpointSummary, scaler: ScalerState, _: Thresholds) -> Iterator[Finding]:
     wrong = wrong_settings(scaler)
     if wrong:
         own = {**scaler_numbers(scaler), "init_scale": scaler.scale}
@@ -221,13 +228,10 @@ def _weights(summary: CheckpointSummary, scaler: ScalerState) -> int:
 
 
 @COLLAPSED_SCALER.judges(CheckpointSummary)
-def _collapsed_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    for scaler in living(summary):
-        if 0 < scaler.scale < 1:
-            yield _collapsed_of(summary, scaler, thresholds)
-
-
-def _collapsed_of(summary: CheckpointSummary, scaler: ScalerState, thresholds: Thresholds) -> Finding:
+@each_living
+def _collapsed_scaler(summary: CheckpointSummary, scaler: ScalerState, thresholds: Thresholds) -> Iterator[Finding]:
+    if not scaler.collapsed:
+        return
     weights = _weights(summary, scaler)
     element = typical_gradient(summary.log, weights)
     error = _error_of(scaler, element)
@@ -244,7 +248,7 @@ def _collapsed_of(summary: CheckpointSummary, scaler: ScalerState, thresholds: T
         "relative_error": error,
         "weights": weights,
     }
-    return COLLAPSED_SCALER.finding(
+    yield COLLAPSED_SCALER.finding(
         collapse_severity(scaler, element, summary.global_step, thresholds),
         message,
         where=place_of(summary, scaler),
@@ -287,12 +291,8 @@ SCALE_AT_FLOOR = rule("AMP408", SCANNED)
 
 
 @SCALE_AT_FLOOR.judges(CheckpointSummary)
-def _scale_at_floor(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
-    for scaler in living(summary):
-        yield from _at_floor_of(summary, scaler)
-
-
-def _at_floor_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+@each_living
+def _scale_at_floor(summary: CheckpointSummary, scaler: ScalerState, _: Thresholds) -> Iterator[Finding]:
     floor = scaler.min_scale
     if floor is None or not 0 < scaler.scale <= floor or is_static(scaler):
         return
@@ -313,24 +313,17 @@ def _at_floor_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Fi
 FROZEN_SCALER = rule("AMP403", SCANNED)
 
 
-def frozen_words(scaler: ScalerState) -> str | None:
-    """Formats why a scale cannot grow any more; None where it can."""
-    if not 0 < scaler.growth_interval <= scaler.growth_tracker:
-        return None
-    return (
-        f"The loss scale cannot grow: {scaler.growth_tracker} clean steps are counted and it grows when exactly "
-        f"{scaler.growth_interval} are, so not before the next overflow."
-    )
-
-
 @FROZEN_SCALER.judges(CheckpointSummary)
-def _frozen_scaler(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
-    for scaler in living(summary):
-        message = frozen_words(scaler)
-        if message is not None:
-            yield FROZEN_SCALER.finding(
-                "warning", message, where=place_of(summary, scaler), evidence=scaler_numbers(scaler)
-            )
+@each_living
+def _frozen_scaler(summary: CheckpointSummary, scaler: ScalerState, _: Thresholds) -> Iterator[Finding]:
+    if 0 < scaler.growth_interval <= scaler.growth_tracker:
+        yield FROZEN_SCALER.finding(
+            "warning",
+            f"The loss scale cannot grow: {scaler.growth_tracker} clean steps are counted and it grows when exactly "
+            f"{scaler.growth_interval} are, so not before the next overflow.",
+            where=place_of(summary, scaler),
+            evidence=scaler_numbers(scaler),
+        )
 
 
 MISSING_SCALER = rule("AMP410", SCANNED)
