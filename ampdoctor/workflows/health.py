@@ -196,8 +196,9 @@ def _report(
     thresholds: Thresholds,
 ) -> Report:
     several = len(shown) > 1
-    found = (with_files(it, lambda _, file=one.shown: file) for one in read for it in one.looked.findings)
-    findings = sorted(found, key=finding_order)
+    findings = sorted(
+        (_in_log(finding, one.shown) for one in read for finding in one.looked.findings), key=finding_order
+    )
     runs = tuple(replace(run, source=one.shown) for one in read for run in one.looked.runs)
     return Report(
         command="health",
@@ -224,6 +225,10 @@ def _report(
         else None,
         thresholds=thresholds.listed(),
     )
+
+
+def _in_log(finding: Finding, shown: str) -> Finding:
+    return with_files(finding, lambda _: shown)
 
 
 def _verdict(findings: Sequence[Finding], runs: Sequence[HealthRun], *, settled: bool) -> Verdict:
