@@ -60,7 +60,7 @@ class Numbers(Monitor):
     """Tells `StepNumbers` what happens, and counts the details as the log's writer does."""
 
     def __init__(self, loop: Loop, every: int) -> None:
-        self.numbers = StepNumbers(lambda _: None, lambda make: make() and None, every=every)
+        self.numbers = StepNumbers(lambda _: None, lambda make: make({}, lambda _: 0) and None, every=every)
         self._named = list(loop.model.named_parameters())
 
     def began(self, step: int) -> None:

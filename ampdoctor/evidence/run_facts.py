@@ -25,8 +25,8 @@ class ModuleFacts:
         ops: Ops of its own forward, without its children's: each user-level op ("linear", "softmax",
             "scaled_dot_product_attention") with the narrowest format that one of its calls computed in ("fp16", "bf16",
             "fp32", "fp64").
-        logits_amax: Largest magnitude of the logits of an attention or a softmax in it, without what is masked out;
-            2^128 (`OVERFLOWED`) if one was infinite; None without logits.
+        logits_amax: Largest magnitude of the logits of a softmax in it, without what is masked out; 2^128
+            (`OVERFLOWED`) if one was infinite; None without logits, and for a fused attention.
         product_amax: Largest magnitude of the result of its own matrix product or convolution in a half format, before
             any scaling or mask; 2^128 if it overflowed; None without such a product.
         gemm_multiple_of_16: True if all dimensions of its products with a matrix of weights are multiples of 16, as FP8
@@ -250,47 +250,6 @@ class PrecisionAdvice:
         if self.precision in {"fp32", "tf32"}:
             return ()
         return tuple(row.module for row in self.rows if not row.part and row.precision in {"fp32", "tf32"})
-
-
-# -- optimizer state that training in fp32 never produces, from the first step of a replay --
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlushedMoment:
-    """A parameter whose second moment holds zeros beside first moments that no rounding explains.
-
-    `update` is the norm of the parameter's first update, `fresh` that of the same update with new optimizer state; None
-    if it cannot be measured.
-    """
-
-    name: str
-    module: str
-    entry: str  # the second moment ("exp_avg_sq")
-    dtype: str  # without "torch."
-    starved: int  # elements that are zero there, but not in the first moment
-    elements: int  # of the parameter
-    largest: float  # magnitude of the first moment at such an element
-    epsilon: float
-    update: float | None = None
-    fresh: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HalfCounter:
-    """A parameter's step counter in a half format ("bfloat16" or "float16")."""
-
-    name: str
-    module: str
-    dtype: str
-    count: float  # before the first step
-    after: float | None = None  # after the optimizer's first step; None if it took none
-    widened: float | None = None  # the same, counted in fp32
-    betas: tuple[float, ...] = ()  # the optimizer's; () for one without
-
-    @property
-    def stands(self) -> bool:
-        """True if it did not move and does in fp32."""
-        return self.after == self.count and self.widened is not None and self.widened > self.count
 
 
 # -- a run's own loss scaler --

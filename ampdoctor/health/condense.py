@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TypeAlias
@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.evidence.checkpoint_stats import LogTail
 from ampdoctor.evidence.log_records import (
     ActionLine,
     CheckpointLine,
@@ -30,7 +30,6 @@ from ampdoctor.health.curves import (
     Columns,
     axis_of,
     curve_of,
-    entries_of,
     scaler_histories,
     spans_of,
     with_proved_skips,
@@ -81,7 +80,7 @@ def standing(columns: Mapping[str, Column], groups: Attempts) -> Mapping[str, Co
 
 
 Mark: TypeAlias = CheckpointLine | LookLine | ActionLine
-MOST_ENTRIES = 10_000  # last steps of a log that are judged by how they end
+LAST_NORMS = 10  # norms whose median stands for a gradient of late
 MOST_MARKS = 10_000  # most checkpoints, looks and actions that are kept: the last ones
 
 
@@ -152,13 +151,12 @@ class RunSummarizer:
             for optimizer in optimizers
         )
 
-    def last_entries(self) -> Iterator[tuple[str, tuple[LogEntry, ...]]]:
-        """Yields each optimizer's name ("" where there is only one), and its last steps that were not undone."""
-        names = self.header.optimizers
-        for optimizer in sorted(self._steps):
-            columns = standing(self._steps[optimizer].whole(), self.groups)
-            name = names[optimizer] if optimizer < len(names) else str(optimizer)
-            yield (name if len(self._steps) > 1 else ""), entries_of(columns, MOST_ENTRIES)
+    def tail(self) -> LogTail:
+        """Returns the last numbers of the first optimizer."""
+        columns = standing(self._steps[min(self._steps)].whole(), self.groups)
+        norms, scales = columns["norm"], columns["loss_scale"]
+        good, known = norms[(norms > 0) & np.isfinite(norms)], scales[~np.isnan(scales)]
+        return LogTail(norms=tuple(good[-LAST_NORMS:].tolist()), scale=float(known[-1]) if len(known) else None)
 
     def _run(self, optimizer: int, *, several: bool, name: str, source: str, kind: str, ending: Ending) -> HealthRun:
         columns = with_proved_skips(standing(self._steps[optimizer].whole(), self.groups))

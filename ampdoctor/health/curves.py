@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.diagnosis.health.rolling import falls_over
-from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.log_records import LogRecord, StepLine
 from ampdoctor.evidence.report_health import Curve, CurveName, HealthAxis, ScalerHistory
 from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
@@ -84,26 +83,6 @@ def with_proved_skips(columns: Mapping[str, Column]) -> Mapping[str, Column]:
     known = np.where(unknown & ~ill & np.isfinite(norm), 0.0, skipped)
     known[:-1][proved] = 1.0
     return {**columns, "skipped": known}
-
-
-def entries_of(columns: Mapping[str, Column], most: int) -> tuple[LogEntry, ...]:
-    """Returns the last `most` rows as the checkpoint rules read them, ordered by step; NaN is stored as infinite."""
-    values = (columns[name] for name in ("step", "loss", "norm", "rate", "loss_scale", "skipped"))
-    return tuple(
-        LogEntry(
-            step=int(step),
-            loss=_known(loss),
-            grad_norm=_known(norm),
-            learning_rate=_known(rate),
-            scale=_known(scale),
-            skipped=None if math.isnan(skipped) else skipped == 1,
-        )
-        for step, loss, norm, rate, scale, skipped in zip(*(of[-most:].tolist() for of in values), strict=True)
-    )
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 _VALUES = attrgetter(*_NUMBERS)

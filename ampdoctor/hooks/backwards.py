@@ -227,10 +227,6 @@ class Backwards:
         """Returns whether a part of the tensors to be scaled was already scaled in this step."""
         return self._scaled_one and bool(scaled_within(outputs))
 
-    def next_step(self) -> None:
-        """Begins another step for `scaled_twice`."""
-        self._scaled_one = False
-
     def unscaled(self, optimizer: Any) -> None:
         """Notes that a scaler has divided the optimizer's gradients by its scale."""
         for parameter in _parameters_of(optimizer):
@@ -238,15 +234,6 @@ class Backwards:
             self._clips.pop(id(parameter), None)
             if id(parameter) in self._parts:
                 self._parts[id(parameter)] = {PLAIN}
-
-    def forget(self, optimizer: Any) -> None:
-        """Forgets the scales of the optimizer's gradients after a step has used them, or a scaler has skipped it.
-
-        A loop may clear gradients invisibly (`.grad.data.zero_()`), so their scales are unknown from then on.
-        """
-        for parameter in _parameters_of(optimizer):
-            self._parts.pop(id(parameter), None)
-            self._clips.pop(id(parameter), None)
 
     def edited(self, optimizer: Any) -> int:
         """Returns how many of the optimizer's gradients were edited in place after a backward or scaler wrote them."""

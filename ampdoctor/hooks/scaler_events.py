@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -76,26 +76,11 @@ class _Known:
     scale: float
 
 
-class ScalerCallbacks:
-    """Receives a step's calls, which may show parts of the loop for the first time; methods may raise."""
-
-    def calls(self, scaler: Any, optimizer: Any) -> None:
-        """Called before a scaler's method runs; `optimizer` may be None."""
-
-    def noted(self, event: StepEvent) -> None:
-        """Called after a call was recorded, and before it is made."""
-
-    def asking(self, event: StepEvent, optimizer: Any) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
-        """Surrounds the `step` of an enabled scaler, which steps the optimizer or skips it."""
-        return nullcontext()
-
-
 class StepEvents:
     """Records the calls of a step, and which part of the step is running.
 
     Every GradScaler of torch's is observed, and other scalers where they are given. A replay, whose parts are known,
-    clears the record before each step. In a watched loop, the parameters and optimizers may grow: `before_step` and
-    `after_step` must be hooked to all optimizers, and `next_step` must be called for each step.
+    clears the record before each step.
 
     `parameters` returns those whose gradients are watched, anew at each backward. `optimizers` that are present when
     `watching` begins are hooked. `scaler` is the run's own, enabled or not; None for the one that scaled a loss last.
@@ -106,11 +91,11 @@ class StepEvents:
         parameters: Callable[[], Iterable[torch.Tensor]],
         optimizers: Mapping[str, torch.optim.Optimizer],
         scaler: Any = None,
-        listener: ScalerCallbacks | None = None,
+        called: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._optimizers = optimizers
         self._scaler = scaler
-        self._listener = listener or ScalerCallbacks()
+        self._tell = called
         self._watching = False
         self._phases = CallContext()
         self._last: Any = None  # the scaler that last scaled a loss, in any step
@@ -135,16 +120,6 @@ class StepEvents:
         self._running: list[tuple[int, str]] = []
         self._held_back: set[str] = set()  # optimizers whose last update was skipped by their scaler
         self.refused: str | None = None  # the scaler's method in which torch raised: it was called out of turn
-
-    def next_step(self, optimizer: str) -> None:
-        """Begins a step after an optimizer's `step` or a skip; the record of other optimizers' gradients stays."""
-        self.events = []
-        self.backwards.next_step()
-        if optimizer in self._optimizers:
-            self.backwards.forget(self._optimizers[optimizer])
-        self._unscaled.pop(optimizer, None)
-        self._asked_for.pop(optimizer, None)
-        self._scales.clear()
 
     @property
     def part(self) -> Part | None:
@@ -239,17 +214,13 @@ class StepEvents:
             finally:
                 self._looking = looking
         optimizer = argument if method in ("unscale_", "step") else None
-        self._listener.calls(scaler, optimizer)
-        asking: AbstractContextManager[None] = nullcontext()
+        self._tell(scaler)
         made = len(self.events)
         used = method == "unscale_" and optimizer is not None and self.backwards.used.are_used(optimizer)
         if method != "scale" and _is_enabled(scaler):
-            event = self._record(scaler, method, optimizer)
-            if method == "step":
-                asking = self._listener.asking(event, optimizer)
+            self._record(scaler, method, optimizer)
         twice = method == "scale" and self.backwards.scaled_twice(argument)
-        with asking:
-            result = self._call(scaler, method, optimizer, run)
+        result = self._call(scaler, method, optimizer, run)
         if used:
             self.backwards.used.unscaled(optimizer)
         if method == "step" and hasattr(optimizer, "param_groups"):
@@ -313,7 +284,6 @@ class StepEvents:
     def _note(self, event: StepEvent) -> StepEvent:
         event = replace(event, knows_scale=self._knows_scale)
         self.events.append(event)
-        self._listener.noted(event)
         return event
 
     def _name_of(self, optimizer: Any) -> str:

@@ -33,7 +33,7 @@ _SHOWN_BY_CALLS = "the calls alone show it"
 
 
 class Protocol:
-    """Judges the calls of each update, by the same rule as in a watched test, and the changes of its gradients.
+    """Judges the calls of each update, by the rule of a replay, and the changes of its gradients.
 
     A loop that has read its scale may scale and unscale in its own code: there, samples of its gradients decide
     (`misuse_by_hand`), not its calls. It waits for a device only where a scaler's step has already waited.

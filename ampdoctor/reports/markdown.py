@@ -18,7 +18,7 @@ from ampdoctor.evidence.run_facts import PrecisionAdvice
 from ampdoctor.reports import section_words, text
 from ampdoctor.reports.escape import code, fence, header, prose, row
 from ampdoctor.reports.fix_code import TrainingContext, code_of, setting_of
-from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.section_words import (
     ABOUT,
@@ -41,7 +41,7 @@ MAX_BYTES = 900_000
 _TRUNCATED = "\n**Truncated here: the rest is more than GitHub shows; `--report json=FILE` has all of it.**\n"
 
 
-def render_markdown(report: Report) -> str:
+def render_markdown(report: Report, _: RenderOptions | None = None) -> str:
     """Return the report as GitHub-flavoured Markdown of at most 900 kB."""
     room = MAX_BYTES - len(_TRUNCATED)
     kept: list[str] = []
@@ -273,6 +273,3 @@ def _setting(item: Any) -> str:
 
 def _shown(item: Any) -> str:
     return "" if item is None else code(text.value(item))
-
-
-RENDERER = the_same_everywhere(render_markdown)

@@ -55,7 +55,7 @@ def finding_parts(finding: Finding, setting: TrainingContext) -> FindingParts:
         finding=finding,
         place=words.place(finding.where),
         why=words.why(finding),
-        figures=tuple(figure for key, item in words.known(finding.evidence).items() for figure in _figures(key, item)),
+        figures=tuple(figure for key, item in words.known(finding.evidence).items() for figure in figures(key, item)),
         change=change,
         others=tuple(_change(other, setting, finding.cause) for other in others),
         help="" if finding.help in said else finding.help,
@@ -75,7 +75,8 @@ def _change(prescription: Prescription, setting: TrainingContext, cause: str | N
     )
 
 
-def _figures(key: str, item: Any) -> list[tuple[str, str]]:
+def figures(key: str, item: Any) -> list[tuple[str, str]]:
+    """Return name and value of a number of the evidence; of a list of records, those of each."""
     if isinstance(item, list | tuple) and item and all(isinstance(part, Mapping) for part in item):
         return [(f"{key}[{index}]", words.record(part)) for index, part in enumerate(item)]
     return [(key, words.record(item) if isinstance(item, Mapping) else words.value(item))]
@@ -111,7 +112,7 @@ def run_line(run: HealthRun) -> str:
     parts = [
         f"{last}{logged}",
         f"{run.precision}" if run.precision else "",
-        f"loss {_number(loss[0])} to {_number(loss[1])}" if loss is not None else "",
+        f"loss {words.number(loss[0])} to {words.number(loss[1])}" if loss is not None else "",
         _ENDINGS[run.ending] + (f" with exit code {run.exit_code}" if run.exit_code else ""),
         f"{words.count(run.lost, 'line')} lost" if run.lost else "",
     ]
@@ -192,10 +193,6 @@ def _told(marks: Iterable[str]) -> str:
     there = list(marks)
     before = f"{len(there) - _FEW} before, " if len(there) > _FEW else ""
     return before + ", ".join(there[-_FEW:])
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"
 
 
 # -- plans --

@@ -160,7 +160,7 @@ class _Errors:
         self._first = min(limits.values()) - _SEARCHED
         base = math.ceil(math.log2(profile.run.base_scale)) + lost
         exponents = np.arange(self._first, max(limits.values()) + 1) - base
-        counts = np.stack([profile.histograms[index].counts.reshape(-1) for index in limits])
+        counts = np.stack([profile.histograms[index].counts for index in limits])
         total = np.maximum(powers(counts), np.finfo(np.float64).tiny)
         errors = np.sqrt(squared_errors(counts, "fp16", exponents) / total[:, None])
         self._served = errors <= tolerated

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
-from ampdoctor.numerics import FORMATS
+from ampdoctor.numerics.formats import FORMATS
 
 FP16 = FORMATS["fp16"]
 LIM = math.log2(FP16.overflow_at)  # log2 of the smallest magnitude that overflows: 15.99965

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ampdoctor.evidence.python_lines import apply_call, autocast_step, call, keywords, literal, quoted
 from ampdoctor.evidence.report_scaler import EmittedSettings, Language
 from ampdoctor.evidence.targets import Framework
-from ampdoctor.numerics import FORMATS
+from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.scaling.scalers import ScalerSettings, expressible
 
 # -- an emitter's request and result, and shared remarks --

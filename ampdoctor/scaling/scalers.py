@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.evidence.targets import Framework
-from ampdoctor.numerics import FORMATS
+from ampdoctor.numerics.formats import FORMATS
 
 # -- settings, named as in GradScaler; those of other frameworks are optional --
 

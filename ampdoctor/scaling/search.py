@@ -157,7 +157,7 @@ WORTH_SKIPS = 1e-3
 """A change pays if it saves at least this share of skipped steps: smaller savings are noise between equal runs ..."""
 WORTH_ERROR = 1e-3  # ... or at least this much relative error
 MOST_SKIPS = 1e-2
-"""Share of skipped steps that better gradients may cost: twenty times the share of the usual settings (AMP707)."""
+"""Share of skipped steps that better gradients may cost: twenty times the share of the usual settings (AMP723)."""
 INTERVALS = (200, 500, 1000, 2000)
 BACKOFFS = (0.25, 0.5, 0.75)
 NEIGHBOURS = (-2, -1, 0)

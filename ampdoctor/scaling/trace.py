@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.run_facts import SiteKind
-from ampdoctor.numerics import FORMATS
+from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.numerics.rounding_error import flushed_counts, powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 

@@ -22,7 +22,7 @@ from ampdoctor.evidence.report_scaler import (
 )
 from ampdoctor.evidence.run_facts import PrecisionFacts, ScaleFacts, Spread
 from ampdoctor.evidence.thresholds import ERROR_NOTE, FLUSHED
-from ampdoctor.numerics import FORMATS, FloatFormat
+from ampdoctor.numerics.formats import FORMATS, FloatFormat
 from ampdoctor.scaling.choose import COMPOUNDING, ScaleChoice, choose_scale
 from ampdoctor.scaling.scalers import ScalerSettings
 from ampdoctor.scaling.search import Outcome, Prediction, expect, largest_scales, predict, search, trajectory

@@ -17,13 +17,12 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError, ReplayError
 from ampdoctor.evidence.run_facts import GRADIENTS, Place
-from ampdoctor.numerics import Histogram
-from ampdoctor.probes.formats_seen import HalfProbe, ModuleFactsProbe
+from ampdoctor.numerics.histogram import Histogram
+from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import RangeProbe, ReferenceGradients, UpdateProbe, Zeroed, ZeroedProbe
 from ampdoctor.ranges.profile import RangeProfile, RunFacts, Shadow
 from ampdoctor.workflows.changes import rescaled
-from ampdoctor.workflows.compare_fp32 import Seen
 from ampdoctor.workflows.trials import AGREEMENT
 
 if TYPE_CHECKING:
@@ -66,7 +65,6 @@ class Measurement:
 
     ranges: RangeProfile
     plan: LowPrecisionTensors | None  # which tensors are half; None if no half-precision step could run
-    first: Seen | None = None  # the run's own first step, if that computes in half
     moments: tuple[MeasuredStep, ...] = ()
     notes: list[str] = field(default_factory=list)  # sentences for the report
 
@@ -82,7 +80,7 @@ def measure(
     wanted = steps or DEFAULT_STEPS
     if not session.has_step(0):
         raise ReplayError("the run has no batch: nothing can be measured")
-    half, facts, first, notes = _half_step(session, start)
+    half, notes = _half_step(session, start)
     plan = half.plan if half is not None else None
     probe, updates = RangeProbe(plan), UpdateProbe(spread(wanted))
     shadowed = plan is not None and session.precision.compute != "bf16"
@@ -110,12 +108,12 @@ def measure(
     ranges = probe.profile(
         run,
         nonfinite_steps=tuple(steps_taken.nonfinite),
-        modules=facts.facts() if facts is not None else (),
+        modules=half.facts() if half is not None else (),
         updates=updates.facts(),
     )
     if not ranges.gradients:
         raise ReplayError("no gradient was seen: no parameter of the model needs one, or the step runs no backward")
-    return Measurement(ranges, plan, first, tuple(steps_taken.moments), notes)
+    return Measurement(ranges, plan, tuple(steps_taken.moments), notes)
 
 
 class _Steps:
@@ -206,25 +204,18 @@ def hand_scale(factors: Sequence[float | None]) -> float:
     return 2.0**exponent if abs(known[0] / 2.0**exponent - 1.0) <= SAME_FACTOR else known[0]
 
 
-def _half_step(
-    session: Session, start: Snapshot
-) -> tuple[HalfProbe | None, ModuleFactsProbe | None, Seen | None, list[str]]:
+def _half_step(session: Session, start: Snapshot) -> tuple[FormatsProbe | None, list[str]]:
     """Run one fp16 step (bf16 for a bf16 run: the same cast lists hold), only to see dtypes, ops and logits."""
-    probe, facts, sentinel, first = HalfProbe(), ModuleFactsProbe(), NonFiniteProbe(), None
-    compute = session.precision.compute
+    probe = FormatsProbe()
+    own = session.precision.compute in ("fp16", "bf16")
     try:
-        if compute in ("fp16", "bf16"):
-            with session.watched(sentinel, probe, facts):
-                session.step(0)
-            first = Seen.of(session, sentinel)
-        else:
-            with session.computing_in("fp16"), session.watched(probe, facts):
-                session.step(0)
+        with nullcontext() if own else session.computing_in("fp16"), session.watched(probe):
+            session.step(0)
     except AmpdoctorError as error:
-        return None, None, None, [f"no half-precision step could be run ({error}): every tensor is counted as half"]
+        return None, [f"no half-precision step could be run ({error}): every tensor is counted as half"]
     finally:
         start.restore()
-    return probe, facts, first, []
+    return probe, []
 
 
 def _state(session: Session) -> dict[str, float | int] | None:

@@ -144,11 +144,11 @@ def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None
     if to is None:
         return None
     # here: these bring torch, which nothing else of a plan needs
-    from ampdoctor.workflows.profile import merged_files
+    from ampdoctor.workflows.profile import ranges_in
 
     file = request.profile or ""
     return flushed_plan(
-        merged_files([file]),
+        ranges_in(file),
         section.in_force.plan,
         to,
         request.said.reduction or "mean",

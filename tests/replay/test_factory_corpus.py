@@ -12,6 +12,7 @@ from ampdoctor.errors import FactoryError
 from ampdoctor.hooks.nested import copy_batch, iter_tensors
 from ampdoctor.replay.factory import load_factory
 from ampdoctor.replay.load_checkpoint import resume
+from tests.replay.test_resume import State
 
 RUNS = Path(__file__).parents[2] / "fixtures" / "corpus" / "runs.py"
 
@@ -86,15 +87,6 @@ def test_a_case_shows_the_symptoms_of_its_label(runs, corpus, case):
     assert skipped == [step for step in symptoms["skipped"] if step < 4]
 
 
-class State:
-    def __init__(self, path):
-        content = torch.load(path, weights_only=True)
-        self.model = content["model"]
-        self.optimizers = {"optimizer": content["optimizer"]} if "optimizer" in content else {}
-        self.scaler = content.get("scaler")
-        self.global_step = None
-
-
 @pytest.mark.parametrize("case", cases())
 def test_a_cases_checkpoint_goes_into_its_run(runs, corpus, case, tmp_path):
     path = tmp_path / "checkpoint.pt"
@@ -105,7 +97,10 @@ def test_a_cases_checkpoint_goes_into_its_run(runs, corpus, case, tmp_path):
     corpus["write_checkpoint"](case, path)
     run = runs.make({"case": case})
     scaler = run.scaler() if run.scaler else None
-    report = resume(run, {"optimizer": run.optimizer(run.model)}, scaler, State(path))
+    content = torch.load(path, weights_only=True)
+    held = {"optimizer": content["optimizer"]} if "optimizer" in content else {}
+    state = State(content["model"], held, content.get("scaler"))
+    report = resume(run, {"optimizer": run.optimizer(run.model)}, scaler, state)
     assert "weights" in report.loaded
     assert (*report.missing, *report.unexpected, *report.mismatched) == ()
     # only the script that never reads its scaler back starts from another scale than the file's

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ampdoctor.evidence.report_scaler import SettingBound
 from ampdoctor.evidence.run_facts import Place
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.counting import count
 from ampdoctor.ranges.profile import Collector, RunFacts
 from ampdoctor.scaling.choose import (
     MAX_EXPONENT,
@@ -49,7 +49,7 @@ def site(name, steps, *, kind="activation_grad", half=True, weight=100):
 def profile(*sites, **facts):
     collector = Collector()
     for values in zip(*(s.steps for s in sites), strict=True):
-        collector.add_step({s.place: Histogram.of(v) for s, v in zip(sites, values, strict=True)})
+        collector.add_step({s.place: count(v) for s, v in zip(sites, values, strict=True)})
     half = {s.place: s.half for s in sites}
     weight = {s.place.module: s.weight for s in sites}
     return collector.profile(RunFacts(precision="fp16", **facts), half=half.__getitem__, weight=weight.__getitem__)

@@ -116,7 +116,7 @@ def test_skips_at_the_start_weigh_in_a_short_run_only():
 
 
 def test_expected_skips_are_those_of_the_simulation():
-    outcome = searched(np.full(50, 3.5), ScalerSettings(), thresholds=thresholds_from({"AMP707": {"horizon": 4100}}))
+    outcome = searched(np.full(50, 3.5), ScalerSettings(), thresholds=thresholds_from({"AMP723": {"horizon": 4100}}))
     assert outcome.confidence.exceedances == 4100 / 51
     steps = simulate(ScalerSettings(), [2.0**3.5] * 4100)
     assert outcome.expected_current.skips == (sum(s.skipped for s in steps),) * 3

@@ -73,7 +73,6 @@ def _odd(group: OptimizerGroup) -> list[str]:
 SECOND_MOMENT_FLUSHED = rule("AMP502", SCANNED)
 LARGEST_UPDATE = SECOND_MOMENT_FLUSHED["update"]
 MANY_STARVED = SECOND_MOMENT_FLUSHED["starved"]
-LONGER_UPDATE = SECOND_MOMENT_FLUSHED["longer"]
 
 _SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126}
 """Smallest normal number of the formats in which only a conversion loses an ordinary square. Processors may flush

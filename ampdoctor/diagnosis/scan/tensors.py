@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, rule
+from ampdoctor.diagnosis.health.loss_rules import STEPS_NOT_FINITE
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
     IndexSummary,
@@ -292,6 +293,35 @@ def is_training_loss(lost: LostNumbers) -> bool:
 
 
 # AMP101 to AMP103 and AMP108
+
+
+@STEPS_NOT_FINITE.judges(CheckpointSummary)
+def _stored_losses(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    """Judges a training loss that was saved with the weights; where there is a log, it is the log that counts."""
+    step = summary.global_step
+    if summary.log is None and summary.loss is not None and not math.isfinite(summary.loss):
+        kind: NonFinite = "inf" if math.isinf(summary.loss) else "nan"
+        yield STEPS_NOT_FINITE.finding(
+            "error",
+            f"The loss saved with the weights is {summary.loss:g}.",
+            where=Where(phase="loss", global_step=step, nonfinite=kind),
+            evidence={"loss": summary.loss},
+        )
+    for lost in filter(is_training_loss, summary.lost):
+        many = f"The last of {lost.count} losses in " if lost.count > 1 else "The loss "
+        yield STEPS_NOT_FINITE.finding(
+            "error",
+            f"{many}{lost.name} is {lost.last:g}.",
+            where=Where(
+                phase="loss",
+                global_step=step,
+                op="number",
+                nonfinite="inf" if math.isinf(lost.last) else "nan",
+                tensor=lost.name,
+                file=lost.file or None,
+            ),
+            evidence={"entries": lost.count, "lost": lost.nans + lost.infs},
+        )
 
 
 NON_FINITE_WEIGHT = rule("AMP101", SCANNED, ruins_checkpoint=True)

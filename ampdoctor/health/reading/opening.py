@@ -11,13 +11,13 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
-from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, RegularFile, identity_of, is_folder, list_folder
-from ampdoctor.checkpoints.log_files import HEAD, MAX_BYTES, SkippedLines, begins_run_log, lines_in
+from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, Listing, RegularFile, identity_of, is_folder, list_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.log_records import SCHEMA_VERSION, LogRecord
 from ampdoctor.evidence.log_text import quick_line_of
 from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, shown_path, will_be_written
 from ampdoctor.evidence.report import ErrorNote, Skipped
+from ampdoctor.health.reading.log_files import HEAD, MAX_BYTES, SkippedLines, begins_run_log, lines_in
 from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, LogLocation, ReadIssues
 from ampdoctor.health.reading.other_logs import (
     ANY_TABLE,
@@ -354,12 +354,8 @@ def _none(place: LogLocation, refused: Mapping[str, str], budget: Budget) -> str
 
 def has_log(path: Path) -> bool:
     """Whether a file or folder itself is or holds a log that can be read."""
-    return _has_log(path, Budget())
-
-
-def _has_log(path: Path, budget: Budget) -> bool:
     try:
-        return next(_logs_in(_place(path, budget)), None) is not None
+        return next(_logs_in(_place(path, Budget())), None) is not None
     except CheckpointError:
         return False
 
@@ -400,6 +396,12 @@ def _logs_in(place: LogLocation) -> Iterator[FoundLog]:
                 return
             if kind is AMPDOCTOR:  # exports beside our own log are no other logs, and are written anew
                 place = replace(place, names=tuple(n for n in place.names if not will_be_written(place.folder / n)))
+
+
+def logs_in_folder(listing: Listing) -> tuple[list[FoundLog], Mapping[str, str]]:
+    """Returns the logs among a folder's files, and why others cannot be read, by name."""
+    place = LogLocation(listing.path, tuple(listing.files))
+    return [*_logs_in(place)], place.refused
 
 
 def _typed_by_its_folder(logs: Iterable[FoundLog]) -> list[FoundLog]:

@@ -18,8 +18,7 @@ from ampdoctor.live.numbers.activations import ActivationGrad, Activations, arri
 from ampdoctor.live.numbers.async_reader import AsyncReader
 from ampdoctor.live.numbers.norms_and_samples import Updates, local, norms_of, sample, total
 from ampdoctor.live.numbers.readings import ClipLog, IndexOf, PendingReading, StepReading, detail_of, step_of
-from ampdoctor.numerics import extremes_of_each
-from ampdoctor.numerics.tensors import Unseen
+from ampdoctor.numerics.tensors import Unseen, extremes_of_each
 
 # -- filling a step's parcel, on the device --
 

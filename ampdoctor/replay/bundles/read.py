@@ -94,7 +94,8 @@ class Bundle:
         run = run_of(program)
         run.lead_up = None if leading is None else LeadUp(program, leading)
         run.finite_again = self._finite_again()
-        return _with(run, notes)
+        run.notes = (*run.notes, *dict.fromkeys(notes))
+        return run
 
     def _program(
         self,
@@ -286,8 +287,3 @@ def _scaler(said: Any) -> Callable[[], torch.amp.GradScaler] | None:
         return scaler
 
     return make
-
-
-def _with(run: TrainingRun, notes: list[str]) -> TrainingRun:
-    run.notes = (*run.notes, *dict.fromkeys(notes))
-    return run

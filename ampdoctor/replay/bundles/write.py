@@ -22,8 +22,8 @@ from ampdoctor.errors import OutputError
 from ampdoctor.hooks.json_values import NotSerializableError, class_name, constants_of, written
 from ampdoctor.hooks.program import PriorSteps, Program
 from ampdoctor.package import version, working_folder
-from ampdoctor.replay.bundles.instructions import instruction_out, relative
-from ampdoctor.replay.bundles.manifest import CALLS, LED_UP, LOG, MANIFEST, SCHEMA, STATE
+from ampdoctor.replay.bundles.instructions import instruction_out, line_out, relative
+from ampdoctor.replay.bundles.manifest import CALLS, LOG, MANIFEST, SCHEMA, STATE
 from ampdoctor.replay.bundles.model import Made, code_of, described
 from ampdoctor.replay.bundles.state import StatesOut, optimizer_out, settings_out
 from ampdoctor.replay.bundles.tensors import WRITTEN, Lying, lying, write_safetensors
@@ -48,7 +48,7 @@ class CollectedStep:
         self.doubts = program.unexplained  # sentences: what its instructions do not cover
         self.tensors: dict[str, torch.Tensor] = {}  # its inputs and buffers by their names in the file
         self._known = known
-        base, line = working_folder(), program.line
+        base = working_folder()
         instructions: list[Any] = []
         for one in program.instructions:
             try:
@@ -59,7 +59,7 @@ class CollectedStep:
         before = {key: self._needed(f"{name}before/{key}", tensor) for key, tensor in program.buffers.items()}
         self.said: dict[str, Any] = {
             "step": program.step,
-            "line": None if line is None else [relative(line[0], base), line[1]],
+            "line": line_out(program.line, base),
             "instructions": [] if self.cannot else instructions,
             "given": given,
             "before": before,
@@ -326,7 +326,7 @@ def write_bundle(
     collected = BundleContents(with_inner_autocast(program), made)
     left_out = collected.fit(max_bytes) if leading is None else collected.lead(leading, max_bytes)
     manifest = {
-        "schema": LED_UP if collected.earlier else SCHEMA,
+        "schema": SCHEMA,
         "ampdoctor": version(),
         "versions": _versions(),
         "step": program.step,

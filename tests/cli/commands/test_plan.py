@@ -14,6 +14,8 @@ from torch.utils.data import DistributedSampler
 from ampdoctor.batching.effects import left_over
 from ampdoctor.batching.plans import BatchPlan
 from ampdoctor.cli.main import main
+from ampdoctor.cli.plan_command import bytes_of
+from ampdoctor.errors import UsageError
 from ampdoctor.evidence.log_records import LogRecord, RunLine, Stamp, StepLine
 from ampdoctor.evidence.log_text import text_of
 from ampdoctor.reports.formats import FORMATS
@@ -170,13 +172,23 @@ def test_what_is_only_not_known_to_fit_is_not_said_not_to(plan, known, fits, sho
         assert all(one in said.replace("`", "") for one in shown)
 
 
-def test_a_watched_run_says_what_is_in_force_and_what_a_sample_takes(plan, tmp_path):
-    run = RunLine(name="first", tensors=(), optimizers=("AdamW",), precision="fp16", accumulation=2)
-    steps = [StepLine(step=n, micro_steps=2, samples=64 * (n + 1), memory_bytes=10**9 * (8 + n)) for n in range(3)]
-    stamp = Stamp(run_id="r", world_size=8, time_ms=0)
-    log = tmp_path / "ampdoctor-health"
-    log.mkdir()
-    (log / "log.jsonl").write_text("".join(f"{text_of(LogRecord(stamp=stamp, line=line))}\n" for line in (run, *steps)))
+@pytest.fixture
+def watched(tmp_path):
+    """Return a function that writes the log of a run of three steps, with the most memory of each."""
+
+    def write(*memory):
+        run = RunLine(name="first", tensors=(), optimizers=("AdamW",), precision="fp16", accumulation=2)
+        steps = [StepLine(step=n, micro_steps=2, samples=64 * (n + 1), memory_bytes=m) for n, m in enumerate(memory)]
+        records = (LogRecord(stamp=Stamp(run_id="r", world_size=8, time_ms=0), line=line) for line in (run, *steps))
+        (tmp_path / "log").mkdir()
+        (tmp_path / "log" / "log.jsonl").write_text("".join(f"{text_of(record)}\n" for record in records))
+        return tmp_path / "log"
+
+    return write
+
+
+def test_a_watched_run_says_what_is_in_force_and_what_a_sample_takes(plan, watched):
+    log = watched(8 * 10**9, 9 * 10**9, 10 * 10**9)
     job = ["--to-gpus", 2, "--device-memory", "10GB", "--params", "1e8", "--shard-stage", 3]
     code, section = plan(log, *job)
     assert (code, product(section["in_force"]["plan"]), section["global_batch"]) == (0, (8, 4, 2), 64)
@@ -184,14 +196,8 @@ def test_a_watched_run_says_what_is_in_force_and_what_a_sample_takes(plan, tmp_p
     assert used(section) == (2, 2, 16)
 
 
-def test_a_log_without_a_measured_peak_says_so(tmp_path, capsys):
-    run = RunLine(name="first", tensors=(), optimizers=("AdamW",), precision="fp16", accumulation=2)
-    steps = [StepLine(step=n, micro_steps=2, samples=64 * (n + 1)) for n in range(3)]
-    stamp = Stamp(run_id="r", world_size=8, time_ms=0)
-    log = tmp_path / "ampdoctor-health"
-    log.mkdir()
-    (log / "log.jsonl").write_text("".join(f"{text_of(LogRecord(stamp=stamp, line=line))}\n" for line in (run, *steps)))
-    job = ["plan", str(log), "--to-gpus", "2", "--device-memory", "10GB", "--isolated"]
+def test_a_log_without_a_measured_peak_says_so(watched, capsys):
+    job = ["plan", str(watched(None, None, None)), "--to-gpus", "2", "--device-memory", "10GB", "--isolated"]
     assert main(job) == 2
     assert "the log has no measured peak of memory" in " ".join(capsys.readouterr().err.split())
     assert main([*job, "--peak-memory", "9GB"]) == main([*job, "--memory-per-sample", "1GB"]) == 0
@@ -391,3 +397,26 @@ def test_the_last_window_is_what_a_loop_has_left():
         sampler = DistributedSampler(range(samples), 2, 0)
         loader = torch.utils.data.DataLoader(range(samples), batch_size=4, sampler=sampler)
         assert left_over(plan, samples) == len(list(loader)) % 3
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4GB", 4 * 10**9),
+        ("4g", 4 * 10**9),
+        ("512 MB", 512 * 10**6),
+        ("1.5GiB", 3 * 2**29),
+        ("2ki", 2048),
+        ("7", 7),
+        ("7B", 7),
+        ("1TB", 10**12),
+    ],
+)
+def test_a_size_has_the_units_that_people_type(text, size):
+    assert bytes_of("--bundle-max", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "4 elephants", "-1GB", "1e9", "4iB", "0", "0.1B", "nan", "inf"])
+def test_what_is_no_size_is_a_sentence(text):
+    with pytest.raises(UsageError, match="--bundle-max"):
+        bytes_of("--bundle-max", text)

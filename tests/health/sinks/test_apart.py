@@ -90,7 +90,7 @@ def test_a_log_that_is_exported_while_it_grows(begin, tmp_path, said):
         log.write(StepLine(step=step, loss=1.0))
     assert log.close()
     assert steps_in(tmp_path / "out") == list(range(300))
-    assert 'ampdoctor_step_total{run="small"} 300\n' in (tmp_path / "run.prom").read_text()
+    assert 'ampdoctor_step_total{run="small"} 300.0\n' in (tmp_path / "run.prom").read_text()
     assert said == []
 
 

@@ -51,4 +51,4 @@ def test_a_script_without_its_function_is_told_what_it_has_by_every_command(opti
         said.append(capsys.readouterr().err.replace(command, "COMMAND"))
     assert said == [said[0]] * 3
     assert "train.py ended without a training step" in said[0]
-    assert "Type: ampdoctor COMMAND train.py:make_run" in said[0]
+    assert "(is train.py:make_run what makes the run?)" in said[0]
