@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue import SCANNED, WATCHED, rule
 from ampdoctor.diagnosis.health.rolling import FIRST, HOP, LENGTH, MOST, RECENT, SPANS, falls_over
-from ampdoctor.diagnosis.health.step_state import LEAST_ROWS, StepState, norm_of
+from ampdoctor.diagnosis.health.step_state import LEAST_ROWS, StepState
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
@@ -66,7 +66,7 @@ def gradient_jump(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     least = thresholds[GRADIENT_JUMP_DEVIATIONS]
     if not moment.judged or (moment.norm_above < least and moment.loss_above < least) or moment.line.skipped:
         return ()
-    line, norm, loss = moment.line, norm_of(moment.line), moment.line.loss
+    line, norm, loss = moment.line, moment.line.norm, moment.line.loss
     of_norm = (
         norm is not None
         and moment.norm_above >= least

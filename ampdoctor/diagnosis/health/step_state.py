@@ -120,7 +120,7 @@ class ZeroNorms:
 
     def hear(self, line: StepLine) -> None:
         """Adds a step."""
-        norm, loss = norm_of(line), _finite(line.loss)
+        norm, loss = line.norm, _finite(line.loss)
         if norm is not None and 0 < abs(norm) < math.inf:
             self.before = norm
             self.coarse = self.coarse and round(norm, 4) == norm
@@ -440,7 +440,7 @@ class StepState:
         self._hear_settings(line)
         self._hear_batch(line)
         self.judged = self.accepted - self._since >= LEAST and self._quiet == 0 and not self.batch.size.other
-        loss, norm = self._loss, self._norm = _finite(line.loss), _finite(norm_of(line))
+        loss, norm = self._loss, self._norm = _finite(line.loss), _finite(line.norm)
         self.loss_above = 0.0 if loss is None else self.loss.above(loss)
         self.norm_above = 0.0 if norm is None else self.norm.above(norm)
         if not line.skipped:
@@ -596,14 +596,6 @@ class StepState:
     def _limit(self) -> float:
         """The loss three robust deviations above the usual: live.md §3.3."""
         return self.loss.value_at(3.0)
-
-
-def norm_of(line: StepLine) -> float | None:
-    """Returns the gradient norm without the loss scale; None where it is unknown or was taken after clipping."""
-    norm = line.gradient_norm
-    if norm is None or line.norm_clipped:
-        return None
-    return norm / line.loss_scale if line.norm_scaled and line.loss_scale else norm
 
 
 def _finite(value: float | None) -> float | None:
