@@ -394,7 +394,7 @@ def test_what_is_kept_of_steps_does_not_grow_once_their_numbers_have_failed(tmp_
     with ampdoctor.watch(folder=tmp_path) as watch:
         Loop(sick=())(200)
         doctor = watch._doctor
-        assert len(doctor._lines._facts) <= 64
+        assert len(doctor._lines._waiting) <= 64
         assert len(doctor._blind._steps) <= 64
 
 
