@@ -99,7 +99,9 @@ class Protocol:
             return None
         scaled = watch.recorder.still_scaled(attempt.optimizer) if scaler is None else 0
         early = norms if scaler is not None and watch.recorder.clipped_while_scaled(attempt.optimizer) else None
-        scale = _scale_of(scaler or watch.scalers.last) if scaled or early is not None else None
+        if not scaled and early is None:
+            return None
+        scale = _scale_of(watch.scalers.last if scaler is None else scaler)
         if scale is None:
             return None
         return certain_misuse(attempt.step, line, scale, still_scaled=scaled, clipped=early)
