@@ -178,5 +178,9 @@ def export_while_it_runs(log: RunLog, exports: Iterable[Export | Sink]) -> None:
             far = Apart(one)
             log.listen(far.hear, name=f"the export {one}", end=far.close, dropped=far.abandon)
         else:
-            near = Exporter(lambda _, sink=one: sink, often=True)
+            near = _near(one)
             log.listen(near.hear, name=f"the export {type(one).__name__}", idle=near.idle, end=near.close)
+
+
+def _near(sink: Sink) -> Exporter:
+    return Exporter(lambda _: sink, often=True)

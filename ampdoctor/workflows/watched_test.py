@@ -44,10 +44,11 @@ class WatchedTest:
 
     def is_lost(self, program: Program) -> bool:
         """Whether a step's update, or its forward, has made a weight, a moment or a buffer of the model non-finite."""
-        if self._optimizer is None or self._optimizer is not program.optimizer:
+        optimizer = program.optimizer
+        if optimizer is None or optimizer is not self._optimizer:
             return False
-        updated = [p for p in parameters_of(self._optimizer) if p.grad is not None]
-        held = [self._optimizer.state.get(p, {}).values() for p in updated]
+        updated = [p for p in parameters_of(optimizer) if p.grad is not None]
+        held = [optimizer.state.get(p, {}).values() for p in updated]
         moments = [one for values in held for one in values if isinstance(one, torch.Tensor)]
         if any(map(is_nonfinite, (*updated, *moments))):
             return True
