@@ -251,13 +251,6 @@ class Backwards:
         """Returns how many of the optimizer's gradients have a part with a scale other than this."""
         return sum(any(part != scale for part in parts) for parts in self._held_by(optimizer))
 
-    def still_scaled(self, optimizer: Any) -> int:
-        """Returns how many of the optimizer's gradients come from scaled losses, neither changed nor replaced since."""
-        return sum(
-            PLAIN not in self._parts.get(id(parameter), {PLAIN}) and self._is_as_written(parameter)
-            for parameter in _parameters_of(optimizer)
-        )
-
     def clipped(self, optimizer: Any) -> tuple[float, float] | None:
         """Returns the norm before, and the largest norm after, the last clipping of gradients that are still scaled."""
         clips = [self._clips[id(p)] for p in _parameters_of(optimizer) if id(p) in self._clips]

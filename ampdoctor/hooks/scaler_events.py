@@ -76,6 +76,9 @@ class _Known:
     scale: float
 
 
+_METHODS = ("scale", "unscale_", "step", "update")
+
+
 class StepEvents:
     """Records the calls of a step, and which part of the step is running.
 
@@ -99,8 +102,6 @@ class StepEvents:
         self._watching = False
         self._phases = CallContext()
         self._last: Any = None  # the scaler that last scaled a loss, in any step
-        self._looking = False
-        self._knows_scale = False
         self.backwards = Backwards(parameters, on_kept_graph=self._on_kept_graph)
         self.called_at: Callable[[], Source | None] = lambda: None  # the line of the running call
         self._reads = NumberReads()
@@ -140,8 +141,8 @@ class StepEvents:
         return self._last if self._scaler is None else self._scaler
 
     @contextmanager
-    def watching(self, *scalers: Any) -> Iterator[None]:
-        """Hooks optimizers and wraps methods inside, once even if nested, also those of the further `scalers`."""
+    def watching(self) -> Iterator[None]:
+        """Hooks optimizers and wraps the scalers' methods inside, once even if nested."""
         if self._watching:
             yield
             return
@@ -151,30 +152,26 @@ class StepEvents:
             stack.callback(self._reads.rest)
             stack.enter_context(self.backwards.watched())
             for name, optimizer in self._optimizers.items():
-                before = partial(self.before_step, name=name)  # a wrapper may share the hooks of its optimizer
+                before = partial(self._before_step, name)  # a wrapper may share the hooks of its optimizer
                 stack.callback(optimizer.register_step_pre_hook(before).remove)
-                stack.callback(optimizer.register_step_post_hook(self.after_step).remove)
-            stack.enter_context(on_scaler_call(self._called, self._scaler, *scalers, disabled=True))
+                stack.callback(optimizer.register_step_post_hook(self._after_step).remove)
+            stack.enter_context(on_scaler_call(self._called, self._scaler, methods=_METHODS, disabled=True))
             yield
 
-    def before_step(
-        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str | None = None
-    ) -> Any:
-        """Hook before an optimizer's step; returns the arguments with closures wrapped, which count as user code."""
+    def _before_step(self, name: str, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the arguments of an optimizer's step with closures wrapped, which count as user code."""
         self._phases.enter("optimizer")
         self._reads.rest()
         # a fused optimizer unscales and skips by itself: the scaler always calls it, and sets `found_inf`
         if not bool(getattr(optimizer, "found_inf", False)):
             anew = any(map(callable, (*args, *kwargs.values())))  # a closure computes the gradients anew
-            self._note(self._of_step(optimizer, self._name_of(optimizer) if name is None else name, anew=anew))
+            self._note(self._of_step(optimizer, name, anew=anew))
         outside = self._phases.outside
         return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
 
-    def after_step(self, optimizer: Any = None, *_: Any) -> None:
-        """Hook after an optimizer's step."""
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._phases.leave_optimizer()
-        if optimizer is not None:
-            self.backwards.used.used(optimizer)
+        self.backwards.used.used(optimizer)
 
     def _of_step(self, optimizer: Any, name: str, *, anew: bool) -> StepEvent:
         inside = getattr(optimizer, "grad_scale", None) is not None
@@ -195,7 +192,6 @@ class StepEvents:
             unscaled=inside or self._scaled_by is None or name in self._unscaled,
             misscaled=self.backwards.misscaled(optimizer, taken_in) if late or inside else 0,
             scales=self.backwards.scales(optimizer),
-            still_scaled=0 if asked or anew else self.backwards.still_scaled(optimizer),
             casts_kept=torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))),
             again=again,
             held_back=again and name in self._held_back,
@@ -204,15 +200,6 @@ class StepEvents:
         )
 
     def _called(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
-        if method == "get_scale":
-            self._knows_scale |= not self._looking
-            return run()
-        if method == "state_dict":  # it calls `get_scale`: saving a checkpoint is no use of the scale in arithmetic
-            looking, self._looking = self._looking, True
-            try:
-                return run()
-            finally:
-                self._looking = looking
         optimizer = argument if method in ("unscale_", "step") else None
         self._tell(scaler)
         made = len(self.events)
@@ -227,8 +214,6 @@ class StepEvents:
             self._note_use(optimizer, made)
         if method == "scale" and _is_enabled(scaler):  # checked after the call: a replay in fp32 disables it inside
             self._scaled_by = self._last = scaler
-            # the loop scales a plain number to get the scale
-            self._knows_scale |= isinstance(result, torch.Tensor) and not result.requires_grad
             self._note(StepEvent(kind="scale", twice=self._scale_of(scaler) if twice else None))
             self.backwards.watch_scaled(result, self._scale_of(scaler) or PLAIN)
         return result
@@ -282,7 +267,6 @@ class StepEvents:
         return self._note(event)
 
     def _note(self, event: StepEvent) -> StepEvent:
-        event = replace(event, knows_scale=self._knows_scale)
         self.events.append(event)
         return event
 
@@ -306,11 +290,7 @@ class StepEvents:
     def _look(self, scaler: Any) -> float | None:
         if scaler is None or not _is_enabled(scaler):
             return None
-        self._looking = True
-        try:
-            return float(scaler.get_scale())
-        finally:
-            self._looking = False
+        return float(scaler.get_scale())
 
 
 def raised_by_scaler(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
@@ -22,7 +23,6 @@ from ampdoctor.workflows.requests import ReplayRequest, WatchRequest
 from ampdoctor.workflows.watcher import TrainingWatcher, standing
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -83,7 +83,10 @@ class AmpGuard:
             failed.append(_failure_of_step(report, watch.skipped, ended_by))
             raise failed[-1] from None  # the diagnosis contains the message of the test's own check
 
-        with TemporaryDirectory(prefix="ampdoctor-", ignore_cleanup_errors=True) as folder:
+        with (
+            TemporaryDirectory(prefix="ampdoctor-", ignore_cleanup_errors=True) as folder,
+            torch.compiler.set_stance("force_eager"),  # a compiled step would trace the look behind its update
+        ):
             request = WatchRequest(
                 health=folder,
                 script="pytest",

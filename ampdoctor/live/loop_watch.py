@@ -162,6 +162,9 @@ class LoopWatch:
         """Stops all work: other code may have wrapped our hooks, and may call them later."""
         self._busy = self.recorder.away = True
         self._here = _OfThread()  # an update that has raised is in it
+        self.scalers = ScalerFacts()
+        for known in self._optimizers.values():
+            known.unscaled = None
 
     def meet(self, model: torch.nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Registers parts of the loop before the loop uses them."""

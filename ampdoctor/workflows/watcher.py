@@ -26,7 +26,7 @@ from ampdoctor.hooks.nested import iter_tensors
 from ampdoctor.hooks.program import PriorSteps, Program
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.data_stats import DataStats
-from ampdoctor.live.log.facts import hardware, models_of, software
+from ampdoctor.live.log.facts import RankInJob, hardware, models_of, software
 from ampdoctor.live.log.step_lines import StepLines
 from ampdoctor.live.loop_watch import LoopWatch, RepeatedUpdate, UpdateAttempt, harmless
 from ampdoctor.live.numbers.other_modules import OtherModules
@@ -179,6 +179,11 @@ class TrainingWatcher:
             self._watch.recorder.cleared = self._numbers.cleared
             self._numbers.begin_step(0)
             yield
+
+    @property
+    def place(self) -> RankInJob:
+        """This process among the others, as far as it is known by now."""
+        return self._rank.place
 
     def meet(self, model: torch.nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Register parts of the loop before the loop uses them."""
@@ -528,9 +533,7 @@ class TrainingWatcher:
         if seen.report is None:
             self._passed(program, seen, name)
             return
-        self.speaks = (
-            self._rank.place.rank == 0 or not healthy or bool(seen.report.findings) or program.optimizer is None
-        )
+        self.speaks = self.place.rank == 0 or not healthy or bool(seen.report.findings) or program.optimizer is None
         self._numbers.look(what, _AFTER_SICK)
         if crowded:
             self._told(program, seen, what, None)
@@ -561,7 +564,7 @@ class TrainingWatcher:
             step=program.step, verdict="not_reproduced", reason=finite_here(program.step), seconds=seen.seconds
         )
         self._log.write(line)
-        if self._rank.place.rank == 0 and all_gradients_nan(program.model):  # an overflow alone leaves some finite
+        if self.place.rank == 0 and all_gradients_nan(program.model):  # an overflow alone leaves some finite
             self._say(line.reason)
 
     def _judge_calls(
@@ -597,7 +600,7 @@ class TrainingWatcher:
 
     def _bundled(self, program: Program, report: Report, leading: PriorSteps | None = None) -> Written | None:
         log, made = [text_of(line) for line in self._log.last(_LAST_LINES)], self._constructions.of
-        return bundled(program, report, self._request, self._rank.place, self._say, made=made, log=log, leading=leading)
+        return bundled(program, report, self._request, self.place, self._say, made=made, log=log, leading=leading)
 
     def _told(self, program: Program, seen: StepDiagnosis, what: str, bundle: Written | None) -> None:
         report = seen.report
@@ -676,7 +679,7 @@ class TrainingWatcher:
     def _say(self, sentence: str) -> None:
         """Send a sentence to the user; a closed stream or a listener that fails must not disturb the training."""
         with suppress(Exception):
-            rank = self._rank.place.rank
+            rank = self.place.rank
             self._hear(f"rank {rank}: {sentence}" if rank else sentence)
 
     def _tell_what_ended(self) -> None:
