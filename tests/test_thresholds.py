@@ -101,6 +101,11 @@ def watched(lines):
     return lambda thresholds: summarised(judged(lines, thresholds))
 
 
+def ended(lines):
+    """What is said of a run whose log ends with these lines."""
+    return lambda thresholds: summarised(test_log_ends.judged(lines, thresholds))
+
+
 SCALED_DOWN = [replace(one, gradient_norm=one.gradient_norm * 0.02) for one in test_log_ends.VANISHED]
 
 
@@ -249,13 +254,13 @@ CASES = {
         4.0,
         lambda thresholds: len(far_from([test_silent_rules.held(0, test_single_updates.LONG)] * 3, thresholds)[1]),
     ),
-    "AMP702.entries": (1000, watched(test_log_ends.VANISHED)),
+    "AMP702.entries": (1000, ended(test_log_ends.VANISHED)),
     "AMP702.reach": (
         1.0,
-        lambda thresholds: severity(test_log_ends.explained(SCALED_DOWN, scale=2.0**-7, thresholds=thresholds)),
+        lambda thresholds: test_log_ends.explained(SCALED_DOWN, scale=2.0**-7, thresholds=thresholds).cause,
     ),
-    "AMP705.entries": (100, watched(test_log_ends.STUCK)),
-    "AMP705.loss": (5.0, watched(test_log_ends.STUCK)),
+    "AMP705.entries": (100, ended(test_log_ends.STUCK)),
+    "AMP705.loss": (5.0, ended(test_log_ends.STUCK)),
     "AMP710.start": (1000.0, trending([2.0**7, 2.0**9, 2.0**11, 2.0**13])),
     "AMP711.fall": (16.0, trending([1.0] * 3, scales=[2.0**12, 2.0**8, 2.0**4])),
     "AMP712.stalled": (0.99, against(STILL)),

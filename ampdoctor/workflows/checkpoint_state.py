@@ -21,6 +21,7 @@ from ampdoctor.diagnosis.scan.optimizer import SECOND_MOMENT_FLUSHED as FLUSHED
 from ampdoctor.diagnosis.scan.optimizer import STEP_COUNTERS as COUNTERS
 from ampdoctor.diagnosis.scan.scaler import COLLAPSED_SCALER, DEAD_SCALER
 from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.report import finding_order
 from ampdoctor.probes.nonfinite import holds_nan, is_nonfinite, state_tensors
 from ampdoctor.workflows.repairs import repair
 
@@ -184,11 +185,14 @@ def scaler_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Find
 _OF_SCALE = frozenset({SCALE_RATCHETS.code, NO_STEP_TAKEN.code, NO_SUCH_SCALE.code})
 
 
-def log_findings(replay: OpenReplay) -> Iterator[Finding]:
-    """Yields findings on the loss scale in the checkpoint's log, at most as warnings."""
+def log_findings(replay: OpenReplay) -> list[Finding]:
+    """Returns the worst finding of each rule on the loss scale in the checkpoint's log, at most as a warning."""
+    worst: dict[str, Finding] = {}
     for finding in () if replay.log is None else replay.log.findings():
-        if finding.code in _OF_SCALE:
-            yield replace(finding, severity="warning") if finding.severity == "error" else finding
+        known = worst.get(finding.code)
+        if finding.code in _OF_SCALE and (known is None or finding_order(finding) < finding_order(known)):
+            worst[finding.code] = finding
+    return [replace(one, severity="warning") if one.severity == "error" else one for one in worst.values()]
 
 
 def not_said_yet(findings: Iterable[Finding], said: Iterable[Finding]) -> list[Finding]:

@@ -100,7 +100,9 @@ def log_beside(
 
 
 def _logs_in(listing: Listing, prefix: str, skipped: list[Skipped]) -> list[FoundLog]:
-    found, refused = logs_in_folder(listing)
+    # a configuration (config.json) is never opened; of other formats a log is told by its name or its beginning
+    names = [name for name in listing.names if name == TRAINER_STATE or not name.endswith(".json")]
+    found, refused = logs_in_folder(listing.only(names))
     skipped += [_unread(prefix + name, why) for name, why in refused.items() if name != TRAINER_STATE]
     return found
 

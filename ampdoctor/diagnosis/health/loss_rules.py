@@ -272,7 +272,7 @@ def _descent_lost(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
 # -- how a log ends --
 
 
-GRADIENTS_VANISHED = rule("AMP702", (*WATCHED, *SCANNED))
+GRADIENTS_VANISHED = rule("AMP702", WATCHED)
 LEAST_ZEROS = GRADIENTS_VANISHED["entries"]
 MOMENTUM_STEPS = 50  # steps in which momentum alone may lower the loss: 0.9^50 is 0.5 %
 CUT = "a graph that was cut (detach, no_grad, frozen weights) and an output that is constant look alike"
@@ -331,7 +331,7 @@ def _between(losses: Sequence[float]) -> str:
     return f"at {low:.4g}" if low == high else f"between {low:.4g} and {high:.4g}"
 
 
-LOSS_CONSTANT = rule("AMP705", (*WATCHED, *SCANNED))
+LOSS_CONSTANT = rule("AMP705", WATCHED)
 CONSTANT_ENTRIES = LOSS_CONSTANT["entries"]
 LEAST_LOSS = LOSS_CONSTANT["loss"]
 

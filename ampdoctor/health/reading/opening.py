@@ -377,12 +377,10 @@ def _place(path: Path, budget: Budget) -> LogLocation:
 
 
 def _logs_in(place: LogLocation) -> Iterator[FoundLog]:
-    taken: set[str] = set()
     for kind in KINDS:
         for names in kind.claims(place):
-            if not taken.isdisjoint(names):
+            if not set(names) <= set(place.names):
                 continue
-            taken.update(names)
             lacks = tuple(kind.lacks(place))
             yield FoundLog(
                 typed=str(place.folder / names[0]),
@@ -394,6 +392,7 @@ def _logs_in(place: LogLocation) -> Iterator[FoundLog]:
             )
             if place.named:
                 return
+            place = replace(place, names=tuple(name for name in place.names if name not in names))
             if kind is AMPDOCTOR:  # exports beside our own log are no other logs, and are written anew
                 place = replace(place, names=tuple(n for n in place.names if not will_be_written(place.folder / n)))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from heapq import merge
-from itertools import chain, islice, pairwise
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -374,14 +374,22 @@ def _claims_events(place: LogLocation) -> Sequence[Sequence[str]]:
 def _read_events(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:
     with ExitStack() as stack:
         files = [stack.enter_context(RegularFile(folder / name, name)) for name in names]
-        skips = SkipCount()
-        events = merge(*(scalars_in(file, noticed.skipped) for file in files), key=lambda event: event.wall_time)
-        rows = (
-            Row(event.step, skips.of_a_step(fields), milliseconds(event.wall_time))
-            for event in events  # by time: a run may have several writers, and a restart comes later
-            if (fields := known_fields(event.values))
-        )
-        yield from lines_of(rows, RunLine(name=folder.name), noticed.order)
+        yield from lines_of(_rows_of(files, noticed.skipped), RunLine(name=folder.name), noticed.order)
+
+
+def _rows_of(files: Sequence[RegularFile], damaged: list[Skipped]) -> Iterator[Row]:
+    """Yields a row for the events of a step, by time: a run may have several writers, and a restart comes later."""
+    skips = SkipCount()
+    events = merge(*(scalars_in(file, damaged) for file in files), key=lambda event: event.wall_time)
+    for step, together in groupby(events, key=lambda event: event.step):
+        values: dict[str, float] = {}
+        for event in together:
+            values |= event.values
+            written = event.wall_time
+        fields = known_fields({**values, "step": step})
+        del fields["step"]
+        if fields:
+            yield Row(step, skips.of_a_step(fields), milliseconds(written))
 
 
 TENSORBOARD = LogKind(format="tensorboard", claims=_claims_events, read=_read_events)

@@ -330,9 +330,9 @@ class ConsoleRows:
                 for row in self._between(behind, step):
                     skipped = row.step == step
                     yield row
-            if self._scale is not None:
+            if self._scale is not None and not skipped:  # the row of a skipped step has the scale that it tried
                 values.setdefault("loss_scale", self._scale)
-                if not skipped and not self._by_epochs:
+                if not self._by_epochs:
                     values["skipped"] = 0.0
             if self.layout.place == "num_updates":  # fairseq's counter, of steps that were taken only
                 values.setdefault("skipped", 0.0)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.checkpoints.files import list_folder
+from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.health.reading.event_files import masked_crc
@@ -249,9 +250,9 @@ def test_the_longest_run_of_a_folder_of_runs_is_the_log(tmp_path):
 
 def test_links_and_folders_in_place_of_event_files(tmp_path):
     (tmp_path / NAME).mkdir()
-    (tmp_path / f"{NAME}1").symlink_to(tmp_path / "nothing")
     (tmp_path / "real").write_bytes(record(event(1)))
     (tmp_path / f"{NAME}2").symlink_to(tmp_path / "real")
-    log, skipped = steps_in(tmp_path)
-    assert losses(log) == [(1, 1.0)]
-    assert skipped == [f"{NAME}1"]
+    assert losses(steps_in(tmp_path)[0]) == [(1, 1.0)]
+    (tmp_path / f"{NAME}1").symlink_to(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="link to nothing"):
+        steps_in(tmp_path)
