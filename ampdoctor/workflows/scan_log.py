@@ -13,6 +13,7 @@ from ampdoctor.diagnosis.health.loss_rules import GRADIENTS_VANISHED
 from ampdoctor.diagnosis.scan.scaler import explained_zeros
 from ampdoctor.errors import CheckpointError, NoStepError
 from ampdoctor.evidence.checkpoint_stats import CheckpointSummary
+from ampdoctor.evidence.paths import will_be_written
 from ampdoctor.evidence.report import Check, Finding, Skipped
 from ampdoctor.evidence.report_health import HealthRun
 from ampdoctor.evidence.thresholds import Thresholds
@@ -102,6 +103,7 @@ def log_beside(
 def _logs_in(listing: Listing, prefix: str, skipped: list[Skipped]) -> list[FoundLog]:
     # a configuration (config.json) is never opened; of other formats a log is told by its name or its beginning
     names = [name for name in listing.names if name == TRAINER_STATE or not name.endswith(".json")]
+    names = [name for name in names if not will_be_written(listing.path / name)]  # this command's own reports
     found, refused = logs_in_folder(listing.only(names))
     skipped += [_unread(prefix + name, why) for name, why in refused.items() if name != TRAINER_STATE]
     return found
