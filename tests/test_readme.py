@@ -168,7 +168,8 @@ def test_options_that_are_named_exist(python):
     )
     known |= {"--resume", "--cure", "--width", "--lr"}  # of the pages' own scripts
     known |= {"--extra-index-url"}  # pip's
-    known |= {"--decrease-batch-size-if-needed", "--nproc-per-node", "--standalone", "--log-interval", "--training"}  # torchrun, Megatron-LM, torchtitan
+    known |= {"--decrease-batch-size-if-needed"}  # Megatron-LM's
+    known |= {"--nproc-per-node", "--standalone", "--log-interval", "--training"}  # torchrun, Megatron-LM, torchtitan
     known |= {"--install-completion", "--show-completion"}  # of ampdoctor itself
     for page in (README, *sorted((ROOT / "docs").rglob("*.md"))):
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text(encoding="utf-8")))
