@@ -22,7 +22,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ampdoctor.precision import fp16_matmul as table
-from ampdoctor.precision import half_products  # the repository is on the path only now
+from ampdoctor.precision.fp16_matmul import half_products  # the repository is on the path only now
 
 Call = Callable[[], object]
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampdoctor.numerics import Histogram, nonfinite_flag
+from ampdoctor.numerics.counting import count
+from ampdoctor.numerics.tensors import nonfinite_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +40,7 @@ def naive(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 CONTENDERS: dict[str, Callable[[torch.Tensor], object]] = {
-    "histogram": Histogram.of,
+    "histogram": count,
     "sum": lambda tensor: tensor.sum().item(),
     "bincount of bytes": lambda tensor: torch.bincount(tensor.view(torch.uint8)[: tensor.numel()], minlength=256),
     "naive loop": naive,

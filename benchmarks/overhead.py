@@ -33,7 +33,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ampdoctor import TrainingRun  # the repository is on the path only now
-from ampdoctor.precision import autocast_policy
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.replay.session import Session
 from benchmarks.peers.watching import FLOOR, WATCHERS, Watched, without_backward_hooks

@@ -8,7 +8,7 @@ repeat, and ratios are medians of the ratios within a repeat.
 
 The saved profile is one of a model of so many linear modules, each with an output, an output gradient, a weight and a
 bias with their gradients: the figures of a real profile, with histograms of normally distributed values whose size goes
-down with depth and changes from step to step. What is timed is `recommend_from_files` in a process in which everything
+down with depth and changes from step to step. What is timed is `recommend_from_file` in a process in which everything
 is imported already, then its parts one by one. Times are CPU seconds of the process, with one thread.
 """
 
@@ -37,19 +37,20 @@ from ampdoctor.evidence.run_facts import (
     SitePart,
 )
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.numerics import Histogram
-from ampdoctor.precision import autocast_policy
-from ampdoctor.probes.formats_seen import HalfProbe
+from ampdoctor.numerics.counting import count
+from ampdoctor.numerics.histogram import Histogram
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import RangeProbe
 from ampdoctor.ranges.profile import EXPONENTS, Collector, RangeProfile, RunFacts, Shadow
 from ampdoctor.replay.session import Session
-from ampdoctor.scaling.choose import choose_scale, predict
+from ampdoctor.scaling.choose import choose_scale
 from ampdoctor.scaling.scalers import ScalerSettings
-from ampdoctor.scaling.search import search
+from ampdoctor.scaling.search import predict, search
 from ampdoctor.scaling.trace import trace_of
 from ampdoctor.workflows.profile import profile_section, range_checks, read_profile, write_profile
-from ampdoctor.workflows.recommend import recommend_from_files
+from ampdoctor.workflows.recommend import recommend_from_file
 from ampdoctor.workflows.requests import ReplayRequest
 from benchmarks.overhead import make_run
 
@@ -82,7 +83,7 @@ class StepContest:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        halves = HalfProbe()
+        halves = FormatsProbe()
         start = session.snapshot()
         if not session.has_step(0):
             raise RuntimeError("the benchmark has no batch")
@@ -160,7 +161,7 @@ def synthetic_profile(modules: int, steps: int) -> RangeProfile:
         return f"blocks.{index}.linear"
 
     def counted(kind: SiteKind, size: float, numel: int) -> Histogram:
-        return Histogram.of(samples[kind][:numel] * size).repeated(max(1, numel // _SAMPLE))
+        return count(samples[kind][:numel] * size).repeated(max(1, numel // _SAMPLE))
 
     collector.add_weights(
         {
@@ -259,7 +260,7 @@ def measure_answer(modules: int, steps: int, repeats: int) -> list[float]:
         times = []
         for _ in range(repeats):
             start = time.process_time()
-            report = recommend_from_files([path], request)
+            report = recommend_from_file(path, request)
             times.append(time.process_time() - start)
         if report.scaler is None or report.scaler.recommended is None:
             raise RuntimeError("nothing is recommended: the benchmark would not time what it says")

@@ -26,10 +26,9 @@ PACKAGE = ROOT / "ampdoctor"
 SERVICES = {
     *(
         "bisect_nan._attempted",
-        "compare_fp32.twin",
         "close_look.trace",
-        "compare_fp32.replayed",
-        "compare_fp32._rounding_alone",
+        "step_beside_fp32.beside_fp32",
+        "rerun_step.run",
     ),
     *("trials._in_fp32", "trials._run", "trials._wide_from", "measure.measured", "measure.shadowed"),
 }

@@ -16,7 +16,7 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.evidence.report_scaler import FlushedGradients, ScalerArguments, ScalerSection, ScalingOutcome
 from ampdoctor.evidence.report_scan import ChangedCheckpoint, ChangeSection
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.reports import formats
 from ampdoctor.reports.formats import RenderOptions
 

@@ -29,7 +29,7 @@ DIRECT = {
     "workflows": {"replay", "probes", "scaling", "diagnosis", "health", "live", "batching"},
     "reports": {"diagnosis"},
     "training": {"hooks", "precision", "batching"},
-    "integrations": {"training", "live", "workflows", "reports"},
+    "integrations": {"workflows", "reports"},
     "cli": {"workflows", "reports", "gates"},
 }
 """Each room, and the rooms that its arrows point at; what those point at may be used as well."""

@@ -20,8 +20,8 @@ HEAD = """# Commands
 Every command with its arguments and options, as `ampdoctor COMMAND --help` lists them. An option may also be set by the
 environment variable beside it (`AMPDOCTOR_SCAN_FAIL_ON` for one command alone), or by its name without the dashes in
 `[tool.ampdoctor]` of `pyproject.toml` or in `ampdoctor.toml`; the command line goes before the environment, and that
-before the file. `ampdoctor --install-completion` makes the shell complete commands, options, their values and the codes
-of rules (bash, zsh, fish).
+before the file. `ampdoctor --install-completion` makes the shell complete commands, options and their choices (bash,
+zsh, fish).
 """
 DEFAULT = re.compile(r"\s*\[(?:default: (?P<default>.*?)|required)(?:; [^\]]*)?\](?=\.?(?:$|\s*\[))", re.DOTALL)
 

@@ -115,6 +115,7 @@ def _instead_of_training(run):
     return fake
 
 
+@pytest.mark.slow
 def test_the_text_is_real_and_the_model_learns_from_it():
     import torch
 

@@ -168,6 +168,7 @@ def test_options_that_are_named_exist(python):
     )
     known |= {"--resume", "--cure", "--width", "--lr"}  # of the pages' own scripts
     known |= {"--extra-index-url"}  # pip's
+    known |= {"--decrease-batch-size-if-needed"}  # Megatron-LM's
     known |= {"--nproc-per-node", "--standalone", "--log-interval", "--training"}  # torchrun, Megatron-LM, torchtitan
     known |= {"--install-completion", "--show-completion"}  # of ampdoctor itself
     for page in (README, *sorted((ROOT / "docs").rglob("*.md"))):
@@ -175,10 +176,10 @@ def test_options_that_are_named_exist(python):
         assert named <= known, page
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
+def test_links_lead_somewhere():
+    for page in PAGES:
+        targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
+        assert [target for target in targets if not (page.parent / target).exists()] == [], page
 
 
 def test_the_step_times_are_those_of_the_benchmarks_page():

@@ -3,36 +3,145 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
-from ampdoctor.batching.config_fields import (
-    REPLICATED,
-    ULYSSES,
-    Cut,
-    count,
-    flags_in,
-    flags_of,
-    fsdp_of_accelerate,
-    fsdp_of_trainer,
-    half_of,
-    read_json,
-    table_in,
-    table_of,
-    word,
-    yaml_table,
-    yes,
-    zero_stage,
-)
-from ampdoctor.batching.plans import BatchSettings, Precision
+from ampdoctor.batching.plans import STAGES, BatchSettings, Precision
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.json_records import DuplicateKeyError, unique_keys
 from ampdoctor.scaling.trace import GradReduceScaling
+
+# -- values of a configuration; every reader raises UsageError for an invalid one --
+
+_UNSAID = (None, "auto", -1)  # "not given": DeepSpeed's and transformers' "auto", torchtitan's -1
+_DIGITS = 20  # of a quoted number: no batch has more
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_SHOWN = 60  # characters of a value in a sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of a configuration; `name` is the file, for error messages."""
+
+    values: Mapping[str, Any]
+    name: str
+
+    def get(self, key: str) -> Any:
+        """Returns a value as it is; None if it is missing."""
+        return self.values.get(key)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def count(self, key: str) -> int | None:
+        """Returns a whole number of at least 1, or None if it is not given."""
+        value = self.get(key)
+        if isinstance(value, bool) or (value not in _UNSAID and not _whole(value)):
+            raise UsageError(f"{self.name}: {key} is a whole number of at least 1, not {shown(value)}")
+        return None if value in _UNSAID else int(value)
+
+    def counts(self, keys: Mapping[str, str]) -> dict[str, Any]:
+        """Returns the numbers under `keys`, by field: "key", "table.key", or several with "|", of which the first."""
+        return {field: next(filter(None, map(self._at, paths.split("|"))), None) for field, paths in keys.items()}
+
+    def _at(self, path: str) -> int | None:
+        inner, _, key = path.rpartition(".")
+        return (self.table(inner) if inner else self).count(key)
+
+    def yes(self, key: str) -> bool | None:
+        """Returns whether something is on; False if not given, and None for "auto", which another file decides."""
+        value = self.get(key)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        text = str(value).lower() if isinstance(value, str | int) else ""
+        if text == "auto":
+            return None
+        if text not in _WORDS:
+            raise UsageError(f"{self.name}: {key} is true or false, not {shown(value)}")
+        return _WORDS[text]
+
+    def table(self, key: str) -> Table:
+        """Returns a nested table, an empty one if it is missing."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise UsageError(f"{self.name}: {key} is a table, not {shown(value)}")
+        return Table(value or {}, self.name)
+
+    def word(self, key: str, default: str) -> str:
+        """Returns a word in lower case; for another value its type."""
+        value = self.get(key)
+        return default if value is None else value.lower() if isinstance(value, str) else shown(value)
+
+    def half(self, *, fp16: bool | None, bf16: bool | None) -> Precision | None:
+        """Returns the format of two switches; None if unknown. With both on, no framework starts."""
+        if fp16 and bf16:
+            raise UsageError(f"{self.name}: fp16 and bf16 are both on, and a job has one of them")
+        return "fp16" if fp16 else "bf16" if bf16 else None if None in (fp16, bf16) else "fp32"
+
+    def zero_stage(self, key: str, of: str = "") -> int | None:
+        """Returns a ZeRO stage, if given; `of` is the table that it is in, for the error message."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, str | int) and not isinstance(value, bool) and str(value) in map(str, STAGES):
+            return int(value)
+        raise UsageError(f"{self.name}: {of}{key} is 0, 1, 2 or 3, not {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """Formats a value; lists and tables only by type, as YAML's aliases make small ones enormous."""
+    if isinstance(value, str | int | float | None):
+        return repr(value)[:_SHOWN]
+    return "a table" if isinstance(value, Mapping) else "a list" if isinstance(value, list) else type(value).__name__
+
+
+def _whole(value: Any) -> bool:
+    """Whether it is a whole number from 1 on; YAML and flags give text where the user wrote quotes."""
+    if isinstance(value, str):
+        return value.isdecimal() and len(value) < _DIGITS and int(value) >= 1
+    return isinstance(value, int) and value >= 1
+
+
+# -- which states FSDP shards; sources: accelerate 1.15 (`FullyShardedDataParallelPlugin`), transformers 5.23 --
+
+STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+"""FSDP's, in the order in which accelerate and torch number them from 1, and the ZeRO stage that shards as much."""
+_RESHARDS = {"true": "FULL_SHARD", "false": "SHARD_GRAD_OP"}
+"""FSDP2's switch instead of a strategy: are gathered parameters freed between forward and backward?"""
+_BESIDE = ("offload", "auto_wrap")  # further words in Trainer's `fsdp`
+
+REPLICATED = "Replicated shards: --shard-stage sizes states as if all ranks shared one copy."
+"""For a number of replicas: each is a copy, and it is unknown whether their number should stay."""
+
+ULYSSES = "Ulysses' sequence parallel ranks see the same samples: they are counted as context parallel (--cp)."
+"""For DeepSpeed's `sequence_parallel_size`, which divides the ranks; these ranks share the states too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How states are sharded: the stage as in ZeRO (None: not, or unknown), and whether a node has a copy."""
+
+    stage: int | None = None
+    within_node: bool = False
+
+
+def _cut(strategy: Any, key: str, name: str) -> Cut:
+    """Reads a strategy: its name, its number or FSDP2's switch; by default, everything is sharded."""
+    text = "FULL_SHARD" if strategy is None else str(strategy) if isinstance(strategy, str | int) else ""
+    known = _RESHARDS.get(text.lower(), text.upper())
+    if known in map(str, range(1, len(STRATEGIES) + 1)):
+        known = list(STRATEGIES)[int(known) - 1]
+    if known not in STRATEGIES:
+        raise UsageError(f"{name}: {key} is one of {', '.join(STRATEGIES)}, not {shown(strategy)}")
+    return Cut(STRATEGIES[known], known.startswith("HYBRID"))
+
 
 # -- Trainer arguments of transformers, and Accelerate's configuration --
 #
 # Sources: transformers 5.23 (`training_args.py`) and accelerate 1.15 (`commands/config/config_args.py`).
-
 
 _DEFAULT_SIZE = 8
 _TOKENS = (
@@ -43,34 +152,37 @@ _OWN_FILE = (
     "accelerator_config is a file of its own, which is not read: where it sets split_batches, "
     "per_device_train_batch_size is the batch of all ranks."
 )
+_DEEPSPEED_SIZES = "deepspeed: the sizes in its configuration have to be these, or auto"
 
 
-def trainer_arguments(table: Mapping[str, Any], name: str) -> BatchSettings:
-    """Reads `TrainingArguments`, with the library's defaults; raises UsageError for invalid values."""
-    precision = half_of(name, fp16=_switch(table, "fp16", name), bf16=_switch(table, "bf16", name))
+def _trainer_arguments(table: Table) -> BatchSettings:
+    """Reads `TrainingArguments`, with the library's defaults."""
+    precision = table.half(fp16=_switch(table, "fp16"), bf16=_switch(table, "bf16"))
     deepspeed = table.get("deepspeed")
-    cut = fsdp_of_trainer(table, name)
-    notes = [_TOKENS, *cut.notes]
+    cut, notes = _fsdp_of_trainer(table), [_TOKENS]
+    if isinstance(table.get("fsdp_config"), str) and table.get("fsdp"):
+        notes.append(
+            f"fsdp_config is a file of its own, which is not read: states are taken to be cut as stage {cut.stage} "
+            "cuts them; --shard-stage says otherwise."
+        )
     if table.get("auto_find_batch_size"):
         notes.append("auto_find_batch_size: Trainer takes a smaller micro-batch where memory runs out, on its own.")
+    stage = cut.stage
     if isinstance(deepspeed, Mapping):
-        stage = zero_stage(table_in(deepspeed, "zero_optimization", name), "stage", name)
-        notes.append("deepspeed: the sizes in its configuration have to be these, or auto.")
-    else:
-        stage = cut.stage
-        if deepspeed:
-            notes.append(
-                "deepspeed: the sizes in its configuration have to be these, or auto; its ZeRO stage is not read from "
-                "there, and --shard-stage says it."
-            )
-    size = count(table, "per_device_train_batch_size", name) or count(table, "per_gpu_train_batch_size", name)
+        stage = table.table("deepspeed").table("zero_optimization").zero_stage("stage")
+        notes.append(f"{_DEEPSPEED_SIZES}.")
+    elif deepspeed:
+        notes.append(f"{_DEEPSPEED_SIZES}; its ZeRO stage is not read from there, and --shard-stage says it.")
+    size = table.count("per_device_train_batch_size") or table.count("per_gpu_train_batch_size")
     if size is None:
         size = _DEFAULT_SIZE
         notes.append(f"per_device_train_batch_size is not given: {size}, as Trainer takes it.")
-    steps = count(table, "gradient_accumulation_steps", name) or 1
-    shared = _split_batches(table, name)
-    if shared is None:
+    steps = table.count("gradient_accumulation_steps") or 1
+    shared = False
+    if isinstance(table.get("accelerator_config"), str):
         notes.append(_OWN_FILE)
+    else:  # until transformers 4.38 it was an argument of its own
+        shared = bool(table.table("accelerator_config").yes("split_batches") or table.yes("split_batches"))
     return BatchSettings(
         framework="transformers",
         global_batch=size * steps if shared else None,
@@ -81,73 +193,75 @@ def trainer_arguments(table: Mapping[str, Any], name: str) -> BatchSettings:
         precision=precision,
         reduction="tokens",
         division=_trainer_division(precision, sharded=cut.stage is not None, elsewhere=bool(deepspeed)),
-        fixed_total=bool(shared),
         notes=tuple(notes),
     )
 
 
-def _switch(table: Mapping[str, Any], key: str, name: str) -> bool | None:
+def _switch(table: Table, key: str) -> bool | None:
     if isinstance(table.get(key), str):
-        raise UsageError(f"{name}: {key} is true or false without quotes: Trainer takes every text for true")
-    return yes(table, key, name)
+        raise UsageError(f"{table.name}: {key} is true or false without quotes: Trainer takes every text for true")
+    return table.yes(key)
 
 
-def _split_batches(table: Mapping[str, Any], name: str) -> bool | None:
-    """Returns whether the loader's batch is that of all ranks; None if another file decides it."""
-    config = table.get("accelerator_config")
-    if isinstance(config, str):
-        return None
-    # until transformers 4.38 it was an argument of its own
-    return yes(table_in(table, "accelerator_config", name), "split_batches", name) or yes(table, "split_batches", name)
+def _fsdp_of_trainer(table: Table) -> Cut:
+    fsdp = table.get("fsdp")
+    if not fsdp:
+        return Cut()
+    words = fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
+    if not isinstance(fsdp, str | list | bool):
+        raise UsageError(f"{table.name}: fsdp is true, or words, not {shown(fsdp)}")
+    if not isinstance(table.get("fsdp_config"), str):
+        config = {str(key).removeprefix("fsdp_"): value for key, value in table.table("fsdp_config").values.items()}
+        if (reshard := config.get("reshard_after_forward")) is not None:
+            return _cut(reshard, "reshard_after_forward", table.name)
+    return _cut(next((word for word in words if word not in _BESIDE), None), "fsdp", table.name)
 
 
-def accelerate(table: Mapping[str, Any], name: str) -> BatchSettings:
-    """Reads the output of `accelerate config`; raises UsageError for invalid values.
-
-    The micro-batch is not in it: it is the data loader's.
-    """
-    deepspeed = table_in(table, "deepspeed_config", name)
-    fsdp = table_in(table, "fsdp_config", name)
-    megatron = table_in(table, "megatron_lm_config", name)
-    parallel = table_in(table, "parallelism_config", name)
-    mixed = word(table, "mixed_precision", "no")
+def _accelerate(table: Table) -> BatchSettings:
+    """Reads the output of `accelerate config`; the micro-batch is not in it: it is the data loader's."""
+    fsdp, parallel = table.table("fsdp_config"), table.table("parallelism_config")
+    deepspeed, megatron = table.table("deepspeed_config"), table.table("megatron_lm_config")
+    mixed = table.word("mixed_precision", "no")
     if mixed not in ("no", "fp16", "bf16", "fp8"):
-        raise UsageError(f"{name}: mixed_precision is no, fp16, bf16 or fp8, not {mixed}")
+        raise UsageError(f"{table.name}: mixed_precision is no, fp16, bf16 or fp8, not {mixed}")
     precision: Precision = {"fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}.get(mixed, "fp32")  # type: ignore[assignment]
-    kind = word(table, "distributed_type", "no")
-    sharded = bool(fsdp) or kind == "fsdp"
-    cut = fsdp_of_accelerate(fsdp, name) if sharded else Cut(stage=_trainer_stage(deepspeed, megatron, name))
+    kind = table.word("distributed_type", "no")
+    sharded = bool(fsdp.values) or kind == "fsdp"
+    if sharded:
+        key = "fsdp_reshard_after_forward" if fsdp.count("fsdp_version") == 2 else "fsdp_sharding_strategy"
+        cut = _cut(fsdp.get(key), key, table.name)
+    else:
+        cut = Cut(1 if megatron.yes("megatron_lm_use_distributed_optimizer") else deepspeed.zero_stage("zero_stage"))
     notes = [
         "An Accelerate configuration says neither the data loader's batch nor its split_batches: --micro-batch does."
     ]
     if cut.stage is None and kind in ("deepspeed", "megatron_lm"):
         notes.append(f"How {kind} cuts the states stands elsewhere: they are taken as whole; --shard-stage says it.")
-    if (count(parallel, "parallelism_config_dp_replicate_size", name) or 1) > 1:
+    if (parallel.count("parallelism_config_dp_replicate_size") or 1) > 1:
         notes.append(REPLICATED)
-    sequence, context = (count(parallel, f"parallelism_config_{of}_size", name) or 1 for of in ("sp", "cp"))
+    sequence, context = (parallel.count(f"parallelism_config_{of}_size") or 1 for of in ("sp", "cp"))
     if sequence > 1:
         notes.append(ULYSSES)
-    devices, nodes = count(table, "num_processes", name), count(table, "num_machines", name)
+    devices, nodes = table.count("num_processes"), table.count("num_machines")
+    elsewhere = bool(deepspeed.values or megatron.values)
     return BatchSettings(
         framework="accelerate",
         devices=devices,
         per_node=None if devices is None or nodes is None or devices % nodes else devices // nodes,
-        accumulation=count(deepspeed, "gradient_accumulation_steps", name),
-        tensor=count(megatron, "megatron_lm_tp_degree", name) or count(parallel, "parallelism_config_tp_size", name),
-        pipeline=count(megatron, "megatron_lm_pp_degree", name),
         context=context * sequence,
         shard_stage=cut.stage,
         within_node=cut.within_node,
         precision=precision,
-        division=_trainer_division(precision, sharded=sharded, elsewhere=bool(deepspeed or megatron)),
+        division=_trainer_division(precision, sharded=sharded, elsewhere=elsewhere),
         notes=tuple(notes),
+        **table.counts(
+            {
+                "accumulation": "deepspeed_config.gradient_accumulation_steps",
+                "tensor": "megatron_lm_config.megatron_lm_tp_degree|parallelism_config.parallelism_config_tp_size",
+                "pipeline": "megatron_lm_config.megatron_lm_pp_degree",
+            }
+        ),
     )
-
-
-def _trainer_stage(deepspeed: Mapping[str, Any], megatron: Mapping[str, Any], name: str) -> int | None:
-    if yes(megatron, "megatron_lm_use_distributed_optimizer", name):
-        return 1
-    return zero_stage(deepspeed, "zero_stage", name)
 
 
 def _trainer_division(
@@ -161,122 +275,107 @@ def _trainer_division(
 
 # -- DeepSpeed's configuration; source: deepspeed 0.19.8 (`runtime/config.py`, `runtime/engine.py`) --
 
+_SIZES = {
+    "global_batch": "train_batch_size",
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+}
 
-KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization")
-"""Every DeepSpeed configuration has one of these keys, and no other framework's has."""
-_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
-
-def deepspeed(table: Mapping[str, Any], name: str) -> BatchSettings:
-    """Reads the configuration; two of the three sizes determine the third, as in DeepSpeed.
-
-    Raises UsageError for an invalid number, an unknown ZeRO stage, or a batch that DeepSpeed chooses.
-    """
-    if yes(table_in(table, "elasticity", name), "enabled", name):
+def _deepspeed(table: Table) -> BatchSettings:
+    """Reads the configuration; two of the three sizes determine the third, as in DeepSpeed."""
+    if table.table("elasticity").yes("enabled"):
         raise UsageError(
-            f"{name}: elasticity is enabled: DeepSpeed chooses the batch itself, and there is none to keep"
+            f"{table.name}: elasticity is enabled: DeepSpeed chooses the batch itself, and there is none to keep"
         )
-    stage = zero_stage(table_in(table, "zero_optimization", name), "stage", f"{name}: zero_optimization") or 0
-    fp16, bf16 = (yes(table_in(table, half, name), "enabled", name) for half in ("fp16", "bf16"))
-    batch = count(table, "train_batch_size", name)
-    micro = count(table, "train_micro_batch_size_per_gpu", name)
-    steps = count(table, "gradient_accumulation_steps", name)
-    filled = [key for key in _SIZES if table.get(key) == "auto"]
-    if steps is None and not filled and (batch is None or micro is None):
-        steps = 1  # DeepSpeed's default where only one size is given
+    zero = table.table("zero_optimization")
+    stage = zero.zero_stage("stage", "zero_optimization: ") or 0
+    fp16, bf16 = (table.table(half).yes("enabled") for half in ("fp16", "bf16"))
+    sizes = table.counts(_SIZES)
+    filled = [key for key in _SIZES.values() if table.get(key) == "auto"]
+    if sizes["accumulation"] is None and not filled and None in (sizes["global_batch"], sizes["micro_batch"]):
+        sizes["accumulation"] = 1  # DeepSpeed's default where only one size is given
     notes = []
     if filled:
         notes.append(f"auto: Trainer or Accelerate fills in {', '.join(filled)}, and here the command line does.")
     if fp16 is None or bf16 is None:
         notes.append("auto: whether it is fp16 or bf16 stands in Trainer's arguments, and --precision says it.")
-    sequence = count(table, "sequence_parallel_size", name)
+    sequence = table.count("sequence_parallel_size")
     if sequence is not None and sequence > 1:
         notes.append(ULYSSES)
+    division: GradReduceScaling | Literal["none"] = "after"
+    if fp16 is False or table.word("communication_data_type", "fp16") != "fp16":
+        division = "none"
+    elif stage == 3 or (stage and zero.values.get("reduce_scatter", True)) or table.get("prescale_gradients"):
+        division = "before"
     return BatchSettings(
         framework="deepspeed",
-        global_batch=batch,
-        micro_batch=micro,
-        accumulation=steps,
-        tensor=count(table_in(table, "tensor_parallel", name), "autotp_size", name),
+        tensor=table.table("tensor_parallel").count("autotp_size"),
         context=sequence,
         shard_stage=stage,
-        precision=half_of(name, fp16=fp16, bf16=bf16),
-        division="none" if fp16 is False else _deepspeed_division(table, stage, name),
-        filled=bool(filled),
+        precision=table.half(fp16=fp16, bf16=bf16),
+        division=division,
         notes=tuple(notes),
+        **sizes,
     )
 
 
-def _deepspeed_division(table: Mapping[str, Any], stage: int, name: str) -> GradReduceScaling | Literal["none"]:
-    if word(table, "communication_data_type", "fp16") != "fp16":
-        return "none"
-    scattered = table_in(table, "zero_optimization", name).get("reduce_scatter", True)
-    if stage == 3 or (stage and scattered) or table.get("prescale_gradients"):
-        return "before"
-    return "after"
-
-
 # -- Megatron-LM's arguments, from a script's flags or its YAML; source: its `training/arguments.py` --
-
 
 _FSDP = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """Megatron-FSDP's strategies, and the ZeRO stage that shards as much."""
 
 
-def megatron(table: Mapping[str, Any], name: str) -> BatchSettings:
-    """Reads flags, or the keys of a YAML, with underscores; raises UsageError for a number that is none.
-
-    A shell's variable is no number either.
-    """
-    parallel = {**table_in(table, "model_parallel", name), **table}
-    for key, value in parallel.items():
+def _megatron(table: Table) -> BatchSettings:
+    """Reads flags, or the keys of a YAML, with underscores; a shell's variable is no number."""
+    parallel = Table({**table.table("model_parallel").values, **table.values}, table.name)
+    for key, value in parallel.values.items():
         if isinstance(value, str) and "$" in value and key.endswith(("batch_size", "parallel_size")):
-            raise UsageError(f"{name}: {key} is the shell's {value}, whose value is not known here")
-    micro = count(table, "micro_batch_size", name)
+            raise UsageError(f"{table.name}: {key} is the shell's {value}, whose value is not known here")
+    micro = table.count("micro_batch_size")
     if micro is None:
-        raise UsageError(f"{name}: Megatron-LM does not start without a micro-batch-size")
+        raise UsageError(f"{table.name}: Megatron-LM does not start without a micro-batch-size")
     if "gradient_accumulation_steps" in table and "global_batch_size" not in table:
         raise UsageError(
-            f"{name}: micro_batch_size beside gradient_accumulation_steps is neither Megatron-LM's nor Trainer's: say "
-            "them by --micro-batch and --accumulation"
+            f"{table.name}: micro_batch_size beside gradient_accumulation_steps is neither Megatron-LM's nor "
+            "Trainer's: say them by --micro-batch and --accumulation"
         )
     notes = []
     if table.get("rampup_batch_size"):
         notes.append("rampup-batch-size: the plan is for the batch at its end; each one on the way has to divide too.")
-    fp32_reduce = _on(table, "accumulate_allreduce_grads_in_fp32")
-    precision = half_of(name, fp16=_on(parallel, "fp16"), bf16=_on(parallel, "bf16"))
-    half = precision == "fp16"
-    if (count(table, "num_distributed_optimizer_instances", name) or 1) > 1:
+    if (table.count("num_distributed_optimizer_instances") or 1) > 1:
         notes.append(REPLICATED)
+    precision = table.half(fp16=_on(parallel, "fp16"), bf16=_on(parallel, "bf16"))
+    fp32_reduce = _on(table, "accumulate_allreduce_grads_in_fp32")
     return BatchSettings(
         framework="megatron",
-        global_batch=count(table, "global_batch_size", name),
         micro_batch=micro,
         accumulation=None if table.get("global_batch_size") else 1,
-        tensor=count(parallel, "tensor_model_parallel_size", name),
-        pipeline=count(parallel, "pipeline_model_parallel_size", name),
-        context=count(parallel, "context_parallel_size", name),
-        shard_stage=_megatron_stage(table, name),
+        shard_stage=_megatron_stage(table),
         precision=precision,
         reduction="sum" if _on(table, "calculate_per_token_loss") else "mean",
-        division="before" if half and not fp32_reduce else "none",
-        rounds_down=_on(table, "decrease_batch_size_if_needed"),
+        division="before" if precision == "fp16" and not fp32_reduce else "none",
         notes=tuple(notes),
+        global_batch=table.count("global_batch_size"),
+        **parallel.counts({of: f"{of}_model_parallel_size" for of in ("tensor", "pipeline")}),
+        context=parallel.count("context_parallel_size"),
     )
 
 
-def _megatron_stage(table: Mapping[str, Any], name: str) -> int:
+def _megatron_stage(table: Table) -> int:
     if _on(table, "use_torch_fsdp2"):
         return 2 if _on(table, "torch_fsdp2_no_reshard_after_forward") else 3
     if _on(table, "use_megatron_fsdp") or _on(table, "use_custom_fsdp"):
-        strategy = word(table, "data_parallel_sharding_strategy", "no_shard")
+        strategy = table.word("data_parallel_sharding_strategy", "no_shard")
         if strategy not in _FSDP:
-            raise UsageError(f"{name}: data_parallel_sharding_strategy is one of {', '.join(_FSDP)}, not {strategy}")
+            raise UsageError(
+                f"{table.name}: data_parallel_sharding_strategy is one of {', '.join(_FSDP)}, not {strategy}"
+            )
         return _FSDP[strategy]
     return 1 if _on(table, "use_distributed_optimizer") else 0
 
 
-def _on(table: Mapping[str, Any], key: str) -> bool:
+def _on(table: Table, key: str) -> bool:
     """Whether a switch is there; the word after it is not its value, but the script's next word."""
     return str(table.get(key)).lower() not in ("none", "false")
 
@@ -288,66 +387,168 @@ def _on(table: Mapping[str, Any], key: str) -> bool:
 # micro-batch is its sum over the step's tokens (`forward_backward_step`), and FSDP no longer divides
 # (`disable_fsdp_gradient_division`).
 
-
 _STEP = (
     "The loss is a sum that the step's tokens divide, and no reduce divides again: torchtitan since 0.2.2. Releases "
     "before take the mean of each micro-batch, which --reduction mean says."
 )
 
 
-def torchtitan(table: Mapping[str, Any], name: str) -> BatchSettings:
-    """Reads the file, with torchtitan's defaults; raises UsageError for an invalid number, or a batch in tokens."""
-    training = table_in(table, "training", name)
-    if any(key.startswith("num_tokens") for key in training):
+def _torchtitan(table: Table) -> BatchSettings:
+    """Reads the file, with torchtitan's defaults; raises UsageError for a batch in tokens."""
+    training = table.table("training")
+    if any(key.startswith("num_tokens") for key in training.values):
         raise UsageError(
-            f"{name}: its batch counts tokens, and a plan counts samples: give --global-batch and the rest"
+            f"{table.name}: its batch counts tokens, and a plan counts samples: give --global-batch and the rest"
         )
-    parallelism = _parallelism(table, name)
-    batch = count(training, "global_batch_size", name)
-    size = count(training, "local_batch_size", name) or count(training, "batch_size", name)
-    steps = count(training, "gradient_accumulation_steps", name)
-    half = training.get("mixed_precision_param", "bfloat16")
+    places = (table.table(name).values for name in ("experimental", "training", "parallelism"))
+    degrees = Table({key: value for place in places for key, value in place.items()}, table.name)
+    batch, steps = training.count("global_batch_size"), training.count("gradient_accumulation_steps")
+    size = training.count("local_batch_size") or training.count("batch_size")
+    half = training.values.get("mixed_precision_param", "bfloat16")
     precision: Precision = "fp16" if half == "float16" else "bf16" if half == "bfloat16" else "fp32"
-    replicas = count(parallelism, "data_parallel_replicate_degree", name) or 1
-    notes = [REPLICATED] if replicas > 1 else []
+    notes = [REPLICATED] if (degrees.count("data_parallel_replicate_degree") or 1) > 1 else []
     if size is None:
         size = _DEFAULT_SIZE
         notes.append(f"local_batch_size is not given: {size}, as torchtitan takes it.")
     old = "batch_size" in training
     if not old:
         notes.append(_STEP)
+    whole = training.word("data_parallel_type", "fsdp") == "ddp"  # of mid 2024, beside one data_parallel_degree
+    shards = [degrees.count(key) for key in ("data_parallel_shard_degree", "data_parallel_degree")]
+    reduced = training.get("mixed_precision_reduce")
     return BatchSettings(
         framework="torchtitan",
         global_batch=batch,
         micro_batch=size,
         accumulation=steps or (1 if batch is None else None),
-        tensor=count(parallelism, "tensor_parallel_degree", name),
-        pipeline=count(parallelism, "pipeline_parallel_degree", name),
-        context=count(parallelism, "context_parallel_degree", name),
-        shard_stage=_stage(training, parallelism, name),
+        shard_stage=0 if whole or 1 in shards else 3,
         precision=precision,
         reduction="mean" if old else "step",
-        division="split" if precision == "fp16" and training.get("mixed_precision_reduce") == "float16" else "none",
+        division="split" if precision == "fp16" and reduced == "float16" else "none",
         notes=tuple(notes),
+        **degrees.counts({of: f"{of}_parallel_degree" for of in ("tensor", "pipeline", "context")}),
     )
 
 
-def _parallelism(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the degrees, which were in two other tables until the end of 2024."""
-    return {
-        **table_in(table, "experimental", name),
-        **table_in(table, "training", name),
-        **table_in(table, "parallelism", name),
+# -- flags of a shell script; variables are not expanded, branches not evaluated --
+
+_COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
+_FLAG = re.compile(
+    r"(?<![\w-])--(?P<name>[a-zA-Z0-9_-]+)(?:=|[ \t]+(?:\\\n\s*)?)?(?P<value>[^\s\\()=-][^\s\\()]*)?", re.ASCII
+)
+_LISTED = re.compile(r"""--[a-z0-9_-]+(=[^\s"',]*)?["']\s*,""")
+"""A flag in quotes before a comma, as in Python and JSON."""
+_NAMED = re.compile(r"""(?<![\w-])--(?:["']|[\w-]+)?\$[^\s"']*""")  # a flag whose name contains a variable
+_COUNTED = frozenset(
+    {
+        *("micro_batch_size", "global_batch_size", "num_distributed_optimizer_instances"),
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+        *("data_parallel_sharding_strategy", "gradient_accumulation_steps"),
+        *("per_device_train_batch_size", "per_gpu_train_batch_size"),
     }
+)
+"""Flags of Megatron-LM and Trainer that a plan depends on: each must have one value."""
 
 
-def _stage(training: Mapping[str, Any], parallelism: Mapping[str, Any], name: str) -> int:
-    if word(training, "data_parallel_type", "fsdp") == "ddp":  # of mid 2024, beside one data_parallel_degree
-        return 0
-    degrees = (count(parallelism, key, name) for key in ("data_parallel_shard_degree", "data_parallel_degree"))
-    return 0 if 1 in degrees else 3
+def flags_in(text: str, name: str) -> dict[str, str | bool]:
+    """Returns the flags of a shell script.
+
+    Raises UsageError where a variable names a flag, a relevant flag has several values (of another command or branch),
+    or the flags are items of a list in another language.
+    """
+    script = _COMMENT.sub("", text.replace("\r\n", "\n"))
+    if _LISTED.search(script):
+        raise UsageError(f"{name} lists arguments in quotes and commas: only a shell script's flags are read")
+    named = _NAMED.search(script)
+    if named is not None:
+        raise UsageError(f"{name}: which flag {named[0]} is, a shell's variable says, whose value is not known here")
+    found: dict[str, str | bool] = {}
+    for one in _FLAG.finditer(script):
+        flag, word = one["name"].replace("-", "_"), (one["value"] or "").strip("\"'")
+        value = {"true": True, "false": False}.get(word.lower(), word or True)
+        if flag in _COUNTED and value is True:
+            continue  # only mentioned, as where a script parses its arguments
+        if flag in _COUNTED and found.get(flag, value) != value:
+            raise UsageError(
+                f"{name}: --{one['name']} stands there with {found[flag]} and with {value}, and which of them is in "
+                "force is not known here"
+            )
+        found[flag] = value
+    return found
 
 
+# -- JSON, YAML and TOML as people write them; ambiguous files are refused --
+
+_BEYOND_JSON = re.compile(r"^\s*(//|#|/\*)|,\s*[}\]]", re.MULTILINE)
+"""What hjson, DeepSpeed's parser, allows beyond JSON."""
+_MOST_PAIRS = 1 << 16
+"""Most keys of a YAML, with merged ones wherever they are merged: nested merges multiply to billions in a few lines."""
+
+
+def _json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except DuplicateKeyError as error:
+        raise UsageError(f"{name}: the key {shown(error.key)} stands twice in one table") from None
+    except json.JSONDecodeError:
+        beyond = ": comments and commas before a bracket are not read" if _BEYOND_JSON.search(text) else ""
+        raise UsageError(f"{name} is not JSON{beyond}") from None
+    except ValueError:
+        raise UsageError(f"{name}: a number in it has thousands of digits") from None
+    except RecursionError:
+        raise UsageError(f"{name} is nested too deep to be a configuration") from None
+
+
+def _yaml(text: str, name: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise UsageError(
+            f"{name} is YAML, and PyYAML, which reads it, is not installed: pip install 'ampdoctor[yaml]'"
+        ) from None
+
+    class Bounded(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+        pairs = 0
+
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            super().flatten_mapping(node)
+            self.pairs += len(node.value)
+            if self.pairs > _MOST_PAIRS:
+                raise UsageError(f"{name} has more than {_MOST_PAIRS} keys, or makes them by merging (<<)")
+
+    try:
+        return yaml.load(text, Bounded)  # noqa: S506 - it is a SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise UsageError(f"{name} is not YAML") from None
+
+
+def _toml(text: str, name: str) -> Any:
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{name} is not TOML: {error}") from None
+
+
+_LANGUAGES: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
+    ".json": ("JSON", _json),
+    ".toml": ("TOML", _toml),
+    ".yaml": ("YAML", _yaml),
+    ".yml": ("YAML", _yaml),
+}
+_READERS: Mapping[str, Callable[[Table], BatchSettings]] = {
+    "train_batch_size": _deepspeed,
+    "train_micro_batch_size_per_gpu": _deepspeed,
+    "zero_optimization": _deepspeed,
+    "per_device_train_batch_size": _trainer_arguments,
+    "distributed_type": _accelerate,
+    "micro_batch_size": _megatron,
+    "gradient_accumulation_steps": _trainer_arguments,
+    "output_dir": _trainer_arguments,
+}
+"""The first of these keys that a table has decides who reads it."""
+_OF_FLAGS = ("per_device_train_batch_size", "micro_batch_size")  # by which a program's flags are recognised
 _KNOWN = (
     "a DeepSpeed JSON, Megatron-LM's arguments, Trainer arguments in JSON or YAML, "
     "an Accelerate YAML or a torchtitan TOML"
@@ -361,63 +562,18 @@ def read_settings(text: str, name: str) -> BatchSettings:
     UsageError where it cannot be read, is of no known kind, or makes no sense.
     """
     ending = PurePath(name).suffix.lower()
-    if ending == ".toml":
-        table = _toml(text, name)
-        return torchtitan(table, name) if "training" in table else _of_table(table, name)
-    if ending in (".yaml", ".yml"):
-        return _of_table(yaml_table(text, name), name)
-    if ending != ".json" and text.lstrip()[:1] != "{":
-        return _of_flags(_listed(text) or flags_in(text, name), name)
-    value = read_json(text, name)
-    flags = _flags(value)
-    return _of_flags(flags, name) if flags else _of_table(table_of(value, name, "JSON"), name)
+    if ending not in _LANGUAGES and text.lstrip()[:1] != "{":
+        return _read(Table(flags_in(text, name), name), _OF_FLAGS)
+    language, parse = _LANGUAGES.get(ending, _LANGUAGES[".json"])
+    values = parse(text, name)
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{name} is {language}, and no table of settings")
+    table = Table(values, name)
+    return _torchtitan(table) if ending == ".toml" and "training" in table else _read(table, _READERS)
 
 
-def _of_table(table: Mapping[str, Any], name: str) -> BatchSettings:
-    if any(key in table for key in KEYS):
-        return deepspeed(table, name)
-    if "per_device_train_batch_size" in table:
-        return trainer_arguments(table, name)
-    if "distributed_type" in table:
-        return accelerate(table, name)
-    if "micro_batch_size" in table:
-        return megatron(table, name)
-    if "gradient_accumulation_steps" in table or "output_dir" in table:
-        return trainer_arguments(table, name)
-    raise _nothing(name)
-
-
-def _of_flags(flags: Mapping[str, Any], name: str) -> BatchSettings:
-    """Reads a program's flags; only two programs can be recognised by theirs."""
-    if "per_device_train_batch_size" in flags:
-        return trainer_arguments(flags, name)
-    if "micro_batch_size" in flags:
-        return megatron(flags, name)
-    raise _nothing(name)
-
-
-def _nothing(name: str) -> UsageError:
-    return UsageError(f"{name} says nothing of a batch: it is none of {_KNOWN}")
-
-
-def _listed(text: str) -> Mapping[str, Any]:
-    """Returns the arguments, where a file with another ending is a JSON list of them."""
-    try:
-        return _flags(json.loads(text)) if text.lstrip()[:1] == "[" else {}
-    except (ValueError, RecursionError):
-        return {}
-
-
-def _flags(value: Any) -> Mapping[str, Any]:
-    return (
-        flags_of(value) if isinstance(value, list) and all(isinstance(one, str | int | float) for one in value) else {}
-    )
-
-
-def _toml(text: str, name: str) -> Mapping[str, Any]:
-    import tomllib
-
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{name} is not TOML: {error}") from None
+def _read(table: Table, keys: Iterable[str]) -> BatchSettings:
+    for key in keys:
+        if key in table:
+            return _READERS[key](table)
+    raise UsageError(f"{table.name} says nothing of a batch: it is none of {_KNOWN}")

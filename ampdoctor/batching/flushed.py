@@ -8,7 +8,7 @@ from ampdoctor.batching.plans import AnyPlan, BatchPlan, GradientShift, Reductio
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report_plan import FlushedByPlan, FlushedOfPlan
 from ampdoctor.evidence.run_facts import GRADIENTS, SiteKind
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.ranges.profile import SURE_BELOW, RangeProfile
 from ampdoctor.scaling.choose import cancelled
 from ampdoctor.scaling.closed_forms import TAIL, highest_exponent, upper_log2

@@ -151,16 +151,12 @@ reduce that adds them up (torchtitan since 0.2.2)."""
 class GradientShift:
     """log2 of the factor by which gradients become smaller, and the suitable scale rises; below 0: larger.
 
-    Attributes:
-        activation: Of activation gradients; exact for each sample.
-        weight: Of the weight gradients of one backward, where the samples' gradients agree.
-        weight_noise: The same where they are independent. The truth lies between the two; both are equal under the same
-            micro-batch.
+    For weight gradients the truth lies between the two figures, which are equal under the same micro-batch.
     """
 
-    activation: float
-    weight: float
-    weight_noise: float
+    activation: float  # of activation gradients; exact for each sample
+    weight: float  # of the weight gradients of one backward, where the samples' gradients agree
+    weight_noise: float  # the same where they are independent
 
     @property
     def activation_mixed(self) -> float:
@@ -205,26 +201,10 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """What is given about the batch and the devices; None for everything that is not given.
+    """What is given about the batch and the devices; None for everything that is not given."""
 
-    Attributes:
-        framework: The configuration's framework; None for the command line alone.
-        global_batch: Samples of an optimizer step; only as given, never the product of the others.
-        micro_batch: Samples that a rank runs at once.
-        accumulation: Micro-batches before a step.
-        shard_stage: As in ZeRO.
-        within_node: Only the devices of a node share a copy of the states (FSDP's HYBRID_SHARD).
-        division: When an fp16 reduce divides by the ranks; `none`: it is not in fp16.
-        rounds_down: It trains with a smaller batch instead of refusing one that cannot be shared (Megatron-LM).
-        fixed_total: The data loader's batch is that of all ranks (Accelerate's and Trainer's `split_batches`).
-        filled: Missing sizes are given elsewhere, and stay (DeepSpeed's "auto").
-        peak_memory: Largest measured number of bytes on a device.
-        unmeasured: It is from a run's log, without measured memory.
-        notes: Further remarks, a sentence each.
-    """
-
-    framework: PlanFramework | None = None
-    global_batch: int | None = None
+    framework: PlanFramework | None = None  # the configuration's; None for the command line alone
+    global_batch: int | None = None  # samples of an optimizer step; only as given, never the product of the others
     micro_batch: int | None = None
     accumulation: int | None = None
     devices: int | None = None
@@ -232,17 +212,14 @@ class BatchSettings:
     pipeline: int | None = None
     context: int | None = None
     per_node: int | None = None
-    shard_stage: int | None = None
-    within_node: bool = False
+    shard_stage: int | None = None  # as in ZeRO
+    within_node: bool = False  # only the devices of a node share a copy of the states (FSDP's HYBRID_SHARD)
     precision: Precision | None = None
     reduction: Reduction | None = None
-    division: GradReduceScaling | Literal["none"] | None = None
-    rounds_down: bool = False
-    fixed_total: bool = False
-    filled: bool = False
-    peak_memory: int | None = None
-    unmeasured: bool = False
-    notes: tuple[str, ...] = ()
+    division: GradReduceScaling | Literal["none"] | None = None  # of an fp16 reduce; `none`: it is not in fp16
+    peak_memory: int | None = None  # largest measured number of bytes on a device
+    unmeasured: bool = False  # it is from a run's log, without measured memory
+    notes: tuple[str, ...] = ()  # further remarks, a sentence each
 
 
 # -- the plan in force, from what is given --
@@ -352,21 +329,13 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """The parameters, gradients and optimizer states of a model, and which of them are sharded.
+    """The parameters, gradients and optimizer states of a model, and which are sharded; UsageError for nonsense."""
 
-    Attributes:
-        parameters: Of the whole model; raises UsageError unless at least 1 and countable.
-        stage: ZeRO's stage; 0 also for DDP, 3 for FSDP's full shard.
-        bytes_each: Bytes of a parameter's weight, gradient and optimizer states.
-        within_node: Only the devices of a node share a copy, and each node has its own (FSDP's HYBRID_SHARD).
-        node: Assumed devices of a node where the cluster does not have them; None: all on one.
-    """
-
-    parameters: float
-    stage: int = 0
-    bytes_each: tuple[float, float, float] = ADAM_BYTES
-    within_node: bool = False
-    node: int | None = None
+    parameters: float  # of the whole model
+    stage: int = 0  # ZeRO's; 0 also for DDP, 3 for FSDP's full shard
+    bytes_each: tuple[float, float, float] = ADAM_BYTES  # of a parameter's weight, gradient and optimizer states
+    within_node: bool = False  # only the devices of a node share a copy (FSDP's HYBRID_SHARD)
+    node: int | None = None  # assumed devices of a node where the cluster does not have them; None: all on one
 
     def __post_init__(self) -> None:
         if not 1 <= self.parameters < math.inf:
@@ -457,8 +426,7 @@ def per_sample_of_peak(peak: float, micro_batch: int, states: States | None, clu
 class PlanRequest:
     """A batch, the cluster to plan for, and what is known of both."""
 
-    read: BatchSettings = field(default_factory=BatchSettings)  # the configuration's settings of the batch in force
-    said: BatchSettings  # the same, overridden by the command line
+    said: BatchSettings  # the batch in force: of the configuration, overridden by the command line
     before: Cluster | None  # the cluster in force, if one is given
     after: Cluster
     memory: Memory = field(default_factory=Memory)

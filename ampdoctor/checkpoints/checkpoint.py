@@ -1,8 +1,9 @@
-"""A checkpoint: its files, its tensors, scalers and log."""
+"""A checkpoint: its files, its tensors and scalers."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,12 @@ from ampdoctor.checkpoints.file_contents import (
     role_of,
     tensors_in,
 )
-from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.files import Listing, RegularFile
 from ampdoctor.checkpoints.parameter_names import name_listed, name_parameters, role_of_state
 from ampdoctor.checkpoints.scalers import not_numbers, number, scaler_state
 from ampdoctor.checkpoints.stored_tensor import StoredTensor
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.evidence.checkpoint_stats import RUN_LOG, LogEntry, ScalerState, TensorRole
+from ampdoctor.evidence.checkpoint_stats import ScalerState, TensorRole
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 # -- files, and which of them belong together: shards form one unit, any other file its own --
@@ -162,13 +163,14 @@ class Checkpoint:
     Attributes:
         path: The path that the user gave.
         format: "safetensors", "torch-zip", "torch-legacy", "sharded", a folder's layout if names show it ("hf-trainer",
-            "accelerate", "deepspeed", "torch-dcp", ...), else "folder"; "run-log" for a run's log without checkpoint.
+            "accelerate", "deepspeed", "torch-dcp", ...), else "folder".
         skipped: Parts that are recognised and not read, with the reason.
         errors: Missing or unreadable parts; a scan is incomplete without them.
         remarks: Harmless oddities of the layout, in sentences.
         foreign: Names of its classes and functions that `torch.load(weights_only=True)` refuses, in order.
-        global_step: Training step, from the Trainer's log, the file's own counter, or the optimizer's.
-        log: Training log beside the weights, or the run's; without one, the loss that was saved with the weights.
+        global_step: Training step, from the Trainer's state, the file's own counter, or the optimizer's.
+        loss: The loss that was saved with the weights.
+        folders: The folders that may hold its training log, each with the prefix of its files in reports.
         lost: Numbers outside of its tensors and scalers that are not finite.
         unread: Its tensors and files of weights whose values are not read, and may be anything.
     """
@@ -179,7 +181,7 @@ class Checkpoint:
         path: str,
         format: str,  # noqa: A002 - the name that reports use
         parts: list[FilePart],
-        log: tuple[LogEntry, ...] = (),
+        folders: tuple[tuple[Listing, str], ...] = (),
         global_step: int | None = None,
         spare_step: int | None = None,
         skipped: tuple[Skipped, ...] = (),
@@ -188,7 +190,7 @@ class Checkpoint:
     ) -> None:
         self.path = path
         self.format = format
-        self.log = log
+        self.folders = folders
         self.errors = errors
         self.remarks = remarks
         self.skipped = (*skipped, *(s for part in parts for s in part.sections.skipped))
@@ -201,9 +203,8 @@ class Checkpoint:
         self.skipped = tuple(_folded(self.skipped))
         found = global_step if global_step is not None else self._find_step()
         self.global_step = found if found is not None else spare_step
-        if not log:
-            losses = [part.sections.loss for part in parts if part.sections.loss is not None]
-            self.log = tuple(LogEntry(step=self.global_step or 0, loss=loss, grad_norm=None) for loss in losses)
+        losses = [part.sections.loss for part in parts if part.sections.loss is not None]
+        self.loss = next((loss for loss in losses if not math.isfinite(loss)), losses[-1] if losses else None)
         self._refs: tuple[TensorRef, ...] = tuple(self._find_tensors())
         bound = _OFTEN * sum(file.size for part in parts for file in part.files) + _SMALL_BYTES
         if self.total_bytes > bound:  # thousands of views of one storage
@@ -253,16 +254,8 @@ class Checkpoint:
         """Returns loss scaler state dicts by path in the file, as they were saved."""
         return _by_path([(part, part.sections.scalers) for part in self._parts])
 
-    def take_log(self, log: tuple[LogEntry, ...], unread: tuple[Skipped, ...] = ()) -> None:
-        """Replace its own log by the run's if that is longer; `unread` are logs that could not be read."""
-        if len(log) > len(self.log):
-            self.log = log
-        self.skipped = (*self.skipped, *unread)
-
     def require_unchanged(self) -> None:
-        """Raises CheckpointError if a file changed since it was opened; the log of a run may grow."""
-        if self.format == RUN_LOG:
-            return
+        """Raises CheckpointError if a file changed since it was opened."""
         for part in self._parts:
             for file in part.files:
                 file.require_unchanged()
@@ -385,6 +378,26 @@ class Checkpoint:
         ]
         whole = [int(s) for s in steps if s is not None and 0 <= s < 2.0**53 and s == int(s)]
         return max(whole, default=None)
+
+
+class LiveState(Checkpoint):
+    """The state of a run in memory, as if it had been saved; `optimizers` are as `Checkpoint.optimizers` returns."""
+
+    def __init__(
+        self,
+        refs: Sequence[TensorRef],
+        optimizers: Mapping[str, Mapping[str, Any]],
+        scalers: tuple[ScalerState, ...] = (),
+        global_step: int | None = None,
+    ) -> None:
+        self._optimizers = dict(optimizers)
+        super().__init__(path="the run", format="run", parts=[], global_step=global_step)
+        self._refs = tuple(refs)
+        self.scalers = scalers
+
+    def optimizers(self) -> dict[str, Mapping[str, Any]]:
+        """As in `Checkpoint`."""
+        return self._optimizers
 
 
 def _folded(skipped: Sequence[Skipped]) -> Iterator[Skipped]:

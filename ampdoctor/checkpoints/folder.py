@@ -15,9 +15,7 @@ from ampdoctor.checkpoints.dcp import DISTRIBUTED
 from ampdoctor.checkpoints.deepspeed import DEEPSPEED
 from ampdoctor.checkpoints.files import Listing, RegularFile, identity_of, is_folder, list_folder, plain_name
 from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout, read_saved, read_sections
-from ampdoctor.checkpoints.json_files import read_trainer_state, read_weight_map
-from ampdoctor.checkpoints.log_files import is_run_log
-from ampdoctor.checkpoints.log_folders import add_run_log, has_run_log, longest_log, may_be_log, run_logs, steps_of
+from ampdoctor.checkpoints.json_files import read_global_step, read_weight_map
 from ampdoctor.checkpoints.shards import (
     INDEXED,
     add_shards,
@@ -119,12 +117,14 @@ def neighbour(name: str) -> str | None:
 
 
 def _claims(name: str) -> bool:
+    if name.startswith("events.out.tfevents."):  # TensorBoard's: a host's name follows, which may hold ".pt."
+        return False
     says_weights = name.lower().endswith(_TENSOR_SUFFIXES) or _OTHER_WEIGHTS.search(name) is not None
     return name == TRAINER_STATE or says_weights
 
 
 def _read(into: CheckpointBuilder, level: FolderState, names: Sequence[str]) -> None:
-    left = [n for n in names if n not in level.taken and n not in level.listing.folders and not may_be_log(n)]
+    left = [n for n in names if n not in level.taken and n not in level.listing.folders]
     check_numbers(into, [name for name in left if _add_file(into, level, name)], level.prefix)
     level.taken |= set(left)
 
@@ -149,8 +149,7 @@ def _add_file(into: CheckpointBuilder, level: FolderState, name: str) -> bool:
         return into.add(file, index=level.prefix + numbered_family(name) if is_numbered(name) else "") is not None
     try:
         with file:
-            into.global_step, log = read_trainer_state(file)
-            into.log, into.own_log = (log, True) if log else (into.log, into.own_log)
+            into.global_step = read_global_step(file)
     except CheckpointError as error:
         into.refuse(shown, error)
     return False
@@ -191,8 +190,6 @@ LAYOUTS: tuple[Layout, ...] = (
 )
 """The layouts of a folder, in order. Each reads the files that it claims and that those before it have left."""
 
-_LOGS_SEARCHED = 20
-"""Number of inner folders (the last by name) that are searched for a run's log where a folder holds nothing else."""
 _FOLDERS_BELOW = 100
 """Maximum number of inner folders that are searched for checkpoints; a data set's folder has thousands."""
 _LEVELS_BELOW = 3
@@ -216,9 +213,6 @@ what is read."""
 def open_file(path: Path) -> Checkpoint:
     """Returns a checkpoint that is one file, or the index of a sharded one."""
     file = RegularFile(path, path.name)
-    if is_run_log(file):
-        file.close()
-        return _open_run_log(path)
     try:
         found = sniff(file)
         if found == "json":
@@ -240,20 +234,8 @@ def open_file(path: Path) -> Checkpoint:
         raise
 
 
-def _open_run_log(path: Path) -> Checkpoint:
-    """Opens one file of a run's log, whatever its name."""
-    gathering = CheckpointBuilder()
-    try:
-        gathering.log = steps_of(path.parent, [path.name], "", gathering.skipped)
-        add_run_log(gathering, path.parent, [path.name])
-        return _finish(gathering, path.name)
-    except BaseException:
-        gathering.close()
-        raise
-
-
 def open_folder(listing: Listing, *, below: bool = False) -> Checkpoint:
-    """Opens a folder: weights, and optimizer, scaler and the Trainer's log where they exist; or the log of a run.
+    """Opens a folder: weights, and optimizer and scaler where they exist.
 
     A run's folder with a file that names its latest checkpoint is read as that checkpoint. `listing` has the names that
     belong to the checkpoint. `below` reads the files in inner folders too, as of a pipeline of several models
@@ -261,12 +243,11 @@ def open_folder(listing: Listing, *, below: bool = False) -> Checkpoint:
     """
     gathering = CheckpointBuilder()
     try:
+        gathering.folders.append((listing, ""))
         _add_with_ranks(gathering, listing, "")
         followed = _follow(gathering, listing)
         if below and gathering.parts:
             _add_below(gathering, listing, followed)
-        if not gathering.parts and not gathering.errors and (logs := run_logs(listing.path, listing.names)):
-            add_run_log(gathering, listing.path, logs[0])
         if gathering.layout == "folder":
             gathering.layout = _writer(listing.names)
         return _finish(gathering, listing.path.name or str(listing.path), listing)
@@ -280,7 +261,6 @@ def may_be_read(name: str) -> bool:
     telling = (pattern for patterns, _ in _WRITERS for pattern in patterns)
     return (
         any(layout.claims(name) for layout in LAYOUTS)
-        or may_be_log(name)
         or is_pointer(name)
         or any(fnmatch.fnmatchcase(name, pattern) for pattern in telling)
     )
@@ -367,10 +347,10 @@ def _add_below(into: CheckpointBuilder, listing: Listing, followed: str | None) 
     into.skipped += below.skipped
     for name, error in below.unlisted:
         into.refuse(name, error)
-    log, step, layout = (into.log, into.own_log), into.global_step, into.layout
+    step, layout = into.global_step, into.layout
     for name, inner in below.folders:
         _add_with_ranks(into, inner, f"{name}/")
-        (into.log, into.own_log), into.global_step, into.layout = log, step, layout
+        into.global_step, into.layout = step, layout
 
 
 def _writer(names: Sequence[str]) -> str:
@@ -412,7 +392,6 @@ def _add_folder(into: CheckpointBuilder, listing: Listing, prefix: str) -> None:
         layout.read(into, level, [name for name in listing.names if layout.claims(name)])
         if layout.name and len(into.parts) > at:
             into.layout = layout.name
-    _add_log(into, listing, prefix)
     for part in into.parts[before:]:
         part.index = part.index or level.unit
 
@@ -446,6 +425,7 @@ def _follow(into: CheckpointBuilder, listing: Listing) -> str | None:
         except CheckpointError as error:
             into.refuse(target, error)
         else:
+            into.folders.append((below, f"{target}/"))
             _add_with_ranks(into, below, f"{target}/")
         return target
     message = f"{pointer} names the folder {target}, which is not there"
@@ -454,15 +434,6 @@ def _follow(into: CheckpointBuilder, listing: Listing) -> str | None:
     else:
         into.refuse(pointer, CheckpointError(f"{message}."))
     return target
-
-
-def _add_log(into: CheckpointBuilder, listing: Listing, prefix: str) -> None:
-    """Take the longest log of the folder, unless the Trainer's own was read; an unreadable log is no error."""
-    if into.own_log:
-        return
-    log, unread = longest_log(listing.path, listing.names, prefix)
-    into.log = max(into.log, log, key=len)
-    into.skipped += unread
 
 
 def _index_of(file: RegularFile) -> dict[str, str]:
@@ -482,7 +453,7 @@ def _finish(gathered: CheckpointBuilder, name: str, inside: Listing | None = Non
         path=name,
         format=gathered.layout,
         parts=gathered.parts,
-        log=gathered.log,
+        folders=tuple(gathered.folders),
         global_step=gathered.global_step,
         spare_step=gathered.spare_step,
         skipped=tuple(gathered.skipped),
@@ -499,9 +470,6 @@ def _nothing(name: str, listing: Listing | None) -> str:
             f"{name} holds no checkpoint itself, but {len(likely)} folders that may be one; "
             f"name one of them, for example {likely[-1]}."
         )
-    logs = [n for n in inner[-_LOGS_SEARCHED:] if listing is not None and has_run_log(listing.path / n)]
-    if logs:
-        return f"{name} holds no checkpoint, but the logs of runs; name one of them, for example {logs[-1]}."
     return (
         f"{name} holds no checkpoint: no file in it is in a format that is read "
         "(safetensors, torch.save, torch.distributed.checkpoint)."

@@ -1,8 +1,7 @@
-"""Examines a path: a checkpoint, several, or a run's log; and finds the log beside a checkpoint."""
+"""Examines a path: a checkpoint, several, or neither."""
 
 from __future__ import annotations
 
-import bisect
 import os
 import shlex
 import stat
@@ -12,40 +11,9 @@ from pathlib import Path
 from ampdoctor.checkpoints.checkpoint import Checkpoint
 from ampdoctor.checkpoints.files import Listing, list_folder
 from ampdoctor.checkpoints.folder import open_file, open_folder
-from ampdoctor.checkpoints.log_folders import longest_log
 from ampdoctor.checkpoints.series import CheckpointSeries, Contents, SavedCheckpoint, Series, contents_of
 from ampdoctor.errors import CheckpointError, SeveralRunsError
-from ampdoctor.evidence.checkpoint_stats import LogEntry
-from ampdoctor.evidence.report import ErrorNote, Skipped
-
-# -- a run's training log: beside the checkpoints, or in the named folder above theirs --
-#
-# Nothing above the named folder is read, whatever it is called.
-
-RunLog = tuple[LogEntry, ...]
-
-
-def run_log(root: Listing, family: CheckpointSeries) -> tuple[RunLog, tuple[Skipped, ...]]:
-    """Returns the longest of a run's logs, and the logs that could not be read; `root` is the folder that was named."""
-    longest: RunLog = ()
-    skipped: list[Skipped] = []
-    for folder in (family.home, root) if family.home is not root else (root,):
-        prefix = "" if folder is root else f"{folder.path.name}/"
-        log, unread = longest_log(folder.path, folder.names, prefix)
-        longest = max(longest, log, key=len)
-        skipped += unread
-    return longest, tuple(skipped)
-
-
-def loss_until(log: RunLog, step: int, after: int = -1) -> float | None:
-    """Returns the last loss logged up to a step and after an earlier step, or None."""
-    for entry in reversed(log[: bisect.bisect_right(log, step, key=lambda e: e.step)]):
-        if entry.step <= after:
-            return None
-        if entry.loss is not None:
-            return entry.loss
-    return None
-
+from ampdoctor.evidence.report import ErrorNote
 
 _LISTED = 8
 """Runs in a folder that an error lists."""
@@ -106,12 +74,16 @@ class PathContents:
             typed if len(paths) <= _LISTED else f"{typed} ...",
         )
 
-    def log(self) -> tuple[RunLog, tuple[Skipped, ...]]:
-        """Returns the log of the folder's run, and the logs that could not be read."""
-        return run_log(self.listing, self.family) if self.listing is not None and self.family is not None else ((), ())
+    @property
+    def log_folders(self) -> tuple[tuple[Listing, str], ...]:
+        """The folders that may hold the log of the folder's run: nothing above the named one, whatever it is called."""
+        if self.listing is None or self.family is None:
+            return ()
+        home = self.family.home
+        return ((self.listing, ""),) if home is self.listing else ((home, f"{home.path.name}/"), (self.listing, ""))
 
     def open(self) -> Checkpoint:
-        """Read the structure of the only checkpoint at the path, and the log of its run.
+        """Read the structure of the only checkpoint at the path.
 
         Raises CheckpointError for a folder of several, with the last of them as an example.
         """
@@ -126,9 +98,8 @@ class PathContents:
             raise CheckpointError(
                 f"{self.name} holds {len(several)} checkpoints; name one of them, for example {last[0].name}."
             )
-        log, unread = self.log()
         checkpoint = several[0].open()
-        checkpoint.take_log(log, unread)
+        checkpoint.folders += self.log_folders
         return checkpoint
 
 

@@ -13,7 +13,6 @@ from ampdoctor.checkpoints.pickled_objects import Saved
 from ampdoctor.checkpoints.safetensors_file import read_safetensors
 from ampdoctor.checkpoints.torch_files import Format, read_torch_legacy, read_torch_zip, sniff
 from ampdoctor.errors import CheckpointError, LimitExceededError, OtherFormatError
-from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_facts import PROFILE_MARK
 
@@ -28,8 +27,7 @@ class CheckpointBuilder:
     errors: list[ErrorNote] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     refusals: list[CheckpointError] = field(default_factory=list)  # the first is raised if nothing can be read
-    log: tuple[LogEntry, ...] = ()
-    own_log: bool = False  # `log` is the trainer's own, so that no other counts
+    folders: list[tuple[Listing, str]] = field(default_factory=list)
     global_step: int | None = None
     spare_step: int | None = None
 

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ampdoctor.checkpoints.files import RegularFile, plain_name
-from ampdoctor.checkpoints.log_files import BYTE_ORDER_MARK, as_number, thinned
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.json_records import unique_keys
 
 MAX_VALUE_BYTES = 160 * 1024 * 1024
@@ -48,6 +46,8 @@ def _no_constant(token: str) -> NoReturn:
 
 # -- small JSON files beside the tensors: plain data, never configuration to act on --
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Some editors and spreadsheets write it at the beginning of a text."""
 MAX_JSON_BYTES = 64 * 1024 * 1024
 """An index of 100,000 tensors has about 10 MB; a Trainer's log of a million entries about 50 MB."""
 
@@ -76,26 +76,7 @@ def read_weight_map(file: RegularFile) -> dict[str, str] | None:
     return {key: plain_name(shard, file.name) for key, shard in table.items()}
 
 
-def read_trainer_state(file: RegularFile) -> tuple[int | None, tuple[LogEntry, ...]]:
-    """Returns global step and log of a `trainer_state.json`; a longer log is thinned evenly to `MAX_PARSED` lines."""
-    content = read_json(file)
-    step = content.get("global_step")
-    history = content.get("log_history")
-    entries = (
-        [_log_entry(row) for row in thinned(history) if isinstance(row, dict)] if isinstance(history, list) else []
-    )
-    kept = tuple(e for e in entries if e is not None)
-    return (step if type(step) is int and 0 <= step < 2**63 else None), kept
-
-
-def _log_entry(row: dict[str, Any]) -> LogEntry | None:
-    step, loss, norm = row.get("step"), as_number(row.get("loss")), as_number(row.get("grad_norm"))
-    if type(step) is not int or abs(step) >= 2**63 or (loss is None and norm is None):
-        return None
-    return LogEntry(
-        step=step,
-        loss=loss,
-        grad_norm=norm,
-        learning_rate=as_number(row.get("learning_rate")),
-        scale=as_number(row.get("loss_scale")),
-    )
+def read_global_step(file: RegularFile) -> int | None:
+    """Returns the global step of a `trainer_state.json`."""
+    step = read_json(file).get("global_step")
+    return step if type(step) is int and 0 <= step < 2**63 else None

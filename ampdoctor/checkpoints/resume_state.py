@@ -14,14 +14,13 @@ import torch
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint
 from ampdoctor.checkpoints.file_contents import is_optimizer
-from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.files import Listing, RegularFile
 from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.gathering import read_saved
 from ampdoctor.checkpoints.stored_tensor import StoredTensor
 from ampdoctor.checkpoints.torch_files import sniff
 from ampdoctor.checkpoints.unpickler import PickledObject
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 # -- random numbers, schedules and data loaders --
@@ -206,7 +205,7 @@ class LoadedCheckpoint:
 
     `models` are all state dicts by their path in the file ("model", "ema"; "" for a flat file), the main one, `model`,
     first. `optimizers` are by path, in the form that `Optimizer.load_state_dict` takes. `scaler` is the state dict of
-    the first loss scaler. `log` is the training log stored beside the weights. `files` are relative to the loaded path.
+    the first loss scaler. `loss` and `folders` are as in `Checkpoint`. `files` are relative to the loaded path.
     """
 
     model: dict[str, torch.Tensor] | None
@@ -215,7 +214,8 @@ class LoadedCheckpoint:
     scaler: dict[str, Any] | None
     global_step: int | None
     format: str
-    log: tuple[LogEntry, ...] = ()
+    loss: float | None = None
+    folders: tuple[tuple[Listing, str], ...] = ()
     files: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = field(default=())
     errors: tuple[ErrorNote, ...] = field(default=())
@@ -245,7 +245,8 @@ def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
             scaler=next(iter(scalers), None),
             global_step=checkpoint.global_step,
             format=checkpoint.format,
-            log=checkpoint.log,
+            loss=checkpoint.loss,
+            folders=checkpoint.folders,
             files=tuple(f.path for f in checkpoint.files),
             skipped=checkpoint.skipped,
             errors=checkpoint.errors,

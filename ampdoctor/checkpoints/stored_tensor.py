@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
@@ -93,6 +94,25 @@ class HoledBlock:
         return self.tensor.load().flatten()
 
 
+@dataclass(frozen=True, slots=True)
+class LiveBlock:
+    """Elements of a tensor in memory."""
+
+    values: torch.Tensor  # 1-D
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.values.numel() * self.values.dtype.itemsize
+
+    def read(self, _buffer: ReadBuffer) -> torch.Tensor:
+        """Returns the elements where they are: a device measures its own tensors."""
+        return self.values
+
+
+AnyBlock: TypeAlias = Block | HoledBlock | LiveBlock
+
+
 class StoredTensor(ABC):
     """A tensor inside a checkpoint, in one place or in several."""
 
@@ -122,7 +142,7 @@ class StoredTensor(ABC):
         """The file that holds it, or its beginning."""
 
     @abstractmethod
-    def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[Block | HoledBlock]:
+    def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[AnyBlock]:
         """Yields the distinct stored elements in pieces of at most `elements`, in a fixed order.
 
         Elements that an expanded view repeats come once, so that the bytes in the file bound the work.
@@ -171,7 +191,7 @@ class StridedTensor(StoredTensor):
             return False
         return self.numel == 0 or (self.start + self._span()) * self.dtype.itemsize <= self.storage_bytes
 
-    def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[Block | HoledBlock]:
+    def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[AnyBlock]:
         """As in `StoredTensor`."""
         if self._has_holes():
             yield from self._holed_blocks(elements)
@@ -184,7 +204,7 @@ class StridedTensor(StoredTensor):
             position += count * item
             left -= count
 
-    def _holed_blocks(self, elements: int) -> Iterator[Block | HoledBlock]:
+    def _holed_blocks(self, elements: int) -> Iterator[AnyBlock]:
         """Yields views without repeated dimensions that are small enough to be read with their holes."""
         dims = self._steps()[::-1]
         bare = replace(self, shape=tuple(n for _, n in dims), stride=tuple(step for step, _ in dims))
@@ -229,6 +249,46 @@ class StridedTensor(StoredTensor):
         return 0 < math.prod(size for _, size in self._steps()) < self._span()
 
 
+@dataclass(frozen=True, slots=True)
+class LiveTensor(StoredTensor):
+    """A tensor of a run, which is measured as those of a file are."""
+
+    tensor: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Its element type."""
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Its sizes."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """As in `StoredTensor`."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def identity(self) -> object:
+        """As in `StoredTensor`."""
+        return id(self.tensor)
+
+    @property
+    def file_name(self) -> str:
+        """As in `StoredTensor`: no file."""
+        return ""
+
+    def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[AnyBlock]:
+        """As in `StoredTensor`."""
+        return map(LiveBlock, self.tensor.detach().reshape(-1).split(elements) if self.numel else ())
+
+    def load(self) -> torch.Tensor:
+        """As in `StoredTensor`."""
+        return self.tensor.detach().cpu().clone()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """A piece of a tensor.
@@ -264,7 +324,7 @@ class JoinedTensor(StoredTensor):
         """As in `StoredTensor`."""
         return self.shards[0].stored.file_name
 
-    def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[Block | HoledBlock]:
+    def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[AnyBlock]:
         """As in `StoredTensor`."""
         return itertools.chain.from_iterable(shard.stored.blocks(elements) for shard in self.shards)
 

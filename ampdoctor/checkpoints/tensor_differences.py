@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampdoctor.checkpoints.stored_tensor import JoinedTensor, StoredTensor, StridedTensor
+from ampdoctor.checkpoints.stored_tensor import JoinedTensor, LiveTensor, StoredTensor, StridedTensor
 from ampdoctor.errors import LimitExceededError
 
 MAX_LOADED_BYTES = 256 * 1024 * 1024
@@ -75,6 +75,8 @@ def widened(values: torch.Tensor) -> torch.Tensor:
 
 def _aligned(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether both are streamed in the same order of elements."""
+    if isinstance(one, LiveTensor) and isinstance(other, LiveTensor):
+        return True
     if isinstance(one, StridedTensor) and isinstance(other, StridedTensor):
         return _order(one) == _order(other) is not None
     if isinstance(one, JoinedTensor) and isinstance(other, JoinedTensor) and len(one.shards) == len(other.shards):

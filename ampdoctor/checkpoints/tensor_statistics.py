@@ -13,11 +13,10 @@ import torch
 from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.optimizer_state import optimizer_facts
-from ampdoctor.checkpoints.stored_tensor import BLOCK_ELEMENTS, Block, HoledBlock, ReadBuffer, StoredTensor, dtype_name
+from ampdoctor.checkpoints.stored_tensor import BLOCK_ELEMENTS, AnyBlock, Block, ReadBuffer, StoredTensor, dtype_name
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint_stats import (
     ROLES,
-    RUN_LOG,
     CastLoss,
     CheckpointSummary,
     IndexSummary,
@@ -25,8 +24,9 @@ from ampdoctor.evidence.checkpoint_stats import (
     TensorRole,
     TensorSummary,
 )
-from ampdoctor.numerics import FORMATS, Histogram
-from ampdoctor.numerics.counting import imap_on_workers
+from ampdoctor.numerics.counting import count, imap_on_workers
+from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.numerics.histogram import Histogram
 
 # -- blocks of a tensor: extremes and non-finite values exactly, magnitudes from a sample --
 
@@ -85,7 +85,7 @@ class BlockFacts:
         if self.low > self.high or self.histogram.numel >= self.examined:
             return Histogram.empty()
         plain = torch.view_as_real(torch.empty((), dtype=dtype)).dtype if dtype.is_complex else dtype
-        return Histogram.of(torch.tensor([self.low, self.high], dtype=plain))
+        return count(torch.tensor([self.low, self.high], dtype=plain))
 
 
 def one_in_of(elements: int) -> int:
@@ -110,12 +110,12 @@ def examine(
         few = values.dtype.itemsize == 1  # values that an 8-bit format has: all elements are counted
         counted = values if few else sample(values, one_in, (tensor, number))
         if counted is values:
-            facts.histogram += Histogram.of(values)
+            facts.histogram += count(values.cpu())
         else:
-            sampled.append(counted)
+            sampled.append(counted.cpu())
         _examine_exactly(values, facts, torch.finfo(block.dtype).max, never_negative=never_negative)
     if sampled:  # counted together: a call takes longer than a block's share of a large tensor
-        facts.histogram += Histogram.of(torch.cat(sampled))
+        facts.histogram += count(torch.cat(sampled))
     return facts
 
 
@@ -132,7 +132,7 @@ def sample(values: torch.Tensor, one_in: int, place: tuple[int, int]) -> torch.T
     seed = (place[0] * 0x9E3779B1 + place[1] * 0x85EBCA77) % (1 << 62)
     chosen = torch.randint(one_in, (groups,), generator=torch.Generator().manual_seed(seed))
     chosen += torch.arange(groups) * one_in
-    return values[: groups * one_in * RUN].view(-1, RUN).index_select(0, chosen).flatten()
+    return values[: groups * one_in * RUN].view(-1, RUN).index_select(0, chosen.to(values.device)).flatten()
 
 
 def _examine_exactly(values: torch.Tensor, facts: BlockFacts, largest: float, *, never_negative: bool) -> None:
@@ -171,7 +171,7 @@ Result = TypeVar("Result")
 Numbered = Iterator[tuple[int, torch.Tensor]]
 """Blocks of one tensor, each with its number in it, as a 1-D tensor that the next one overwrites."""
 
-_Blocks = list[tuple[int, Block | HoledBlock]]
+_Blocks = list[tuple[int, AnyBlock]]
 _Batch = list[tuple[Key, _Blocks]]
 
 
@@ -333,9 +333,9 @@ def summarize(
         finish(index)
     optimizers, indices = optimizer_facts(checkpoint, tensors), index_facts(checkpoint)
     checkpoint.require_unchanged()
-    lost = checkpoint.lost or any(e.loss is not None and not math.isfinite(e.loss) for e in checkpoint.log)
+    lost = checkpoint.lost or (checkpoint.loss is not None and not math.isfinite(checkpoint.loss))
     examined = any(tensor.examined for tensor in tensors) or checkpoint.scalers or lost
-    if not examined and not (checkpoint.format == RUN_LOG and checkpoint.log):
+    if not examined:
         raise CheckpointError(
             f"{checkpoint.path} holds no floating-point tensor and no loss scaler: nothing to examine."
         )
@@ -345,7 +345,7 @@ def summarize(
         roles=tuple(_role(role, tensors, merged[role]) for role in ROLES if role in merged),
         scalers=checkpoint.scalers,
         global_step=checkpoint.global_step,
-        log=checkpoint.log,
+        loss=checkpoint.loss,
         optimizers=optimizers,
         indices=indices,
         foreign=checkpoint.foreign,

@@ -19,8 +19,8 @@ _MAX_INT_KEY = 2**60
 collide."""
 _FEW = 64
 """A smaller dict may have any collisions."""
-_MAX_PROBES = 300_000_000
-"""Total steps to find the slots of keys, for all dicts of a pickle; about two seconds."""
+_AHEAD = 1000
+"""How far a key may lie beyond those of a larger dict that came before it: they may come in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,61 +78,22 @@ class Builder(Protocol):
         """Returns the value behind a persistent id."""
 
 
-@dataclass(slots=True)
-class _Numbers:
-    """The smallest and largest numeric key of one dict."""
+def put(target: dict[Any, Any], key: Any, value: Any) -> None:
+    """Set `target[key] = value`; a key that a file may have chosen to collide with others is stored as `OpaqueKey`.
 
-    low: float
-    high: float
-    scattered: bool = False
-    calm_since: int = 0
-
-
-class KeyWatch:
-    """Guards against hash-collision attacks: numbers hash to themselves, so a file could choose their slots.
-
-    Numbers from a range no longer than the dict's table never collide, whatever their order; optimizers number their
-    parameters like that. For other numbers, a dict of n entries is assumed to need n steps for each. Once the sum
-    exceeds what a checkpoint needs, they are stored as `OpaqueKey`. Strings and bytes are safe: their hashes are salted
-    per process.
+    Numbers hash to themselves, so many have to be small: optimizers number their parameters from 0. Strings and bytes
+    are safe, because their hashes are salted per process.
     """
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, tuple[dict[Any, Any], _Numbers]] = {}  # holds the dicts, so that their ids stay valid
-        self._probes = 0
-
-    def put(self, target: dict[Any, Any], key: Any, value: Any) -> None:
-        """Set `target[key] = value`; a key that is not safe to hash is replaced."""
-        if isinstance(key, str | bytes | bool | PickledObject | GlobalName | OpaqueKey) or key is None:
-            target[key] = value
-        elif isinstance(key, int | float) and (len(target) < _FEW or self._may_hash(target, key)):
-            target[key if isinstance(key, float) or -_MAX_INT_KEY < key < _MAX_INT_KEY else OpaqueKey(key)] = value
-        else:
-            target[OpaqueKey(key)] = value
-
-    def _may_hash(self, target: dict[Any, Any], key: float) -> bool:
-        kept = self._numbers.get(id(target))
-        if kept is None:
-            numbers = [k for k in target if isinstance(k, int | float)]
-            kept = target, _Numbers(min(numbers, default=key), max(numbers, default=key))
-            self._numbers[id(target)] = kept
-        span = kept[1]
-        span.low, span.high = min(span.low, key), max(span.high, key)
-        # the table has at least 3/2 as many slots as the dict has entries
-        spread = not (isinstance(key, int) and span.low >= 0 and span.high - span.low < 1.5 * len(target))
-        if spread:
-            span.scattered, span.calm_since = True, 0
-        elif span.scattered:
-            span.calm_since = span.calm_since or len(target)
-            # a table grows to at most six times its entries before it is rebuilt, which has happened by now
-            span.scattered = len(target) <= 6 * span.calm_since
-        if span.scattered:
-            self._probes += len(target)
-        return self._probes <= _MAX_PROBES or not span.scattered
+    is_safe = isinstance(key, str | bytes | bool | PickledObject | GlobalName | OpaqueKey) or key is None
+    if len(target) < _FEW:
+        is_safe = is_safe or isinstance(key, float) or (isinstance(key, int) and abs(key) < _MAX_INT_KEY)
+    else:
+        is_safe = is_safe or (type(key) is int and 0 <= key < 2 * (len(target) + _AHEAD))
+    target[key if is_safe else OpaqueKey(key)] = value
 
 
 def run_together(numbers: Iterable[int]) -> bool:
-    """Whether plain ints may be keys of a dict: they are few, or a dense range. See `KeyWatch`."""
+    """Whether plain ints may be keys of a dict: they are few, or a dense range. See `put`."""
     known = list(numbers)
     return len(known) <= 16_384 or (min(known) >= 0 and max(known) - min(known) < 1.5 * len(known))
 
@@ -306,7 +267,6 @@ class SafeUnpickler(PickleBytes):
         self._memo: list[Any] = []
         self._memoised = 0
         self._left = max_opcodes
-        self._keys = KeyWatch()
         self.foreign: dict[str, None] = {}
 
     def run(self, start: int = 0) -> tuple[Any, int]:
@@ -419,7 +379,6 @@ class SafeUnpickler(PickleBytes):
             raise TypeError(target)
 
     def _fill(self, target: dict[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-        put = self._keys.put
         for key, value in pairs:
             put(target, key, value)
         return target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import os
 import re
@@ -19,8 +18,16 @@ from typer.models import OptionInfo
 
 from ampdoctor.cli.options import ONE_RUN
 from ampdoctor.cli.output import repository_root
-from ampdoctor.cli.process import NAMES_OF_STDOUT, mentions, note, read_text
-from ampdoctor.diagnosis.catalogue import EXPIRED_IGNORE, UNUSED_IGNORE, check_threshold, find_rule, rules
+from ampdoctor.cli.process import NAMES_OF_STDOUT, note, read_text
+from ampdoctor.diagnosis.catalogue import (
+    EXPIRED_IGNORE,
+    UNUSED_IGNORE,
+    check_threshold,
+    find_rule,
+    former,
+    is_gone,
+    rules,
+)
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Source
 from ampdoctor.gates.findings import Ignore, RuleSettings, SeverityOrIgnore
@@ -100,6 +107,7 @@ RULES_KEY, IGNORE_KEY = "rules", "ignore"
 OWN, SHARED = "ampdoctor.toml", "pyproject.toml"  # the first takes precedence; in the second: `[tool.ampdoctor]`
 _FEW = 8  # most keys that an error lists; for more it names a command that shows them
 MAX_BYTES = 512 * 1024
+_LOOKED_AT = 64 * MAX_BYTES  # most bytes of a pyproject.toml in which our table is looked for
 _WHAT = "the configuration"
 _MAX_DOTS = 500
 """Per line. Python's parser takes time and memory with the square of the parts of a dotted key: 40 kB took it 4 s, and
@@ -164,21 +172,11 @@ def _candidates(folder: Path) -> list[Path]:
 
 def _is_ours(path: Path) -> bool:
     """Whether a pyproject.toml has our table. Errors in a file without it are ignored."""
-    # A file that names us and is too large to read counts as ours, so that reading it reports the size
-    name = str(path)
     try:
-        if not mentions(name, b"ampdoctor", what=_WHAT):
-            return False
-    except UsageError:
-        return False
-    try:
-        text = read_text(name, limit=MAX_BYTES, what=_WHAT, lenient=True)
-    except UsageError:
-        return True
-    if _HEADER.search(text):
-        return True
-    try:
-        tool = _parse(text, name).get("tool")
+        text = read_text(str(path), limit=_LOOKED_AT, what=_WHAT, lenient=True)
+        if _HEADER.search(text):
+            return True  # also where it is too large: reading it reports the size
+        tool = _parse(text, str(path)).get("tool") if "ampdoctor" in text and len(text) <= MAX_BYTES else None
     except UsageError:
         return False
     return isinstance(tool, dict) and "ampdoctor" in tool
@@ -240,7 +238,7 @@ def _ignore_lines(text: str, *, shared: bool) -> tuple[int, ...]:
 
 def unknown_key(place: str, key: str, known: Collection[str]) -> UsageError:
     """Return the error for an unknown key, with the nearest known one."""
-    near = difflib.get_close_matches(key.replace("_", "-"), list(known), n=1)
+    near = get_close_matches(key.replace("_", "-"), list(known), n=1)
     few = (
         f"there are {', '.join(sorted(known))}" if len(known) <= _FEW else "--isolated --show-config lists a command's"
     )
@@ -425,12 +423,8 @@ def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[
     ignores: tuple[Ignore, ...] = ()
     for key, value in file.table.items():
         if key == RULES_KEY:
-            from ampdoctor.cli.config import read_rules
-
             rules = read_rules(file, value)
         elif key == IGNORE_KEY:
-            from ampdoctor.cli.config import read_ignores
-
             ignores = read_ignores(file, value)
         elif key in settings and (
             isinstance(value, dict) or key not in everywhere
@@ -493,9 +487,13 @@ def read_rules(file: ConfigFile, table: Any) -> Mapping[str, RuleSettings]:
     if not isinstance(table, dict):
         raise wrong_value(file.place(RULES_KEY), "a table", table)
     rules: dict[str, RuleSettings] = {}
-    for name, settings in table.items():
-        place = file.place(f"{RULES_KEY}.{name}")
+    for name in sorted(table, key=lambda name: former(name) is not None):  # earlier versions' codes come last
+        place, settings = file.place(f"{RULES_KEY}.{name}"), table[name]
+        if is_gone(name):
+            continue
         code = _rule_code(place, name)
+        if code in rules and former(name) is not None:  # several have become one
+            continue
         if code in rules:
             raise UsageError(f"{place}: {code} is there twice, by its code and by its name")
         if not isinstance(settings, dict):
@@ -516,6 +514,7 @@ def read_ignores(file: ConfigFile, tables: Any) -> tuple[Ignore, ...]:
     return tuple(
         _ignore(file.place(f"{IGNORE_KEY}[{index}]"), table, Source(file.name, lines[index]))
         for index, table in enumerate(tables)
+        if not (isinstance(table, dict) and isinstance(table.get("rule"), str) and is_gone(table["rule"]))
     )
 
 

@@ -23,7 +23,7 @@ from typer.core import TyperCommand
 from ampdoctor.cli.config import Config, ConfigOption, Default, load_config, paths_in, read_config, settings_of
 from ampdoctor.cli.options import refuse_empty
 from ampdoctor.cli.process import note, write_stdout
-from ampdoctor.cli.run_command import Action, ConfiguredGates, Outcome, ReportCommand
+from ampdoctor.cli.run_command import Action, Outcome, ReportCommand
 from ampdoctor.cli.suggest import near_name, said_of_the_value
 from ampdoctor.errors import EXIT_OK, UsageError
 from ampdoctor.evidence.thresholds import Moves
@@ -115,23 +115,13 @@ class ConfiguredCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Action:
         """Return the command's action, with the configuration's decisions."""
         if ctx.params["show_config"]:
-            from ampdoctor.cli.configured_command import show_config
-
             variables = [v for name, group in _all_settings(ctx).items() for s in group for v in s.variables(name)]
             form = ctx.params["format"]
             return show_config(self.name or "", self._effective(ctx), self.config(ctx), form, variables)
         with self._blaming(ctx):
             action: Action = super().invoke(ctx)
         if isinstance(action, ReportCommand):
-            config = self.config(ctx)
-            decided = ConfiguredGates(
-                command=self.name or "",
-                file=config.file,
-                sets=config.sets_something,
-                rules=config.rules,
-                ignores=config.ignores,
-            )
-            action = replace(action, decided=decided)
+            action = replace(action, command=self.name or "", config=self.config(ctx))
 
         def blamed() -> Any:
             with self._blaming(ctx):

@@ -10,7 +10,7 @@ import typer
 from ampdoctor.cli.options import GateOptions, ListFormat, OutputOptions, flatten, refuse_empty
 from ampdoctor.cli.output import canvas
 from ampdoctor.cli.process import read_text, report_stream, write_stdout
-from ampdoctor.cli.run_command import Action, Outcome, reporting
+from ampdoctor.cli.run_command import Action, Outcome, ReportCommand
 from ampdoctor.errors import EXIT_OK, ReportError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.software import installed, machine, packages, variables
@@ -25,23 +25,12 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Threshold
 
 
-def _completions(incomplete: str) -> list[tuple[str, str]]:
-    from ampdoctor.diagnosis.catalogue import rules
-
-    codes = [(rule.code, rule.title) for rule in rules().values() if rule.code.startswith(incomplete.upper())]
-    if incomplete[:1].islower():  # a shell keeps only completions that begin as typed
-        codes = [(code.lower(), title) for code, title in codes]
-    names = [(rule.name, rule.title) for rule in rules().values() if incomplete and rule.name.startswith(incomplete)]
-    return codes or names
-
-
 def rule(
     code: Annotated[
         str | None,
         typer.Argument(
             metavar="CODE",
             help="A code (AMP201) or a name (forward-overflow); without: all.",
-            autocompletion=_completions,
         ),
     ] = None,
     form: Annotated[ListFormat, typer.Option("--format", help="Form of the page.")] = "human",
@@ -183,7 +172,7 @@ def merge(
 
         return merge_reports([_read(file) for file in reports])
 
-    return reporting(work, output, gates, reports)
+    return ReportCommand(work, output, gates, reports)
 
 
 def _read(file: str) -> Report:

@@ -22,11 +22,9 @@ from typing import Annotated
 import typer
 
 from ampdoctor.cli import interrupt, process, run_command
-from ampdoctor.cli import process as streams
 from ampdoctor.cli.configured_command import ConfiguredCommand, ReplayCommand, configured
 from ampdoctor.cli.info_commands import env, merge, rule, versions
 from ampdoctor.cli.plan_command import plan
-from ampdoctor.cli.process import write_stdout
 from ampdoctor.cli.replay_commands import bisect_nan, profile, recommend
 from ampdoctor.cli.run_command import Action
 from ampdoctor.cli.scan_command import scan
@@ -55,16 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     the report until it ends.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if argv is None and arguments[:1] == [
-        "run"
-    ]:  # the process belongs to the script: only Ctrl-C is claimed until it starts
+    if argv is None and arguments[:1] == ["run"]:  # the script's process: only Ctrl-C is claimed until it starts
         return run_command.end_as_python(_answer(arguments))
-    streams.harden()
+    process.harden()
     if argv is not None:
         return _answer(arguments)
     try:
         process.claim_process()
-        streams.claim_stdout()
+        process.claim_stdout()
         code = _answer(arguments)
     except KeyboardInterrupt:  # outside `_answer`
         code = _say_interrupted()
@@ -77,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _answer(arguments: list[str]) -> int:
     try:
         return _run(arguments)
-    except streams.StdoutClosedError:
+    except process.StdoutClosedError:
         return EXIT_ERROR
     except BaseException as error:  # noqa: BLE001 - no error may look like findings
         if interrupt.interrupted() or _interrupted(error):
@@ -88,7 +84,7 @@ def _answer(arguments: list[str]) -> int:
 
 def _say_interrupted() -> int:
     interrupt.ignore()
-    streams.note(interrupt.INTERRUPTED)
+    process.note(interrupt.INTERRUPTED)
     return EXIT_INTERRUPTED
 
 
@@ -98,14 +94,12 @@ def _run(arguments: list[str]) -> int:
         return parsed
     outcome = parsed()
     if outcome.reason is not None:
-        streams.note(f"ampdoctor: {sentence(outcome.reason)}")
+        process.note(f"ampdoctor: {sentence(outcome.reason)}")
     return outcome.code
 
 
 def _parse(arguments: list[str]) -> Action | int:
     """Return the command's action, or an exit code where parsing did everything (`--help`)."""
-    from ampdoctor.cli.main import app
-
     hook = sys.excepthook
     with contextlib.redirect_stdout(io.StringIO()) as shown:  # Typer's own output ends the process on an error
         try:
@@ -120,10 +114,10 @@ def _parse(arguments: list[str]) -> Action | int:
         finally:
             sys.excepthook = hook  # Typer replaces it for good
     if not arguments and _COMPLETION not in os.environ:
-        streams.note(shown.getvalue().rstrip("\n"))
+        process.note(shown.getvalue().rstrip("\n"))
         return EXIT_ERROR
     if shown.getvalue():
-        streams.write_stdout(shown.getvalue())
+        process.write_stdout(shown.getvalue())
     if callable(result):
         action: Action = result
         return action
@@ -151,43 +145,43 @@ def _explain(error: BaseException, arguments: list[str]) -> None:
         usage = _explained(error, arguments)
     except BaseException:  # noqa: BLE001 - a user's class whose str() raises
         usage = False
-        streams.note(_internal(f"{type(error).__name__}, which raises where its message is read"))
+        process.note(_internal(f"{type(error).__name__}, which raises where its message is read"))
     if _verbosity(arguments) >= _TRACEBACK_FROM and not usage:
-        streams.note("".join(traceback.format_exception(error)).rstrip("\n"))
+        process.note("".join(traceback.format_exception(error)).rstrip("\n"))
 
 
 def _explained(error: BaseException, arguments: list[str]) -> bool:
     """Print the error; return True for a usage error, for which a traceback would not help."""
     if is_usage_error(error):
-        streams.note(f"ampdoctor: error: {sentence(said_by(error))}")
+        process.note(f"ampdoctor: error: {sentence(said_by(error))}")
         context = getattr(error, "ctx", None)
         if not _say_doors(error, arguments) and context is not None:
-            streams.note(f"Try '{context.command_path} --help' for help.")
+            process.note(f"Try '{context.command_path} --help' for help.")
         return True
     if isinstance(error, SystemExit):  # from the examined code, past our guards
         said = sentence(f"the code under examination ended the process with {error.code!r}")
-        streams.note(f"ampdoctor: error: {said}")
+        process.note(f"ampdoctor: error: {said}")
     elif isinstance(error, ForkedChildError):
-        streams.note(f"ampdoctor: error: {sentence(str(error))}")
+        process.note(f"ampdoctor: error: {sentence(str(error))}")
     elif isinstance(error, AmpdoctorError):
         said = as_typed(str(error), arguments) if isinstance(error, CheckpointError) else str(error)
-        streams.note(f"ampdoctor: error: {sentence(said)}")
+        process.note(f"ampdoctor: error: {sentence(said)}")
         if isinstance(error, UserCodeError):
             for text in filter(None, (error.traceback_text.rstrip("\n"), error.explained)):
-                streams.note(text)
+                process.note(text)
         else:
             _say_doors(error, arguments)
     else:
         said = sentence(str(error).strip().split("\n")[0])
         name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
-        streams.note(_internal(f"{name}{': ' + said if said else ''}"))
+        process.note(_internal(f"{name}{': ' + said if said else ''}"))
     return False
 
 
 def _say_doors(error: BaseException, arguments: list[str]) -> bool:
     ways = doors(arguments, error)
     for line in ways:
-        streams.note(line)
+        process.note(line)
     return bool(ways)
 
 
@@ -224,7 +218,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        write_stdout(versions() + "\n")
+        process.write_stdout(versions() + "\n")
         raise typer.Exit
 
 

@@ -5,55 +5,27 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
-from ampdoctor.diagnosis.catalogue import all_thresholds, check_threshold, thresholds_from
+from ampdoctor.diagnosis.catalogue import check_threshold, thresholds_from
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS, Framework
 from ampdoctor.evidence.thresholds import Moves, Thresholds
 from ampdoctor.health.sinks.export import KINDS, Export, export_of
-from ampdoctor.reports.formats import FORMATS, Color, ReportFormat
+from ampdoctor.reports.formats import Color, ReportFormat
 from ampdoctor.workflows.requests import (
     HalfProducts,
     Policy,
     Precision,
     ReplayRequest,
     SetAside,
-    is_profile,
     set_all_aside,
 )
-
-# -- shell completion for options with free values --
-
-
-def report_completions(incomplete: str) -> list[str]:
-    """`FORMAT=`, after which the shell completes a file."""
-    return _begun((f"{form}=" for form in FORMATS), incomplete)
-
-
-def export_completions(incomplete: str) -> list[str]:
-    """`KIND=`, after which comes where to."""
-    return _begun((f"{kind.name}=" for kind in KINDS), incomplete)
-
-
-def threshold_completions(incomplete: str) -> list[str]:
-    """`CODE.NAME=` of every threshold."""
-    return _begun((f"{key}=" for key in all_thresholds()), incomplete)
-
-
-def hardware_completions(incomplete: str) -> list[str]:
-    """Hardware that a precision can be recommended for."""
-    return _begun(TARGETS, incomplete)
-
-
-def _begun(values: Iterable[str], incomplete: str) -> list[str]:
-    return [value for value in values if value.startswith(incomplete)]
-
 
 ListFormat = Literal["human", "json"]  # for output that is not a report: a rule's page, the environment
 
@@ -72,7 +44,6 @@ class OutputOptions:
             "--report",
             metavar="FORMAT=FILE",
             help="Also write the report in this form; may be repeated.",
-            autocompletion=report_completions,
         ),
     ] = field(default_factory=list)
     github_summary: Annotated[
@@ -112,7 +83,6 @@ class AdviceOptions:
             "--target",
             metavar="HARDWARE",
             help=f"Recommend a precision for: {', '.join(TARGETS)}.",
-            autocompletion=hardware_completions,
         ),
     ] = DEFAULT_TARGET
     precision_matters: Annotated[
@@ -208,67 +178,15 @@ class ReplayOptions:
         files = [file for part in named for file in (part, part.rpartition(":")[0]) if Path(file).is_file()]
         return files if self.checkpoint is None else [*files, self.checkpoint]
 
-    def target(
-        self,
-        targets: list[str],
-        thresholds: Thresholds,
-        *,
-        allow_partial: bool,
-        typed: Collection[str],
-        advice: AdviceOptions | None = None,
-        script_arguments: tuple[str, ...] = (),
-    ) -> tuple[ReplayRequest, list[str]]:
-        """Return the request for the workflows, and the saved profiles where those are the target.
-
-        `typed` holds the parameters that are on the command line itself. Raises UsageError for several targets that are
-        not all profiles, and for options of a replay where nothing runs.
-        """
-        for target in targets:
-            refuse_empty("TARGET", target)
-        files = [target for target in targets if is_profile(target)]
-        if len(targets) > 1 and len(files) < len(targets):
-            other = next(target for target in targets if target not in files)
-            raise UsageError(f"{other} is no saved profile: one factory, or one or more profiles of one run")
-        given = [*self._given(typed), *(["what follows --"] if script_arguments else [])]
-        if files and given:
-            raise UsageError(f"{', '.join(given)}: only for a replay, and a saved profile runs nothing")
-        request = self.request(targets[0], allow_partial=allow_partial, script_arguments=script_arguments)
-        request = replace(request, thresholds=thresholds)
-        if advice is not None:
-            request = replace(
-                request,
-                emit=advice.emit,
-                target=advice.hardware,
-                precision_matters=advice.precision_matters,
-                ranks=advice.ranks,
-                reduce_fp16=advice.reduce_fp16,
-                accumulation=advice.accumulation,
-            )
-        return request, files
-
-    def _given(self, typed: Collection[str]) -> list[str]:
-        """Return its options on the command line. A setting from a file applies only to the runs that it fits."""
-        return [f"--{option.name.replace('_', '-')}" for option in fields(self) if option.name in typed]
-
     def request(self, factory: str, *, allow_partial: bool, script_arguments: tuple[str, ...] = ()) -> ReplayRequest:
         """Return the request for the workflows."""
+        given = {option.name: getattr(self, option.name) for option in fields(self) if option.name != "arg"}
         return ReplayRequest(
             factory=factory,
             arguments=parse_arguments(self.arg),
             script_arguments=script_arguments,
-            checkpoint=self.checkpoint,
-            steps=self.steps,
-            precision=self.precision,
-            policy=self.policy,
-            half_products=self.half_products,
-            device=self.device,
-            app_dir=self.app_dir,
             allow_partial=allow_partial,
-            batches=self.batches,
-            loss=self.loss,
-            model=self.model,
-            expect_failure=self.expect_failure,
-            spill=self.spill,
+            **given,
         )
 
 
@@ -308,6 +226,8 @@ def _value(pair: str, key: str, text: str) -> Any:
 
 # -- one Typer option per field of an options dataclass --
 
+ONE_RUN = "of one run"  # marks an option that no file or environment variable may set: all of a group `of_one_run`
+
 R = TypeVar("R")
 
 
@@ -338,10 +258,13 @@ def flatten(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def _options_of(group: type[Any]) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
+    hints, of_one_run = get_type_hints(group, include_extras=True), getattr(group, "of_one_run", False)
     return [
         inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_default(field),
+            annotation=Annotated[hints[field.name], ONE_RUN] if of_one_run else hints[field.name],
         )
         for field in fields(group)
     ]
@@ -410,7 +333,6 @@ class ExportOptions:
             "--export",
             metavar="KIND=TARGET",
             help=f"Also show the log's numbers and alerts there; may be repeated: {_KINDS}.",
-            autocompletion=export_completions,
         ),
     ] = field(default_factory=list)
 
@@ -422,11 +344,6 @@ class ExportOptions:
 def files_of(exports: Iterable[Export]) -> tuple[str, ...]:
     """Return the files that exports write in existing folders; files in new folders overwrite nothing."""
     return tuple(file for one in exports for file in one.files() if Path(file).parent.is_dir())
-
-
-# -- options that apply to one run, and that no file or environment variable may set --
-
-ONE_RUN = "of one run"  # marks such an option in its `Annotated`
 
 
 # -- thresholds --
@@ -442,7 +359,6 @@ class ThresholdOptions:
             "--threshold",
             metavar="CODE.NAME=VALUE",
             help="Move a number of a rule (AMP107.saturated=0.1; `ampdoctor rule CODE` shows them); may be repeated.",
-            autocompletion=threshold_completions,
         ),
     ] = field(default_factory=list)
 

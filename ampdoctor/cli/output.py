@@ -9,13 +9,13 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from ampdoctor.cli.options import OutputOptions
-from ampdoctor.cli.process import NAMES_OF_STDOUT, STDOUT, note, report_stream, write_stdout
+from ampdoctor.cli.process import NAMES_OF_STDOUT, STDOUT, report_stream, write_stdout
 from ampdoctor.errors import CheckpointError, OutputError, UsageError
 from ampdoctor.evidence.paths import file_key
 from ampdoctor.evidence.report import Finding, Report
@@ -70,8 +70,6 @@ def of_rank(report: Report, rank: int) -> Report:
 # -- `--github-summary`: the report as Markdown at the end of the step's summary, a file that GitHub names --
 
 VARIABLE = "GITHUB_STEP_SUMMARY"
-MAX_BYTES = 1024 * 1024
-"""Limit of a step's whole summary; above it GitHub shows none of it (docs.github.com, "Step isolation and limits")."""
 
 
 def summary_file() -> str:
@@ -84,33 +82,14 @@ def summary_file() -> str:
 
 
 def append_summary(report: Report, file: str) -> None:
-    """Append the report, or one line where it does not fit; on failure (OutputError) the file stays as it was."""
-    try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            _append(descriptor, report)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise OutputError(f"cannot write {file}: {error.strerror or error}") from error
-
-
-def _append(descriptor: int, report: Report) -> None:
-    from ampdoctor.reports import text as words
-    from ampdoctor.reports.escape import prose
+    """Append the report; raises OutputError where that fails."""
     from ampdoctor.reports.markdown import render_markdown
 
-    before = os.fstat(descriptor).st_size
-    short = f"\nampdoctor {report.command}: {prose(words.verdict(report))}; the report does not fit in this summary\n"
-    fitting = (text.encode() for text in (f"\n{render_markdown(report)}", short))
-    data = next((text for text in fitting if before + len(text) <= MAX_BYTES), None)
-    if data is None:
-        note("ampdoctor: the step's summary is full; the report is not in it")
-        return
-    written = os.write(descriptor, data)
-    if written < len(data):
-        os.ftruncate(descriptor, before)
-        raise OSError(f"only {written} of {len(data)} bytes fit")
+    try:
+        with Path(file).open("a", encoding="utf-8", errors="backslashreplace") as summary:
+            summary.write(f"\n{render_markdown(report)}")
+    except OSError as error:
+        raise OutputError(f"cannot write {file}: {error.strerror or error}") from error
 
 
 WIDTH_WITHOUT_TERMINAL = 200  # columns for logs and pipes: so wide that names are rarely wrapped
@@ -130,7 +109,7 @@ class Destination:
 def destinations(
     options: OutputOptions,
     inputs: Iterable[str] = (),
-    also: Iterable[str] = (),
+    also: Sequence[str] = (),
     *,
     rank: int = 0,
     log: str | None = None,
@@ -146,26 +125,19 @@ def destinations(
         wanted.append(Destination("markdown", summary_file(), append=True))
     if rank:
         wanted = [Destination("jsonl", rank_file(rank, options.output, log))]
+    wanted.sort(key=lambda destination: destination.file == STDOUT)
     taken: set[object] = set()
-    for file in also:
-        _refuse(file, inputs)
-        if _identity(file) in taken:
-            raise UsageError(f"two outputs for {file}: give one of them a file of its own")
-        taken.add(_identity(file))
-    for destination in sorted(wanted, key=lambda destination: destination.file != STDOUT):
-        place = _identity(destination.file)
+    for file in (*also, *(destination.file for destination in reversed(wanted))):  # a file that stdout goes to as well
+        place = _identity(file)
         if place is not None and place in taken:
-            where = "standard output" if destination.file == STDOUT else destination.file
+            where = "standard output" if file == STDOUT else file
             raise UsageError(f"two outputs for {where}: give one of them a file of its own")
         taken.add(place)
-        if destination.file != STDOUT and not (rank and log):  # a log's folder is created with the log
-            try:
-                _refuse(destination.file, inputs)
-            except UsageError as error:
-                if not rank:
-                    raise
-                raise UsageError(f"{error}: rank {rank} keeps its report beside the file of --output") from None
-    return tuple(sorted(wanted, key=lambda destination: destination.file == STDOUT))
+        if file in also:
+            _refuse(file, inputs)
+        elif file != STDOUT and not (rank and log):  # a log's folder is created with the log
+            _refuse(file, inputs, f": rank {rank} keeps its report beside the file of --output" if rank else "")
+    return tuple(wanted)
 
 
 def refuse_unread(inputs: Iterable[str], files: Iterable[str]) -> None:
@@ -261,10 +233,13 @@ def _identity(file: str) -> object:
     return file if found is None else (found.st_dev, found.st_ino)
 
 
-def _refuse(file: str, inputs: Iterable[str]) -> None:
-    refuse_unwritable(file)
-    for read in inputs:
-        _refuse_input(file, read)
+def _refuse(file: str, inputs: Iterable[str], hint: str = "") -> None:
+    try:
+        refuse_unwritable(file)
+        for read in inputs:
+            _refuse_input(file, read)
+    except UsageError as error:
+        raise UsageError(f"{error}{hint}") from None
     place = Path(os.path.realpath(file))
     if place.suffix == ".py" and place.is_file():  # the factory, or a module that it imports
         raise UsageError(f"cannot write {file}: it is Python source, not a report; name another file")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from ampdoctor.cli.options import ONE_RUN, GateOptions, OutputOptions, flatten, refuse_empty
+from ampdoctor.cli.options import GateOptions, OutputOptions, flatten, refuse_empty
 from ampdoctor.cli.process import loading, read_text
-from ampdoctor.cli.run_command import Action, reporting
+from ampdoctor.cli.run_command import Action, ReportCommand
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.targets import PlanFramework
@@ -87,28 +87,22 @@ _SIZES = ("tensor", "pipeline", "context")
 class ClusterOptions:
     """The devices before and after."""
 
+    of_one_run: ClassVar[bool] = True
+
     gpus: Annotated[
         str | None,
         typer.Option("--gpus", metavar="N", help="Devices of the job in force: 512, or nodes x each, 64x8."),
-        ONE_RUN,
     ] = None
     to_gpus: Annotated[
         str | None,
         typer.Option("--to-gpus", metavar="N", help="Devices to plan for [default: as --gpus]."),
-        ONE_RUN,
     ] = None
-    tensor: Annotated[int | None, typer.Option("--tp", metavar="N", help="Tensor parallel size."), ONE_RUN] = None
-    pipeline: Annotated[int | None, typer.Option("--pp", metavar="N", help="Pipeline parallel size."), ONE_RUN] = None
-    context: Annotated[int | None, typer.Option("--cp", metavar="N", help="Context parallel size."), ONE_RUN] = None
-    to_tensor: Annotated[int | None, typer.Option("--to-tp", metavar="N", help="Then [default: as --tp]."), ONE_RUN] = (
-        None
-    )
-    to_pipeline: Annotated[
-        int | None, typer.Option("--to-pp", metavar="N", help="Then [default: as --pp]."), ONE_RUN
-    ] = None
-    to_context: Annotated[
-        int | None, typer.Option("--to-cp", metavar="N", help="Then [default: as --cp]."), ONE_RUN
-    ] = None
+    tensor: Annotated[int | None, typer.Option("--tp", metavar="N", help="Tensor parallel size.")] = None
+    pipeline: Annotated[int | None, typer.Option("--pp", metavar="N", help="Pipeline parallel size.")] = None
+    context: Annotated[int | None, typer.Option("--cp", metavar="N", help="Context parallel size.")] = None
+    to_tensor: Annotated[int | None, typer.Option("--to-tp", metavar="N", help="Then [default: as --tp].")] = None
+    to_pipeline: Annotated[int | None, typer.Option("--to-pp", metavar="N", help="Then [default: as --pp].")] = None
+    to_context: Annotated[int | None, typer.Option("--to-cp", metavar="N", help="Then [default: as --cp].")] = None
 
     def clusters(self, said: BatchSettings) -> tuple[Cluster | None, Cluster]:
         """Return the current cluster, where there is one, and the one to plan for; may raise UsageError."""
@@ -136,25 +130,23 @@ class ClusterOptions:
 class BatchOptions:
     """The current batch, and facts about the job."""
 
+    of_one_run: ClassVar[bool] = True
+
     global_batch: Annotated[
         int | None,
         typer.Option("--global-batch", metavar="N", help="Samples of an optimizer step, which stay."),
-        ONE_RUN,
     ] = None
     micro_batch: Annotated[
         int | None,
         typer.Option("--micro-batch", metavar="N", help="Samples a rank runs at once, in force."),
-        ONE_RUN,
     ] = None
     accumulation: Annotated[
         int | None,
         typer.Option("--accumulation", metavar="N", help="Micro-batches before a step, in force."),
-        ONE_RUN,
     ] = None
     samples: Annotated[
         int | None,
         typer.Option("--samples", metavar="N", min=1, help="Of an epoch: sizes its last window."),
-        ONE_RUN,
     ] = None
     reduction: Annotated[
         Literal["mean", "sum", "tokens", "step"] | None,
@@ -163,18 +155,14 @@ class BatchOptions:
             help="The loss: a mean over the micro-batch; a sum; a mean over the step's tokens, where ranks are "
             "averaged (tokens) or added up (step).",
         ),
-        ONE_RUN,
     ] = None
-    precision: Annotated[Precision | None, typer.Option("--precision", help="Of the job [default: fp16]."), ONE_RUN] = (
-        None
-    )
+    precision: Annotated[Precision | None, typer.Option("--precision", help="Of the job [default: fp16].")] = None
     reduce_fp16: Annotated[
         Literal["before", "after", "split", "none"] | None,
         typer.Option(
             "--reduce-fp16",
             help="When the fp16 reduce divides: before or after its sum, or both; none: it is not fp16.",
         ),
-        ONE_RUN,
     ] = None
 
     def said(self, read: BatchSettings) -> BatchSettings:
@@ -202,35 +190,31 @@ class BatchOptions:
 class MemoryOptions:
     """How much fits on a device."""
 
+    of_one_run: ClassVar[bool] = True
+
     max_micro_batch: Annotated[
         int | None,
         typer.Option("--max-micro-batch", metavar="N", help="The largest micro-batch that fits a device now."),
-        ONE_RUN,
     ] = None
     device_memory: Annotated[
         str | None,
         typer.Option("--device-memory", metavar="SIZE", help="Memory of a device, as in 80GB."),
-        ONE_RUN,
     ] = None
     memory_per_sample: Annotated[
         str | None,
         typer.Option("--memory-per-sample", metavar="SIZE", help="What one more sample of a micro-batch takes."),
-        ONE_RUN,
     ] = None
     peak_memory: Annotated[
         str | None,
         typer.Option("--peak-memory", metavar="SIZE", help="Measured in the job in force: gives what a sample takes."),
-        ONE_RUN,
     ] = None
     params: Annotated[
         str | None,
         typer.Option("--params", metavar="N", help="Parameters of the model, as in 7B: sizes its states."),
-        ONE_RUN,
     ] = None
     shard_stage: Annotated[
         int | None,
         typer.Option("--shard-stage", metavar="N", help="0 DDP, 1 to 3 ZeRO; 3 also FSDP [default: 0]."),
-        ONE_RUN,
     ] = None
     state_bytes: Annotated[
         str,
@@ -239,7 +223,6 @@ class MemoryOptions:
             metavar="W,G,O",
             help="Bytes of a parameter's weight, gradient and optimizer states; autocast with Adam: 4,4,8.",
         ),
-        ONE_RUN,
     ] = "2,2,12"
 
     def memory(self, said: BatchSettings, before: Cluster | None, after: Cluster) -> Memory:
@@ -294,22 +277,21 @@ class MemoryOptions:
 class PlanOptions:
     """Further options of the plan."""
 
+    of_one_run: ClassVar[bool] = True
+
     profile: Annotated[
         str | None,
         typer.Option(
             "--profile", metavar="FILE", help="Of `profile --save`, or a log: what fp16 flushes before and after."
         ),
-        ONE_RUN,
     ] = None
     scale: Annotated[
         float | None,
         typer.Option("--scale", metavar="S", help="The loss scale of now [default: the profile's]."),
-        ONE_RUN,
     ] = None
     emit: Annotated[
         PlanFramework | None,
         typer.Option("--emit", help="Print the plan in this framework's own words."),
-        ONE_RUN,
     ] = None
 
     def __post_init__(self) -> None:
@@ -326,7 +308,6 @@ class PlanOptions:
         said = batch.said(read)
         before, after = cluster.clusters(said)
         return PlanRequest(
-            read=read,
             said=said,
             before=before,
             after=after,
@@ -383,4 +364,4 @@ def plan(
         return workflow.plan(wanted.request(read, settings, cluster, batch, fit))
 
     files = [file for file in (settings, wanted.profile) if file is not None]
-    return reporting(work, output, gates, files)
+    return ReportCommand(work, output, gates, files)

@@ -224,8 +224,6 @@ def _replace_exit() -> None:
 
 # -- text files of the user: a configuration, a baseline, a report --
 
-_PIECE = 1024 * 1024  # bytes of a file that are in memory at a time
-
 
 def read_text(file: str, *, limit: int, what: str, lenient: bool = False) -> str:
     """Return the text of a regular file of at most `limit` bytes, without a byte order mark.
@@ -241,17 +239,6 @@ def read_text(file: str, *, limit: int, what: str, lenient: bool = False) -> str
         return data.decode("utf-8-sig", "replace" if lenient else "strict")
     except UnicodeDecodeError:
         raise UsageError(f"cannot read {what} {file}: it is not UTF-8 text") from None
-
-
-def mentions(file: str, word: bytes, *, what: str) -> bool:
-    """Return whether a regular file of any size contains `word`; raises UsageError where it cannot be read."""
-    kept = b""
-    with _opened(file, what) as stream:
-        while piece := stream.read(_PIECE):
-            if word in (kept := kept + piece):
-                return True
-            kept = kept[-len(word) :]  # the word may begin in this piece and end in the next one
-    return False
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Literal
 
 import typer
@@ -20,10 +20,26 @@ from ampdoctor.cli.options import (
 from ampdoctor.cli.output import own_file, rank_of
 from ampdoctor.cli.process import keep_freed_memory, loading
 from ampdoctor.cli.progress import Estimate
-from ampdoctor.cli.run_command import Action, reporting
+from ampdoctor.cli.run_command import Action, ReportCommand
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.requests import MOST_UNTIL_SICK, Progress, SetAside, Strategy
+from ampdoctor.workflows.requests import (
+    MOST_UNTIL_SICK,
+    Progress,
+    ReplayRequest,
+    SetAside,
+    Strategy,
+    is_profile,
+)
+
+Targets = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TARGET",
+        help="package.module:function or path/file.py:function; a script that trains, path/train.py; or profiles "
+        "that were saved, of one run, or the folder of a run's log.",
+    ),
+]
 
 
 @flatten
@@ -124,7 +140,7 @@ def bisect_nan(
             progress = Estimate(progress)
         return workflow.bisect_nan(request, progress=progress, set_aside=gates.lived_with(set_aside))
 
-    return reporting(work, output, gates, replay.inputs(factory))
+    return ReportCommand(work, output, gates, replay.inputs(factory))
 
 
 def _counted(batches: str | None) -> int | Literal["checkpoint"] | None:
@@ -139,14 +155,7 @@ def _counted(batches: str | None) -> int | Literal["checkpoint"] | None:
 @flatten
 def profile(
     context: typer.Context,
-    target: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="TARGET",
-            help="package.module:function or path/file.py:function; a script that trains, path/train.py; or profiles "
-            "that were saved, of one run, or the folder of a run's log.",
-        ),
-    ],
+    target: Targets,
     *,
     replay: ReplayOptions,
     limits: ThresholdOptions,
@@ -159,45 +168,31 @@ def profile(
     """Measure ranges: what FP16, BF16 and FP8 would lose.
 
     Replays the run in fp32 and measures activations, gradients and weights layer by layer, and some steps in fp16
-    beside it. --save keeps the measurement: saved profiles are shown, merged and read by `recommend` without running
-    anything again.
+    beside it. --save keeps the measurement: a saved profile is shown, and read by `recommend`, without running anything
+    again.
     """
     refuse_empty("--save", save)
     save = None if save is None else own_file(save, rank_of())
-    typed = on_the_command_line(context)
-    thresholds = limits.thresholds(moved_in_the_file(context))
-    request, files = replay.target(
-        target,
-        thresholds,
-        allow_partial=gates.allow_partial,
-        typed=typed,
-        script_arguments=script_arguments(context),
-    )
+    request, file = _asked(context, target, replay, limits, gates)
 
     def work(progress: Progress | None, _: SetAside) -> Report:
-        if not (files or request.spill):
+        if not (file or request.spill):
             keep_freed_memory()
         with loading():
             from ampdoctor.workflows import profile as workflow
 
-        if files:
-            return workflow.profile_from_files(files, save=save, thresholds=request.thresholds)
+        if file is not None:
+            return workflow.profile_from_file(file, save=save, thresholds=request.thresholds)
         return workflow.profile(request, save=save, progress=progress)
 
-    return reporting(work, output, gates, [*files, *replay.inputs(target[0])], [] if save is None else [save])
+    files = [] if file is None else [file]
+    return ReportCommand(work, output, gates, [*files, *replay.inputs(target[0])], [] if save is None else [save])
 
 
 @flatten
 def recommend(
     context: typer.Context,
-    target: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="TARGET",
-            help="package.module:function or path/file.py:function; a script that trains, path/train.py; or profiles "
-            "that were saved, of one run, or the folder of a run's log.",
-        ),
-    ],
+    target: Targets,
     *,
     replay: ReplayOptions,
     limits: ThresholdOptions,
@@ -207,28 +202,54 @@ def recommend(
 ) -> Action:
     """Recommend loss-scaler settings and precision.
 
-    Each with its evidence, and with what one replay has shown of it. The target is a factory, or profiles that were
-    saved with `profile --save FILE`; from those the settings are derived without a replay.
+    Each with its evidence, and with what one replay has shown of it. The target is a factory, or a profile that was
+    saved with `profile --save FILE`; from that the settings are derived without a replay.
     """
-    typed = on_the_command_line(context)
-    thresholds = limits.thresholds(moved_in_the_file(context))
-    request, files = replay.target(
-        target,
-        thresholds,
-        allow_partial=gates.allow_partial,
-        typed=typed,
-        advice=advice,
-        script_arguments=script_arguments(context),
+    request, file = _asked(context, target, replay, limits, gates)
+    request = replace(
+        request,
+        emit=advice.emit,
+        target=advice.hardware,
+        precision_matters=advice.precision_matters,
+        ranks=advice.ranks,
+        reduce_fp16=advice.reduce_fp16,
+        accumulation=advice.accumulation,
     )
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
-        if not (files or request.spill):
+        if not (file or request.spill):
             keep_freed_memory()
         with loading():
             from ampdoctor.workflows import recommend as workflow
 
-        if files:
-            return workflow.recommend_from_files(files, request)
+        if file is not None:
+            return workflow.recommend_from_file(file, request)
         return workflow.recommend(request, progress=progress, set_aside=gates.lived_with(set_aside))
 
-    return reporting(work, output, gates, [*files, *replay.inputs(target[0])])
+    files = [] if file is None else [file]
+    return ReportCommand(work, output, gates, [*files, *replay.inputs(target[0])])
+
+
+def _asked(
+    context: typer.Context,
+    targets: list[str],
+    replay: ReplayOptions,
+    limits: ThresholdOptions,
+    gates: GateOptions,
+) -> tuple[ReplayRequest, str | None]:
+    """Return the request for the workflows, and the saved profile where that is the target.
+
+    Raises UsageError for several targets, and for options of a replay where nothing runs.
+    """
+    for target in targets:
+        refuse_empty("TARGET", target)
+    if len(targets) > 1:
+        raise UsageError(f"{targets[1]} is one target too many: give one factory, or one profile (they do not add up)")
+    file = targets[0] if is_profile(targets[0]) else None
+    arguments, typed = script_arguments(context), on_the_command_line(context)
+    given = [f"--{option.name.replace('_', '-')}" for option in fields(ReplayOptions) if option.name in typed]
+    given += ["what follows --"] if arguments else []
+    if file is not None and given:  # a setting from a file applies only to the runs that it fits
+        raise UsageError(f"{', '.join(given)}: only for a replay, and a saved profile runs nothing")
+    request = replay.request(targets[0], allow_partial=gates.allow_partial, script_arguments=arguments)
+    return replace(request, thresholds=limits.thresholds(moved_in_the_file(context))), file

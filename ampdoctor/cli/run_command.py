@@ -10,7 +10,7 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from ampdoctor.cli import interrupt
+from ampdoctor.cli.config import Config
 from ampdoctor.cli.options import GateOptions, OutputOptions, files_of
 from ampdoctor.cli.output import (
     Destination,
@@ -50,12 +51,12 @@ from ampdoctor.health.sinks.export import Export
 from ampdoctor.live.log.facts import exit_code_ends_others
 from ampdoctor.live.script import Script, run_script
 from ampdoctor.reports.escape import sentence
+from ampdoctor.reports.text import count
 from ampdoctor.workflows.output_files import refuse_of_log
 from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest
 
 if TYPE_CHECKING:
     from ampdoctor.gates.baseline import Baseline
-    from ampdoctor.gates.findings import Ignore, RuleSettings
     from ampdoctor.workflows.watch_script import ScriptWatch
 
 
@@ -87,7 +88,7 @@ def judge(
     4. Otherwise 0.
     """
     if not report.complete and not allow_partial:
-        parts = f"{len(report.errors)} part{'' if len(report.errors) == 1 else 's'}"
+        parts = count(len(report.errors), "part")
         accepted = _answer(report, fail_on=fail_on, exit_zero=exit_zero)
         offer = "" if accepted.code == EXIT_ERROR else "; --allow-partial accepts that"
         return Outcome(EXIT_ERROR, f"incomplete: {parts} could not be examined{offer}")
@@ -118,28 +119,18 @@ _SHOWING_AGAIN = "merge"  # the command that shows reports of other commands aga
 _MAX_BASELINE = 64 * 1024 * 1024  # in bytes; a finding takes about 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfiguredGates:
-    """The settings of the configuration for a run."""
-
-    command: str | None = None  # the command that runs; None where it is not known
-    file: str | None = None  # the configuration file, which must not be overwritten
-    sets: bool = False  # whether it sets anything for this command; then the report names it
-    rules: Mapping[str, RuleSettings] = field(default_factory=dict)  # by code
-    ignores: tuple[Ignore, ...] = ()  # findings to suppress
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ReportCommand:
     """The action of a command that makes a report: work, gates, exit code, delivery."""
 
     work: Work
     output: OutputOptions
     gates: GateOptions
-    inputs: tuple[str, ...] = ()  # files that are read, and must not be overwritten
-    also: tuple[str, ...] = ()  # files that `work` itself writes
+    inputs: Sequence[str] = ()  # files that are read, and must not be overwritten
+    also: Sequence[str] = ()  # files that `work` itself writes
     log: str | None = None  # the folder of the log of `work`, which must not be overwritten; it may not exist yet
-    decided: ConfiguredGates = field(default_factory=ConfiguredGates)
+    command: str = ""  # its name, and the configuration for it: `ConfiguredCommand` sets both
+    config: Config = field(default_factory=Config)
 
     def __call__(self) -> Outcome:
         """Run the command."""
@@ -148,12 +139,12 @@ class ReportCommand:
         rank = rank_of()
         gates, write = self.gates, None if rank else self.gates.write_baseline
         known = self._baseline() if gates.baseline is not None and write is None else None
-        read = [file for file in (self.decided.file, gates.baseline if write is None else None) if file is not None]
+        read = [file for file in (self.config.file, gates.baseline if write is None else None) if file is not None]
         written = self.also if write is None else (*self.also, write)
         places = destinations(self.output, [*self.inputs, *read], written, rank=rank, log=self.log)
         files = [*written, *(place.file for place in places if place.file != STDOUT)]
         # Before user code runs, which may change the folder. A saved report names the place where it was made.
-        placed = {} if self.decided.command == _SHOWING_AGAIN else place_in_repository()
+        placed = {} if self.command == _SHOWING_AGAIN else place_in_repository()
         if self.log is not None and not rank:
             for file in files:
                 refuse_of_log(file, self.log)
@@ -193,7 +184,7 @@ class ReportCommand:
     def _decide(self, report: Report) -> Report:
         from ampdoctor.gates.findings import apply_ignores, apply_severities
 
-        return apply_severities(apply_ignores(report, self.decided.ignores, today()), self.decided.rules)
+        return apply_severities(apply_ignores(report, self.config.ignores, today()), self.config.rules)
 
     def _set_aside(self, known: Baseline | None) -> SetAside:
         from ampdoctor.gates.baseline import set_known_aside
@@ -207,12 +198,10 @@ class ReportCommand:
     def _deliver_failure(self, error: AmpdoctorError, places: Iterable[Destination], placed: Mapping[str, Any]) -> None:
         """Write a report about what could not be examined, for programs that read reports and not stderr."""
         # An error while writing does not replace `error`, which ends the command
-        if self.decided.command is None:
-            return
-        named = self.inputs[0] if self.inputs else self.decided.command
+        named = self.inputs[0] if self.inputs else self.command
         target = {"path": named, "location": shown_path(named)} if self.inputs else {}
         report = Report(
-            command=self.decided.command,
+            command=self.command,
             target={**target, **placed},
             verdict="inconclusive",
             complete=False,
@@ -228,8 +217,8 @@ class ReportCommand:
         return Gate(fail_on=self.gates.fail_on, exit_zero=self.gates.exit_zero)
 
     def _configuration(self) -> Configuration | None:
-        file = self.decided.file
-        return Configuration(file=file) if self.decided.sets and file is not None else None
+        file = self.config.file
+        return Configuration(file=file) if self.config.sets_something and file is not None else None
 
     def _baseline(self) -> Baseline:
         from ampdoctor.gates.baseline import from_text, refuse_other_command
@@ -239,25 +228,14 @@ class ReportCommand:
             why = f"No such file or directory; `{shlex.join(['--write-baseline', name])}` makes one"
             raise UsageError(f"cannot read the baseline {name}: {why}")
         baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
-        if self.decided.command is not None and self.decided.command != _SHOWING_AGAIN:
-            refuse_other_command(baseline, self.decided.command, name)
+        if self.command != _SHOWING_AGAIN:
+            refuse_other_command(baseline, self.command, name)
         return baseline
 
 
 def today() -> date:
     """Return the date that ignores expire by: in UTC, so that every machine agrees. No verdict uses another clock."""
     return datetime.now(tz=UTC).date()
-
-
-def reporting(
-    work: Work,
-    output: OutputOptions,
-    gates: GateOptions,
-    inputs: Iterable[str] = (),
-    also: Iterable[str] = (),
-) -> ReportCommand:
-    """Return the action that does `work`, judges its report and delivers it; arguments are those of `ReportCommand`."""
-    return ReportCommand(work=work, output=output, gates=gates, inputs=tuple(inputs), also=tuple(also))
 
 
 # -- the end of a process that runs a user's script: exactly as Python itself ends it --
@@ -323,26 +301,17 @@ def _show(error: BaseException) -> int | None:
     sys.audit("sys.excepthook", hook, *told)
     if hook is None:
         _write("sys.excepthook is missing\n")
-        sys.__excepthook__(*told)
-        return None
-    failed = _failed(hook, told)
-    if isinstance(failed, SystemExit):
-        return _asked(failed)
-    if failed is not None:
+    try:
+        (hook or sys.__excepthook__)(*told)
+    except SystemExit as asked:
+        return _asked(asked)
+    except BaseException as failed:  # noqa: BLE001 - as Python does
         _write("Error in sys.excepthook:\n")
+        ours = failed.__traceback__  # its first frame is this function's
+        failed.__traceback__ = ours and ours.tb_next
         sys.__excepthook__(type(failed), failed, failed.__traceback__)
         _write("\nOriginal exception was:\n")
         sys.__excepthook__(*told)
-    return None
-
-
-def _failed(hook: Any, told: tuple[Any, ...]) -> BaseException | None:
-    """Call `hook`; return the exception that it raises, without the frame of this function."""
-    try:
-        hook(*told)
-    except BaseException as error:  # noqa: BLE001 - as Python does
-        traceback = error.__traceback__
-        return error.with_traceback(None if traceback is None else traceback.tb_next)
     return None
 
 
@@ -376,7 +345,7 @@ class _Job:
     def is_one_of_several(self) -> bool:
         """Whether a launcher or other processes take an exit code other than 0 for a crash."""
         doctor = None if self.watch is None else self.watch.doctor
-        return exit_code_ends_others() or (doctor is not None and doctor.place.world > 1)
+        return exit_code_ends_others() or (doctor is not None and doctor.world > 1)
 
     def _told(self, report: Report) -> None:
         doctor = None if self.watch is None else self.watch.doctor
@@ -425,7 +394,7 @@ class _Job:
         return Report(command="run", target=target, run=run, verdict="not_judged")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WatchedRun(ReportCommand):
     """Runs a script, then handles the report as every command does; the script's own exit code takes precedence."""
 

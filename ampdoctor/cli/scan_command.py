@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ampdoctor.cli.configured_command import moved_in_the_file
 from ampdoctor.cli.options import GateOptions, OutputOptions, ThresholdOptions, flatten, refuse_empty
 from ampdoctor.cli.process import loading
-from ampdoctor.cli.run_command import Action, reporting
+from ampdoctor.cli.run_command import Action, ReportCommand
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import Thresholds
@@ -72,40 +72,24 @@ class ScanOptions:
                 from ampdoctor.workflows.scan_checkpoint import list_structure
 
             return list_structure(paths[0])
+        asked: dict[str, Any] = {
+            "progress": progress,
+            "jobs": self.jobs,
+            "exact": self.exact,
+            "thresholds": thresholds,
+        }
         if self.against is not None:
             with loading():
                 from ampdoctor.workflows.scan_against import compare
 
-            return compare(
-                paths[0], self.against, progress=progress, jobs=self.jobs, exact=self.exact, thresholds=thresholds
-            )
-        if len(paths) > 1 or self.skip_lfs_pointers:
-            with loading():
-                from ampdoctor.workflows.scan import scan_several
-
-            return scan_several(
-                paths,
-                progress=progress,
-                jobs=self.jobs,
-                exact=self.exact,
-                skip_lfs_pointers=self.skip_lfs_pointers,
-                whole=whole,
-                thresholds=thresholds,
-                set_aside=set_aside,
-            )
+            return compare(paths[0], self.against, **asked)
+        asked |= {"whole": whole, "set_aside": set_aside}
         with loading():
             from ampdoctor.workflows import scan as workflow
 
-        return workflow.scan(
-            paths[0],
-            progress=progress,
-            jobs=self.jobs,
-            exact=self.exact,
-            every_member=self.every,
-            whole=whole,
-            thresholds=thresholds,
-            set_aside=set_aside,
-        )
+        if len(paths) > 1 or self.skip_lfs_pointers:
+            return workflow.scan_several(paths, skip_lfs_pointers=self.skip_lfs_pointers, **asked)
+        return workflow.scan(paths[0], every_member=self.every, **asked)
 
 
 @flatten
@@ -135,4 +119,4 @@ def scan(
     asked.refuse_contradictions(paths)
     inputs = paths if asked.against is None else [*paths, asked.against]
     whole = gates.write_baseline is not None  # a baseline must hold every checkpoint of a folder
-    return reporting(functools.partial(asked.work, paths, thresholds, whole), output, gates, inputs)
+    return ReportCommand(functools.partial(asked.work, paths, thresholds, whole), output, gates, inputs)

@@ -22,7 +22,7 @@ from ampdoctor.cli.options import (
 )
 from ampdoctor.cli.plan_command import bytes_of
 from ampdoctor.cli.process import loading
-from ampdoctor.cli.run_command import Action, reporting, watched_run
+from ampdoctor.cli.run_command import Action, ReportCommand, watched_run
 from ampdoctor.cli.suggest import near_file, no_script
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
@@ -214,4 +214,4 @@ def health(
     thresholds = limits.thresholds(moved_in_the_file(context))
     exports = exporting.exports()
     work = functools.partial(asked.work, exports, logs, thresholds, output)
-    return reporting(work, output, gates, logs, also=files_of(exports))
+    return ReportCommand(work, output, gates, logs, also=files_of(exports))

@@ -221,6 +221,40 @@ def rule(code: str, commands: tuple[Command, ...], *, ruins_checkpoint: bool = F
     return REGISTERED[code]
 
 
+# -- codes of earlier versions --
+
+
+FORMER: Mapping[str, tuple[str, str | None]] = MappingProxyType(
+    {
+        "AMP409": ("scale-without-bound", None),
+        "AMP701": ("loss-not-finite", "AMP722"),
+        "AMP703": ("gradients-not-finite", "AMP722"),
+        "AMP704": ("spike", "AMP720"),
+        "AMP706": ("scale-spiral", "AMP723"),
+        "AMP707": ("skip-rate", "AMP723"),
+        "AMP731": ("plateau", None),
+        "AMP732": ("loss-falls", None),
+    }
+)
+"""Each with its name and the code of the rule that took its place, if any; users may still write them."""
+
+
+def today(code: str) -> str:
+    """Return the code that a rule has today."""
+    return FORMER.get(code, ("", None))[1] or code
+
+
+def former(wanted: str) -> str | None:
+    """Return the code of an earlier version that is meant by a code or a name; None for any other."""
+    return next((code for code, (name, _) in FORMER.items() if wanted.upper() == code or wanted.lower() == name), None)
+
+
+def is_gone(wanted: str) -> bool:
+    """Return whether nothing is found any more under a code or name of an earlier version."""
+    code = former(wanted)
+    return code is not None and FORMER[code][1] is None
+
+
 # -- all rules --
 
 
@@ -248,7 +282,7 @@ def judge(evidence: Any, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[F
 
 
 def codes_in(*places: str) -> frozenset[str]:
-    """Return the codes of the rules that judge in these files or folders of `diagnosis` ("scan.log", "health")."""
+    """Return the codes of the rules that judge in these files or folders of `diagnosis` ("scan.scaler")."""
     rules()
     inside = tuple(f"ampdoctor.diagnosis.{place}." for place in places)
     return frozenset(code for of in FINDERS.values() for code, find in of if f"{find.__module__}.".startswith(inside))
@@ -257,8 +291,11 @@ def codes_in(*places: str) -> frozenset[str]:
 def find_rule(wanted: str) -> Rule:
     """Return the rule with a code or a name, in any case; raises UsageError with similar names if there is none."""
     key = wanted.strip()
+    code = former(key)
+    if is_gone(key):
+        raise UsageError(f"{wanted} is a code of an earlier version; nothing is found under it any more")
     for one in rules().values():
-        if key.upper() == one.code or key.lower() == one.name:
+        if key.upper() == one.code or key.lower() == one.name or (code is not None and today(code) == one.code):
             return one
     near = _near(key)
     hint = f"; did you mean {' or '.join(near)}?" if near else "; `ampdoctor rule` lists them."
@@ -319,9 +356,10 @@ def check_threshold(code: str, name: str, value: float) -> None:
 
 
 def _find(code: str, name: str) -> Threshold:
-    found = all_thresholds().get(f"{code}.{name}")
+    found = all_thresholds().get(f"{today(code)}.{name}")
     if found is not None:
         return found
+    code = today(code)
     names = [threshold.name for threshold in rules()[code].thresholds] if code in rules() else []
     if names:
         raise UsageError(f"{code} has no threshold {name!r}; it has {', '.join(names)}")

@@ -61,9 +61,6 @@ optimizer state with one value per parameter element; `other` is optimizer count
 
 ROLES: tuple[TensorRole, ...] = ("weight", "buffer", "ema", "moment", "scaler", "other")
 
-RUN_LOG = "run-log"
-"""The format of a run's log without a checkpoint, as ampdoctor has written it."""
-
 DEAD_SCALE = 2.0**-128
 """At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (measured, torch 2.13)."""
 
@@ -243,15 +240,11 @@ class IndexSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogEntry:
-    """One line of a training log stored beside the weights; a value that the log lacks is None."""
+class LogTail:
+    """The last numbers of a training log."""
 
-    step: int  # global step
-    loss: float | None
-    grad_norm: float | None  # of all gradients, before clipping
-    learning_rate: float | None = None
-    scale: float | None = None  # loss scale
-    skipped: bool | None = None  # the optimizer's step was left out
+    norms: tuple[float, ...] = ()  # the last gradient norms, before clipping, that are finite and not zero
+    scale: float | None = None  # the last loss scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +272,8 @@ class CheckpointSummary:
     roles: tuple[RoleSummary, ...] = ()  # totals in the order of `ROLES`, without empty roles
     scalers: tuple[ScalerState, ...] = ()
     global_step: int | None = None
-    log: tuple[LogEntry, ...] = ()  # in the order of the steps
+    loss: float | None = None  # saved with the weights
+    log: LogTail | None = None  # of the training log beside them
     optimizers: tuple[OptimizerSummary, ...] = ()
     indices: tuple[IndexSummary, ...] = ()  # counters and tables of positions among its buffers
     foreign: tuple[str, ...] = ()  # names that `torch.load(weights_only=True)` refuses

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from math import nan
+from math import isfinite, nan
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
@@ -131,10 +131,8 @@ _ADDRESS = ("tensor", "role", "part", "call", "format")
 _COLUMNS = attrgetter(*_ADDRESS, *MEASURES)
 
 
-def table_of(line: DetailLine | DetailTable) -> DetailTable:
-    """Returns a line by columns, if it is not already."""
-    if isinstance(line, DetailTable):
-        return line
+def table_of(line: DetailLine) -> DetailTable:
+    """Returns a line by columns."""
     columns: list[Any] = list(zip(*map(_COLUMNS, line.tensors), strict=True)) or [()] * len((*_ADDRESS, *MEASURES))
     tensors, roles, parts, calls, formats, *measures = columns
     return DetailTable(
@@ -285,6 +283,33 @@ class StepLine:
     batch_zero_share: float | None = None
     batch_fingerprint: Count | None = None
 
+    @property
+    def norm(self) -> float | None:
+        """The norm before clipping, without the loss scale; None where one of these is unknown."""
+        return None if self.norm_clipped else self._unscaled_norm
+
+    @property
+    def clipped_norm(self) -> float | None:
+        """The norm after clipping, without the loss scale; None where nothing clips, or the norm is not finite."""
+        norm = self._unscaled_norm
+        if self.norm_clipped or norm is None or self.max_norm is None:
+            return norm if self.norm_clipped else None
+        return min(norm, self.max_norm) if isfinite(norm) else None
+
+    @property
+    def _unscaled_norm(self) -> float | None:
+        if self.gradient_norm is None or not self.norm_scaled:
+            return self.gradient_norm
+        return self.gradient_norm / self.loss_scale if self.loss_scale else None
+
+    def per_second(self, counted: Literal["samples", "tokens"], before: StepLine | None) -> float | None:
+        """The rate since an earlier line, perhaps of many steps before; `seconds` is the time of one step."""
+        if before is None or not self.seconds or self.step <= before.step:
+            return None
+        now, was = getattr(self, counted), getattr(before, counted)
+        seconds = self.seconds * (self.step - before.step)
+        return None if now is None or was is None or now < was else (now - was) / seconds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertLine:
@@ -421,10 +446,10 @@ KINDS: Mapping[str, type[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class LogRecord:
-    """A whole line: the values that every line has, and its own; `health` reads details as a table."""
+    """A whole line: the values that every line has, and its own."""
 
     stamp: Stamp
-    line: Line | DetailTable
+    line: Line
 
 
 # -- the JSON Schema of a line, made from the classes and shipped beside this file --

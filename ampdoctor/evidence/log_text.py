@@ -16,13 +16,11 @@ from ampdoctor.evidence.log_records import (
     KINDS,
     SCHEMA_VERSION,
     DetailLine,
-    DetailTable,
     Line,
     LogRecord,
     Stamp,
     StepLine,
     TensorDetail,
-    table_of,
 )
 
 _KIND_OF = {record: kind for kind, record in KINDS.items()}
@@ -296,35 +294,3 @@ _QUICK: Mapping[str, type[StepLine | DetailLine]] = MappingProxyType({"step": St
 _SEVERAL: Mapping[str, Callable[[Sequence[Any]], Any]] = MappingProxyType(
     {"learning_rates": _floats, "weight_decays": _floats, "tensors": _tensors}
 )
-
-
-# -- steps and details as rows of plain values, which a pipe carries in a fraction of the time that parsing takes --
-
-Row: TypeAlias = tuple[Sequence[Any], Sequence[Any], bool] | str
-"""Values of the stamp, values of a step or a table of details, and whether it is a step. Another line is its text."""
-
-
-def row_of(whole: LogRecord) -> Row:
-    """Returns a line's row."""
-    line = whole.line
-    if isinstance(line, StepLine):
-        return _STAMP(whole.stamp), _STEP(line), True
-    if isinstance(line, DetailLine | DetailTable):
-        return _STAMP(whole.stamp), _TABLE(table_of(line)), False
-    return text_of(whole)
-
-
-def line_of_row(row: Row) -> LogRecord:
-    """Returns the line of a row; details as a table."""
-    if isinstance(row, str):
-        return cast("LogRecord", line_of(row))
-    stamp, values, is_step = row
-    return _stamped(_make_stamp(*stamp), _make_step(*values) if is_step else DetailTable(*values))
-
-
-def _values(record: type) -> Callable[[Any], Sequence[Any]]:
-    return cast("Callable[[Any], Sequence[Any]]", attrgetter(*[one.name for one in fields(cast("Any", record))]))
-
-
-_STAMP, _STEP, _TABLE = _values(Stamp), _values(StepLine), _values(DetailTable)
-_stamped, _make_stamp, _make_step = opened(LogRecord), opened(Stamp), opened(StepLine)

@@ -24,7 +24,7 @@ from ampdoctor.evidence.thresholds import MovedThreshold
 
 SCHEMA_VERSION = "1"
 
-Command = Literal["scan", "bisect-nan", "profile", "recommend", "run", "watch", "health", "plan"]
+Command = Literal["scan", "bisect-nan", "profile", "recommend", "run", "health", "plan"]
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """Worst first."""
@@ -293,8 +293,8 @@ class Report:
     """The result of one command.
 
     Attributes:
-        command: "scan", "bisect-nan", "profile", "recommend", "run" for a script that was watched while it ran,
-            "watch" for any other loop, "health" for a run's log, or "plan" for a batch on another cluster.
+        command: "scan", "bisect-nan", "profile", "recommend", "run" for a training that was watched,
+            "health" for a run's log, or "plan" for a batch on another cluster.
         target: What was examined (path and format of a checkpoint, or the factory).
         run: How it was replayed (device, policy, precision, steps, replays, ...); {} for scan.
         verdict: sick, healthy, not_reproduced, inconclusive or not_judged.

@@ -98,31 +98,11 @@ class PlanChange:
 
     Attributes:
         what: What is spoken of.
-        figure: By how much, in a few words.
-        said: Why, and what to do, in a sentence or two.
+        figure: By how much, in a few words; docs/plan.md says why, and what to do.
     """
 
     what: str
     figure: str
-    said: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftAsItIs:
-    """What a framework does with the settings in force on the new cluster.
-
-    Attributes:
-        framework: The framework.
-        outcome: `kept`: it trains with the same batch; `silent`: with another one, and nothing is said; `refused`:
-            it does not start.
-        global_batch: The batch that it trains with; null where it does not start.
-        said: How that comes, a sentence.
-    """
-
-    framework: str
-    outcome: Literal["kept", "silent", "refused"]
-    global_batch: int | None
-    said: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +164,6 @@ class PlanSection:
         fewer: Where none is exact: the first exact plan on fewer devices, of the most that have one.
         memory: What fits a device.
         changes: What the first plan changes.
-        left_as_it_is: What each framework does with the settings in force on the new cluster.
         flushed: What becomes zero in fp16, where a saved profile was given.
         emit: The first plan in a framework's words.
     """
@@ -199,7 +178,6 @@ class PlanSection:
     fewer: PlannedBatch | None
     memory: DeviceMemory
     changes: tuple[PlanChange, ...] = ()
-    left_as_it_is: tuple[LeftAsItIs, ...] = ()
     flushed: FlushedByPlan | None = None
     emit: EmittedSettings | None = None
 

@@ -153,7 +153,6 @@ class Run(TypedDict, total=False):
         precision: The precision of the run, or the one that was asked for.
         autocast: Whether the run computes under autocast.
         steps: Optimizer steps that were replayed, or watched.
-        steps_skipped: Of a watched loop, the steps that a scaler has skipped.
         step: Of a watched training, the sick step.
         optimizer: Of a watched training that steps several, whose step it is: what the script calls it, and its kind.
         kept: Of a watched training, what it has left.
@@ -178,7 +177,6 @@ class Run(TypedDict, total=False):
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
     autocast: bool
     steps: Count
-    steps_skipped: Count
     step: Count
     optimizer: str
     kept: Kept

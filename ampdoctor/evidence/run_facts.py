@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.json_records import Count, Fraction, Shape
+from ampdoctor.evidence.location import Source
 from ampdoctor.evidence.targets import Target
 
 OVERFLOWED = 2.0**128
@@ -25,8 +26,8 @@ class ModuleFacts:
         ops: Ops of its own forward, without its children's: each user-level op ("linear", "softmax",
             "scaled_dot_product_attention") with the narrowest format that one of its calls computed in ("fp16", "bf16",
             "fp32", "fp64").
-        logits_amax: Largest magnitude of the logits of an attention or a softmax in it, without what is masked out;
-            2^128 (`OVERFLOWED`) if one was infinite; None without logits.
+        logits_amax: Largest magnitude of the logits of a softmax in it, without what is masked out; 2^128
+            (`OVERFLOWED`) if one was infinite; None without logits, and for a fused attention.
         product_amax: Largest magnitude of the result of its own matrix product or convolution in a half format, before
             any scaling or mask; 2^128 if it overflowed; None without such a product.
         gemm_multiple_of_16: True if all dimensions of its products with a matrix of weights are multiples of 16, as FP8
@@ -252,47 +253,6 @@ class PrecisionAdvice:
         return tuple(row.module for row in self.rows if not row.part and row.precision in {"fp32", "tf32"})
 
 
-# -- optimizer state that training in fp32 never produces, from the first step of a replay --
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlushedMoment:
-    """A parameter whose second moment holds zeros beside first moments that no rounding explains.
-
-    `update` is the norm of the parameter's first update, `fresh` that of the same update with new optimizer state; None
-    if it cannot be measured.
-    """
-
-    name: str
-    module: str
-    entry: str  # the second moment ("exp_avg_sq")
-    dtype: str  # without "torch."
-    starved: int  # elements that are zero there, but not in the first moment
-    elements: int  # of the parameter
-    largest: float  # magnitude of the first moment at such an element
-    epsilon: float
-    update: float | None = None
-    fresh: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HalfCounter:
-    """A parameter's step counter in a half format ("bfloat16" or "float16")."""
-
-    name: str
-    module: str
-    dtype: str
-    count: float  # before the first step
-    after: float | None = None  # after the optimizer's first step; None if it took none
-    widened: float | None = None  # the same, counted in fp32
-    betas: tuple[float, ...] = ()  # the optimizer's; () for one without
-
-    @property
-    def stands(self) -> bool:
-        """True if it did not move and does in fp32."""
-        return self.after == self.count and self.widened is not None and self.widened > self.count
-
-
 # -- a run's own loss scaler --
 
 
@@ -307,3 +267,37 @@ class ResumedScaler:
     file: ScalerState
     now: ScalerState
     asked: frozenset[str] | None = None
+
+
+# -- what a loop's own code did to its gradients in one step, beside its scaler --
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of an optimizer's gradients between two moments."""
+
+    factor: float | None  # of all gradients, 1.0 if unchanged; None if it is not one number
+    bound: float | None  # magnitude to which each was clipped, if any
+    most: float  # largest magnitude before, among the samples
+    norm: float  # L2 norm of all of them afterwards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handling:
+    """A step on gradients of scaled losses alone.
+
+    `by_itself` says that the optimizer divides the gradients in its own step, or may: it is none of torch's, or a fused
+    one. `scaled_again` is the line that scaled a loss of which a part was scaled already. `before` and `after` are
+    changes of the gradients before they were unscaled, and since the backward or the unscaling; None if unknown.
+    """
+
+    step: int
+    scale: float  # the loss scale
+    unscaled: bool  # a scaler has divided the gradients by it
+    by_itself: bool
+    knows_scale: bool  # the loop has read it, and may multiply and divide by it
+    scaled_again: Source | None
+    before: Change | None
+    after: Change | None
+    clipped: float  # factor of `clip_grad_norm_`; 1.0 without one
+    source: Source | None  # the line that makes the step

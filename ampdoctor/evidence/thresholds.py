@@ -64,8 +64,8 @@ ERROR_NOTE = Threshold("AMP301", "error_note", 5e-3, "relative L2 error", 1e-6)
 ERROR_WARNING = Threshold("AMP301", "error_warning", 2e-2, "relative L2 error")
 ERROR_BAD = Threshold("AMP301", "error_bad", 0.1, "relative L2 error")
 FP32_SHARE = Threshold("AMP303", "fp32_share", 0.2, "share")
-SKIP_RATE = Threshold("AMP707", "skip_rate", 1e-3, "share", 1e-6, 0.5)
-HORIZON = Threshold("AMP707", "horizon", 10_000, "steps", 1, 1_000_000)
+SKIP_RATE = Threshold("AMP723", "skip_rate", 1e-3, "share", 1e-6, 0.5)
+HORIZON = Threshold("AMP723", "horizon", 10_000, "steps", 1, 1_000_000)
 
 
 # -- the values in force --
@@ -91,7 +91,7 @@ class Thresholds:
 
     @property
     def horizon(self) -> int:
-        """Steps that a simulation looks ahead (AMP707)."""
+        """Steps that a simulation looks ahead (AMP723)."""
         return int(self[HORIZON])
 
     def listed(self) -> tuple[MovedThreshold, ...]:

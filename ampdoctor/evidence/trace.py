@@ -227,11 +227,8 @@ class StepEvent:
             scale, but unscaled now [unscale]; or scaled, but added after the unscaling [optimizer_step].
         scales: Scales of the losses whose gradients the optimizer now holds, 1.0 for those that were not scaled or have
             been unscaled [unscale, optimizer_step].
-        still_scaled: Number of gradients that are still as backwards of scaled losses wrote them, though no scaler
-            makes the step [optimizer_step].
         clipped: Norm before, and largest norm after, a `clip_grad_norm_` of gradients that were still scaled [unscale].
         twice: The loss scale, if a part of the scaled value already went through a scaler in this step [scale].
-        knows_scale: The loop has asked a scaler for its scale before: it may scale and unscale in its own code.
         casts_kept: Autocast was on, and keeps the casts of weights that it has made [optimizer_step].
         again: The optimizer had used these same gradients already, with no backward in between [optimizer_step].
         held_back: The scaler had skipped the update that used them first [optimizer_step that is made again].
@@ -247,10 +244,8 @@ class StepEvent:
     unscaled: bool = True
     misscaled: int = 0
     scales: tuple[float, ...] = ()
-    still_scaled: int = 0
     clipped: tuple[float, float] | None = None
     twice: float | None = None
-    knows_scale: bool = False
     casts_kept: bool = False
     again: bool = False
     held_back: bool = False

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.diagnosis.catalogue import FORMER, rules, today
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.json_records import DuplicateKeyError, unique_keys
+from ampdoctor.evidence.json_records import DuplicateKeyError, MismatchError, RecordReader, unique_keys
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import (
     SEVERITIES,
@@ -31,10 +31,11 @@ from ampdoctor.evidence.report import (
     fingerprint_at,
 )
 from ampdoctor.gates.files import checkpoint_file, examined
-from ampdoctor.gates.findings import suppressed_worst_first
+from ampdoctor.gates.findings import suppressed_worst_first, worst_first
 from ampdoctor.package import version
 
 FORMAT = "ampdoctor-baseline"
+_READER = RecordReader({})
 VERSION = "1"  # increases with a change that an older ampdoctor would misread
 
 
@@ -101,7 +102,7 @@ def set_known_aside(report: Report, baseline: Baseline, file: str, *, written: b
     if baseline.command != _command(report):
         raise _other_command(baseline, _command(report), file)
     known = _Known(baseline.entries, report.target)
-    worst = sorted(report.findings, key=lambda finding: SEVERITIES.index(finding.severity))
+    worst = worst_first(report.findings)
     accepted = {id(finding) for finding in worst if known.accept(finding)}
     for finding in worst:
         if id(finding) not in accepted:
@@ -130,7 +131,7 @@ class _Known:
     def __init__(self, entries: Iterable[Entry], target: Mapping[str, Any]) -> None:
         self._target = target
         self._left: dict[str, list[Entry]] = defaultdict(list)
-        for entry in sorted(entries, key=lambda entry: SEVERITIES.index(entry.severity)):  # the worst first
+        for entry in sorted(entries, key=_severity):  # the worst first
             self._left[entry.fingerprint].append(entry)
 
     def accept(self, finding: Finding) -> bool:
@@ -220,13 +221,18 @@ def _no_baseline(file: str, why: str) -> UsageError:
 
 
 def _read_entry(item: Any, index: int, file: str) -> Entry:
-    names = set(Entry.__dataclass_fields__)
-    whole = isinstance(item, dict) and set(item) == names
-    if not whole or not all(isinstance(item[key], str) for key in ("fingerprint", "code", "module")):
-        raise _no_baseline(file, f"findings[{index}] is not what --write-baseline writes")
-    if item["severity"] not in SEVERITIES or not all(isinstance(item[k], str | None) for k in ("op", "tensor", "file")):
-        raise _no_baseline(file, f"findings[{index}] is not what --write-baseline writes")
-    return Entry(**item)
+    try:
+        entry = _READER.read(Entry, item)
+    except MismatchError:
+        raise _no_baseline(file, f"findings[{index}] is not what --write-baseline writes") from None
+    return _renamed(entry) if entry.code in FORMER else entry
+
+
+def _renamed(entry: Entry) -> Entry:
+    """Return an entry of a code of an earlier version as it would be written today."""
+    op = None if entry.op == "scaler_state" else entry.op  # a log's scale is no state of a checkpoint
+    code, where = today(entry.code), Where(phase="loss", module=entry.module, op=op, tensor=entry.tensor)
+    return replace(entry, code=code, op=op, fingerprint=fingerprint_at(code, where))
 
 
 def _command(report: Report) -> str:

@@ -171,8 +171,11 @@ def _could_have_been_used(ignore: Ignore, report: Report) -> bool:
     """Whether this run examined what the ignore names."""
     # Many commands and many checkpoints share one list. So the rule must belong to this command, the report must be
     # judged and complete, and the ignore's file must be among the examined ones.
-    if report.verdict == "not_judged" or not report.complete or report.command not in rules()[ignore.rule].commands:
+    commands = rules()[ignore.rule].commands
+    if report.verdict == "not_judged" or not report.complete or report.command not in commands:
         return False
+    if report.command == "recommend" and report.profile is None and "bisect-nan" not in commands:
+        return False  # it ended with another cause, before ranges were measured
     return ignore.file is None or any(fnmatchcase(name, ignore.file) for name in examined(report))
 
 

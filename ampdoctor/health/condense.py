@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TypeAlias
@@ -11,12 +11,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.evidence.checkpoint_stats import LogTail
 from ampdoctor.evidence.log_records import (
     ActionLine,
     CheckpointLine,
     DetailLine,
-    DetailTable,
     EndLine,
     LogRecord,
     LookLine,
@@ -31,7 +30,6 @@ from ampdoctor.health.curves import (
     Columns,
     axis_of,
     curve_of,
-    entries_of,
     scaler_histories,
     spans_of,
     with_proved_skips,
@@ -68,12 +66,6 @@ class Attempts:
         """Returns the step from which on later groups have undone this one."""
         return min(self.first[group + 1 :], default=2**63 - 1)
 
-    def undone(self) -> Iterable[tuple[int, int]]:
-        """Yields each group that was undone in part, and from which step on."""
-        for group in range(len(self.first)):
-            if self.undone_from(group) < 2**63 - 1:
-                yield group, self.undone_from(group)
-
 
 def standing(columns: Mapping[str, Column], groups: Attempts) -> Mapping[str, Column]:
     """Drops rows that a later restart repeated; sorts the others by step, those of one step in the order of arrival."""
@@ -88,7 +80,7 @@ def standing(columns: Mapping[str, Column], groups: Attempts) -> Mapping[str, Co
 
 
 Mark: TypeAlias = CheckpointLine | LookLine | ActionLine
-MOST_ENTRIES = 10_000  # last steps of a log that are judged by how they end
+LAST_NORMS = 10  # norms whose median stands for a gradient of late
 MOST_MARKS = 10_000  # most checkpoints, looks and actions that are kept: the last ones
 
 
@@ -113,12 +105,12 @@ class RunSummarizer:
             if columns is None:
                 columns = self._steps[line.optimizer] = Columns()
             columns.add(whole, line, group)
-        elif isinstance(line, DetailLine | DetailTable):
+        elif isinstance(line, DetailLine):
             self._group(whole, line.step)
             self._maps.setdefault(line.optimizer, Maps()).add(line, self.header.tensors)
         elif isinstance(line, RunLine):
-            if self.header.scaler is not None and line.scaler is None:
-                line = _with_scaler(line, self.header)
+            if line.scaler is None:  # a later file does not repeat the scaler's initial state
+                line = replace(line, scaler=self.header.scaler)
             self.header, self._end = line, None
         elif isinstance(line, CheckpointLine | LookLine | ActionLine):
             self._marks.append((self.groups.of(whole.stamp), line))
@@ -159,13 +151,12 @@ class RunSummarizer:
             for optimizer in optimizers
         )
 
-    def last_entries(self) -> Iterator[tuple[str, tuple[LogEntry, ...]]]:
-        """Yields each optimizer's name ("" where there is only one), and its last steps that were not undone."""
-        names = self.header.optimizers
-        for optimizer in sorted(self._steps):
-            columns = standing(self._steps[optimizer].whole(), self.groups)
-            name = names[optimizer] if optimizer < len(names) else str(optimizer)
-            yield (name if len(self._steps) > 1 else ""), entries_of(columns, MOST_ENTRIES)
+    def tail(self) -> LogTail:
+        """Returns the last numbers of the first optimizer."""
+        columns = standing(self._steps[min(self._steps)].whole(), self.groups)
+        norms, scales = columns["norm"], columns["loss_scale"]
+        good, known = norms[(norms > 0) & np.isfinite(norms)], scales[~np.isnan(scales)]
+        return LogTail(norms=tuple(good[-LAST_NORMS:].tolist()), scale=float(known[-1]) if len(known) else None)
 
     def _run(self, optimizer: int, *, several: bool, name: str, source: str, kind: str, ending: Ending) -> HealthRun:
         columns = with_proved_skips(standing(self._steps[optimizer].whole(), self.groups))
@@ -215,11 +206,6 @@ class RunSummarizer:
         return tuple(_look(line, source) for line in looks)
 
 
-def _with_scaler(line: RunLine, before: RunLine) -> RunLine:
-    """Returns the header of a later file with the scaler's initial state, which it does not repeat."""
-    return replace(line, scaler=before.scaler)
-
-
 def _look(line: LookLine, source: str) -> LookMark:
     bundle = None if line.bundle is None else str(PurePath(source) / line.bundle)
     code = [] if line.model is None else ["--model", line.model]
@@ -235,48 +221,24 @@ def _look(line: LookLine, source: str) -> LookMark:
     )
 
 
+_COLUMN_OF: Mapping[CurveName, str] = {
+    "loss": "loss",
+    "gradient_norm": "norm",
+    "clipped_norm": "clipped_norm",
+    "loss_scale": "loss_scale",
+    "learning_rate": "rate",
+    "headroom_binades": "headroom",
+    "step_seconds": "seconds",
+    "data_seconds": "data_seconds",
+    "samples_per_second": "samples_per_second",
+    "tokens_per_second": "tokens_per_second",
+    "memory_bytes": "memory_bytes",
+}
+
+
 def _curves(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> tuple[Curve, ...]:
     spans = spans_of(columns["step"])
-    numbers = _numbers(columns, headroom)
-    found = (curve_of(name, values, spans) for name, values in numbers.items())
+    least = np.array([headroom.get(int(step), np.nan) for step in columns["step"].tolist()], np.float64)
+    columns = {**columns, "headroom": least}
+    found = (curve_of(name, columns[of], spans) for name, of in _COLUMN_OF.items())
     return tuple(curve for curve in found if curve is not None)
-
-
-def _numbers(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> dict[CurveName, Column]:
-    steps, scale, norm = columns["step"], columns["loss_scale"], columns["gradient_norm"]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        norm = np.where(columns["norm_scaled"] == 1, norm / scale, norm)
-    clipped = columns["norm_clipped"] == 1
-    after = np.where(clipped, norm, np.fmin(norm, columns["max_norm"]))
-    after[(np.isnan(columns["max_norm"]) | ~np.isfinite(norm)) & ~clipped | np.isnan(norm)] = np.nan
-    least = np.full(len(steps), np.nan)
-    if headroom:
-        at, inverse = np.unique(steps, return_index=True)
-        wanted = np.array(sorted(headroom), dtype=np.float64)
-        place = np.minimum(np.searchsorted(at, wanted), max(len(at) - 1, 0))
-        hit = at[place] == wanted if len(at) else np.zeros(len(wanted), bool)
-        least[inverse[place[hit]]] = np.array([headroom[int(step)] for step in wanted])[hit]
-    return {
-        "loss": columns["loss"],
-        "gradient_norm": np.where(clipped, np.nan, norm),
-        "clipped_norm": after,
-        "loss_scale": scale,
-        "learning_rate": columns["rate"],
-        "headroom_binades": least,
-        "step_seconds": columns["seconds"],
-        "data_seconds": columns["data_seconds"],
-        "samples_per_second": _rate(columns, "samples"),
-        "tokens_per_second": _rate(columns, "tokens"),
-        "memory_bytes": columns["memory_bytes"],
-    }
-
-
-def _rate(columns: Mapping[str, Column], counted: str) -> Column:
-    """Returns the rate between each row and the row before; `seconds` is the time of one step."""
-    values, rate = columns[counted], np.full(len(columns[counted]), np.nan)
-    if len(values) > 1:
-        seconds = columns["seconds"][1:] * np.diff(columns["step"])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            rate[1:] = np.where(seconds > 0, np.diff(values) / seconds, np.nan)
-        rate[rate < 0] = np.nan
-    return rate

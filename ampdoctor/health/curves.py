@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.diagnosis.health.rolling import falls_over
-from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.log_records import LogRecord, StepLine
 from ampdoctor.evidence.report_health import Curve, CurveName, HealthAxis, ScalerHistory
 from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
@@ -23,14 +22,11 @@ from ampdoctor.scaling.search import drawn_changes, drawn_skips
 Column: TypeAlias = NDArray[np.float64]
 
 _NUMBERS = (
-    *("step", "loss", "gradient_norm", "norm_scaled", "norm_clipped", "max_norm", "loss_scale", "skipped"),
+    *("step", "loss", "gradient_norm", "norm", "clipped_norm", "loss_scale", "skipped"),
     *("growth_tracker", "seconds", "data_seconds", "memory_bytes", "samples", "tokens", "scaler"),
 )
-_MORE = (
-    "rate",
-    "time_ms",
-    "group",
-)  # beside the fields: first learning rate, the stamp's time, the number in `Attempts`
+_MORE = ("samples_per_second", "tokens_per_second", "rate", "time_ms", "group")
+"""Beside the fields: throughput, first learning rate, the stamp's time, the number in `Attempts`."""
 _BLOCK = 8192
 
 
@@ -43,18 +39,18 @@ class Columns:
     def __init__(self) -> None:
         self._rows: list[tuple[float | None, ...]] = []
         self._blocks: list[NDArray[np.float64]] = []
+        self._before: StepLine | None = None
 
     def add(self, whole: LogRecord, step: StepLine, group: int) -> None:
         """Adds a step from the line `whole`; `group` is its number in `Attempts`."""
-        rates = step.learning_rates
+        rates, before, self._before = step.learning_rates, self._before, step
+        throughput = [step.per_second("samples", before), step.per_second("tokens", before)]
         if step.loss != step.loss or step.gradient_norm != step.gradient_norm:  # NaN
             step = replace(step, loss=_infinite(step.loss), gradient_norm=_infinite(step.gradient_norm))
-        self._rows.append((*_VALUES(step), rates[0] if rates else None, whole.stamp.time_ms or None, group))
+        of_stamp = whole.stamp.time_ms or None
+        self._rows.append((*_VALUES(step), *throughput, rates[0] if rates else None, of_stamp, group))
         if len(self._rows) == _BLOCK:
             self._fold()
-
-    def __len__(self) -> int:
-        return len(self._rows) + sum(map(len, self._blocks))
 
     def whole(self) -> Mapping[str, Column]:
         """Returns all columns by name, in the order of arrival."""
@@ -87,27 +83,6 @@ def with_proved_skips(columns: Mapping[str, Column]) -> Mapping[str, Column]:
     known = np.where(unknown & ~ill & np.isfinite(norm), 0.0, skipped)
     known[:-1][proved] = 1.0
     return {**columns, "skipped": known}
-
-
-def entries_of(columns: Mapping[str, Column], most: int) -> tuple[LogEntry, ...]:
-    """Returns the last `most` rows as the checkpoint rules read them, ordered by step; NaN is stored as infinite."""
-    norm = np.where(columns["norm_clipped"] == 1, np.nan, columns["gradient_norm"])
-    values = (columns["step"], columns["loss"], norm, columns["rate"], columns["loss_scale"], columns["skipped"])
-    return tuple(
-        LogEntry(
-            step=int(step),
-            loss=_known(loss),
-            grad_norm=_known(norm),
-            learning_rate=_known(rate),
-            scale=_known(scale),
-            skipped=None if math.isnan(skipped) else skipped == 1,
-        )
-        for step, loss, norm, rate, scale, skipped in zip(*(of[-most:].tolist() for of in values), strict=True)
-    )
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 _VALUES = attrgetter(*_NUMBERS)
@@ -204,9 +179,6 @@ def _floats(values: Column, some: NDArray[np.bool_]) -> tuple[float | None, ...]
 # -- loss scaling --
 
 
-_READ = ("step", "loss_scale", "skipped", "growth_tracker")
-
-
 def scaler_histories(
     columns: Mapping[str, Column], names: Sequence[str], state: Mapping[str, Any] | None
 ) -> tuple[ScalerHistory, ...]:
@@ -218,10 +190,7 @@ def scaler_histories(
     found = sorted({int(one) for one in np.unique(scalers[known])})
     return tuple(
         _history(
-            {
-                name: columns[name][known & (scalers == at)]
-                for name in ("step", "loss_scale", "skipped", "growth_tracker")
-            },
+            {name: values[known & (scalers == at)] for name, values in columns.items()},
             (names[at] if at < len(names) else str(at)) if len(found) > 1 else "",
             arguments_in(state) if at == 0 else None,
         )

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from ampdoctor.checkpoints.files import RegularFile
-from ampdoctor.checkpoints.log_files import MAX_BYTES, SkippedLines
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, LogRecord, StepLine
 from ampdoctor.evidence.log_text import kind_of, quick_line_of
 from ampdoctor.evidence.paths import logs_in, rank_and_number
+from ampdoctor.health.reading.log_files import MAX_BYTES, SkippedLines
 from ampdoctor.health.reading.log_kind import Begin, ReadIssues, RunLines, StepOrder, run_of
 from ampdoctor.health.reading.opening import AMPDOCTOR, FileState, FoundLog, find_log
 

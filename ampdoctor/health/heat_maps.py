@@ -86,7 +86,7 @@ class Maps:
         self.headroom: dict[int, float] = {}
         """The least headroom of the gradients at each measured step."""
 
-    def add(self, line: DetailLine | DetailTable, table: Sequence[str]) -> None:
+    def add(self, line: DetailLine, table: Sequence[str]) -> None:
         """Adds a line with the tensors of a step, or some of them; `table` holds their names."""
         if table is not self._table:
             self._table, self._layouts = table, {}

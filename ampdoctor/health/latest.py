@@ -71,10 +71,10 @@ class Latest:
     first_step: int | None = None  # the first step that was read
     lost: LostLine | None = None
     end: EndLine | None = None  # None until the log's last line
+    detail_step: int | None = None  # the last step with measured tensors
     _judge: Judge = field(init=False)
     _times: deque[tuple[int, StepLine]] = field(default_factory=lambda: deque(maxlen=_LATELY))
     _details: dict[tuple[int, str, str, int], TensorDetail] = field(default_factory=dict)
-    _detail_step: int | None = None
     _told: set[tuple[str, str | None, int | None]] = field(default_factory=set)
     _optimizer: int | None = None
 
@@ -135,11 +135,6 @@ class Latest:
         """The last value that was read."""
         return next((line.memory_bytes for line in reversed(self.steps) if line.memory_bytes is not None), None)
 
-    @property
-    def detail_step(self) -> int | None:
-        """The last step with measured tensors."""
-        return self._detail_step
-
     def worst(self, measure: Measure, count: int) -> list[tuple[str, str, float]]:
         """Returns name, role and number of the `count` worst tensors: those of least headroom, or of largest share."""
         names = () if self.run is None else self.run.tensors
@@ -164,7 +159,7 @@ class Latest:
         self._times.clear()
         self._details.clear()
         self._told.clear()
-        self.skipped, self.first_step, self.lost, self._optimizer, self._detail_step = 0, None, None, None, None
+        self.skipped, self.first_step, self.lost, self._optimizer, self.detail_step = 0, None, None, None, None
         self._judge = Judge(self.thresholds)
         return [Event(step=None, kind="run", level="note", says="another run begins in this log")]
 
@@ -185,9 +180,9 @@ class Latest:
         self.skipped += bool(line.skipped)
 
     def _take_detail(self, line: DetailLine) -> None:
-        if line.step != self._detail_step:
+        if line.step != self.detail_step:
             self._details.clear()
-            self._detail_step = line.step
+            self.detail_step = line.step
         for one in line.tensors:
             self._details[one.tensor, one.role, one.part, one.call] = one
 
@@ -204,8 +199,7 @@ class Latest:
 
 
 def _begins_anew(before: Stamp, now: Stamp) -> bool:
-    of = [(stamp.run_id, stamp.restarts, stamp.attempt) for stamp in (before, now)]
-    return of[0] != of[1]
+    return (before.run_id, before.restarts, before.attempt) != (now.run_id, now.restarts, now.attempt)
 
 
 def _rate(first: int | None, last: int | None, seconds: float) -> float | None:

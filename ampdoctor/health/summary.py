@@ -21,13 +21,12 @@ from typing import TypeAlias
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.diagnosis.catalogue import codes_in
 from ampdoctor.diagnosis.health.judge import Judge
-from ampdoctor.diagnosis.scan.log import at_the_end
 from ampdoctor.errors import CheckpointError, NoStepError
+from ampdoctor.evidence.checkpoint_stats import LogTail
 from ampdoctor.evidence.json_records import Count, Positive, from_plain, to_plain
 from ampdoctor.evidence.log_records import (
     AlertLine,
     DetailLine,
-    DetailTable,
     EndLine,
     LogRecord,
     LookLine,
@@ -40,7 +39,7 @@ from ampdoctor.evidence.report_health import HealthRun
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.condense import RunSummarizer
 from ampdoctor.health.reading.log_kind import ReadIssues
-from ampdoctor.health.reading.opening import FoundLog, lines_ahead
+from ampdoctor.health.reading.opening import FoundLog
 from ampdoctor.package import version
 
 OnProgress: TypeAlias = Callable[[int], None]  # called with the number of lines read
@@ -56,6 +55,8 @@ class LogSummary:
 
     runs: tuple[HealthRun, ...]  # one for each optimizer
     findings: tuple[Finding, ...] = ()  # in the order of arrival, without undone ones
+    over: tuple[int, ...] = ()  # places of those in `findings` that the run has come back from
+    tail: LogTail = field(default_factory=LogTail)
     undone: tuple[Finding, ...] = ()  # findings at steps that a rollback or a restart has undone
     ranks: Positive = 1  # ranks that have lines in the log
     detail_every: Positive | None = None  # steps between two measurements of single tensors
@@ -71,7 +72,7 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
     noticed = ReadIssues()
     reader = _Reader(thresholds)
     with _no_search_for_cycles():
-        for number, whole in enumerate(lines_ahead(found, noticed)):
+        for number, whole in enumerate(found.lines(noticed)):
             reader.hear(whole)
             if told is not None and number % _EVERY == 0:
                 told(number)
@@ -90,11 +91,13 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
             raise CheckpointError(error.message)
         raise NoStepError(f"{found.name} has no step: nothing was trained yet, or nothing was logged.")
     findings, undone = reader.findings()
-    findings += tuple(_of_the_end(reader.condenser, thresholds))
+    over = tuple(at for at, finding in enumerate(findings) if reader.is_over(finding))
     findings = tuple(_as_written(finding, noticed.order.zeros) for finding in findings)
     return LogSummary(
         runs=runs,
         findings=findings,
+        over=over,
+        tail=reader.condenser.tail(),
         undone=undone,
         ranks=max(len(reader.ranks), 1),
         detail_every=reader.condenser.header.detail_every,
@@ -168,7 +171,7 @@ class _Reader:
             self._judge.knows(line)
             for finding in line.findings:
                 self._add(whole, _at(finding, line.step))
-        elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine | DetailTable | EndLine):
+        elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine | EndLine):
             for finding in found:
                 self._add(whole, finding)
 
@@ -203,6 +206,11 @@ class _Reader:
         placed = replace(finding, where=replace(finding.where, rank=rank)) if rank else finding
         self._found.append((self.condenser.groups.of(whole.stamp), placed))
 
+    def is_over(self, finding: Finding) -> bool:
+        """Returns whether the run has come back from it, by the end of the log."""
+        judge = self.ranks.get(finding.where.rank)
+        return judge is None or judge.is_over(finding)
+
     def findings(self) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
         """Returns the valid findings and the undone ones; a finding of several ranks at one step is there once."""
         standing: dict[Hashable, Finding] = {}
@@ -218,12 +226,6 @@ class _Reader:
             if key not in standing or finding.where.rank == standing[key].where.rank:  # which says more than before
                 standing[key] = finding
         return tuple(_of_ranks(finding, len(ranks[key])) for key, finding in standing.items()), tuple(undone)
-
-
-def _of_the_end(condenser: RunSummarizer, thresholds: Thresholds) -> Iterator[Finding]:
-    for optimizer, entries in condenser.last_entries():
-        for finding in at_the_end(entries, thresholds):
-            yield replace(finding, evidence={**finding.evidence, "optimizer": optimizer}) if optimizer else finding
 
 
 def _as_written(finding: Finding, zeros: AbstractSet[int]) -> Finding:

@@ -227,10 +227,6 @@ class Backwards:
         """Returns whether a part of the tensors to be scaled was already scaled in this step."""
         return self._scaled_one and bool(scaled_within(outputs))
 
-    def next_step(self) -> None:
-        """Begins another step for `scaled_twice`."""
-        self._scaled_one = False
-
     def unscaled(self, optimizer: Any) -> None:
         """Notes that a scaler has divided the optimizer's gradients by its scale."""
         for parameter in _parameters_of(optimizer):
@@ -238,15 +234,6 @@ class Backwards:
             self._clips.pop(id(parameter), None)
             if id(parameter) in self._parts:
                 self._parts[id(parameter)] = {PLAIN}
-
-    def forget(self, optimizer: Any) -> None:
-        """Forgets the scales of the optimizer's gradients after a step has used them, or a scaler has skipped it.
-
-        A loop may clear gradients invisibly (`.grad.data.zero_()`), so their scales are unknown from then on.
-        """
-        for parameter in _parameters_of(optimizer):
-            self._parts.pop(id(parameter), None)
-            self._clips.pop(id(parameter), None)
 
     def edited(self, optimizer: Any) -> int:
         """Returns how many of the optimizer's gradients were edited in place after a backward or scaler wrote them."""
@@ -263,13 +250,6 @@ class Backwards:
     def misscaled(self, optimizer: Any, scale: float) -> int:
         """Returns how many of the optimizer's gradients have a part with a scale other than this."""
         return sum(any(part != scale for part in parts) for parts in self._held_by(optimizer))
-
-    def still_scaled(self, optimizer: Any) -> int:
-        """Returns how many of the optimizer's gradients come from scaled losses, neither changed nor replaced since."""
-        return sum(
-            PLAIN not in self._parts.get(id(parameter), {PLAIN}) and self._is_as_written(parameter)
-            for parameter in _parameters_of(optimizer)
-        )
 
     def clipped(self, optimizer: Any) -> tuple[float, float] | None:
         """Returns the norm before, and the largest norm after, the last clipping of gradients that are still scaled."""

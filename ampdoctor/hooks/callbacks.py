@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -364,21 +364,14 @@ def hearing(*hears: Hears) -> Iterator[bool]:
         yield False
         return
     ear = _Ear(hears)
-    put: list[tuple[ModuleType, str, Any, Any]] = []
-    for module, norm, clip in _DOORS:
-        for name, wrap in ((norm, ear.norm), (clip, ear.clip)):
-            original = getattr(module, name, None)
-            if original is not None:
-                put.append((module, name, original, wrap(original)))
-    for module, name, _, wrapped in put:
-        setattr(module, name, wrapped)
-    try:
+    with ExitStack() as stack:
+        stack.callback(ear.close)  # a program that has wrapped our wrapper still calls it
+        for module, norm, clip in _DOORS:
+            for name, wrap in ((norm, ear.norm), (clip, ear.clip)):
+                original = getattr(module, name, None)
+                if original is not None:
+                    stack.enter_context(replaced(module, name, wrap(original)))
         yield True
-    finally:
-        ear.close()  # a program that has wrapped our wrapper still calls it
-        for module, name, original, wrapped in put:
-            if getattr(module, name) is wrapped:
-                setattr(module, name, original)
 
 
 class _Ear:

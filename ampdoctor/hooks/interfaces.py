@@ -18,32 +18,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ampdoctor.hooks.backwards import Backwards
+    from ampdoctor.hooks.scaler_events import StepEvents
 
 
 # -- traced runs --
 
 
-class StepParts(Protocol):
-    """Shows which part of a step is running."""
-
-    @property
-    def part(self) -> str | None:
-        """Returns "optimizer" in an optimizer's step, "scaler" in a scaler's method, else None."""
-        ...
-
-    def scale(self) -> float | None:
-        """Returns the run's loss scale now; None where no scaler is enabled."""
-        ...
-
-    @property
-    def backwards(self) -> Backwards:
-        """The scales of the gradients that the running backward computes."""
-        ...
-
-
 class ObservedRun(Protocol):
-    """A run whose steps are traced: a replay (a `Session`), or a user's loop whose parts appear one by one."""
+    """A run whose steps are traced: a `Session`."""
 
     @property
     def model(self) -> nn.Module:
@@ -61,7 +43,7 @@ class ObservedRun(Protocol):
         ...
 
     @property
-    def events(self) -> StepParts:
+    def events(self) -> StepEvents:
         """Shows which part of the step is running."""
         ...
 

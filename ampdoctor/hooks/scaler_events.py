@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -76,26 +76,14 @@ class _Known:
     scale: float
 
 
-class ScalerCallbacks:
-    """Receives a step's calls, which may show parts of the loop for the first time; methods may raise."""
-
-    def calls(self, scaler: Any, optimizer: Any) -> None:
-        """Called before a scaler's method runs; `optimizer` may be None."""
-
-    def noted(self, event: StepEvent) -> None:
-        """Called after a call was recorded, and before it is made."""
-
-    def asking(self, event: StepEvent, optimizer: Any) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
-        """Surrounds the `step` of an enabled scaler, which steps the optimizer or skips it."""
-        return nullcontext()
+_METHODS = ("scale", "unscale_", "step", "update")
 
 
 class StepEvents:
     """Records the calls of a step, and which part of the step is running.
 
     Every GradScaler of torch's is observed, and other scalers where they are given. A replay, whose parts are known,
-    clears the record before each step. In a watched loop, the parameters and optimizers may grow: `before_step` and
-    `after_step` must be hooked to all optimizers, and `next_step` must be called for each step.
+    clears the record before each step.
 
     `parameters` returns those whose gradients are watched, anew at each backward. `optimizers` that are present when
     `watching` begins are hooked. `scaler` is the run's own, enabled or not; None for the one that scaled a loss last.
@@ -106,16 +94,14 @@ class StepEvents:
         parameters: Callable[[], Iterable[torch.Tensor]],
         optimizers: Mapping[str, torch.optim.Optimizer],
         scaler: Any = None,
-        listener: ScalerCallbacks | None = None,
+        called: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._optimizers = optimizers
         self._scaler = scaler
-        self._listener = listener or ScalerCallbacks()
+        self._tell = called
         self._watching = False
         self._phases = CallContext()
         self._last: Any = None  # the scaler that last scaled a loss, in any step
-        self._looking = False
-        self._knows_scale = False
         self.backwards = Backwards(parameters, on_kept_graph=self._on_kept_graph)
         self.called_at: Callable[[], Source | None] = lambda: None  # the line of the running call
         self._reads = NumberReads()
@@ -136,16 +122,6 @@ class StepEvents:
         self._held_back: set[str] = set()  # optimizers whose last update was skipped by their scaler
         self.refused: str | None = None  # the scaler's method in which torch raised: it was called out of turn
 
-    def next_step(self, optimizer: str) -> None:
-        """Begins a step after an optimizer's `step` or a skip; the record of other optimizers' gradients stays."""
-        self.events = []
-        self.backwards.next_step()
-        if optimizer in self._optimizers:
-            self.backwards.forget(self._optimizers[optimizer])
-        self._unscaled.pop(optimizer, None)
-        self._asked_for.pop(optimizer, None)
-        self._scales.clear()
-
     @property
     def part(self) -> Part | None:
         """The running part: "optimizer" in an optimizer's step, "scaler" in a scaler's method, else None."""
@@ -165,8 +141,8 @@ class StepEvents:
         return self._last if self._scaler is None else self._scaler
 
     @contextmanager
-    def watching(self, *scalers: Any) -> Iterator[None]:
-        """Hooks optimizers and wraps methods inside, once even if nested, also those of the further `scalers`."""
+    def watching(self) -> Iterator[None]:
+        """Hooks optimizers and wraps the scalers' methods inside, once even if nested."""
         if self._watching:
             yield
             return
@@ -176,30 +152,26 @@ class StepEvents:
             stack.callback(self._reads.rest)
             stack.enter_context(self.backwards.watched())
             for name, optimizer in self._optimizers.items():
-                before = partial(self.before_step, name=name)  # a wrapper may share the hooks of its optimizer
+                before = partial(self._before_step, name)  # a wrapper may share the hooks of its optimizer
                 stack.callback(optimizer.register_step_pre_hook(before).remove)
-                stack.callback(optimizer.register_step_post_hook(self.after_step).remove)
-            stack.enter_context(on_scaler_call(self._called, self._scaler, *scalers, disabled=True))
+                stack.callback(optimizer.register_step_post_hook(self._after_step).remove)
+            stack.enter_context(on_scaler_call(self._called, self._scaler, methods=_METHODS, disabled=True))
             yield
 
-    def before_step(
-        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str | None = None
-    ) -> Any:
-        """Hook before an optimizer's step; returns the arguments with closures wrapped, which count as user code."""
+    def _before_step(self, name: str, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the arguments of an optimizer's step with closures wrapped, which count as user code."""
         self._phases.enter("optimizer")
         self._reads.rest()
         # a fused optimizer unscales and skips by itself: the scaler always calls it, and sets `found_inf`
         if not bool(getattr(optimizer, "found_inf", False)):
             anew = any(map(callable, (*args, *kwargs.values())))  # a closure computes the gradients anew
-            self._note(self._of_step(optimizer, self._name_of(optimizer) if name is None else name, anew=anew))
+            self._note(self._of_step(optimizer, name, anew=anew))
         outside = self._phases.outside
         return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
 
-    def after_step(self, optimizer: Any = None, *_: Any) -> None:
-        """Hook after an optimizer's step."""
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._phases.leave_optimizer()
-        if optimizer is not None:
-            self.backwards.used.used(optimizer)
+        self.backwards.used.used(optimizer)
 
     def _of_step(self, optimizer: Any, name: str, *, anew: bool) -> StepEvent:
         inside = getattr(optimizer, "grad_scale", None) is not None
@@ -220,7 +192,6 @@ class StepEvents:
             unscaled=inside or self._scaled_by is None or name in self._unscaled,
             misscaled=self.backwards.misscaled(optimizer, taken_in) if late or inside else 0,
             scales=self.backwards.scales(optimizer),
-            still_scaled=0 if asked or anew else self.backwards.still_scaled(optimizer),
             casts_kept=torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))),
             again=again,
             held_back=again and name in self._held_back,
@@ -229,35 +200,20 @@ class StepEvents:
         )
 
     def _called(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
-        if method == "get_scale":
-            self._knows_scale |= not self._looking
-            return run()
-        if method == "state_dict":  # it calls `get_scale`: saving a checkpoint is no use of the scale in arithmetic
-            looking, self._looking = self._looking, True
-            try:
-                return run()
-            finally:
-                self._looking = looking
         optimizer = argument if method in ("unscale_", "step") else None
-        self._listener.calls(scaler, optimizer)
-        asking: AbstractContextManager[None] = nullcontext()
+        self._tell(scaler)
         made = len(self.events)
         used = method == "unscale_" and optimizer is not None and self.backwards.used.are_used(optimizer)
         if method != "scale" and _is_enabled(scaler):
-            event = self._record(scaler, method, optimizer)
-            if method == "step":
-                asking = self._listener.asking(event, optimizer)
+            self._record(scaler, method, optimizer)
         twice = method == "scale" and self.backwards.scaled_twice(argument)
-        with asking:
-            result = self._call(scaler, method, optimizer, run)
+        result = self._call(scaler, method, optimizer, run)
         if used:
             self.backwards.used.unscaled(optimizer)
         if method == "step" and hasattr(optimizer, "param_groups"):
             self._note_use(optimizer, made)
         if method == "scale" and _is_enabled(scaler):  # checked after the call: a replay in fp32 disables it inside
             self._scaled_by = self._last = scaler
-            # the loop scales a plain number to get the scale
-            self._knows_scale |= isinstance(result, torch.Tensor) and not result.requires_grad
             self._note(StepEvent(kind="scale", twice=self._scale_of(scaler) if twice else None))
             self.backwards.watch_scaled(result, self._scale_of(scaler) or PLAIN)
         return result
@@ -311,9 +267,7 @@ class StepEvents:
         return self._note(event)
 
     def _note(self, event: StepEvent) -> StepEvent:
-        event = replace(event, knows_scale=self._knows_scale)
         self.events.append(event)
-        self._listener.noted(event)
         return event
 
     def _name_of(self, optimizer: Any) -> str:
@@ -336,11 +290,7 @@ class StepEvents:
     def _look(self, scaler: Any) -> float | None:
         if scaler is None or not _is_enabled(scaler):
             return None
-        self._looking = True
-        try:
-            return float(scaler.get_scale())
-        finally:
-            self._looking = False
+        return float(scaler.get_scale())
 
 
 def raised_by_scaler(error: BaseException) -> bool:

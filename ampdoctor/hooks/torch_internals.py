@@ -26,13 +26,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.autograd import Variable
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
-__all__ = ["no_modes", "outside_transforms"]
+__all__ = ["no_modes"]
 
 _ENGINE = "_execution_engine"
 _WITH_KWARGS = "_global_forward_hooks_with_kwargs"
@@ -195,13 +194,6 @@ def under_fake_tensors() -> bool:
 def of_transform(tensor: torch.Tensor) -> bool:
     """Whether a tensor belongs to a level of `vmap` or `grad`, and must not outlive it."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor inside all wrappers of function transforms (`torch.func`)."""
-    while of_transform(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def default_device() -> torch.device:

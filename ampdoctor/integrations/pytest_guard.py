@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import copy
 import unittest
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.live.op_watch import StepWatch
+from ampdoctor.hooks.interfaces import describe
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.reports.human import plain_text
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.requests import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest, WatchRequest
+from ampdoctor.workflows.watcher import TrainingWatcher, standing
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -41,8 +44,6 @@ class NonFinite(pytest.fail.Exception):  # type: ignore[name-defined,misc]  # py
 
 _SET_ASIDE = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
 """Exceptions for tests that do not count; steps before them count. An `xfail` mark is left to pytest."""
-_RUNNING: list[StepWatch] = []
-"""The watch of the running test, if any: a second one would watch the first one's work."""
 
 
 class AmpGuard:
@@ -56,7 +57,7 @@ class AmpGuard:
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
         scaler: Any = None,
         max_skipped: int | None = None,
-    ) -> Iterator[StepWatch]:
+    ) -> Iterator[TrainingWatcher]:
         """Watch the user's own steps inside this context.
 
         A nested context only adds its model and optimizers to the outer watch.
@@ -70,27 +71,47 @@ class AmpGuard:
         Raises:
             NonFinite: A step is bad; raised at that step.
         """
-        if _RUNNING:
-            _RUNNING[-1].meet(model, _listed(optimizer))
-            yield _RUNNING[-1]
+        outer = standing()
+        if outer is not None:
+            outer.meet(model, _listed(optimizer))
+            yield outer
             return
         failed: list[NonFinite] = []
+        ended_by: list[BaseException] = []
 
         def stop(report: Report) -> None:
-            failed.append(_failure_of_step(report))
+            failed.append(_failure_of_step(report, watch.skipped, ended_by))
             raise failed[-1] from None  # the diagnosis contains the message of the test's own check
 
-        watch = StepWatch(stop, max_skipped=max_skipped)
-        try:
-            with watch.watching(model, _listed(optimizer), scaler):
-                _RUNNING.append(watch)
+        with (
+            TemporaryDirectory(prefix="ampdoctor-", ignore_cleanup_errors=True) as folder,
+            torch.compiler.set_stance("force_eager"),  # a compiled step would trace the look behind its update
+        ):
+            request = WatchRequest(
+                health=folder,
+                script="pytest",
+                on_sick="stop",
+                look="sync",
+                bundle=False,
+                test=True,
+                most_skipped=max_skipped,
+            )
+            watch = TrainingWatcher(request, stop, _silent)
+            scalers = () if scaler is None else (scaler,)
+            with watch.attending(model=model, optimizers=_listed(optimizer), scalers=scalers):
                 try:
                     yield watch
-                finally:
-                    _RUNNING.remove(watch)
-        except _SET_ASIDE:
-            if not failed:
-                raise
+                except BaseException as error:
+                    if not failed:
+                        ended_by.append(error)
+                        watch.ended(error)
+                    if not (failed and isinstance(error, _SET_ASIDE)):
+                        raise
+                else:
+                    if not failed:
+                        watch.ended(None)
+        if watch.failure is not None:
+            warnings.warn(pytest.PytestWarning(f"the rest of the test was not watched: {watch.failure}"), stacklevel=1)
         if failed and not failed[-1].told:  # the loop caught it; a fixture's context only sees the end of its test
             raise failed[-1]
 
@@ -128,10 +149,12 @@ class AmpGuard:
         return report
 
 
-def _failure_of_step(report: Report) -> NonFinite:
-    skipped = report.run["steps_skipped"]
-    text = plain_text(report, quiet=True, verbose=1) or "\n".join(note.message for note in report.errors)
-    return _failure(report, f"{text}\n  skipped by the scaler so far: {skipped} steps" if skipped else text)
+def _failure_of_step(report: Report, skipped: int, ended_by: Sequence[BaseException]) -> NonFinite:
+    left_out = [note.message for note in report.errors] or [f"not examined: {one.reason}" for one in report.skipped]
+    text = plain_text(report, quiet=True, verbose=1) or "\n".join(left_out)
+    said = [f"  the test raised: {describe(error)}" for error in ended_by]
+    said += [f"  skipped by the scaler so far: {skipped} steps"] if skipped else []
+    return _failure(report, "\n".join([text, *said]))
 
 
 def _failure(report: Report, text: str) -> NonFinite:
@@ -146,3 +169,7 @@ def _listed(
     if given is None:
         return ()
     return given.values() if isinstance(given, Mapping) else (given,)
+
+
+def _silent(_: str) -> None:
+    """Alerts over many steps, and notes, are nothing that a test fails for."""

@@ -255,31 +255,17 @@ class DataStats:
     """Collects the statistics of a loop's data."""
 
     def __init__(self, world_size: int) -> None:
-        self._batches = Batches(world_size)
-        self._wait = DataWait()
+        self.batches = Batches(world_size)
+        self.wait = DataWait()
         self._memory = MemoryReadings()
-
-    def world_is(self, size: int) -> None:
-        """Sets the number of processes, before the first update."""
-        self._batches.world_size = size
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Measures waits inside, and removes all hooks afterwards."""
-        with self._wait.watching():
-            yield
-
-    def called(self, model: nn.Module, args: Any, kwargs: Any, *, backwards: int) -> torch.Tensor | None:
-        """As `Batches.called`."""
-        return self._batches.called(model, args, kwargs, backwards=backwards)
 
     def stepping(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Called once a step, before the optimizer steps or its scaler skips; returns fields of its `StepLine`."""
-        counted, memory = self._batches.stepping(name), self._memory.of(optimizer)
+        counted, memory = self.batches.stepping(name), self._memory.of(optimizer)
         return {
             "samples": counted.samples,
             "tokens": counted.tokens,
-            "data_seconds": self._wait.since(name),
+            "data_seconds": self.wait.since(name),
             "memory_bytes": memory.most_bytes,
             "memory_retries": memory.retries,
         }

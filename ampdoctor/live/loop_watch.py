@@ -46,14 +46,6 @@ class UpdateAttempt:
         return self.scaler is not None and getattr(self.optimizer, "grad_scale", None) is not None
 
 
-def _weakly(scaler: Any) -> Callable[[], Any]:
-    """Returns a weak reference to a scaler; a class without weak references gets a function that returns None."""
-    try:
-        return weakref.ref(scaler)
-    except TypeError:
-        return lambda: None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedUpdate:
     """An optimizer, or its scaler, steps again on the gradients of its last update. This is not a new step."""
@@ -102,7 +94,7 @@ class _Known:
     scaled: bool = False  # a scaler made the last update, or skipped it
     held_back: bool = False  # the scaler skipped it
     # at the loop's own `unscale_`: how many times autograd's engine had run, and the scaler
-    unscaled: tuple[int, Callable[[], Any]] | None = None
+    unscaled: tuple[int, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -111,12 +103,7 @@ class ScalerFacts:
 
     knows_scale: bool = False  # the loop has read a scale, so its own code may scale and unscale
     updates: int = 0  # calls of `update` so far
-    scaled_by: Callable[[], Any] | None = None  # the scaler that last scaled a loss
-
-    @property
-    def last(self) -> Any:
-        """The scaler that last scaled a loss; None where it is gone, or no loss was scaled."""
-        return None if self.scaled_by is None else self.scaled_by()
+    last: Any = None  # the scaler that last scaled a loss
 
 
 class _Call:
@@ -175,6 +162,9 @@ class LoopWatch:
         """Stops all work: other code may have wrapped our hooks, and may call them later."""
         self._busy = self.recorder.away = True
         self._here = _OfThread()  # an update that has raised is in it
+        self.scalers = ScalerFacts()
+        for known in self._optimizers.values():
+            known.unscaled = None
 
     def meet(self, model: torch.nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Registers parts of the loop before the loop uses them."""
@@ -246,7 +236,7 @@ class LoopWatch:
             finally:
                 self._here.saving = False
         if method == "scale":
-            self.scalers.scaled_by = _weakly(scaler)
+            self.scalers.last = scaler
             result = self.recorder.scaled(argument, run)
             # the loop scales a plain number to get the scale
             self.scalers.knows_scale |= isinstance(result, torch.Tensor) and not result.requires_grad
@@ -273,14 +263,14 @@ class LoopWatch:
                 self.recorder.used.unscaled(argument)
             if self._here.scaler is None and hasattr(argument, "param_groups"):  # a step unscales by itself
                 known = self._known_as(self._innermost(argument))
-                known.unscaled = self.recorder.used.runs, _weakly(scaler)
+                known.unscaled = self.recorder.used.runs, scaler
                 self.recorder.reads.listen()
             return result
         if method != "step":
             return run()
         here = self._here
         here.scaler, here.made = scaler, False
-        self.recorder.reads.rest()
+        self.recorder.stop_observing()
         try:
             with self.recorder.pausing():
                 result = run()
@@ -397,7 +387,7 @@ class LoopWatch:
         if first and not models.is_root_of(_trained(attempt.optimizer)):
             models.miss(_trained(attempt.optimizer))
             models.search()  # its models were not seen yet: the next step calls them
-        elif models.searching and (not first or models.roots):
+        elif models.searching and not models.always and (not first or models.roots):
             models.settle()
 
     def _innermost(self, optimizer: Any) -> Any:
@@ -434,7 +424,7 @@ class LoopWatch:
 
     def _unscaled_by(self, known: _Known) -> Any:
         """Returns the scaler on which the loop itself called `unscale_` for the present gradients; None without one."""
-        return None if known.unscaled is None or known.unscaled[0] != self.recorder.used.runs else known.unscaled[1]()
+        return None if known.unscaled is None or known.unscaled[0] != self.recorder.used.runs else known.unscaled[1]
 
     def _known_as(self, optimizer: Any) -> _Known:
         known = self._optimizers.get(id(optimizer))

@@ -16,13 +16,13 @@ from ampdoctor.diagnosis.replay.scaler_misuse import (
     certain_misuse,
     misuse_by_hand,
     refused_call_finding,
+    stepped_past_finding,
     unguarded_step_finding,
 )
 from ampdoctor.evidence.location import Source, Where
-from ampdoctor.evidence.of_runs.handling import Handling
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.report_replay import HALF_WEIGHTS
-from ampdoctor.evidence.trace import StepEvent
+from ampdoctor.evidence.run_facts import Handling
 from ampdoctor.hooks.callbacks import Clip
 from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.torch_internals import unseen
@@ -33,7 +33,7 @@ _SHOWN_BY_CALLS = "the calls alone show it"
 
 
 class Protocol:
-    """Judges the calls of each update, by the same rule as in a watched test, and the changes of its gradients.
+    """Judges the calls of each update, by the rule of a replay, and the changes of its gradients.
 
     A loop that has read its scale may scale and unscale in its own code: there, samples of its gradients decide
     (`misuse_by_hand`), not its calls. It waits for a device only where a scaler's step has already waited.
@@ -94,19 +94,17 @@ class Protocol:
         """Judges by the calls alone."""
         watch, scaler, line = self._watch, attempt.scaler, as_source(own_line())
         if attempt.unscaled_by is not None and not watch.recorder.reads.any:
-            scale = _scale_of(attempt.unscaled_by)
-            event = StepEvent(kind="optimizer_step", optimizer=attempt.name, scale=scale, past_scaler=True)
-        elif watch.scalers.last is None or watch.scalers.knows_scale:
+            return stepped_past_finding(attempt.step, line, _scale_of(attempt.unscaled_by))
+        if watch.scalers.last is None or watch.scalers.knows_scale:
             return None
-        elif scaler is None:
-            if not (scaled := watch.recorder.still_scaled(attempt.optimizer)):
-                return None
-            event = _still_scaled(attempt, scaled, _scale_of(watch.scalers.last))
-        elif norms is not None and watch.recorder.clipped_while_scaled(attempt.optimizer):
-            event = StepEvent(kind="unscale", optimizer=attempt.name, scale=_scale_of(scaler), clipped=norms)
-        else:
+        scaled = watch.recorder.still_scaled(attempt.optimizer) if scaler is None else 0
+        early = norms if scaler is not None and watch.recorder.clipped_while_scaled(attempt.optimizer) else None
+        if not scaled and early is None:
             return None
-        return certain_misuse([event], attempt.step, line)
+        scale = _scale_of(watch.scalers.last if scaler is None else scaler)
+        if scale is None:
+            return None
+        return certain_misuse(attempt.step, line, scale, still_scaled=scaled, clipped=early)
 
     def _clipped(self, attempt: UpdateAttempt) -> tuple[float, float] | None:
         """The gradients' norm before clipping, and the limit; None without a clipping, or where the host would wait."""
@@ -144,17 +142,6 @@ class Protocol:
         )
         cuts = self._cuts.setdefault(attempt.name, Cuts())
         return misuse_by_hand(handling, cuts)
-
-
-def _still_scaled(attempt: UpdateAttempt, scaled: int, scale: float | None) -> StepEvent:
-    return StepEvent(
-        kind="optimizer_step",
-        optimizer=attempt.name,
-        scale=scale,
-        unscaled=False,
-        still_scaled=scaled,
-        scales=() if scale is None else (scale,),
-    )
 
 
 def half_weights(

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from ampdoctor.errors import UsageError
-from ampdoctor.numerics.rounding_error import BEYOND_FP32, BINS, COLUMNS, PATTERN_SHIFT, Tally, bin_of
-from ampdoctor.numerics.tensors import E2M1_PAIRS, E8M0, flat
+from ampdoctor.numerics.histogram import Histogram
+from ampdoctor.numerics.rounding_error import BEYOND_FP32, BINS, COLUMNS, PATTERN_SHIFT, bin_of
+from ampdoctor.numerics.tensors import E2M1_PAIRS, E8M0, SPARSE_LAYOUTS, Unseen, dense_elements, flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -173,10 +174,38 @@ _PRECISION: dict[torch.dtype, tuple[int, float]] = {
 }  # significand bits (hidden one included) and smallest spacing of the countable dtypes
 
 
-def check_countable(dtype: torch.dtype) -> None:
-    """Raise UsageError unless the dtype is a known floating-point format."""
-    if dtype not in _PRECISION:
-        raise UsageError(f"a histogram needs floating-point elements, not {dtype}")
+def count(tensor: Tensor) -> Histogram:
+    """Count a tensor's elements; raises UsageError for a dtype that is not floating-point, or a meta tensor.
+
+    Any shape, layout and device; float64, float32, bfloat16, float16, a float8 or float4 dtype, or complex (real and
+    imaginary parts are elements). Unstored elements of a sparse tensor count as zero.
+    """
+    return fetched(count_there(tensor))
+
+
+def count_there(tensor: Tensor) -> Histogram | DeviceCounts:
+    """Count as `count` does; the counts of a device tensor stay on the device, for which nothing waits."""
+    if tensor.is_meta:
+        raise UsageError("a meta tensor has no values to count")
+    with Unseen(tensor):
+        part = dense_elements(tensor.detach())
+        if part.dtype not in _PRECISION:
+            raise UsageError(f"a histogram needs floating-point elements, not {part.dtype}")
+        counted = _host_counts(part) if part.device.type == "cpu" else device_counts(part)
+        unstored = tensor.numel() - part.numel() if tensor.layout in SPARSE_LAYOUTS else 0
+    return merged(counted, Histogram.empty(zeros=unstored)) if unstored else counted
+
+
+def merged(first: Histogram | DeviceCounts, second: Histogram | DeviceCounts) -> Histogram | DeviceCounts:
+    """Return the counts of both tensors; on their device if they share one."""
+    if isinstance(first, Histogram) or isinstance(second, Histogram) or first.packed.device != second.packed.device:
+        return fetched(first) + fetched(second)
+    return first + second
+
+
+def fetched(counts: Histogram | DeviceCounts) -> Histogram:
+    """Return the counts on the host; waits for the device that holds them."""
+    return counts if isinstance(counts, Histogram) else counts.fetch()
 
 
 def _pieces(elements: Tensor, size: int) -> list[Tensor]:
@@ -185,8 +214,8 @@ def _pieces(elements: Tensor, size: int) -> list[Tensor]:
     return [elements.narrow(0, start, min(size, total - start)) for start in range(0, max(total, 1), size)]
 
 
-def host_tally(part: Tensor) -> Tally:
-    """Count the elements of one plain strided CPU tensor, of a dtype that `check_countable` accepts."""
+def _host_counts(part: Tensor) -> Histogram:
+    """Count the elements of one plain strided CPU tensor."""
     elements = flat(part)
     if part.dtype.itemsize == 2 and elements.numel() < _SMALL_FOR_A_TABLE:
         elements = elements.to(torch.float32)
@@ -196,15 +225,15 @@ def host_tally(part: Tensor) -> Tally:
     if threads == 1 or len(pieces) == 1:
         return work(pieces)
     shares = [pieces[i::threads] for i in range(threads) if i < len(pieces)]
-    return functools.reduce(Tally.__add__, map_on_workers(work, shares, threads))
+    return functools.reduce(Histogram.__add__, map_on_workers(work, shares, threads))
 
 
-def _host_wide(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
+def _host_wide(pieces: list[Tensor], precision: tuple[int, float]) -> Histogram:
     counting = _Counting(pieces[0].dtype, max(piece.numel() for piece in pieces))
     for piece in pieces:
         if piece.numel():
             counting.add(piece)
-    return counting.tally(precision)
+    return counting.histogram(precision)
 
 
 class _Counting:
@@ -275,7 +304,7 @@ class _Counting:
         array[beyond] = self._zero
         return int(ranks.amin())
 
-    def tally(self, precision: tuple[int, float]) -> Tally:
+    def histogram(self, precision: tuple[int, float]) -> Histogram:
         finite = self._raw[1 : self._wide.finite_bins + 1]
         counts = np.zeros(BINS, dtype=np.int64)
         if self._dtype == torch.float64:
@@ -285,7 +314,7 @@ class _Counting:
             counts[: finite.size] = finite
         amin, amax = torch.tensor([self._least, self._most], dtype=self._wide.integer).view(self._dtype).tolist()
         bits, spacing = precision
-        return Tally(
+        return Histogram(
             counts=counts,
             zeros=int(self._raw[-1]) - self._nans - self._pos_infs - self._neg_infs,
             nans=self._nans,
@@ -329,7 +358,7 @@ def _values_of_codes(dtype: torch.dtype) -> NDArray[np.float64]:
     return codes.view(dtype).to(torch.float64).numpy()
 
 
-def _host_table(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
+def _host_table(pieces: list[Tensor], precision: tuple[int, float]) -> Histogram:
     dtype = pieces[0].dtype
     narrow = dtype.itemsize == 1
     # bincount takes no negative number, so 16-bit patterns lose their sign; it only matters for Inf.
@@ -356,7 +385,7 @@ def _host_table(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
     counts = np.zeros(BINS, dtype=np.int64)
     np.add.at(counts, bin_of(magnitudes), by_code[present])
     bits, spacing = precision
-    return Tally(
+    return Histogram(
         counts=counts,
         zeros=int(by_code[values == 0.0].sum()),
         nans=int(by_code[np.isnan(values)].sum()),
@@ -369,21 +398,21 @@ def _host_table(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
     )
 
 
-# A packed device tally is additive in its bins, zeros, NaN, +Inf and -Inf. Two float64 patterns follow: the largest
+# Packed device counts are additive in its bins, zeros, NaN, +Inf and -Inf. Two float64 patterns follow: the largest
 # magnitude (0 if there is none) and the smallest (the largest int64 if there is none).
 _SUMS = BINS + 4
 _NONE64 = 0x7FFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceTally:
+class DeviceCounts:
     """Counts still on their device."""
 
     packed: Tensor  # int64 of shape (2054,): 2048 bins, zeros, NaN, +Inf, -Inf, and the patterns of amax and amin
     significand_bits: int
     min_spacing: float
 
-    def __add__(self, other: DeviceTally) -> DeviceTally:
+    def __add__(self, other: DeviceCounts) -> DeviceCounts:
         mine, theirs = self.packed, other.packed
         packed = torch.cat(
             [
@@ -392,19 +421,19 @@ class DeviceTally:
                 torch.minimum(mine.narrow(0, _SUMS + 1, 1), theirs.narrow(0, _SUMS + 1, 1)),
             ]
         )
-        return DeviceTally(
+        return DeviceCounts(
             packed,
             max(self.significand_bits, other.significand_bits),
             min(self.min_spacing, other.min_spacing),
         )
 
-    def fetch(self) -> Tally:
+    def fetch(self) -> Histogram:
         """Copy the counts to the host; only this method waits for the device."""
         packed = self.packed.cpu().numpy()
         zeros, nans, pos_infs, neg_infs = (int(v) for v in packed[BINS:_SUMS])
         amax, amin = (float(v) for v in packed[_SUMS:].view(np.float64))
         present = int(packed[_SUMS]) > 0
-        return Tally(
+        return Histogram(
             counts=packed[:BINS].copy(),
             zeros=zeros,
             nans=nans,
@@ -417,14 +446,14 @@ class DeviceTally:
         )
 
 
-def device_tally(part: Tensor) -> DeviceTally:
+def device_counts(part: Tensor) -> DeviceCounts:
     """Count a plain strided tensor on its device without a sync, so by `index_add_`: `torch.bincount` would sync."""
     bits, spacing = _PRECISION[part.dtype]
     if part.dtype in E2M1_PAIRS:
         part = _unpack_e2m1(part)
     elements = flat(part)
-    tallies = (DeviceTally(_device_piece(piece), bits, spacing) for piece in _pieces(elements, DEVICE_CHUNK))
-    return functools.reduce(DeviceTally.__add__, tallies)
+    counts = (DeviceCounts(_device_piece(piece), bits, spacing) for piece in _pieces(elements, DEVICE_CHUNK))
+    return functools.reduce(DeviceCounts.__add__, counts)
 
 
 def _unpack_e2m1(part: Tensor) -> Tensor:

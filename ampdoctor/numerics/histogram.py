@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import math
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
-from ampdoctor.numerics import rounding_error
-from ampdoctor.numerics.formats import FloatFormat, as_format
-from ampdoctor.numerics.rounding_error import BINS, COLUMNS, ROWS, Tally
+from ampdoctor.numerics.formats import FloatFormat, as_format, round_to
+from ampdoctor.numerics.rounding_error import (
+    BEYOND_FP32,
+    BINS,
+    EDGES,
+    FIRST_BITS,
+    Array,
+    Grid,
+    bin_of,
+    mean_by_integral,
+    mean_by_value,
+)
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from ampdoctor.numerics.counting import DeviceTally
+SERIAL_VERSION = 1
+_ENUMERABLE_BITS = 11  # up to it (float16, TF32) a bin's at most 128 values are rounded one by one; above, by integral
+_ALL_LOST = 2.0**60  # a saturated value that exceeds max by this factor has its own size as error, in float64
 
 
-def _of_tally(name: str) -> Any:
-    """Returns a property: a number of the host's tally, for which a histogram on a device waits."""
-    return property(attrgetter(f"_tally.{name}"))
-
-
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Histogram:
     """Counts of magnitudes over 8 exponent bits and 3 mantissa bits, with exact extremes and exact special values.
 
-    Make one with `Histogram.of` and merge with `+` (the result is that of the concatenated tensors). It gives figures
-    for any format and any loss scale afterwards. Bins are (lo, hi].
-
-    Counts of a device tensor stay on the device until the first figure is read; `of` and `+` do not wait for it.
+    Make one with `counting.count` and merge with `+` (the result is that of the concatenated tensors). It gives figures
+    for any format and any loss scale afterwards. Bins are (lo, hi]. If several dtypes were merged, `significand_bits`
+    is the largest and `min_spacing` the smallest.
 
     Fractions refer to the nonzero finite elements, and are 0.0 if there are none. `scale` is any positive number;
     figures are those of `x * scale` computed without error, then rounded once to the format, to nearest, ties to even.
@@ -45,103 +48,98 @@ class Histogram:
     subnormal zone cuts through a bin.
     """
 
-    __slots__ = ("_device", "_host")
+    counts: NDArray[np.int64]  # nonzero finite elements per bin, of shape (2048,), read-only
+    zeros: int = 0  # of either sign
+    nans: int = 0
+    pos_infs: int = 0
+    neg_infs: int = 0
+    amax: float | None = None  # largest finite magnitude, exact; None without a nonzero finite element
+    amin: float | None = None  # smallest nonzero finite magnitude, likewise
+    significand_bits: int = 0  # of the source dtype, hidden bit included (24 for float32); 0 for nothing
+    min_spacing: float = math.inf  # between two values of the source dtype (2^-24 for float16); inf for nothing
 
-    def __init__(self, tally: Tally | DeviceTally) -> None:
-        self._host: Tally | None = None
-        self._device: DeviceTally | None = None
-        if isinstance(tally, Tally):
-            self._host = tally
-        else:
-            self._device = tally
-
-    @classmethod
-    def empty(cls) -> Histogram:
-        """Return the histogram of nothing, the neutral element of `+`."""
-        return cls(Tally(counts=np.zeros(BINS, dtype=np.int64)))
+    def __post_init__(self) -> None:
+        self.counts.setflags(write=False)
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Histogram:
-        """Count a tensor's elements; raises UsageError for a dtype that is not floating-point, or a meta tensor.
+    def empty(cls, *, zeros: int = 0) -> Histogram:
+        """Return the histogram of nothing but zeros; without any, the neutral element of `+`."""
+        return cls(counts=np.zeros(BINS, dtype=np.int64), zeros=zeros)
 
-        Any shape, layout and device; float64, float32, bfloat16, float16, a float8 or float4 dtype, or complex (real
-        and imaginary parts are elements). Unstored elements of a sparse tensor count as zero.
-        """
-        # Imported here, so that a saved profile, a plan and a log are read without torch.
-        from ampdoctor.numerics.counting import check_countable, device_tally, host_tally
-        from ampdoctor.numerics.tensors import SPARSE_LAYOUTS, Unseen, dense_elements
+    @property
+    def finite_nonzero(self) -> int:
+        """Number of elements in the bins."""
+        return int(self.counts.sum())
 
-        if tensor.is_meta:
-            raise UsageError("a meta tensor has no values to count")
-        with Unseen(tensor):
-            part = dense_elements(tensor.detach())
-            check_countable(part.dtype)
-            counted = cls(host_tally(part) if part.device.type == "cpu" else device_tally(part))
-            unstored = tensor.numel() - part.numel() if tensor.layout in SPARSE_LAYOUTS else 0
-        return counted + cls(Tally(counts=np.zeros(BINS, dtype=np.int64), zeros=unstored)) if unstored else counted
+    @property
+    def numel(self) -> int:
+        """Number of all counted elements, special values included."""
+        return self.finite_nonzero + self.zeros + self.nans + self.pos_infs + self.neg_infs
 
     def __add__(self, other: Histogram) -> Histogram:
         if not isinstance(other, Histogram):
             return NotImplemented
-        if self._is_nothing():
-            return other
-        if other._is_nothing():
-            return self
-        mine, theirs = self._device, other._device
-        if mine is not None and theirs is not None and mine.packed.device == theirs.packed.device:
-            return Histogram(mine + theirs)
-        return Histogram(self._tally + other._tally)
-
-    def _is_nothing(self) -> bool:
-        return self._host is not None and self._host.numel == 0 and self._host.significand_bits == 0
+        return Histogram(
+            counts=self.counts + other.counts,
+            zeros=self.zeros + other.zeros,
+            nans=self.nans + other.nans,
+            pos_infs=self.pos_infs + other.pos_infs,
+            neg_infs=self.neg_infs + other.neg_infs,
+            amax=max((v for v in (self.amax, other.amax) if v is not None), default=None),
+            amin=min((v for v in (self.amin, other.amin) if v is not None), default=None),
+            significand_bits=max(self.significand_bits, other.significand_bits),
+            min_spacing=min(self.min_spacing, other.min_spacing),
+        )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Histogram) and self._tally == other._tally
+        return isinstance(other, Histogram) and self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]  # holds an array
 
     def __repr__(self) -> str:
-        if self._host is None:
-            return "Histogram(on device)"
         return f"Histogram(numel={self.numel}, amin={self.amin}, amax={self.amax})"
-
-    @property
-    def _tally(self) -> Tally:
-        if self._host is None:
-            if self._device is None:
-                raise AssertionError("a histogram has its counts on the host or on a device")
-            self._host, self._device = self._device.fetch(), None
-        return self._host
-
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        """Nonzero finite elements per bin: int64 of shape (256, 8), read-only; row 255 holds float64 above 2^128."""
-        return self._tally.counts.reshape(ROWS, COLUMNS)
-
-    numel: int = _of_tally("numel")  # all elements, special values included
-    zeros: int = _of_tally("zeros")  # of either sign
-    nans: int = _of_tally("nans")
-    pos_infs: int = _of_tally("pos_infs")
-    neg_infs: int = _of_tally("neg_infs")
-    amax: float | None = _of_tally("amax")  # largest finite magnitude, exact; None without a nonzero finite element
-    amin: float | None = _of_tally("amin")  # smallest nonzero finite magnitude, likewise
-    significand_bits: int = _of_tally("significand_bits")  # of the source dtype, hidden bit included; 0 for nothing
-    min_spacing: float = _of_tally("min_spacing")  # smallest distance of two values of the source dtype; or inf
 
     def repeated(self, times: int) -> Histogram:
         """Return the histogram of the same elements, each `times` times (at least 1), which a sample represents."""
         if times < 1:
             raise UsageError(f"elements are repeated at least once, not {times} times")
-        return Histogram(self._tally.repeated(times))
+        return replace(
+            self,
+            counts=self.counts * times,
+            zeros=self.zeros * times,
+            nans=self.nans * times,
+            pos_infs=self.pos_infs * times,
+            neg_infs=self.neg_infs * times,
+        )
 
     def scaled(self, factor: float) -> Histogram:
-        """Return the histogram times a positive finite factor: exact for a power of two, else within a bin."""
-        return Histogram(self._tally.scaled(_positive(factor)))
+        """Return the histogram times a positive finite factor: exact for a power of two, else within a bin.
+
+        With another factor a bin extends over two, and moves to that of its largest value. What leaves double precision
+        at either end stays in the outermost bin.
+        """
+        factor = _positive(factor)
+        if factor == 1.0 or self.amin is None or self.amax is None:
+            return self
+        lowest, highest = (min(max(v * factor, 5e-324), sys.float_info.max) for v in (self.amin, self.amax))
+        occupied = np.flatnonzero(self.counts)
+        with np.errstate(over="ignore"):
+            largest = np.clip(EDGES[occupied + 1] * factor, lowest, highest)
+        largest[0], largest[-1] = lowest, highest
+        counts = np.zeros_like(self.counts)
+        np.add.at(counts, bin_of(largest), self.counts[occupied])
+        if self.finite_nonzero > 1 and len(occupied) == 1:  # one bin became two: both ends are occupied
+            ends = bin_of(np.array([lowest, highest]))
+            counts[:] = 0
+            counts[ends[0]] += 1
+            counts[ends[1]] += self.finite_nonzero - 1
+        return replace(
+            self, counts=counts, amin=lowest, amax=highest, min_spacing=max(self.min_spacing * factor, 5e-324)
+        )
 
     def flushed(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the fraction that becomes zero (in E8M0: the smallest code; see `FloatFormat`)."""
-        fmt, scale = as_format(fmt), _positive(scale)
-        return rounding_error.share_at_most(self._tally, fmt.flush_at / scale)
+        return self.share_at_most(as_format(fmt).flush_at / _positive(scale))
 
     def subnormal(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the fraction between the flush threshold and the smallest normal value: kept with fewer bits.
@@ -151,17 +149,15 @@ class Histogram:
         fmt, scale = as_format(fmt), _positive(scale)
         if fmt.min_subnormal == fmt.min_normal:
             return 0.0
-        below = rounding_error.share_below(self._tally, fmt.min_normal / scale)
-        return max(below - rounding_error.share_at_most(self._tally, fmt.flush_at / scale), 0.0)
+        return max(self.share_below(fmt.min_normal / scale) - self.flushed(fmt, scale), 0.0)
 
     def overflowed(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the fraction that the format cannot represent: it becomes Inf or NaN, or is clipped to `max`."""
         fmt, scale = as_format(fmt), _positive(scale)
-        tally = self._tally
-        if tally.amax is None or tally.amax * scale < fmt.overflow_at:
+        if self.amax is None or self.amax * scale < fmt.overflow_at:
             return 0.0
-        at_least = 1.0 - rounding_error.share_below(tally, fmt.overflow_at / scale)
-        return max(at_least, 1.0 / tally.finite_nonzero)  # the largest element is known to overflow
+        at_least = 1.0 - self.share_below(fmt.overflow_at / scale)
+        return max(at_least, 1.0 / self.finite_nonzero)  # the largest element is known to overflow
 
     def relative_error(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the relative L2 error of rounding the nonzero finite elements to a format.
@@ -172,7 +168,24 @@ class Histogram:
         range. Sources of up to 11 bits are rounded value by value. One overflow makes it inf, except in a saturating
         format, where it costs (x - max)^2.
         """
-        return rounding_error.relative_error(self._tally, as_format(fmt), _positive(scale))
+        fmt, scale = as_format(fmt), _positive(scale)
+        if self.amax is None or self.amin is None:
+            return 0.0
+        if self.amax * scale >= fmt.overflow_at and fmt.overflow_result != "saturate":
+            return math.inf
+        if (fmt.has_zero and self.amax * scale <= fmt.flush_at) or self.amax * scale > fmt.max * _ALL_LOST:
+            return 1.0  # everything becomes zero, or max is negligible against the values
+        grid = self._grid()
+        # Squares of values far from 1 leave float64's range, so this power of two is the unit. The bound keeps E8M0's
+        # smallest code, which replaces float64 values hundreds of binades below it, inside that range.
+        unit = max(math.ldexp(1.0, math.frexp(self.amax * scale)[1]), fmt.min_subnormal * 2.0**-150)
+        points = grid.points * scale
+        error = grid.weights @ ((round_to(points, fmt) - points) / unit) ** 2
+        power = grid.weights @ (points / unit) ** 2
+        mean = mean_by_value if self.significand_bits <= _ENUMERABLE_BITS else mean_by_integral
+        bin_error, bin_power = mean(grid, fmt, scale, unit)
+        power += grid.count @ bin_power
+        return math.sqrt((error + grid.count @ bin_error) / power) if power > 0.0 else math.inf
 
     def quantile(self, q: float) -> float | None:
         """Return the magnitude not exceeded by a share `q` (0 to 1) of the nonzero finite elements; None without any.
@@ -181,25 +194,156 @@ class Histogram:
         """
         if not 0.0 <= q <= 1.0:
             raise UsageError(f"a quantile lies between 0 and 1, not at {q}")
-        return rounding_error.quantile(self._tally, q)
+        if self.amin is None or self.amax is None:
+            return None
+        if q in (0.0, 1.0):
+            return self.amax if q else self.amin
+        cumulative = np.cumsum(self.counts)
+        wanted = q * cumulative[-1]
+        bin_ = int(np.searchsorted(cumulative, wanted, side="left"))
+        low = max(EDGES[bin_], self.amin)
+        high = min(EDGES[bin_ + 1], self.amax)
+        before = cumulative[bin_ - 1] if bin_ else 0
+        return float(low + (high - low) * (wanted - before) / self.counts[bin_])
 
     def headroom(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return log2(max / (largest magnitude * scale)), exact; negative beyond max, inf without nonzero elements."""
         fmt, scale = as_format(fmt), _positive(scale)
-        amax = self._tally.amax
-        return math.inf if amax is None else math.log2(fmt.max) - math.log2(amax) - math.log2(scale)
+        return math.inf if self.amax is None else math.log2(fmt.max) - math.log2(self.amax) - math.log2(scale)
+
+    def share_at_most(self, threshold: float) -> float:
+        """Return the fraction of magnitudes that are <= threshold; exact if that is a bin's edge."""
+        return self._share(threshold, inclusive=True)
+
+    def share_below(self, threshold: float) -> float:
+        """Return the fraction of magnitudes that are < threshold."""
+        return self._share(threshold, inclusive=False)
+
+    def _share(self, threshold: float, *, inclusive: bool) -> float:
+        total = self.finite_nonzero
+        if total == 0:
+            return 0.0
+        grid = self._grid()
+        position = (threshold - grid.low) / grid.step
+        reached = np.floor(position) if inclusive else np.ceil(position) - 1.0
+        possible = grid.last - grid.first + 1.0
+        covered = np.clip(reached - grid.first + 1.0, 0.0, possible) / possible
+        under = grid.points <= threshold if inclusive else grid.points < threshold
+        return float(((grid.count * covered).sum() + grid.weights[under].sum()) / total)
+
+    def _grid(self) -> Grid:
+        counts = self.counts.astype(np.float64)
+        points, weights = self._points()
+        np.subtract.at(counts, bin_of(points), weights)
+        bins = np.flatnonzero(counts > 0)
+        low, high = EDGES[bins], EDGES[bins + 1].copy()
+        high[bins == BEYOND_FP32] = max(points.max(initial=0.0), 2.0**129)
+        width = high - low
+        step = np.maximum(np.ldexp(width, -max(self.significand_bits - FIRST_BITS, 0)), self.min_spacing)
+        step = np.minimum(step, width)  # a coarser grid only meets the bin at its upper edge
+        least, most = points.min(initial=math.inf), points.max(initial=0.0)
+        first = np.maximum(np.ceil((np.maximum(low, least) - low) / step), 1.0)
+        last = np.maximum(np.floor((np.minimum(high, most) - low) / step), first)
+        return Grid(low, step, first, last, counts[bins], points, weights)
+
+    def _points(self) -> tuple[Array, Array]:
+        """Return the exact magnitudes, and how many elements each counts for."""
+        if self.amin is None or self.amax is None:
+            return np.empty(0), np.empty(0)
+        if self.amin == self.amax:
+            return np.array([self.amin]), np.array([float(self.finite_nonzero)])
+        return np.array([self.amin, self.amax]), np.ones(2)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the compact JSON form: special values, extremes and the occupied bins. `from_dict` restores it."""
-        return self._tally.to_dict()
+        """Return the compact JSON form, which `from_dict` restores; floats are hex strings, so none is rounded."""
+        occupied = np.flatnonzero(self.counts)
+        return {
+            "version": SERIAL_VERSION,
+            "zeros": self.zeros,
+            "nans": self.nans,
+            "pos_infs": self.pos_infs,
+            "neg_infs": self.neg_infs,
+            "amax": None if self.amax is None else self.amax.hex(),
+            "amin": None if self.amin is None else self.amin.hex(),
+            "significand_bits": self.significand_bits,
+            "min_spacing": self.min_spacing.hex(),
+            "bins": occupied.tolist(),
+            "counts": self.counts[occupied].tolist(),
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Histogram:
         """Return the histogram that `to_dict` wrote; raises UsageError for another version, or invalid data."""
-        return cls(Tally.from_dict(data))
+        version = data.get("version")
+        if version != SERIAL_VERSION:
+            raise UsageError(f"histogram data have version {version!r}; this ampdoctor reads version {SERIAL_VERSION}")
+        made = cls(
+            counts=_read_counts(data.get("bins"), data.get("counts")),
+            zeros=_read_count(data, "zeros"),
+            nans=_read_count(data, "nans"),
+            pos_infs=_read_count(data, "pos_infs"),
+            neg_infs=_read_count(data, "neg_infs"),
+            amax=_read_magnitude(data, "amax"),
+            amin=_read_magnitude(data, "amin"),
+            significand_bits=_read_count(data, "significand_bits"),
+            min_spacing=_read_hex(data, "min_spacing"),
+        )
+        occupied = np.flatnonzero(made.counts)
+        expected: list[int] = [] if occupied.size == 0 else [int(occupied[0]), int(occupied[-1])]
+        extremes = [v for v in (made.amin, made.amax) if v is not None]
+        if bin_of(np.array(extremes)).tolist() != expected or extremes != sorted(extremes):
+            raise UsageError("histogram data contradict themselves: the extremes do not lie in the outermost bins")
+        if made.finite_nonzero == 1 and made.amin != made.amax:
+            raise UsageError("histogram data contradict themselves: one element with two magnitudes")
+        return made
+
+
+_LARGEST_COUNT = 2**53  # no real tensor has as many elements, and sums of two stay far below int64's limit
 
 
 def _positive(scale: float) -> float:
     if not (scale > 0.0 and math.isfinite(scale)):
         raise UsageError(f"a scale is a positive finite number, not {scale}")
     return float(scale)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST_COUNT
+
+
+def _read_count(data: Mapping[str, Any], key: str) -> int:
+    value = data.get(key)
+    if not _is_count(value):
+        raise UsageError(f"histogram data: {key} is {value!r}, not a count")
+    return int(value)  # type: ignore[arg-type]  # checked above
+
+
+def _read_counts(bins: object, counts: object) -> NDArray[np.int64]:
+    if not isinstance(bins, Sequence) or not isinstance(counts, Sequence) or len(bins) != len(counts):
+        raise UsageError("histogram data: bins and counts are not two lists of one length")
+    inside = all(_is_count(b) and b <= BEYOND_FP32 for b in bins) and list(bins) == sorted(set(bins))
+    if not inside or not all(_is_count(c) and c > 0 for c in counts):
+        raise UsageError("histogram data: bins must ascend from 0 to 2040, each with a positive count")
+    result = np.zeros(BINS, dtype=np.int64)
+    result[np.array(bins, dtype=np.intp)] = np.array(counts, dtype=np.int64)
+    return result
+
+
+def _read_hex(data: Mapping[str, Any], key: str) -> float:
+    value = data.get(key)
+    try:
+        number = float.fromhex(value)  # type: ignore[arg-type]  # a wrong type is caught below
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not number > 0:
+        raise UsageError(f"histogram data: {key} is {value!r}, not a positive number in hexadecimal")
+    return number
+
+
+def _read_magnitude(data: Mapping[str, Any], key: str) -> float | None:
+    if data.get(key, "") is None:
+        return None
+    number = _read_hex(data, key)
+    if math.isinf(number):
+        raise UsageError(f"histogram data: {key} is not finite")
+    return number

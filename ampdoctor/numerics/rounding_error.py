@@ -1,26 +1,21 @@
-"""The host side of a histogram: exact counts, the layout of the bins, and estimates of rounding errors."""
+"""The bins of a histogram, and what rounding to a format costs in each."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.errors import UsageError
 from ampdoctor.numerics.formats import FloatFormat, as_format, round_to, spacing
 
 ROWS, COLUMNS = 256, 8  # exponent field and first three mantissa bits of the magnitude's float32 pattern
 BINS = ROWS * COLUMNS
 PATTERN_SHIFT = 20  # float32 magnitude pattern to bin: subtract one, then shift right by this
 BEYOND_FP32 = 2040  # bin of finite float64 above 2^128; float32 patterns there are NaN, which is counted separately
-SERIAL_VERSION = 1
 
 
 def _edges() -> NDArray[np.float64]:
@@ -38,199 +33,17 @@ def bin_of(magnitudes: NDArray[np.float64]) -> NDArray[np.intp]:
     return np.searchsorted(EDGES[1:], magnitudes, side="left")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Tally:
-    """Exact counts of one or more tensors, on the host.
-
-    `counts` are the nonzero finite elements per bin, int64 of shape (2048,), read-only. `amax` and `amin` are the
-    largest and smallest nonzero finite magnitude, exact; None if there is none. If several dtypes were merged,
-    `significand_bits` is the largest and `min_spacing` the smallest.
-    """
-
-    counts: NDArray[np.int64]
-    zeros: int = 0  # of either sign
-    nans: int = 0
-    pos_infs: int = 0
-    neg_infs: int = 0
-    amax: float | None = None
-    amin: float | None = None
-    significand_bits: int = 0  # of the source dtype, hidden bit included (24 for float32); 0 for nothing
-    min_spacing: float = math.inf  # between two values of the source dtype (2^-24 for float16); inf for nothing
-
-    def __post_init__(self) -> None:
-        self.counts.setflags(write=False)
-
-    @property
-    def finite_nonzero(self) -> int:
-        """Number of elements in the bins."""
-        return int(self.counts.sum())
-
-    @property
-    def numel(self) -> int:
-        """Number of all counted elements."""
-        return self.finite_nonzero + self.zeros + self.nans + self.pos_infs + self.neg_infs
-
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(
-            counts=self.counts + other.counts,
-            zeros=self.zeros + other.zeros,
-            nans=self.nans + other.nans,
-            pos_infs=self.pos_infs + other.pos_infs,
-            neg_infs=self.neg_infs + other.neg_infs,
-            amax=max((v for v in (self.amax, other.amax) if v is not None), default=None),
-            amin=min((v for v in (self.amin, other.amin) if v is not None), default=None),
-            significand_bits=max(self.significand_bits, other.significand_bits),
-            min_spacing=min(self.min_spacing, other.min_spacing),
-        )
-
-    def repeated(self, times: int) -> Tally:
-        """Return the tally of the same elements, each `times` times."""
-        return replace(
-            self,
-            counts=self.counts * times,
-            zeros=self.zeros * times,
-            nans=self.nans * times,
-            pos_infs=self.pos_infs * times,
-            neg_infs=self.neg_infs * times,
-        )
-
-    def scaled(self, factor: float) -> Tally:
-        """Return the tally of the same elements times a positive factor: exact in its bins for a power of two.
-
-        With another factor a bin extends over two, and moves to that of its largest value. What leaves double precision
-        at either end stays in the outermost bin.
-        """
-        if factor == 1.0 or self.amin is None or self.amax is None:
-            return self
-        lowest, highest = (min(max(v * factor, 5e-324), sys.float_info.max) for v in (self.amin, self.amax))
-        occupied = np.flatnonzero(self.counts)
-        with np.errstate(over="ignore"):
-            largest = np.clip(EDGES[occupied + 1] * factor, lowest, highest)
-        largest[0], largest[-1] = lowest, highest
-        counts = np.zeros_like(self.counts)
-        np.add.at(counts, bin_of(largest), self.counts[occupied])
-        if self.finite_nonzero > 1 and len(occupied) == 1:  # one bin became two: both ends are occupied
-            ends = bin_of(np.array([lowest, highest]))
-            counts[:] = 0
-            counts[ends[0]] += 1
-            counts[ends[1]] += self.finite_nonzero - 1
-        return replace(
-            self, counts=counts, amin=lowest, amax=highest, min_spacing=max(self.min_spacing * factor, 5e-324)
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tally) and self.to_dict() == other.to_dict()
-
-    __hash__ = None  # type: ignore[assignment]  # holds an array
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values that `from_dict` turns into an equal tally; floats are hex strings, so none is rounded."""
-        occupied = np.flatnonzero(self.counts)
-        return {
-            "version": SERIAL_VERSION,
-            "zeros": self.zeros,
-            "nans": self.nans,
-            "pos_infs": self.pos_infs,
-            "neg_infs": self.neg_infs,
-            "amax": None if self.amax is None else self.amax.hex(),
-            "amin": None if self.amin is None else self.amin.hex(),
-            "significand_bits": self.significand_bits,
-            "min_spacing": self.min_spacing.hex(),
-            "bins": occupied.tolist(),
-            "counts": self.counts[occupied].tolist(),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Tally:
-        """Return the tally that `to_dict` wrote; raises UsageError for another version, or contradictory data."""
-        version = data.get("version")
-        if version != SERIAL_VERSION:
-            raise UsageError(f"histogram data have version {version!r}; this ampdoctor reads version {SERIAL_VERSION}")
-        counts = _read_counts(data.get("bins"), data.get("counts"))
-        tally = cls(
-            counts=counts,
-            zeros=_read_count(data, "zeros"),
-            nans=_read_count(data, "nans"),
-            pos_infs=_read_count(data, "pos_infs"),
-            neg_infs=_read_count(data, "neg_infs"),
-            amax=_read_magnitude(data, "amax"),
-            amin=_read_magnitude(data, "amin"),
-            significand_bits=_read_count(data, "significand_bits"),
-            min_spacing=_read_hex(data, "min_spacing"),
-        )
-        tally.check()
-        return tally
-
-    def check(self) -> None:
-        """Raise UsageError for a tally that no tensor has: the extremes must be in the outermost occupied bins."""
-        occupied = np.flatnonzero(self.counts)
-        expected: list[int] = [] if occupied.size == 0 else [int(occupied[0]), int(occupied[-1])]
-        extremes = [v for v in (self.amin, self.amax) if v is not None]
-        if bin_of(np.array(extremes)).tolist() != expected or extremes != sorted(extremes):
-            raise UsageError("histogram data contradict themselves: the extremes do not lie in the outermost bins")
-        if self.finite_nonzero == 1 and self.amin != self.amax:
-            raise UsageError("histogram data contradict themselves: one element with two magnitudes")
-
-
-_LARGEST_COUNT = 2**53  # no real tensor has as many elements, and sums of two stay far below int64's limit
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST_COUNT
-
-
-def _read_count(data: Mapping[str, Any], key: str) -> int:
-    value = data.get(key)
-    if not _is_count(value):
-        raise UsageError(f"histogram data: {key} is {value!r}, not a count")
-    return int(value)  # type: ignore[arg-type]  # checked above
-
-
-def _read_counts(bins: object, counts: object) -> NDArray[np.int64]:
-    if not isinstance(bins, Sequence) or not isinstance(counts, Sequence) or len(bins) != len(counts):
-        raise UsageError("histogram data: bins and counts are not two lists of one length")
-    inside = all(_is_count(b) and b <= BEYOND_FP32 for b in bins) and list(bins) == sorted(set(bins))
-    if not inside or not all(_is_count(c) and c > 0 for c in counts):
-        raise UsageError("histogram data: bins must ascend from 0 to 2040, each with a positive count")
-    result = np.zeros(BINS, dtype=np.int64)
-    result[np.array(bins, dtype=np.intp)] = np.array(counts, dtype=np.int64)
-    return result
-
-
-def _read_hex(data: Mapping[str, Any], key: str) -> float:
-    value = data.get(key)
-    try:
-        number = float.fromhex(value)  # type: ignore[arg-type]  # a wrong type is caught below
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not number > 0:
-        raise UsageError(f"histogram data: {key} is {value!r}, not a positive number in hexadecimal")
-    return number
-
-
-def _read_magnitude(data: Mapping[str, Any], key: str) -> float | None:
-    if data.get(key, "") is None:
-        return None
-    number = _read_hex(data, key)
-    if math.isinf(number):
-        raise UsageError(f"histogram data: {key} is not finite")
-    return number
-
-
-# -- estimates from a tally, for any format at any scale: shares below a threshold, and the error of rounding --
+# -- what rounding costs, in one bin: values are assumed to lie evenly on the source dtype's own grid --
 #
-# Inside a bin, values are assumed to lie evenly on the source dtype's own grid. That is exact for a dtype of up to four
-# significand bits, and an estimate for others. The largest and the smallest magnitude are used exactly.
+# That is exact for a dtype of up to four significand bits, and an estimate for others.
 
 Array = NDArray[np.float64]
-_ENUMERABLE_BITS = 11  # up to it (float16, TF32) a bin's at most 128 values are rounded one by one; above, by integral
-_ALL_LOST = 2.0**60  # a saturated value that exceeds max by this factor has its own size as error, in float64
 _FP32_BITS = 24
-_FIRST_BITS = 4  # significand bits that the bin itself fixes: the hidden one and three of the mantissa
+FIRST_BITS = 4  # significand bits that the bin itself fixes: the hidden one and three of the mantissa
 
 
 @dataclass(frozen=True, slots=True)
-class _Grid:
+class Grid:
     """The occupied bins, without the two extreme elements."""
 
     low: Array  # lower edge of each bin, excluded
@@ -242,88 +55,6 @@ class _Grid:
     weights: Array  # elements at each of `points`
 
 
-def _grid(tally: Tally) -> _Grid:
-    counts = tally.counts.astype(np.float64)
-    points, weights = _points(tally)
-    np.subtract.at(counts, bin_of(points), weights)
-    bins = np.flatnonzero(counts > 0)
-    low, high = EDGES[bins], EDGES[bins + 1].copy()
-    high[bins == BEYOND_FP32] = max(points.max(initial=0.0), 2.0**129)
-    width = high - low
-    step = np.maximum(np.ldexp(width, -max(tally.significand_bits - _FIRST_BITS, 0)), tally.min_spacing)
-    step = np.minimum(step, width)  # a coarser grid only meets the bin at its upper edge
-    least, most = points.min(initial=math.inf), points.max(initial=0.0)
-    first = np.maximum(np.ceil((np.maximum(low, least) - low) / step), 1.0)
-    last = np.maximum(np.floor((np.minimum(high, most) - low) / step), first)
-    return _Grid(low, step, first, last, counts[bins], points, weights)
-
-
-def _points(tally: Tally) -> tuple[Array, Array]:
-    if tally.amin is None or tally.amax is None:
-        return np.empty(0), np.empty(0)
-    if tally.amin == tally.amax:
-        return np.array([tally.amin]), np.array([float(tally.finite_nonzero)])
-    return np.array([tally.amin, tally.amax]), np.ones(2)
-
-
-def share_at_most(tally: Tally, threshold: float) -> float:
-    """Return the share (0 to 1) of nonzero finite magnitudes that are <= threshold; exact if that is a bin's edge."""
-    return _share(tally, threshold, inclusive=True)
-
-
-def share_below(tally: Tally, threshold: float) -> float:
-    """Return the share (0 to 1) of nonzero finite magnitudes that are < threshold."""
-    return _share(tally, threshold, inclusive=False)
-
-
-def _share(tally: Tally, threshold: float, *, inclusive: bool) -> float:
-    total = tally.finite_nonzero
-    if total == 0:
-        return 0.0
-    grid = _grid(tally)
-    position = (threshold - grid.low) / grid.step
-    reached = np.floor(position) if inclusive else np.ceil(position) - 1.0
-    covered = np.clip(reached - grid.first + 1.0, 0.0, grid.last - grid.first + 1.0) / (grid.last - grid.first + 1.0)
-    under = grid.points <= threshold if inclusive else grid.points < threshold
-    return float(((grid.count * covered).sum() + grid.weights[under].sum()) / total)
-
-
-def quantile(tally: Tally, q: float) -> float | None:
-    """Return the magnitude that a share `q` of the nonzero finite ones does not exceed; None if there are none."""
-    if tally.amin is None or tally.amax is None:
-        return None
-    if q <= 0.0 or q >= 1.0:
-        return tally.amin if q <= 0.0 else tally.amax
-    cumulative = np.cumsum(tally.counts)
-    wanted = q * cumulative[-1]
-    bin_ = int(np.searchsorted(cumulative, wanted, side="left"))
-    low = max(EDGES[bin_], tally.amin)
-    high = min(EDGES[bin_ + 1], tally.amax)
-    before = cumulative[bin_ - 1] if bin_ else 0
-    return float(low + (high - low) * (wanted - before) / tally.counts[bin_])
-
-
-def relative_error(tally: Tally, fmt: FloatFormat, scale: float) -> float:
-    """Return the relative L2 error that one rounding of `x * scale` to a format makes; see `Histogram`."""
-    if tally.amax is None or tally.amin is None:
-        return 0.0
-    if tally.amax * scale >= fmt.overflow_at and fmt.overflow_result != "saturate":
-        return math.inf
-    if (fmt.has_zero and tally.amax * scale <= fmt.flush_at) or tally.amax * scale > fmt.max * _ALL_LOST:
-        return 1.0  # everything becomes zero, or max is negligible against the values
-    grid = _grid(tally)
-    # Squares of values far from 1 leave float64's range, so this power of two is the unit. The bound keeps E8M0's
-    # smallest code, which replaces float64 values hundreds of binades below it, inside that range.
-    unit = max(math.ldexp(1.0, math.frexp(tally.amax * scale)[1]), fmt.min_subnormal * 2.0**-150)
-    points = grid.points * scale
-    error = grid.weights @ ((round_to(points, fmt) - points) / unit) ** 2
-    power = grid.weights @ (points / unit) ** 2
-    measure = _by_value if tally.significand_bits <= _ENUMERABLE_BITS else _by_integral
-    bin_error, bin_power = measure(grid, fmt, scale, unit)
-    power += grid.count @ bin_power
-    return math.sqrt((error + grid.count @ bin_error) / power) if power > 0.0 else math.inf
-
-
 def bin_costs(fmt: FloatFormat, scale: float) -> tuple[Array, Array]:
     """Mean squared error of rounding, and mean square, of one value of each bin, both of x * scale; float64 (2048,).
 
@@ -331,15 +62,15 @@ def bin_costs(fmt: FloatFormat, scale: float) -> tuple[Array, Array]:
     of two.
     """
     low, high = EDGES[:BEYOND_FP32], EDGES[1 : BEYOND_FP32 + 1]
-    steps = 2.0 ** (_FP32_BITS - _FIRST_BITS)
+    steps = 2.0 ** (_FP32_BITS - FIRST_BITS)
     one = np.ones(BEYOND_FP32)
-    grid = _Grid(low, (high - low) / steps, one, one * steps, one, np.empty(0), np.empty(0))
+    grid = Grid(low, (high - low) / steps, one, one * steps, one, np.empty(0), np.empty(0))
     error, power = np.zeros(BINS), np.zeros(BINS)
-    error[:BEYOND_FP32], power[:BEYOND_FP32] = _by_integral(grid, fmt, scale, 1.0)
+    error[:BEYOND_FP32], power[:BEYOND_FP32] = mean_by_integral(grid, fmt, scale, 1.0)
     return error, power
 
 
-def _by_value(grid: _Grid, fmt: FloatFormat, scale: float, unit: float) -> tuple[Array, Array]:
+def mean_by_value(grid: Grid, fmt: FloatFormat, scale: float, unit: float) -> tuple[Array, Array]:
     """Mean squared error and mean square per bin, in `unit` squared, by rounding each value of the source."""
     if grid.count.size == 0:
         return np.empty(0), np.empty(0)
@@ -352,7 +83,7 @@ def _by_value(grid: _Grid, fmt: FloatFormat, scale: float, unit: float) -> tuple
     return (share * errors**2).sum(axis=1), (share * (values / unit) ** 2).sum(axis=1)
 
 
-def _by_integral(grid: _Grid, fmt: FloatFormat, scale: float, unit: float) -> tuple[Array, Array]:
+def mean_by_integral(grid: Grid, fmt: FloatFormat, scale: float, unit: float) -> tuple[Array, Array]:
     """The same for dense values: the integral of the squared distance to the target's grid.
 
     Over a whole number of target steps t it is t^2 / 12 per element, the closed form for quantisation noise. In the

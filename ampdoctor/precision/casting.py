@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 # -- tensors inside nested values --
 
-REDUCED: Final = frozenset({torch.float16, torch.bfloat16})  # the dtypes that mixed precision computes in
+HALVES: Final = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+REDUCED: Final = frozenset(HALVES)  # the dtypes that mixed precision computes in
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:

@@ -95,42 +95,25 @@ def _eligible(value: object) -> bool:
     )
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast(value: Any, dtype: torch.dtype, to: Callable[[Tensor, torch.dtype], Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype is not dtype and _eligible(value) else value
+        return to(value, dtype) if value.dtype is not dtype and _eligible(value) else value
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-        return [_cast(item, dtype) for item in value]
+        return [_cast(item, dtype, to) for item in value]
     return value
 
 
-def _lower_precision(name: str, cache: WeightCache, always: torch.dtype | None = None) -> Callable[..., Any]:
-    """A kernel that casts to autocast's dtype, or to the dtype `always`."""
-    op = overload(name)
-
-    def cast(value: Any, dtype: torch.dtype) -> Any:
-        if isinstance(value, torch.Tensor):
-            return cache.cast(value, dtype) if value.dtype is not dtype and _eligible(value) else value
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-            return [cast(item, dtype) for item in value]
-        return value
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = always or torch.get_autocast_dtype("cpu")
-        with Excluded(AUTOCAST):
-            return op(*[cast(arg, dtype) for arg in args], **{key: cast(arg, dtype) for key, arg in kwargs.items()})
-
-    return kernel
-
-
-def _fp32(name: str) -> Callable[..., Any]:
+def _casting(
+    name: str, dtype_of: Callable[..., torch.dtype], to: Callable[[Tensor, torch.dtype], Tensor] = torch.Tensor.to
+) -> Callable[..., Any]:
+    """A kernel that casts all its arguments to the dtype that `dtype_of` returns for them."""
     op = overload(name)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = dtype_of(*args, *kwargs.values())
         with Excluded(AUTOCAST):
-            return op(
-                *[_cast(arg, torch.float32) for arg in args],
-                **{key: _cast(arg, torch.float32) for key, arg in kwargs.items()},
-            )
+            named = {key: _cast(arg, dtype, to) for key, arg in kwargs.items()}
+            return op(*[_cast(arg, dtype, to) for arg in args], **named)
 
     return kernel
 
@@ -173,18 +156,10 @@ _APPEND_DTYPE: dict[str, Callable[..., Any]] = {
 }
 
 
-def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-
-
-def _widest(args: tuple[Any, ...]) -> torch.dtype:
+def _widest(*args: Any) -> torch.dtype:
     """`promote_type` of the header: fp32 beats autocast's dtype, fp64 is ignored, anything else is an error."""
     lower = widest = torch.get_autocast_dtype("cpu")
-    for tensor in _tensors(args):
-        if not _eligible(tensor):
-            continue
+    for tensor in filter(_eligible, args):
         if torch.float32 in (widest, tensor.dtype):
             widest = torch.float32
         elif tensor.dtype is not lower:
@@ -192,20 +167,6 @@ def _widest(args: tuple[Any, ...]) -> torch.dtype:
                 f"Unexpected floating ScalarType in autocast's promotion: {tensor.dtype} while autocast's is {lower}"
             )
     return widest
-
-
-def _promote(name: str) -> Callable[..., Any]:
-    op = overload(name)
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = _widest((*args, *kwargs.values()))
-        with Excluded(AUTOCAST):
-            return op(
-                *[_cast(arg, dtype) if isinstance(arg, torch.Tensor) else arg for arg in args],
-                **{key: _cast(arg, dtype) if isinstance(arg, torch.Tensor) else arg for key, arg in kwargs.items()},
-            )
-
-    return kernel
 
 
 def _banned(*_args: Any, **_kwargs: Any) -> Any:
@@ -218,17 +179,17 @@ def policy_kernels(cache: WeightCache) -> list[Kernel]:
     cast, own = cast_on_cuda(), registered(_KEY)
     for name in sorted(cast - (policy_ops.SAME_ON_CPU & own)):
         if name in policy_ops.LOWER_PRECISION:
-            fn = _lower_precision(name, cache)
+            fn = _casting(name, lambda *_: torch.get_autocast_dtype("cpu"), cache.cast)
         elif name in policy_ops.RECURRENT:
-            fn = _lower_precision(name, cache, torch.float16)
+            fn = _casting(name, lambda *_: torch.float16, cache.cast)
         elif name in policy_ops.FP32:
-            fn = _fp32(name)
+            fn = _casting(name, lambda *_: torch.float32)
         elif name in policy_ops.FP32_SET_OPT_DTYPE:
             fn = _fp32_set_opt_dtype(name)
         elif name in policy_ops.FP32_APPEND_DTYPE:
             fn = _APPEND_DTYPE[name]
         elif name in policy_ops.PROMOTE:
-            fn = _promote(name)
+            fn = _casting(name, _widest)
         else:
             fn = _banned
         kernels.append(Kernel(name, _KEY, fn))

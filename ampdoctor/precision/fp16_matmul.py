@@ -261,17 +261,6 @@ def _choosing(original: BoxedKernel, written: Callable[..., Any], halves: int) -
 # -- regions ---------------------------------------------------------------------------------------------------------
 
 
-class HalfProducts:
-    """One region of `half_products`."""
-
-    __slots__ = ()
-
-    @property
-    def used(self) -> bool:
-        """Whether the fp32 path was used since the outermost region was entered."""
-        return _SHARED.used
-
-
 def _every_kernel() -> Iterator[Kernel]:
     for name, product in PRODUCTS.items():
         yield from _kernels(name, product)
@@ -282,11 +271,11 @@ _SHARED = SharedOverlay(_every_kernel)
 
 
 @contextmanager
-def half_products() -> Iterator[HalfProducts]:
+def half_products() -> Iterator[SharedOverlay]:
     """Run fp16 products, convolutions and attention on the CPU through fp32 kernels, rounded once, in every thread.
 
     bf16 stays native: its kernels are faster than this. No widened tensor is kept. Regions nest, and belong to the
-    process.
+    process; `used` says whether the fp32 path was used since the outermost one was entered.
     """
     with _SHARED.region():
-        yield HalfProducts()
+        yield _SHARED

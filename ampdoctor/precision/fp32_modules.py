@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -155,17 +155,13 @@ class Fp32Modules:
     had no effect.
     """
 
-    __slots__ = ("_beyond", "_handles", "_islands", "_others", "_swap", "calls", "names", "widened")
+    __slots__ = ("_beyond", "calls", "names", "widened")
 
     def __init__(self, names: Sequence[str], widened: dict[str, str]) -> None:
         self.names = tuple(names)
         self.widened = widened
         self.calls = dict.fromkeys((*names, *widened), 0)
         self._beyond: dict[str, Tensor] = {}
-        self._handles: list[Any] = []
-        self._islands: list[_Watched] = []
-        self._others: list[tuple[Fp32Module, torch.dtype | None]] = []
-        self._swap: TemporaryCast | None = None
 
     @property
     def beyond(self) -> dict[str, float]:
@@ -176,19 +172,8 @@ class Fp32Modules:
         found = {name: float(amax) for name, amax in self._beyond.items()}  # the only device synchronisation
         return {name: amax for name, amax in found.items() if amax > 0}
 
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        forget(self._islands)
-        for other, dtype in self._others:
-            other.dtype = dtype
-        self._others.clear()
-        if self._swap is not None:
-            self._swap.restore()
-            self._swap = None
-
-    def _record(self, name: str, amax: Tensor) -> None:
+    def record(self, name: str, amax: Tensor) -> None:
+        """Takes the largest magnitude that an output has lost."""
         before = self._beyond.get(name)
         self._beyond[name] = amax if before is None else torch.maximum(before, amax)
 
@@ -209,7 +194,7 @@ class _Watched(Fp32Module):
         with torch.no_grad():
             lost = result.isinf() & tensor.isfinite()
             amax = torch.where(lost, tensor, 0).abs().amax() if tensor.numel() else tensor.new_zeros(())
-            self._report._record(self._name, amax)  # noqa: SLF001 - its own report
+            self._report.record(self._name, amax)
         return result
 
 
@@ -300,17 +285,16 @@ def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Opti
     # Within an island all is fp32: an island inside another one casts no outputs.
     inside = {inner for module in everything.values() for inner in module.modules() if inner is not module}
     dtypes = {name: None if module in inside else half_dtype(module) for name, module in everything.items()}
-    try:
+    with ExitStack() as stack:
         for module in inside:
             if (other := island_of(module)) is not None:  # one that the model came with
-                islands._others.append((other, other.dtype))  # noqa: SLF001 - built here
+                stack.callback(setattr, other, "dtype", other.dtype)
                 other.dtype = None
         halves = [tensor for module in everything.values() for tensor in half_tensors(module)]
-        islands._swap = TemporaryCast(halves, torch.float32, optimizers)  # noqa: SLF001
-        for name, module in everything.items():
-            island = _Watched(name, dtypes[name], islands)
-            islands._islands.append(island)  # noqa: SLF001
-            islands._handles += island.attach(module)  # noqa: SLF001
+        stack.callback(TemporaryCast(halves, torch.float32, optimizers).restore)
+        watched = [_Watched(name, dtypes[name], islands) for name in everything]
+        stack.callback(forget, watched)
+        for island, module in zip(watched, everything.values(), strict=True):
+            for handle in island.attach(module):
+                stack.callback(handle.remove)
         yield islands
-    finally:
-        islands._remove()  # noqa: SLF001

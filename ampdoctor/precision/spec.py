@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision.shims import torch_shims
+from ampdoctor.hooks import torch_internals
+from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.precision import kernels
 from ampdoctor.precision.tf32 import tf32
 
 if TYPE_CHECKING:
@@ -68,29 +70,29 @@ class Precision:
         """The context of the whole replay: TF32's products, by torch's switches on CUDA, by rounding on a CPU."""
         if device_type != "cuda":
             return tf32() if self.compute == "tf32" else nullcontext()
-        return _CudaSwitches(allowed=self.compute == "tf32") if not self.reduced else nullcontext()
+        return _cuda_switches(allowed=self.compute == "tf32") if not self.reduced else nullcontext()
 
 
-class _CudaSwitches(AbstractContextManager[None]):
-    """torch's TF32 switches, on for tf32 and off for fp32 (cuDNN's is on by default)."""
-
-    __slots__ = ("_allowed", "_before")
-
-    def __init__(self, *, allowed: bool) -> None:
-        self._allowed = allowed
-        self._before: tuple[bool, bool] | None = None
-
-    def __enter__(self) -> None:
-        self._before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self._allowed
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._before
-            self._before = None
+@contextmanager
+def _cuda_switches(*, allowed: bool) -> Iterator[None]:
+    """Torch's TF32 switches, on for tf32 and off for fp32 (cuDNN's is on by default)."""
+    before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 # -- facts about torch and its devices --
+
+
+def torch_shims() -> dict[str, str]:
+    """Replacements for what this torch lacks, and measured differences: short names, each with a sentence."""
+    shims = {**torch_internals.shims(), **kernels.shims()}
+    if FORMATS["e4m3fn"].overflow_result == "nan":
+        shims["e4m3fn-overflows-to-nan"] = "A cast to float8_e4m3fn makes NaN of what is beyond its range (measured)."
+    return shims
 
 
 def torch_facts() -> dict[str, Any]:

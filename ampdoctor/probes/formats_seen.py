@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.evidence.run_facts import OVERFLOWED, ModuleFacts
+from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.numerics.tensors import Unseen
-from ampdoctor.precision.casting import REDUCED
+from ampdoctor.precision.casting import HALVES, REDUCED
 from ampdoctor.probes.modules import (
     LowPrecisionTensors,
     is_watched,
@@ -27,7 +25,7 @@ from ampdoctor.probes.modules import (
 )
 from ampdoctor.probes.ops import UNINITIALISED, Site, is_cast, kernel_name
 from ampdoctor.probes.probe import OpProbe, Probe
-from ampdoctor.probes.user_code import called_by_user, own_line
+from ampdoctor.probes.user_code import own_line
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,49 +33,144 @@ if TYPE_CHECKING:
     from ampdoctor.hooks.interfaces import ObservedRun
 
 
-# -- which tensors are in half, observed in one half-precision step --
-
-_CAST = torch.ops.aten._to_copy.default  # the op that a cast is
+# -- the autocast regions that a step enters --
 
 
-class HalfProbe(Probe):
-    """Records the dtypes of module inputs and outputs, and the parameters that autocast casts, over a replayed step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """An autocast region."""
+
+    enabled: bool
+    dtype: torch.dtype
+    unnamed: bool  # no dtype was given: the device's default
+    line: tuple[str, int] | None  # that made it in the step; if it was made before, that entered it
+
+
+class AutocastProbe(Probe):
+    """Lists the autocast regions that a step enters, in order; torch's class is patched during the step."""
 
     def __init__(self) -> None:
+        self.entered: list[Region] = []
+
+    @contextmanager
+    def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
+        """Watch the making and the entering of regions."""
+        made: dict[int, tuple[Any, bool, tuple[str, int] | None]] = {}
+        make, enter = torch.autocast.__init__, torch.autocast.__enter__
+
+        def making(context: Any, *args: Any, **kwargs: Any) -> None:
+            make(context, *args, **kwargs)
+            unnamed = kwargs.get("dtype", args[1] if len(args) > 1 else None) is None
+            made[id(context)] = context, unnamed, own_line()
+
+        def entering(context: Any) -> Any:
+            _, unnamed, line = made.get(id(context), (None, False, None))
+            self.entered.append(
+                Region(enabled=context._enabled, dtype=context.fast_dtype, unnamed=unnamed, line=line or own_line())
+            )
+            return enter(context)  # type: ignore[no-untyped-call]  # torch has no annotations for it
+
+        with replaced(torch.autocast, "__init__", making), replaced(torch.autocast, "__enter__", entering):
+            yield
+
+
+# -- the largest unmasked logit of a softmax --
+
+REACH = 104.0  # a logit further below its row's maximum has weight 0 in fp32: exp(-104) is below 2^-149 / 2
+MASKED = -8192.0  # a row that stays below this is masked as a whole: masks are -1e4 or less, some added to scores
+
+
+def softmax_logits(logits: Tensor, dim: int) -> float | None:
+    """Largest logit magnitude of a softmax over `dim`; `OVERFLOWED` for +inf, None where all are masked."""
+    if not logits.numel():
+        return None
+    with Unseen(logits):
+        rows = logits.detach().movedim(dim, -1) if logits.dim() else logits.detach().reshape(1, 1)
+        return _largest(rows)
+
+
+def _largest(rows: Tensor) -> float | None:
+    """Of rows in the last dimension; None where all are masked."""
+    values = rows if rows.dtype == torch.float64 else rows.float()
+    top = values.amax(-1, keepdim=True)
+    counted = (values >= top - REACH) & (top > MASKED)
+    found = float(torch.where(counted, values.abs(), -1.0).max())
+    return min(found, OVERFLOWED) if found >= 0.0 else None
+
+
+# -- which tensors are in half, and in which format each module computes, observed in one half-precision step --
+
+FORMATS = {**HALVES, torch.float32: "fp32", torch.float64: "fp64"}
+_WIDTH = tuple(FORMATS)
+_SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"})
+_ATTENTION = "scaled_dot_product"
+_PRODUCTS = {"mm": 0, "addmm": 1}  # matrix products (of a linear layer), and the index of the first factor
+_MATRICES = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "convolution", "mkldnn_convolution"})
+_MOVES = frozenset({"clone", "_unsafe_view", "copy_"})
+_CAST = torch.ops.aten._to_copy.default  # the op that a cast is
+_ENGINE = frozenset({"backward", "grad"})  # run by autograd before its first node: the ones that start a backward
+
+
+@dataclass(slots=True)
+class _Seen:
+    ops: dict[str, str] = field(default_factory=dict)
+    logits: float | None = None
+    product: float | None = None
+    multiples: bool | None = None
+    smallest: int | None = None
+
+
+class FormatsProbe(OpProbe):
+    """Records the formats of the steps that run while it is attached; one step is enough.
+
+    These are the dtypes of module inputs and outputs, the parameters that autocast casts, and what each module computes
+    in forward and loss. It runs below autocast, so an op's floating-point inputs have the format that it computes in;
+    if they differ, type promotion makes that the widest. Casts, views and copies are not counted as ops.
+    """
+
+    takes_apart = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formats: set[torch.dtype] = set()  # half formats that ops of the step made
         self.loss_in_half = False  # a loss in half with a dimension, which scaling does not promote to fp32
         self._outputs: set[str] = set()
         self._inputs: set[str] = set()
         self._parameters: set[str] = set()
+        self._storages: dict[int, str] = {}
         self._made: dict[int, weakref.ref[Tensor]] = {}
+        self._seen: dict[str, _Seen] = {}
 
     @property
     def plan(self) -> LowPrecisionTensors:
-        """The tensors found so far."""
+        """The tensors in half that were found so far."""
         return LowPrecisionTensors(frozenset(self._outputs), frozenset(self._inputs), frozenset(self._parameters))
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install hooks on the observed modules; parameters that are half themselves need no cast."""
+        modules = {run.module_names.get(name, name): module for name, module in run.model.named_modules()}
+        self._types = {name: type(module).__name__ for name, module in modules.items()}
+        self._sizes = {name: sum(p.numel() for p in one.parameters(recurse=False)) for name, one in modules.items()}
         names = run.parameter_names()
-        self._storages: dict[int, str] = {}
         for parameter in run.model.parameters():
             name = names[id(parameter)]
             if parameter.dtype in REDUCED:
                 self._parameters.add(name)
             elif memory := memory_of(parameter):
                 self._storages[memory] = name
-        with ExitStack() as stack:
+        with super().attach(run), ExitStack() as stack:
             for name, module in observed_modules(run):
                 stack.callback(module.register_forward_hook(self._hook(name), always_call=True).remove)
             yield
 
-    def during(self, step: int) -> AbstractContextManager[Any]:  # noqa: ARG002 - the seam's signature
-        """Watch for casts of parameters: the input of such an op has the parameter's own storage."""
+    def begin(self) -> None:
+        """Forget the last step's outputs."""
         self._made.clear()
-        return _Casts(self._storages, self._parameters)
 
-    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
+    def finish(self, step: int, loss: Any) -> None:
         """A 0-dim half loss times the scale is fp32; one of shape [1] stays half (torch's type promotion)."""
+        super().finish(step, loss)
         self._made.clear()
         if isinstance(loss, torch.Tensor):
             self.loss_in_half = self.loss_in_half or (loss.dtype in REDUCED and loss.dim() > 0)
@@ -102,259 +195,13 @@ class HalfProbe(Probe):
         known = self._made.get(id(tensor))
         return tensor.dtype not in REDUCED or known is None or known() is not tensor
 
-
-class _Casts(TorchDispatchMode):
-    def __init__(self, storages: dict[int, str], found: set[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
-        self._storages = storages
-        self._found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        if func is _CAST and options.get("dtype") in REDUCED:
-            name = self._storages.get(memory_of(args[0]))
-            if name is not None:
-                self._found.add(name)
-        return func(*args, **options)
-
-
-# -- whether a step computes in a half format at all, and if not, which line of the user's decides that --
-#
-# A replay on a CPU may differ from the run on a GPU: `nullcontext()` instead of autocast where the device is "cpu",
-# `enabled=False`, or autocast on a device whose default is bf16. Such a replay does not represent the run.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
-    """A context that was open when the step first called a module: autocast, or `nullcontext`, which does nothing."""
-
-    autocast: bool
-    enabled: bool = False
-    dtype: torch.dtype | None = None
-    unnamed: bool = False  # no dtype was given: the device's default
-    line: tuple[str, int] | None  # that made it in the step; if it was made before, that entered it
-
-
-class HalfOps(Probe):
-    """Records the half formats that a step's ops make, and the contexts around its modules; for one replay of a step.
-
-    `around` are the contexts that were open when a module was first called, or, if none were, at the first op outside
-    of all modules; the innermost last.
-    """
-
-    def __init__(self) -> None:
-        self.formats: set[torch.dtype] = set()
-        self.around: tuple[Region, ...] = ()
-        self._open: list[tuple[Any, Region]] = []
-        self._thread = threading.get_ident()
-        self._made: dict[int, tuple[Any, bool, tuple[str, int] | None]] = {}
-        self._called = False
-
-    @contextmanager
-    def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install hooks on every module, to see where the model's forward begins."""
-        with ExitStack() as stack:
-            for module in run.model.modules():
-                if not isinstance(module, torch.jit.ScriptModule):
-                    stack.callback(module.register_forward_pre_hook(self._on_call).remove)
-            yield
-
-    @contextmanager
-    def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
-        """Watch every op, and both kinds of contexts (on this thread), whose classes are patched during the step."""
-        self._thread = threading.get_ident()
-        with ExitStack() as stack:
-            for kind in (torch.autocast, nullcontext):
-                for name, around in (
-                    ("__init__", self._making),
-                    ("__enter__", self._entering),
-                    ("__exit__", self._leaving),
-                ):
-                    stack.callback(setattr, kind, name, getattr(kind, name))
-                    setattr(kind, name, around(getattr(kind, name)))
-            stack.enter_context(_Formats(self.formats, self._on_op))
-            yield
-
-    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """Drop the references to the contexts."""
-        self._made.clear()
-        self._open.clear()
-
-    def _on_call(self, _module: Any, _args: Any) -> None:
-        if not self._called:
-            self._called = True
-            self.around = tuple(region for _, region in self._open)
-
-    def _on_op(self) -> None:
-        if not self._called and len(self._open) > len(self.around):
-            self.around = tuple(region for _, region in self._open)
-
-    def _making(self, original: Callable[..., None]) -> Callable[..., None]:
-        def made(context: Any, *args: Any, **kwargs: Any) -> None:
-            original(context, *args, **kwargs)
-            if threading.get_ident() != self._thread:
-                return
-            unnamed = kwargs.get("dtype", args[1] if len(args) > 1 else None) is None
-            self._made[id(context)] = context, unnamed, own_line()
-
-        return made
-
-    def _entering(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def enter(context: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                return original(context)
-            _, unnamed, line = self._made.get(id(context), (None, False, None))
-            if isinstance(context, torch.autocast):
-                region = Region(
-                    autocast=True,
-                    enabled=context._enabled,
-                    dtype=context.fast_dtype,
-                    unnamed=unnamed,
-                    line=line or own_line(),
-                )
-            else:
-                region = Region(autocast=False, line=(line or own_line()) if called_by_user() else None)
-            self._open.append((context, region))
-            return original(context)
-
-        return enter
-
-    def _leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def leave(context: Any, *raised: Any) -> Any:
-            # a context that was entered before the step, or on another thread, is not in the list
-            at = next((i for i in reversed(range(len(self._open))) if self._open[i][0] is context), None)
-            if at is not None and threading.get_ident() == self._thread:
-                del self._open[at]
-            return original(context, *raised)
-
-        return leave
-
-
-class _Formats(TorchDispatchMode):
-    def __init__(self, found: set[torch.dtype], told: Callable[[], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self._found = found
-        self._told = told
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self._told()
-        self._found.update(tensor.dtype for tensor in tensors_in(made) if tensor.dtype in REDUCED)
-        return made
-
-
-# -- the largest unmasked logit of a softmax or a fused attention --
-
-CHUNK = 1 << 22  # logits that are held at a time
-REACH = 104.0  # a logit further below its row's maximum has weight 0 in fp32: exp(-104) is below 2^-149 / 2
-MASKED = -8192.0  # a row that stays below this is masked as a whole: masks are -1e4 or less, some added to scores
-
-
-def softmax_logits(logits: Tensor, dim: int) -> float | None:
-    """Largest logit magnitude of a softmax over `dim`; `OVERFLOWED` for +inf, None where all are masked."""
-    if not logits.numel():
-        return None
-    with Unseen(logits):
-        rows = logits.detach().movedim(dim, -1) if logits.dim() else logits.detach().reshape(1, 1)
-        return _largest(rows)
-
-
-def attention_logits(call: Mapping[str, Any]) -> float | None:
-    """Largest magnitude among the logits of a fused attention, recomputed in fp32 in parts; None if all are masked.
-
-    `call` has the kernel's arguments by name: `query` of shape (..., L, d), `key` (..., S, d), with fewer heads where
-    groups of queries share them, and `attn_mask`, `attn_bias`, `is_causal`, `scale` where the kernel has them.
-    """
-    query, key = call["query"].detach(), call["key"].detach()
-    mask = call.get("attn_mask") if call.get("attn_mask") is not None else call.get("attn_bias")
-    scale = call.get("scale") or 1.0 / math.sqrt(query.shape[-1])
-    if not query.numel() or not key.numel():
-        return None
-    with Unseen(query):
-        if query.dim() > 2 and query.shape[-3] != key.shape[-3]:
-            key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
-        heads = query.shape[-3] if query.dim() > 2 else 1
-        length, keys = query.shape[-2], key.shape[-2]
-        if mask is not None:
-            mask = mask.detach().expand(*query.shape[:-1], keys)
-        rows = max(CHUNK // (heads * keys), 1)
-        largest: float | None = None
-        for index in product(*map(range, query.shape[:-3])):
-            for begin in range(0, length, rows):
-                part = slice(begin, begin + rows)
-                logits = query[index][..., part, :].float() @ key[index].float().mT * scale
-                if call.get("is_causal"):
-                    hidden = torch.ones(length, keys, dtype=torch.bool, device=query.device).triu(1)
-                    logits.masked_fill_(hidden[part], -math.inf)
-                if mask is not None:
-                    shown = mask[index][..., part, :]
-                    logits = logits.masked_fill(~shown, -math.inf) if shown.dtype == torch.bool else logits + shown
-                found = _largest(logits)
-                largest = found if largest is None else largest if found is None else max(largest, found)
-        return largest
-
-
-def _largest(rows: Tensor) -> float | None:
-    """Of rows in the last dimension; None where all are masked."""
-    values = rows if rows.dtype == torch.float64 else rows.float()
-    top = values.amax(-1, keepdim=True)
-    counted = (values >= top - REACH) & (top > MASKED)
-    found = float(torch.where(counted, values.abs(), -1.0).max())
-    return min(found, OVERFLOWED) if found >= 0.0 else None
-
-
-# -- what each module computes, and in which format, observed in one half-precision step --
-
-FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-_WIDTH = tuple(FORMATS)
-_SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"})
-_ATTENTION = "scaled_dot_product"
-_PRODUCTS = {"mm": 0, "addmm": 1}  # matrix products (of a linear layer), and the index of the first factor
-_MATRICES = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "convolution", "mkldnn_convolution"})
-_MOVES = frozenset({"clone", "_unsafe_view", "copy_"})
-_ENGINE = frozenset({"backward", "grad"})  # run by autograd before its first node: the ones that start a backward
-
-
-@dataclass(slots=True)
-class _Seen:
-    ops: dict[str, str] = field(default_factory=dict)
-    logits: float | None = None
-    product: float | None = None
-    multiples: bool | None = None
-    smallest: int | None = None
-
-
-class ModuleFactsProbe(OpProbe):
-    """Watches the forward and the loss of the steps that run while it is attached; one step is enough.
-
-    It runs below autocast, so an op's floating-point inputs have the format that it computes in; if they differ, type
-    promotion makes that the widest. Casts, views and copies are not counted as ops.
-    """
-
-    takes_apart = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: dict[str, _Seen] = {}
-
-    @contextmanager
-    def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install module hooks."""
-        modules = {run.module_names.get(name, name): module for name, module in run.model.named_modules()}
-        self._types = {name: type(module).__name__ for name, module in modules.items()}
-        self._parameters = {
-            name: sum(p.numel() for p in module.parameters(recurse=False)) for name, module in modules.items()
-        }
-        with super().attach(run):
-            yield
-
     def facts(self) -> tuple[ModuleFacts, ...]:
         """The modules in the order in which they first computed something."""
         return tuple(
             ModuleFacts(
                 name=name,
                 type=self._types.get(name, ""),
-                parameters=self._parameters.get(name, 0),
+                parameters=self._sizes.get(name, 0),
                 ops=dict(seen.ops),
                 logits_amax=seen.logits,
                 product_amax=seen.product,
@@ -365,17 +212,19 @@ class ModuleFactsProbe(OpProbe):
         )
 
     def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
-        """Note the format that the op computes in."""
+        """Note the format that the op computes in; a cast of a parameter reads the parameter's own storage."""
         kernel = kernel_name(func)
+        if func is _CAST and kwargs.get("dtype") in REDUCED and (name := self._storages.get(memory_of(args[0]))):
+            self._parameters.add(name)
         result = func(*args, **kwargs)
+        self.formats.update(tensor.dtype for tensor in tensors_in(result) if tensor.dtype in REDUCED)
         watched = site.phase in ("forward", "loss") and not site.recompute and site.op not in _ENGINE
         if watched and not (func.is_view or is_cast(kernel) or kernel in UNINITIALISED | _MOVES):
             name = "scaled_dot_product_attention" if _ATTENTION in kernel else site.op
-            self._note(site.module, name, func, args, kwargs, result)
+            self._note(site.module, name, kernel, args, kwargs, result)
         return result
 
-    def _note(self, module: str, op: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:  # noqa: PLR0917 - a call
-        kernel = kernel_name(func)
+    def _note(self, module: str, op: str, kernel: str, args: Any, kwargs: Any, result: Any) -> None:  # noqa: PLR0917 - a call
         values = [t for t in tensors_in([args, kwargs]) if t.dtype in FORMATS]
         computed = max((_WIDTH.index(t.dtype) for t in values), default=None)
         if computed is None or not any(t.dtype in FORMATS for t in tensors_in(result)):
@@ -388,9 +237,6 @@ class ModuleFactsProbe(OpProbe):
             return
         if kernel in _SOFTMAX:
             seen.logits = _larger(seen.logits, softmax_logits(args[0], int(args[1])))
-        elif _ATTENTION in kernel and not kernel.endswith("backward"):
-            names = [argument.name for argument in func._schema.arguments]
-            seen.logits = _larger(seen.logits, attention_logits({**dict(zip(names, args, strict=False)), **kwargs}))
         elif kernel in _MATRICES and result.dtype in REDUCED:
             seen.product = _larger(seen.product, _made(result, values))
         if kernel in _PRODUCTS:

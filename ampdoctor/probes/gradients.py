@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.numerics import Distance
-from ampdoctor.numerics.tensors import together
+from ampdoctor.numerics.tensors import Distance, together
 from ampdoctor.probes.probe import Probe
 
 if TYPE_CHECKING:

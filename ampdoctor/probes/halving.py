@@ -35,77 +35,6 @@ if TYPE_CHECKING:
     from ampdoctor.probes.ops import Site
 
 
-# -- which module outputs flow into which, by autograd's graph --
-
-
-class Flow:
-    """Numbers outputs as they are made, and records for each one the outputs that it is computed from.
-
-    Where autograd records nothing (a frozen part, a forward under `no_grad`), only the order of execution is known:
-    such an output counts as computed from all before it, and as an input of all after it.
-    """
-
-    def __init__(self) -> None:
-        self.ancestors: list[int] = []  # bit mask of all earlier outputs behind each output
-        self.parents: list[int] = []  # of those with no other output between
-        self._known: dict[Any, tuple[int, int]] = {}
-        self._made: set[tuple[Any, int]] = set()
-        self._unrecorded = 0
-
-    def has(self, tensor: Tensor) -> bool:
-        """Whether this tensor belongs to an output that was noted and was not changed since."""
-        return (tensor.grad_fn, tensor.output_nr) in self._made
-
-    def add(self, tensors: Sequence[Tensor]) -> int:
-        """Note an output; returns its number."""
-        number = len(self.ancestors)
-        bit = 1 << number
-        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-        ancestors, parents = self._unrecorded, 0
-        for node in nodes:
-            far, near = self._behind(node)
-            ancestors |= far
-            parents |= near
-        if not nodes:
-            ancestors, parents = bit - 1, bit >> 1
-            self._unrecorded = bit | (bit - 1)
-        elif not parents and self._unrecorded:
-            parents = 1 << (self._unrecorded.bit_length() - 1)
-        self.ancestors.append(ancestors)
-        self.parents.append(parents)
-        for node in nodes:
-            self._known[node] = (ancestors | bit, bit)
-        self._made |= {(tensor.grad_fn, tensor.output_nr) for tensor in tensors if tensor.grad_fn is not None}
-        return number
-
-    def forget_graph(self) -> None:
-        """Drop the references to autograd's nodes."""
-        self._known.clear()
-        self._made.clear()
-
-    def _behind(self, start: Any) -> tuple[int, int]:
-        """Bit masks of the outputs behind a node, and of the direct ones; each node is visited once."""
-        todo = [start]
-        while todo:
-            node = todo[-1]
-            if node in self._known:
-                todo.pop()
-                continue
-            inputs = [following for following, _ in node.next_functions if following is not None]
-            waiting = [following for following in inputs if following not in self._known]
-            if waiting:
-                todo += waiting
-                continue
-            far = near = 0
-            for following in inputs:
-                beyond, next_to = self._known[following]
-                far |= beyond
-                near |= next_to
-            self._known[node] = far, near
-            todo.pop()
-        return self._known[start]
-
-
 # -- points of a step --
 #
 # A search over a step's layers first records the order of its points (names only, no tensor is read). Then each replay
@@ -130,7 +59,6 @@ class Point:
     firing: int = 0  # index among the gradients of that tensor (a gradient penalty sends two)
     sequence: int | None = None  # autograd's number of the op that made the tensor, counted from the step's start
     turn: int = 0  # index of the forward-and-backward within the step
-    number: int = 0  # of the output, in `OrderProbe.flow`
 
 
 Reached = Callable[[Sequence["Tensor"]], None]  # called at a point with the tensors there; may raise `StepHalted`
@@ -145,7 +73,7 @@ class OrderProbe(Probe):
 
     def __init__(self, gradients: int | None) -> None:
         self._wanted = gradients
-        self.flow = Flow()
+        self._made: set[tuple[Any, int]] = set()  # autograd's names of the outputs' tensors
         self.points: list[Point] = []
         self._counts: Counter[tuple[str, bool]] = Counter()
         self._gradients: Counter[str] = Counter()
@@ -174,7 +102,7 @@ class OrderProbe(Probe):
                 yield
             finally:
                 self._last.clear()
-                self.flow.forget_graph()
+                self._made.clear()
 
     def begin(self) -> None:
         """Count sequence numbers from here."""
@@ -189,21 +117,17 @@ class OrderProbe(Probe):
             self._counts[name, recompute] += 1
             tensors = [tensor for tensor in tensors_in(output) if is_watched(tensor)]
             last = [(tensor, tensor._version) for tensor in tensors]
+            seen = [(id(tensor), version) for tensor, version in last]
             known = {(id(tensor), version) for tensor, version in self._last}
-            new = [not self.flow.has(tensor) and (id(tensor), version) not in known for tensor, version in last]
+            made = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
+            new = [here not in self._made and old not in known for here, old in zip(made, seen, strict=True)]
             if not any(new):
                 return  # or the module returns no floating-point tensor
             self._last = last
+            self._made |= {here for here in made if here[0] is not None}
             if not recompute and self._in_turns_backward:
                 self._turn, self._in_turns_backward = self._turn + 1, False
-            point = Point(
-                kind="output",
-                name=name,
-                count=count,
-                recompute=recompute,
-                turn=self._turn,
-                number=self.flow.add(tensors),
-            )
+            point = Point(kind="output", name=name, count=count, recompute=recompute, turn=self._turn)
             self.points.append(point)
             for index, tensor in enumerate(tensors):
                 if new[index] and tensor.requires_grad and torch.is_grad_enabled():

@@ -94,38 +94,6 @@ class ModuleStack:
         return hook
 
 
-class CalledModules(ModuleStack):
-    """A `ModuleStack` with hooks on all modules of the process, for modules that are not known beforehand.
-
-    `name_of(module, args, outermost)` names a module that is called. None makes it count as part of its caller.
-    """
-
-    def __init__(self, name_of: Callable[[nn.Module, Any, bool], str | None]) -> None:
-        super().__init__()
-        self._name_of = name_of
-        self._names: dict[int, str] = {}
-
-    @contextmanager
-    def attach(self, run: ObservedRun) -> Iterator[None]:  # noqa: ARG002 - the modules are not the run's
-        """Install hooks on every module of the process."""
-        with ExitStack() as stack:
-            stack.callback(register_module_forward_pre_hook(self._on_call).remove)
-            stack.callback(register_module_forward_hook(self._on_return, always_call=True).remove)
-            stack.callback(self._names.clear)
-            yield
-
-    def _on_call(self, module: nn.Module, args: Any) -> None:
-        name = self._name_of(module, args, not self._stack)
-        if name is not None:
-            self._names[id(module)] = name
-            self._enter(name, module)(module, args)
-
-    def _on_return(self, module: nn.Module, args: Any, output: Any) -> None:
-        name = self._names.get(id(module))
-        if name is not None:
-            self._leave(name, module)(module, args, output)
-
-
 # -- tensors inside nested values --
 
 _DEPTH = 8  # values nested deeper than this are no outputs of a model but an object graph

@@ -11,7 +11,7 @@ import torch
 
 from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.trace import PathOp, PropagationPath
-from ampdoctor.numerics import describe
+from ampdoctor.numerics.tensors import describe
 from ampdoctor.probes.lost_values import FILLS, MOVES, ROOTS
 from ampdoctor.probes.modules import is_watched, tensors_in
 from ampdoctor.probes.nonfinite import dtype_name, kind_of

@@ -15,8 +15,9 @@ from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.location import NonFinite
 from ampdoctor.evidence.trace import Headroom, NonFiniteReport, TensorStats
 from ampdoctor.hooks.callbacks import on_gradient
-from ampdoctor.numerics import describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
 from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.numerics.tensors import describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
+from ampdoctor.precision.casting import HALVES
 from ampdoctor.probes.modules import is_watched, optimizer_parameters, tensors_in
 from ampdoctor.probes.probe import Probe
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 # -- headroom: how far finite tensors stay below the largest number of their format --
 
 FAR = 8.0  # headroom in powers of two from which on a module's largest output is no longer recorded step by step
-_REDUCED = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class Tightest:
@@ -52,12 +52,12 @@ class Tightest:
 
         `kind` is "output", "output_grad" or "grad" (others are ignored); `name` the module, for "grad" the parameter.
         """
-        if kind == "output" and dtype in _REDUCED:
-            self._reduced[name] = _REDUCED[dtype]
+        if kind == "output" and dtype in HALVES:
+            self._reduced[name] = HALVES[dtype]
         module = name.rpartition(".")[0] if kind == "grad" else name
         if kind not in ("output", "output_grad", "grad") or not math.isfinite(high):
             return
-        format_name = _REDUCED.get(dtype) or (self._reduced.get(module) if kind == "grad" else None)
+        format_name = HALVES.get(dtype) or (self._reduced.get(module) if kind == "grad" else None)
         if format_name is None:
             return
         limit = FORMATS[format_name].max

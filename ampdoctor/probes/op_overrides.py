@@ -20,6 +20,7 @@ from ampdoctor.hooks.program import called_as_recorded, recorded_line
 from ampdoctor.package import FOLDER
 from ampdoctor.precision.casting import REDUCED
 from ampdoctor.precision.dtype_overrides import wide_numbers
+from ampdoctor.probes.modules import ModuleStack
 from ampdoctor.probes.ops import FunctionNames, changes_shape, function_name, is_cast
 from ampdoctor.probes.recompute import NO_RESULT
 from ampdoctor.probes.user_code import as_source, user_line
@@ -27,6 +28,7 @@ from ampdoctor.probes.user_code import as_source, user_line
 if TYPE_CHECKING:
     from ampdoctor.evidence.location import Where
     from ampdoctor.evidence.trace import NonFiniteOrigin
+    from ampdoctor.hooks.interfaces import ObservedRun
 
 
 # -- guards: an op's operand or result is kept within bounds --
@@ -409,3 +411,39 @@ def _no_autocast() -> Iterator[None]:
             stack.callback(torch.set_autocast_enabled, device, torch.is_autocast_enabled(device))
             torch.set_autocast_enabled(device, False)
         yield
+
+
+# -- which modules compute something themselves: the candidates for a smallest set of fp32 modules --
+
+
+class OwnOps(FunctionNames):
+    """Notes the modules whose own forward calls a torch function, while it is attached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = ModuleStack()
+        self._first: dict[str, int] = {}
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Clean names, in the order of execution; a parent before its children, as fp32 there applies to them too."""
+        entered: dict[str, int] = {}
+        for name, order in self._first.items():
+            parts = name.split(".")
+            for depth in range(len(parts) + 1):
+                ancestor = ".".join(parts[:depth])
+                entered[ancestor] = min(entered.get(ancestor, order), order)
+        return tuple(sorted(self._first, key=lambda name: (entered[name], name.count(".") + bool(name))))
+
+    @contextmanager
+    def attach(self, run: ObservedRun) -> Iterator[None]:
+        """Watch the session's steps."""
+        self._modules.clear()
+        with self._modules.attach(run), self.watching():
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        running = self._modules.current
+        if running is not None and running[0] not in self._first and calling_line() is not None:
+            self._first[running[0]] = len(self._first)
+        return func(*args, **(kwargs or {}))

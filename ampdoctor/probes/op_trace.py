@@ -44,7 +44,6 @@ from ampdoctor.probes.nonfinite_origin import described, nonfinite_number, opera
 from ampdoctor.probes.ops import (
     CONSTANTS,
     FILLS_A_PART,
-    OVERWRITES,
     SUMS,
     UNINITIALISED,
     Ran,
@@ -201,12 +200,7 @@ class OpTraceProbe(OpProbe):
                 handle.remove()
 
     def begin(self) -> None:
-        """Begin the step that `during` names."""
-        self._begin(self._step)
-
-    def _begin(self, step: int) -> None:
-        """Forget the last step, and record the state in which this one begins."""
-        self._step = step
+        """Forget the last step, and record the state in which the one that `during` names begins."""
         self._ops = 0
         self._births: list[NonFiniteOrigin] = []
         self._forward_births: dict[int, int] = {}
@@ -220,16 +214,9 @@ class OpTraceProbe(OpProbe):
         self._aside = SideSearches()
         self._dead.clear()
         self._taint.clear()
-        self._ways.clear(step)
-        self._provenance = Provenance(self._name_of)
-        self._take_stock()
-
-    def _name_of(self, tensor: torch.Tensor) -> str | None:
-        return self._belongings.name_of(tensor)
-
-    def _take_stock(self) -> None:
-        """Record what belongs to the run now, and which of it is non-finite already."""
+        self._ways.clear(self._step)
         self._belongings = Belongings(self._run, self._step)
+        self._provenance = Provenance(self._belongings.name_of)
         brought = self._belongings.nonfinite
         self._before = {id(t) for t in brought if not holds_nan(t)}
         self._unread = {id(t) for t in brought}
@@ -242,7 +229,9 @@ class OpTraceProbe(OpProbe):
         elif isinstance(loss, float) and not math.isfinite(loss):
             self._harm("loss", loss, self._readings.number)  # a step that returns `loss.item()`
         elif isinstance(loss, UserCodeError):
-            self._harm_by_raising()
+            # the user's code read a non-finite value and raised an exception
+            asked = frozenset(i for i in self._readings.asked if self._births[i].origin != "constant")
+            self._harm("raised", None, asked)
         self._harm_state()
         self.trace = self._gathered()
         self._dead.clear()
@@ -251,26 +240,18 @@ class OpTraceProbe(OpProbe):
         self._provenance.clear()
         self._sites.clear()
 
-    def _harm_by_raising(self) -> None:
-        """The user's code read a non-finite value and raised an exception."""
-        asked = frozenset(i for i in self._readings.asked if self._births[i].origin != "constant")
-        self._harm("raised", None, asked)
-
-    def _harm_state(self) -> bool:
-        """Note affected parameters, buffers and optimizer state (returns whether any), and gradients without hook."""
-        harmed = False
+    def _harm_state(self) -> None:
+        """Note affected parameters, buffers and optimizer state, and gradients without hook."""
         for kind, name, tensor in state_tensors(self._run):
             if id(tensor) not in self._before and is_nonfinite(tensor):
                 if id(tensor) in self._unread and not self._taint.births(tensor):
                     continue  # it was non-finite before the step, and no op read it
                 self._harm(f"{kind}:{name}", tensor)
-                harmed = True
         for name, gradient in outside_gradients(self._run):
             if is_nonfinite(gradient):
                 self._harm(f"grad:{name}", gradient)
         for name, tensor in self._beside.harmed():
             self._harm(f"beside:{name}", tensor)
-        return harmed
 
     def _gathered(self) -> Trace:
         births = tuple(
@@ -311,7 +292,7 @@ class OpTraceProbe(OpProbe):
         if kernel in UNINITIALISED:
             return self._left_unwritten(func(*args, **kwargs), site)
         with _own_work(kernel):
-            calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
+            calls = split_calls(func, args, kwargs)
             dirty = [self._read_nonfinite(kernel, call) for call in calls]
         try:
             result = func(*args, **kwargs)

@@ -235,37 +235,19 @@ class Sites:
         self._order: list[int] = []
         self._after_backward = False
         self._micro_batch = 0
-        self._since = 0
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
         """Install the module hooks."""
         self._run = run
-        self.take_names()
+        self._names = run.parameter_names()
         with self.modules.attach(run):
             yield
-
-    def take_names(self) -> None:
-        """Read the parameter names again, as the run may have changed them."""
-        self._names = self._run.parameter_names()
-
-    def next_step(self) -> None:
-        """Begin a step of a loop in which a graph may outlive its step: the ops of the previous step are kept."""
-        since, self._since = self._since, len(self._order)
-        for sequence in self._order[:since]:
-            del self._by_sequence[sequence]
-        del self._order[:since]
-        self._since -= since
-        self._begin()
 
     def clear(self) -> None:
         """Begin a step and forget all ops."""
         self._by_sequence.clear()
         self._order.clear()
-        self._since = 0
-        self._begin()
-
-    def _begin(self) -> None:
         self.modules.clear()
         self.functions.running.clear()
         self._after_backward = False
@@ -418,8 +400,9 @@ class Ran:
     returned: Any = None  # everything, integers and booleans as well; None for one element of a list
 
 
-def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrites: bool) -> list[Split]:  # noqa: FBT001 - internal
-    """Split a call of an ATen overload before it runs; with `overwrites`, it does not read what it writes in place."""
+def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Split]:
+    """Split a call of an ATen overload before it runs; those in `OVERWRITES` do not read what they write."""
+    overwrites = kernel_name(func) in OVERWRITES
     named = _bind(func, args, kwargs)
     written = [name for name, is_write, _ in named if is_write]
     lists = [value for _, _, value in named if _is_tensor_list(value)]

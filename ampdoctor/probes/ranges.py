@@ -13,8 +13,9 @@ import torch
 
 from ampdoctor.evidence.run_facts import Place, UpdateFacts
 from ampdoctor.hooks.backwards import PLAIN
-from ampdoctor.numerics import Distance, Histogram, extremes
-from ampdoctor.numerics.tensors import Unseen, blocks, squares
+from ampdoctor.numerics.counting import DeviceCounts, count, count_there, fetched, merged
+from ampdoctor.numerics.histogram import Histogram
+from ampdoctor.numerics.tensors import Distance, Unseen, blocks, extremes, squares
 from ampdoctor.probes.modules import GradientHooks, LowPrecisionTensors, optimizer_parameters
 from ampdoctor.probes.probe import Probe
 from ampdoctor.ranges.profile import Collector, RangeProfile, RunFacts
@@ -41,7 +42,7 @@ class RangeProbe(Probe):
         self._plan = plan
         self._collector = Collector()
         self._attached = False
-        self._step: dict[Place, Histogram] = {}
+        self._step: dict[Place, Histogram | DeviceCounts] = {}
         self.counted: Mapping[Place, Histogram] = {}  # of the step that was finished last
         self._stepped: list[Tensor] = []
         self._hooks = GradientHooks(
@@ -70,9 +71,10 @@ class RangeProbe(Probe):
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         """Add the step to the totals."""
-        self._collector.add_step(self._step)
+        self.counted = {place: fetched(counts) for place, counts in self._step.items()}
+        self._collector.add_step(self.counted)
         self._note_hand_scale()
-        self.counted, self._step = self._step, {}
+        self._step = {}
 
     def profile(self, run: RunFacts, **more: Any) -> RangeProfile:
         """Everything that was measured; `more` are further fields of the profile."""
@@ -88,7 +90,7 @@ class RangeProbe(Probe):
             self._sizes[clean] = sum(p.numel() for p in module.parameters(recurse=False))
         self._collector.add_weights(
             {
-                Place(names[id(parameter)], "weight", "parameter"): Histogram.of(parameter)
+                Place(names[id(parameter)], "weight", "parameter"): count(parameter)
                 for parameter in run.model.parameters()
                 if parameter.is_floating_point() and not parameter.is_meta
             }
@@ -102,8 +104,8 @@ class RangeProbe(Probe):
 
     def _count(self, place: Place, tensor: Tensor) -> None:
         before = self._step.get(place)
-        counted = Histogram.of(tensor)
-        self._step[place] = counted if before is None else before + counted
+        counted = count_there(tensor)
+        self._step[place] = counted if before is None else merged(before, counted)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -112,7 +114,7 @@ class RangeProbe(Probe):
                     self._stepped += extremes(parameter.grad)  # read when the step has ended
 
     def _note_hand_scale(self) -> None:
-        delivered = [h.amax for place, h in self._step.items() if place.kind == "weight_grad" and h.amax is not None]
+        delivered = [h.amax for place, h in self.counted.items() if place.kind == "weight_grad" and h.amax is not None]
         stepped = max((abs(float(extreme)) for extreme in self._stepped), default=0.0)
         usable = delivered and 0.0 < stepped < math.inf
         self.hand_scales.append(max(delivered) / stepped if usable else None)
@@ -139,11 +141,6 @@ class ReferenceGradients(Probe):
         self.plan = plan
         self.exponents: dict[Key, Tensor] = {}  # int8: a quarter of the memory, enough to find what flushes
         self.weights: dict[Key, Tensor] = {}  # float32, or float64 where the gradient is
-
-    @property
-    def half(self) -> frozenset[Key]:
-        """The gradients that are half in the half-precision run."""
-        return frozenset(key for key in (*self.exponents, *self.weights) if self.holds(key[0]))
 
     def holds(self, place: Place) -> bool:
         """Whether the tensor at this place is half in the half-precision run."""
@@ -188,21 +185,17 @@ class ReferenceGradients(Probe):
 class Zeroed:
     """Compares a step's gradients with those of the reference.
 
-    Vanished elements are zero for other reasons than the range: a gate that the forward's rounding moved, a sum that
-    cancels, an earlier flush. `relative_error` is the L2 norm of the difference of all weight gradients over the
+    `relative_error` is the L2 norm of the difference of all weight gradients over the
     reference's; None where there are none, not finite where a gradient is not.
     """
 
     flushed: Counter[Place] = field(default_factory=Counter)  # zero here; scaled, below twice fp16's smallest number
-    vanished: Counter[Place] = field(default_factory=Counter)  # zero here though larger in the reference
     nonzero: Counter[Place] = field(default_factory=Counter)  # elements of half gradients, nonzero in the reference
     relative_error: float | None = None
-    unmatched: int = 0  # gradients of the reference that this step lacks, or has in another shape
 
-    def add(self, place: Place, flushed: int, gone: int, present: int) -> None:
-        """Count elements of one place; `gone` are all that are zero here and not in the reference."""
+    def add(self, place: Place, flushed: int, present: int) -> None:
+        """Count elements of one place."""
         self.flushed[place] += flushed
-        self.vanished[place] += gone - flushed
         self.nonzero[place] += present
 
 
@@ -220,8 +213,7 @@ class ZeroedProbe(Probe):
 
     def _reset(self) -> None:
         self.zeroed = Zeroed()
-        self._seen: set[Key] = set()
-        self._counts: list[tuple[Place, Tensor, Tensor, Tensor]] = []
+        self._counts: list[tuple[Place, Tensor, Tensor]] = []
         self._error = self._norm = 0.0
 
     @contextmanager
@@ -243,18 +235,15 @@ class ZeroedProbe(Probe):
         """Read the counts."""
         for place, *counts in self._counts:
             self.zeroed.add(place, *(int(count) for count in counts))
-        self.zeroed.unmatched = len(self._reference.half - self._seen)
         if self._norm > 0.0:
             self.zeroed.relative_error = math.sqrt(self._error / self._norm) if self._error >= 0.0 else math.nan
         self._counts.clear()
 
     def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
-        key = place, ordinal
         kept = self._reference.weights if place.kind == "weight_grad" else self._reference.exponents
-        expected = kept.get(key)
+        expected = kept.get((place, ordinal))
         if expected is None or expected.shape != gradient.shape:
             return
-        self._seen.add(key)
         with Unseen(gradient):
             dense = _dense(gradient)
             if place.kind == "weight_grad":
@@ -263,8 +252,7 @@ class ZeroedProbe(Probe):
                 nonzero = expected != _ZERO
                 gone = (dense == 0).logical_and_(nonzero)
                 low = (expected <= _least(self._carried())).logical_and_(gone)
-                counts = torch.count_nonzero(low), torch.count_nonzero(gone), torch.count_nonzero(nonzero)
-                self._counts.append((place, *counts))
+                self._counts.append((place, torch.count_nonzero(low), torch.count_nonzero(nonzero)))
 
     def _compare(self, place: Place, got: Tensor, expected: Tensor) -> None:
         """Compare a parameter's gradient block by block, so that no tensor of its size is allocated."""
@@ -274,7 +262,7 @@ class ZeroedProbe(Probe):
         self._error += apart.error
         self._norm += apart.reference
         if self._reference.holds(place):
-            self.zeroed.add(place, apart.below, apart.flushed, apart.nonzero)
+            self.zeroed.add(place, apart.below, apart.nonzero)
 
     def _carried(self) -> float:
         """The scale of the gradients during the backward; where no scaler scales the loss, the step uses it by hand."""
@@ -345,7 +333,7 @@ class _Tally:
             drawn = torch.Generator().manual_seed(0)
             chosen = torch.randint(old.numel(), (SAMPLED,), generator=drawn).to(old.device)
             old, new = old[chosen], new[chosen]
-        self.ratios = self.ratios + Histogram.of((new - old).div_(old))  # where one is 0 it is 0 or not finite
+        self.ratios = self.ratios + count((new - old).div_(old))  # where one is 0 it is 0 or not finite
 
     def _add(self, before: Tensor, after: Tensor) -> None:
         update, kept = after - before, before.bfloat16()

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ampdoctor.evidence.trace import Recomputation
-from ampdoctor.numerics import extremes, nonfinite_flag
+from ampdoctor.numerics.tensors import extremes, nonfinite_flag
 from ampdoctor.probes.ops import Ran, Split
 
 # -- the whole op in float64 and float32: is it non-finite by nature, or only in this format? --

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdRef
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.trace import Origin
 from ampdoctor.numerics.tensors import is_plain, parts_of
-from ampdoctor.probes.nonfinite import is_mask, is_nonfinite, kind_of, outside_gradients, state_tensors
+from ampdoctor.probes.nonfinite import is_mask, is_nonfinite, kind_of, state_tensors
 from ampdoctor.probes.recompute import doubled
 
 if TYPE_CHECKING:
@@ -208,36 +208,6 @@ class Belongings:
             self._take_batch()
         return self._batch.get(key)
 
-    def bring(self, tensor: torch.Tensor, path: str) -> None:
-        """Add a tensor to the batch, where that becomes known later."""
-        self._batch.setdefault(storage_key(tensor), path)
-
-    def follow(self, earlier: Belongings) -> None:
-        """Take over the state recorded `earlier` in the same step: only what is new since counts as it is now."""
-        self._batch = earlier._batch | self._batch
-        came = {id(t) for t in earlier.nonfinite}
-        self.nonfinite = tuple(t for t in self.nonfinite if id(t) in came or not earlier.knows(t))
-        for parameter in self.run.model.parameters():
-            if parameter.grad is not None and earlier.knows(parameter) and not earlier.knows(parameter.grad):
-                self._owners.pop(storage_key(parameter.grad), None)
-
-    def came_finite(self, tensor: torch.Tensor) -> bool:
-        """Whether it is state that was finite at the start, or a gradient that was finite or missing then."""
-        key = storage_key(tensor)
-        kind, _ = self._owner_of(tensor)
-        if kind in _STATE:
-            return all(storage_key(t) != key for t in self.nonfinite)
-        return not kind and any(storage_key(gradient) == key for gradient in self._present_gradients())
-
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether it is part of the state."""
-        return storage_key(tensor) in self._owners
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether it is part of the state or of the batch."""
-        key = storage_key(tensor)
-        return self._path_in_batch(key) is not None or bool(self._owner(key)[0])
-
     def entering(self, site: Site) -> None:
         """Note that an op is about to run: gradients have names only in the optimizer's and scaler's phases."""
         if site.phase not in ("optimizer", "scaler"):
@@ -313,10 +283,6 @@ class Belongings:
             )
             return where, "data"
         return site.where(self.step, nonfinite), "constant"
-
-    def _present_gradients(self) -> Iterator[torch.Tensor]:
-        yield from (p.grad for p in self.run.model.parameters() if p.grad is not None)
-        yield from (gradient for _, gradient in outside_gradients(self.run))
 
     def _owner(self, key: Memory) -> tuple[str, str]:
         if key not in self._owners and self._gradients is not None and self._moments != self._count_moments():

@@ -39,16 +39,9 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep  # Python's own library, which
 
 @lru_cache(maxsize=4096)
 def _is_user(filename: str) -> bool:
-    if filename.startswith(("<", _TORCH, _OURS)):
-        return False
-    return not _is_standard(filename)
-
-
-def _is_standard(filename: str) -> bool:
-    """Whether the file is of Python's own library (`copy.deepcopy`, `contextlib`): its caller counts instead."""
-    if filename.startswith("<frozen"):
-        return True
-    return filename.startswith(_STANDARD) and not _is_installed(filename)
+    """Whether the file is neither torch's, ours nor Python's (`copy.deepcopy`, `contextlib`): the caller counts."""
+    ours = filename.startswith(("<", _TORCH, _OURS))
+    return not ours and (not filename.startswith(_STANDARD) or _is_installed(filename))
 
 
 @contextmanager
@@ -106,14 +99,6 @@ def own_line() -> tuple[str, int] | None:
     return user_line()
 
 
-def called_by_user() -> bool:
-    """Whether the calling function was called by a user's or a package's line, not by torch or ampdoctor."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _is_standard(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame is not None and _is_user(frame.f_code.co_filename)
-
-
 def hook_line() -> tuple[str, int] | None:
     """The user's line in a hook that a backward runs; None for the engine's own ops, and for a forward run again."""
     frame, line = sys._getframe(1), None
@@ -169,12 +154,11 @@ def _forwards(function: type[Any]) -> Iterator[FunctionType]:
         yield from _forwards(below)
 
 
-def raising_line(error: BaseException, *, own: bool = False) -> tuple[str, int] | None:
-    """The innermost user line through which an exception came, with `own` outside installed packages if possible."""
+def raising_line(error: BaseException) -> tuple[str, int] | None:
+    """The innermost user line through which an exception came, outside installed packages if possible."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(frame.filename, frame.lineno or 0) for frame in frames if _is_user(frame.filename)]
-    mine = [line for line in lines if own and not _is_installed(line[0])]
-    found = mine or lines
+    found = [line for line in lines if not _is_installed(line[0])] or lines
     return found[-1] if found else None
 
 

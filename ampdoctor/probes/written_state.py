@@ -12,7 +12,7 @@ import torch
 
 from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.modules import memory_of, tensors_in
-from ampdoctor.probes.ops import OVERWRITES, UNINITIALISED, Site, kernel_name, reshapes, split_calls, written
+from ampdoctor.probes.ops import UNINITIALISED, Site, kernel_name, reshapes, split_calls, written
 from ampdoctor.probes.probe import OpProbe
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class WritesProbe(OpProbe):
         nested = any(tensor.is_nested for tensor in tensors_in([*args, *kwargs.values()]))
         if nested or kernel in UNINITIALISED:
             return func(*args, **kwargs)
-        calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
+        calls = split_calls(func, args, kwargs)
         result = func(*args, **kwargs)
         updates = site.phase == "optimizer"
         self.draws |= updates and torch.Tag.nondeterministic_seeded in func.tags

@@ -9,7 +9,7 @@ from typing import Any
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.log_records import DetailLine, Role, RunLine, StepLine, TensorDetail
 from ampdoctor.evidence.run_facts import PRECISIONS, Place, SiteKind, SitePart
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.ranges.profile import Collector, RangeProfile, RunFacts
 
 _KINDS: Mapping[Role, SiteKind] = {

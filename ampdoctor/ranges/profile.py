@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.errors import UsageError
 from ampdoctor.evidence.run_facts import GRADIENTS, KINDS, ModuleFacts, Place, RangeFigures, Site, SiteKind, UpdateFacts
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.numerics.rounding_error import flushed_counts, powers, scaled_to_fit, squared_errors
 
 EXPONENTS = np.arange(-10, 33)  # log2 of the loss scales at which a profile keeps its curves: 2^-10 to 2^32
@@ -163,78 +162,6 @@ def fitted_figures(profile: RangeProfile, indices: Iterable[int], fmt: str) -> R
     )
 
 
-def merge(first: RangeProfile, second: RangeProfile) -> RangeProfile:
-    """One profile from two of the same run: the steps of the second come after those of the first.
-
-    Facts about the run, modules and updates are those of the second, later one. Raises UsageError if they are not of
-    one run (another precision or other places), or one contains steps of the other.
-    """
-    if (first.run.precision, first.run.autocast) != (second.run.precision, second.run.autocast):
-        raise UsageError("the profiles are not of one run: their precisions differ")
-    if first.run.base_scale != second.run.base_scale:
-        raise UsageError("the profiles are not of one run: their steps scale the loss by different factors")
-    if [_identity(site) for site in first.sites] != [_identity(site) for site in second.sites]:
-        raise UsageError("the profiles are not of one run: their modules and parameters differ")
-    a, b = first.series, second.series
-    if _holds(a, b) or _holds(b, a):
-        raise UsageError("the profiles hold the same steps twice: the same measurement counts once")
-    later = second.run
-    losses = [x for x in (first.run.loss_amax, later.loss_amax) if x is not None]
-    return RangeProfile(
-        run=replace(
-            later,
-            loss_amax=max(losses, default=None),
-            loss_in_half=first.run.loss_in_half or later.loss_in_half,
-        ),
-        sites=tuple(
-            replace(one, half=one.half or two.half) for one, two in zip(first.sites, second.sites, strict=True)
-        ),
-        # weights are counted once per profile, before its first step: the later profile's counts
-        histograms=tuple(
-            two if site.kind == "weight" else one + two
-            for site, one, two in zip(first.sites, first.histograms, second.histograms, strict=True)
-        ),
-        series=Series(
-            amax=np.concatenate([a.amax, b.amax]),
-            nonzero=np.concatenate([a.nonzero, b.nonzero]),
-            power=np.concatenate([a.power, b.power]),
-            flushed=np.concatenate([a.flushed, b.flushed]),
-            error=np.concatenate([a.error, b.error]),
-        ),
-        fp8=_later_weights(first, first.fp8, second.fp8),
-        square_sums=_later_weights(first, first.square_sums, second.square_sums),
-        nonfinite_steps=(*first.nonfinite_steps, *(step + first.steps for step in second.nonfinite_steps)),
-        modules=second.modules,
-        updates=second.updates,
-        shadows=(*first.shadows, *(replace(s, steps=tuple(n + first.steps for n in s.steps)) for s in second.shadows)),
-    )
-
-
-def _holds(long: Series, short: Series) -> bool:
-    """Whether the steps of `short` are among those of `long`, consecutive and equal in every figure."""
-    length = len(short.amax)
-    if not short.amax.any():
-        return False
-    starts = np.flatnonzero((long.amax[: max(len(long.amax) - length + 1, 0)] == short.amax[0]).all(axis=1))
-    return any(
-        all(np.array_equal(getattr(long, f.name)[k : k + length], getattr(short, f.name)) for f in fields(Series))
-        for k in starts.tolist()
-    )
-
-
-def _identity(site: Site) -> tuple[Place, int]:
-    return site.place, site.weight
-
-
-def _later_weights(
-    profile: RangeProfile, first: NDArray[np.float64], second: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    weights = np.array([site.kind == "weight" for site in profile.sites], dtype=bool)
-    total: NDArray[np.float64] = first + second
-    total[weights] = second[weights]
-    return total
-
-
 # -- collecting histograms, step by step, into a profile --
 
 Array = NDArray[np.float64]
@@ -327,7 +254,7 @@ class Collector:
     def _figures(
         self, places: tuple[Place, ...], histograms: list[Histogram]
     ) -> tuple[NDArray[np.int64], Array, NDArray[np.float32], NDArray[np.float32]]:
-        counts = np.stack([histogram.counts.reshape(-1) for histogram in histograms])
+        counts = np.stack([histogram.counts for histogram in histograms])
         nonzero, power = counts.sum(axis=1), powers(counts)
         amax = np.array([histogram.amax or 0.0 for histogram in histograms])
         fitted = np.stack([scaled_to_fit(counts, amax, fmt) for fmt in FP8], axis=1)

@@ -51,7 +51,6 @@ class ResumeReport:
     notes: tuple[str, ...] = ()  # sentences on changed values or settings
     global_step: int | None = None  # the checkpoint's training step, if it has one
     file_scaler: ScalerState | None = None  # None if there is none or it was disabled
-    run_scaler: ScalerState | None = None  # the scaler of the replay; None if there is none or it is disabled
     scalers: ResumedScaler | None = None  # the two, and the run's own before loading; None unless all three exist
     scaler_continued: bool = True
 
@@ -210,7 +209,6 @@ def _report(
         loaded=loaded,
         global_step=state.global_step,
         file_scaler=file_scaler,
-        run_scaler=run_scaler,
         scalers=None if fresh else _beside(own_scaler, file_scaler, run_scaler, run, state),
         scaler_continued=continued,
         **parts,

@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ampdoctor.hooks.nested import bytes_of, copy_batch
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.precision import as_written, without_overrides
+from ampdoctor.precision.dtype_overrides import as_written, without_overrides
 from ampdoctor.replay.reachable_state import (
     CACHED,
     CONTAINERS,
@@ -189,11 +189,6 @@ def can_be_taped(kind: type) -> bool:
     return of_python or issubclass(kind, _BaseDataLoaderIter)
 
 
-def is_taped(kind: type) -> bool:
-    """Is it the type of a recorded iterator?"""
-    return issubclass(kind, ReplayableIterator)
-
-
 def _copied(item: Any) -> Any:
     with unseen():
         return copy_batch(item)
@@ -253,7 +248,7 @@ class Reached:
         """Put the original iterators back everywhere."""
         for place, put_back in self._places():
             if put_back:
-                exchange(place, is_taped, operator.attrgetter("source"))
+                exchange(place, lambda kind: issubclass(kind, ReplayableIterator), operator.attrgetter("source"))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor) for tensors that are restored, with the names of the run's code if they are known.

@@ -41,7 +41,8 @@ from ampdoctor.hooks.program import (
     results,
     updates_made,
 )
-from ampdoctor.replay.snapshot import HALVES, format_of_weights
+from ampdoctor.precision.casting import HALVES
+from ampdoctor.replay.snapshot import format_of_weights
 from ampdoctor.replay.training_run import TrainingRun
 
 if TYPE_CHECKING:
@@ -356,8 +357,6 @@ def _put(optimizer: torch.optim.Optimizer, settings: Collection[Mapping[str, Any
 
 # -- Accelerate's autocast: it is inside a model's forward, so a call recorded outside lacks it --
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 def with_inner_autocast(program: Program) -> Program:
     """Puts the calls of models that Accelerate has prepared under its autocast."""
@@ -384,7 +383,7 @@ def prepared_models(model: nn.Module) -> tuple[str, ...]:
 def _cast(model: nn.Module) -> tuple[str, torch.dtype] | None:
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     shared: Mapping[str, Any] = getattr(state, "_shared_state", {})
-    dtype = _DTYPES.get(str(shared.get("_mixed_precision")))
+    dtype = next((dtype for dtype, name in HALVES.items() if name == shared.get("_mixed_precision")), None)
     device = next((p.device.type for p in model.parameters()), "cpu")
     return None if dtype is None else (device if device in ("cpu", "cuda") else "cpu", dtype)
 
@@ -446,7 +445,7 @@ def on_its_own(model: nn.Module) -> Iterator[tuple[str, ...]]:
                 stack.enter_context(_instead(module, _pre_forward=_moved(module), _post_forward=_as_it_is))
             elif isinstance(module, SyncBatchNorm):
                 said.append(f"{name or 'the model'} (SyncBatchNorm) took the statistics of this rank's batch alone")
-                stack.enter_context(_instead(module, forward=_local_norm(module)))
+                stack.enter_context(_instead(module, forward=partial(_BatchNorm.forward, module)))
         hooked = [name for name, p in model.named_parameters() if stack.enter_context(_without_hooks(p))]
         if hooked:
             said.append(
@@ -492,10 +491,6 @@ def _moved(ddp: Any) -> Any:
 
 def _as_it_is(output: Any) -> Any:
     return output
-
-
-def _local_norm(module: SyncBatchNorm) -> Any:
-    return lambda given: _BatchNorm.forward(module, given)
 
 
 @contextmanager

@@ -22,24 +22,15 @@ from ampdoctor.hooks.names import clean_names, clean_tensor_name, names_of_param
 from ampdoctor.hooks.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.hooks.process_state import RandomState, no_anomaly_mode, no_fast_path
 from ampdoctor.hooks.scaler_events import StepEvents
-from ampdoctor.precision import (
-    REDUCED,
-    CastInputs,
-    Precision,
-    TemporaryCast,
-    UpcastHalf,
-    WideNumbers,
-    cast_model,
-    master_weights,
-    override_autocast,
-)
-from ampdoctor.precision.spec import as_plain_linears
+from ampdoctor.precision.casting import REDUCED, CastInputs, TemporaryCast, cast_model, master_weights
+from ampdoctor.precision.dtype_overrides import UpcastHalf, WideNumbers, override_autocast
+from ampdoctor.precision.spec import Precision, as_plain_linears
 from ampdoctor.replay.batches import BatchBuffer
 from ampdoctor.replay.frameworks.accelerate import shared_states
 from ampdoctor.replay.parts import as_given, optimizers_of, refuse_lazy, scaler_of, schedulers_of
 from ampdoctor.replay.python_state import DrawHooks, Reached
 from ampdoctor.replay.reachable_state import roots_of
-from ampdoctor.replay.snapshot import OtherScalers, Snapshot, clone, tensors_of, weights_of
+from ampdoctor.replay.snapshot import OtherScalers, Snapshot, tensors_of, weights_of
 from ampdoctor.replay.step import call_user_step, default_step, loss_number, meet_scaler, readable_loss
 from ampdoctor.replay.tensor_store import TensorStore
 from ampdoctor.replay.user_code import prints_to_nobody, user_code
@@ -59,10 +50,6 @@ def _size(model: nn.Module) -> int:
     return sum(tensor.nbytes for _, tensor in tensors_of(model) if not tensor.is_meta)
 
 
-def _plain_user_code(what: str) -> AbstractContextManager[None]:
-    return user_code(what=what)
-
-
 class Session:
     """A training run with its parts resolved: model on the device, optimizers by name, scaler, precision, batches.
 
@@ -77,7 +64,7 @@ class Session:
         *,
         device: torch.device,
         precision: str | None = None,
-        user_code: Callable[[str], AbstractContextManager[None]] = _plain_user_code,
+        user_code: Callable[[str], AbstractContextManager[None]] = lambda what: user_code(what=what),
         spill: Path | None = None,
     ) -> None:
         self.run = run
@@ -108,7 +95,7 @@ class Session:
         self.tape = BatchBuffer(run)
         self._others = OtherScalers(self.scaler)
         self._adopting: list[Callable[[Any], None]] = []
-        self.events = StepEvents(self.model.parameters, self.optimizers, self.scaler, self._others)
+        self.events = StepEvents(self.model.parameters, self.optimizers, self.scaler, self._others.called)
         room = max(_ROOM, _size(self.model))
         drawing = DrawHooks(self.random_state, self._handed_out)
         self.reached = Reached(self._roots, self._parts, run.batches, room, drawing, steps_own=_counted_by_steps)
@@ -233,18 +220,6 @@ class Session:
     def batches_per_step(self) -> int:
         """The number of batches in one optimizer step."""
         return 1 if self.run.step is not None else self.run.accumulation_steps
-
-    def adopt_state(self, other: Session) -> None:
-        """Copy parameters, buffers, gradients, optimizer and scaler state from another run of the same factory."""
-        with torch.no_grad():
-            for mine, theirs in zip(tensors_of(self.model), tensors_of(other.model), strict=True):
-                mine[1].copy_(theirs[1])
-                if mine[1].is_leaf:
-                    mine[1].grad = None if theirs[1].grad is None else theirs[1].grad.detach().clone()
-        for own, others in zip(self.optimizers.values(), other.optimizers.values(), strict=True):
-            own.load_state_dict(clone(others.state_dict()))
-        if other.events.enabled:  # accumulated gradients are scaled by it
-            self.scaler.load_state_dict(other.scaler.state_dict())
 
     def count_with(self, other: Session) -> None:
         """Add the replays of a session that replaced this one."""

@@ -22,8 +22,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.hooks.scaler_events import ScalerCallbacks
 from ampdoctor.hooks.torch_internals import default_device, reset_default_device
+from ampdoctor.precision.casting import HALVES
 from ampdoctor.replay.python_state import Reached
 from ampdoctor.replay.tensor_store import TensorStore, Values
 from ampdoctor.replay.user_code import user_code
@@ -87,9 +87,6 @@ def arguments_of(scaler: Any) -> Any:
     }
 
 
-HALVES: Mapping[torch.dtype, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
 def format_of_weights(model: nn.Module) -> str:
     """Returns the format of most of a model's weights: "fp32", "fp16" or "bf16"."""
     elements = Counter({"fp32": 0})
@@ -103,7 +100,7 @@ def is_one_element(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
-class OtherScalers(ScalerCallbacks):
+class OtherScalers:
     """Records the scalers that a run's steps make or hold themselves; `own` is the run's scaler, which is left out."""
 
     def __init__(self, own: Any) -> None:
@@ -111,8 +108,8 @@ class OtherScalers(ScalerCallbacks):
         self.state: dict[str, Any] | None = None  # the first enabled scaler's `state_dict` at its first call
         self.first: WeakKeyDictionary[Any, ScalerSnapshot] = WeakKeyDictionary()  # states before the first call
 
-    def calls(self, scaler: Any, optimizer: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """See `ScalerCallbacks`."""
+    def called(self, scaler: Any) -> None:
+        """Notes a scaler before one of its methods runs."""
         if scaler is not self._own and scaler not in self.first:
             self.first[scaler] = ScalerSnapshot.of(scaler)
             if self.state is None and scaler.is_enabled():
@@ -214,9 +211,8 @@ class _Tensor:
         self._restore_the_rest()
 
     def restore_what_changed(self) -> None:
-        """Write values only if they differ: memory outside the run may be read-only."""
-        if not self.values.are_in(_memory(self.data)):
-            self.values.put_into(_memory(self.data))
+        """Like `restore`, but write values only if they differ."""
+        _put_back(self.data, self.values)
         self._restore_the_rest()
 
     def _restore_the_rest(self) -> None:
@@ -238,6 +234,7 @@ class _Tensor:
 
 
 def _put_back(tensor: torch.Tensor, values: Values) -> None:
+    """Write values only if they differ: memory outside the run may be read-only."""
     memory = _memory(tensor.data)
     if not values.are_in(memory):
         values.put_into(memory)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.numerics import nonfinite_counts
+from ampdoctor.numerics.tensors import nonfinite_counts
 from ampdoctor.replay.training_run import STEP_ARGUMENTS
 
 if TYPE_CHECKING:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ampdoctor.errors import ReplayError
 
-SMALL = 2**16  # bytes up to which a tensor stays in memory: a seek costs more than it frees
-_BLOCK = 2**22  # bytes of a file that are compared at once; they fit in a processor's cache
+SMALL = 2**16  # bytes up to which a tensor stays in memory: a file costs more than it frees
+_DONTNEED = 4  # of madvise()
 _IN_MEMORY = ("tmpfs", "ramfs")
 _MOUNTS = Path("/proc/self/mounts")
 
 
 @dataclass(frozen=True, slots=True)
-class InMemory:
-    """Values in memory."""
+class Values:
+    """The elements of a tensor at one moment; `mapped`: their storage is a mapped file."""
 
     values: torch.Tensor
+    mapped: bool = False
 
     def put_into(self, memory: torch.Tensor) -> None:
         """Write them into a tensor of the same dtype and shape."""
         memory.copy_(self.values)
+        self._release()
 
     def are_in(self, memory: torch.Tensor) -> bool:
         """True if the tensor is bit-identical. May return False when comparing would be expensive."""
@@ -36,76 +36,15 @@ class InMemory:
         if memory.stride() != self.values.stride():
             return False
         mine, theirs = _words(self.values), _words(memory)
-        return mine is not None and theirs is not None and torch.equal(mine, theirs)
+        same = mine is not None and theirs is not None and torch.equal(mine, theirs.to(mine.device))
+        self._release()
+        return same
 
-
-class _File:
-    """A temporary file without a name; it is deleted with the last values in it."""
-
-    def __init__(self, folder: Path) -> None:
-        with _said(folder):
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - open as long as this lives
-        weakref.finalize(self, self._file.close)
-        self._folder = folder
-        self._end = 0
-
-    def append(self, values: torch.Tensor) -> int:
-        """Write a dense CPU tensor; returns its start."""
-        at, left = self._end, _buffer(values)
-        with _said(self._folder):
-            self._file.seek(at)
-            while left:
-                left = left[self._file.write(left) :]
-        self._end += values.nbytes
-        return at
-
-    def read(self, at: int, into: torch.Tensor) -> None:
-        """Fill a dense CPU tensor from position `at`."""
-        left = _buffer(into)
-        with _said(self._folder):
-            self._file.seek(at)
-            while left:
-                done = self._file.readinto(left)
-                if not done:
-                    raise OSError(f"the file ends at byte {self._file.tell()}")
-                left = left[done:]
-
-
-@dataclass(frozen=True, slots=True)
-class OnDisk:
-    """Values in a file, from byte `at`."""
-
-    file: _File
-    at: int
-    dtype: torch.dtype
-    shape: torch.Size
-
-    def put_into(self, memory: torch.Tensor) -> None:
-        """As for `InMemory`."""
-        if memory.device.type == "cpu" and memory.is_contiguous():
-            self.file.read(self.at, memory)
-        else:
-            values = torch.empty(self.shape, dtype=self.dtype)
-            self.file.read(self.at, values)
-            memory.copy_(values)
-
-    def are_in(self, memory: torch.Tensor) -> bool:
-        """As for `InMemory`."""
-        if memory.dtype != self.dtype or memory.shape != self.shape or not memory.is_contiguous():
-            return False
-        theirs = _bytes(memory)
-        block = torch.empty(min(_BLOCK, len(theirs)), dtype=torch.uint8)
-        for begin in range(0, len(theirs), _BLOCK):
-            piece = theirs[begin : begin + _BLOCK].cpu()
-            mine = block[: len(piece)]
-            self.file.read(self.at + begin, mine)
-            if not torch.equal(_of_words(mine), _of_words(piece)):
-                return False
-        return True
-
-
-Values = InMemory | OnDisk
-"""The elements of a tensor at one moment."""
+    def _release(self) -> None:
+        """Give the memory of a mapped file's pages back to the system; the file keeps what they hold."""
+        if self.mapped:
+            begin, size = ctypes.c_void_p(self.values.data_ptr()), ctypes.c_size_t(self.values.nbytes)
+            ctypes.CDLL(None).madvise(begin, size, _DONTNEED)
 
 
 @dataclass(slots=True)
@@ -113,19 +52,29 @@ class TensorStore:
     """Stores tensors' values; large ones in files of `folder`, if there is one."""
 
     folder: Path | None = None
-    _file: _File | None = field(default=None, init=False)
 
     def keep(self, memory: torch.Tensor, known: Values | None = None) -> Values:
         """Stores a tensor's values, or returns `known` if they are equal; raises ReplayError if the folder is full."""
-        if not _is_plain(memory):
-            return InMemory(memory.clone())
-        if known is not None and known.are_in(memory):
+        plain = _is_plain(memory)
+        if plain and known is not None and known.are_in(memory):
             return known
-        if self.folder is None or memory.nbytes < SMALL:
-            return InMemory(memory.clone())
-        self._file = self._file or _File(self.folder)
-        values = memory.cpu().contiguous()
-        return OnDisk(self._file, self._file.append(values), memory.dtype, memory.shape)
+        if not plain or self.folder is None or memory.nbytes < SMALL:
+            return Values(memory.clone())
+        return Values(_in_file(memory, self.folder), mapped=True)
+
+
+def _in_file(memory: torch.Tensor, folder: Path) -> torch.Tensor:
+    """Returns a contiguous copy whose storage is a mapped file without a name; the file is deleted with the tensor."""
+    values = memory.cpu().contiguous()
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(_bytes(values).numpy().data)  # a full disk raises here: a write into the mapping would kill
+            file.flush()
+            mapped = torch.from_file(file.name, shared=True, size=values.nbytes, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        what = getattr(error, "strerror", None) or str(error)
+        raise ReplayError(f"the run's state cannot be kept in {folder} (--spill): {what}") from error
+    return mapped.view(values.dtype).view(values.shape)
 
 
 def _is_plain(memory: torch.Tensor) -> bool:
@@ -147,34 +96,18 @@ def lies_in_memory(folder: Path) -> bool:
 
 
 def _words(values: torch.Tensor) -> torch.Tensor | None:
-    """Returns a strided tensor's bits as integers; None if it has gaps."""
+    """Returns a strided tensor's bits as integers, of 8 bytes if possible; None if it has gaps."""
     if not values.is_contiguous():
         strides = values.stride()
         # dense in another order of its dimensions: channels_last
         values = values.permute(sorted(range(values.dim()), key=lambda axis: -strides[axis]))
-    return _of_words(_bytes(values)) if values.is_contiguous() else None
-
-
-def _buffer(values: torch.Tensor) -> memoryview:
-    return memoryview(_bytes(values).numpy().data)
+    if not values.is_contiguous():
+        return None
+    flat = _bytes(values)
+    return flat.view(torch.int64) if len(flat) % 8 == 0 and flat.storage_offset() % 8 == 0 else flat
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a contiguous tensor; with a single element its stride may be anything."""
     flat = values.detach().as_strided((values.numel(),), (1,), values.storage_offset())
     return flat.view(torch.uint8)
-
-
-def _of_words(values: torch.Tensor) -> torch.Tensor:
-    """Views bytes as int64 if possible: fewer elements to compare."""
-    return values.view(torch.int64) if len(values) % 8 == 0 and values.storage_offset() % 8 == 0 else values
-
-
-@contextmanager
-def _said(folder: Path) -> Iterator[None]:
-    """Turns the system's error about the folder into one sentence."""
-    try:
-        yield
-    except OSError as error:
-        what = error.strerror or str(error)
-        raise ReplayError(f"the run's state cannot be kept in {folder} (--spill): {what}") from error

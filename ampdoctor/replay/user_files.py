@@ -51,6 +51,8 @@ def told_of_changes(
     `tell` gets a predicate with its line ("removes model.pt at train.py:41") and the path. `starts` is called before
     another program is started, as by `os.system`. An exception from either stops the operation before it happens.
     """
+    from ampdoctor.hooks.torch_internals import replaced  # brings torch
+
     roots = [Path(folder).resolve() for folder in folders]
     apart = list(_apart())
 
@@ -62,33 +64,41 @@ def told_of_changes(
             if place is not None and _lies_below(place, roots, apart) and _is_work(place) and not _is_ours():
                 tell(f"{did}{users_line()}", place)
 
-    _Audit.install()
     with ExitStack() as stack:
         for module, name in _unaudited():
-            stack.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, _audited(getattr(module, name)))
-        stack.callback(setattr, _Audit, "told", _Audit.told)
-        _Audit.told = audit
+            stack.enter_context(replaced(module, name, _audited(getattr(module, name))))
+        stack.enter_context(_audited_by(_FILES, audit))
         yield
 
 
-class _Audit:
-    """The audit hook, one per process, because Python cannot remove it."""
-
-    installed = False
-    told: Callable[[str, tuple[Any, ...]], None] | None = None
-
-    @classmethod
-    def install(cls) -> None:
-        if not cls.installed:
-            cls.installed = True
-            sys.addaudithook(_on_file_event)
+_Listener = Callable[[str, tuple[Any, ...]], None]
+_FILES, _NETWORK = "files", "network"
+_HEARD: dict[str, _Listener] = {}
+"""The listeners of the audit hook; there is one hook per process, because Python cannot remove it."""
 
 
-def _on_file_event(event: str, arguments: tuple[Any, ...], audit: type[_Audit] = _Audit) -> None:
-    told = audit.told  # a default argument, because this outlives the module's names at the end of the process
-    if told is not None:
-        told(event, arguments)
+@functools.cache
+def _install_hook() -> None:
+    # a default argument, because the hook outlives the module's names at the end of the process
+    def hook(event: str, arguments: tuple[Any, ...], heard: dict[str, _Listener] = _HEARD) -> None:
+        for listener in list(heard.values()):
+            listener(event, arguments)
+
+    sys.addaudithook(hook)
+
+
+@contextmanager
+def _audited_by(kind: str, listener: _Listener) -> Iterator[None]:
+    """Inside, audit events go to the listener, and to no earlier one of this kind."""
+    _install_hook()
+    before = _HEARD.get(kind)
+    _HEARD[kind] = listener
+    try:
+        yield
+    finally:
+        _HEARD.pop(kind)
+        if before is not None:
+            _HEARD[kind] = before
 
 
 # -- events --
@@ -352,35 +362,14 @@ def network_closed() -> Iterator[list[str]]:
     download. Yields a list of the requests in order, as ends of a sentence ("the network (huggingface.co)").
     """
     asked: list[str] = []
-    _Hook.install()
-    before, _Hook.asked = _Hook.asked, asked
-    try:
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _LEAVES:
+            asked.append(_said(event, arguments))
+            raise _ClosedError(f"{asked[-1]} is closed while a bundle's model is made")
+
+    with _audited_by(_NETWORK, refuse):
         yield asked
-    finally:
-        _Hook.asked = before
-
-
-class _Hook:
-    """The audit hook, one per process, because Python cannot remove it."""
-
-    installed = False
-    asked: list[str] | None = None
-
-    @classmethod
-    def install(cls) -> None:
-        if not cls.installed:
-            cls.installed = True
-            sys.addaudithook(_on_network_event)
-
-
-def _on_network_event(
-    event: str, arguments: tuple[Any, ...], hook: type[_Hook] = _Hook, leaves: frozenset[str] = _LEAVES
-) -> None:
-    if hook.asked is None or event not in leaves:  # default arguments: this outlives the module's names at the end
-        return
-    said = _said(event, arguments)
-    hook.asked.append(said)
-    raise _ClosedError(f"{said} is closed while a bundle's model is made")
 
 
 def _said(event: str, arguments: tuple[Any, ...]) -> str:

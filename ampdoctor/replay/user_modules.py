@@ -124,7 +124,7 @@ def load_object(
                 _import_file(spec.file, reuse=reuse) if spec.file is not None else importlib.import_module(spec.module)
             )
         except SyntaxError as error:
-            raise UserCodeError(_syntax_sentence(error), trimmed_traceback(error)) from error
+            raise UserCodeError(syntax_sentence(error), trimmed_traceback(error)) from error
         except ModuleNotFoundError as error:
             _raise_if_spec_is_missing(spec, error)
             raise UserCodeError(
@@ -204,7 +204,8 @@ def _own_name(name: str, place: Path) -> str:
     return f"{name}_{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"
 
 
-def _syntax_sentence(error: SyntaxError) -> str:
+def syntax_sentence(error: SyntaxError) -> str:
+    """Says which file and line is not valid Python, and why."""
     line = "" if error.lineno is None else f", line {error.lineno}"
     return f"{error.filename or 'the file'}{line} is not valid Python: {error.msg}"
 

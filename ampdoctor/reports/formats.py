@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, Protocol, TextIO, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias, cast
 
 from ampdoctor.evidence.report import Report
 
@@ -66,33 +66,20 @@ class _Buffer(io.StringIO):
         return self._terminal
 
 
-class Renderer(Protocol):
-    """One form of a report."""
-
-    def __call__(self, report: Report, canvas: RenderOptions, /) -> str:
-        """Return the whole text; the same report and canvas give the same bytes."""
-
-
-def the_same_everywhere(render: Callable[[Report], str]) -> Renderer:
-    """Return the renderer of a form that ignores its canvas."""
-
-    def renderer(report: Report, _canvas: RenderOptions, /) -> str:
-        return render(report)
-
-    return renderer
-
+Renderer: TypeAlias = Callable[[Report, RenderOptions], str]
+"""One form of a report: returns the whole text; the same report and options give the same bytes."""
 
 FORMATS: Mapping[str, str] = {
-    "human": "human",
-    "json": "json_report",
-    "jsonl": "jsonl",
-    "markdown": "markdown",
-    "github": "github",
-    "junit": "junit",
-    "sarif": "sarif",
-    "html": "html_report",
+    "human": "human.render",
+    "json": "json_report.render_json",
+    "jsonl": "jsonl.render_jsonl",
+    "markdown": "markdown.render_markdown",
+    "github": "github.render_github",
+    "junit": "junit.render_junit",
+    "sarif": "sarif.render_sarif",
+    "html": "html_report.render_html",
 }
-"""The module of each form, with its `RENDERER`, in the order in which they are listed."""
+"""The module and function of each form, in the order in which they are listed."""
 
 if TYPE_CHECKING:
     ReportFormat: TypeAlias = str
@@ -102,4 +89,5 @@ else:
 
 def renderer(form: ReportFormat) -> Renderer:
     """Return the renderer of a form; it is imported now, since most runs need only one."""
-    return cast("Renderer", import_module(f"ampdoctor.reports.{FORMATS[form]}").RENDERER)
+    module, _, function = FORMATS[form].partition(".")
+    return cast("Renderer", getattr(import_module(f"ampdoctor.reports.{module}"), function))

@@ -15,10 +15,11 @@ from ampdoctor.evidence.paths import posix
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.reports import text as words
 from ampdoctor.reports.escape import sanitise
-from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.text import Location, fixed, fixed_lines, fixed_sentence, in_repository, location_of, target_file
 
 MAX_ANNOTATIONS = 10
+_TOLD = ("where", "change", "proof")
 _LEVELS: dict[Severity, Literal["error", "warning", "notice"]] = {
     "error": "error",
     "warning": "warning",
@@ -41,7 +42,7 @@ class _Annotation:
         return f"::{self.level} {properties}::{_data(chr(10).join(map(sanitise, message)))}\n"
 
 
-def render_github(report: Report) -> str:
+def render_github(report: Report, _: RenderOptions | None = None) -> str:
     """Return workflow commands, one a line, and a line with the verdict."""
     without_answer = list(_without_answer(report))
     gone = list(_fixed(report))
@@ -76,15 +77,8 @@ def _of_finding(finding: Finding, report: Report) -> _Annotation:
         level=_LEVELS[finding.severity],
         at=location_of(finding, report.target),
         title=f"{finding.code} {finding.name}",
-        message=_message(finding),
+        message=(finding.message, *(f"{at}: {line}" for at, line in words.told(finding).items() if at in _TOLD)),
     )
-
-
-def _message(finding: Finding) -> tuple[str, ...]:
-    parts = [finding.message, f"where: {words.place(finding.where)}"]
-    if finding.prescription is not None:
-        parts += [f"change: {words.change(finding.prescription)}", f"proof: {words.proof(finding.prescription)}"]
-    return tuple(parts)
 
 
 def _data(text: str) -> str:
@@ -93,6 +87,3 @@ def _data(text: str) -> str:
 
 def _property(text: str) -> str:
     return _data(sanitise(text)).replace(":", "%3A").replace(",", "%2C")
-
-
-RENDERER = the_same_everywhere(render_github)

@@ -34,7 +34,7 @@ from ampdoctor.reports import section_words
 from ampdoctor.reports import text as words
 from ampdoctor.reports.escape import sanitise, sanitise_lines
 from ampdoctor.reports.fix_code import setting_of
-from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.json_report import report_as_dict
 from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.section_words import NOT_MEASURED, ahead, finding_parts, measured_gradients
@@ -219,7 +219,7 @@ _IN_FULL = 3  # most findings of one code that are all expanded, else only the f
 _UNDRAWN = frozenset({"amax_by_step", "quantiles", "weight"})  # not in any view: a third of the page's size
 
 
-def render_html(report: Report) -> str:
+def render_html(report: Report, _: RenderOptions | None = None) -> str:
     """Return the report as one HTML page; the same report gives the same bytes."""
     shown = report_as_dict(replace(report, health=None))  # only the scripts get its numbers, packed
     data = _data(shown)
@@ -281,10 +281,10 @@ def environment() -> Environment:
         "value": words.value,
         "record": words.record,
         "count": words.count,
-        "number": number,
-        "size": size,
+        "number": words.number,
+        "size": words.size,
         "lines": _lines,
-        "settings": settings,
+        "settings": words.settings,
         "exact": exact,
         "ahead": ahead,
         "gone": fixed_line,
@@ -296,30 +296,6 @@ def inert_json(value: Any) -> str:
     r"""Return JSON that cannot open or close anything in HTML: ASCII, with `<`, `>` and `&` as `\u003c` and so on."""
     text = json.dumps(_visible(value), sort_keys=True, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def number(value: Any) -> str:
-    """Return a number in four significant digits, `-` for None; a non-finite number is already a word."""
-    if value is None:
-        return "-"
-    if isinstance(value, str):
-        return value
-    whole = float(value).is_integer() and abs(value) < 1e6
-    return f"{int(value)}" if whole else f"{value:.4g}"
-
-
-def size(count: int) -> str:
-    """Return bytes as `1.21 MB`."""
-    amount, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while amount >= 1000 and len(units) > 1:
-        amount /= 1000
-        units.pop(0)
-    return f"{amount:.3g} {units[0]}"
-
-
-def settings(known: Mapping[str, Any] | None, without: Sequence[str] = ()) -> str:
-    """Return `key=value, key=value`, or `none`."""
-    return ", ".join(f"{k}={words.setting(v)}" for k, v in known.items() if k not in without) if known else "none"
 
 
 def _alike(findings: Sequence[Finding]) -> list[list[tuple[int, Finding]]]:
@@ -371,9 +347,6 @@ def _visible(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {sanitise(key): _visible(item) for key, item in value.items()}
     return [_visible(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-RENDERER = the_same_everywhere(render_html)
 
 
 # -- a report in a notebook: HTML without scripts, in the notebook's own colours, light or dark --

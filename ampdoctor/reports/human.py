@@ -5,21 +5,22 @@ Severity and outcome are shown as words first, and by colour second. The last li
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from ampdoctor.evidence.report import Finding, Prescription, Report
+from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.reports import human_sections, section_words
 from ampdoctor.reports import text as words
 from ampdoctor.reports.console import heading, labelled, listed, show, text
 from ampdoctor.reports.escape import sanitise
-from ampdoctor.reports.fix_code import TrainingContext, code_of, setting_of
-from ampdoctor.reports.formats import Renderer, RenderOptions
+from ampdoctor.reports.fix_code import setting_of
+from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.next_step import bundle_command, next_step
+from ampdoctor.reports.section_words import FindingParts, figures, finding_parts
 from ampdoctor.reports.text import gate_words
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
@@ -152,7 +153,7 @@ def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, report
     for index, finding in enumerate(alike[:full]):
         if index:
             console.print()
-        _finding(finding, console, verbose, setting_of(report, finding))
+        _finding(finding_parts(finding, setting_of(report, finding)), console, verbose)
     rest = alike[full:]
     if not rest:
         return
@@ -163,79 +164,47 @@ def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, report
         show(text(f"... and {len(rest) - _IN_A_LINE} more", "dim"), console, indent=2)
 
 
-def _finding(finding: Finding, console: Console, verbose: int, setting: TrainingContext) -> None:
+def _finding(parts: FindingParts, console: Console, verbose: int) -> None:
+    finding, change = parts.finding, parts.change
     head = Text(overflow="fold")  # without a style, which would apply to all appended text
     head.append(finding.severity.upper(), _SEVERITY_STYLE[finding.severity])
     head.append(" ").append_text(text(f"{finding.code} {finding.name}", "bold"))
     show(head.append_text(text(f": {finding.message}")), console)
-    rows = [("where", text(words.place(finding.where)))]
-    why = [*map(text, words.why(finding)), *_evidence(finding.evidence, verbose)]
+    rows = [("where", text(parts.place))]
+    why = [*map(text, parts.why), *_evidence(finding.evidence, verbose)]
     rows += [("" if index else "why", said) for index, said in enumerate(why)]
-    if finding.prescription is not None:
-        rows += _prescription(finding.prescription, verbose)
-    if finding.help and not _says(finding.prescription, finding.help):
-        rows.append(("help", text(finding.help)))
+    if change is not None:
+        rows.append((change.label, text(change.text, "bold")))
+        rows.append(("proof", text(change.proof, _STATUS_STYLE[change.status])))
+    if verbose:
+        rows += [("also", text(f"{other.text}: {other.proof}")) for other in parts.others]
+    elif parts.others:
+        rows.append(("also", text(f"{words.count(len(parts.others), 'other change')} tried (-v)", "dim")))
+    if parts.help:
+        rows.append(("help", text(parts.help)))
     rows.append(("more", text(f"ampdoctor rule {finding.code}", "dim")))
     labelled(rows, console)
-    if finding.prescription is not None:
-        _paste(finding.prescription, finding.cause, setting, console, verbose)
+    if change is not None:
+        _paste(change.blocks, console, verbose)
 
 
-def _paste(
-    prescription: Prescription, cause: str | None, setting: TrainingContext, console: Console, verbose: int
-) -> None:
+def _paste(blocks: Sequence[tuple[str, str]], console: Console, verbose: int) -> None:
     """Print lines to copy without folding; a narrow terminal wraps them and still copies them whole."""
-    code = code_of(prescription, setting, cause)
-    blocks = [("with ampdoctor", code.apply), ("in plain torch", code.torch)]
-    blocks = [(title, lines) for title, lines in blocks if lines]
-    for title, lines in blocks if verbose else blocks[:1]:
+    for title, code in blocks if verbose else blocks[:1]:
         more = " (-v: in plain torch)" if len(blocks) > 1 and not verbose else ""
         show(text(f"paste {title}{more}", "dim"), console, indent=2)
-        for line in lines:
+        for line in code.split("\n"):
             console.print(Text(f"    {sanitise(line)}"), soft_wrap=True)
 
 
 def _evidence(evidence: Mapping[str, Any], verbose: int) -> list[Text]:
     known = words.known(evidence)
     shown = [key for key, item in known.items() if verbose or not isinstance(item, Mapping | list | tuple)]
-    texts = [text(line) for key in shown for line in _figures(key, known[key])]
+    texts = [text(f"{name} = {said}") for key in shown for name, said in figures(key, known[key])]
     hidden = len(known) - len(shown)
     if hidden:
         texts.append(text(f"({words.count(hidden, 'more figure')} with -v)", "dim"))
     return texts
-
-
-def _figures(key: str, item: Any) -> Iterable[str]:
-    if isinstance(item, list | tuple) and item and all(isinstance(part, Mapping) for part in item):
-        return [f"{key}[{index}] = {words.record(part)}" for index, part in enumerate(item)]
-    return [f"{key} = {words.record(item) if isinstance(item, Mapping) else words.value(item)}"]
-
-
-def _prescription(prescription: Prescription, verbose: int) -> list[tuple[str, Text]]:
-    style = _STATUS_STYLE[prescription.status]
-    rows = [
-        (_label(prescription), text(words.change(prescription), "bold")),
-        ("proof", text(words.proof(prescription), style)),
-    ]
-    if verbose:
-        rows += [("also", text(f"{words.change(a)}: {words.proof(a)}")) for a in prescription.alternatives]
-    elif prescription.alternatives:
-        rows.append(("also", text(f"{words.count(len(prescription.alternatives), 'other change')} tried (-v)", "dim")))
-    return rows
-
-
-def _label(prescription: Prescription) -> str:
-    """Return "advice" for code that no replay can change, or that was changed in vain, else "change"."""
-    unproved = prescription.kind == "code" and prescription.status in ("failed", "not_run")
-    return "advice" if unproved else "change"
-
-
-def _says(prescription: Prescription | None, sentence: str) -> bool:
-    return prescription is not None and sentence in (prescription.detail, words.change(prescription))
-
-
-def _settings(settings: Mapping[str, Any] | None) -> str:
-    return ", ".join(f"{key}={words.value(v)}" for key, v in settings.items()) if settings else "none"
 
 
 def _gated(report: Report, console: Console, verbose: int) -> None:
@@ -249,7 +218,7 @@ def _checks(report: Report, console: Console, verbose: int) -> None:
     shown = [check for check in report.checks if verbose or check.result != "ok" or report.verdict != "sick"]
     rows = []
     for check in shown:
-        margin = _settings(check.headroom) if check.headroom else ""
+        margin = words.settings(check.headroom, words.value) if check.headroom else ""
         said = check.result not in _IN_A_WORD and not verbose  # a sentence with its own numbers
         rows.append((check.name, f"{check.result} ({margin})" if margin and not said else check.result))
     paths = [path for path in report.target.get("paths", ()) if isinstance(path, str)]
@@ -261,11 +230,9 @@ def _checks(report: Report, console: Console, verbose: int) -> None:
     listed("checked", (f"{what}: {said}" for what, said in rows), console)
 
 
-def _render(report: Report, canvas: RenderOptions, /) -> str:
-    return canvas.draw(lambda console: render_human(report, console, quiet=canvas.quiet, verbose=canvas.verbose))
-
-
-RENDERER: Renderer = _render
+def render(report: Report, options: RenderOptions) -> str:
+    """Return the human report as text."""
+    return options.draw(lambda console: render_human(report, console, quiet=options.quiet, verbose=options.verbose))
 
 
 # -- the human report as plain text, for a test's failure or a log --
@@ -275,5 +242,5 @@ WIDTH = 100  # columns that fit most terminals and logs
 
 def plain_text(report: Report, *, quiet: bool = False, verbose: int = 0, width: int = WIDTH) -> str:
     """Return the human report without colour; `quiet` and `verbose` as for `RenderOptions`."""
-    text = RENDERER(report, RenderOptions(width=width, color="never", quiet=quiet, verbose=verbose))
+    text = render(report, RenderOptions(width=width, color="never", quiet=quiet, verbose=verbose))
     return "\n".join(line.rstrip() for line in text.split("\n")).strip("\n")

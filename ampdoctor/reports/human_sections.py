@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,11 +18,9 @@ from ampdoctor.evidence.report_plan import PlanSection
 from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerSection, ScalingConfidence, ScalingMargin, Simulated
 from ampdoctor.evidence.report_scan import ChangedCheckpoint, ListedMember, ListedOptimizer, ListedTensor, TrendFigures
 from ampdoctor.evidence.run_facts import PrecisionAdvice
-from ampdoctor.reports import console as layer_section
-from ampdoctor.reports import console as layout
 from ampdoctor.reports import section_words
 from ampdoctor.reports import text as words
-from ampdoctor.reports.console import heading, labelled, listed, show, table_of, text, titled
+from ampdoctor.reports.console import heading, labelled, layers, left_over, listed, show, table_of, text, titled
 from ampdoctor.reports.escape import sanitise
 from ampdoctor.reports.section_words import (
     ABOUT,
@@ -44,9 +42,9 @@ def loss_scaling(scaler: ScalerSection | None, console: Console, *, verbose: int
     if scaler is None:
         return
     recommended = None if scaler.recommended is None else asdict(scaler.recommended)
-    rows = [("now", text(_settings(scaler.current, words.value)))]
+    rows = [("now", text(words.settings(scaler.current, words.value)))]
     if scaler.change:
-        rows.append(("use", text(_settings(recommended), "bold")))
+        rows.append(("use", text(words.settings(recommended), "bold")))
     elif scaler.predicted:
         rows.append(("use", text("no change needed: nothing tried is better by more than noise", "bold")))
     if scaler.bound_by and scaler.change:
@@ -61,12 +59,13 @@ def loss_scaling(scaler: ScalerSection | None, console: Console, *, verbose: int
         rows.append(("margin", text(_margin(scaler.margin))))
     if scaler.confidence is not None:
         rows.append(("rests on", text(_confidence(scaler.confidence, scaler.horizon))))
-    layout.heading("loss scaling", console)
+    heading("loss scaling", console)
     labelled(rows, console)
     _outcomes(scaler, console)
     _simulated(scaler, console)
     if scaler.emit is not None:
-        _fragment(scaler.emit, console)
+        show(text(f"  for {scaler.emit.framework}", "dim"), console)
+        _fragment(scaler.emit, console, indent=4)
 
 
 def ranges(profile: Mapping[str, Any] | None, console: Console, *, verbose: int) -> None:
@@ -74,7 +73,7 @@ def ranges(profile: Mapping[str, Any] | None, console: Console, *, verbose: int)
     if profile is None or not profile.get("summary"):
         return
     _summary(profile, console)
-    layer_section.layers(profile, console, verbose=verbose)
+    layers(profile, console, verbose=verbose)
     _shadows(profile.get("shadows") or (), console)
 
 
@@ -87,7 +86,7 @@ def precision(advice: PrecisionAdvice | None, console: Console, *, verbose: int)
         rows.append(("or", text(f"{advice.alternative}, which is as good")))
     rows += [("do", text(remedy)) for remedy in advice.remedies]
     rows += [("note", text(note)) for note in advice.notes]
-    layout.heading("precision", console)
+    heading("precision", console)
     labelled(rows, console)
     alike: dict[tuple[str, ...], list[str]] = {}
     for row in advice.rows:
@@ -96,22 +95,22 @@ def precision(advice: PrecisionAdvice | None, console: Console, *, verbose: int)
             alike.setdefault((*key, row.module) if verbose else key, []).append(row.module)
     shown = list(alike.items())[: None if verbose else _FEW]
     if shown:
-        layout.heading("modules, and the precision of what they compute", console)
+        heading("modules, and the precision of what they compute", console)
     for (kind, op, fmt, why, *_), modules in shown:
         more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
         named = f"{modules[0] or 'model, loss'}{more} ({kind}): {op} in {fmt}"
-        layout.show(text(named), console, indent=2, hang=2)
-        layout.show(text(why, "dim"), console, indent=4)
-    layout.left_over(len(alike) - len(shown), "row", console)
+        show(text(named), console, indent=2, hang=2)
+        show(text(why, "dim"), console, indent=4)
+    left_over(len(alike) - len(shown), "row", console)
 
 
 def _summary(profile: Mapping[str, Any], console: Console) -> None:
     title = f"nonzero gradients in each format {ABOUT}"
     if measured_gradients(profile):
-        layout.titled(title, layout.table_of(SUMMARY_HEADINGS, summary_rows(profile), left=[""]), console)
+        titled(title, table_of(SUMMARY_HEADINGS, summary_rows(profile), left=[""]), console)
     else:
-        layout.heading(title, console)
-        layout.show(text(NOT_MEASURED), console, indent=2, hang=2)
+        heading(title, console)
+        show(text(NOT_MEASURED), console, indent=2, hang=2)
 
 
 def _shadows(shadows: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -130,9 +129,9 @@ def _shadows(shadows: Sequence[Mapping[str, Any]], console: Console) -> None:
     if not rows:
         return
     headings = ("loss scale", "", "predicted", "measured", " ")
-    layout.titled(
+    titled(
         "flushed to zero in fp16 steps, beside fp32 ones on the same batch and weights",
-        layout.table_of(headings, rows, left=["", " "]),
+        table_of(headings, rows, left=["", " "]),
         console,
     )
 
@@ -158,7 +157,7 @@ def _outcomes(scaler: ScalerSection, console: Console) -> None:
             rows.append([names.get(name, name), *map(words.percent, shares), words.short(outcome.relative_error)])
     if rows:
         headings = ("", "steps skipped", "dA flushed", "dW flushed", "error")
-        layout.titled(f"what it costs the gradients {ABOUT}", layout.table_of(headings, rows), console)
+        titled(f"what it costs the gradients {ABOUT}", table_of(headings, rows), console)
 
 
 def _simulated(scaler: ScalerSection, console: Console) -> None:
@@ -175,8 +174,8 @@ def _simulated(scaler: ScalerSection, console: Console) -> None:
             ruined = "weights ruined" if expected.poisoned else ""
             rows.append([name, skips, words.short(expected.relative_error), ruined])
     if rows:
-        table = layout.table_of(("settings", "steps skipped", "error", ""), rows, left=[""])
-        layout.titled(f"simulated over {scaler.horizon} steps to come", table, console)
+        table = table_of(("settings", "steps skipped", "error", ""), rows, left=[""])
+        titled(f"simulated over {scaler.horizon} steps to come", table, console)
 
 
 def _margin(margin: ScalingMargin) -> str:
@@ -200,19 +199,6 @@ def _confidence(confidence: ScalingConfidence, horizon: int | None) -> str:
     return f"{text}{'; few: record 50 or more' if confidence.low else ''}"
 
 
-def _fragment(emitted: EmittedSettings, console: Console) -> None:
-    """Print lines to copy without folding, which would break them."""
-    layout.show(text(f"  for {emitted.framework}", "dim"), console)
-    for line in emitted.text.splitlines():
-        console.print(Text(f"    {sanitise(line)}"), soft_wrap=True)
-    for note in emitted.notes:
-        layout.show(text(f"note: {note}", "dim"), console, indent=2, hang=2)
-
-
-def _settings(settings: Mapping[str, Any] | None, shown: Callable[[Any], str] = words.setting) -> str:
-    return ", ".join(f"{key}={shown(v)}" for key, v in settings.items()) if settings else "none"
-
-
 # -- health --
 
 
@@ -233,31 +219,24 @@ def plan(section: PlanSection | None, console: Console, *, verbose: int) -> None
     """Print the plans, what fits, and what they change; without -v only the gradients of a profile that change most."""
     if section is None:
         return
-    layout.titled(f"plans, {section.rule}", _plans(section), console)
-    layout.heading("memory of a device", console)
-    layout.labelled([(label, text(said)) for label, said in section_words.memory_rows(section)], console)
+    titled(f"plans, {section.rule}", _plans(section), console)
+    heading("memory of a device", console)
+    labelled([(label, text(said)) for label, said in section_words.memory_rows(section)], console)
     if section.changes:
-        layout.heading(section_words.changes_title(section), console)
-        for change in section.changes:
-            layout.show(text(f"{change.what}: ") + text(change.figure, "bold"), console, indent=2, hang=2)
-            layout.show(text(change.said, "dim"), console, indent=4)
+        heading(section_words.changes_title(section), console)
+        labelled([(change.what, text(change.figure)) for change in section.changes], console)
     _flushed(section, console, verbose)
-    if section.left_as_it_is:
-        table = layout.table_of(
-            section_words.LEFT_HEADINGS, section_words.left_rows(section), left=section_words.LEFT_HEADINGS
-        )
-        layout.titled("settings left as they are", table, console)
     if section.emit is not None:
-        fragment(section.emit, console)
+        heading(f"for {section.emit.framework}", console)
+        _fragment(section.emit, console, indent=2)
 
 
-def fragment(emitted: EmittedSettings, console: Console) -> None:
-    """Print settings to copy without folding, which would break them."""
-    layout.heading(f"for {emitted.framework}", console)
+def _fragment(emitted: EmittedSettings, console: Console, *, indent: int) -> None:
+    """Print lines to copy without folding, which would break them."""
     for line in emitted.text.splitlines():
-        console.print(Text(f"  {sanitise(line)}"), soft_wrap=True)
+        console.print(Text(f"{' ' * indent}{sanitise(line)}"), soft_wrap=True)
     for note in emitted.notes:
-        layout.show(text(f"note: {note}", "dim"), console, indent=2, hang=2)
+        show(text(f"note: {note}", "dim"), console, indent=2, hang=2)
 
 
 def _plans(section: PlanSection) -> Table:
@@ -266,7 +245,7 @@ def _plans(section: PlanSection) -> Table:
         for row in map(list, section_words.plan_rows(section))
     ]
     headings = section_words.plan_headings(section)
-    return layout.table_of(headings, rows, left=[headings[1], headings[-1]])
+    return table_of(headings, rows, left=[headings[1], headings[-1]])
 
 
 def _flushed(section: PlanSection, console: Console, verbose: int) -> None:
@@ -274,13 +253,13 @@ def _flushed(section: PlanSection, console: Console, verbose: int) -> None:
     if flushed is None:
         return
     shown = None if verbose else section_words.SHOWN_LAYERS
-    table = layout.table_of(
+    table = table_of(
         section_words.FLUSHED_HEADINGS,
         section_words.flushed_rows(flushed, layers=shown),
         left=section_words.FLUSHED_HEADINGS[1:2],
     )
-    layout.titled(section_words.flushed_title(flushed), table, console)
-    layout.left_over(0 if shown is None else len(flushed.layers) - shown, "gradient", console)
+    titled(section_words.flushed_title(flushed), table, console)
+    left_over(0 if shown is None else len(flushed.layers) - shown, "gradient", console)
 
 
 # -- scan: checkpoints in order, changes since an earlier one, the structure --
@@ -294,7 +273,6 @@ _ROLE_NAMES = {
     "scaler": "scaler",
     "other": "other tensors",
 }
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 _MOST_MOVED = 5
 
 
@@ -314,10 +292,10 @@ def trend(report: Report, console: Console) -> None:
                 "-" if step is None else str(step),
                 member["name"],
                 text(member["verdict"], _VERDICT_STYLE.get(member["verdict"], "")),
-                _number(weights and weights.amax),
+                words.number(weights and weights.amax),
                 words.percent(weights and weights.fp16_flushed),
-                _number(point.scale),
-                _number(point.loss),
+                words.number(point.scale),
+                words.number(point.loss),
             )
         )
     headings = (section.unit, "checkpoint", "verdict", "largest weight", "flushed in fp16", "loss scale", "loss")
@@ -337,9 +315,9 @@ def change(report: Report, console: Console) -> None:
             _ROLE_NAMES[role],
             str(figures.tensors),
             words.percent(figures.unchanged),
-            _number(figures.relative_change),
-            _number(figures.old_amax),
-            _number(figures.amax),
+            words.number(figures.relative_change),
+            words.number(figures.old_amax),
+            words.number(figures.amax),
         )
         for role, figures in section.roles.items()
     ]
@@ -347,16 +325,16 @@ def change(report: Report, console: Console) -> None:
     title = f"since {old.path} ({_at(old)} to {_at(new)}{passed})"
     titled(title, table_of(headings, rows), console)
     if old.scale is not None or new.scale is not None:
-        line = f"loss scale: {_number(old.scale)} then, {_number(new.scale)} now"
-        layout.show(text(line), console, indent=2, hang=2)
+        line = f"loss scale: {words.number(old.scale)} then, {words.number(new.scale)} now"
+        show(text(line), console, indent=2, hang=2)
     moved = sorted(
         (-t.relative_change, t.name)
         for t in section.tensors
         if t.role == "weight" and t.relative_change is not None and 0 < t.relative_change < math.inf
     )[:_MOST_MOVED]
     if moved:
-        line = ", ".join(f"{name} {_number(-change)}" for change, name in moved)
-        layout.show(text(f"moved most, relative to before: {line}"), console, indent=2, hang=2)
+        line = ", ".join(f"{name} {words.number(-change)}" for change, name in moved)
+        show(text(f"moved most, relative to before: {line}"), console, indent=2, hang=2)
 
 
 def structure(report: Report, console: Console) -> None:
@@ -371,15 +349,15 @@ def structure(report: Report, console: Console) -> None:
         files = target.get("files", ())
         parts = [
             words.count(len(section.tensors), "tensor"),
-            _size(target.get("bytes", 0)),
+            words.size(target.get("bytes", 0)),
             words.count(len(files), "file"),
         ]
-        layout.show(text(", ".join([*parts, f"global step {step}" if step is not None else "no step stored"])), console)
+        show(text(", ".join([*parts, f"global step {step}" if step is not None else "no step stored"])), console)
     holding = list(dict.fromkeys(tensor.file for tensor in section.tensors))
     several = len(holding) > 1
     for role, total in section.roles.items():
         rows = [
-            (_name(tensor), tensor.dtype, str(list(tensor.shape)), _size(tensor.bytes))
+            (_name(tensor), tensor.dtype, str(list(tensor.shape)), words.size(tensor.bytes))
             + ((f"[{holding.index(tensor.file) + 1}]",) if several else ())
             for tensor in section.tensors
             if tensor.role == role
@@ -389,7 +367,7 @@ def structure(report: Report, console: Console) -> None:
         of = ", ".join(f"{count} {name}" for name, count in total.dtypes.items())
         titled(
             f"{_ROLE_NAMES[role]}: {words.count(total.tensors, 'tensor')} ({of}), {total.elements:,} elements, "
-            f"{_size(total.bytes)}",
+            f"{words.size(total.bytes)}",
             table,
             console,
         )
@@ -398,7 +376,7 @@ def structure(report: Report, console: Console) -> None:
     _optimizers(section.optimizers, console)
     listed(
         "loss scalers",
-        (f"{s['key'] or 'scaler'}: {_changed_settings(s, {'key', 'file'})}" for s in section.scalers),
+        (f"{s['key'] or 'scaler'}: {words.settings(s, words.value, {'key', 'file'})}" for s in section.scalers),
         console,
     )
     log = section.log
@@ -428,12 +406,8 @@ def _optimizers(optimizers: Iterable[ListedOptimizer], console: Console) -> None
         for index, group in enumerate(optimizer.groups):
             count = group.parameters
             holds = "" if count is None else f" ({words.count(count, 'parameter')})"
-            lines.append(f"  group {index}{holds}: {_changed_settings(group.settings, set())}")
+            lines.append(f"  group {index}{holds}: {words.settings(group.settings, words.value)}")
     listed("optimizers", lines, console)
-
-
-def _changed_settings(settings: Mapping[str, Any], without: set[str]) -> str:
-    return ", ".join(f"{key}={words.value(item)}" for key, item in settings.items() if key not in without)
 
 
 def _name(tensor: ListedTensor) -> str:
@@ -444,20 +418,3 @@ def _name(tensor: ListedTensor) -> str:
 def _at(side: ChangedCheckpoint) -> str:
     step = side.global_step
     return "step unknown" if step is None else f"step {step}"
-
-
-def _finite(number: Any) -> bool:
-    return isinstance(number, int | float) and math.isfinite(number)
-
-
-def _number(number: Any) -> str:
-    if number is None:
-        return "-"
-    return f"{number:.4g}" if not _finite(number) or float(number) != int(number) else f"{int(number)}"
-
-
-def _size(count: int) -> str:
-    size, unit = float(count), 0
-    while size >= 1000 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.3g} {_UNITS[unit]}"

@@ -17,10 +17,10 @@ from ampdoctor.evidence.json_records import Text, form, schema_of, to_plain
 from ampdoctor.evidence.report import SCHEMA_VERSION, Finding, Prescription, Report
 from ampdoctor.package import version
 from ampdoctor.reports.fix_code import Code, TrainingContext, code_of, setting_of
-from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.formats import RenderOptions
 
 
-def render_json(report: Report) -> str:
+def render_json(report: Report, _: RenderOptions | None = None) -> str:
     """Return the report as JSON text (ASCII, two spaces of indent, a newline at the end)."""
     return strict_json(report_as_dict(report))
 
@@ -75,9 +75,6 @@ def _prescription(prescription: Prescription, setting: TrainingContext, cause: s
         "code": to_plain(code_of(prescription, setting, cause)),
         "alternatives": [_prescription(other, setting, cause) for other in prescription.alternatives],
     }
-
-
-RENDERER = the_same_everywhere(render_json)
 
 
 # -- the JSON Schemas of a report: generated from its classes, and shipped as files beside this one --

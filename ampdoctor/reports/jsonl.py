@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ampdoctor.evidence.report import Report
-from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.json_report import report_as_dict, strict_json_line
 
 HEADER, SUMMARY = "report", "summary"
@@ -25,7 +25,7 @@ LISTS: Mapping[str, str] = {
 """The type of a line, and the list of the JSON report that it belongs to, in the order of the lines."""
 
 
-def render_jsonl(report: Report) -> str:
+def render_jsonl(report: Report, _: RenderOptions | None = None) -> str:
     """Return the report as JSON lines (ASCII, keys sorted)."""
     header = report_as_dict(report)
     lists = {key: header.pop(key) for key in LISTS.values()}
@@ -34,6 +34,3 @@ def render_jsonl(report: Report) -> str:
     counts = {key: None if entries is None else len(entries) for key, entries in lists.items()}
     lines.append({"type": SUMMARY, "verdict": report.verdict, "complete": report.complete, **counts})
     return "".join(strict_json_line(line) for line in lines)
-
-
-RENDERER = the_same_everywhere(render_jsonl)

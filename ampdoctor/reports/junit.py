@@ -22,7 +22,7 @@ from ampdoctor.evidence.report import SEVERITIES, Check, Finding, Gate, Report, 
 from ampdoctor.package import version
 from ampdoctor.reports import text as words
 from ampdoctor.reports.escape import sanitise
-from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.text import fixed, fixed_line, location_of, place_of, target_file
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -43,7 +43,7 @@ class _Case:
     lines: tuple[str, ...] = ()  # the rest
 
 
-def render_junit(report: Report) -> str:
+def render_junit(report: Report, _: RenderOptions | None = None) -> str:
     """Return the report as one test suite, in XML 1.0."""
     cases = list(_cases(report))
     numbers = {
@@ -138,14 +138,7 @@ def _rule(finding: Finding) -> str:
 
 def _told(finding: Finding) -> Iterable[str]:
     yield f"{finding.severity}: {finding.message}"
-    yield f"  where: {words.place(finding.where)}"
-    if finding.cause:
-        yield f"  why: {finding.cause.replace('_', ' ')}"
-    if finding.prescription is not None:
-        yield f"  change: {words.change(finding.prescription)}"
-        yield f"  proof: {words.proof(finding.prescription)}"
-    if finding.help:
-        yield f"  help: {finding.help}"
+    yield from (f"  {label}: {line}" for label, line in words.told(finding).items())
     yield f"  fingerprint: {finding.fingerprint}"
 
 
@@ -173,6 +166,3 @@ def _add(suite: ET.Element, case: _Case, time: int) -> None:
 def _xml(text: str) -> str:
     """Return the text in one line, with characters that XML forbids as readable escapes."""
     return _NOT_XML.sub(lambda found: f"\\u{ord(found[0]):04x}", sanitise(text))
-
-
-RENDERER = the_same_everywhere(render_junit)

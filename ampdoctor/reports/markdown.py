@@ -18,7 +18,7 @@ from ampdoctor.evidence.run_facts import PrecisionAdvice
 from ampdoctor.reports import section_words, text
 from ampdoctor.reports.escape import code, fence, header, prose, row
 from ampdoctor.reports.fix_code import TrainingContext, code_of, setting_of
-from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.section_words import (
     ABOUT,
@@ -41,7 +41,7 @@ MAX_BYTES = 900_000
 _TRUNCATED = "\n**Truncated here: the rest is more than GitHub shows; `--report json=FILE` has all of it.**\n"
 
 
-def render_markdown(report: Report) -> str:
+def render_markdown(report: Report, _: RenderOptions | None = None) -> str:
     """Return the report as GitHub-flavoured Markdown of at most 900 kB."""
     room = MAX_BYTES - len(_TRUNCATED)
     kept: list[str] = []
@@ -149,16 +149,13 @@ def _plan(section: PlanSection | None) -> Iterator[str]:
     for label, said in section_words.memory_rows(section):
         yield f"\n- **{label}**: {prose(said)}"
     if section.changes:
-        rows = (row([prose(one.what), code(one.figure), prose(one.said)]) for one in section.changes)
+        rows = (row([prose(one.what), code(one.figure)]) for one in section.changes)
         title = prose(section_words.changes_title(section).capitalize())
-        yield f"\n\n### {title}\n\n{header('what', 'by', 'because')}{''.join(rows)}"
+        yield f"\n\n### {title}\n\n{header('what', 'by')}{''.join(rows)}"
     if section.flushed is not None:
         shown = section_words.flushed_rows(section.flushed, layers=section_words.SHOWN_LAYERS)
         yield f"\n### {prose(section_words.flushed_title(section.flushed))}\n\n"
         yield _table(section_words.FLUSHED_HEADINGS, shown)
-    if section.left_as_it_is:
-        left = _table(section_words.LEFT_HEADINGS, section_words.left_rows(section))
-        yield f"\n### Settings left as they are\n\n{left}"
     if section.emit is not None:
         yield from _emitted(section.emit)
 
@@ -276,6 +273,3 @@ def _setting(item: Any) -> str:
 
 def _shown(item: Any) -> str:
     return "" if item is None else code(text.value(item))
-
-
-RENDERER = the_same_everywhere(render_markdown)

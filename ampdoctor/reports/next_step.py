@@ -370,9 +370,7 @@ def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({}))
     advice: _Options = target.get("advice_options") or {}
     if not target.get("profile"):
         return _replay("recommend", target, {**advice, **more})
-    several = "paths" in target and "merged" not in target
-    files: Sequence[str] = target["paths"] if several else [target["profile"]]
-    return _command("recommend", *files, *_typed({**advice, **more}))
+    return _command("recommend", target["profile"], *_typed({**advice, **more}))
 
 
 def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:

@@ -19,7 +19,7 @@ from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.package import version
 from ampdoctor.reports import text as words
 from ampdoctor.reports.escape import prose, sanitise
-from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.json_report import strict_json
 from ampdoctor.reports.text import Location, in_repository, location_of
 
@@ -33,7 +33,7 @@ _PROBLEM: Mapping[Severity, str] = {"error": "error", "warning": "warning", "not
 _Object: TypeAlias = dict[str, Any]
 
 
-def render_sarif(report: Report) -> str:
+def render_sarif(report: Report, _: RenderOptions | None = None) -> str:
     """Return the report as SARIF 2.1.0: one run, one result for each finding."""
     results = list(_results(report))
     kept = min(len(results), MAX_RESULTS)
@@ -123,14 +123,8 @@ def _result(finding: Finding, report: Report) -> _Object:
 
 def _sentences(finding: Finding) -> Iterable[str]:
     yield finding.message
-    yield f"Where: {words.place(finding.where)}"
-    if finding.cause:
-        yield f"Why: {finding.cause.replace('_', ' ')}"
-    if finding.prescription is not None:
-        yield f"Change: {words.change(finding.prescription)}"
-        yield f"Proof: {words.proof(finding.prescription)}"
-    if finding.help:
-        yield finding.help
+    for label, line in words.told(finding).items():
+        yield line if label == "help" else f"{label.capitalize()}: {line}"
 
 
 def _fingerprints(fingerprint: str) -> _Object:
@@ -180,6 +174,3 @@ def _notifications(report: Report, left_out: int) -> Iterable[_Object]:
 
 def _notification(level: str, text: str, kind: str) -> _Object:
     return {"level": level, "message": {"text": sanitise(text)}, "descriptor": {"id": sanitise(kind)}}
-
-
-RENDERER = the_same_everywhere(render_sarif)

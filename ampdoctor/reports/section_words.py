@@ -12,7 +12,6 @@ from ampdoctor.evidence.report_health import CurveName, HealthRun, ScalerHistory
 from ampdoctor.evidence.report_plan import (
     FlushedByPlan,
     FlushedOfPlan,
-    LeftAsItIs,
     PlannedBatch,
     PlannedCluster,
     PlanSection,
@@ -56,7 +55,7 @@ def finding_parts(finding: Finding, setting: TrainingContext) -> FindingParts:
         finding=finding,
         place=words.place(finding.where),
         why=words.why(finding),
-        figures=tuple(figure for key, item in words.known(finding.evidence).items() for figure in _figures(key, item)),
+        figures=tuple(figure for key, item in words.known(finding.evidence).items() for figure in figures(key, item)),
         change=change,
         others=tuple(_change(other, setting, finding.cause) for other in others),
         help="" if finding.help in said else finding.help,
@@ -76,7 +75,8 @@ def _change(prescription: Prescription, setting: TrainingContext, cause: str | N
     )
 
 
-def _figures(key: str, item: Any) -> list[tuple[str, str]]:
+def figures(key: str, item: Any) -> list[tuple[str, str]]:
+    """Return name and value of a number of the evidence; of a list of records, those of each."""
     if isinstance(item, list | tuple) and item and all(isinstance(part, Mapping) for part in item):
         return [(f"{key}[{index}]", words.record(part)) for index, part in enumerate(item)]
     return [(key, words.record(item) if isinstance(item, Mapping) else words.value(item))]
@@ -112,7 +112,7 @@ def run_line(run: HealthRun) -> str:
     parts = [
         f"{last}{logged}",
         f"{run.precision}" if run.precision else "",
-        f"loss {_number(loss[0])} to {_number(loss[1])}" if loss is not None else "",
+        f"loss {words.number(loss[0])} to {words.number(loss[1])}" if loss is not None else "",
         _ENDINGS[run.ending] + (f" with exit code {run.exit_code}" if run.exit_code else ""),
         f"{words.count(run.lost, 'line')} lost" if run.lost else "",
     ]
@@ -195,15 +195,9 @@ def _told(marks: Iterable[str]) -> str:
     return before + ", ".join(there[-_FEW:])
 
 
-def _number(value: float) -> str:
-    return f"{value:.4g}"
-
-
 # -- plans --
 
-LEFT_HEADINGS = ("framework", "trains with", "because")
 FLUSHED_HEADINGS = ("nonzero gradients that fp16 makes zero", "kind", "before", "after", "with the new scale")
-_OUTCOMES = {"kept": "", "silent": ", silently", "refused": "refuses"}
 SHOWN_LAYERS = 8
 _REFUSED = 2  # most plans that do not fit and are shown: the smallest ones
 
@@ -273,7 +267,8 @@ def _unfit(plan: PlannedBatch, larger: int) -> str:
 def changes_title(section: PlanSection) -> str:
     """Return a title with the plan that the changes belong to."""
     plan = section.use or next(iter((*section.exact, *section.nearest)), None)
-    return "what it changes" if plan is None else f"what it changes: {product(plan)}"
+    what = "what it changes" if plan is None else f"what it changes: {product(plan)}"
+    return f"{what} (why: docs/plan.md)"
 
 
 def _columns(section: PlanSection) -> tuple[bool, bool]:
@@ -293,16 +288,6 @@ def memory_rows(section: PlanSection) -> Iterator[tuple[str, str]]:
         yield "states", f"{was}{gigabytes(memory.states_after)} of parameters, gradients and optimizer a device"
     for note in memory.notes:
         yield "note", note
-
-
-def left_rows(section: PlanSection) -> Iterator[list[str]]:
-    """Yield a row for each framework."""
-    for one in section.left_as_it_is:
-        yield [one.framework, _trains(one), one.said]
-
-
-def _trains(one: LeftAsItIs) -> str:
-    return f"{'' if one.global_batch is None else one.global_batch}{_OUTCOMES[one.outcome]}"
 
 
 def flushed_title(flushed: FlushedByPlan) -> str:

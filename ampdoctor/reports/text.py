@@ -6,7 +6,7 @@ import json
 import math
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,6 +63,7 @@ _TOO_FEW = "not judged: too few steps to say what is usual"  # replaces the verd
 _PLANNED = ("no plan", "a plan that is exact and fits")  # replace the verdict's words for a batch plan
 _FOUND_NOT_MADE = ("checkpoint", "data")  # phases that find a value which something earlier has produced
 _SMALL = 2.0**-10  # smaller powers of two are shown as such: 2^-56 rather than 1.3877787807814457e-17
+_WHOLE = 1e15  # smaller whole numbers are shown in all their digits
 _LARGE = 2.0**17  # larger loss scales are shown as powers of two
 
 
@@ -217,6 +218,14 @@ def proof(prescription: Prescription) -> str:
     return f"{sentence} ({prescription.reason})" if prescription.reason else sentence
 
 
+def told(finding: Finding) -> dict[str, str]:
+    """Return where, why, change, proof and help of a finding, a line each; only what is known."""
+    lines = {"where": place(finding.where), "why": (finding.cause or "").replace("_", " ")}
+    if finding.prescription is not None:
+        lines |= {"change": change(finding.prescription), "proof": proof(finding.prescription)}
+    return {label: line for label, line in {**lines, "help": finding.help}.items() if line}
+
+
 def why(finding: Finding) -> tuple[str, ...]:
     """Return the lines about a finding's cause, and about what moved first in a run over time."""
     said = (finding.cause or "").replace("_", " ")
@@ -269,6 +278,30 @@ def percent(fraction: Any) -> str:
     if 0 < fraction < 1e-4:
         return "<0.01%"
     return f"{100 * fraction:.2f}%"
+
+
+def number(item: Any) -> str:
+    """Return a number in four significant digits, a whole one in all; `-` for None, and a word as it is."""
+    if item is None or isinstance(item, str):
+        return item or "-"
+    return f"{int(item)}" if float(item).is_integer() and abs(item) < _WHOLE else f"{item:.4g}"
+
+
+def size(count: int) -> str:
+    """Return bytes as `1.21 MB`."""
+    amount, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while amount >= 1000 and len(units) > 1:
+        amount /= 1000
+        units.pop(0)
+    return f"{amount:.3g} {units[0]}"
+
+
+def settings(
+    known: Mapping[str, Any] | None, shown: Callable[[Any], str] | None = None, without: Collection[str] = ()
+) -> str:
+    """Return `key=value, key=value`, or `none`; `shown` gives the text of a value, by default `setting`."""
+    given = shown or setting
+    return ", ".join(f"{key}={given(item)}" for key, item in known.items() if key not in without) if known else "none"
 
 
 def count(number: int, noun: str) -> str:

@@ -1,10 +1,9 @@
-"""Chooses the loss scale for a profile, and predicts any scaler's effect on it."""
+"""Chooses the loss scale for a profile, and a scaler's settings in closed form."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from ampdoctor.evidence.report_scaler import SettingBound
 from ampdoctor.evidence.thresholds import ERROR_NOTE, FP32_SHARE, Thresholds
 from ampdoctor.numerics.rounding_error import powers, squared_errors
-from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
+from ampdoctor.ranges.profile import RangeProfile
 from ampdoctor.scaling.closed_forms import (
     TAIL,
     Spikes,
@@ -21,8 +20,8 @@ from ampdoctor.scaling.closed_forms import (
     loss_scale_limit,
     upper_log2,
 )
-from ampdoctor.scaling.scalers import ScalerSettings, simulate, skip_rate
-from ampdoctor.scaling.trace import Shift, StepTrace, trace_of
+from ampdoctor.scaling.scalers import ScalerSettings
+from ampdoctor.scaling.trace import Shift
 
 COMPOUNDING = 3.5
 """A run's gradient error divided by that of rounding each tensor once: the median for runs that flush fewer than 1 % of
@@ -43,49 +42,20 @@ _NONE = Shift()
 class ScaleChoice:
     """The scale for one profile.
 
-    Attributes:
-        exponent: log2 of the scale; the largest at which no gradient should overflow.
-        bound_by: What forbids a larger scale: a site's label, the loss, or the cap.
-        unserved: Modules whose gradients this scale does not serve; () if one scale serves all.
-        share: Their share of the weight (parameter elements) of all measured modules.
-        fp32_modules: Modules to keep in fp32 with this scale: all of `unserved` if they are few. Otherwise none, and
-            the scale is then one at which nothing overflows.
+    `fp32_modules` are all of `unserved` if they are few. Otherwise there are none, and the scale is one at which
+    nothing overflows.
     """
 
-    exponent: int
-    bound_by: str
-    unserved: tuple[str, ...] = ()
-    share: float = 0.0
-    fp32_modules: tuple[str, ...] = ()
+    exponent: int  # log2 of the scale; the largest at which no gradient should overflow
+    bound_by: str  # what forbids a larger scale: a site's label, the loss, or the cap
+    unserved: tuple[str, ...] = ()  # modules whose gradients this scale does not serve; () if one scale serves all
+    share: float = 0.0  # their share of the weight (parameter elements) of all measured modules
+    fp32_modules: tuple[str, ...] = ()  # modules to keep in fp32 with this scale
 
     @property
     def settings(self) -> ScalerSettings:
         """A GradScaler that starts at this scale, with torch's other defaults."""
         return ScalerSettings(scale=2.0**self.exponent)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """A scaler's effect over the recorded steps, from histograms alone; shares of nonzero elements.
-
-    Attributes:
-        skip_rate: Share of steps skipped; `skipped` is their number.
-        poisoned: A step would write infinities into the weights.
-        settled: The last step is taken.
-        scale: Loss scale of a typical taken step.
-        activation_flushed, weight_flushed: Share that becomes zero at that scale.
-        relative_error: L2 error of the weight gradients at that scale, from rounding alone: a lower bound, because
-            errors of activation gradients add to it.
-    """
-
-    skip_rate: float
-    skipped: int
-    poisoned: bool
-    settled: bool
-    scale: float
-    activation_flushed: float
-    weight_flushed: float
-    relative_error: float
 
 
 def choose_scale(profile: RangeProfile, thresholds: Thresholds, shift: Shift = _NONE) -> ScaleChoice | None:
@@ -119,52 +89,6 @@ def _among_intervals(
     lost = [i for i in intervals if not i.lowest <= safe.exponent <= i.highest]
     total = sum(i.weight for i in intervals)
     return replace(safe, unserved=tuple(sorted(i.module for i in lost)), share=sum(i.weight for i in lost) / total)
-
-
-def predict(profile: RangeProfile, settings: ScalerSettings, without: Collection[str] = ()) -> Prediction:
-    """Predicts the effect of a scaler over the recorded steps, with the modules in `without` in fp32."""
-    trace = trace_of(profile, without)
-    steps = simulate(settings, np.exp2(trace.log2_amax).tolist())
-    taken = {index: step.scale for index, step in enumerate(steps) if not step.skipped}
-    scale = statistics.median_high(taken.values()) if taken else (steps[-1].scale if steps else settings.scale)
-    known = _by_step(trace, taken)
-    activation, weight, error = known if known is not None else _at_once(profile, scale, without)
-    return Prediction(
-        skip_rate=skip_rate(steps),
-        skipped=sum(step.skipped for step in steps),
-        poisoned=any(step.poisoned for step in steps),
-        settled=not steps or not steps[-1].skipped,
-        scale=scale,
-        activation_flushed=activation,
-        weight_flushed=weight,
-        relative_error=error,
-    )
-
-
-def _by_step(trace: StepTrace, taken: Mapping[int, float]) -> tuple[float, float, float] | None:
-    """Returns the flushed shares of activation and weight gradients and the latter's error, each step at its scale.
-
-    `taken` has the scale of each taken step. None if no step is taken, or a scale lies outside the curves.
-    """
-    inside = [2.0 ** EXPONENTS[0] <= scale <= 2.0 ** EXPONENTS[-1] for scale in taken.values()]
-    if not taken or not all(inside):
-        return None
-    rows = np.array(list(taken))
-    at = np.floor(np.log2(list(taken.values()))).astype(np.int64) - EXPONENTS[0]
-    curves = (trace.activation_flushed, trace.weight_flushed, trace.error)
-    activation, weight, error = (float(curve[rows, at].mean()) for curve in curves)
-    return activation, weight, error
-
-
-def _at_once(profile: RangeProfile, scale: float, without: Collection[str]) -> tuple[float, float, float]:
-    """Returns the same for all steps together, at one scale."""
-    usable = scale if 0.0 < scale < math.inf else 2.0**-149
-    weights, factor = profile.merged("weight_grad", without), profile.factor("weight_grad", usable)
-    return (
-        profile.merged("activation_grad", without).flushed("fp16", profile.factor("activation_grad", usable)),
-        weights.flushed("fp16", factor),
-        weights.relative_error("fp16", factor),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +160,7 @@ class _Errors:
         self._first = min(limits.values()) - _SEARCHED
         base = math.ceil(math.log2(profile.run.base_scale)) + lost
         exponents = np.arange(self._first, max(limits.values()) + 1) - base
-        counts = np.stack([profile.histograms[index].counts.reshape(-1) for index in limits])
+        counts = np.stack([profile.histograms[index].counts for index in limits])
         total = np.maximum(powers(counts), np.finfo(np.float64).tiny)
         errors = np.sqrt(squared_errors(counts, "fp16", exponents) / total[:, None])
         self._served = errors <= tolerated
@@ -321,16 +245,15 @@ def growth_interval(
     return SettingBound(value=lower, by="the skip rate aimed at")
 
 
-def backoff_factor(spikes: Spikes, *, hysteresis_available: bool) -> SettingBound:
+def backoff_factor(spikes: Spikes) -> SettingBound:
     """Returns 1/2 for isolated overflows; 2^-ceil(H/2) for bursts of height 2^H, at least 1/8; 3/4 against ratcheting.
 
     Each isolated overflow lowers log2 of the scale by b whatever its size, and 3/4 makes b 0.4. But 3/4 skips 1.8 times
-    as often at the same interval, so it is only for spikes that would push the interval below 200, where the framework
-    has no hysteresis. `spikes` are at the scale that the usual steps allow.
+    as often at the same interval, so it is only for spikes that would push the interval below 200. `spikes` are at the
+    scale that the usual steps allow, and the framework has no hysteresis.
     """
     if spikes.isolated:
-        ratchets = spikes.longest_interval(2.0, 0.5) < SHORTEST_INTERVAL
-        if ratchets and not hysteresis_available:
+        if spikes.longest_interval(2.0, 0.5) < SHORTEST_INTERVAL:
             return SettingBound(value=0.75, by="spikes that would ratchet the scale down")
         return SettingBound(value=0.5, by="isolated spikes")
     halvings = math.ceil(min(spikes.height, 64.0) / 2.0)
@@ -357,7 +280,7 @@ def hysteresis(spikes: Spikes) -> SettingBound:
 def alarm_scale(lowest: int) -> SettingBound:
     """Returns the scale at which something is wrong: 2^max(lowest - 4, -10). It is an alarm, never a floor to train on.
 
-    `lowest` is the smallest exponent at which the gradients do not flush (`lowest_exponent`).
+    `lowest` is the smallest exponent at which the gradients do not flush.
     """
     if lowest - 4 <= -10:
         return SettingBound(value=2.0**-10, by="2^-10, at which any run is in trouble")

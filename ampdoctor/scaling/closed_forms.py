@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
-from ampdoctor.numerics import FORMATS
+from ampdoctor.numerics.formats import FORMATS
 
 FP16 = FORMATS["fp16"]
 LIM = math.log2(FP16.overflow_at)  # log2 of the smallest magnitude that overflows: 15.99965
-FLUSH = math.log2(FP16.flush_at)  # log2 of the largest magnitude that flushes: -25
 
 FEWEST_FOR_TREND = 8  # with fewer steps, a line explains too much by chance
 SLOPE_STEPS = 64
@@ -35,11 +34,6 @@ growth_interval steps of more underflow for each halving too low: such a low gue
 def highest_exponent(log2_magnitude: float) -> int:
     """Returns the largest integer s at which a magnitude (its log2) does not overflow: ceil(LIM - Q) - 1."""
     return math.ceil(LIM - log2_magnitude) - 1
-
-
-def lowest_exponent(log2_magnitude: float) -> int:
-    """Returns the smallest integer s at which a magnitude (its log2) does not flush (ties do): floor(-25 - Q) + 1."""
-    return math.floor(FLUSH - log2_magnitude) + 1
 
 
 def loss_scale_limit(loss_magnitude: float) -> int | None:
@@ -121,25 +115,21 @@ def _spreads(tail: float, freedom: int) -> float:
 TAIL = math.log(2.0) / 2000  # the quantile at which a scaler with torch's defaults settles
 TAIL_SHARE = 0.1
 FEWEST_FOR_TAIL = 300  # with fewer steps, the top tenth is too few to fit
-HEAVY = 0.2
+HEAVY = 0.2  # `tail_index` from which on a tail is heavy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spikes:
     """Overflows of a trace at the largest scale that its bulk allows, in runs of consecutive steps.
 
-    Attributes:
-        steps: Number of steps of the trace.
-        lengths: Number of steps of each run.
-        heights: log2 of the factor by which the scale would have to fall for the run to fit, at least 1; inf if none
-            fits.
-        tail_index: xi of a generalised Pareto distribution of the top tenth; None with fewer than 300 steps.
+    A run's height is log2 of the factor by which the scale would have to fall for it to fit, at least 1; inf if no
+    scale fits.
     """
 
-    steps: int
-    lengths: tuple[int, ...] = ()
+    steps: int  # of the trace
+    lengths: tuple[int, ...] = ()  # steps of each run
     heights: tuple[float, ...] = ()
-    tail_index: float | None = None
+    spiky: bool = False  # the tail is heavy: the recorded spikes then do not bound the next
 
     @property
     def isolated(self) -> bool:
@@ -150,11 +140,6 @@ class Spikes:
     def height(self) -> float:
         """Median of `heights`; 0.0 without runs."""
         return statistics.median(self.heights) if self.heights else 0.0
-
-    @property
-    def spiky(self) -> bool:
-        """Whether the tail is heavy: the recorded spikes then do not bound the next."""
-        return self.tail_index is not None and self.tail_index > HEAVY
 
     def longest_interval(self, growth_factor: float, backoff_factor: float) -> float:
         """Returns the longest growth interval, in clean steps, with which the scale still climbs; inf without spikes.
@@ -188,7 +173,7 @@ def find_spikes(log2_amax: NDArray[np.float64]) -> Spikes:
         steps=len(log2_amax),
         lengths=tuple(len(run) for run in runs),
         heights=tuple(float(np.floor(run.max())) + 1.0 for run in runs),
-        tail_index=tail_index(finite) if len(finite) >= FEWEST_FOR_TAIL else None,
+        spiky=len(finite) >= FEWEST_FOR_TAIL and tail_index(finite) > HEAVY,
     )
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from ampdoctor.errors import UsageError
 from ampdoctor.evidence.python_lines import apply_call, autocast_step, call, keywords, literal, quoted
 from ampdoctor.evidence.report_scaler import EmittedSettings, Language
-from ampdoctor.evidence.targets import FRAMEWORKS, Framework
-from ampdoctor.numerics import FORMATS
+from ampdoctor.evidence.targets import Framework
+from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.scaling.scalers import ScalerSettings, expressible
 
 # -- an emitter's request and result, and shared remarks --
@@ -33,7 +32,7 @@ class Fragment:
 class Request:
     """The request to an emitter."""
 
-    settings: ScalerSettings  # checked: a positive finite scale, factors that grow and back off, whole counts
+    settings: ScalerSettings
     real: ScalerSettings  # the settings as the framework will run them
     precision: Precision  # the run's compute precision; the settings matter only for fp16
     islands: tuple[str, ...]  # modules that compute in fp32 nevertheless; () if the whole run does
@@ -387,28 +386,13 @@ def emit(
 ) -> EmittedSettings:
     """Returns a snippet or a piece of configuration that runs as printed, and notes on what it cannot express.
 
-    Args:
-        settings: The loss scaler at its start; its growth count is not emitted. `min_scale` is the smallest allowed
-            scale: it is emitted as a guard if the framework has no floor.
-        framework: The framework.
-        fp32_modules: Names of modules that stay in fp32.
-        loss_in_half: The loss is fp16 where it is scaled.
-        precision: The run's compute precision; bf16 and fp32 need no scaler, and `settings` is ignored.
-        device: Device type of the training, for frameworks that need it.
-
-    Raises:
-        UsageError: An unknown framework or precision, or settings with which no scaler works.
+    `settings` are of a scaler that works, at its start; `min_scale` is emitted as a guard if the framework has no
+    floor. bf16 and fp32 need no scaler. The loss is fp16 where it is scaled (`loss_in_half`).
     """
-    if framework not in FRAMEWORKS:
-        raise UsageError(f"{framework!r} is none of the frameworks {', '.join(FRAMEWORKS)}")
-    if precision not in get_args(Precision):
-        raise UsageError(f"{precision!r} is none of the precisions {', '.join(get_args(Precision))}")
-    if isinstance(fp32_modules, str):
-        raise UsageError(f"fp32_modules is a list of module names, not {fp32_modules!r}")
-    checked = _checked(settings) if precision == "fp16" else ScalerSettings()
+    settings = settings if precision == "fp16" else ScalerSettings()
     request = Request(
-        settings=checked,
-        real=expressible(checked, framework),
+        settings=settings,
+        real=expressible(settings, framework),
         precision=precision,
         islands=() if precision == "fp32" else tuple(fp32_modules),
         loss_in_half=loss_in_half,
@@ -418,35 +402,3 @@ def emit(
     fragment = make(request)
     text = "".join(f"{line}\n" for line in fragment.lines)
     return EmittedSettings(framework=framework, language=language, text=text, notes=fragment.notes)
-
-
-def _checked(settings: ScalerSettings) -> ScalerSettings:
-    """Returns the same as Python's own numbers; raises UsageError for settings with which no scaler works."""
-    scale = _number(settings, "scale", above=0.0, below=math.inf)
-    floor = settings.min_scale
-    if floor is not None and not 0.0 < floor <= scale:
-        raise UsageError(f"a loss scaler's min_scale lies above 0 and not above its scale of {scale:g}, unlike {floor}")
-    return replace(
-        settings,
-        scale=scale,
-        growth_factor=_number(settings, "growth_factor", above=1.0, below=math.inf),
-        backoff_factor=_number(settings, "backoff_factor", above=0.0, below=1.0),
-        growth_interval=_count(settings, "growth_interval"),
-        min_scale=None if floor is None else float(floor),
-        hysteresis=_count(settings, "hysteresis"),
-    )
-
-
-def _number(settings: ScalerSettings, name: str, *, above: float, below: float) -> float:
-    value = float(getattr(settings, name))
-    if not above < value < below:
-        limits = f"above {above:g}" if math.isinf(below) else f"between {above:g} and {below:g}"
-        raise UsageError(f"a loss scaler's {name} is a finite number {limits}, not {value:g}")
-    return value
-
-
-def _count(settings: ScalerSettings, name: str) -> int:
-    value: Any = getattr(settings, name)
-    if not (math.isfinite(value) and value == int(value) and value >= 1):
-        raise UsageError(f"a loss scaler's {name} is a whole number of at least 1, not {value}")
-    return int(value)

@@ -20,32 +20,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.evidence.targets import Framework
-from ampdoctor.numerics import FORMATS
+from ampdoctor.numerics.formats import FORMATS
 
 # -- settings, named as in GradScaler; those of other frameworks are optional --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerSettings:
-    """A GradScaler at some moment; the defaults are torch's.
-
-    Attributes:
-        scale: Loss scale.
-        growth_factor: Multiplier after `growth_interval` clean steps.
-        backoff_factor: Multiplier after an overflow.
-        growth_interval: Clean steps between two growths.
-        growth_tracker: Clean steps since the last growth or backoff.
-        min_scale: Backoff stops here; None if there is no floor, as in GradScaler.
-        hysteresis: Number of overflows before a backoff (DeepSpeed, Megatron); 1 elsewhere.
-    """
+    """A GradScaler at some moment; the defaults are torch's."""
 
     scale: float = 65536.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
-    growth_tracker: int = 0
-    min_scale: float | None = None
-    hysteresis: int = 1
+    growth_tracker: int = 0  # clean steps since the last growth or backoff
+    min_scale: float | None = None  # backoff stops here; None if there is no floor, as in GradScaler
+    hysteresis: int = 1  # overflows before a backoff (DeepSpeed, Megatron); 1 elsewhere
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> ScalerSettings:
@@ -308,53 +298,14 @@ LEAP = 256
 of 32 to 512 for a few hundred lanes)."""
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedStep:
-    """One step of a simulated scaler.
-
-    Attributes:
-        scale: Loss scale during the step.
-        skipped: The optimizer did not step.
-        poisoned: It stepped on gradients multiplied by an infinite inverse: the weights are no longer finite.
-    """
-
-    scale: float
-    skipped: bool
-    poisoned: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """Simulated scalers over traces; every array has the shape (settings, traces, steps).
+    """Simulated scalers over traces; every array has the shape (settings, traces, steps)."""
 
-    Attributes:
-        scale: float64, loss scale during each step; after the run's end, the last one.
-        skipped: bool, the optimizer did not step.
-        poisoned: bool, it stepped on gradients multiplied by an infinite inverse.
-        ended: bool, the step was not run: the scaler had raised an exception.
-    """
-
-    scale: Floats
-    skipped: Flags
-    poisoned: Flags
-    ended: Flags
-
-
-def simulate(
-    settings: ScalerSettings, maxima: Iterable[float | None], framework: Framework = "torch"
-) -> tuple[SimulatedStep, ...]:
-    """Simulates a scaler over a trace; one entry per step, up to the step at which the scaler raises an exception.
-
-    Args:
-        settings: The scaler before the first step.
-        maxima: Largest magnitude of all unscaled half gradients of each step; None or 0.0 if all were zero, inf (or
-            NaN) if a value was not finite at any scale.
-        framework: The framework whose rules it follows.
-    """
-    trace = np.array([[0.0 if m is None else abs(m) for m in maxima]], np.float64)
-    run = simulate_lanes([settings], trace, framework)
-    steps = zip(run.scale[0, 0].tolist(), run.skipped[0, 0].tolist(), run.poisoned[0, 0].tolist(), strict=True)
-    return tuple(SimulatedStep(*step) for step, over in zip(steps, run.ended[0, 0].tolist(), strict=True) if not over)
+    scale: Floats  # during each step; after the run's end, the last one
+    skipped: Flags  # the optimizer did not step
+    poisoned: Flags  # it stepped on gradients multiplied by an infinite inverse
+    ended: Flags  # the step was not run: the scaler had raised an exception
 
 
 def simulate_lanes(settings: Sequence[ScalerSettings], maxima: NDArray[np.float64], framework: Framework) -> Simulation:
@@ -378,12 +329,6 @@ def simulate_lanes(settings: Sequence[ScalerSettings], maxima: NDArray[np.float6
         poisoned=np.repeat(poisons.ravel(), lengths).reshape(shape),
         ended=np.repeat(kinds == _ENDED, lengths).reshape(shape),
     )
-
-
-def skip_rate(steps: Iterable[SimulatedStep]) -> float:
-    """Returns the share of skipped steps, 0.0 for no steps."""
-    taken = [step.skipped for step in steps]
-    return sum(taken) / len(taken) if taken else 0.0
 
 
 _TAKEN, _SKIPPED, _ENDED = 0, 1, 2

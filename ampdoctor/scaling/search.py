@@ -8,7 +8,8 @@ more than noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import statistics
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from ampdoctor.evidence.json_records import UNWRITTEN
 from ampdoctor.evidence.report_scaler import ScalePath, ScalingConfidence, ScalingMargin, SettingBound, SimulatedOutcome
 from ampdoctor.evidence.targets import Framework
 from ampdoctor.evidence.thresholds import ERROR_NOTE, ERROR_WARNING, FLUSHED, HORIZON, SKIP_RATE, Thresholds
-from ampdoctor.ranges.profile import EXPONENTS
+from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 from ampdoctor.scaling import choose
 from ampdoctor.scaling.choose import COMPOUNDING
 from ampdoctor.scaling.closed_forms import Spikes, find_spikes, highest_exponent
@@ -33,7 +34,7 @@ from ampdoctor.scaling.scalers import (
     expressible,
     simulate_lanes,
 )
-from ampdoctor.scaling.trace import Drift, Replicas, StepTrace, find_drift, resample
+from ampdoctor.scaling.trace import Drift, Replicas, StepTrace, find_drift, resample, trace_of
 
 # -- scores of candidates over replicas of a trace --
 
@@ -49,9 +50,6 @@ class Expectation(SimulatedOutcome):
     """The effect of settings over the horizon; figures are medians over the replicas unless stated otherwise."""
 
     settings: ScalerSettings = field(metadata=UNWRITTEN)  # as the framework runs them
-    ended: float = field(metadata=UNWRITTEN)  # share of the replicas in which the scaler raises an exception
-    objective: float = field(metadata=UNWRITTEN)
-    """skip rate + 10 times the mean of max(0, 3.5 error - the tolerated error); smaller is better."""
     typical: int = field(metadata=UNWRITTEN)  # number of the first replica whose skips are nearest to their median
 
 
@@ -74,7 +72,7 @@ class Scores:
 
     @property
     def objective(self) -> NDArray[np.float64]:
-        """`Expectation.objective` of each replica."""
+        """Of each replica: skip rate + 10 times the mean of max(0, 3.5 error - the tolerated error); less is better."""
         return self.skips / self.steps + ERROR_WEIGHT * self.excess
 
 
@@ -97,12 +95,14 @@ def _score(run: Simulation, lane: int, trace: StepTrace, replicas: Replicas, tol
     steps = replicas.source.shape[1]
     looks = np.linspace(0, steps - 1, min(steps, LOOKS)).astype(np.int64)
     source = replicas.source[:, looks]
+    lowest, highest = float(EXPONENTS[0]), float(EXPONENTS[-1])
     with np.errstate(divide="ignore", invalid="ignore"):
         exponent = np.log2(np.abs(run.scale[lane][:, looks])) + replicas.shift[:, looks]
+    exponent = np.nan_to_num(exponent, nan=highest)
     # the curve's next lower point: at the upper one, a taken step may count as overflowing
-    lowest, highest = float(EXPONENTS[0]), float(EXPONENTS[-1])
-    column = (np.clip(np.nan_to_num(np.floor(exponent), nan=highest), lowest, highest) - lowest).astype(np.int64)
+    column = (np.clip(np.floor(exponent), lowest, highest) - lowest).astype(np.int64)
     taken = ~(run.skipped[lane] | run.ended[lane])[:, looks]
+    taken |= ~taken.any(axis=1, keepdims=True)  # of a run that takes no step, every step counts
     weight = taken / np.maximum(taken.sum(axis=1, keepdims=True), 1)
 
     def mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -144,8 +144,6 @@ def expectation(settings: ScalerSettings, scores: Scores) -> Expectation:
         weight_flushed=float(np.median(scores.weight_flushed)),
         final_scale=float(np.median(scores.final_scale)),
         poisoned=float(scores.poisoned.mean()),
-        ended=float(scores.ended.mean()),
-        objective=float(np.median(scores.objective)),
         typical=int(np.abs(scores.skips - np.median(scores.skips)).argmin()),
     )
 
@@ -159,7 +157,7 @@ WORTH_SKIPS = 1e-3
 """A change pays if it saves at least this share of skipped steps: smaller savings are noise between equal runs ..."""
 WORTH_ERROR = 1e-3  # ... or at least this much relative error
 MOST_SKIPS = 1e-2
-"""Share of skipped steps that better gradients may cost: twenty times the share of the usual settings (AMP707)."""
+"""Share of skipped steps that better gradients may cost: twenty times the share of the usual settings (AMP723)."""
 INTERVALS = (200, 500, 1000, 2000)
 BACKOFFS = (0.25, 0.5, 0.75)
 NEIGHBOURS = (-2, -1, 0)
@@ -172,22 +170,14 @@ FEWEST_STEPS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of the search.
+    """The result of the search."""
 
-    Attributes:
-        settings: The settings to use, as the framework runs them; the present ones if nothing is worth a change.
-        change: They differ from the present ones (the framework's defaults if there are none).
-        bounds: What bounds each setting of the closed form, by the name of the setting; "min_scale" is an alarm.
-        expected_current, expected_default, expected_chosen: Figures of the present settings (None: the run has no
-            scaler), of the framework's defaults, and of `settings`.
-    """
-
-    settings: ScalerSettings
-    change: bool
+    settings: ScalerSettings  # to use, as the framework runs them; the present ones if nothing is worth a change
+    change: bool  # they differ from the present ones (the framework's defaults if there are none)
     margin: ScalingMargin
-    bounds: dict[str, SettingBound]
-    expected_current: Expectation | None
-    expected_default: Expectation
+    bounds: dict[str, SettingBound]  # of each setting of the closed form, by its name; "min_scale" is an alarm
+    expected_current: Expectation | None  # None: the run has no scaler
+    expected_default: Expectation  # of the framework's defaults
     expected_chosen: Expectation
     confidence: ScalingConfidence
 
@@ -285,6 +275,35 @@ def expect(
     return expectation(run_as, score_all([run_as], trace, many, framework, thresholds[ERROR_NOTE])[0])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction(Expectation):
+    """The effect of settings over the recorded steps themselves."""
+
+    settled: bool = field(metadata=UNWRITTEN)  # the last step is taken
+    scale: float = field(metadata=UNWRITTEN)  # of a typical taken step; of the last one where none is taken
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped steps."""
+        return round(self.skips[1])
+
+
+def predict(profile: RangeProfile, settings: ScalerSettings, without: Collection[str] = ()) -> Prediction:
+    """Returns the effect of a GradScaler over the recorded steps, with the modules in `without` in fp32."""
+    trace = trace_of(profile, without)
+    maxima = np.exp2(trace.log2_amax)[None]
+    recorded = Replicas(source=np.arange(trace.steps)[None], shift=np.zeros(maxima.shape), maxima=maxima)
+    run = simulate_lanes([settings], maxima, "torch")
+    taken = ~(run.skipped[0, 0] | run.ended[0, 0])
+    scales = run.scale[0, 0]
+    found = expectation(settings, _score(run, 0, trace, recorded, tolerated=0.0))
+    return Prediction(
+        **{one.name: getattr(found, one.name) for one in fields(found)},
+        settled=bool(taken[-1]),
+        scale=statistics.median_high(scales[taken].tolist()) if taken.any() else float(scales[-1]),
+    )
+
+
 def closed_form(
     trace: StepTrace,
     *,
@@ -301,10 +320,7 @@ def closed_form(
     """
     fixed = RULES[framework] is not GradScalerSim
     bounds = {"scale": SettingBound(value=2.0**start.value, by=start.by)}
-    if fixed:
-        backoff = SettingBound(value=0.5, by="the framework, which halves")
-    else:
-        backoff = choose.backoff_factor(spikes, hysteresis_available=False)
+    backoff = SettingBound(value=0.5, by="the framework, which halves") if fixed else choose.backoff_factor(spikes)
     interval = choose.growth_interval(
         2.0,
         backoff.value,

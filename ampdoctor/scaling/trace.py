@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.run_facts import SiteKind
-from ampdoctor.numerics import FORMATS
+from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.numerics.rounding_error import flushed_counts, powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 
@@ -92,22 +92,16 @@ _FACTORS_BELOW = EXPONENTS - len(EXPONENTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """n recorded steps, in order; gradients are of the unscaled loss.
+    """n recorded steps, in order, at each of the scales 2^EXPONENTS; gradients are of the unscaled loss.
 
-    Attributes:
-        log2_amax: float64 of shape (n,): log2 of the largest magnitude of all half gradients; -inf where all were zero,
-            +inf where one was not finite at any scale. A step overflows at the scale S iff amax S >= 65520.
-        error: float64 of shape (n, 43): relative L2 error of the half weight gradients after rounding to fp16 at each
-            of the scales 2^EXPONENTS; inf where something overflows; 0 where there is no nonzero gradient.
-        activation_flushed: float64 of shape (n, 43): share (0 to 1) of the nonzero elements of half activation
-            gradients that becomes zero at each scale.
-        weight_flushed: The same for weight gradients.
+    A step overflows at the scale S iff amax S >= 65520. -inf: all half gradients were zero; +inf: one was not finite at
+    any scale. The error is inf where something overflows, and 0 where there is no nonzero gradient.
     """
 
-    log2_amax: Array
-    error: Array
-    activation_flushed: Array
-    weight_flushed: Array
+    log2_amax: Array  # (n,): log2 of the largest magnitude of all half gradients
+    error: Array  # (n, 43): relative L2 error of the half weight gradients after rounding to fp16
+    activation_flushed: Array  # (n, 43): share of the nonzero elements of half activation gradients that becomes zero
+    weight_flushed: Array  # the same for weight gradients
 
     @property
     def steps(self) -> int:

@@ -19,19 +19,18 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.hooks.names import clean_names
-from ampdoctor.precision import (
-    REDUCED,
-    AutocastOverride,
-    CastInputs,
+from ampdoctor.precision.casting import REDUCED, CastInputs
+from ampdoctor.precision.dtype_overrides import AutocastOverride
+from ampdoctor.precision.fp32_modules import (
     Fp32Module,
     half_dtype,
     half_tensors,
     island_of,
     island_on,
-    let_compile_see_hooks,
     resolve_islands,
     widen_islands,
 )
+from ampdoctor.precision.kernels import let_compile_see_hooks
 from ampdoctor.training.apply_request import ApplyRequest, dtype_of, wanted_of, yours
 from ampdoctor.training.dtypes import Training, hold_dtype, put, refuse_unseen
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision import InPlaceCast, moments
+from ampdoctor.precision.casting import InPlaceCast, moments
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -22,10 +22,10 @@ from ampdoctor.evidence.report_scaler import (
 )
 from ampdoctor.evidence.run_facts import PrecisionFacts, ScaleFacts, Spread
 from ampdoctor.evidence.thresholds import ERROR_NOTE, FLUSHED
-from ampdoctor.numerics import FORMATS, FloatFormat
-from ampdoctor.scaling.choose import COMPOUNDING, Prediction, ScaleChoice, choose_scale, predict
+from ampdoctor.numerics.formats import FORMATS, FloatFormat
+from ampdoctor.scaling.choose import COMPOUNDING, ScaleChoice, choose_scale
 from ampdoctor.scaling.scalers import ScalerSettings
-from ampdoctor.scaling.search import Outcome, expect, largest_scales, search, trajectory
+from ampdoctor.scaling.search import Outcome, Prediction, expect, largest_scales, predict, search, trajectory
 from ampdoctor.scaling.trace import Shift, StepTrace, accumulation_shift, reduction_shift, trace_of
 from ampdoctor.workflows.replay_under_change import FLUSH_THAT_PAYS
 

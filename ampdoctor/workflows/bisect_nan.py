@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -25,8 +24,7 @@ from ampdoctor.diagnosis.replay.scaler_misuse import (
     stepped_past_finding,
     suspicious,
 )
-from ampdoctor.diagnosis.replay.scaler_state import dead_saved_scale_finding
-from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
+from ampdoctor.diagnosis.replay.scaler_state import unloaded_scale_finding
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import (
     STEPS_AFTER,
@@ -42,12 +40,18 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.live.scaler_protocol import half_weights
 from ampdoctor.probes.user_code import as_source, own_line, raising_line
-from ampdoctor.replay.python_state import has_moved
-from ampdoctor.workflows.checkpoint_state import history_findings, impossible_state, not_said_yet, saved_collapse
+from ampdoctor.workflows.checkpoint_state import (
+    history_findings,
+    holds_nonfinite,
+    not_said_yet,
+    saved_scale,
+    state_findings,
+    with_trials,
+)
 from ampdoctor.workflows.close_look import SnapshotRing, StepTracer
-from ampdoctor.workflows.compare_fp32 import CompareDuringReplay, DoesNotComeBackError, Seen, compare_with_fp32, is_calm
+from ampdoctor.workflows.compare_fp32 import CompareDuringReplay, DoesNotComeBackError, compare_with_fp32, is_calm
 from ampdoctor.workflows.judge import Judge, led_on, told_once, unproved_while_misused
-from ampdoctor.workflows.open_replay import OpenReplay, open_replay, scaler_after, sick_state
+from ampdoctor.workflows.open_replay import OpenReplay, open_replay, scaler_after
 from ampdoctor.workflows.repairs import after_refusal
 from ampdoctor.workflows.report_notes import (
     LAST_COMPARED,
@@ -65,14 +69,23 @@ from ampdoctor.workflows.report_notes import (
     unexamined,
 )
 from ampdoctor.workflows.requests import MOST_UNTIL_SICK, keep_all
-from ampdoctor.workflows.step_beside_fp32 import ReferencePass, Replayed, StateCopy, held, is_at_rest, moved, sample
+from ampdoctor.workflows.step_beside_fp32 import (
+    ReferencePass,
+    Replayed,
+    StateCopy,
+    StepComparison,
+    held,
+    is_at_rest,
+    moved,
+    sample,
+)
 from ampdoctor.workflows.trials import as_far_as_replayed, proof_of
 
 if TYPE_CHECKING:
     from ampdoctor.errors import UserCodeError
     from ampdoctor.evidence.report_replay import PathSection
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.evidence.trace import Headroom, StepOutcome
+    from ampdoctor.evidence.trace import Comparison, Headroom, StepOutcome
     from ampdoctor.probes.nonfinite import NonFiniteProbe, Observation
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -202,28 +215,33 @@ class _Search:
 
     def run(self) -> None:
         """Check the state, replay, and stop at the first step with a sickness that is not set aside."""
-        self.findings += self.judge.with_repair(sick_state(self.session), self.start) or self._impossible_state()
+        found = state_findings(self.replay, self.session, self.thresholds)
+        if found and self.session.has_step(0):
+            found = with_trials(found, self.judge.trials_of_state(self.start))
+        self.findings += found
         self._sick = any(finding.where.nonfinite != "none" for finding in self.findings)
         harmed = any(finding.severity == "error" for finding in self.findings)
         if harmed and not self._goes_on(-1, self.start):
             return
         if not self._replay():
             self._conclude()
-        self._say_that_the_scale_collapsed()
+        self._judge_the_saved_scale()
 
-    def _say_that_the_scale_collapsed(self) -> None:
-        """Add the finding on a checkpoint's collapsed scale, with a replay from a fresh one."""
-        severity = saved_collapse(self.replay, self.session, self.thresholds)
-        if severity is None:
+    def _judge_the_saved_scale(self) -> None:
+        """Add the finding on a checkpoint's dead or collapsed scale, with a replay from a fresh one."""
+        saved, resumed = saved_scale(self.replay), self.replay.resumed
+        if saved is None or resumed is None:
+            return
+        if not resumed.scaler_continued:
+            needed = any("checkpoint_scale" in finding.evidence for finding in self.judge.findings)
+            if not needed:
+                own = self.outcomes[0].scale_before if self.outcomes else None
+                self.findings.append(unloaded_scale_finding(saved, own))
             return
         with self._telling("replaying with a fresh scaler"):
             harmed = any(finding.severity == "error" for finding in self._found())
-            collapsed = self.judge.collapsed_scale(severity, harmed=harmed)
+            collapsed = self.judge.collapsed_scale(saved, harmed=harmed)
         self.findings += [] if collapsed is None else [collapsed]
-
-    def _impossible_state(self) -> list[Finding]:
-        trials = partial(self.judge.trials_of_state, self.start)
-        return impossible_state(self.session, self.start, trials, self.thresholds)
 
     def _replay(self) -> bool:
         """Replay step by step; True if a step is so sick that the search ends."""
@@ -237,14 +255,14 @@ class _Search:
     def _replayed_to_the_end(self) -> bool:
         sentinel = self.look.sentinel()
         for step in self._steps():
-            beside = self.alongside if self.alongside is not None and self.alongside.wants(self.session, step) else None
-            self.back.passes(self.session, step, exact=beside is not None or not self.look.rewinds)
-            outcome = self._attempted(step, sentinel, beside if self.look.rewinds else None)
+            comparing = self._compares(step)
+            self.back.passes(self.session, step, exact=comparing or not self.look.rewinds)
+            outcome, beside = self._attempted(step, sentinel, comparing=comparing)
             raised = self.session.raised
             self.outcomes.append(outcome)
             state = self.back.random_state(step)
             left_out = outcome.loses_updates
-            self.seen.append(Replayed(sentinel.observed, state, outcome.optimizer_steps, left_out))
+            self.seen.append(Replayed(sentinel.observed, state, outcome.optimizer_steps, left_out, beside))
             self._forget()
             if not left_out:
                 self._note_headroom(sentinel)
@@ -257,8 +275,8 @@ class _Search:
             self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
             self._looking_into = step if fired else None
             snapshot, sick = self._judged(outcome, sentinel, fired=fired)
-            if self.alongside is not None and self.alongside.proved and not self.look.rewinds:  # by a twin
-                raise DoesNotComeBackError(f"step {step}")
+            if self._twice and not self.look.rewinds:
+                raise DoesNotComeBackError
             if sick:
                 self._sick = True
                 self._look_before()
@@ -267,12 +285,21 @@ class _Search:
                     continue
                 return True
             if raised is not None:
-                if beside is not None and beside.proved:  # hidden state may have counted the twins
-                    raise DoesNotComeBackError(f"step {step}")
+                if self._twice:
+                    raise DoesNotComeBackError
                 raise raised  # a bug in the user's code: nothing non-finite led to it
             del snapshot  # frees memory for the next one
             self._looking_into = None
         return False
+
+    @property
+    def _twice(self) -> bool:
+        """Whether a step was run in fp32 as well: state that no snapshot holds may have advanced twice."""
+        return self.alongside is not None and self.alongside.proved
+
+    def _compares(self, step: int) -> bool:
+        """Whether the step is compared with fp32 while it is replayed."""
+        return self.alongside is not None and self.look.rewinds and self.alongside.wants(self.session, step)
 
     def _forget(self) -> None:
         """Drop what was seen in steps that can no longer be restored, in a run of thousands."""
@@ -307,8 +334,7 @@ class _Search:
 
     def _look_on(self) -> None:
         """Add steps to the usual few where fp32 moves nothing in any of them, as with a learning rate of 0."""
-        seen = {} if self.alongside is None else self.alongside.seen
-        compared = [beside.comparison for beside in seen.values() if beside.comparison is not None]
+        compared = self._comparisons(self.seen)
         if (
             self.until_sick
             or self.replay.request.steps is not None
@@ -322,37 +348,20 @@ class _Search:
             )
         self.steps = self.judge.steps = self.back.steps = min(2 * self.steps, MOST_STEPS)
 
-    def _attempted(self, step: int, sentinel: NonFiniteProbe, beside: CompareDuringReplay | None) -> StepOutcome:
-        """Replay a step; the first healthy one again after its twin in fp32, and each later one after its twin.
+    def _attempted(
+        self, step: int, sentinel: NonFiniteProbe, *, comparing: bool
+    ) -> tuple[StepOutcome, StepComparison | None]:
+        """Replay a step, `comparing` it with fp32.
 
         With `until_sick` the probe stays attached between steps, because attaching it reads all state.
         """
+        if comparing and self.alongside is not None:
+            return self.alongside.attempt(self.session, step, self.back.nearest, sentinel)
         if self.until_sick:
             self._watch(sentinel)
-            return self.session.attempt(step)
-        first: Seen | None = None
-        own = {} if beside is None else self.session.reached.beyond()
-        if beside is None or not beside.proved:
-            with self.session.watched(sentinel):
-                outcome = self.session.attempt(step)
-            if beside is None or outcome.raised is not None or outcome.skipped or sentinel.sightings.sinks:
-                return outcome
-            if has_moved(own, self.session.reached.beyond()):
-                beside.gives_up()
-                return outcome
-            first = Seen.of(self.session, sentinel)
-            self.back.nearest.restore()
-            self.back.random_state(step).restore()
-        twin = beside.twin(self.session, step, self.back.nearest, self.back.random_state(step))
-        with self.session.watched(sentinel, *([] if twin is None else [twin.probe])):
-            outcome = self.session.attempt(step)
-        if has_moved(own, self.session.reached.beyond()):
-            raise DoesNotComeBackError(f"step {step}")
-        if first is not None:
-            beside.proves(step, first, Seen.of(self.session, sentinel))
-        if twin is not None and outcome.raised is None:
-            beside.note(self.session, twin, outcome, sentinel)
-        return outcome
+            return self.session.attempt(step), None
+        with self.session.watched(sentinel):
+            return self.session.attempt(step), None
 
     def _watch(self, sentinel: NonFiniteProbe) -> None:
         if not self.session.is_watched:
@@ -371,7 +380,7 @@ class _Search:
             snapshot.restore()
             if step >= 0:
                 self.session.attempt(step)
-            if not any(finding.where.nonfinite != "none" for finding in sick_state(self.session)):
+            if not holds_nonfinite(self.session):
                 return True
             stopped = "parameters, buffers or moments are non-finite from there on"
         self._cut = True
@@ -411,17 +420,14 @@ class _Search:
         moves = self._moves()
         resumed = self.replay.resumed
         self.judge.settle(self.outcomes, resumed.lost_scaler if resumed is not None else None)
-        saved = resumed.file_scaler if resumed is not None and not resumed.scaler_continued else None
-        if saved is not None and saved.dead:
-            own = self.outcomes[0].scale_before
-            self.findings.append(dead_saved_scale_finding(saved.scale, own, DEAD_SCALE))
         if not any(finding.severity == "error" for finding in self.judge.findings):
             self._compare()
             ahead = shrinking_headroom(self.near, self.thresholds)
             self.findings += [] if ahead is None else [ahead]
         elif self._sick:
             self.skipped.append(Skipped(what="comparison with fp32", reason="a step that is set aside is not finite"))
-        idle = None if self.findings or self.judge.findings else never_updated(self.outcomes, moves=moves)
+        said = self.look.deterministic and (self.findings or self.judge.findings)  # more than that nothing was compared
+        idle = None if said else never_updated(self.outcomes, moves=moves)
         self.errors += [] if idle is None else [idle]
         left_out = nothing_in_half(self.session, self.tightest, self._rewound(), self.replay.session)
         if left_out is not None:
@@ -467,7 +473,7 @@ class _Search:
 
     def _say_what_was_refused(self, step: int, raised: UserCodeError) -> None:
         session = self.session
-        source = None if raised.__cause__ is None else as_source(raising_line(raised.__cause__, own=True))
+        source = None if raised.__cause__ is None else as_source(raising_line(raised.__cause__))
         halves = half_weights(session.optimizers.values(), session.parameter_names(), self.replay.half_made)
         refused, advice = session.events.refused or "", after_refusal(session, halves)
         past = refused == "update" and halves is None and advice == MISUSE_ADVICE["optimizer.step"]
@@ -500,11 +506,9 @@ class _Search:
         """Compare with the same steps in fp32, from the same states: some sickness stays finite."""
         wanted = self.replay.request.compare_steps
         with self._telling("comparing with fp32"):
-            if self.until_sick:
-                passed = self._last_beside_fp32(len(self.outcomes))
-            else:
+            if not self.until_sick:
                 self.back = SnapshotRing(self.steps)  # frees its snapshot
-                passed = self._beside_fp32(self.seen[:wanted])
+            passed = self._beside_fp32(len(self.outcomes) if wanted is None or self.until_sick else wanted)
         if self.until_sick:
             self.skipped += only_looked_at(len(self.outcomes), self._beside_at_the_end)
         elif wanted is not None and wanted < len(self.seen):
@@ -521,17 +525,13 @@ class _Search:
         if not passed.findings:
             self.judge.held_back(passed.held, len(self.outcomes))
 
-    def _beside_fp32(self, seen: Sequence[Replayed]) -> ReferencePass:
-        """Compare these steps with fp32; those that pass 1 has compared already are not run again."""
-        known = {} if self.alongside is None else self.alongside.seen
-        return compare_with_fp32(self.session, self._rewound(), seen, self.replay.session, self.thresholds, known)
-
-    def _last_beside_fp32(self, end: int) -> ReferencePass:
-        """Compare the last steps before `end` with fp32, from a state a little before them."""
+    def _beside_fp32(self, end: int) -> ReferencePass:
+        """Compare the steps before `end` with fp32; with `until_sick` only the last ones."""
+        if not self.until_sick:
+            return compare_with_fp32(self.session, self._rewound(), self.seen[:end], self.thresholds)
         begin, begun = self.back.begin, self.back.farthest if self.look.rewinds else None
         seen, first = self.seen[: end - begin], max(end - self._beside_at_the_end, begin)
-        parts = self.session, begun, seen, self.replay.session, self.thresholds
-        return compare_with_fp32(*parts, begin=begin, first=first)
+        return compare_with_fp32(self.session, begun, seen, self.thresholds, begin=begin, first=first)
 
     def _rewound(self) -> Snapshot | None:
         """Returns the snapshot of the start, with all batches ahead; None if only a fresh run leads there.
@@ -544,19 +544,19 @@ class _Search:
 
     def _look_before(self) -> None:
         """Search the steps before a sick one for harm that stays finite: it came first, and may be the cause."""
-        seen = {} if self.alongside is None else self.alongside.seen
-        last = self.outcomes[-1].step
-        earlier = [one.comparison for step, one in seen.items() if step < last and one.comparison is not None]
+        earlier = self._comparisons(self.seen[:-1])
         misused = any(suspicious(outcome.events) for outcome in self.outcomes[:-1])
-        if self.until_sick:
-            passed = self._last_beside_fp32(last)
-        elif not misused and all(is_calm(comparison, self.thresholds) for comparison in earlier):
+        if not (self.until_sick or misused or not all(is_calm(one, self.thresholds) for one in earlier)):
             return
-        else:
-            passed = self._beside_fp32(self.seen[:-1])
+        passed = self._beside_fp32(len(self.outcomes) - 1)
         told, self.judge.findings[:] = led_on(passed.findings, self.judge.findings)
         self.findings += told
         self.judge.births.update(passed.births)
+
+    def _comparisons(self, seen: Sequence[Replayed]) -> list[Comparison]:
+        """Returns the comparisons with fp32 that were made while these steps were replayed."""
+        besides = [step.beside for step in seen if step.beside is not None]
+        return [beside.comparison for beside in besides if beside.comparison is not None]
 
     def _tell(self, what: str, done: int) -> None:
         if self.progress is not None:
@@ -594,7 +594,7 @@ class _Search:
     def report(self) -> Report:
         found = self._found()
         harmed = any(finding.severity == "error" for finding in found)
-        found += not_said_yet(history_findings(self.replay, self.thresholds), found)
+        found += not_said_yet(history_findings(self.replay), found)
         errors = (*self.errors, *self.judge.errors)
         known = failed_run(self.replay)
         verdict = verdict_of(

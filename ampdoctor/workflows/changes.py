@@ -10,7 +10,7 @@ import torch
 
 from ampdoctor.errors import ReplayError
 from ampdoctor.hooks.callbacks import on_gradient
-from ampdoctor.precision import force_fp32
+from ampdoctor.precision.fp32_modules import force_fp32
 from ampdoctor.probes.modules import optimizer_parameters
 
 if TYPE_CHECKING:

@@ -2,268 +2,197 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampdoctor.checkpoints.checkpoint import LiveState, TensorRef
 from ampdoctor.checkpoints.optimizer_state import SECOND_MOMENTS
-from ampdoctor.diagnosis.replay.loaded_state import counter_finding, flushed_finding
+from ampdoctor.checkpoints.parameter_names import role_of_state
+from ampdoctor.checkpoints.stored_tensor import LiveTensor
+from ampdoctor.checkpoints.tensor_statistics import summarize
+from ampdoctor.diagnosis.catalogue import judge
+from ampdoctor.diagnosis.health.run_rules import NO_STEP_TAKEN, NO_SUCH_SCALE, SCALE_RATCHETS
 from ampdoctor.diagnosis.replay.scaler_state import overwritten_finding, run_scaler_findings
-from ampdoctor.diagnosis.scan.log_scale import scale_spiral, skip_rate
-from ampdoctor.diagnosis.scan.optimizer import STEP_LIMITS, explained
-from ampdoctor.diagnosis.scan.scaler import collapse_severity, standing_scale, typical_gradient
-from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.checkpoint_stats import CheckpointSummary
-from ampdoctor.evidence.run_facts import FlushedMoment, HalfCounter
-from ampdoctor.probes.modules import optimizer_parameters
-from ampdoctor.workflows.changes import no_change
+from ampdoctor.diagnosis.scan.optimizer import SECOND_MOMENT_FLUSHED as FLUSHED
+from ampdoctor.diagnosis.scan.optimizer import STEP_COUNTERS as COUNTERS
+from ampdoctor.diagnosis.scan.scaler import COLLAPSED_SCALER, DEAD_SCALER
+from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.report import finding_order
+from ampdoctor.probes.nonfinite import holds_nan, is_nonfinite, state_tensors
+from ampdoctor.workflows.repairs import repair
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ampdoctor.evidence.report import Finding, Severity
+    from ampdoctor.evidence.checkpoint_stats import TensorRole
+    from ampdoctor.evidence.report import Finding
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.replay.session import Session
-    from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.changes import Change
     from ampdoctor.workflows.open_replay import OpenReplay
     from ampdoctor.workflows.trials import Trials
 
+# -- weights, buffers and optimizer state before the first step, judged as those of a file --
 
-# -- impossible optimizer state: the first step with it, and with the state repaired --
-
-MOST_STEPS = 8
-"""Maximum number of replayed steps until an optimizer takes one: a loop that accumulates, or a scaler that skips at
-first, may take none in the first."""
+_LOADED = frozenset({"AMP101", "AMP102", "AMP103", "AMP106", "AMP107", FLUSHED.code, COUNTERS.code})
+_STATISTICS = ("running_mean", "running_var")
+"""Buffers that hold no infinity on purpose; of the others only a step can show that they do harm."""
 
 
-def impossible_state(
-    session: Session, start: Snapshot, trials: Callable[[], Trials], thresholds: Thresholds
-) -> list[Finding]:
-    """Returns findings on optimizer state before step 0 that fp32 training cannot give, with the step that shows it.
+def state_findings(replay: OpenReplay, session: Session, thresholds: Thresholds) -> list[Finding]:
+    """Returns what scan would say of a checkpoint with the run's present state, which is that before step 0.
 
-    Nothing is replayed where nothing is suspect. `start` is the state before step 0, and `trials` makes its trials.
+    All that scan says of it is kept in `replay.scanned`.
     """
-    findings = []
-    moments = list(_flushed(session))
-    if moments:
-        chosen = {moment.name for _, moment in moments}
-        left = _first_step(session, start, no_change, _sizes)
-        fresh = _first_step(session, start, begun_anew(chosen), _sizes)
-        seen = [replace(m, update=left.get(id(p)), fresh=fresh.get(id(p))) for p, m in moments]
-        finding = flushed_finding(seen, thresholds)
-        if finding is not None:
-            names = [where.tensor or "" for where in (finding.where, *finding.also)]
-            detail = "Drop the optimizer state of these parameters; their own second moments are lost."
-            cure = trials().attempt(
-                "optimizer", {"reset_state": names}, begun_anew(names), detail, stands_in=True, restores=True
-            )
-            findings.append(replace(finding, prescription=cure))
-    counters = list(_half_counters(session))
-    if counters:
-        left = _first_step(session, start, no_change, _counts)
-        wide = _first_step(session, start, counting_in_fp32, _counts)
-        finding = counter_finding(
-            [replace(c, after=left.get(id(p)), widened=wide.get(id(p))) for p, c in counters], thresholds
-        )
-        if finding is not None and finding.severity != "note":
-            detail = "Widen the step counters before they are loaded: state['step'] = state['step'].float()."
-            value = "step counters in fp32"
-            cure = trials().attempt("code", value, counting_in_fp32, detail, stands_in=True, restores=True)
-            finding = replace(finding, prescription=cure)
-        findings += [] if finding is None else [finding]
-    return findings
+    with suppress(CheckpointError):  # nothing to measure
+        summary = summarize(_as_saved(replay, session))
+        replay.scanned = judge(replace(summary, log=None if replay.log is None else replay.log.looked.tail), thresholds)
+    at_start = (replace(f, where=replace(f.where, step=0, phase="checkpoint", file=None)) for f in replay.scanned)
+    return [finding for finding in at_start if finding.code in _LOADED]
 
 
-def is_suspect(session: Session) -> bool:
-    """Whether `impossible_state` has something to examine."""
-    return any(True for _ in _flushed(session)) or any(True for _ in _half_counters(session))
+def _as_saved(replay: OpenReplay, session: Session) -> LiveState:
+    refs = [
+        _ref(name, "weight" if kind == "param" else "buffer", name.rpartition(".")[2], tensor)
+        for kind, name, tensor in state_tensors(session)
+        if kind == "param" or (kind == "buffer" and name.rpartition(".")[2] in _STATISTICS)
+    ]
+    names, optimizers = session.parameter_names(), {}
+    for path, optimizer in session.optimizers.items():
+        group = path if len(session.optimizers) > 1 else ""
+        for owner, state in optimizer.state.items():
+            refs += [
+                _ref(names.get(id(owner), "?"), role_of_state(key), key, value, group)
+                for key, value in state.items()
+                if isinstance(value, torch.Tensor)
+            ]
+        optimizers[path] = {
+            "state": dict(enumerate(_stored(state) for state in optimizer.state.values())),
+            "param_groups": [_stored(group) for group in optimizer.param_groups],
+        }
+    resumed = replay.resumed
+    scaler = None if resumed is None else resumed.file_scaler
+    step = None if resumed is None else resumed.global_step
+    return LiveState(refs, optimizers, () if scaler is None else (scaler,), step)
 
 
-def begun_anew(names: Collection[str]) -> Change:
-    """Returns a change: the optimizer state of some parameters is dropped, so that the optimizer makes it anew."""
+def _ref(name: str, role: TensorRole, entry: str, tensor: torch.Tensor, group: str = "") -> TensorRef:
+    module = name.rpartition(".")[0]
+    return TensorRef(name=name, role=role, entry=entry, module=module, group=group, file="", stored=LiveTensor(tensor))
 
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        for owned in _owned(session):
-            if owned.name in names:
-                owned.optimizer.state.pop(owned.parameter, None)
-        yield
 
-    return change
+def _stored(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: LiveTensor(value) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+
+
+def holds_nonfinite(session: Session) -> bool:
+    """Whether parameters, running statistics or optimizer state hold NaN, or infinities that are no frozen mask."""
+    return any(
+        holds_nan(tensor) if kind == "param" and not tensor.requires_grad else is_nonfinite(tensor)
+        for kind, name, tensor in state_tensors(session)
+        if kind != "buffer" or name.rpartition(".")[2] in _STATISTICS
+    )
+
+
+def with_trials(findings: Sequence[Finding], trials: Trials) -> list[Finding]:
+    """Returns findings of `state_findings` with the result of a replay in which the state is repaired.
+
+    Where values are non-finite or impossible, nothing else is tried: no other change helps alone.
+    """
+    broken = [f for f in findings if f.severity == "error" and f.code not in (FLUSHED.code, COUNTERS.code)]
+    if broken:
+        cure = repair([where for finding in broken for where in (finding.where, *finding.also)], trials)
+        return [replace(finding, prescription=cure) if finding in broken else finding for finding in findings]
+    return [_with_trial(finding, trials) for finding in findings]
+
+
+def _with_trial(finding: Finding, trials: Trials) -> Finding:
+    if finding.code == FLUSHED.code and finding.prescription is not None:
+        detail = "Drop the optimizer state of these parameters; their own second moments are lost."
+        value = finding.prescription.value
+        cure = trials.attempt("optimizer", value, begun_anew, detail, stands_in=True, restores=True)
+    elif finding.code == COUNTERS.code and finding.severity != "note":
+        detail = "Widen the step counters before they are loaded: state['step'] = state['step'].float()."
+        value = "step counters in fp32"
+        cure = trials.attempt("code", value, counting_in_fp32, detail, stands_in=True, restores=True)
+    else:
+        return finding
+    return replace(finding, prescription=cure)
+
+
+@contextmanager
+def begun_anew(session: Session) -> Iterator[None]:
+    """A change: optimizer state is dropped where a second moment is zero and its first moment is not."""
+    for optimizer in session.optimizers.values():
+        for parameter, state in list(optimizer.state.items()):
+            if _is_flushed(state):
+                del optimizer.state[parameter]
+    yield
+
+
+def _is_flushed(state: Mapping[str, Any]) -> bool:
+    pairs = ((state.get(second), state.get(first)) for second, first in SECOND_MOMENTS.items())
+    return any(
+        isinstance(second, torch.Tensor)
+        and isinstance(first, torch.Tensor)
+        and first.shape == second.shape
+        and bool(((second == 0) & (first != 0)).any())
+        for second, first in pairs
+    )
 
 
 @contextmanager
 def counting_in_fp32(session: Session) -> Iterator[None]:
     """A change: step counters in a half format are widened."""
-    for owned in _owned(session):
-        step = _half_counter(owned)
-        if step is not None:
-            owned.state["step"] = step.float()
+    for optimizer in session.optimizers.values():
+        for state in optimizer.state.values():
+            step = state.get("step")
+            if isinstance(step, torch.Tensor) and step.dtype in (torch.float16, torch.bfloat16):
+                state["step"] = step.float()
     yield
 
 
-@dataclass(frozen=True, slots=True)
-class _Owned:
-    name: str
-    module: str
-    parameter: torch.Tensor
-    optimizer: torch.optim.Optimizer
-    group: dict[str, Any]
-    state: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def betas(self) -> tuple[float, ...]:
-        betas = self.group.get("betas")
-        return tuple(map(float, betas)) if isinstance(betas, list | tuple) else ()
-
-
-def _owned(session: Session) -> Iterator[_Owned]:
-    names = session.parameter_names()
-    for optimizer in session.optimizers.values():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter)
-                if isinstance(state, dict) and state:
-                    name = names.get(id(parameter), "?")
-                    yield _Owned(name, name.rpartition(".")[0], parameter, optimizer, group, state)
-
-
-def _flushed(session: Session) -> Iterator[tuple[torch.Tensor, FlushedMoment]]:
-    """Yields parameters whose second moment is zero where rounding does not explain it beside the first moment.
-
-    Optimizers with a third state for each element are passed over: they may divide by that one, or keep these two in
-    two bases.
-    """
-    for owned in _owned(session):
-        epsilon = owned.group.get("eps")
-        for entry, beside in SECOND_MOMENTS.items():
-            second, first = owned.state.get(entry), owned.state.get(beside)
-            others = [v for key, v in owned.state.items() if key not in ("step", entry, beside)]
-            if not isinstance(second, torch.Tensor) or not isinstance(first, torch.Tensor):
-                continue
-            if any(isinstance(value, torch.Tensor) for value in others):
-                continue
-            if first.shape != second.shape or not second.is_floating_point() or not isinstance(epsilon, int | float):
-                continue
-            bound = explained(owned.betas, _smallest(second.dtype))
-            lost = first[(second == 0) & (first.abs() > bound)].abs().float() if bound is not None else first[:0]
-            if lost.numel() and bool(torch.isfinite(lost).all()):
-                yield (
-                    owned.parameter,
-                    FlushedMoment(
-                        name=owned.name,
-                        module=owned.module,
-                        entry=entry,
-                        dtype=str(second.dtype).removeprefix("torch."),
-                        starved=lost.numel(),
-                        elements=second.numel(),
-                        largest=float(lost.amax()),
-                        epsilon=float(epsilon),
-                    ),
-                )
-
-
-def _smallest(dtype: torch.dtype) -> float:
-    """Returns the smallest number that a format keeps: fp16's subnormals are kept by every processor."""
-    info = torch.finfo(dtype)
-    return info.smallest_normal * (info.eps if dtype == torch.float16 else 1.0)
-
-
-def _half_counters(session: Session) -> Iterator[tuple[torch.Tensor, HalfCounter]]:
-    for owned in _owned(session):
-        step = _half_counter(owned)
-        if step is not None:
-            yield (
-                owned.parameter,
-                HalfCounter(
-                    name=owned.name,
-                    module=owned.module,
-                    dtype=str(step.dtype).removeprefix("torch."),
-                    count=float(step),
-                    betas=owned.betas,
-                ),
-            )
-
-
-def _half_counter(owned: _Owned) -> torch.Tensor | None:
-    step = owned.state.get("step")
-    if not isinstance(step, torch.Tensor) or step.numel() != 1:
+def saved_scale(replay: OpenReplay) -> Finding | None:
+    """Returns scan's finding that the checkpoint's loss scale is dead or has collapsed (AMP401, AMP402)."""
+    codes = {DEAD_SCALER.code, COLLAPSED_SCALER.code}
+    found = next((finding for finding in replay.scanned if finding.code in codes), None)
+    if found is None or replay.request.fresh_scaler:
         return None
-    return step if str(step.dtype).removeprefix("torch.") in STEP_LIMITS else None
-
-
-def _first_step(
-    session: Session, start: Snapshot, change: Change, measure: Callable[[_Owned, torch.Tensor], float | None]
-) -> dict[int, float]:
-    """Returns a figure of each parameter, by id, after the first step that an optimizer takes; restores the session."""
-    start.restore()
-    try:
-        with change(session):
-            for step in range(MOST_STEPS):
-                if not session.has_step(step):
-                    break
-                before = {id(parameter): parameter.detach().clone() for parameter in optimizer_parameters(session)}
-                if session.step(step).optimizer_steps:
-                    found = ((owned, measure(owned, before[id(owned.parameter)])) for owned in _owned(session))
-                    return {id(owned.parameter): figure for owned, figure in found if figure is not None}
-    except AmpdoctorError:
-        return {}  # an optimizer that makes its state only once
-    finally:
-        start.restore()
-    return {}
-
-
-def _sizes(owned: _Owned, before: torch.Tensor) -> float:
-    return float((owned.parameter.detach().float() - before.float()).norm())
-
-
-def _counts(owned: _Owned, before: torch.Tensor) -> float | None:  # noqa: ARG001 - as every measure
-    step = owned.state.get("step")
-    return float(step) if isinstance(step, torch.Tensor) and step.numel() == 1 else None
+    return replace(found, where=replace(found.where, step=0))
 
 
 # -- loss scaling before the first replayed step: the scaler's settings, and its past in the log --
 
 
-def history_findings(replay: OpenReplay, thresholds: Thresholds) -> list[Finding]:
+def history_findings(replay: OpenReplay) -> list[Finding]:
     """Returns the findings of `scaler_findings` and `log_findings`."""
-    return [*scaler_findings(replay), *log_findings(replay, thresholds)]
+    return [*scaler_findings(replay, replay.request.thresholds), *log_findings(replay)]
 
 
-def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
+def scaler_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding]:
     """Yields findings on the run's scaler before step 0, and on settings that a checkpoint overwrites."""
     if replay.scaler is not None:
-        yield from run_scaler_findings(replay.scaler)
+        yield from run_scaler_findings(replay.scaler, thresholds)
     scalers = replay.resumed.scalers if replay.resumed is not None else None
     lost = overwritten_finding(scalers) if scalers is not None else None
     if lost is not None:
         yield lost
 
 
-def log_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding]:
-    """Yields findings on the loss scale in the checkpoint's log (AMP706, AMP403, AMP707), at most as warnings."""
-    resumed = replay.resumed
-    if resumed is None or not replay.log:
-        return
-    scalers = (resumed.file_scaler,) if resumed.file_scaler is not None else ()
-    summary = CheckpointSummary(format="", tensors=(), scalers=scalers, global_step=resumed.global_step, log=replay.log)
-    for find in (scale_spiral, standing_scale, skip_rate):
-        for finding in find(summary, thresholds):
-            yield replace(finding, severity="warning") if finding.severity == "error" else finding
+_OF_SCALE = frozenset({SCALE_RATCHETS.code, NO_STEP_TAKEN.code, NO_SUCH_SCALE.code})
 
 
-def saved_collapse(replay: OpenReplay, session: Session, thresholds: Thresholds) -> Severity | None:
-    """Returns a scan's severity for the checkpoint's collapsed scale with which the run continues, or None."""
-    resumed = replay.resumed
-    if resumed is None or resumed.scalers is None or resumed.collapsed_from is None:
-        return None
-    weights = sum(parameter.numel() for parameter in session.model.parameters())  # frozen ones too, as in a scan
-    element = typical_gradient(replay.log, weights)
-    return collapse_severity(resumed.scalers.now, element, resumed.global_step, thresholds)
+def log_findings(replay: OpenReplay) -> list[Finding]:
+    """Returns the worst finding of each rule on the loss scale in the checkpoint's log, at most as a warning."""
+    worst: dict[str, Finding] = {}
+    for finding in () if replay.log is None else replay.log.findings():
+        known = worst.get(finding.code)
+        if finding.code in _OF_SCALE and (known is None or finding_order(finding) < finding_order(known)):
+            worst[finding.code] = finding
+    return [replace(one, severity="warning") if one.severity == "error" else one for one in worst.values()]
 
 
 def not_said_yet(findings: Iterable[Finding], said: Iterable[Finding]) -> list[Finding]:

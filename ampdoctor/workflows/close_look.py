@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from ampdoctor.probes.halving import Interval, IntervalTrace, OrderProbe, Point,
 from ampdoctor.probes.nonfinite import NonFiniteProbe, Observation, first_difference
 from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.replay.snapshot import ProcessState, Snapshot
-from ampdoctor.workflows.searches import first_bad
 from ampdoctor.workflows.trials import AFTER
 
 if TYPE_CHECKING:
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 # `--strategy bisect`: halves the order of a step's layers, then traces the one interval that turns bad. One partial
 # replay records the order of the step's points. Each further one reads one point and ends the step there. The last one
-# traces the ops between the last good and the first bad point: at most ceil(log2(n)) + 2 partial replays for n points.
-# The premise is that a bad value stays bad up to the harm that pass 1 saw. A masked NaN, a healthy infinity, or a value
-# that bypasses the points breaks it. The search notices this: no op of the interval made the bad value, or a whole
-# replay that follows it does not reach the harm. Then every op of the step is traced.
+# traces the ops between the last good and the first bad point: at most ceil(log2(n + 1)) + 2 partial replays for n
+# points. The premise is that a bad value stays bad, in the order of the points, up to the harm that pass 1 saw. A
+# masked NaN, a healthy infinity, a branch beside a bad one, or a value that bypasses the points breaks it. The search
+# notices this: no op of the interval made the bad value, or a whole replay that follows it does not reach the harm.
+# Then every op of the step is traced.
 
 
 class SearchLost(Exception):  # noqa: N818 - no error: a reason to look at the whole step
@@ -80,18 +81,15 @@ class LayerSearch:
         self._partly(order)
         points = order.points
         end = len(points) if harmed is None else self._place_of_gradient(points, harmed)
-        line = _Line(order, end, forward=forward, unseen_loss=self.outcome.loss is None)
-        count = len(line.places)
-        if not count:
+        line = self._line(points, end, forward=forward)
+        if not line:
             raise SearchLost("no module returned a floating-point tensor before the harm")
-        # the harm is one more position; what lies between two positions belongs to the interval
-        found = first_bad(line.before(), lambda at: self._is_bad(line.point(at)), limit=math.ceil(math.log2(count)))
-        after = line.earliest_source(found.suspects)
-        if found.bad == count:
-            until, later = (None, []) if forward else (points[end], points[end:])
-        else:
-            until = line.point(found.bad)
-            later = [until]
+        bad = bisect_left(range(len(line)), True, key=lambda at: self._is_bad(points[line[at]]))
+        before = line[bad - 1] if bad else line[0] - 1
+        after = points[before] if before >= 0 else None
+        # what lies between the last point and the harm belongs to the step's end
+        later = [points[line[bad]]] if bad < len(line) else [] if forward else points[end:]
+        until = later[0] if later else None
         if until is None or until.kind == "output":
             return Interval(after=after, until=until)
         oldest = next((point.sequence for point in later if point.kind == "arrival"), None)
@@ -102,6 +100,24 @@ class LayerSearch:
             oldest=-math.inf if oldest is None else oldest,
             newest=math.inf if newest is None else newest,
         )
+
+    def _line(self, points: Sequence[Point], end: int, *, forward: bool) -> list[int]:
+        """Returns the places of the points before the harm at `end`, in its round of forward and backward.
+
+        `forward`: the harm shows in the loss. Where the step returns none, a harmed gradient may come from the forward
+        or the backward.
+        """
+        turn = points[end].turn if end < len(points) else points[-1].turn if points else 0
+        outputs = forward or self.outcome.loss is None
+        return [
+            place
+            for place, point in enumerate(points[:end])
+            if point.turn == turn
+            and (
+                (point.kind == "output" and not point.recompute and outputs)
+                or (point.kind == "arrival" and not forward)
+            )
+        ]
 
     def _gradients_seen(self, sentinel: NonFiniteProbe) -> list[tuple[str, float]]:
         """Returns (parameter, value) of the gradients in the order in which the backward wrote them."""
@@ -194,83 +210,6 @@ class LayerSearch:
             yield
         finally:
             after.restore()
-
-
-class _Line:
-    """The points before a step's harm, in its round of forward and backward, and how values flow between them.
-
-    `end` is the harm's place in the recorded order, and `forward` says that the harm shows in the loss. With
-    `unseen_loss` the step returns no loss, so a harmed gradient may come from the forward or the backward.
-    """
-
-    def __init__(self, order: OrderProbe, end: int, *, forward: bool, unseen_loss: bool) -> None:
-        points = order.points
-        self._order = order
-        turn = points[end].turn if end < len(points) else points[-1].turn if points else 0
-        self.places = [
-            place
-            for place, point in enumerate(points[:end])
-            if point.turn == turn
-            and (
-                (point.kind == "output" and not point.recompute and (forward or unseen_loss))
-                or (point.kind == "arrival" and not forward)
-            )
-        ]
-
-    def point(self, at: int) -> Point:
-        """Returns the point at a position."""
-        return self._order.points[self.places[at]]
-
-    def before(self) -> list[int]:
-        """Returns for each position a bit mask of its sources; the last position is the harm, which comes from all."""
-        masks = [self._mask(at, self._leads) for at in range(len(self.places))]
-        return [*masks, (1 << len(masks)) - 1]
-
-    def earliest_source(self, suspects: Sequence[int]) -> Point | None:
-        """Returns the last point before the ops that make the suspects' values; None for the step's start."""
-        sources = [self._first_source(at) for at in suspects]
-        first = min(sources)
-        place = self.places[first] if first >= 0 else self.places[0] - 1
-        return self._order.points[place] if place >= 0 else None
-
-    def _first_source(self, at: int) -> int:
-        count = len(self.places)
-        if at == count:
-            if self.point(count - 1).kind == "arrival":
-                return count - 1
-            handed_on = 0
-            for later in range(count):
-                handed_on |= self._mask(later, self._leads)
-            return next(i for i in range(count) if not handed_on >> i & 1)
-        if _loose(self.point(at)):
-            return at - 1
-        parents = self._mask(at, self._is_parent)
-        return (parents & -parents).bit_length() - 1
-
-    def _mask(self, at: int, related: Callable[[Point, Point], bool]) -> int:
-        later = self.point(at)
-        return sum(1 << i for i in range(at) if related(self.point(i), later))
-
-    def _leads(self, earlier: Point, later: Point) -> bool:
-        """Whether the value at the earlier point flows into the value at the later one."""
-        if later.kind == "output":
-            return bool(self._order.flow.ancestors[later.number] >> earlier.number & 1)
-        if earlier.kind == "output" or _loose(earlier) or _loose(later):
-            return True
-        return bool(self._order.flow.ancestors[earlier.number] >> later.number & 1)
-
-    def _is_parent(self, earlier: Point, later: Point) -> bool:
-        """Whether the value flows there without passing another point."""
-        if later.kind == "output":
-            return bool(self._order.flow.parents[later.number] >> earlier.number & 1)
-        if earlier.kind == "output" or _loose(earlier):
-            return False
-        return bool(self._order.flow.parents[earlier.number] >> later.number & 1)
-
-
-def _loose(point: Point) -> bool:
-    """Whether the point is in a separate graph (a recomputation, a second derivative): only its order is known."""
-    return point.recompute or point.firing > 0
 
 
 # -- the step that fired, once more --

@@ -1,14 +1,12 @@
-"""Compares the steps of a run with fp32: during the replay, by rewinding, or in fresh runs side by side."""
+"""Compares the steps of a run with fp32, while they are replayed or afterwards, and explains what differs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.replay.forward import CLEARLY_NEARER, far_alone, may_be_stale, together, unexplained
@@ -16,413 +14,42 @@ from ampdoctor.diagnosis.replay.gradients import ZEROED_SHARE, deserves_a_look, 
 from ampdoctor.diagnosis.replay.nonfinite import departing, finding_of_birth
 from ampdoctor.diagnosis.replay.outcome import nondeterministic_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
-from ampdoctor.diagnosis.replay.updates import stagnation, stagnation_finding
-from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.report import Finding, Prescription, Skipped
-from ampdoctor.evidence.report_replay import ReplayedStep
-from ampdoctor.evidence.trace import Comparison
-from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.numerics import extremes
-from ampdoctor.probes.gradients import distances
+from ampdoctor.diagnosis.replay.updates import stagnation
+from ampdoctor.evidence.report import Finding
+from ampdoctor.numerics.tensors import extremes
 from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
-from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.replay.snapshot import Snapshot, tensors_of
+from ampdoctor.replay.python_state import has_moved
+from ampdoctor.replay.snapshot import tensors_of
 from ampdoctor.workflows.lost_updates import at_full_rate, by_tensor, standing_still
 from ampdoctor.workflows.prescribe import prescribe, underflow_cure
 from ampdoctor.workflows.repairs import put_right
-from ampdoctor.workflows.rerun_step import ReplayPosition, jolted_beside, traced
+from ampdoctor.workflows.rerun_step import ReplayPosition, StepRerun
 from ampdoctor.workflows.step_beside_fp32 import (
     AS_FAR,
     ComparisonSummary,
-    Fp32Step,
     Known,
     Observed,
     ReferencePass,
     Replayed,
     StepComparison,
-    all_finite,
-    compared,
-    kept,
-    moved,
-    overflowed,
-    stepped,
+    beside_fp32,
 )
-from ampdoctor.workflows.trials import SHOWN, Trials, replayed
+from ampdoctor.workflows.trials import SHOWN, Trials
 from ampdoctor.workflows.wrong_forward import seen_in_forward, stale_casts, stalest_without_fp32, wrong_in_forward
 
 if TYPE_CHECKING:
     from ampdoctor.diagnosis.replay.updates import Stagnation
+    from ampdoctor.evidence.report import Prescription
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.evidence.trace import StepOutcome, Trace
+    from ampdoctor.evidence.trace import Comparison, StepOutcome
     from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
 
 
-# -- fresh runs side by side, where snapshots do not reproduce a step --
-
-NOT_ALONE = Skipped(
-    what="parameters one by one, and wrong values of the forward", reason="its steps do not come back from a snapshot"
-)
-"""Checks that need to run a step again as it was."""
-_UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
-
-
-def compare_fresh_runs(
-    session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session], thresholds: Thresholds
-) -> ReferencePass:
-    """Step a fresh run as the user's loop does, and another in fp32, each step from the first one's state.
-
-    State outside the snapshots advances once per step in both runs. A step whose gradients depart is traced in a third
-    run. No change is tried, because no step can be run again under one. Replays are counted in `session`.
-    """
-    passing = ComparisonSummary(thresholds, comes_back=False)
-    sentinel = NonFiniteProbe()
-    with ExitStack() as stack:
-        here, there = (stack.enter_context(_counted(session, fresh())) for _ in range(2))
-        there.tape = here.tape
-        with here.watched(sentinel):
-            for step, first in enumerate(seen):
-                if not here.has_step(step):
-                    break
-                here.keep_steps(lambda earlier, now=step: earlier >= now)  # type: ignore[misc]
-                first.random_state.restore()
-                try:
-                    comparison = _side_by_side(here, there, step, sentinel, passing)
-                except AmpdoctorError as error:
-                    return passing.ended(cut=f"from step {step} on the run cannot be replayed in fp32: {error}")
-                differs = first_difference(first.observed, sentinel.observed)
-                if differs is not None:
-                    return passing.ended((nondeterministic_finding(step, *differs),), deterministic=False)
-                if comparison is not None:
-                    after = RandomState.capture()
-                    findings = _examine_fresh(session, comparison, seen[: step + 1], fresh, thresholds, passing=passing)
-                    after.restore()
-                    passing.add(comparison)
-                    if findings:
-                        return passing.ended(findings)
-    passed = passing.ended()
-    return replace(passed, skipped=(*passed.skipped, NOT_ALONE))
-
-
-def _examine_fresh(
-    session: Session,
-    comparison: Comparison,
-    seen: Sequence[Replayed],
-    fresh: Callable[[], Session],
-    thresholds: Thresholds,
-    *,
-    passing: ComparisonSummary,
-) -> tuple[Finding, ...]:
-    """Returns the finding of the first rule that holds, with what a traced fresh run adds."""
-    wrong_use = misuse(comparison, thresholds)
-    if wrong_use is not None:
-        return (wrong_use,)
-    findings = []
-    severity = underflow(comparison, thresholds)
-    trace = _traced_afresh(session, seen, fresh) if deserves_a_look(comparison, thresholds) else None
-    if trace is not None and severity is not None and trace.flushes:
-        findings.append(underflow_at(comparison, trace.flushes, severity))
-    elif trace is not None and (births := departing(trace, thresholds)):
-        departed = finding_of_birth(births[0], cause="forward_overflow", others=births[1:])
-        findings.append(passing.rests_on(departed, births[0]))
-    still = stagnation(comparison, thresholds)
-    findings += [] if still is None else [stagnation_finding(comparison.step, still)]
-    return tuple(replace(finding, prescription=_untried(finding)) for finding in findings)
-
-
-def _untried(finding: Finding) -> Prescription:
-    return Prescription(kind="code", value=finding.help, status="not_run", reason=_UNPROVABLE, detail=finding.help)
-
-
-def _traced_afresh(session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session]) -> Trace | None:
-    """Trace the last step in a third fresh run, op by op; None if the step differs there."""
-    sentinel, tracer = NonFiniteProbe(), OpTraceProbe(flushes=True)
-    last = len(seen) - 1
-    with _counted(session, fresh()) as third:
-        for step, first in enumerate(seen):
-            if not third.has_step(step):
-                return None
-            first.random_state.restore()
-            if step < last:
-                third.step(step)
-        with third.watched(sentinel, tracer):
-            third.step(last)
-    return tracer.trace if first_difference(seen[last].observed, sentinel.observed) is None else None
-
-
-@contextmanager
-def _counted(session: Session, other: Session) -> Iterator[Session]:
-    """Close the other session afterwards and count its replays as the first session's."""
-    try:
-        yield other
-    finally:
-        session.count_with(other)
-        other.close()
-
-
-def _side_by_side(
-    here: Session, there: Session, step: int, sentinel: NonFiniteProbe, passing: ComparisonSummary
-) -> Comparison | None:
-    there.adopt_state(here)
-    values = kept(here)
-    random_state = RandomState.capture()
-    probe, outcome = stepped(here, step)
-    done = moved(here, values)
-    after = RandomState.capture()
-    random_state.restore()
-    with there.reference():
-        wide, reference = stepped(there, step)
-        meant = moved(there, values)
-    after.restore()
-    if passing.leaves_out(outcome, reference, sentinel) or not all_finite(wide):
-        return None
-    return compared(here, step, (outcome, reference), distances(probe.gradients, wide.gradients), (values, done, meant))
-
-
-# -- steps run again, beside the same steps in fp32 from the same states --
-
-_ELSEWHERE = ("forward_overflow", "forward_precision")
-"""Causes for which other elements move than in fp32: rows of other ids, or none behind a normaliser of inf."""
-TOO_FAR = "its steps do not come back from a snapshot, and a fresh run would have to come all the way"
-FOLLOWED = 8
-"""Number of steps in which stale copies are searched where fp32 cannot run, and of steps with notes after which the
-comparison ends: as many as `bisect-nan` replays by default."""
-NOT_YET: Mapping[int, StepComparison] = MappingProxyType({})
-
-
-def compare_with_fp32(  # noqa: C901, PLR0917 - what a run is, and what is known of it
-    session: Session,
-    start: Snapshot | None,
-    seen: Sequence[Replayed],
-    fresh: Callable[[], Session],
-    thresholds: Thresholds,
-    beside: Mapping[int, StepComparison] = NOT_YET,
-    *,
-    begin: int = 0,
-    first: int = 0,
-) -> ReferencePass:
-    """Compare the steps with fp32, and stop at the first sick one.
-
-    A step that was compared while it was replayed (`beside`) and in which no rule fires counts as it is. Any other is
-    run once more, beside fp32. If snapshots do not reproduce a step (a counter or a generator of the user's own), two
-    fresh runs are stepped side by side instead; with `begin` > 0 the comparison ends there, because a fresh run would
-    have to replay too many steps first.
-
-    `start` is the state before step `begin`, None if snapshots are known not to reproduce a step; `seen` holds the
-    first replay's steps from `begin` on. `first` is the first step to compare.
-    """
-    passing = ComparisonSummary(thresholds)
-    if start is None:
-        return passing.ended(cut=TOO_FAR) if begin else compare_fresh_runs(session, seen, fresh, thresholds)
-    place = ReplayPosition(session, start, seen, begin=begin)
-    notes: list[Finding] = []
-    for step, noted in islice(enumerate(seen, begin), max(first - begin, 0), None):
-        known = beside.get(step) if not noted.skipped else StepComparison()  # without an update, nothing is compared
-        if known is not None and (known.comparison is None or is_calm(known.comparison, thresholds, passing.known)):
-            passing.passes(known)
-            continue
-        if not place.comes_to(step):
-            break
-        before = session.snapshot()
-        try:
-            pair = _Pair.replayed(session, before, step, passing)
-        except AmpdoctorError as error:
-            rest = range(step, min(begin + len(seen), step + FOLLOWED))
-            stale = stalest_without_fp32(session, before, rest, thresholds)
-            cut = f"from step {step} on the run cannot be replayed in fp32: {error}"
-            return passing.ended(() if stale is None else (stale,), cut=cut)
-        place.step = step + 1
-        if pair is None:
-            continue
-        same = first_difference(noted.observed, pair.observed) is None
-        own, wide = pair.steps
-        if same and own == noted.optimizer_steps != wide:
-            return passing.ended(cut=f"step {step} makes {own} updates, and in fp32 {wide}: the loop's code decides so")
-        if not same or own != noted.optimizer_steps:
-            return passing.ended(cut=TOO_FAR) if begin else compare_fresh_runs(session, seen, fresh, thresholds)
-        findings = _looked_at_closely(place, before, pair, thresholds, passing=passing)
-        passing.add(pair.comparison)
-        if _may_grow(findings) and len(notes) < FOLLOWED:
-            notes += findings
-        elif findings:
-            return passing.ended(findings)
-    return passing.ended((*notes[:1], *by_tensor(place.anew(), passing.compared, thresholds, passing.known)))
-
-
-def _may_grow(findings: Sequence[Finding]) -> bool:
-    """Whether all findings are notes on stale copies: an average starts as the weights, so later steps show more."""
-    return bool(findings) and all(one.cause == "stale_casts" and one.severity == "note" for one in findings)
-
-
-def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None = None) -> bool:
-    """Whether no rule fires in a step, so that it need not run again; `known` is what earlier steps have shown."""
-    known = known or Known()
-    far = (
-        deserves_a_look(comparison, thresholds)
-        or used_while_scaled(comparison, thresholds)
-        or unexplained(comparison, thresholds)
-    )
-    chaotic = bool(far) and comparison.gradient_error <= known.explained
-    return not (
-        misuse(comparison, thresholds)
-        or suspected_misuse(comparison, thresholds)
-        or underflow(comparison, thresholds)
-        or (not known.warm_up and stagnation(comparison, thresholds))
-        or may_be_stale(comparison.events)
-        or (not chaotic and (far or far_alone(comparison, thresholds, known.alone)))
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    comparison: Comparison
-    observed: Observed
-    steps: tuple[int, int]
-    """How often an optimizer stepped, in the run and in fp32."""
-    own: ReplayedStep
-    """The step as it is."""
-
-    @classmethod
-    def replayed(cls, session: Session, before: Snapshot, step: int, passing: ComparisonSummary) -> _Pair | None:
-        """Run the step in fp32, restore, run it as it is, and stay there. None if skipped or fp32 is not finite."""
-        wide = Fp32Step.run(session, step)
-        before.restore()
-        sentinel = NonFiniteProbe()
-        with session.watched(sentinel, wide.probe):
-            outcome = session.step(step)
-        if passing.leaves_out(outcome, wide.outcome, sentinel) or not wide.finite:
-            return None
-        comparison = wide.compared(session, outcome)
-        steps = (outcome.optimizer_steps, wide.outcome.optimizer_steps)
-        own = replace(replayed(outcome, sentinel.sightings.sinks), gradient_norm=math.sqrt(wide.probe.distance.norm))
-        return cls(comparison, sentinel.observed, steps, own)
-
-
-Ends = tuple["Snapshot", "Snapshot"]
-"""The states before and after a step."""
-
-
-def _rounding_alone(session: Session, before: Snapshot, step: int) -> float:
-    """Returns how far the fp32 gradients move when each weight is rounded once in the compute format."""
-    if not session.precision.reduced:
-        return 0.0
-    beside = jolted_beside(session, before, step, session.precision.dtype)
-    return beside.distance.relative if math.isfinite(beside.distance.norm) else 0.0
-
-
-def _looked_at_closely(
-    place: ReplayPosition, before: Snapshot, pair: _Pair, thresholds: Thresholds, *, passing: ComparisonSummary
-) -> tuple[Finding, ...]:
-    """Returns the findings of a step that is not calm; without any, its values count as harmless from then on."""
-    comparison = pair.comparison
-    if is_calm(comparison, thresholds, passing.known):
-        return ()
-    ends = before, place.session.snapshot()
-    findings = _examine(place, ends, pair, thresholds, passing=passing)
-    if not findings:
-        passing.known.looks(far_alone(comparison, thresholds))
-    return findings
-
-
-def _examine(
-    place: ReplayPosition, ends: Ends, pair: _Pair, thresholds: Thresholds, *, passing: ComparisonSummary
-) -> tuple[Finding, ...]:
-    """Returns the findings of the first rule that holds; the session is left after the step."""
-    session, comparison, (before, after) = place.session, pair.comparison, ends
-    trying = partial(Trials, session, before, comparison.step, place.steps, without=(pair.own,))
-    wrong_use = misuse(comparison, thresholds)
-    readings = () if wrong_use is None else (wrong_use, *other_readings(comparison, wrong_use))
-    tried: list[Finding] = []
-    for reading in (*readings, *suspected_misuse(comparison, thresholds)):
-        order = put_right(reading.where.op or "", trying(), session)
-        after.restore()
-        tried.append(replace(reading, prescription=order))
-        if order.status == "intervention":
-            return (tried[-1],)
-    if wrong_use is not None:
-        return (tried[0],)
-    findings: list[Finding] = []
-    try:
-        stale = stale_casts(session, before, comparison, trying(), thresholds)
-        if stale is not None:
-            return (stale,)
-        trials = trying()
-        findings += _far_from_fp32(session, before, comparison, trying, thresholds, passing=passing)
-        still = _still_at_full_rate(place, before, comparison, thresholds, passing.known)
-        if still is not None and not any(finding.cause in _ELSEWHERE for finding in findings):
-            found_still = standing_still(session, before, comparison, still)
-            findings += [] if found_still is None else [found_still]
-        last = used_while_scaled(comparison, thresholds) if not findings else None
-        if last is not None:
-            order = put_right(last.where.op or "", trials, session)
-            findings += [replace(last, prescription=order)] if order.status == "intervention" else []
-    finally:
-        after.restore()
-    return tuple(findings)
-
-
-def _still_at_full_rate(
-    place: ReplayPosition, before: Snapshot, comparison: Comparison, thresholds: Thresholds, known: Known
-) -> Stagnation | None:
-    """Returns what stands still, unless it moves at the learning rate that a warm-up rises to."""
-    still = stagnation(comparison, thresholds)
-    if still is None or known.warm_up:
-        return None
-    later = at_full_rate(place.session, place.start, before, comparison.step)
-    known.warm_up = later is not None and stagnation(later, thresholds) is None
-    return None if known.warm_up else still
-
-
-def _far_from_fp32(
-    session: Session,
-    before: Snapshot,
-    comparison: Comparison,
-    trying: Callable[..., Trials],
-    thresholds: Thresholds,
-    *,
-    passing: ComparisonSummary,
-) -> Iterator[Finding]:
-    """Yields why gradients are far from fp32's, in total or for single parameters; the session is left in any state.
-
-    The reason is an overflow that is divided away, a forward value that rounding changes, or gradients that flush to
-    zero. For single parameters it is reported only where a change was shown to bring their gradients back.
-    """
-    alone, look = far_alone(comparison, thresholds, passing.known.alone), deserves_a_look(comparison, thresholds)
-    if not (look or alone):
-        return
-    severity = underflow(comparison, thresholds)
-    trace = traced(session, before, comparison.step, flushes=severity is not None)
-    births = departing(trace, thresholds)
-    flushed = severity is not None and bool(trace.flushes)
-    own = {"tensors": [p.name for p in alone], "together": together(alone) / CLEARLY_NEARER} if alone else {}
-    cure: Prescription | None = None
-    if births:
-        silent = trying(silent=thresholds, settles=True, **own)
-        cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
-    clear = flushed and comparison.zeroed_share > thresholds[ZEROED_SHARE]
-    if not clear and (cure is None or cure.status not in SHOWN):
-        rounding = _rounding_alone(session, before, comparison.step) if look else 0.0
-        passing.looked_at(comparison, rounding)
-        chaotic = look and comparison.gradient_error <= AS_FAR * rounding
-        seen = () if chaotic else seen_in_forward(session, before, comparison.step, thresholds)
-        found = wrong_in_forward(comparison, seen, alone or comparison.parameters, trying)
-        if found is not None:
-            yield found
-            return
-    if cure is not None and (
-        cure.status in SHOWN if alone else cure.verified or not flushed
-    ):  # else it is not the cause
-        found = finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
-        yield passing.rests_on(found, births[0])
-    elif severity is not None and flushed:
-        found = underflow_at(comparison, trace.flushes, severity)
-        yield replace(found, prescription=underflow_cure(trying(), session))
-
-
-# -- comparison during the replay: each step first in fp32, then restored, then as the run takes it --
-# No step is run a second time for this, and none of its gradients is copied: each is compared where the optimizer gets
-# it, and fp32's is then freed. State outside snapshots would advance twice a step. So this is only for runs in which
-# none was seen to move (`Reached.beyond`) and that do nothing after a step (an average of the weights would include
-# fp32's), and only once one step was seen to be reproduced: `CompareDuringReplay.proves`.
+# -- while a step is replayed: first in fp32, then restored, then as the run takes it --
+# State outside snapshots would advance twice a step. So this is only for runs in which none was seen to move
+# (`Reached.beyond`) and that do nothing after a step (an average of the weights would include fp32's), and only once
+# one step was seen to be reproduced. Any other run is compared afterwards.
 
 
 class DoesNotComeBackError(Exception):
@@ -453,51 +80,247 @@ class Seen:
 
 @dataclass(slots=True)
 class CompareDuringReplay:
-    """Collects the comparisons of pass 1 with fp32."""
+    """Runs the steps of pass 1 beside fp32."""
 
     steps: int | None = None  # maximum number of compared steps; None for all
-    seen: dict[int, StepComparison] = field(default_factory=dict)  # by step; others have to run again to be compared
-    _proved: bool = False
+    proved: bool = False  # a step after a step in fp32 was seen to be reproduced
     _gone: bool = False
 
     def wants(self, session: Session, step: int) -> bool:
         """Whether the step is to be compared during the replay."""
         return session.run.after_step is None and not self._gone and (self.steps is None or step < self.steps)
 
-    @property
-    def proved(self) -> bool:
-        """A step after a step in fp32 was seen to be reproduced as well."""
-        return self._proved
+    def attempt(
+        self, session: Session, step: int, before: Snapshot, sentinel: NonFiniteProbe
+    ) -> tuple[StepOutcome, StepComparison | None]:
+        """Replay a step beside fp32, from the state `before` it; the first healthy one once more before that.
 
-    def gives_up(self) -> None:
-        """Compare no further step: the run keeps state of its own."""
-        self._gone = True
+        Raises DoesNotComeBackError where the first is another then, or where only fp32 is not finite: the run may count
+        its calls.
+        """
+        own, first = session.reached.beyond(), None
+        if not self.proved:
+            with session.watched(sentinel):
+                outcome = session.attempt(step)
+            if outcome.raised is not None or outcome.skipped or sentinel.sightings.sinks:
+                return outcome, None
+            if has_moved(own, session.reached.beyond()):
+                self._gone = True
+                return outcome, None
+            first = Seen.of(session, sentinel)
+            before.restore()
+        outcome, beside = beside_fp32(session, before, step, sentinel)
+        moved = has_moved(own, session.reached.beyond())
+        if moved or (first is not None and not first.is_same(Seen.of(session, sentinel))):
+            raise DoesNotComeBackError
+        if beside.only_fp32_fails and not sentinel.sightings.sinks:
+            raise DoesNotComeBackError
+        self.proved = True
+        self._gone = self._gone or beside.raises
+        return outcome, beside
 
-    def twin(self, session: Session, step: int, snapshot: Snapshot, random_state: RandomState) -> Fp32Step | None:
-        """Run the step, whose batch is drawn, in fp32 and restore; None, and no further twin, if it cannot run so."""
-        try:
-            return Fp32Step.run(session, step)
-        except AmpdoctorError:
-            self._gone = True  # the later comparison reports why
+
+# -- which of the compared steps is sick, and why --
+
+_ELSEWHERE = ("forward_overflow", "forward_precision")
+"""Causes for which other elements move than in fp32: rows of other ids, or none behind a normaliser of inf."""
+NOT_REPEATABLE = "a step has other values when it is run again: the run keeps state that no snapshot holds"
+FOLLOWED = 8
+"""Number of steps in which stale copies are searched where fp32 cannot run, and of steps with notes after which the
+comparison ends: as many as `bisect-nan` replays by default."""
+
+
+def compare_with_fp32(
+    session: Session,
+    start: Snapshot | None,
+    seen: Sequence[Replayed],
+    thresholds: Thresholds,
+    *,
+    begin: int = 0,
+    first: int = 0,
+) -> ReferencePass:
+    """Judge the steps beside fp32, and stop at the first sick one.
+
+    A step that was not compared while it was replayed is run once more, beside fp32. `start` is the state before step
+    `begin`, None if snapshots are known not to reproduce a step; `seen` holds the first replay's steps from `begin` on.
+    `first` is the first step to compare.
+    """
+    passing = ComparisonSummary(thresholds)
+    if start is None:
+        return passing.ended(cut=NOT_REPEATABLE)
+    place = ReplayPosition(session, start, seen, begin)
+    notes: list[Finding] = []
+    for step, noted in islice(enumerate(seen, begin), max(first - begin, 0), None):
+        if noted.skipped:
+            continue  # without an update, nothing is compared
+        beside = noted.beside or _run_again(place, step, noted)
+        if isinstance(beside, Finding):
+            passed = passing.ended(cut=NOT_REPEATABLE)
+            return replace(passed, findings=(*passed.findings, beside), deterministic=False)
+        if beside.cut is not None:
+            return passing.ended(_stalest(place, step, thresholds) if beside.raises else (), cut=beside.cut)
+        findings = _findings(place, step, beside, passing)
+        if _may_grow(findings) and len(notes) < FOLLOWED:
+            notes += findings
+        elif findings:
+            return passing.ended(findings)
+    return passing.ended((*notes[:1], *by_tensor(place, passing.compared, thresholds, passing.known)))
+
+
+def _run_again(place: ReplayPosition, step: int, noted: Replayed) -> StepComparison | Finding:
+    """Run a step beside fp32; the finding where it is another than in the first replay."""
+    again = place.to(step)
+    if again is None:
+        return StepComparison()
+    sentinel = NonFiniteProbe()
+    outcome, beside = beside_fp32(again.session, again.before, step, sentinel)
+    place.at = step + 1
+    differs = first_difference(noted.observed, sentinel.observed)
+    if differs is None and outcome.optimizer_steps != noted.optimizer_steps:
+        differs = "number of updates", float(noted.optimizer_steps), float(outcome.optimizer_steps)
+    return beside if differs is None else nondeterministic_finding(step, *differs, "note")
+
+
+def _stalest(place: ReplayPosition, step: int, thresholds: Thresholds) -> tuple[Finding, ...]:
+    """Returns the finding on stale copies in a run that cannot run in fp32 from this step on, if there are any."""
+    again = place.to(step)
+    found = None if again is None else stalest_without_fp32(again, min(place.steps - step, FOLLOWED), thresholds)
+    return () if found is None else (found,)
+
+
+def _findings(
+    place: ReplayPosition, step: int, beside: StepComparison, passing: ComparisonSummary
+) -> tuple[Finding, ...]:
+    """Count a step, and return why it is sick."""
+    comparison = beside.comparison
+    findings: tuple[Finding, ...] = ()
+    if comparison is None or beside.own is None:
+        passing.holds_back(beside)
+        return ()
+    if not is_calm(comparison, passing.thresholds, passing.known) and (again := place.to(step)) is not None:
+        trying = partial(again.trials, place.steps, without=(beside.own,))
+        findings = _Examination(again, comparison, place.start, trying, passing).findings()
+    passing.add(comparison)
+    return findings
+
+
+def _may_grow(findings: Sequence[Finding]) -> bool:
+    """Whether all findings are notes on stale copies: an average starts as the weights, so later steps show more."""
+    return bool(findings) and all(one.cause == "stale_casts" and one.severity == "note" for one in findings)
+
+
+def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None = None) -> bool:
+    """Whether no rule fires in a step, so that it need not run again; `known` is what earlier steps have shown."""
+    known = known or Known()
+    far = (
+        deserves_a_look(comparison, thresholds)
+        or used_while_scaled(comparison, thresholds)
+        or unexplained(comparison, thresholds)
+    )
+    chaotic = bool(far) and comparison.gradient_error <= known.explained
+    return not (
+        misuse(comparison, thresholds)
+        or suspected_misuse(comparison, thresholds)
+        or underflow(comparison, thresholds)
+        or (not known.warm_up and stagnation(comparison, thresholds))
+        or may_be_stale(comparison.events)
+        or (not chaotic and (far or far_alone(comparison, thresholds, known.alone)))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Examination:
+    """Explains a step in which a rule fires; the session is left in any state."""
+
+    again: StepRerun
+    comparison: Comparison
+    start: Snapshot  # the state before the first step
+    trying: Callable[..., Trials]  # makes trials of the step
+    passing: ComparisonSummary
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Returns the findings of the first rule that holds; without any, the step's values count as harmless."""
+        again, comparison, thresholds, trying = self.again, self.comparison, self.passing.thresholds, self.trying
+        session = again.session
+        wrong_use = misuse(comparison, thresholds)
+        readings = () if wrong_use is None else (wrong_use, *other_readings(comparison, wrong_use))
+        tried: list[Finding] = []
+        for reading in (*readings, *suspected_misuse(comparison, thresholds)):
+            order = put_right(reading.where.op or "", trying(), session)
+            tried.append(replace(reading, prescription=order))
+            if order.status == "intervention":
+                return (tried[-1],)
+        if wrong_use is not None:
+            return (tried[0],)
+        stale = stale_casts(again, comparison, trying(), thresholds)
+        if stale is not None:
+            return (stale,)
+        findings = [*self._far_from_fp32()]
+        still = self._still_at_full_rate()
+        if still is not None and not any(finding.cause in _ELSEWHERE for finding in findings):
+            found_still = standing_still(again, comparison, still)
+            findings += [] if found_still is None else [found_still]
+        last = used_while_scaled(comparison, thresholds) if not findings else None
+        if last is not None:
+            order = put_right(last.where.op or "", trying(), session)
+            findings += [replace(last, prescription=order)] if order.status == "intervention" else []
+        if not findings:
+            self.passing.known.looks(far_alone(comparison, thresholds))
+        return tuple(findings)
+
+    def _still_at_full_rate(self) -> Stagnation | None:
+        """Returns what stands still, unless it moves at the learning rate that a warm-up rises to."""
+        known, thresholds = self.passing.known, self.passing.thresholds
+        still = stagnation(self.comparison, thresholds)
+        if still is None or known.warm_up:
             return None
-        finally:
-            snapshot.restore()
-            random_state.restore()
+        later = at_full_rate(self.again, self.start)
+        known.warm_up = later is not None and stagnation(later, thresholds) is None
+        return None if known.warm_up else still
 
-    def proves(self, step: int, first: Seen, again: Seen) -> None:
-        """Record that the step, run again after its twin, was the same; raises DoesNotComeBackError if not."""
-        if not first.is_same(again):
-            raise DoesNotComeBackError(f"step {step}")
-        self._proved = True
+    def _far_from_fp32(self) -> Iterator[Finding]:
+        """Yields why gradients are far from fp32's, in total or for single parameters.
 
-    def note(self, session: Session, twin: Fp32Step, outcome: StepOutcome, sentinel: NonFiniteProbe) -> None:
-        """Keep the step's comparison with its twin; raises DoesNotComeBackError where only fp32 is not finite."""
-        step = outcome.step
-        if outcome.loses_updates:
-            self.seen[step] = StepComparison()
-        elif overflowed(sentinel) and outcome.optimizer_steps < twin.outcome.optimizer_steps:
-            self.seen[step] = StepComparison(held=True)
-        elif not twin.finite and not sentinel.sightings.sinks:  # only fp32 is not: the run may count its calls
-            raise DoesNotComeBackError(f"step {step}")
-        elif outcome.optimizer_steps == twin.outcome.optimizer_steps:
-            self.seen[step] = StepComparison(twin.compared(session, outcome))
+        The reason is an overflow that is divided away, a forward value that rounding changes, or gradients that flush
+        to zero. For single parameters it is reported only where a change was shown to bring their gradients back.
+        """
+        again, comparison, thresholds, trying = self.again, self.comparison, self.passing.thresholds, self.trying
+        alone = far_alone(comparison, thresholds, self.passing.known.alone)
+        look = deserves_a_look(comparison, thresholds)
+        if not (look or alone):
+            return
+        severity = underflow(comparison, thresholds)
+        trace = again.traced(flushes=severity is not None)
+        births = departing(trace, thresholds)
+        flushed = severity is not None and bool(trace.flushes)
+        own = {"tensors": [p.name for p in alone], "together": together(alone) / CLEARLY_NEARER} if alone else {}
+        cure: Prescription | None = None
+        if births:
+            silent = trying(silent=thresholds, settles=True, **own)
+            cure = prescribe(births[0], "forward_overflow", silent, again.session, others=births[1:])
+        clear = flushed and comparison.zeroed_share > thresholds[ZEROED_SHARE]
+        if not clear and (cure is None or cure.status not in SHOWN):
+            rounding = self._rounding_alone() if look else 0.0
+            self.passing.looked_at(comparison, rounding)
+            chaotic = look and comparison.gradient_error <= AS_FAR * rounding
+            seen = () if chaotic else seen_in_forward(again, thresholds)
+            found = wrong_in_forward(comparison, seen, alone or comparison.parameters, trying)
+            if found is not None:
+                yield found
+                return
+        if cure is not None and (
+            cure.status in SHOWN if alone else cure.verified or not flushed
+        ):  # else it is not the cause
+            found = finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
+            yield self.passing.rests_on(found, births[0])
+        elif severity is not None and flushed:
+            found = underflow_at(comparison, trace.flushes, severity)
+            yield replace(found, prescription=underflow_cure(trying(), again.session))
+
+    def _rounding_alone(self) -> float:
+        """Returns how far the fp32 gradients move when each weight is rounded once in the compute format."""
+        precision = self.again.session.precision
+        if not precision.reduced:
+            return 0.0
+        apart = self.again.jolted(precision.dtype).distance
+        return apart.relative if math.isfinite(apart.norm) else 0.0

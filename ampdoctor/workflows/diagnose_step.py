@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.loaded_state import seen_beside, state_finding
+from ampdoctor.diagnosis.replay.loaded_state import hand_update_finding, seen_beside, state_finding
 from ampdoctor.diagnosis.scan.tensors import FP16_OVERFLOW_AT
 from ampdoctor.errors import AmpdoctorError, FactoryError
 from ampdoctor.evidence.json_records import to_plain
@@ -24,8 +24,10 @@ from ampdoctor.evidence.report_target import Kept
 from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.process_state import are_several, unwarned
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.precision import policy_in_force
+from ampdoctor.live.recording.journal import together
+from ampdoctor.precision.cuda_autocast import policy_in_force
 from ampdoctor.probes.nonfinite import is_nonfinite, stats_of
+from ampdoctor.probes.user_code import as_source
 from ampdoctor.replay.bundles.model import Made
 from ampdoctor.replay.bundles.write import Written, write_bundle
 from ampdoctor.replay.recorded_step import lies_in_parts, on_its_own, run_of
@@ -40,11 +42,13 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.hooks.program import PriorSteps, Program
     from ampdoctor.live.log.facts import RankInJob
+    from ampdoctor.live.log.step_lines import StepLines
     from ampdoctor.live.loop_watch import LoopWatch, UpdateAttempt
     from ampdoctor.live.numbers.other_modules import Lost, OtherModules
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.workflows.requests import WatchRequest
+    from ampdoctor.workflows.watched_test import WatchedTest
 
 
 # -- replay of a recorded step on the live model --
@@ -502,6 +506,42 @@ class LastUpdate:
             if any(one is parameter for one in group["params"]):
                 return settings
         return None
+
+
+def left_at_the_end(
+    watch: LoopWatch, lines: StepLines, test: WatchedTest | None
+) -> Iterator[tuple[str, Finding | Program, int]]:
+    """Yields what a training's last steps have left, with a sentence and the step; the first that is wrong counts.
+
+    That is an update by the loop's own code; gradients that no optimizer has used; the weights.
+    """
+    recorder, step = watch.recorder, lines.turn
+    if (lost := recorder.by_hand.lost) is not None:
+        where = Where(
+            step=step,
+            phase="optimizer",
+            op=f"aten.{lost.function}",
+            tensor=lost.parameter,
+            nonfinite=lost.nonfinite,
+            source=as_source(lost.line),
+        )
+        yield "its weights are not finite", hand_update_finding(where, lost.number), step
+    left_out = lines.attempted and (test is None or recorder.reads.any)  # the loop may have seen that
+    if recorder.backwards and recorder.failed is None and not recorder.is_crowded and not left_out:
+        program = recorder.program(None, name="", scaler=None, step=step)
+        losses = recorder.losses(None)
+        gradients = [p.grad for p in program.model.parameters() if p.grad is not None]
+        whole = all(type(gradient) is torch.Tensor for gradient in gradients)  # not in parts, and not fake
+        # of scaled gradients alone, a scaler would skip the step
+        judged = losses if watch.scalers.last is not None else [*losses, *gradients]
+        if gradients and whole and any(map(is_nonfinite, judged)):
+            yield "no optimizer has used its gradients", program, step
+    if recorder.used.any_backward or (test is not None and test.began_finite):
+        step = max(step - 1, 0)
+        with watch.looking_away():
+            found_weight = lost_weight(dict(together(recorder.models.roots).named_parameters()), step)
+        if found_weight is not None:
+            yield "its weights are not finite", found_weight, step
 
 
 def lost_weight(parameters: Mapping[str, torch.Tensor], step: int) -> Finding | None:

@@ -60,6 +60,9 @@ class _Read:
     found: FoundLog
     looked: LogSummary
 
+    def name_file(self, _: str | None) -> str:
+        return self.shown
+
 
 def health(
     logs: Sequence[str | os.PathLike[str]],
@@ -196,9 +199,8 @@ def _report(
     thresholds: Thresholds,
 ) -> Report:
     several = len(shown) > 1
-    findings = sorted(
-        (_in_log(finding, one.shown) for one in read for finding in one.looked.findings), key=finding_order
-    )
+    found = (with_files(finding, one.name_file) for one in read for finding in one.looked.findings)
+    findings = sorted(found, key=finding_order)
     runs = tuple(replace(run, source=one.shown) for one in read for run in one.looked.runs)
     return Report(
         command="health",
@@ -248,10 +250,6 @@ def _known(run: HealthRun, name: CurveName) -> int:
 
 def _accepted(run: HealthRun) -> int:
     return run.steps - run.skipped
-
-
-def _in_log(finding: Finding, shown: str) -> Finding:
-    return with_files(finding, lambda _: shown)
 
 
 def _target(read: Sequence[_Read], shown: Sequence[str]) -> dict[str, object]:

@@ -28,20 +28,16 @@ from ampdoctor.diagnosis.replay.scaler_misuse import (
     verdict_on_skips,
 )
 from ampdoctor.diagnosis.replay.scaler_misuse import SCALER_MISUSE as MISUSE
-from ampdoctor.diagnosis.replay.scaler_state import (
-    collapsed_saved_scale_finding,
-    collapsed_scale_finding,
-    dead_scaler_finding,
-)
+from ampdoctor.diagnosis.replay.scaler_state import dead_scaler_finding
 from ampdoctor.diagnosis.replay.updates import STUCK_STATE as STUCK
 from ampdoctor.diagnosis.scan.optimizer import STEP_COUNTERS as COUNTERS
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, is_dead
 from ampdoctor.evidence.location import Phase, Where
-from ampdoctor.evidence.report import Cause, ErrorNote, Finding, Prescription, Severity
+from ampdoctor.evidence.report import Cause, ErrorNote, Finding, Prescription
 from ampdoctor.evidence.report_replay import ReplayedStep
 from ampdoctor.workflows.changes import loss_scale
 from ampdoctor.workflows.prescribe import FP32_FAILS, fresh_scaler, prescribe, scale_cure
-from ampdoctor.workflows.repairs import put_right, repair
+from ampdoctor.workflows.repairs import put_right
 from ampdoctor.workflows.trials import AFTER, SHOWN, Trials, replayed
 
 if TYPE_CHECKING:
@@ -238,22 +234,15 @@ class Judge:
             own = cause if cause_of(birth) == first else None
             self._add(finding_of_birth(birth, cause=own, prescription=cure), birth)
 
-    def with_repair(self, findings: Sequence[Finding], start: Snapshot) -> list[Finding]:
-        """Returns findings about the state before step 0 (`start`), with the run tried on repaired state."""
-        if not findings or not self.look.session.has_step(0):
-            return list(findings)
-        cure = repair([finding.where for finding in findings], self.trials_of_state(start))
-        return [replace(finding, prescription=cure) for finding in findings]
-
     def trials_of_state(self, start: Snapshot) -> Trials:
         """Returns the trials of step 0 for changes of the state before it."""
         return self._trials(start, 0, self._known_steps(1), settles=True)
 
-    def collapsed_scale(self, severity: Severity, *, harmed: bool) -> Finding | None:
-        """Returns the finding on a checkpoint's collapsed scale; None where the run needs a scale as low.
+    def collapsed_scale(self, saved: Finding, *, harmed: bool) -> Finding | None:
+        """Returns scan's finding on a checkpoint's collapsed scale (`saved`), None where the run needs a scale as low.
 
         A run without other harm (`harmed` is False) is tried with a fresh scaler. If that takes no step before its
-        scale is below 1, the gradients are really that large. `severity` is the scan's.
+        scale is below 1, the gradients are really that large.
         """
         if self.fresh is None or self.start is None or self.start_scale is None:
             return None
@@ -261,9 +250,9 @@ class Judge:
         if harmed:
             reason = "replayed together with the change of what overflows, not by itself"
             cure = Prescription(kind="scaler", value=value, status="not_run", reason=reason, detail=detail)
-            return collapsed_scale_finding(self.start_scale, self.fresh, cure, severity)
+            return replace(saved, prescription=cure)
         cure = self.trials_of_state(self.start).attempt("scaler", value, loss_scale(self.fresh), detail)
-        return collapsed_scale_finding(self.start_scale, self.fresh, cure, severity) if cure.verified else None
+        return replace(saved, prescription=cure) if cure.verified else None
 
     def dead_scale(self) -> float | None:
         """The loss scale before step 0 if it is one with which every step does harm, else None."""
@@ -374,20 +363,28 @@ class Judge:
         own = outcomes[0].scale_before
         collapsed = lost.collapsed and (own is None or own >= 1)
         if skip is None:
-            return (collapsed_saved_scale_finding if collapsed else lost_scale_finding)(lost, own)
+            return None if collapsed else lost_scale_finding(lost, own)
         trials = self._trials(skip.snapshot, skip.step, len(outcomes))
         cure = trials.attempt("init_scale", lost.scale, loss_scale(lost.scale), "load the checkpoint's scaler state")
         return None if collapsed and not cure.verified else lost_scale_finding(lost, own, skip.birth, cure)
 
     def _trials(self, snapshot: Snapshot, step: int, steps: int, *, settles: bool = False) -> Trials:
-        look = self.look
-        make = partial(Trials, look.session, snapshot, step, steps, settles=settles, fresh=self.fresh)
-        make = partial(make, raised=self._raised, without=self._replayed)
-        if look.rewinds:
-            begin, before = self.earlier or (0, self.start)
-            known = before is not None and step > begin
-            return make(before=(before, frozenset(self._skipped)) if known else None, begin=begin)
-        return make(back=partial(look.started_again, step)) if look.deterministic else make(chance=True)
+        look, (begin, before) = self.look, self.earlier or (0, self.start)
+        known = look.rewinds and before is not None and step > begin
+        return Trials(
+            session=look.session,
+            snapshot=snapshot,
+            step=step,
+            steps=steps,
+            back=partial(look.started_again, step) if look.deterministic and not look.rewinds else None,
+            comes_back=look.deterministic,
+            raised=self._raised,
+            before=(before, frozenset(self._skipped)) if known and before is not None else None,
+            begin=begin,
+            without=tuple(self._replayed),
+            settles=settles,
+            fresh=self.fresh,
+        )
 
     def _known_steps(self, known: int) -> int:
         """Returns how many steps have batches, so that a trial may run past the bad one."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ampdoctor.checkpoints.files import is_folder
 from ampdoctor.diagnosis.health.judge import Judge
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.log_records import AlertLine, Line, LogRecord, StepLine
+from ampdoctor.evidence.log_records import AlertLine, Line, LogRecord, RunLine, StepLine
 from ampdoctor.evidence.log_text import kind_of, line_of
 from ampdoctor.evidence.paths import file_key, logs_in
 from ampdoctor.evidence.report import Finding
@@ -19,10 +19,13 @@ from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.reading.opening import AMPDOCTOR, FoundLog
 from ampdoctor.health.sinks.export import Apart, Export, Exporter, export_of, sink_of
 from ampdoctor.health.sinks.sink import Sink
+from ampdoctor.live.log.facts import grouped, launched, restarts, run_id_of_all
+from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.workflows.output_files import refuse_of_log
 
 if TYPE_CHECKING:
-    from ampdoctor.live.log.run_log import RunLog
+    from ampdoctor.live.data_stats import DataStats
+    from ampdoctor.workflows.requests import WatchRequest
 
 
 OnAlert = Callable[[Finding], None]
@@ -102,6 +105,47 @@ def steps_before(folder: str, *, rank: int, restarts: int) -> Iterator[StepLine]
                             continue
                         if isinstance(whole.line, StepLine):
                             yield whole.line
+
+
+class LogOfRank:
+    """The log of this process, and its listeners.
+
+    Attributes:
+        log: The log.
+        place: This process among the others, as far as it is known by now.
+        alerting: The judge, from `take_place` on.
+    """
+
+    def __init__(self, request: WatchRequest, say: Callable[[str], None], on_alert: OnAlert | None) -> None:
+        self.place, self._restarts = launched(), restarts()
+        self.alerting: Alerting | None = None
+        self._request, self._say, self._on_alert = request, say, on_alert
+        self._process, self._is_placed = os.getpid(), False
+        self.log = RunLog(
+            request.health,
+            RunLine(name=Path(request.health).name, detail_every=request.every),
+            rank=self.place.rank,
+            world_size=self.place.world,
+            restarts=self._restarts,
+            say=say,
+            held=True,
+        )
+
+    def take_place(self, intake: DataStats) -> None:
+        """Begin the log of this rank, once: a script may make its process group at any time before its first update."""
+        if self._is_placed or os.getpid() != self._process:
+            return
+        self._is_placed = True
+        request, place = self._request, grouped() or launched()
+        self.place = place
+        before = steps_before(request.health, rank=place.rank, restarts=self._restarts)
+        self.log.begin(run_id=run_id_of_all(), rank=place.rank, world_size=place.world)
+        intake.batches.world_size = place.world
+        self.alerting = Alerting(self.log.write, self._say, request.thresholds, self._on_alert, before)
+        if place.rank == 0 and not self.log.closed:  # the others' numbers are the same, or parts of these
+            export_while_it_runs(self.log, request.export)
+            if self.log.failed is None:  # reported already
+                self.log.listen(self.alerting.hear, name="the judge of the run over time", answers=True)
 
 
 # -- exports while the training runs --

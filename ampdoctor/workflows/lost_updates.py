@@ -37,17 +37,16 @@ from ampdoctor.workflows.prescribe import intervene_at, underflow_cures
 from ampdoctor.workflows.rerun_step import (
     ReplayPosition,
     StepRerun,
+    Wrong,
     first_wrong_op,
     in_code,
     last_op,
-    noise,
     tensors_in_fp32,
     too_few,
-    traced,
     without_casts,
 )
-from ampdoctor.workflows.step_beside_fp32 import Fp32Step, kept, moved, stepped
-from ampdoctor.workflows.trials import Trials, first_cure
+from ampdoctor.workflows.step_beside_fp32 import Fp32Step
+from ampdoctor.workflows.trials import first_cure
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -58,40 +57,35 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.step_beside_fp32 import Known, StateCopy
+    from ampdoctor.workflows.trials import Trials
 
 
 # -- changes that make tensors move again that stand still in half --
 
 
-def standing_still(
-    session: Session, before: Snapshot, comparison: Comparison, stagnation: Stagnation
-) -> Finding | None:
+def standing_still(again: StepRerun, comparison: Comparison, stagnation: Stagnation) -> Finding | None:
     """Returns the finding for what stands still: its update rounds away, or an overflow has made the update zero.
 
-    None where nothing is lost: the optimizer rounds stochastically, or keeps what rounding loses. The session is left
-    in any state.
+    None where nothing is lost: the optimizer rounds stochastically, or keeps what rounding loses.
     """
-    if _lost_nothing(StepRerun(session, before, comparison.step), stagnation):
+    names = {name for update in stagnation.updates for name in update.tensors}
+    if again.written().draws or names <= again.kept_elsewhere():
         return None
-    step, still = comparison.step, unmoved(comparison)
+    still = unmoved(comparison)
     if not still or rounded_away(still):
-        cure = stagnation_cure(session, before, step, stagnation)
-        return replace(stagnation_finding(step, stagnation), prescription=cure)
-    cure = stagnation_cure(session, before, step, stagnation, in_code=True)
-    return zeroed_by_an_op(session, before, step, still, cure) or replace(
-        stagnation_finding(step, stagnation), prescription=cure
-    )
+        return replace(stagnation_finding(again.step, stagnation), prescription=stagnation_cure(again, stagnation))
+    cure = stagnation_cure(again, stagnation, with_casts=True)
+    found = stagnation_finding(again.step, stagnation)
+    return zeroed_by_an_op(again, still, cure) or replace(found, prescription=cure)
 
 
-def zeroed_by_an_op(
-    session: Session, before: Snapshot, step: int, still: Sequence[ParameterVsFp32], cure: Prescription
-) -> Finding | None:
+def zeroed_by_an_op(again: StepRerun, still: Sequence[ParameterVsFp32], cure: Prescription) -> Finding | None:
     """Returns the finding for an overflow that makes updates zero: a trust or clip factor of something over infinity.
 
     None where no infinity of the step disappears before the loss, a gradient or the run's state. `cure` is the change
-    that lets the parameters move. The session is left after the step.
+    that lets the parameters move.
     """
-    births = [birth for birth in traced(session, before, step).births if is_absorbed(birth)]
+    births = [birth for birth in again.traced().births if is_absorbed(birth)]
     if not births:
         return None
     found = finding_of_birth(births[0], prescription=cure, others=births[1:])
@@ -103,53 +97,26 @@ def zeroed_by_an_op(
     )
 
 
-def _lost_nothing(again: StepRerun, stagnation: Stagnation) -> bool:
-    if again.written().draws:
-        return True
-    names = {name for update in stagnation.updates for name in update.tensors}
-    return names <= again.kept_elsewhere()
+def stagnation_cure(again: StepRerun, stagnation: Stagnation, *, with_casts: bool = False) -> Prescription:
+    """Try fp32 for what is trained, then for everything; `with_casts`: then without casts in the user's code."""
+    names = [name for update in stagnation.updates for name in update.tensors]
+    wanted = {"": sum(update.moved for update in stagnation.updates)}
 
+    def stay(now: StateCopy) -> str | None:
+        return too_few({name: int((now.half[name] != 0).sum()) for name in names}, wanted)
 
-def stagnation_cure(
-    session: Session, before: Snapshot, step: int, stagnation: Stagnation, *, in_code: bool = False
-) -> Prescription:
-    """Try fp32 for what is trained, then for everything; with `in_code`, also without casts in the user's code."""
-    if change.mostly_frozen(session):
-        words = change.TRAINED_IN_FP32
-        plan = Prescription(kind="code", value=words, status="not_run", detail=words)
-        alone = _moves_with(session, before, step, stagnation, plan=plan, tried=change.trained_in_fp32)
+    if change.mostly_frozen(again.session):
+        alone = again.tried(in_code(change.TRAINED_IN_FP32), change.trained_in_fp32, stay)
         if alone.verified:
             return replace(alone, status="intervention")
     plan = Prescription(kind="dtype", value="float32", status="not_run", detail="keep fp32 master weights")
     wide = change.compute_dtype("fp32")
-    cure = _moves_with(session, before, step, stagnation, plan=plan, tried=wide)
-    if cure.verified or not in_code:
+    cure = again.tried(plan, wide, stay)
+    if cure.verified or not with_casts:
         return cure
     advice = f"{cure.detail}, and take the casts to half out of the code that updates it"
-    plan = Prescription(kind="code", value=advice, status="not_run", detail=advice)
-    code = _moves_with(session, before, step, stagnation, plan=plan, tried=without_casts(wide))
-    if code.verified:
-        return replace(code, status="intervention", alternatives=(cure,))
-    return cure
-
-
-def _moves_with(
-    session: Session, before: Snapshot, step: int, stagnation: Stagnation, *, plan: Prescription, tried: change.Change
-) -> Prescription:
-    before.restore()
-    values = kept(session, trained=False)
-    try:
-        with tried(session):
-            stepped(session, step)
-            moves = moved(session, values).half
-    except AmpdoctorError as error:  # the user's code allows no update over tensors of two formats
-        return replace(plan, reason=f"the replay with the change cannot run: {error}")
-    names = [name for update in stagnation.updates for name in update.tensors]
-    expected = sum(update.moved for update in stagnation.updates)
-    now = sum(int((moves[name] != 0).sum()) for name in names)
-    if now > 0.9 * expected:
-        return replace(plan, status="verified")
-    return replace(plan, status="failed", reason=f"{now} of {expected} elements move with it")
+    code = again.tried(in_code(advice), without_casts(wide), stay)
+    return replace(code, status="intervention", alternatives=(cure,)) if code.verified else cure
 
 
 # -- learning rates that still rise: does what stands still move at the full rate? --
@@ -162,29 +129,24 @@ RISING = 0.99
 """Share of a group's full rate below which it still rises; a decay begins nearer to it."""
 
 
-def at_full_rate(session: Session, start: Snapshot, before: Snapshot, step: int) -> Comparison | None:
+def at_full_rate(again: StepRerun, start: Snapshot) -> Comparison | None:
     """Replay a step and its twin in fp32 with the learning rates that a warm-up rises to.
 
     A group's full rate is the one that torch's schedulers store (`initial_lr`), else the one before step 0 (`start`): a
     loop that sets the rate by hand begins with the optimizer's own. None where the rates are at their full ones
-    already, or the step cannot run so. The session is left at the start of the step.
+    already, or the step cannot run so.
     """
     start.restore()
-    full = _full(session)
-    before.restore()
+    full = _full(again.session)
     used: dict[tuple[str, int], float] = {}
+    again.before.restore()
     try:
-        wide = Fp32Step.run(session, step, lambda session: _held_at(session, full, used))
-        before.restore()
+        wide = Fp32Step.run(again.session, again.step, lambda session: _held_at(session, full, used))
         if not any(rate < RISING * full[group] for group, rate in used.items()):
             return None
-        with _held_at(session, full, {}), session.watched(wide.probe):
-            outcome = session.step(step)
-        return wide.compared(session, outcome)
+        return wide.compared(again.session, again.run(wide.probe, change=lambda session: _held_at(session, full, {})))
     except AmpdoctorError:
         return None
-    finally:
-        before.restore()
 
 
 def _full(session: Session) -> Rates:
@@ -221,21 +183,13 @@ def _held_at(session: Session, full: Rates, used: dict[tuple[str, int], float]) 
 NO_CASTS = "do not cast to half what is added to it"
 
 
-def is_quiet(compared: Sequence[Comparison], thresholds: Thresholds) -> bool:
-    """Whether single tensors show nothing above a note in how they are written."""
-    steps = _moving(compared)
-    still = frozen(steps)
-    sick = still and severity_of_frozen(steps, still, thresholds) != "note"
-    return not (sick or far_from(steps, thresholds)[1] or made_zero(steps)[1] or stuck(compared)[1])
-
-
 def by_update(
     place: ReplayPosition, compared: Sequence[Comparison], thresholds: Thresholds, known: frozenset[str], seen: Known
 ) -> tuple[Finding, ...]:
     """Returns findings on how single tensors are written in the compared steps; the session is left in any state.
 
-    `place` is at the run's start, and no rule fired in the compared steps. Parameters in `known` have a finding
-    already. `seen.warm_up` is set where a warm-up is why something stands still.
+    No rule fired in the compared steps. Parameters in `known` have a finding already. `seen.warm_up` is set where a
+    warm-up is why something stands still.
     """
     steps = _moving(compared)
     still = tuple(p for p in frozen(steps) if p.name not in known)
@@ -245,14 +199,14 @@ def by_update(
     zero = tuple(p for p in zero if p.name not in known)
     at, states = stuck(compared)
     findings: list[Finding | None] = []
-    if still and (again := StepRerun.at(place, steps[0].step)):
+    if still and (again := place.to(steps[0].step)):
         still = _at_full_rate(again, place.start, still, seen)
         findings.append(_frozen(again, steps, still, thresholds) if still else None)
-    if zero and (again := StepRerun.at(place, steps[when].step)):
+    if zero and (again := place.to(steps[when].step)):
         findings.append(_made_zero(again, zero))
-    if far and (again := StepRerun.at(place, steps[since].step)):
+    if far and (again := place.to(steps[since].step)):
         findings.append(_stepped_wrongly(again, steps, since, far, thresholds[WRONG_RATIO]))
-    if states and (again := StepRerun.at(place, compared[at].step)):
+    if states and (again := place.to(compared[at].step)):
         findings.append(_stuck(again, compared, at, states))
     if counters := counting(compared):
         findings.append(counting_finding(compared, counters))
@@ -268,7 +222,7 @@ def _at_full_rate(
     again: StepRerun, start: Snapshot, still: Sequence[ParameterVsFp32], seen: Known
 ) -> tuple[ParameterVsFp32, ...]:
     """Returns the parameters that also stand still at the learning rate that a warm-up rises to."""
-    later = at_full_rate(again.session, start, again.before, again.step)
+    later = at_full_rate(again, start)
     moves = frozenset(p.name for p in later.parameters if p.moved) if later is not None else frozenset[str]()
     left = tuple(p for p in still if p.name not in moves)
     seen.warm_up = seen.warm_up or len(left) < len(still)
@@ -279,7 +233,7 @@ def _frozen(
     again: StepRerun, steps: Sequence[Comparison], still: Sequence[ParameterVsFp32], thresholds: Thresholds
 ) -> Finding | None:
     writes = again.written()
-    left_out = noise(again.session, again.before, again.step) | again.kept_elsewhere()
+    left_out = again.noise() | again.kept_elsewhere()
     still = tuple(p for p in still if p.name not in left_out)
     if not still or writes.draws:  # an optimizer that rounds stochastically moves a weight now and then
         return None
@@ -287,35 +241,31 @@ def _frozen(
     finding = frozen_finding(steps, still, severity, last_op(writes, still[0].name))
     if severity == "note":
         return finding
-    wanted = {p.name: p.meant_to_move for p in still}
-
-    def stay(now: StateCopy) -> str | None:
-        return too_few({name: int((now.trained[name] != 0).sum()) for name in wanted if name in now.trained}, wanted)
-
-    return replace(finding, prescription=again.in_fp32(stay))
+    return replace(finding, prescription=again.in_fp32(_stay(still)))
 
 
 def _made_zero(again: StepRerun, zero: Sequence[ParameterVsFp32]) -> Finding | None:
-    left_out = noise(again.session, again.before, again.step) | again.kept_elsewhere()
+    left_out = again.noise() | again.kept_elsewhere()
     zero = tuple(p for p in zero if p.name not in left_out)
-    wanted = {p.name: p.meant_to_move for p in zero}
+    return zeroed_by_an_op(again, zero, again.in_fp32(_stay(zero))) if zero else None
 
-    def stay(now: StateCopy) -> str | None:
-        return too_few({name: int((now.trained[name] != 0).sum()) for name in wanted if name in now.trained}, wanted)
 
-    found = zeroed_by_an_op(again.session, again.before, again.step, zero, again.in_fp32(stay)) if zero else None
-    again.before.restore()
-    return found
+def _stay(parameters: Sequence[ParameterVsFp32]) -> Wrong:
+    """Returns what says that these parameters still do not move as in fp32."""
+    wanted = {p.name: p.meant_to_move for p in parameters}
+    return lambda now: too_few(
+        {name: int((now.trained[name] != 0).sum()) for name in wanted if name in now.trained}, wanted
+    )
 
 
 def _stepped_wrongly(
     again: StepRerun, steps: Sequence[Comparison], since: int, far: Sequence[tuple[ParameterVsFp32, ...]], ratio: float
 ) -> Finding | None:
-    noisy = noise(again.session, again.before, again.step)
+    noisy = again.noise()
     far = tuple(run for run in far if run[0].name not in noisy)
     if not far:
         return None
-    here, there = again.written(), again.written(wide=True)
+    here, there = again.written(), again.written(fp32=True)
     largest = max((run[0] for run in far), key=lambda p: p.expected).name
     op = first_wrong_op(here, there, largest, ratio) or last_op(here, largest)
     meant = {run[0].name: run[0].expected_update for run in far}
@@ -384,37 +334,31 @@ def by_tensor(
 ) -> tuple[Finding, ...]:
     """Returns findings on single parameters in the compared steps; the session is left in any state.
 
-    `place` is at the run's start, and no rule fired in the compared steps. `seen.warm_up` is set where a warm-up is why
-    something stands still.
+    No rule fired in the compared steps. `seen.warm_up` is set where a warm-up is why something stands still.
     """
     hungry = starved(compared, thresholds)
     fed = _starving(place, shown_in(compared, hungry), hungry) if hungry else ()
     known = frozenset(parameter.name for parameter in hungry)
-    return (*fed, *by_update(place.anew(), compared, thresholds, known, seen))
+    return (*fed, *by_update(place, compared, thresholds, known, seen))
 
 
 def _starving(
     place: ReplayPosition, compared: Sequence[Comparison], hungry: Sequence[ParameterVsFp32]
 ) -> tuple[Finding, ...]:
     """Returns the finding for parameters that get no gradient, leaving out those whose fp32 gradient is noise."""
-    if not place.comes_to(compared[0].step):
+    again = place.to(compared[0].step)
+    if again is None:
         return ()
-    session, step = place.session, compared[0].step
-    before = session.snapshot()
-    noisy = noise(session, before, step)
+    noisy = again.noise()
     hungry = tuple(parameter for parameter in hungry if parameter.name not in noisy)
-    return (_fed(place, before, compared, hungry),) if hungry else ()
-
-
-def _fed(
-    place: ReplayPosition, before: Snapshot, compared: Sequence[Comparison], hungry: Sequence[ParameterVsFp32]
-) -> Finding:
-    session, step = place.session, compared[0].step
-    trace = traced(session, before, step, flushes=True)
+    if not hungry:
+        return ()
+    trace = again.traced(flushes=True)
     saturated = _saturated(trace, hungry)
     finding = starved_finding(compared, hungry, None if saturated else _dies_at(trace.flushes, hungry), saturated)
-    trials = Trials(session, before, step, place.steps, tensors=[parameter.name for parameter in hungry])
-    return replace(finding, prescription=_cure(trials, session, finding, hungry))
+    names = [parameter.name for parameter in hungry]
+    trials = again.trials(place.steps, tensors=names)
+    return (replace(finding, prescription=_cure(trials, again.session, finding, hungry)),)
 
 
 def _dies_at(flushes: Sequence[Flush], found: Sequence[ParameterVsFp32]) -> Flush | None:

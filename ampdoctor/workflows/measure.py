@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +16,12 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError, ReplayError
 from ampdoctor.evidence.run_facts import GRADIENTS, Place
-from ampdoctor.numerics import Histogram
-from ampdoctor.probes.formats_seen import HalfProbe, ModuleFactsProbe
+from ampdoctor.numerics.histogram import Histogram
+from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import RangeProbe, ReferenceGradients, UpdateProbe, Zeroed, ZeroedProbe
 from ampdoctor.ranges.profile import RangeProfile, RunFacts, Shadow
 from ampdoctor.workflows.changes import rescaled
-from ampdoctor.workflows.compare_fp32 import Seen
 from ampdoctor.workflows.trials import AGREEMENT
 
 if TYPE_CHECKING:
@@ -49,8 +47,6 @@ class MeasuredStep:
 
     step: int
     state: Snapshot  # before it
-    outcome: StepOutcome  # in fp32
-    sinks: tuple[str, ...]  # what was non-finite in it
     gradients: ReferenceGradients  # in fp32; the step is not run again for them
     counted: Mapping[Place, Histogram]
 
@@ -66,7 +62,6 @@ class Measurement:
 
     ranges: RangeProfile
     plan: LowPrecisionTensors | None  # which tensors are half; None if no half-precision step could run
-    first: Seen | None = None  # the run's own first step, if that computes in half
     moments: tuple[MeasuredStep, ...] = ()
     notes: list[str] = field(default_factory=list)  # sentences for the report
 
@@ -82,11 +77,11 @@ def measure(
     wanted = steps or DEFAULT_STEPS
     if not session.has_step(0):
         raise ReplayError("the run has no batch: nothing can be measured")
-    half, facts, first, notes = _half_step(session, start)
+    half, notes = _half_step(session, start)
     plan = half.plan if half is not None else None
     probe, updates = RangeProbe(plan), UpdateProbe(spread(wanted))
-    shadowed = plan is not None and session.precision.compute != "bf16"
-    steps_taken = _Steps(session, start, wanted, probe, updates, progress, plan=plan if shadowed else None)
+    in_fp16 = plan if session.precision.compute != "bf16" else None
+    steps_taken = _Steps(session, start, wanted, probe, updates, progress, in_fp16)
     try:
         steps_taken.run()
     finally:
@@ -110,74 +105,63 @@ def measure(
     ranges = probe.profile(
         run,
         nonfinite_steps=tuple(steps_taken.nonfinite),
-        modules=facts.facts() if facts is not None else (),
+        modules=half.facts() if half is not None else (),
         updates=updates.facts(),
     )
     if not ranges.gradients:
         raise ReplayError("no gradient was seen: no parameter of the model needs one, or the step runs no backward")
-    return Measurement(ranges, plan, first, tuple(steps_taken.moments), notes)
+    return Measurement(ranges, plan, tuple(steps_taken.moments), notes)
 
 
+@dataclass(slots=True)
 class _Steps:
     """The reference steps. A snapshot before the last is taken outside the reference, which has no scaler."""
 
-    def __init__(  # noqa: PLR0917 - what a run is, and what looks at it
-        self,
-        session: Session,
-        start: Snapshot,
-        wanted: int,
-        ranges: RangeProbe,
-        updates: UpdateProbe,
-        progress: Progress | None,
-        *,
-        plan: LowPrecisionTensors | None,
-    ) -> None:
-        self._session = session
-        self._start = start
-        self._wanted = wanted
-        self._ranges = ranges
-        self._updates = updates
-        self._progress = progress
-        self._plan = plan
-        self._done = 0
-        self.losses: list[float] = []
-        self.nonfinite: list[int] = []
-        self.moments: list[MeasuredStep] = []
+    session: Session
+    start: Snapshot
+    wanted: int
+    ranges: RangeProbe
+    updates: UpdateProbe
+    progress: Progress | None
+    plan: LowPrecisionTensors | None
+    done: int = 0
+    losses: list[float] = field(default_factory=list)
+    nonfinite: list[int] = field(default_factory=list)
+    moments: list[MeasuredStep] = field(default_factory=list)
 
     def run(self) -> None:
-        session = self._session
-        self._run(self._start, before_last=self._plan is not None and session.precision.autocast)
-        if self._is_there(self._done):
+        session = self.session
+        self._run(self.start, before_last=self.plan is not None and session.precision.autocast)
+        if self._is_there(self.done):
             self._run(session.snapshot(), before_last=False)
 
     def _run(self, state: Snapshot, *, before_last: bool) -> None:
         """Run steps, the first of them from a state that was kept."""
-        sentinel, first = NonFiniteProbe(), self._done
-        with self._session.reference(), self._session.watched(sentinel, self._ranges, self._updates):
-            while self._is_there(self._done):
-                if before_last and self._done and not self._is_there(self._done + 1):
+        sentinel, first = NonFiniteProbe(), self.done
+        with self.session.reference(), self.session.watched(sentinel, self.ranges, self.updates):
+            while self._is_there(self.done):
+                if before_last and self.done and not self._is_there(self.done + 1):
                     return
-                outcome = self._session.step(self._done) if self._done != first else self._kept(state, sentinel)
+                outcome = self.session.step(self.done) if self.done != first else self._kept(state)
                 if harms(sentinel.sightings.sinks):
-                    self.nonfinite.append(self._done)
-                self._done += 1
+                    self.nonfinite.append(self.done)
+                self.done += 1
                 if outcome.loss is not None:
                     self.losses.append(abs(outcome.loss))
-                if self._progress is not None:
-                    self._progress("measuring in fp32", self._done, self._wanted)
+                if self.progress is not None:
+                    self.progress("measuring in fp32", self.done, self.wanted)
 
-    def _kept(self, state: Snapshot, sentinel: NonFiniteProbe) -> StepOutcome:
-        if self._plan is None:
-            return self._session.step(self._done)
-        gradients = ReferenceGradients(self._plan)
-        with self._session.watched(gradients):
-            outcome = self._session.step(self._done)
-        sinks, counted = sentinel.sightings.sinks, self._ranges.counted
-        self.moments.append(MeasuredStep(self._done, state, outcome, sinks, gradients, counted))
+    def _kept(self, state: Snapshot) -> StepOutcome:
+        if self.plan is None:
+            return self.session.step(self.done)
+        gradients = ReferenceGradients(self.plan)
+        with self.session.watched(gradients):
+            outcome = self.session.step(self.done)
+        self.moments.append(MeasuredStep(self.done, state, gradients, self.ranges.counted))
         return outcome
 
     def _is_there(self, step: int) -> bool:
-        return step < self._wanted and self._session.has_step(step)
+        return step < self.wanted and self.session.has_step(step)
 
 
 def spread(steps: int) -> frozenset[int]:
@@ -206,25 +190,18 @@ def hand_scale(factors: Sequence[float | None]) -> float:
     return 2.0**exponent if abs(known[0] / 2.0**exponent - 1.0) <= SAME_FACTOR else known[0]
 
 
-def _half_step(
-    session: Session, start: Snapshot
-) -> tuple[HalfProbe | None, ModuleFactsProbe | None, Seen | None, list[str]]:
+def _half_step(session: Session, start: Snapshot) -> tuple[FormatsProbe | None, list[str]]:
     """Run one fp16 step (bf16 for a bf16 run: the same cast lists hold), only to see dtypes, ops and logits."""
-    probe, facts, sentinel, first = HalfProbe(), ModuleFactsProbe(), NonFiniteProbe(), None
-    compute = session.precision.compute
+    probe = FormatsProbe()
+    own = session.precision.compute in ("fp16", "bf16")
     try:
-        if compute in ("fp16", "bf16"):
-            with session.watched(sentinel, probe, facts):
-                session.step(0)
-            first = Seen.of(session, sentinel)
-        else:
-            with session.computing_in("fp16"), session.watched(probe, facts):
-                session.step(0)
+        with nullcontext() if own else session.computing_in("fp16"), session.watched(probe):
+            session.step(0)
     except AmpdoctorError as error:
-        return None, None, None, [f"no half-precision step could be run ({error}): every tensor is counted as half"]
+        return None, [f"no half-precision step could be run ({error}): every tensor is counted as half"]
     finally:
         start.restore()
-    return probe, facts, first, []
+    return probe, []
 
 
 def _state(session: Session) -> dict[str, float | int] | None:
@@ -286,63 +263,35 @@ def not_compared(step: int) -> str:
 # They check the predictions from histograms, and show what those cannot: weight gradients that are made of flushed
 # activation gradients, the rounding of the forward, sums in half.
 
-NONE_KNOWN: Mapping[float, Zeroed] = MappingProxyType({})
-
 
 def shadowed(
     session: Session, taken: Measurement, scales: Sequence[float], progress: Progress | None = None
-) -> RangeProfile:
+) -> tuple[RangeProfile, int | None]:
     """Returns the profile with a shadow for each scale, of the first and the last measured step.
 
-    The session is back at its start afterwards. If it is unknown which tensors are half, nothing can be compared, and
-    the profile is returned unchanged. A scale at which the user's code raises has no shadow. `scales` has no
-    duplicates.
+    If a step is not reproduced, the measured one saw other data: then there is no shadow, and the second value is its
+    number. If it is unknown which tensors are half, nothing can be compared. A scale at which the user's code raises
+    has no shadow. `scales` has no duplicates. The session is back at its start afterwards.
     """
-    shadows = Shadows(taken.ranges, scales)
+    run, tallies = taken.ranges.run, [_Tally(taken.ranges, scale) for scale in scales]
+    unlike = None
     for done, moment in enumerate(reversed(taken.moments)):  # in reverse, so that the run ends at its start
-        shadows.take(session, moment)
-        if progress is not None:
-            progress("shadow steps in fp16", done + 1, len(taken.moments))
-    if shadows.unlike is not None:
-        taken.notes.append(f"what fp16 does to these gradients was not measured: {not_compared(shadows.unlike)}")
-    return shadows.profile()
-
-
-class Shadows:
-    """Collects the shadow steps of a measured run, for loss scales without duplicates.
-
-    `unlike` is a step that is not reproduced, so that the measured one saw other data; then there is no shadow.
-    """
-
-    def __init__(self, ranges: RangeProfile, scales: Sequence[float]) -> None:
-        self._ranges = ranges
-        self._tallies = {scale: _Tally(ranges, scale) for scale in scales}
-        self.unlike: int | None = None
-
-    def take(self, session: Session, moment: MeasuredStep, known: Mapping[float, Zeroed] = NONE_KNOWN) -> None:
-        """Run a moment's step in fp16 at each scale, and restore the state before it.
-
-        `known` has the results for scales at which this step was run already, from the same state.
-        """
-        run = self._ranges.run
-        half = nullcontext() if run.precision == "fp16" else session.computing_in("fp16")
-        with half:
-            for scale, tally in self._tallies.items() if self.unlike is None else ():
-                shadow = partial(_zeroed, session, moment, scale / run.loss_scale)
-                zeroed = known[scale] if scale in known else shadow()
+        with nullcontext() if run.precision == "fp16" else session.computing_in("fp16"):
+            for tally in tallies if unlike is None else ():
+                again = partial(_zeroed, session, moment, tally.scale / run.loss_scale)
+                zeroed = again()
                 if zeroed is None:
                     continue
                 there = session, moment.state, moment.step, moment.gradients
-                if scale in known or not is_far(zeroed) or comes_back(*there, found=zeroed, again=shadow):
+                if not is_far(zeroed) or comes_back(*there, found=zeroed, again=again):
                     tally.add(moment, zeroed)
                 else:
-                    self.unlike = moment.step
+                    unlike = moment.step
         moment.state.restore()
-
-    def profile(self) -> RangeProfile:
-        """Returns the profile with the shadows."""
-        tallies = self._tallies.values() if self.unlike is None else ()
-        return replace(self._ranges, shadows=tuple(tally.shadow() for tally in tallies if tally.steps))
+        if progress is not None:
+            progress("shadow steps in fp16", done + 1, len(taken.moments))
+    shadows = tuple(tally.shadow() for tally in tallies if tally.steps and unlike is None)
+    return replace(taken.ranges, shadows=shadows), unlike
 
 
 def _zeroed(session: Session, moment: MeasuredStep, factor: float) -> Zeroed | None:
@@ -370,7 +319,7 @@ def _usable_scale(session: Session) -> AbstractContextManager[None]:
 class _Tally:
     def __init__(self, ranges: RangeProfile, scale: float) -> None:
         self._ranges = ranges
-        self._scale = scale
+        self.scale = scale
         self._measured: Counter[Place] = Counter()
         self._nonzero: Counter[Place] = Counter()
         self._predicted: Counter[Place] = Counter()
@@ -387,18 +336,18 @@ class _Tally:
         for place, histogram in moment.counted.items():
             if place.kind not in GRADIENTS or not moment.gradients.holds(place):
                 continue
-            share = histogram.flushed("fp16", self._ranges.factor(place.kind, self._scale))
+            share = histogram.flushed("fp16", self._ranges.factor(place.kind, self.scale))
             self._predicted[place] += share * int(histogram.counts.sum())  # type: ignore[assignment]  # a weight
             if place.kind == "weight_grad":
                 weights = weights + histogram
         if zeroed.relative_error is not None:
             self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
-        self._expected.append(weights.relative_error("fp16", self._ranges.factor("weight_grad", self._scale)))
+        self._expected.append(weights.relative_error("fp16", self._ranges.factor("weight_grad", self.scale)))
 
     def shadow(self) -> Shadow:
         places = [site.place for site in self._ranges.sites if site.kind in GRADIENTS]
         return Shadow(
-            scale=self._scale,
+            scale=self.scale,
             steps=tuple(sorted(self.steps)),
             nonzero=np.array([self._nonzero[place] for place in places], dtype=np.int64),
             flushed=np.array([self._measured[place] for place in places], dtype=np.int64),

@@ -15,30 +15,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.checkpoints.resume_state import load_state
-from ampdoctor.checkpoints.tensor_statistics import NEVER_NEGATIVE
-from ampdoctor.diagnosis.replay.loaded_state import impossible_finding, saturated_finding, state_finding
 from ampdoctor.diagnosis.scan.scaler import FRESH_SCALER, wrong_settings
-from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.errors import FactoryError, ReplayError, UsageError
 from ampdoctor.evidence.json_records import from_plain
-from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.evidence.report_scaler import ScalerArguments, ScalerSection
 from ampdoctor.hooks.interfaces import is_out_of_memory
 from ampdoctor.hooks.names import other_names, scripted_modules
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.package import working_folder
-from ampdoctor.precision import (
-    HalfProducts,
-    autocast_policy,
-    emulate_cuda,
-    half_products,
-    lasting_emulation,
-    lends_kernels,
-    without_overrides,
-)
-from ampdoctor.precision.shims import torch_shims
-from ampdoctor.probes.nonfinite import is_nonfinite, state_tensors, stats_of
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.precision.dtype_overrides import without_overrides
+from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
+from ampdoctor.precision.fake_gpu.processes import lasting_emulation
+from ampdoctor.precision.fp16_matmul import half_products
+from ampdoctor.precision.kernels import SharedOverlay, lends_kernels
+from ampdoctor.precision.spec import torch_shims
 from ampdoctor.probes.user_code import HalfMade, shown_from
 from ampdoctor.replay.batches import DataPosition, loads_state
 from ampdoctor.replay.bundles.manifest import bundle_at
@@ -62,10 +54,11 @@ from ampdoctor.replay.tensor_store import lies_in_memory
 from ampdoctor.replay.training_run import takes_start
 from ampdoctor.replay.user_code import out_of_memory
 from ampdoctor.replay.user_files import CHANGES, changes_note, told_of_changes
+from ampdoctor.workflows.scan_log import LogBeside, log_beside
 
 if TYPE_CHECKING:
     from ampdoctor.checkpoints.resume_state import ResumeState
-    from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
+    from ampdoctor.evidence.checkpoint_stats import ScalerState
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.workflows.requests import Policy, ReplayRequest
 
@@ -143,11 +136,13 @@ class OpenReplay:
     factory: Target
     policy: Policy = "cuda"  # autocast policy of a CPU replay
     resumed: ResumeReport | None = None  # the result of loading the checkpoint
-    log: tuple[LogEntry, ...] = ()  # beside the checkpoint
+    log: LogBeside | None = None  # beside the checkpoint
+    saved_loss: float | None = None  # with the checkpoint
+    scanned: tuple[Finding, ...] = ()  # what scan says of the state before the first step
     notes: list[str] = field(default_factory=list)  # what differs from the failed run, or is invisible
     other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a module or tensor with several
     half_made: HalfMade = field(default_factory=HalfMade)  # where the run's code makes parameters in float16
-    detour: HalfProducts | None = None  # fp16 products that run through fp32 kernels
+    detour: SharedOverlay | None = None  # fp16 products that run through fp32 kernels
     scaler: ScalerState | None = None  # the run's enabled loss scaler before step 0
     first_step: int | None = None  # the training's number of a recorded step
     finite_again: str | None = None  # a recorded step was sick in its loop, and finite when replayed there
@@ -205,7 +200,8 @@ class OpenReplay:
         request = self.request
         if request.checkpoint is not None:
             state = load_state(request.checkpoint)
-            self.log = state.log
+            if self.resumed is None:
+                self.saved_loss, (self.log, _) = state.loss, log_beside(state.folders, request.thresholds)
             self.resumed = resume(
                 run,
                 session.optimizers,
@@ -387,49 +383,7 @@ def seed_all() -> None:
     torch.manual_seed(SEED)
 
 
-# -- state before the first step, and the scaler after the last --
-
-_STATISTICS = ("running_mean", "running_var")
-"""Buffers that never hold an infinity on purpose."""
-_HOLD_FP16 = (torch.float16, torch.float32)
-"""Formats that hold fp16's largest number exactly: weights clamped to it stay there if they are stored wider."""
-
-
-def sick_state(session: Session) -> list[Finding]:
-    """Returns what cannot be right before step 0: non-finite, a negative square, clamped to fp16's largest number.
-
-    A buffer may hold infinities on purpose: only a step can show harm.
-    """
-    found = []
-    for kind, name, tensor in state_tensors(session):
-        path, _, key = name.partition(":")
-        module, _, leaf = path.rpartition(".")
-        op = f"optimizer_state:{key}" if kind == "optimizer_state" else f"state:{leaf}"
-        where = Where(step=0, phase="checkpoint", module=module, op=op, tensor=path, nonfinite="none")
-        if (kind != "buffer" or leaf in _STATISTICS) and is_nonfinite(tensor):
-            stats = stats_of(tensor)
-            if kind == "param" and not stats.nans and not tensor.requires_grad:
-                continue  # a mask stored as a parameter
-            found.append(state_finding(kind, replace(where, nonfinite="nan" if stats.nans else "inf"), stats))
-        elif (key or leaf) in NEVER_NEGATIVE and tensor.is_floating_point():
-            lowest = float(tensor.min()) if tensor.numel() else 0.0
-            if lowest < -_tolerated(session, module, leaf):
-                found.append(impossible_finding(where, stats_of(tensor), int((tensor < 0).sum()), lowest))
-        elif kind == "param" and tensor.requires_grad and tensor.dtype in _HOLD_FP16:
-            at_max = int((tensor.detach().abs() == FP16_MAX).sum())
-            if at_max:
-                found.append(saturated_finding(where, stats_of(tensor), at_max))
-    return found
-
-
-def _tolerated(session: Session, module: str, leaf: str) -> float:
-    """Returns how far below zero a running variance may be: BatchNorm adds its epsilon before the square root."""
-    if leaf != "running_var":
-        return 0.0
-    real = {clean: name for name, clean in session.module_names.items()}
-    owner = dict(session.model.named_modules()).get(real.get(module, module))
-    epsilon = getattr(owner, "eps", 0.0)
-    return float(epsilon) if isinstance(epsilon, int | float) else 0.0
+# -- the scaler after the last step --
 
 
 def scaler_after(session: Session, findings: Sequence[Finding]) -> ScalerSection | None:

@@ -49,8 +49,10 @@ def refuse_part(file: str, folder: str) -> None:
     if not inside:
         return
     from ampdoctor.checkpoints.folder import may_be_read  # here, because it imports torch
+    from ampdoctor.health.reading.event_files import is_event_file
+    from ampdoctor.health.reading.log_files import is_log
 
-    if may_be_read(place.name):
+    if may_be_read(place.name) or is_log(place.name) or is_event_file(place.name):
         raise UsageError(f"cannot write {file}: the next run would read it as a part of {folder}; name another file")
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mode
 
-from ampdoctor.batching.effects import Step, changes, has_scale, left_as_it_is
+from ampdoctor.batching.effects import Step, changes, has_scale
 from ampdoctor.batching.emitting import emit_plan
 from ampdoctor.batching.flushed import flushed_plan
 from ampdoctor.batching.plans import (
@@ -54,18 +54,14 @@ def plan(request: PlanRequest) -> Report:
         run={"notes": list(request.said.notes)} if request.said.notes else {},
         verdict=verdict_of(findings),
         findings=findings,
-        skipped=(*_not_emitted(request, section), *_not_flushed(request)),
+        skipped=tuple(_left_out(request, section)),
         plan=section,
     )
 
 
-def _not_emitted(request: PlanRequest, section: PlanSection) -> tuple[Skipped, ...]:
-    if request.emit is None or section.emit is not None:
-        return ()
-    return (Skipped(what=f"--emit {request.emit}", reason="no plan here is exact and fits, and none is rounded"),)
-
-
-def _not_flushed(request: PlanRequest) -> Iterator[Skipped]:
+def _left_out(request: PlanRequest, section: PlanSection) -> Iterator[Skipped]:
+    if request.emit is not None and section.emit is None:
+        yield Skipped(what=f"--emit {request.emit}", reason="no plan here is exact and fits, and none is rounded")
     if request.profile is not None and not has_scale(request.said):
         yield Skipped(
             what=f"--profile {request.profile}",
@@ -88,23 +84,42 @@ def plan_section(request: PlanRequest) -> PlanSection:
             "what fits a device is not known: --max-micro-batch says it, or --memory-per-sample and --device-memory"
         )
     cluster = request.after
-    planned = _Planned(batch=batch, most=most, memory=memory, bounded=_is_bounded(request.memory))
-    exact = tuple(planned.on(one, cluster) for one in exact_plans(batch, cluster.data_parallel, batch))
+    # whether something says what does not fit; the micro-batch in force is no bound
+    given = request.memory
+    bounded = (given.known_to_fit, given.device, given.per_sample) != (None, None, None)
+
+    def shown(one: BatchPlan, cluster: Cluster) -> PlannedBatch:
+        return PlannedBatch(
+            micro_batch=one.micro_batch,
+            accumulation=one.accumulation,
+            data_parallel=one.data_parallel,
+            global_batch=one.global_batch,
+            off=one.global_batch - batch,
+            devices=cluster.devices,
+            bytes_needed=memory.needs(one.micro_batch, cluster),
+            fits=True if one.micro_batch <= most else False if bounded else None,
+        )
+
+    exact = tuple(shown(one, cluster) for one in exact_plans(batch, cluster.data_parallel, batch))
     near = () if exact else nearest_plans(batch, cluster.data_parallel, most)
     fewer = None
     if not exact:
         smaller = cluster.with_data_parallel(most_ranks_that_divide(batch, cluster.data_parallel))
         fitting = exact_plans(batch, smaller.data_parallel, most)
-        fewer = planned.on(fitting[0], smaller) if fitting else None
+        fewer = shown(fitting[0], smaller) if fitting else None
     first = exact_plans(batch, cluster.data_parallel, most)[:1]
+    force = None
+    if plan_before is not None and request.before is not None:
+        was = shown(plan_before, request.before)
+        force = BatchInForce(plan=replace(was, fits=True), source=source, fits=bool(was.fits))
     section = PlanSection(
         global_batch=batch,
         before=request.before,
         after=cluster,
-        in_force=_in_force(plan_before, source, request, planned),
+        in_force=force,
         rule=RULE,
         exact=exact,
-        nearest=tuple(planned.on(one, cluster) for one in near),
+        nearest=tuple(shown(one, cluster) for one in near),
         fewer=fewer,
         memory=_memory(request, memory, most),
         emit=emit_plan(first[0], cluster, request.emit) if first and request.emit is not None else None,
@@ -119,11 +134,7 @@ def plan_section(request: PlanRequest) -> PlanSection:
         samples=request.samples,
         said=request.said,
     )
-    return replace(
-        section,
-        changes=changes(step),
-        left_as_it_is=left_as_it_is(plan_before, cluster.data_parallel, request.read),
-    )
+    return replace(section, changes=changes(step))
 
 
 def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None:
@@ -133,11 +144,11 @@ def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None
     if to is None:
         return None
     # here: these bring torch, which nothing else of a plan needs
-    from ampdoctor.workflows.profile import merged_files
+    from ampdoctor.workflows.profile import ranges_in
 
     file = request.profile or ""
     return flushed_plan(
-        merged_files([file]),
+        ranges_in(file),
         section.in_force.plan,
         to,
         request.said.reduction or "mean",
@@ -146,50 +157,12 @@ def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None
     )
 
 
-class _Planned:
-    """Plans as the report shows them.
-
-    `batch` is the global batch that is asked for, and `most` the largest micro-batch that fits. `bounded`: a larger one
-    is known not to fit.
-    """
-
-    def __init__(self, *, batch: int, most: int, memory: Memory, bounded: bool) -> None:
-        self._batch = batch
-        self._most = most
-        self._memory = memory
-        self._bounded = bounded
-
-    def on(self, one: BatchPlan, cluster: Cluster) -> PlannedBatch:
-        return PlannedBatch(
-            micro_batch=one.micro_batch,
-            accumulation=one.accumulation,
-            data_parallel=one.data_parallel,
-            global_batch=one.global_batch,
-            off=one.global_batch - self._batch,
-            devices=cluster.devices,
-            bytes_needed=self._memory.needs(one.micro_batch, cluster),
-            fits=True if one.micro_batch <= self._most else False if self._bounded else None,
-        )
-
-
-def _is_bounded(memory: Memory) -> bool:
-    """Whether something says what does not fit; the micro-batch in force is no bound."""
-    return (memory.known_to_fit, memory.device, memory.per_sample) != (None, None, None)
-
-
 def _known_to_fit(request: PlanRequest, before: BatchPlan | None) -> Memory:
     """Returns the memory's figures; where the user has not said what fits, the micro-batch in force does."""
     memory = request.memory
     if memory.known_to_fit is None and memory.device is None and before is not None:
         return replace(memory, known_to_fit=before.micro_batch)
     return memory
-
-
-def _in_force(one: BatchPlan | None, source: str, request: PlanRequest, planned: _Planned) -> BatchInForce | None:
-    if one is None or request.before is None:
-        return None
-    shown = planned.on(one, request.before)
-    return BatchInForce(plan=replace(shown, fits=True), source=source, fits=bool(shown.fits))
 
 
 def _memory(request: PlanRequest, memory: Memory, most: int) -> DeviceMemory:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,12 +23,10 @@ from ampdoctor.evidence.report import Cause, Prescription
 from ampdoctor.evidence.trace import LOST
 from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.probes.modules import optimizer_parameters
-from ampdoctor.probes.op_overrides import How, Intervention, UserLine, address_of
-from ampdoctor.probes.own_ops import OwnOps
+from ampdoctor.probes.op_overrides import How, Intervention, OwnOps, UserLine, address_of
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.changes import rescaled
 from ampdoctor.workflows.repairs import put_right, repair
-from ampdoctor.workflows.searches import smallest_set
 from ampdoctor.workflows.trials import SHOWN, first_cure
 
 if TYPE_CHECKING:
@@ -103,7 +101,7 @@ def _attempt(addresses: Sequence[UserLine], how: How, trials: Trials) -> Prescri
         mode = Intervention(addresses, how, narrow=narrow)
         detail = _words(addresses, how, mode)
         result = trials.attempt("code", detail, _change(mode), detail, stands_in=True)
-        if addresses[0] not in mode.met:
+        if trials.comes_back and addresses[0] not in mode.met:
             return replace(result, status="not_run", reason="the replay did not meet the op at that line again")
         if result.status == "not_run":
             continue
@@ -451,3 +449,97 @@ def _without_the_batch(birth: NonFiniteOrigin, trials: Trials, session: Session)
     batch = step * session.batches_per_step + birth.where.micro_batch
     of = "" if session.batches_per_step == 1 else f" (the replay left out all of step {step})"
     return trials.attempt("skip_batch", batch, change.no_change, f"leave out batch {batch}{of}", from_step=step + 1)
+
+
+# -- the smallest set of elements whose treatment makes a trial succeed, by QuickXplain (Junker, AAAI 2004) --
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallestSet(Generic[T]):
+    """The elements that must be treated, in the given order; a trial with exactly these cured."""
+
+    elements: tuple[T, ...]
+    trials: tuple[tuple[frozenset[T], bool], ...]  # in order, and whether each cured; no set occurs twice
+
+    @property
+    def minimal(self) -> bool:
+        """True if for each element a trial without it, but with all the others (and perhaps more), failed."""
+        tried, whole = dict(self.trials), frozenset(self.elements)
+        return all(len(whole) == 1 or _needs(element, whole, tried) for element in whole)
+
+
+def _needs(element: T, cured: frozenset[T], tried: Mapping[frozenset[T], bool]) -> bool:
+    """Whether a trial without this element, but with all the others of the set, failed."""
+    return any(not well and element not in treated and cured - {element} <= treated for treated, well in tried.items())
+
+
+class _OutOfTrialsError(Exception):
+    """The limit of trials is reached."""
+
+
+def smallest_set(
+    elements: Sequence[T], cures: Callable[[frozenset[T]], bool], *, given: Sequence[T] = (), limit: int | None = None
+) -> SmallestSet[T] | None:
+    """Find a smallest set of elements whose treatment cures, and show that none of them can be left out.
+
+    The set is 1-minimal, and its cure was tried even if elements interact (a treatment that does harm). None if
+    treating everything does not cure.
+
+    An element whose treatment includes that of others comes before them in `elements`, so that it is dropped first.
+    `cures` runs a trial in which exactly these are treated; one with none is known to fail, and is not run. Elements of
+    `given` are likely to be needed, and are tried first, by themselves. After `limit` trials the smallest set that was
+    seen to cure is returned, `minimal` or not.
+    """
+    search = _SetSearch(cures, limit)
+    with suppress(_OutOfTrialsError):
+        search.run(tuple(elements), given)
+    cured = [treated for treated, well in search.tried.items() if well]
+    if not cured:
+        return None
+    smallest = min(cured, key=len)
+    return SmallestSet(tuple(one for one in elements if one in smallest), tuple(search.tried.items())[1:])
+
+
+class _SetSearch(Generic[T]):
+    """Runs each trial once."""
+
+    def __init__(self, cures: Callable[[frozenset[T]], bool], limit: int | None) -> None:
+        self.tried: dict[frozenset[T], bool] = {frozenset(): False}
+        self._cures = cures
+        self._limit = limit
+
+    def run(self, elements: tuple[T, ...], given: Sequence[T]) -> None:
+        """Try until a smallest set has cured, or everything has not."""
+        likely = frozenset(given)
+        if self._well(likely):
+            found = self._needed(frozenset(), given, fails=True)
+        elif self._well(frozenset(elements)):
+            rest = [element for element in elements if element not in likely]
+            found = likely | self._needed(likely, rest, fails=True)
+        else:
+            return
+        if not self._well(found):  # elements interact
+            found = min((treated for treated, well in self.tried.items() if well), key=len)
+        for element in sorted(found, key=elements.index):
+            others = found - {element}
+            if others and not _needs(element, found, self.tried) and self._well(others):
+                found = others
+
+    def _well(self, treated: frozenset[T]) -> bool:
+        if treated not in self.tried:
+            if self._limit is not None and len(self.tried) > self._limit:
+                raise _OutOfTrialsError
+            self.tried[treated] = self._cures(treated)
+        return self.tried[treated]
+
+    def _needed(self, beside: frozenset[T], among: Sequence[T], *, fails: bool = False) -> frozenset[T]:
+        """Returns which elements are needed beside others; `fails`: those others alone are known not to cure."""
+        if not fails and self._well(beside):
+            return frozenset()
+        if len(among) == 1:
+            return frozenset(among)
+        half = len(among) // 2
+        front = self._needed(beside | set(among[half:]), among[:half])
+        return front | self._needed(beside | front, among[half:], fails=not front)

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from ampdoctor.checkpoints.files import RegularFile, list_folder
+from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.json_files import parse_json
-from ampdoctor.checkpoints.log_files import read_details, read_steps
-from ampdoctor.checkpoints.log_folders import opened, run_logs
 from ampdoctor.checkpoints.safetensors_file import looks_like_safetensors, read_safetensors
 from ampdoctor.diagnosis.replay.gradients import underflow_expected
 from ampdoctor.diagnosis.replay.outcome import nonfinite_in_fp32
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
-from ampdoctor.evidence.log_records import DetailLine, StepLine
+from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine
 from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
 from ampdoctor.evidence.run_facts import GRADIENTS, PROFILE_MARK, SiteKind
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.numerics import Histogram
+from ampdoctor.health.condense import Attempts
+from ampdoctor.health.reading.log_files import thinned
+from ampdoctor.health.reading.log_kind import ReadIssues
+from ampdoctor.health.reading.opening import AMPDOCTOR, FoundLog, find_log
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.ranges.from_log import profile_from_log
-from ampdoctor.ranges.profile import FP8, SURE_BELOW, RangeProfile, Shadow, figures, fitted_figures, merge
+from ampdoctor.ranges.profile import FP8, SURE_BELOW, RangeProfile, Shadow, figures, fitted_figures
 from ampdoctor.ranges.profile_file import pack, unpack
 from ampdoctor.scaling.choose import choose_scale
-from ampdoctor.workflows.measure import measure, shadowed
+from ampdoctor.workflows.checkpoint_state import history_findings, not_said_yet, state_findings
+from ampdoctor.workflows.measure import measure, not_compared, shadowed
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.output_files import write_whole
 from ampdoctor.workflows.requests import is_run_log
@@ -202,33 +203,50 @@ NOTE_ON_LOGS = (
 """For a report that rests on a log."""
 
 
+MAX_STEPS = 100_000
+"""Steps of a log that are kept; more are thinned evenly."""
+MAX_DETAILS = 20_000
+"""The same for details: with 64 tensors each, 300 details of 4,000 tensors."""
+_Line = TypeVar("_Line", StepLine, DetailLine)
+
+
 def ranges_of_log(path: str) -> RangeProfile:
     """Returns the ranges in a run's log, its folder or one of its files; raises UsageError where there are none."""
     try:
-        with _files(Path(path)) as files:
-            details, steps = read_details(files), read_steps(files)
+        found = find_log(path)
+        if found.kind is not AMPDOCTOR:
+            raise UsageError(
+                f"{path} holds no log of a run: `ampdoctor recommend` takes a factory, a profile or such a log"
+            )
+        details, steps = _lines(found, DetailLine, MAX_DETAILS), _lines(found, StepLine, MAX_STEPS)
     except CheckpointError as error:
         raise UsageError(f"the log cannot be read: {error}") from None
-    found = [(entry.run, entry.line) for entry in details.standing if isinstance(entry.line, DetailLine)]
     try:
-        return profile_from_log(found, [entry.line for entry in steps.standing if isinstance(entry.line, StepLine)])
+        return profile_from_log(details, [line for _, line in steps])
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
 
 
-@contextmanager
-def _files(path: Path) -> Iterator[list[RegularFile]]:
-    if not path.is_dir():
-        with opened(path.parent, [path.name]) as files:
-            yield files
-        return
-    logs = run_logs(path, list_folder(path).names)
-    if not logs:
-        raise UsageError(
-            f"{path} holds no log of a run: `ampdoctor recommend` takes a factory, a profile or such a log"
-        )
-    with opened(path, logs[0]) as files:
-        yield files
+def _lines(found: FoundLog, kind: type[_Line], most: int) -> list[tuple[RunLine, _Line]]:
+    """Returns lines of the first rank that no rollback or restart has undone, each with the header before it."""
+    groups = Attempts()
+
+    def lines() -> Iterator[tuple[int, RunLine, _Line]]:
+        run, rank = RunLine(name=""), None
+        for whole in found.lines(ReadIssues()):
+            stamp, line = whole.stamp, whole.line
+            rank = stamp.rank if rank is None else rank
+            if stamp.rank != rank:
+                continue
+            if isinstance(line, RunLine):
+                run = line
+            elif isinstance(line, StepLine | DetailLine):
+                groups.begins(groups.of(stamp), line.step)
+                if isinstance(line, kind):
+                    yield groups.of(stamp), run, line
+
+    kept = thinned(lines(), most)
+    return [(run, line) for group, run, line in kept if line.step < groups.undone_from(group)]
 
 
 # -- a profile as one file: safetensors for the arrays, JSON in its header for the rest, and a checksum over both --
@@ -297,7 +315,8 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
         progress: Called after each step.
 
     Returns:
-        The report. Its findings are notes and warnings, except for a run that is not finite in fp32.
+        The report. Its findings are notes and warnings, except for a run that is not finite in fp32, and for what scan
+        says of the checkpoint's state.
 
     Raises:
         AmpdoctorError: The run cannot be replayed, or the file cannot be written; one sentence says why.
@@ -305,56 +324,53 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
     with open_replay(request) as replay:
         session = replay.session()
         start = session.snapshot()
+        found = state_findings(replay, session, request.thresholds)
         try:
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
             ranges = taken.ranges
             if not ranges.nonfinite_steps:
-                ranges = shadowed(session, taken, shadow_scales(ranges, request.thresholds), progress)
+                ranges, unlike = shadowed(session, taken, shadow_scales(ranges, request.thresholds), progress)
+                if unlike is not None:
+                    why = not_compared(unlike)
+                    taken.notes.append(f"what fp16 does to these gradients was not measured: {why}")
         finally:
             start.restore()
             session.close()
         replay.notes.extend(taken.notes)
         run = {**replay.described(session, ranges.steps), **_saved(save), "notes": list(dict.fromkeys(replay.notes))}
         target = request.described(replay.factory.name)
+        found += not_said_yet(history_findings(replay), found)
     if save is not None:
         write_profile(save, ranges)
-    return report_of(ranges, target, run, request.thresholds, expect_failure=request.expect_failure)
+    return report_of(ranges, target, run, request.thresholds, found, expect_failure=request.expect_failure)
 
 
-def profile_from_files(
-    paths: Sequence[str], *, save: str | None = None, thresholds: Thresholds = DEFAULT_THRESHOLDS
-) -> Report:
-    """Show saved profiles of one run (at least one file), with their steps one after the other; nothing runs.
+def profile_from_file(path: str, *, save: str | None = None, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Report:
+    """Show a saved profile, or the ranges in a run's log; nothing runs.
 
-    `save` is the file to which all of them are written together. Raises AmpdoctorError where a file is not a profile,
-    the profiles are of several runs, or `save` cannot be written.
+    `save` is the file to which they are written. Raises AmpdoctorError where the file holds no ranges, or `save` cannot
+    be written.
     """
-    ranges = merged_files(paths)
+    ranges = ranges_in(path)
     if save is not None:
         write_profile(save, ranges)
-    target = {**described_files(paths), "factory": ranges.run.factory or None}
-    return report_of(ranges, target, {**run_of_files(paths, ranges), **_saved(save)}, thresholds)
-
-
-def described_files(paths: Sequence[str]) -> dict[str, Any]:
-    """Returns the report's `target` if nothing runs."""
-    return {"profile": ", ".join(paths), **({"paths": list(paths)} if len(paths) > 1 else {})}
+    target = {"profile": path, "factory": ranges.run.factory or None}
+    return report_of(ranges, target, {**run_of_file(path, ranges), **_saved(save)}, thresholds)
 
 
 def _saved(file: str | None) -> dict[str, str]:
     return {} if file is None else {"saved": file}
 
 
-def merged_files(paths: Sequence[str]) -> RangeProfile:
-    """Returns the profiles in these files, or the ranges in a run's logs, as one."""
-    read = [ranges_of_log(path) if is_run_log(path) else read_profile(path) for path in paths]
-    return functools.reduce(merge, read)
+def ranges_in(path: str) -> RangeProfile:
+    """Returns a saved profile, or the ranges in a run's log."""
+    return ranges_of_log(path) if is_run_log(path) else read_profile(path)
 
 
-def run_of_files(paths: Sequence[str], ranges: RangeProfile) -> dict[str, Any]:
+def run_of_file(path: str, ranges: RangeProfile) -> dict[str, Any]:
     """Returns the report's `run` section if nothing ran."""
     facts = ranges.run
-    notes = {"notes": [NOTE_ON_LOGS]} if any(map(is_run_log, paths)) else {}
+    notes = {"notes": [NOTE_ON_LOGS]} if is_run_log(path) else {}
     return {"precision": facts.precision, "autocast": facts.autocast, "steps": ranges.steps, "replays": 0, **notes}
 
 
@@ -370,11 +386,13 @@ def report_of(
     target: Mapping[str, Any],
     run: Mapping[str, Any],
     thresholds: Thresholds,
+    of_the_state: Sequence[Finding] = (),
     *,
     expect_failure: bool = False,
 ) -> Report:
-    """Returns the report on a profile, whatever its source."""
-    findings = tuple(sorted(range_findings(ranges, thresholds), key=finding_order))
+    """Returns the report on a profile, whatever its source; `of_the_state` are findings before the first step."""
+    own = range_findings(ranges, thresholds)
+    findings = tuple(sorted([*own, *not_said_yet(of_the_state, own)], key=finding_order))
     choice = None if ranges.nonfinite_steps else choose_scale(ranges, thresholds)
     return Report(
         command="profile",

@@ -1,4 +1,4 @@
-"""`recommend`: advice on loss scaling and precision with its proof, or another cause where ranges explain nothing."""
+"""`recommend`: the cause that `bisect-nan` finds, or else advice on loss scaling and precision with its proof."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from ampdoctor.diagnosis.replay.precision import advise_precision
 from ampdoctor.diagnosis.replay.scaler_state import run_scaler_findings
 from ampdoctor.diagnosis.replay.updates import stagnation_expected
-from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.report import Check, Finding, Prescription, Report, Skipped, finding_order, verdict_of
 from ampdoctor.evidence.report_replay import ProofSection
@@ -26,188 +25,165 @@ from ampdoctor.workflows.advice import (
     precision_facts,
     with_simulation,
 )
-from ampdoctor.workflows.bisect_nan import DEFAULT_STEPS, bisect_nan
-from ampdoctor.workflows.changes import Change, both, fp32_modules, no_change, rescaled, with_scaler
-from ampdoctor.workflows.checkpoint_state import history_findings, is_suspect, not_said_yet
-from ampdoctor.workflows.measure import MeasuredStep, Measurement, Shadows, measure, not_compared
-from ampdoctor.workflows.open_replay import open_replay, sick_state
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.measure import measure, not_compared, shadowed
+from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.profile import (
-    described_files,
-    merged_files,
     profile_section,
     range_checks,
     range_findings,
-    run_of_files,
+    ranges_in,
+    run_of_file,
     shadow_scales,
 )
-from ampdoctor.workflows.replay_under_change import FirstSteps, Observed, observe
+from ampdoctor.workflows.replay_under_change import Observed
 from ampdoctor.workflows.requests import keep_all
-from ampdoctor.workflows.scale_findings import Judgement, judge
+from ampdoctor.workflows.scale_findings import Judgement, Replays, judge
 from ampdoctor.workflows.trials import proof_of, proof_section
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.run_facts import PrecisionAdvice
-    from ampdoctor.probes.ranges import Zeroed
     from ampdoctor.ranges.profile import RangeProfile
-    from ampdoctor.replay.session import Session
-    from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.requests import Progress, ReplayRequest, SetAside
 
 
 SCALING = frozenset({"grad_underflow", "grad_overflow", "scaler_collapse"})
 """Causes that a recommendation derives from ranges and replays itself."""
-UNEXPLAINED = frozenset({"AMP206", "AMP207"})
+SEARCHED_STEPS = 8
+"""Number of steps that are searched for other causes before the ranges are measured."""
+_UNSETTLED = frozenset({"not_replayed", "not_in_half"})
+"""Kinds of what a search has left out that forbid to call the run healthy."""
+_UNEXPLAINED = frozenset({"AMP206", "AMP207"})
 """Codes of a recommendation's findings if ranges explain nothing."""
-_SCALES = frozenset({"init_scale", "scaler"})
-HARM = frozenset({"error", "warning"})
-
-
-def classified(
-    request: ReplayRequest, own: Sequence[Finding], steps: int, progress: Progress | None, set_aside: SetAside
-) -> tuple[tuple[Finding, ...], tuple[Skipped, ...]]:
-    """Returns a recommendation's findings with `bisect-nan`'s for other causes than the scale, and what it left out.
-
-    If the recommendation's own replays (of `steps` steps) were harmed, all of their steps are searched. Otherwise only
-    the usual few are, to find lost updates and a misused scaler.
-    """
-    wanted = replace(request, steps=steps if is_harmed(own) else searched_steps(steps))
-
-    def decided(report: Report) -> Report:
-        return set_aside(replace(report, command="recommend"))  # the user's decisions are per command
-
-    try:
-        search = bisect_nan(wanted, progress=progress, set_aside=decided)
-    except AmpdoctorError as error:
-        return tuple(own), (Skipped(what="search for other causes", reason=str(error)),)
-    behind = tuple(one for one in search.skipped if one.kind == "not_replayed")
-    return combined(own, search.findings), behind
-
-
-def searched_steps(steps: int) -> int:
-    """Returns how many of the replayed steps are searched where nothing was harmed."""
-    return min(steps, DEFAULT_STEPS)
-
-
-def is_harmed(own: Sequence[Finding]) -> bool:
-    """Whether a recommendation's findings name harm that does not come from the loss scale."""
-    return any(finding.severity in HARM and finding.cause not in SCALING for finding in own)
-
-
-def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Returns one finding per cause: the recommendation's own for the scale, else the search's, which names the op.
-
-    A cause in the scale whose change was not shown to cure gives way to another cause that was found. The search's
-    finding that gradients depart without a cause (AMP207) is left out if the scale harms them.
-    """
-    named = any(finding.severity == "error" and finding.cause not in {None, *SCALING} for finding in found)
-    own = [finding for finding in own if not (named and finding.cause in SCALING and not _is_proved(finding))]
-    scaling = {finding.cause for finding in own if finding.cause in SCALING}
-    harmful = any(finding.cause in SCALING and finding.severity in HARM for finding in own)
-    codes = {finding.code for finding in own}
-    added = [
-        finding
-        for finding in found
-        if finding.cause not in scaling
-        and not (finding.code in codes and finding.code.startswith("AMP4"))
-        and not (harmful and finding.code == "AMP207")
-        # the search's few steps may end while the scaler still backs off; in the recommendation's replay it has settled
-        and not (finding.cause in SCALING and finding.severity != "error")
-    ]
-    explained = any(finding.severity in HARM for finding in added)
-    causes = {finding.cause for finding in added}
-    superseded = causes - SCALING
-    kept = [f for f in own if f.cause not in superseded and not (explained and f.code in UNEXPLAINED)]
-    return tuple(sorted([*kept, *added], key=finding_order))
-
-
-def _is_proved(finding: Finding) -> bool:
-    """Whether another scale cured it; a cure by bf16 says nothing about the scale."""
-    change = finding.prescription
-    return change is not None and change.kind in _SCALES and change.status in ("verified", "intervention")
-
-
-# -- `recommend` --
-# It classifies first: no loss scale cures an overflow in the forward, or one in fp32 as well. Then come the closed
-# forms and their simulation, then replays of the same steps, with the run's own scaling and with the recommended.
+_HARM = frozenset({"error", "warning"})
 
 
 def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_aside: SetAside = keep_all) -> Report:
-    """Recommend GradScaler settings and precision.
+    """Recommend GradScaler settings and precision; first search the first steps for other causes, as `bisect-nan` does.
 
     Args:
         request: What to replay.
         progress: Called after each step.
-        set_aside: As for `bisect_nan`, for causes other than the loss scale.
+        set_aside: As for `bisect_nan`.
 
     Returns:
-        The report; `scaler.change` is False if the present scaler is as good.
+        The report; that of the search if it finds a cause that is not the loss scale. Otherwise `scaler.change` says
+        whether other settings are better than the present ones.
 
     Raises:
         AmpdoctorError: The run cannot be replayed; one sentence says why.
     """
-    report, steps, calm = _from_a_replay(request, progress)
-    findings, skipped = report.findings, tuple[Skipped, ...]()
-    if not calm:
-        findings, skipped = classified(request, findings, steps, progress, set_aside)
-    shown = proof_of(findings) or report.proof
-    report = replace(report, findings=findings, skipped=(*report.skipped, *skipped), proof=shown, verdict="sick")
-    cut = any(one.kind == "not_replayed" for one in skipped)
-    found = set_aside(report).found
-    return replace(report, verdict=verdict_of(found, settled=not cut, expect_failure=request.expect_failure))
+
+    def decided(report: Report) -> Report:
+        return set_aside(replace(report, command="recommend"))  # the user's decisions are per command
+
+    notes: dict[str, None] = {}  # some are only told when the user's modules are imported, so the first time
+
+    def noted(report: Report) -> Report:
+        notes.update(dict.fromkeys(report.run["notes"]))
+        return replace(report, run={**report.run, "notes": list(notes)})
+
+    def searched(steps: int) -> Report:
+        found = noted(bisect_nan(replace(request, steps=steps), progress=progress, set_aside=decided))
+        return replace(found, command="recommend", target={**found.target, **request.described_advice()})
+
+    search = searched(min(request.steps or SEARCHED_STEPS, SEARCHED_STEPS))
+    if other_cause(search, decided):
+        return search
+    report = noted(_measured(request, progress))
+    steps = report.run["steps"]
+    unexplained = any(finding.code in _UNEXPLAINED for finding in report.findings)
+    if steps > SEARCHED_STEPS and (unexplained or search.verdict != report.verdict):
+        search = searched(steps)  # what harms the run may come later
+        if other_cause(search, decided):
+            return search
+    findings = combined(report.findings, search.findings)
+    report = replace(
+        report,
+        verdict=search.verdict,
+        complete=search.complete,
+        findings=findings,
+        skipped=(*report.skipped, *(one for one in search.skipped if one.kind in _UNSETTLED)),
+        errors=search.errors,
+        proof=proof_of(findings) or report.proof,
+    )
+    sick = any(finding.severity == "error" for finding in decided(report).found)
+    return replace(report, verdict="sick") if sick else report
 
 
-def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[Report, int, bool]:
-    """Returns the report from ranges and replays, the number of steps, and whether no other cause need be searched."""
+def other_cause(search: Report, set_aside: SetAside) -> bool:
+    """Whether a search has found an error that is not of the loss scale, and that the user has not set aside."""
+    own = {finding.fingerprint for finding in search.findings}
+    left = [finding for finding in set_aside(search).findings if finding.fingerprint in own]
+    return any(finding.severity == "error" and finding.cause not in SCALING for finding in left)
+
+
+def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Returns a recommendation's findings with those of a search that has found no error but in the loss scale.
+
+    Of the loss scale the recommendation's own are told; the search's only if there is none and the run is sick. Of
+    all else the search's are told, which name the op; an error among them was set aside by the user.
+    """
+    scaling = [finding for finding in own if _is_of_the_scale(finding)]
+    if scaling:
+        found = [finding for finding in found if not _is_of_the_scale(finding)]
+    if any(finding.severity in _HARM for finding in scaling):
+        found = [finding for finding in found if finding.code != "AMP207"]
+    added = [finding for finding in found if not _is_of_the_scale(finding) or finding.severity == "error"]
+    harmed = any(finding.severity in _HARM and finding.cause not in SCALING for finding in added)
+    codes = {finding.code for finding in added} | (_UNEXPLAINED if harmed else frozenset())
+    causes = {finding.cause for finding in added} - {None, *SCALING}
+    kept = [finding for finding in own if finding.code not in codes and finding.cause not in causes]
+    return tuple(sorted([*kept, *added], key=finding_order))
+
+
+def _is_of_the_scale(finding: Finding) -> bool:
+    """Whether it is of the loss scale, not in the run's past (AMP7xx), which only a log shows."""
+    return finding.cause in SCALING and not finding.code.startswith("AMP7")
+
+
+# -- from ranges: the closed forms and their simulation, then replays with the run's own scaling and the recommended --
+
+
+def _measured(request: ReplayRequest, progress: Progress | None) -> Report:
+    """Returns the report from ranges and replays."""
     with open_replay(request) as replay:
         session = replay.session()
         start = session.snapshot()
-        suspect = is_suspect(session)  # the first step hides it
         try:
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
-            finite = not taken.ranges.nonfinite_steps
-            shadows = Shadows(taken.ranges, shadow_scales(taken.ranges, request.thresholds) if finite else ())
-            while len(taken.moments) > 1:  # no other reference, so the last step's state is freed at once
-                shadows.take(session, taken.moments[-1])
-                taken = replace(taken, moments=taken.moments[:-1])
-            calm = FirstSteps(taken.first, searched_steps(taken.ranges.steps), request.thresholds)
-            replays = _Replays(session, start, taken, shadows, calm, progress)
-            report = _Recommendation(taken.ranges, request, replays).report()
-            quiet = calm.throughout and not is_harmed(report.findings) and not sick_state(session) and not suspect
+            ranges = taken.ranges
+            if not ranges.nonfinite_steps:
+                ranges, _ = shadowed(session, taken, shadow_scales(ranges, request.thresholds), progress)
+            taken = replace(taken, moments=())  # frees the states
+            report = _Recommendation(ranges, request, Replays(session, start, taken, progress)).report()
         finally:
             start.restore()
             session.close()
         replay.notes.extend(taken.notes)
-        resumed = replay.resumed
-        lost = resumed.lost_scaler if resumed is not None else None
+        lost = replay.resumed.lost_scaler if replay.resumed is not None else None
         if lost is not None:
             was = "collapsed" if lost.collapsed else "settled"
             said = f"the checkpoint's {was} scale of {lost.scale:g} is not continued by the run"
             report = replace(report, checks=(*report.checks, Check(name="checkpoint's loss scale", result=said)))
-        past = history_findings(replay, request.thresholds)
-        found = (*report.findings, *not_said_yet(past, report.findings))
-        report = replace(report, findings=tuple(sorted(found, key=finding_order)))
-        run = replay.described(session, taken.ranges.steps)
+        run = {**replay.described(session, taken.ranges.steps), "notes": list(dict.fromkeys(replay.notes))}
         target = {**request.described(replay.factory.name), **request.described_advice()}
-        scalers = (replay.scaler, resumed.file_scaler if resumed is not None else None)
-        quiet = quiet and not past and not any(scaler is not None and scaler.dead for scaler in scalers)
-        quiet = quiet and lost is None
-    run = {**run, "notes": list(dict.fromkeys(replay.notes))}
-    return replace(report, target=target, run=run), taken.ranges.steps, quiet
+    return replace(report, target=target, run=run)
 
 
-def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report:
-    """Recommend settings from saved profiles of one run (at least one file); nothing runs.
+def recommend_from_file(path: str, request: ReplayRequest) -> Report:
+    """Recommend settings from a saved profile, or from a run's log; nothing runs.
 
-    Of `request`, only the thresholds and the options of the advice count. Raises AmpdoctorError where a file is no
-    profile, or the profiles are of several runs.
+    Of `request`, only the thresholds and the options of the advice count. Raises AmpdoctorError where the file holds no
+    ranges.
     """
-    ranges = merged_files(paths)
+    ranges = ranges_in(path)
     report = _Recommendation(ranges, request, None).report()
     if report.verdict == "healthy" and _loses(ranges, report):
         report = replace(report, verdict="inconclusive")
     skipped = Skipped(what="replay", reason="ranges alone were given, not the run: give the factory for a replay")
-    target = {**described_files(paths), **request.described_advice()}
-    return replace(report, target=target, run=run_of_files(paths, ranges), skipped=(*report.skipped, skipped))
+    target = {"profile": path, **request.described_advice()}
+    return replace(report, target=target, run=run_of_file(path, ranges), skipped=(*report.skipped, skipped))
 
 
 def _loses(ranges: RangeProfile, report: Report) -> bool:
@@ -221,66 +197,6 @@ def _loses(ranges: RangeProfile, report: Report) -> bool:
     return bool(gradients.numel) and gradients.zeros == gradients.numel
 
 
-@dataclass(slots=True)
-class _Replays:
-    """The replays behind a recommendation; each is made at most once."""
-
-    session: Session
-    start: Snapshot
-    taken: Measurement
-    shadows: Shadows
-    calm: FirstSteps
-    progress: Progress | None
-    _own: Observed | None = None
-    _known: dict[float, Zeroed] = field(default_factory=dict)
-
-    def own(self) -> Observed:
-        """Returns the replay with the run's own scaling."""
-        if self._own is None:
-            self._tell("replaying as it is")
-            run = self.taken.ranges.run
-            self._own = self._observe(no_change, run.loss_scale, moment=self._moment, calm=self.calm)
-        return self._own
-
-    def changed(self, advice: Advice) -> Observed:
-        """Returns the replay with the recommended scaler, and with fp32 for the modules that no scale fits."""
-        self._tell("replaying with the recommended scaler")
-        ranges, scale = self.taken.ranges, advice.recommended.scale
-        if ranges.run.base_scale != 1.0:
-            return self._observe(both(rescaled(scale / ranges.run.base_scale), _islands(advice)), None)
-        change = both(with_scaler(**advice.recommended.arguments()), _islands(advice))
-        return self._observe(change, None if advice.choice.fp32_modules else scale, moment=self._moment)
-
-    def ranges(self) -> RangeProfile:
-        """Returns the profile with its shadows; a first step that a replay has taken is not run again."""
-        if self._moment is not None:
-            self.shadows.take(self.session, self._moment, self._known)
-        return self.shadows.profile()
-
-    @property
-    def _moment(self) -> MeasuredStep | None:
-        return next(iter(self.taken.moments), None)
-
-    def _observe(
-        self, change: Change, scale: float | None, *, moment: MeasuredStep | None = None, calm: FirstSteps | None = None
-    ) -> Observed:
-        """Replay under a change; `scale` is the changed loss scale, or None if more than the scale is changed."""
-        steps, plan = self.taken.ranges.steps, self.taken.plan
-        unlike = self._own.unlike if self._own is not None else None
-        seen = observe(self.session, self.start, steps, plan, change, moment=moment, calm=calm, unlike=unlike)
-        if seen.first is not None and scale is not None and (scale == seen.scales[0] if seen.scales else scale == 1.0):
-            self._known[scale] = seen.first
-        return seen
-
-    def _tell(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress(what, 0, None)
-
-
-def _islands(advice: Advice) -> Change:
-    return fp32_modules(advice.choice.fp32_modules) if advice.choice.fp32_modules else no_change
-
-
 _REFUSED = "a GradScaler refuses fp16 gradients: a pure fp16 model needs autocast, master weights or bf16"
 
 
@@ -288,7 +204,7 @@ _REFUSED = "a GradScaler refuses fp16 gradients: a pure fp16 model needs autocas
 class _Recommendation:
     ranges: RangeProfile
     request: ReplayRequest
-    replays: _Replays | None
+    replays: Replays | None
     findings: list[Finding] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
@@ -314,7 +230,7 @@ class _Recommendation:
             skipped=tuple(self.skipped),
             scaler=section,
             profile=profile_section(
-                ranges if self.replays is None else self.replays.ranges(),
+                ranges,
                 None if advice is None else advice.choice.settings.scale,
                 sites=self.replays is not None,
             ),
@@ -430,7 +346,7 @@ class _Recommendation:
             growth_interval=settings.growth_interval,
             growth_tracker=settings.growth_tracker,
         )
-        return [finding for finding in run_scaler_findings(own) if finding.code not in said]
+        return [finding for finding in run_scaler_findings(own, self.request.thresholds) if finding.code not in said]
 
     def _emitted(self, advice: Advice | None, section: ScalerSection, precision: PrecisionAdvice) -> EmittedSettings:
         """Returns the recommended precision and, for fp16, the settings to use, in a framework's terms."""

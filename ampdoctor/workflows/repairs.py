@@ -11,12 +11,12 @@ import torch
 
 from ampdoctor.checkpoints.tensor_statistics import NEVER_NEGATIVE
 from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE
-from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.report_replay import HALF_WEIGHTS, WITHOUT_GRADIENTS
 from ampdoctor.hooks.backwards import mark_scaled, scaled_within
-from ampdoctor.hooks.callbacks import on_gradient
+from ampdoctor.hooks.callbacks import on_gradient, on_scaler_call
+from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.nonfinite import state_tensors
 from ampdoctor.workflows.changes import both, loss_scale
@@ -58,47 +58,41 @@ def unscaled_by_the_step(session: Session) -> AbstractContextManager[None]:
 @contextmanager
 def asked_for_unscaled(session: Session) -> Iterator[None]:
     """Unscale the gradients that the step asks for outside its backwards."""
-    scaling = torch.amp.GradScaler.scale
 
-    def scale(scaler: Any, outputs: Any) -> Any:
-        scaled = scaling(scaler, outputs)
-        factor = scaler.get_scale()
-        for output in scaled if isinstance(scaled, list | tuple) else (scaled,):
-            if isinstance(output, torch.Tensor) and output.requires_grad:
-                on_gradient(output, lambda grad: None if session.events.backwards.inside else grad / factor)
+    def scale(scaler: Any, _method: str, _outputs: Any, run: Callable[[], Any]) -> Any:
+        scaled, factor = run(), scaler.get_scale()
+        for output in _differentiable(scaled):
+            on_gradient(output, lambda grad: None if session.events.backwards.inside else grad / factor)
         return scaled
 
-    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
-    try:
+    with on_scaler_call(scale, methods=("scale",), disabled=True):
         yield
-    finally:
-        torch.amp.GradScaler.scale = scaling  # type: ignore[method-assign]
 
 
 @contextmanager
 def scaled_once(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change that needs no part of the run
     """Undo, in the backward, the scaling of a tensor that is scaled once more later."""
-    scaling = torch.amp.GradScaler.scale
 
-    def scale(scaler: Any, outputs: Any) -> Any:
+    def scale(scaler: Any, _method: str, outputs: Any, run: Callable[[], Any]) -> Any:
         for marked in scaled_within(outputs):
             marked.append(True)
-        scaled = scaling(scaler, outputs)
-        factor = scaler.get_scale()
+        scaled, factor = run(), scaler.get_scale()
 
         def divided(again: list[bool], grad: torch.Tensor) -> torch.Tensor | None:
             return grad / factor if again else None  # filled by now if it was scaled once more
 
-        for output in scaled if isinstance(scaled, list | tuple) else (scaled,):
-            if isinstance(output, torch.Tensor) and output.requires_grad:
-                on_gradient(output, partial(divided, mark_scaled(output)))
+        for output in _differentiable(scaled):
+            on_gradient(output, partial(divided, mark_scaled(output)))
         return scaled
 
-    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
-    try:
+    with on_scaler_call(scale, methods=("scale",), disabled=True):
         yield
-    finally:
-        torch.amp.GradScaler.scale = scaling  # type: ignore[method-assign]
+
+
+def _differentiable(scaled: Any) -> Iterator[torch.Tensor]:
+    for output in scaled if isinstance(scaled, list | tuple) else (scaled,):
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            yield output
 
 
 @contextmanager
@@ -136,11 +130,11 @@ def cleared_of_others(session: Session) -> Iterator[None]:
 def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None) -> Iterator[None]:
     """Make unscaling only check for infinities, and divide arriving gradients by the result of `divided`, if any."""
     scalers = [session.scaler]
-    scaling, unscaling = torch.amp.GradScaler.scale, torch.amp.GradScaler._unscale_grads_
+    unscaling = torch.amp.GradScaler._unscale_grads_
 
-    def scale(scaler: Any, outputs: Any) -> Any:
+    def scale(scaler: Any, _method: str, _outputs: Any, run: Callable[[], Any]) -> Any:
         scalers.append(scaler)  # a step may hold a scaler itself
-        return scaling(scaler, outputs)
+        return run()
 
     def unscale(scaler: Any, optimizer: Any, inv_scale: Any, found_inf: Any, *rest: Any) -> Any:
         return unscaling(scaler, optimizer, torch.ones_like(inv_scale), found_inf, *rest)
@@ -159,9 +153,8 @@ def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None
         for parameter in session.model.parameters() if divided is not None else ():
             if parameter.requires_grad and parameter.is_leaf:
                 stack.callback(_hooked_first(parameter, arrived).remove)
-        for name, changed, original in (("scale", scale, scaling), ("_unscale_grads_", unscale, unscaling)):
-            setattr(torch.amp.GradScaler, name, changed)
-            stack.callback(setattr, torch.amp.GradScaler, name, original)
+        stack.enter_context(on_scaler_call(scale, methods=("scale",), disabled=True))
+        stack.enter_context(replaced(torch.amp.GradScaler, "_unscale_grads_", unscale))
         yield
 
 
@@ -235,7 +228,7 @@ def after_refusal(session: Session, halves: HalfWeights | None) -> str:
 
 
 def repaired(places: Sequence[Where]) -> Callable[[Session], AbstractContextManager[Any]]:
-    """Returns a change: the broken elements of the tensors at `places` are replaced.
+    """Returns a change: the broken elements of the tensors at `places` are replaced, and those of any moment.
 
     A weight or a buffer gets the median of the tensor's other elements: near 0 for weights that are drawn around 0,
     near 1 for the scale of a normalisation, a usual variance for a running variance. If no element is sound, it gets 0,
@@ -248,9 +241,9 @@ def repaired(places: Sequence[Where]) -> Callable[[Session], AbstractContextMana
         wanted = {_key(where) for where in places}
         masks: dict[str, torch.Tensor] = {}
         for kind, name, tensor in state_tensors(session):
-            if name not in wanted or not tensor.is_floating_point():
-                continue
-            bad = _broken(kind, name, tensor.detach())
+            if not tensor.is_floating_point() or not (name in wanted or kind == "optimizer_state"):
+                continue  # a file may not name the parameters of its moments
+            bad = _broken(name, tensor.detach())
             if kind == "optimizer_state":
                 owner = name.partition(":")[0]
                 masks[owner] = masks[owner] | bad if owner in masks and masks[owner].shape == bad.shape else bad
@@ -288,13 +281,11 @@ def _key(where: Where) -> str:
     return f"{where.tensor}:{entry}" if entry != op else where.tensor or ""
 
 
-def _broken(kind: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _broken(name: str, tensor: torch.Tensor) -> torch.Tensor:
     leaf = name.rpartition(":")[2].rpartition(".")[2]
     bad = ~torch.isfinite(tensor)
     if leaf in NEVER_NEGATIVE:
         bad |= tensor < 0
-    if kind == "param":
-        bad |= tensor.abs() == FP16_MAX
     return bad
 
 

@@ -1,4 +1,4 @@
-"""Replays the run under a change, and checks whether a search for other causes could find any."""
+"""Replays the run under a change."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.replay.gradients import CLEARLY_BETTER, starved
+from ampdoctor.diagnosis.replay.gradients import CLEARLY_BETTER
 from ampdoctor.diagnosis.replay.scaler_misuse import times_begun_again
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import PrescriptionStatus
@@ -17,22 +17,16 @@ from ampdoctor.evidence.report_replay import Proof, ReplayedStep
 from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import ReferenceGradients, Zeroed, ZeroedProbe
-from ampdoctor.replay.python_state import Beyond, has_moved
 from ampdoctor.workflows.changes import Change, no_change
-from ampdoctor.workflows.compare_fp32 import CompareDuringReplay, DoesNotComeBackError, Seen, is_calm
-from ampdoctor.workflows.lost_updates import is_quiet
 from ampdoctor.workflows.measure import comes_back, harms, is_far, not_compared, spread
-from ampdoctor.workflows.step_beside_fp32 import Fp32Step, StateCopy, kept, moved
 from ampdoctor.workflows.trials import AGREEMENT, replayed
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.evidence.trace import Comparison, StepOutcome
+    from ampdoctor.evidence.trace import StepOutcome
     from ampdoctor.probes.gradients import Gradients
     from ampdoctor.probes.modules import LowPrecisionTensors
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.measure import MeasuredStep
 
 
 FLUSH_THAT_PAYS = 1e-2
@@ -49,7 +43,6 @@ class Observed:
 
     steps: int = 0  # replayed; fewer than asked for if one was harmed
     skipped: tuple[int, ...] = ()
-    lost_at: int | None = None  # first skipped step with a non-finite loss, if later steps are taken
     harmed: str | None = None  # "loss" or "grad:fc.weight", without a skip; a loss also before skips to the end
     harmed_at: int | None = None
     scales: tuple[float, ...] = ()  # of each step; empty without an enabled scaler
@@ -61,7 +54,6 @@ class Observed:
     errors: tuple[float, ...] = ()  # relative L2 error of the weight gradients, by compared step
     failure: str | None = None  # why the replay could not run
     begun_again: int = 0  # how often the loss scale rose after a skip, because the scaler is made anew
-    first: Zeroed | None = None  # gradients of step 0 beside fp32's; None if it was not compared
     rows: tuple[ReplayedStep, ...] = ()
     references: tuple[ReplayedStep, ...] = ()  # the compared steps in fp32
 
@@ -138,18 +130,14 @@ def observe(
     plan: LowPrecisionTensors | None,
     change: Change = no_change,
     *,
-    moment: MeasuredStep | None = None,
-    calm: FirstSteps | None = None,
     unlike: int | None = None,
 ) -> Observed:
     """Replay under a change; the session is back at `start` afterwards.
 
-    There must be batches for `steps` steps. `moment` is the measured step 0, whose gradients may serve as fp32's; None
-    where the change affects fp32. `calm` checks steps of a replay without a change. `unlike` is a step that is known
-    not to be reproduced.
+    There must be batches for `steps` steps. `unlike` is a step that is known not to be reproduced.
     """
     start.restore()
-    watch = _Watch(session, plan, spread(steps), moment, calm, unlike=unlike)
+    watch = _Watch(session, plan, spread(steps), unlike=unlike)
     failure = None
     try:
         with change(session):
@@ -167,8 +155,6 @@ class _Watch:
         session: Session,
         plan: LowPrecisionTensors | None,
         compare: frozenset[int],
-        moment: MeasuredStep | None,
-        calm: FirstSteps | None,
         *,
         unlike: int | None,
     ) -> None:
@@ -178,9 +164,6 @@ class _Watch:
         run = session.run
         self._ours = run.step is None and run.max_grad_norm is None and not session.masters
         """The optimizer gets the backward's gradients unchanged: no clipping, and no step of the user's own."""
-        self._moment = moment if self._ours and not kept(session, trained=False).half else None
-        self._calm = calm
-        self._first: Zeroed | None = None
         self._times: Mapping[str, int] = {}
         self._sentinel = NonFiniteProbe()
         self._outcomes: list[StepOutcome] = []
@@ -216,20 +199,14 @@ class _Watch:
     def _step(self, step: int) -> tuple[StepOutcome, float | None, tuple[str, ...]]:
         """Returns the outcome, for a compared step the norm of the gradients that the optimizer got, and the sinks."""
         session = self._session
-        calm = self._calm is not None and self._calm.wants(session, step)
-        if step not in self._compare and not calm:
+        if step not in self._compare:
             return session.step(step), None, self._sentinel.sightings.sinks
-        values = kept(session) if calm else StateCopy()
-        before, reference, wide, received, there = self._reference(step, values)
+        before, reference, received = self._reference(step)
         zeroed, probe = ZeroedProbe(reference), DistanceProbe(received, self._times)
         with session.watched(zeroed, probe):
             outcome = session.step(step)
-        if self._calm is not None and calm:
-            twin = Fp32Step(probe, values, there, wide, math.isfinite(probe.distance.reference))
-            self._calm.note(session, twin, outcome, self._sentinel)
         sinks = self._sentinel.sightings.sinks
-        if step in self._compare:
-            self._compared_with(reference, step, before, zeroed.zeroed, outcome)
+        self._compared_with(reference, step, before, zeroed.zeroed, outcome)
         handed = received and (outcome.optimizer_steps or not session.optimizers)
         return outcome, math.sqrt(probe.distance.norm) if handed else None, sinks
 
@@ -252,41 +229,30 @@ class _Watch:
             if not back:
                 self._forget_compared(unlike=step)
                 return
-        if step == 0:
-            self._first = found
         if not outcome.loses_updates:
             self._add(step, found)
 
     def _forget_compared(self, *, unlike: int) -> None:
         """Drop all comparisons, because a step is not reproduced: they may have been of different data."""
-        self._unlike, self._compare, self._first = unlike, frozenset(), None
+        self._unlike, self._compare = unlike, frozenset()
         for gathered in (self._compared, self._flushed, self._nonzero, self._errors, self._references):
             gathered.clear()
 
-    def _reference(
-        self, step: int, values: StateCopy
-    ) -> tuple[Snapshot, ReferenceGradients, StepOutcome, Gradients, StateCopy]:
+    def _reference(self, step: int) -> tuple[Snapshot, ReferenceGradients, Gradients]:
         """Run the step in fp32, and restore.
 
-        Returns the state before it, its gradients as the backward delivers them, its outcome, its gradients as the
-        optimizer gets them, and how the half tensors move.
+        Returns the state before it, and its gradients as the backward delivers them and as the optimizer gets them.
         """
-        session, moment = self._session, self._moment
-        if step == 0 and moment is not None:
-            received = moment.gradients.received(session)
-            self._references.append(replayed(moment.outcome, moment.sinks, received))
-            return moment.state, moment.gradients, moment.outcome, received, StateCopy()
+        session = self._session
         reference, gradients = ReferenceGradients(self._plan), GradientProbe()
         here = session.snapshot()
         with session.reference(), session.watched(reference, *(() if self._ours else (gradients,))):
             wide = session.step(step)
-            there = moved(session, values)
         here.restore()
         received = reference.received(session) if self._ours else gradients.gradients
         self._times = gradients.times
-        if step in self._compare:
-            self._references.append(replayed(wide, self._sentinel.sightings.sinks, received))
-        return here, reference, wide, received, there
+        self._references.append(replayed(wide, self._sentinel.sightings.sinks, received))
+        return here, reference, received
 
     def _add(self, step: int, zeroed: Zeroed) -> None:
         self._compared.append(step)
@@ -307,7 +273,6 @@ class _Watch:
         return Observed(
             steps=len(outcomes),
             skipped=tuple(o.step for o in outcomes if o.loses_updates),
-            lost_at=self._lost if harmed is None else None,
             harmed=harmed,
             harmed_at=at,
             scales=tuple(o.scale_before for o in outcomes if o.scale_before is not None),
@@ -319,52 +284,6 @@ class _Watch:
             errors=tuple(self._errors),
             failure=failure,
             begun_again=times_begun_again(outcomes, ("", *self._session.optimizers)),
-            first=self._first,
             rows=tuple(self._rows),
             references=tuple(self._references),
         )
-
-
-# -- a replay as the run is: could a search for causes other than the loss scale find any? --
-# `bisect-nan` would run the same steps again, each beside fp32. Where they are reproduced bit by bit, stay finite, are
-# taken, and no rule fires in the comparison, it would find nothing.
-
-
-@dataclass(slots=True)
-class FirstSteps:
-    """Collects what the first steps of a replay show."""
-
-    first: Seen | None  # the first step as seen before, from the same state
-    steps: int  # that a search would run
-    thresholds: Thresholds
-    _alongside: CompareDuringReplay = field(default_factory=CompareDuringReplay)
-    _own: Beyond = field(default_factory=dict)
-    _quiet: int = 0
-    _compared: list[Comparison] = field(default_factory=list)
-
-    def wants(self, session: Session, step: int) -> bool:
-        """Whether the next step is to be compared with fp32; False once a step may have a finding."""
-        self._own = session.reached.beyond()
-        here = self.first is not None and self._quiet == step < self.steps
-        return here and self._alongside.wants(session, step)
-
-    def note(self, session: Session, twin: Fp32Step, outcome: StepOutcome, sentinel: NonFiniteProbe) -> None:
-        """Count a step that was compared with its twin in fp32, if it shows nothing."""
-        if outcome.skipped or sentinel.sightings.sinks or has_moved(self._own, session.reached.beyond()):
-            return
-        if outcome.step == 0 and not (self.first and self.first.is_same(Seen.of(session, sentinel))):
-            return
-        try:
-            self._alongside.note(session, twin, outcome, sentinel)
-        except DoesNotComeBackError:
-            return
-        beside = self._alongside.seen.get(outcome.step)
-        if beside is not None and beside.comparison is not None:
-            self._compared.append(beside.comparison)
-            self._quiet += is_calm(beside.comparison, self.thresholds)
-
-    @property
-    def throughout(self) -> bool:
-        """Whether a search would find nothing."""
-        hungry = starved(self._compared, self.thresholds)
-        return self._quiet >= self.steps and not hungry and is_quiet(self._compared, self.thresholds)

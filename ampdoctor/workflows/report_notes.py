@@ -15,7 +15,8 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import NOT_IN_HALF, Check, ErrorNote, Skipped
 from ampdoctor.evidence.report_replay import NodeRole, PathNode, PathSection
 from ampdoctor.evidence.trace import NonFiniteOrigin, PathOp
-from ampdoctor.probes.formats_seen import HalfOps, Region
+from ampdoctor.precision.casting import HALVES
+from ampdoctor.probes.formats_seen import AutocastProbe, FormatsProbe, Region
 from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.user_code import as_source
 
@@ -181,7 +182,9 @@ def failed_run(replay: OpenReplay) -> KnownFailure | None:
     """Returns the failure that the user, the checkpoint or its log reports, or None."""
     request, resumed = replay.request, replay.resumed
     scaler = resumed.file_scaler if resumed is not None else None
-    return known_failure(replay.log, scaler, said=request.expect_failure, thresholds=request.thresholds)
+    of_log = () if replay.log is None else replay.log.findings()
+    loss = replay.saved_loss if replay.log is None else None
+    return known_failure(of_log, loss, scaler, said=request.expect_failure)
 
 
 def replayed_here(replay: OpenReplay, session: Session, steps: int) -> Here:
@@ -223,63 +226,54 @@ def nothing_in_half(
     said = session.precision.compute
     if not session.precision.reduced or (tightest is not None and tightest.format == said):
         return None
-    looked = HalfOps()
+    looked = FormatsProbe()
     if start is not None:
         start.restore()
-        _look(session, looked)
+        regions = _look(session, looked)
     else:
         other = fresh()
         try:
-            _look(other, looked)
+            regions = _look(other, looked)
         finally:
             other.close()
-    why = None if session.precision.dtype in looked.formats else _why(looked, session)
-    return None if why is None else Skipped(what=NOT_IN_HALF, reason=why, kind="not_in_half")
+    decides = None if session.precision.dtype in looked.formats else _decides(looked, regions, session)
+    if decides is None:
+        return None
+    computed = next(map(HALVES.__getitem__, looked.formats), "fp32")
+    meant = f'where that is meant, say so: TrainingRun(precision="{computed}")'
+    return Skipped(what=NOT_IN_HALF, reason=f"step 0 computes in {computed}: {decides}; {meant}", kind="not_in_half")
 
 
-def _look(session: Session, looked: HalfOps) -> None:
-    with suppress(AmpdoctorError), session.watched(looked):  # it ran before: an error here adds nothing
+def _look(session: Session, looked: FormatsProbe) -> list[Region]:
+    """Runs step 0 and returns the autocast regions that it enters."""
+    autocasts = AutocastProbe()
+    with suppress(AmpdoctorError), session.watched(looked, autocasts):  # it ran before: an error here adds nothing
         if session.has_step(0):
             session.attempt(0)
+    return autocasts.entered
 
 
-def _why(looked: HalfOps, session: Session) -> str | None:
-    computed = _named(next(iter(looked.formats), torch.float32))
-    decides = _decides(looked, session)
-    meant = f'where that is meant, say so: TrainingRun(precision="{computed}")'
-    return None if decides is None else f"step 0 computes in {computed}: {decides}; {meant}"
-
-
-def _decides(looked: HalfOps, session: Session) -> str | None:
+def _decides(looked: FormatsProbe, regions: Sequence[Region], session: Session) -> str | None:
     """Returns what keeps the step from the declared format; None where that is the same on a GPU."""
-    regions = [region for region in looked.around if region.autocast]
-    if regions and regions[-1].enabled:
-        last = regions[-1]
-        if not (looked.formats and last.unnamed and last.dtype is not session.precision.dtype):
+    on = next((region for region in regions if region.enabled), None)
+    if on is not None:
+        if not (looked.formats and on.unnamed and on.dtype is not session.precision.dtype):
             return None
-        own = f"autocast's own there is {_named(last.dtype)}"
-        return f"autocast{_places([last])} names no dtype, and {own} (name dtype={session.precision.dtype})"
+        own = f"autocast's own there is {HALVES.get(on.dtype, 'fp32')}"
+        return f"autocast{_place(on)} names no dtype, and {own} (name dtype={session.precision.dtype})"
     if looked.formats:
         return None  # the model itself is in the other format
     if regions:
-        return f"autocast{_places(regions[-1:])} is switched off there"
-    stand_ins = [region for region in looked.around if region.line is not None]
-    if stand_ins:
-        return f"nullcontext(){_places(stand_ins)} stands there, and no autocast"
+        return f"autocast{_place(regions[0])} is switched off there"
     if not session.precision.autocast:
         return "with autocast=False the factory itself gives model and batches their dtype, and they have float32"
     return f"{_function(session.run)} enters no autocast"
 
 
-def _named(dtype: torch.dtype | None) -> str:
-    return {None: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
-
-
-def _places(regions: Sequence[Region]) -> str:
-    """Returns where these contexts were made or entered: " at train.py:12"."""
-    lines = [as_source(region.line) for region in regions]
-    named = dict.fromkeys(f"{source.file}:{source.line}" for source in lines if source is not None)
-    return f" at {' and '.join(named)}" if named else ""
+def _place(region: Region) -> str:
+    """Returns where a region was made or entered: " at train.py:12"."""
+    source = as_source(region.line)
+    return "" if source is None else f" at {source.file}:{source.line}"
 
 
 def _function(run: TrainingRun) -> str:

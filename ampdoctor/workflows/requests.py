@@ -275,6 +275,9 @@ class WatchRequest:
             update; 0 for none.
         export: Where the log's numbers and alerts are sent while the training runs.
         thresholds: Limits of the rules.
+        test: A test is watched: its parts live until its end, and what each update leaves is looked at, which takes a
+            copy of the weights and of the optimizer's state.
+        most_skipped: Steps that scalers may skip in all; None: as many as it takes to settle.
 
     Raises:
         UsageError: A number is too small, `on_sick` or `look` has none of these values, or an export would overwrite
@@ -296,6 +299,8 @@ class WatchRequest:
     record_batches: int = 0
     export: tuple[Export | Sink, ...] = ()
     thresholds: Thresholds = DEFAULT_THRESHOLDS
+    test: bool = False
+    most_skipped: int | None = None
 
     def __post_init__(self) -> None:
         if self.every < 1:

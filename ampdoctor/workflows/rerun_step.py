@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,109 +12,36 @@ import torch
 from ampdoctor.diagnosis.replay.updates import REMEDIES
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Prescription
-from ampdoctor.precision import TemporaryCast
-from ampdoctor.probes.gradients import DistanceProbe
+from ampdoctor.precision.casting import TemporaryCast
+from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.op_overrides import WrittenCasts
 from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.probes.written_state import Write, WritesProbe
-from ampdoctor.workflows import changes as change
+from ampdoctor.workflows import changes
+from ampdoctor.workflows.changes import Change, no_change
 from ampdoctor.workflows.step_beside_fp32 import (
+    MovesProbe,
     Replayed,
     State,
     StateCopy,
     held,
-    kept,
-    moved,
+    run_step,
     sample,
     states_of,
-    stepped,
 )
+from ampdoctor.workflows.trials import Trials
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.trace import Trace
+    from ampdoctor.evidence.trace import StepOutcome, Trace
+    from ampdoctor.probes.probe import Probe
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 
-
-# -- the session's place among the steps --
 
 NOISE = 0.5
 """Relative change of a parameter's fp32 gradient, when the last bit of each weight changes, from which the gradient is
 noise. The bias of a key projection, whose true gradient is zero, is above 1; others are at 1e-3 and less, in a chaotic
 network too: rounding to fp32 is 2^-13 of rounding to fp16."""
-
-
-@dataclass(slots=True)
-class ReplayPosition:
-    """Where a session is among its steps."""
-
-    session: Session
-    start: Snapshot  # the state before step `begin`
-    seen: Sequence[Replayed]  # what the first replay saw, from `begin` on
-    step: int | None = None  # the step that the session stands before; None: not yet moved
-    begin: int = 0
-
-    @property
-    def steps(self) -> int:
-        """The number of steps of the run, including those before `start`."""
-        return self.begin + len(self.seen)
-
-    def anew(self) -> ReplayPosition:
-        """Returns the same place before anything is run again."""
-        return replace(self, step=None)
-
-    def comes_to(self, step: int) -> bool:
-        """Replay to the start of a step, from the run's start if need be; False where its batch is gone."""
-        if self.step is None:
-            self.start.restore()
-            self.step = self.begin
-        for earlier in range(self.step, step):
-            if self.session.has_step(earlier):
-                self.seen[earlier - self.begin].random_state.restore()
-                self.session.step(earlier)
-        if not self.session.has_step(step):  # drawn again if the batches were too large to be kept
-            return False
-        self.session.keep_steps(lambda earlier: earlier >= step)
-        self.seen[step - self.begin].random_state.restore()
-        return True
-
-
-def traced(session: Session, before: Snapshot, step: int, *, flushes: bool = False) -> Trace:
-    """Replay a step with every op watched (`flushes`: also elements lost to zero); the session is left after it."""
-    tracer = OpTraceProbe(flushes=flushes)
-    before.restore()
-    with session.watched(tracer):
-        session.step(step)
-    if tracer.trace is None:
-        raise AssertionError("a finished step leaves a trace")
-    return tracer.trace
-
-
-def noise(session: Session, before: Snapshot, step: int) -> frozenset[str]:
-    """Returns the parameters whose fp32 gradient changes with the weights' last bits; the state is restored."""
-    try:
-        beside = jolted_beside(session, before, step, torch.float32)
-    except AmpdoctorError:
-        return frozenset()
-    return frozenset(name for name, apart in beside.distances.items() if not apart.relative <= NOISE)
-
-
-def jolted_beside(session: Session, before: Snapshot, step: int, dtype: torch.dtype) -> DistanceProbe:
-    """Run a step in fp32 twice, once with each weight moved by its rounding in `dtype`, and compare the gradients.
-
-    The session is left before the step. Raises AmpdoctorError where the step cannot run so.
-    """
-    before.restore()
-    try:
-        with session.reference():
-            wide = stepped(session, step)[0]
-        beside = DistanceProbe(wide.gradients, wide.times)
-        before.restore()
-        with session.reference(), change.jolted(dtype)(session), session.watched(beside):
-            session.step(step)
-    finally:
-        before.restore()
-    return beside
 
 
 # -- one step under changes: which ops write what, and how the updates differ --
@@ -135,44 +62,72 @@ Wrong = Callable[[StateCopy], str | None]
 
 @dataclass(frozen=True, slots=True)
 class StepRerun:
-    """A step and the state before it; each method leaves the session at that state."""
+    """A step and the state before it, from which each method runs it; the session is left in any state."""
 
     session: Session
     before: Snapshot
     step: int
 
-    @classmethod
-    def at(cls, place: ReplayPosition, step: int) -> StepRerun | None:
-        """Bring the run from its start to a step; None where its batch is gone."""
-        fresh = place.anew()
-        return cls(place.session, place.session.snapshot(), step) if fresh.comes_to(step) else None
+    def run(self, *probes: Probe, fp32: bool = False, change: Change = no_change) -> StepOutcome:
+        """Run the step, as it is or in fp32, with probes and under a change."""
+        self.before.restore()
+        return run_step(self.session, self.step, *probes, fp32=fp32, change=change)
 
-    def written(self, *, wide: bool = False) -> WritesProbe:
-        """Run the step, in fp32 if `wide`, and return the probe that saw which ops write the run's state."""
+    def gradients(self, *, fp32: bool = False, change: Change = no_change) -> DistanceProbe:
+        """Returns a probe that compares another run of the step with this one, gradient by gradient."""
+        probe = GradientProbe()
+        self.run(probe, fp32=fp32, change=change)
+        return DistanceProbe(probe.gradients, probe.times)
+
+    def moves(self, *, fp32: bool = False, change: Change = no_change) -> StateCopy:
+        """Returns how far the run's state moves in the step."""
+        self.before.restore()
+        probe = MovesProbe(self.session)
+        run_step(self.session, self.step, probe, fp32=fp32, change=change)
+        return probe.moves
+
+    def traced(self, *, flushes: bool = False) -> Trace:
+        """Returns the step's trace, every op watched (`flushes`: also elements lost to zero)."""
+        tracer = OpTraceProbe(flushes=flushes)
+        self.run(tracer)
+        if tracer.trace is None:
+            raise AssertionError("a finished step leaves a trace")
+        return tracer.trace
+
+    def jolted(self, dtype: torch.dtype) -> DistanceProbe:
+        """Returns how far the gradients in fp32 move when each weight moves by its rounding in `dtype`.
+
+        Raises AmpdoctorError where the step cannot run so.
+        """
+        beside = self.gradients(fp32=True)
+        self.run(beside, fp32=True, change=changes.jolted(dtype))
+        return beside
+
+    def noise(self) -> frozenset[str]:
+        """Returns the parameters whose fp32 gradient changes with the weights' last bits."""
+        try:
+            apart = self.jolted(torch.float32).distances
+        except AmpdoctorError:
+            return frozenset()
+        return frozenset(name for name, one in apart.items() if not one.relative <= NOISE)
+
+    def written(self, *, fp32: bool = False) -> WritesProbe:
+        """Returns the probe that saw which ops write the run's state."""
         probe = WritesProbe(lambda: _all_kept(self.session))
-        self.before.restore()
-        with ExitStack() as stack:
-            if wide:
-                stack.enter_context(self.session.reference())
-            with self.session.watched(probe):
-                self.session.step(self.step)
-        self.before.restore()
+        self.run(probe, fp32=fp32)
         return probe
 
     def kept_elsewhere(self) -> frozenset[str]:
         """Returns the parameters whose lost moves are kept by a compensation (Kahan) or a master, whoever holds it."""
         session = self.session
+        meant = self.moves(fp32=True).trained
         self.before.restore()
-        values = kept(session)
-        with session.reference():
-            stepped(session, self.step)
-            meant = moved(session, values).trained
-        self.before.restore()
+        own = MovesProbe(session)
         old = {(name, key): sample(tensor).double() for name, key, tensor in _optimizer_state(session)}
         wide = {name: tensor.detach().clone() for name, tensor in _wide_beside(session)}
-        session.step(self.step)
-        done = moved(session, values).trained
-        found = _with_masters(session, wide, values.trained, meant)
+        run_step(session, self.step, own)
+        done = own.moves.trained
+        found = _with_masters(session, wide, own.before.trained, meant)
         for name, key, tensor in _optimizer_state(session):
             now = sample(tensor).double()
             if name not in meant or now.shape != meant[name].shape:
@@ -184,13 +139,11 @@ class StepRerun:
             apart = min(float((move - meant[name]).norm()) for move in together)
             if apart <= KEPT_ELSEWHERE * float(meant[name].norm()):
                 found.add(name)
-        self.before.restore()
         return frozenset(found)
 
     def copies(self) -> frozenset[str]:
         """Returns the states that equal a parameter after the step: as copies they need not move themselves."""
-        self.before.restore()
-        self.session.step(self.step)
+        self.run()
         parameters = [tensor.detach() for _, tensor in held(self.session)]
         found = {
             name
@@ -199,26 +152,23 @@ class StepRerun:
                 p.dtype == state.dtype and p.shape == state.shape and p.equal(state.to(p.device)) for p in parameters
             )
         }
-        self.before.restore()
         return frozenset(found)
 
-    def tried(self, plan: Prescription, tried: change.Change, wrong: Wrong) -> Prescription:
+    def trials(self, steps: int, **settings: Any) -> Trials:
+        """Returns trials of the step, in a run of so many `steps`."""
+        return Trials(session=self.session, snapshot=self.before, step=self.step, steps=steps, **settings)
+
+    def tried(self, plan: Prescription, change: Change, wrong: Wrong) -> Prescription:
         """Run the step with a change; returns the plan with the result. `wrong` judges the moves."""
-        self.before.restore()
-        values = kept(self.session)
         try:
-            with tried(self.session):
-                stepped(self.session, self.step)
-                left = wrong(moved(self.session, values))
-        except AmpdoctorError as error:
+            left = wrong(self.moves(change=change))
+        except AmpdoctorError as error:  # the user's code may allow no update over tensors of two formats
             return replace(plan, reason=f"the replay with the change cannot run: {error}")
-        finally:
-            self.before.restore()
         return replace(plan, status="verified" if left is None else "failed", reason=left)
 
     def in_fp32(self, wrong: Wrong) -> Prescription:
         """Try fp32 for everything; where that fails, the same without the casts that the step's code writes."""
-        whole = change.compute_dtype("fp32")
+        whole = changes.compute_dtype("fp32")
         plan = Prescription(kind="dtype", value="float32", status="not_run", detail=REMEDIES[0])
         cure = self.tried(plan, whole, wrong)
         if cure.verified:
@@ -231,7 +181,45 @@ class StepRerun:
         return replace(code, status="intervention", alternatives=(cure,))
 
 
-def without_casts(wide: change.Change) -> change.Change:
+@dataclass(slots=True)
+class ReplayPosition:
+    """The way to a step of a run that was replayed."""
+
+    session: Session
+    start: Snapshot  # the state before step `begin`
+    seen: Sequence[Replayed]  # what the first replay saw, from `begin` on
+    begin: int = 0
+    at: int | None = None  # the step that the session stands before; None where it may stand anywhere
+    _last: StepRerun | None = None
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the run, including those before `start`."""
+        return self.begin + len(self.seen)
+
+    def to(self, step: int) -> StepRerun | None:
+        """Replay to the start of a step, from the nearest known state before it; None where its batch is gone."""
+        if self._last is not None and self._last.step == step:
+            self.at = None
+            return self._last
+        if self.at is None or self.at > step:
+            near = self._last if self._last is not None and self._last.step <= step else None
+            (self.start if near is None else near.before).restore()
+            self.at = self.begin if near is None else near.step
+        for earlier in range(self.at, step):
+            if self.session.has_step(earlier):
+                self.seen[earlier - self.begin].random_state.restore()
+                self.session.step(earlier)
+        self.at = None
+        if not self.session.has_step(step):  # drawn again if the batches were too large to be kept
+            return None
+        self.session.keep_steps(lambda earlier: earlier >= step)
+        self.seen[step - self.begin].random_state.restore()
+        self._last = StepRerun(self.session, self.session.snapshot(), step)
+        return self._last
+
+
+def without_casts(wide: Change) -> Change:
     """Returns the change `wide` without any cast to half that is written in the step's code."""
 
     @contextmanager
@@ -247,7 +235,7 @@ def in_code(said: str) -> Prescription:
     return Prescription(kind="code", value=said, status="not_run", detail=said)
 
 
-def tensors_in_fp32(names: frozenset[str], *, casts: bool) -> change.Change:
+def tensors_in_fp32(names: frozenset[str], *, casts: bool) -> Change:
     """Returns a change: these states in fp32; unless `casts`, no cast to half that is written in the step's code."""
 
     @contextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.replay.forward import GRADIENTS_DEPART, departs
 from ampdoctor.diagnosis.replay.gradients import CLEARLY_BETTER, underflow_seen
@@ -16,7 +16,7 @@ from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.workflows.changes import Change, compute_dtype, fp32_modules, with_scaler
+from ampdoctor.workflows.changes import Change, both, compute_dtype, fp32_modules, no_change, rescaled, with_scaler
 from ampdoctor.workflows.profile import range_findings
 from ampdoctor.workflows.replay_under_change import Observed, observe
 from ampdoctor.workflows.trials import first_cure
@@ -28,26 +28,49 @@ if TYPE_CHECKING:
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.advice import Advice
     from ampdoctor.workflows.measure import Measurement
+    from ampdoctor.workflows.requests import Progress
 
 NOT_RUN: PrescriptionStatus = "not_run"
 TRIED_STEPS = 8
 """Steps of a replay that only has to show that another precision is a cure."""
 
 
-class Replays(Protocol):
-    """The parts of a replay that a trial needs; a Protocol, because the workflow that owns them is above this file."""
+@dataclass(slots=True)
+class Replays:
+    """The replays behind a recommendation."""
 
-    @property
-    def session(self) -> Session:
-        """The run."""
+    session: Session
+    start: Snapshot
+    taken: Measurement
+    progress: Progress | None
+    _unlike: int | None = None  # a step that is not reproduced
 
-    @property
-    def start(self) -> Snapshot:
-        """Its state at step 0."""
+    def own(self) -> Observed:
+        """Returns the replay with the run's own scaling."""
+        self._tell("replaying as it is")
+        own = self._observe(no_change, self.taken.ranges.steps)
+        self._unlike = own.unlike
+        return own
 
-    @property
-    def taken(self) -> Measurement:
-        """The measurement."""
+    def changed(self, advice: Advice) -> Observed:
+        """Returns the replay with the recommended scaler, and with fp32 for the modules that no scale fits."""
+        self._tell("replaying with the recommended scaler")
+        by_hand = self.taken.ranges.run.base_scale
+        scaler = with_scaler(**advice.recommended.arguments())
+        scaled = scaler if by_hand == 1.0 else rescaled(advice.recommended.scale / by_hand)
+        islands = fp32_modules(advice.choice.fp32_modules) if advice.choice.fp32_modules else no_change
+        return self._observe(both(scaled, islands), self.taken.ranges.steps)
+
+    def tried(self, change: Change) -> Observed:
+        """Returns a short replay with another change."""
+        return self._observe(change, min(self.taken.ranges.steps, TRIED_STEPS))
+
+    def _observe(self, change: Change, steps: int) -> Observed:
+        return observe(self.session, self.start, steps, self.taken.plan, change, unlike=self._unlike)
+
+    def _tell(self, what: str) -> None:
+        if self.progress is not None:
+            self.progress(what, 0, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +113,7 @@ def judge(
         judgement = replace(judgement, change=False, no_scale=True)
     findings = _of_the_scale(ranges, thresholds, advice, judgement, trial)
     if advice.large:
-        findings.append(forward_range(advice.large, broken=None, step=None, prescription=trial.islands()))
+        findings.append(forward_range(advice.large, trial.islands()))
     choice = advice.choice
     if choice.unserved:
         findings.append(
@@ -112,21 +135,12 @@ def _incurable(
     now, then = judgement.now, judgement.then
     if now is None:
         beyond = {name: amax for name, amax in advice.large.items() if amax > FP16_MAX}
-        if not beyond:
-            return None
-        return _Incurable(forward_range(beyond, broken=None, step=None, prescription=trial.forward()))
+        return _Incurable(forward_range(beyond, trial.forward())) if beyond else None
     at_odds = partial(departs, relative_error=now.relative_error, precision=ranges.run.precision)
-    harmed = f"{now.harmed} is not finite at step {now.harmed_at}" if now.harmed is not None else None
-    if now.lost_at is not None and advice.large:
-        found = forward_range(advice.large, broken="loss", step=now.lost_at, prescription=trial.forward())
-        return _Incurable(found, harmed)
-    if now.harmed is not None and harmed is not None and not (now.harmed.startswith("grad:") and advice.now.skipped):
-        at = now.harmed_at
-        if advice.large:
-            found = forward_range(advice.large, broken=now.harmed, step=at, prescription=trial.forward())
-        else:
-            found = at_odds(harmed, nonfinite=now.harmed, step=at, prescription=trial.in_bf16())
-        return _Incurable(found, harmed)
+    if now.harmed is not None and not (now.harmed.startswith("grad:") and advice.now.skipped):
+        harm = f"{now.harmed} is not finite at step {now.harmed_at}"
+        found = at_odds(harm, nonfinite=now.harmed, step=now.harmed_at, prescription=trial.in_bf16())
+        return _Incurable(found, harm)
     stubborn = sorted(set(now.skipped) & set(then.skipped)) if then is not None else []
     if stubborn:
         harm = f"the gradients of step {stubborn[0]} are not finite with the recommended loss scale either"
@@ -214,7 +228,7 @@ class _Trial:
         made = self._scaler_alone()
         if made.status in ("verified", "intervention") or self._replays is None:
             return made
-        return self._first(iter([lambda: made, self.in_bf16]))
+        return self._first(lambda: made, self.in_bf16)
 
     def _scaler_alone(self) -> Prescription:
         advice, judgement = self._advice, self._judgement
@@ -246,7 +260,7 @@ class _Trial:
         beyond = sorted(name for name in large if name and large[name] > FP16_MAX)
         near = sorted(name for name in large if name)
         tried = [partial(self._islands, names) for names in ([beyond] if beyond == near else [beyond, near]) if names]
-        return self._first(iter([*tried, self.in_bf16]))
+        return self._first(*tried, self.in_bf16)
 
     def islands(self) -> Prescription:
         """fp32 for the modules with large activations."""
@@ -287,15 +301,13 @@ class _Trial:
             return Prescription(
                 kind=kind, value=value, status="not_run", reason=self._judgement.unusable, detail=detail
             )
-        steps = min(replays.taken.ranges.steps, TRIED_STEPS)
-        unlike = now.unlike if now is not None else None
-        seen = observe(replays.session, replays.start, steps, replays.taken.plan, change, unlike=unlike)
+        seen = replays.tried(change)
         status, reason = seen.cures(now)
         proof = seen.proof(now)
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
 
     @staticmethod
-    def _first(attempts: Iterator[Callable[[], Prescription]]) -> Prescription:
+    def _first(*attempts: Callable[[], Prescription]) -> Prescription:
         made = first_cure(attempt() for attempt in attempts)
         if made is None:
             raise AssertionError("there is always bf16 to try")

@@ -38,6 +38,7 @@ from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.reading.opening import has_log, has_log_below
 from ampdoctor.workflows.requests import Progress, SetAside, keep_all
 from ampdoctor.workflows.scan_checkpoint import Examined, examine
+from ampdoctor.workflows.scan_log import log_beside
 from ampdoctor.workflows.scan_series import scan_family
 
 
@@ -139,7 +140,7 @@ def _scanned(
     set_aside: SetAside,
 ) -> Report:
     if len(found.members) > 1:
-        log, unread = found.log()
+        log, unread = log_beside(found.log_folders, thresholds)
         place = {"path": found.name, "location": shown_path(found.path)}
         report = scan_family(
             found.name,

@@ -18,10 +18,10 @@ from ampdoctor.checkpoints.tensor_statistics import Observer, summarize
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.scan.checks import checks_of
 from ampdoctor.diagnosis.scan.scaler import scaler_numbers, shown_scaler
-from ampdoctor.evidence.checkpoint_stats import ROLES, CheckpointSummary, LogEntry
+from ampdoctor.evidence.checkpoint_stats import ROLES, CheckpointSummary
 from ampdoctor.evidence.json_records import from_plain
 from ampdoctor.evidence.paths import shown_path
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, verdict_of
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, finding_order, verdict_of
 from ampdoctor.evidence.report_scaler import ScalerArguments, ScalerSection
 from ampdoctor.evidence.report_scan import (
     ListedGroup,
@@ -34,6 +34,7 @@ from ampdoctor.evidence.report_scan import (
 )
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.requests import Progress
+from ampdoctor.workflows.scan_log import LogBeside, log_beside
 
 _REMARK = "index"
 """Name of the checks that are about the layout, not the values."""
@@ -46,12 +47,13 @@ class Examined:
     report: Report
     summary: CheckpointSummary
     thresholds: Thresholds
+    log: LogBeside | None = None
 
-    def with_log(self, log: tuple[LogEntry, ...]) -> Examined:
+    def with_log(self, log: LogBeside) -> Examined:
         """Returns the same checkpoint, judged beside another training log."""
-        report, summary = self.report, replace(self.summary, log=log)
+        report, summary = self.report, replace(self.summary, log=log.looked.tail)
         remarks = [check for check in report.checks if check.name == _REMARK]
-        return Examined(_judged(report, summary, remarks, self.thresholds), summary, self.thresholds)
+        return Examined(_judged(report, summary, remarks, self.thresholds, log), summary, self.thresholds, log)
 
 
 def examine(
@@ -64,6 +66,8 @@ def examine(
 ) -> Examined:
     """Examine one open checkpoint; arguments and errors are those of `scan`."""
     summary = summarize(checkpoint, in_bytes(progress), jobs=jobs, exact=exact)
+    log, no_logs = log_beside(checkpoint.folders, thresholds)
+    summary = replace(summary, log=None if log is None else log.looked.tail)
     errors = (*checkpoint.errors, *_unread(checkpoint, summary))
     report = Report(
         command="scan",
@@ -77,13 +81,13 @@ def examine(
         },
         verdict="healthy",
         complete=not errors,
-        skipped=checkpoint.skipped,
+        skipped=(*checkpoint.skipped, *no_logs),
         errors=errors,
         tensors=summary.tensors,
         thresholds=thresholds.listed(),
     )
     remarks = [Check(name=_REMARK, result=remark) for remark in checkpoint.remarks]
-    return Examined(_judged(report, summary, remarks, thresholds), summary, thresholds)
+    return Examined(_judged(report, summary, remarks, thresholds, log), summary, thresholds, log)
 
 
 def _unread(checkpoint: Checkpoint, summary: CheckpointSummary) -> Iterator[ErrorNote]:
@@ -107,13 +111,20 @@ def in_bytes(progress: Progress | None) -> Observer | None:
     return None if progress is None else functools.partial(progress, unit="B")
 
 
-def _judged(report: Report, summary: CheckpointSummary, remarks: Sequence[Check], thresholds: Thresholds) -> Report:
-    findings = judge(summary, thresholds)
+def _judged(
+    report: Report,
+    summary: CheckpointSummary,
+    remarks: Sequence[Check],
+    thresholds: Thresholds,
+    log: LogBeside | None,
+) -> Report:
+    of_log = [] if log is None else log.findings_beside(summary, thresholds)
+    findings = tuple(sorted([*judge(summary, thresholds), *of_log], key=finding_order))
     return replace(
         report,
         verdict=verdict_of(findings, settled=report.complete),
         findings=findings,
-        checks=(*checks_of(summary, findings), *remarks),
+        checks=(*checks_of(summary, findings), *([] if log is None else [log.check(of_log)]), *remarks),
         scaler=_scaling(summary, findings),
     )
 
@@ -241,5 +252,7 @@ def _value(item: Any) -> Any:
 
 
 def _log(checkpoint: Checkpoint) -> ListedLog | None:
-    steps = [entry.step for entry in checkpoint.log]
-    return ListedLog(entries=len(steps), first_step=min(steps), last_step=max(steps)) if steps else None
+    log, _ = log_beside(checkpoint.folders, DEFAULT_THRESHOLDS)
+    if log is None:
+        return None
+    return ListedLog(entries=log.run.steps, first_step=log.run.first_step, last_step=log.run.last_step)

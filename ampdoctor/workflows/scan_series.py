@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint
-from ampdoctor.checkpoints.found import loss_until
 from ampdoctor.checkpoints.series import SavedCheckpoint
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.scan.between import cast_by_autocast
 from ampdoctor.diagnosis.scan.scaler import COLLAPSED_SCALER as COLLAPSED
 from ampdoctor.diagnosis.scan.tensors import is_mask
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
-from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, Largest, LogEntry, Trend, TrendPoint
+from ampdoctor.evidence.checkpoint_stats import Largest, Trend, TrendPoint
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped, finding_order, verdict_of, with_files
 from ampdoctor.evidence.report_scan import RoleFigures, TrendFigures, TrendSection, TrendUnit
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.requests import SetAside, keep_all
 from ampdoctor.workflows.scan_checkpoint import Examined
-from ampdoctor.workflows.searches import first_bad
+from ampdoctor.workflows.scan_log import LogBeside
 
 _STATE = ("state:", "optimizer_state:", "scaler_state")
 """Ops of findings about a checkpoint's own values; findings from a log beside them are about earlier steps."""
@@ -193,13 +193,11 @@ def _find_first(reader: _Reader, sick: Callable[[Seen], bool]) -> None:
         return
     top = min(known)
     low = max((i for i, seen in reader.seen.items() if i < top and seen.report is not None), default=-1)
-    positions = range(low + 1, top + 1)
 
-    def bad(at: int) -> bool:
-        return next((sick(seen) for i in positions[at:] if (seen := reader(i)).report is not None), True)
+    def bad(index: int) -> bool:
+        return next((sick(seen) for i in range(index, top) if (seen := reader(i)).report is not None), True)
 
-    found = first_bad([(1 << at) - 1 for at in range(len(positions))], bad)
-    first = positions[found.suspects[0]]
+    first = bisect_left(range(top), True, lo=low + 1, key=bad)
     for index in range(first - 1, low, -1):
         if reader(index).report is not None:
             break
@@ -259,7 +257,7 @@ def scan_family(
     family: Sequence[SavedCheckpoint],
     look: Look,
     *,
-    log: tuple[LogEntry, ...] = (),
+    log: LogBeside | None = None,
     every_member: bool = False,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     set_aside: SetAside = keep_all,
@@ -318,41 +316,42 @@ def _fullest(healthy: Sequence[Seen], family: Sequence[SavedCheckpoint]) -> Seen
     return before[-1] if last is not None and before and last.member.final else last
 
 
-def _beside_log(shown: Seen, log: tuple[LogEntry, ...]) -> Report:
+def _beside_log(shown: Seen, log: LogBeside | None) -> Report:
     """Returns a member's report, judged beside the run's log if that is longer than the member's own."""
     if shown.report is None or shown.examined is None:
         raise ValueError("a member that was not examined has no report")
-    if len(log) <= len(shown.examined.summary.log):
+    own = shown.examined.log
+    if log is None or (own is not None and log.run.steps <= own.run.steps):
         return shown.report
     return placed_in_folder(shown.examined.with_log(log).report, shown.member)
 
 
-def _with_losses(read: Sequence[Seen], log: tuple[LogEntry, ...]) -> list[TrendPoint]:
+def _with_losses(read: Sequence[Seen], log: LogBeside | None) -> list[TrendPoint]:
     """Returns the points; a point without a loss gets the last one logged before it and after the previous point."""
     points: list[TrendPoint] = []
     before = latest = -1
     for seen in read:
         if seen.examined is None:
             continue
-        point = _point(seen.member, seen.examined.summary)
+        point = _point(seen.member, seen.examined)
         step = seen.step if point.step is not None or seen.member.unit == "step" else None
         if step is not None and step > latest:  # `last.pt` has the loss of the checkpoint that it repeats
             before, latest = latest, step
-        if point.loss is None and step is not None:
-            point = replace(point, loss=loss_until(log, step, before))
+        if point.loss is None and step is not None and log is not None:
+            point = replace(point, loss=log.loss_until(step, before))
         points.append(point)
     return points
 
 
-def _point(member: SavedCheckpoint, summary: CheckpointSummary) -> TrendPoint:
+def _point(member: SavedCheckpoint, examined: Examined) -> TrendPoint:
+    summary, log = examined.summary, examined.log
     until = math.inf if summary.global_step is None else summary.global_step
-    losses = [e.loss for e in summary.log if e.loss is not None and e.step <= until]
     return TrendPoint(
         name=member.name,
         step=summary.global_step,
         roles=summary.roles,
         scale=summary.scalers[0].scale if summary.scalers else None,
-        loss=losses[-1] if losses else None,
+        loss=summary.loss if log is None else log.loss_until(until),
         largest={
             f"{t.group}.{t.name}" if t.group else t.name: Largest(
                 amax=t.amax,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampdoctor.diagnosis.replay.forward import error_of, unexplained
+from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Check, Finding, Skipped
+from ampdoctor.evidence.report_replay import ReplayedStep
 from ampdoctor.evidence.trace import (
     Comparison,
     ModuleUpdate,
@@ -21,19 +24,21 @@ from ampdoctor.evidence.trace import (
     StepOutcome,
 )
 from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.numerics import Distance, nonfinite_flag
-from ampdoctor.numerics.tensors import together
+from ampdoctor.numerics.tensors import Distance, nonfinite_flag, together
 from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.nonfinite import Observation
+from ampdoctor.probes.probe import Probe
 from ampdoctor.workflows.changes import Change, no_change
+from ampdoctor.workflows.trials import replayed
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.evidence.trace import StateKind
     from ampdoctor.probes.nonfinite import NonFiniteProbe
     from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
 
 
 State = Mapping[str, torch.Tensor]
@@ -54,11 +59,9 @@ class StateCopy:
     states: Mapping[Named, torch.Tensor] = field(default_factory=dict)  # flat samples of untrained half state
 
 
-def kept(session: Session, *, trained: bool = True) -> StateCopy:
-    """Returns copies of what a run keeps; without `trained`, only the half tensors."""
+def kept(session: Session) -> StateCopy:
+    """Returns copies of what a run keeps."""
     half = {n: t.detach().clone() for n, t in kept_tensors(session) if t.dtype in REDUCED}
-    if not trained:
-        return StateCopy(half)
     states = {named: sample(t).clone() for named, t in states_of(session) if t.dtype in REDUCED}
     return StateCopy(half, {name: sample(t).clone() for name, t in held(session)}, states)
 
@@ -200,10 +203,22 @@ class ReferencePass:
     findings: tuple[Finding, ...] = ()  # of the first sick step; () for a healthy run
     checks: tuple[Check, ...] = ()
     skipped: tuple[Skipped, ...] = ()  # why fp32 could not be run
-    deterministic: bool = True  # each step was the same bit by bit
+    deterministic: bool = True  # each step that was run again was the same bit by bit
     steps: int = 0  # number of compared steps
     held: int = 0  # steps at the end that the user's own gradient check skips and fp32 takes
     births: Mapping[str, NonFiniteOrigin] = field(default_factory=dict)  # by the finding's fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class StepComparison:
+    """A step beside fp32; `comparison` is None where a scaler skips the step or fp32 is not finite."""
+
+    comparison: Comparison | None = None
+    own: ReplayedStep | None = None  # the step as it is; None without a comparison
+    held: bool = False  # the user's own gradient check skips the step, and fp32 takes it
+    only_fp32_fails: bool = False  # its gradients are not finite
+    cut: str | None = None  # why neither this step nor a later one can be compared
+    raises: bool = False  # because it cannot run in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +229,7 @@ class Replayed:
     random_state: RandomState  # after the batch was drawn, before the step
     optimizer_steps: int
     skipped: bool = False  # the scaler skipped the step, or a part of its updates
-
-
-@dataclass(frozen=True, slots=True)
-class StepComparison:
-    """A step beside fp32; `comparison` is None where a scaler skips the step or fp32 is not finite."""
-
-    comparison: Comparison | None = None
-    held: bool = False  # the user's own gradient check skips the step, and fp32 takes it
+    beside: StepComparison | None = None  # None where the step was not run in fp32
 
 
 @dataclass(slots=True)
@@ -238,45 +246,27 @@ class Known:
             self.alone[one.name] = max(self.alone.get(one.name, 0.0), AS_FAR * error_of(one))
 
 
+@dataclass(slots=True)
 class ComparisonSummary:
-    """Collects the results of the compared steps; `compared` holds those whose gradient is not negligible.
+    """Collects the results of the compared steps."""
 
-    `comes_back`: restoring a snapshot reproduces a step, so nothing hidden separates the run's steps from fp32's.
-    """
-
-    def __init__(self, thresholds: Thresholds, *, comes_back: bool = True) -> None:
-        self._comes_back = comes_back
-        self.known = Known()
-        self.compared: list[Comparison] = []
-        self._thresholds = thresholds
-        self._steps = 0
-        self._worst = 0.0
-        self._largest = 0.0
-        self._chaotic = 0
-        self._at_rest = 0
-        self._given = False  # an optimizer was given gradients
-        self._doubt: Finding | None = None
-        self._held = 0
-        self._births: dict[str, NonFiniteOrigin] = {}
+    thresholds: Thresholds
+    known: Known = field(default_factory=Known)
+    compared: list[Comparison] = field(default_factory=list)  # those whose gradient is not negligible
+    _all: list[Comparison] = field(default_factory=list)
+    _births: dict[str, NonFiniteOrigin] = field(default_factory=dict)
+    _chaotic: int = 0
+    _doubt: Finding | None = None
+    _held: int = 0
 
     def rests_on(self, finding: Finding, birth: NonFiniteOrigin) -> Finding:
         """Remember the birth that a finding is about; returns the finding."""
         self._births[finding.fingerprint] = birth
         return finding
 
-    def leaves_out(self, outcome: StepOutcome, reference: StepOutcome, sentinel: NonFiniteProbe) -> bool:
-        """Whether the scaler, or the user's own gradient check, skips the step: then there is no update to compare."""
-        left_out = outcome.loses_updates
-        if overflowed(sentinel) and not left_out and outcome.optimizer_steps < reference.optimizer_steps:
-            self._held += 1
-            return True
-        return left_out
-
-    def passes(self, beside: StepComparison) -> None:
-        """Count a step that was compared while it was replayed, and in which no rule fires."""
+    def holds_back(self, beside: StepComparison) -> None:
+        """Count a step without an update to compare, if the user's own gradient check skips it."""
         self._held += beside.held
-        if beside.comparison is not None:
-            self.add(beside.comparison)
 
     def looked_at(self, comparison: Comparison, rounding: float) -> None:
         """Record an examined step in which no rule fires; `rounding` is the gradient error of rounded weights."""
@@ -285,55 +275,54 @@ class ComparisonSummary:
 
     def add(self, comparison: Comparison) -> None:
         """Count a step; if its gradients are far from fp32's and not negligible, remember to report it."""
-        self._steps += 1
         self._held = 0
-        self._largest = max(self._largest, comparison.gradient_norm)
-        self._at_rest += is_at_rest(comparison)
-        self._given |= bool(comparison.parameters)
+        self._all.append(comparison)
         if comparison.gradient_norm < NEGLIGIBLE * self._largest:
             return  # converged: the rest of the gradient is rounding
         self.compared.append(comparison)
-        self._worst = max(self._worst, comparison.gradient_error)
-        doubt = unexplained(comparison, self._thresholds, comes_back=self._comes_back)
+        doubt = unexplained(comparison, self.thresholds)
         if comparison.gradient_error > self.known.explained:
             self._doubt = self._doubt or doubt
         elif doubt is not None:
             self._chaotic += 1
 
-    def ended(
-        self, findings: tuple[Finding, ...] = (), *, cut: str | None = None, deterministic: bool = True
-    ) -> ReferencePass:
+    def ended(self, findings: tuple[Finding, ...] = (), *, cut: str | None = None) -> ReferencePass:
         """Returns the result; the doubt is a finding only if nothing clearer than a note was found."""
         clear = any(finding.severity != "note" for finding in findings)
         doubt = (self._doubt,) if self._doubt is not None and not clear else ()
-        worst = {"largest_gradient_error": self._worst} if self._steps else {}
+        steps, rests = len(self._all), sum(map(is_at_rest, self._all))
+        worst = {"largest_gradient_error": max([0.0, *(one.gradient_error for one in self.compared)])} if steps else {}
         chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
-        at_rest = {"steps_at_rest_in_fp32": self._at_rest} if self._at_rest else {}  # these show nothing about updates
+        at_rest = {"steps_at_rest_in_fp32": rests} if rests else {}  # these show nothing about updates
         rising = {"moves_at_the_full_learning_rate": True} if self.known.warm_up else {}
         check = Check(
             name="gradients and updates agree with fp32",
             result=self._result(sick=bool(findings or doubt)),
-            headroom={"steps": self._steps, **worst, **chaotic, **at_rest, **rising},
+            headroom={"steps": steps, **worst, **chaotic, **at_rest, **rising},
         )
         skipped = (Skipped(what="comparison with fp32", reason=cut),) if cut is not None else ()
         return ReferencePass(
             findings=(*findings, *doubt),
             checks=(check,),
             skipped=skipped,
-            deterministic=deterministic,
-            steps=self._steps,
+            steps=steps,
             held=self._held,
             births=self._births,
         )
 
+    @property
+    def _largest(self) -> float:
+        return max([0.0, *(one.gradient_norm for one in self._all)])
+
     def _result(self, *, sick: bool) -> str:
         if sick:
             return "found"
-        if not self._steps:
+        if not self._all:
             return "not_run"
         if self._largest:
             return "ok"
-        missing = "fp32 has no gradient either" if self._given else "no optimizer was given a gradient"
+        given = any(one.parameters for one in self._all)
+        missing = "fp32 has no gradient either" if given else "no optimizer was given a gradient"
         return f"nothing to compare: {missing}"
 
 
@@ -342,21 +331,28 @@ def is_at_rest(comparison: Comparison) -> bool:
     return bool(comparison.parameters) and not any(p.meant_to_move for p in comparison.parameters)
 
 
-def overflowed(sentinel: NonFiniteProbe) -> bool:
-    """Whether a gradient that an optimizer uses is non-finite."""
-    return any(sink.startswith("grad:") for sink in sentinel.sightings.sinks)
+def run_step(
+    session: Session, step: int, *probes: Probe, fp32: bool = False, change: Change = no_change
+) -> StepOutcome:
+    """Run a step from the session's state, as it is or in fp32, with probes and under a change."""
+    with session.reference() if fp32 else nullcontext(), change(session), session.watched(*probes):
+        return session.step(step)
 
 
-def all_finite(probe: GradientProbe) -> bool:
-    """Whether each gradient of the step is finite."""
-    return all(math.isfinite(float(nonfinite_flag(gradient))) for gradient in probe.gradients.values())
+class MovesProbe(Probe):
+    """Measures how far the run's state moves in a step, before a session in fp32 goes back to the run's own formats.
 
+    It is made before the step, in those formats.
+    """
 
-def stepped(session: Session, step: int) -> tuple[GradientProbe, StepOutcome]:
-    """Replay a step; returns its gradients and its outcome."""
-    probe = GradientProbe()
-    with session.watched(probe):
-        return probe, session.step(step)
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.before = kept(session)
+        self.moves = StateCopy()
+
+    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
+        """Measure the moves."""
+        self.moves = moved(self._session, self.before)
 
 
 @dataclass(slots=True)
@@ -372,45 +368,69 @@ class Fp32Step:
     @classmethod
     def run(cls, session: Session, step: int, change: Change = no_change) -> Fp32Step:
         """Run the step in fp32, with a change inside; the session is left after the step."""
-        before = kept(session)
-        with session.reference(), change(session):
-            probe, outcome = stepped(session, step)
-            there = moved(session, before)
-        return cls(DistanceProbe(probe.gradients, probe.times), before, there, outcome, all_finite(probe))
+        gradients, moves = GradientProbe(), MovesProbe(session)
+        outcome = run_step(session, step, gradients, moves, fp32=True, change=change)
+        finite = all(math.isfinite(float(nonfinite_flag(gradient))) for gradient in gradients.gradients.values())
+        return cls(DistanceProbe(gradients.gradients, gradients.times), moves.before, moves.moves, outcome, finite)
 
     def compared(self, session: Session, outcome: StepOutcome) -> Comparison:
         """Returns the numbers of the run's own step, which has just been made with `probe` attached."""
-        moves = self.before, moved(session, self.before), self.moved
-        return compared(session, outcome.step, (outcome, self.outcome), self.probe.distances, moves)
+        before, here, there = self.before, moved(session, self.before), self.moved
+        apart = self.probe.distances
+        total = together(apart.values())
+        return Comparison(
+            step=outcome.step,
+            loss=outcome.loss,
+            reference_loss=self.outcome.loss,
+            gradient_error=total.relative,
+            gradient_ratio=math.sqrt(total.norm / total.reference) if total.reference else 1.0,
+            gradient_norm=math.sqrt(total.reference),
+            zeroed=total.flushed / total.nonzero if total.nonzero else 0.0,
+            zeroed_share=total.flushed_error / total.error if total.error else 0.0,
+            updates=_updates(session, here.half, there.half),
+            parameters=tuple(_beside(apart, before.trained, here.trained, there.trained)),
+            states=tuple(_states(before, here, there)),
+            events=outcome.events,
+        )
 
 
-def compared(
-    session: Session,
-    step: int,
-    outcomes: tuple[StepOutcome, StepOutcome],
-    apart: Mapping[str, Distance],
-    moves: tuple[StateCopy, StateCopy, StateCopy],
-) -> Comparison:
-    """Returns the numbers of a step beside the same step in fp32.
+def beside_fp32(
+    session: Session, before: Snapshot, step: int, sentinel: NonFiniteProbe
+) -> tuple[StepOutcome, StepComparison]:
+    """Run a step in fp32 and then as it is, each from the state `before` it, where the session stands.
 
-    `outcomes` are those of the run and of fp32, and `apart` the distance of their gradients by name. `moves` is the
-    state before the step, then its moves in the run and in fp32.
+    The session is left after the step. Nothing of it is copied: each gradient is compared where the optimizer gets it,
+    and fp32's is then freed.
     """
-    total, (before, here, there) = together(apart.values()), moves
-    return Comparison(
-        step=step,
-        loss=outcomes[0].loss,
-        reference_loss=outcomes[1].loss,
-        gradient_error=total.relative,
-        gradient_ratio=math.sqrt(total.norm / total.reference) if total.reference else 1.0,
-        gradient_norm=math.sqrt(total.reference),
-        zeroed=total.flushed / total.nonzero if total.nonzero else 0.0,
-        zeroed_share=total.flushed_error / total.error if total.error else 0.0,
-        updates=_updates(session, here.half, there.half),
-        parameters=tuple(_beside(apart, before.trained, here.trained, there.trained)),
-        states=tuple(_states(before, here, there)),
-        events=outcomes[0].events,
-    )
+    wide: Fp32Step | None = None
+    raised = StepComparison()
+    try:
+        wide = Fp32Step.run(session, step)
+    except AmpdoctorError as error:
+        raised = StepComparison(cut=f"from step {step} on the run cannot be replayed in fp32: {error}", raises=True)
+    finally:
+        before.restore()
+    with session.watched(sentinel, *([] if wide is None else [wide.probe])):
+        outcome = session.attempt(step)
+    if wide is None or outcome.raised is not None:
+        return outcome, raised
+    return outcome, _side_by_side(session, outcome, wide, sentinel)
+
+
+def _side_by_side(session: Session, outcome: StepOutcome, wide: Fp32Step, sentinel: NonFiniteProbe) -> StepComparison:
+    """Returns the step that has just run after its twin in fp32, beside it."""
+    sinks, own, updates = sentinel.sightings.sinks, outcome.optimizer_steps, wide.outcome.optimizer_steps
+    if outcome.loses_updates:
+        return StepComparison()
+    if own < updates and any(sink.startswith("grad:") for sink in sinks):
+        return StepComparison(held=True)
+    if not wide.finite:
+        return StepComparison(only_fp32_fails=True)
+    if own != updates:
+        said = f"step {outcome.step} makes {own} updates, and in fp32 {updates}: the loop's code decides so"
+        return StepComparison(cut=said)
+    row = replace(replayed(outcome, sinks), gradient_norm=math.sqrt(wide.probe.distance.norm))
+    return StepComparison(wide.compared(session, outcome), row)
 
 
 def _beside(apart: Mapping[str, Distance], before: State, here: State, there: State) -> Iterator[ParameterVsFp32]:

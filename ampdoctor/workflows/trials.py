@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ampdoctor.diagnosis.replay.nonfinite import departing
@@ -119,14 +119,8 @@ ONE_ALONE = 0.3
 """The same for a single tensor that got no gradient before. Such a gradient is small beside the rest and has few
 significant bits, but its direction is there; an error of 1 is that of no gradient at all."""
 
-SAMPLES = 5
-"""Number of replays without a change that measure how often an irregular failure occurs."""
-DOUBT = 0.01
-"""A cure of an irregular failure is accepted if its clean replays would be less likely than this without it."""
-MOST = 20
-"""Maximum number of clean replays: a failure that occurs less often than one time in five is not judged."""
-
 NO_REFERENCE = "finite, but fp32 {}, so there is nothing to agree with"
+UNPROVABLE = "the failure does not come back when the step is run again, so a clean replay would prove nothing"
 NO_GRADIENT = "finite, but with the change every gradient is zero, in fp32 too: nothing would be learned"
 
 SHOWN = ("verified", "intervention")
@@ -142,73 +136,34 @@ _FOR_GOOD = ("fp32_modules", "dtype", "optimizer")
 """Changes with which a run is trained from its start, and not only from the bad step on."""
 
 
+@dataclass(slots=True, kw_only=True)
 class Trials:
-    """Tries changes on one bad step of a session, whose state may be any.
+    """Tries changes on one bad step of a session, whose state may be any."""
 
-    Args:
-        session: The run under examination.
-        snapshot: The state at the start of the bad step.
-        step: The bad step.
-        steps: Number of steps of the whole replay.
-        back: Another way to the start of the bad step, where snapshots do not reproduce it: yields a session that is
-            discarded afterwards.
-        chance: The step differs between replays: measure how often it fails, and repeat each cure accordingly.
-        silent: Thresholds for a failure that stays finite: finite values must not depart further from the right ones.
-        raised: The exception with which the user's code ended the bad step, type first.
-        before: The state before step `begin`, and the steps that the scaler skipped: a permanent change must not break
-            the steps from there on. None if they cannot be replayed.
-        begin: The step that `before` stands before.
-        without: The steps as they ran without a change, for the proof.
-        tensors: Parameters whose gradients must also agree with fp32's by themselves: they vanish in the total.
-        together: Largest relative L2 error of these gradients in total; None: `ONE_ALONE` for each.
-        settles: The loss scale is not the cause: if only scaled gradients overflow with a change, the scaler may back
-            off as in a healthy run, and the change is judged at the scale that it reaches.
-        fresh: The loss scale for trials where the run's own has collapsed and loses gradients; it may back off.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        snapshot: Snapshot,
-        step: int,
-        steps: int,
-        *,
-        back: WayBack | None = None,
-        chance: bool = False,
-        silent: Thresholds | None = None,
-        raised: str | None = None,
-        before: tuple[Snapshot, frozenset[int]] | None = None,
-        begin: int = 0,
-        without: Sequence[ReplayedStep] = (),
-        tensors: Sequence[str] = (),
-        together: float | None = None,
-        settles: bool = False,
-        fresh: float | None = None,
-    ) -> None:
-        self._session = session
-        self._snapshot = snapshot
-        self._step = step
-        self._steps = steps
-        self._back = back or self._rewound
-        self._chance = chance
-        self._silent = silent
-        self._failed: int | None = None
-        self._raised = raised
-        self._before = before if before is not None and 0 <= step - begin <= MOST_EARLIER else None
-        self._begin = begin
-        self._reference: Gradients | None = None
-        self._referenced = False
-        self._without = tuple(without)
-        self._own = _Own(tuple(tensors), together)
-        self._settles = settles or fresh is not None
-        self._fresh = fresh
-        self._too_high: float | None = None
-        self._settled: float | None = None
-        self._changed: dict[int, ReplayedStep] = {}
-        self._fp32: tuple[ReplayedStep, ...] = ()
-        self.replays = 0  # of the bad step, with or without a change; fp32 does not count
-        self.by_hand = 1.0  # from fp32: the backward's start value over the loss, without a scaler
-        self.unable: str | None = None  # from fp32: why it could not run
+    session: Session
+    snapshot: Snapshot  # the state before the bad step
+    step: int  # the bad one
+    steps: int  # of the whole replay
+    back: WayBack | None = None  # another way to the bad step, where snapshots do not reproduce it
+    comes_back: bool = True  # one of the ways reproduces the failure
+    silent: Thresholds | None = None  # of a failure that stays finite: no finite value may depart from the right one
+    raised: str | None = None  # with what the user's code ended the bad step, type first
+    before: tuple[Snapshot, frozenset[int]] | None = None  # state before `begin`, and the steps that were skipped since
+    begin: int = 0  # a permanent change must not break the steps from this one on
+    without: tuple[ReplayedStep, ...] = ()  # the steps as they ran without a change, for the proof
+    tensors: Sequence[str] = ()  # parameters whose gradients vanish in the total, and must agree with fp32's as well
+    together: float | None = None  # their largest relative L2 error in total; None: `ONE_ALONE` for each
+    settles: bool = False  # if only scaled gradients still overflow, the scaler may back off as in a healthy run
+    fresh: float | None = None  # loss scale of the trials where the run's own has collapsed; it may back off
+    replays: int = field(default=0, init=False)  # of the bad step, with or without a change; fp32 does not count
+    by_hand: float = field(default=1.0, init=False)  # from fp32: the backward's start over the loss, without a scaler
+    unable: str | None = field(default=None, init=False)  # from fp32: why it could not run
+    _reference: Gradients | None = field(default=None, init=False)
+    _referenced: bool = field(default=False, init=False)
+    _too_high: float | None = field(default=None, init=False)
+    _settled: float | None = field(default=None, init=False)
+    _changed: dict[int, ReplayedStep] = field(default_factory=dict, init=False)
+    _fp32: tuple[ReplayedStep, ...] = field(default=(), init=False)
 
     def attempt(
         self,
@@ -229,23 +184,21 @@ class Trials:
         `intervention` rather than `verified`, and fp32 is run with it where fp32 alone is not finite. With `restores`
         the state itself was wrong, so fp32 is always run with the change.
         """
-        first = self._step if from_step is None else from_step
+        first = self.step if from_step is None else from_step
         self._changed = {}
         self._settled = None
-        status, reason = self._judged(change, first, stands_in=stands_in, restores=restores)
-        if status == "verified" and kind in _FOR_GOOD and first == self._step:
+        status, reason = self._replay(change, first, stands_in=stands_in, restores=restores)
+        if status == "verified" and kind in _FOR_GOOD and first == self.step:
             broken = self._breaks_earlier(change)
             status, reason = ("verified", None) if broken is None else ("worse", broken)
-        if status == "verified" and self._chance:
-            detail = f"{detail} ({self._wanted()} clean replays; without it {self._failed} of {SAMPLES} fail)"
         if status == "verified" and self._settled is not None:
             where = f"shown at a loss scale of {exact(self._settled)}, to which the scaler comes down"
             detail = f"{detail.removesuffix('.')} ({where})"
-        elif status == "verified" and self._fresh is not None and kind not in _SCALES:
-            detail = f"{detail.removesuffix('.')} (shown with a fresh scaler at {exact(self._fresh)})"
+        elif status == "verified" and self.fresh is not None and kind not in _SCALES:
+            detail = f"{detail.removesuffix('.')} (shown with a fresh scaler at {exact(self.fresh)})"
         if status == "verified" and stands_in:
             status = "intervention"
-        proof = Proof(without=self._without, changed=tuple(self._changed.values()), fp32=self._fp32)
+        proof = Proof(without=self.without, changed=tuple(self._changed.values()), fp32=self._fp32)
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
 
     def reference(self) -> Gradients | None:
@@ -261,13 +214,14 @@ class Trials:
         Returns () if fp32 stays finite for as many steps as a cure must; if that step is not finite from the first
         state either, because of its batch or formula; or if the run cannot be replayed from its start.
         """
-        if self._before is None or not self._goes_back():
+        begun = self._begun()
+        if begun is None:
             return ()
-        start, _ = self._before
+        start, _ = begun
         try:
-            losses, fine = self._wide_from(start, range(self._begin, min(self._step + AFTER + 1, self._steps)))
-            last = self._begin + len(losses) - 1
-            if fine or last == self._begin or not self._wide_from(start, range(last, last + 1))[1]:
+            losses, fine = self._wide_from(start, range(self.begin, min(self.step + AFTER + 1, self.steps)))
+            last = self.begin + len(losses) - 1
+            if fine or last == self.begin or not self._wide_from(start, range(last, last + 1))[1]:
                 return ()
         except AmpdoctorError:
             return ()
@@ -275,7 +229,7 @@ class Trials:
 
     def _wide_from(self, start: Snapshot, steps: range) -> tuple[list[float | None], bool]:
         """Returns the losses of steps in fp32 up to the first non-finite one, and whether all are finite."""
-        session, sentinel = self._session, NonFiniteProbe(locate=False)
+        session, sentinel = self.session, NonFiniteProbe(locate=False)
         losses: list[float | None] = []
         start.restore()
         try:
@@ -288,38 +242,24 @@ class Trials:
                     if not _is_finite(outcome, sentinel):
                         return losses, False
         finally:
-            self._snapshot.restore()
+            self.snapshot.restore()
         return losses, True
-
-    def _judged(
-        self, change: Change, first: int, *, stands_in: bool, restores: bool
-    ) -> tuple[PrescriptionStatus, str | None]:
-        times = 1
-        if self._chance:
-            failed, times = self._failures(), self._wanted()
-            if not failed or times > MOST:
-                often = f"{failed} of {SAMPLES} replays from the same state"
-                return "not_run", f"the step failed in {often}: too seldom to prove a cure"
-        reason: str | None = None
-        for done in range(times):
-            status, reason = self._replay(change, first, stands_in=stands_in, restores=restores)
-            if status != "verified":
-                return status, reason if times == 1 else f"{reason}, in replay {done + 1} of {times}"
-        return "verified", None
 
     def _replay(
         self, change: Change, first: int, *, stands_in: bool, restores: bool
     ) -> tuple[PrescriptionStatus, str | None]:
-        if first > self._steps - 1:
+        if not self.comes_back:
+            return "not_run", UNPROVABLE
+        if first > self.steps - 1:
             return "not_run", "no step is left after the one left out"
-        bad = first == self._step
+        bad = first == self.step
         reference = self.reference() if bad and not restores else None
         try:
             wrong, got = self._settling(change, first, reference)
             if wrong is None and bad and reference is None:
                 own, unable = self._in_fp32(change) if stands_in else (None, self.unable)
                 why = "is not finite here" if unable is None else f"cannot be run here ({unable})"
-                wrong = NO_REFERENCE.format(why) if own is None else _disagreement(got, own, self._own)
+                wrong = NO_REFERENCE.format(why) if own is None else self._disagreement(got, own)
                 if own and wrong is not None and self._as_far_by_rounding(change, got, own):
                     wrong = None
                 if own and not self._learns(own):
@@ -332,33 +272,39 @@ class Trials:
         """Whether a gradient is nonzero in the bad step or in one after it: one batch alone may teach nothing."""
         if any(bool(gradient.any()) for gradient in gradients.values()):
             return True
-        return any(row.gradient_norm for step, row in self._changed.items() if step > self._step)
+        return any(row.gradient_norm for step, row in self._changed.items() if step > self.step)
 
     def _settling(self, change: Change, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
         """Returns what is wrong with the change in place, at the run's scale or one to which its scaler backs off."""
-        begun = no_change if self._fresh is None else loss_scale(self._fresh)
-        with self._back() as session, begun(session), change(session):
+        begun = no_change if self.fresh is None else loss_scale(self.fresh)
+        with self._at_the_step() as session, begun(session), change(session):
             wrong, got = self._run(session, first, reference)
-        while self._settles and self._too_high is not None and (lower := self._too_high / 2) >= 1.0:
-            with self._back() as session, change(session), loss_scale(lower)(session):
+        while (
+            (self.settles or self.fresh is not None)
+            and self._too_high is not None
+            and (lower := self._too_high / 2) >= 1.0
+        ):
+            with self._at_the_step() as session, change(session), loss_scale(lower)(session):
                 wrong, got = self._run(session, first, reference)
             self._settled = lower
         return wrong, got
 
-    def _goes_back(self) -> bool:
-        """Whether the steps before the bad one can be replayed; the batches of a run's start may be gone."""
-        return self._begin > 0 or not self._session.tape.cut
+    def _begun(self) -> tuple[Snapshot, frozenset[int]] | None:
+        """Returns `before` if the steps from there on can be replayed; the batches of a run's start may be gone."""
+        there = 0 <= self.step - self.begin <= MOST_EARLIER and (self.begin > 0 or not self.session.tape.cut)
+        return self.before if there else None
 
     def _breaks_earlier(self, change: Change) -> str | None:
         """Returns how the change harms a healthy step before the bad one: the run will train through it, too."""
-        if self._before is None or not self._goes_back():
+        begun = self._begun()
+        if begun is None:
             return None
-        start, skipped = self._before
-        session, sentinel = self._session, NonFiniteProbe(locate=False)
+        start, skipped = begun
+        session, sentinel = self.session, NonFiniteProbe(locate=False)
         start.restore()
         try:
             with change(session), session.watched(sentinel):
-                for step in range(self._begin, self._step):
+                for step in range(self.begin, self.step):
                     outcome = session.step(step)
                     self._changed[step] = replayed(outcome, sentinel.sightings.sinks)
                     if sentinel.sightings.sinks and not outcome.skipped:
@@ -366,9 +312,9 @@ class Trials:
                     if outcome.skipped and step not in skipped:
                         return f"the scaler skips step {step}, which it did not"
         except AmpdoctorError as error:
-            return f"step {self._begin} to {self._step - 1} cannot be replayed with it: {error}"
+            return f"step {self.begin} to {self.step - 1} cannot be replayed with it: {error}"
         finally:
-            self._snapshot.restore()
+            self.snapshot.restore()
         return None
 
     def _run(self, session: Session, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
@@ -377,14 +323,14 @@ class Trials:
         sentinel, gradients = NonFiniteProbe(), GradientProbe()
         self._too_high = None
         with session.watched(sentinel, gradients):
-            if self._silent is not None and session.has_step(first):
-                still = self._departing(session, self._silent, first)
+            if self.silent is not None and session.has_step(first):
+                still = self._departing(session, self.silent, first)
                 if still is not None:
                     return f"finite values still depart from what they should be ({still})", got
-            for step in range(first, min(first + AFTER + 1, self._steps)):
+            for step in range(first, min(first + AFTER + 1, self.steps)):
                 if not session.has_step(step):
                     break
-                self.replays += step == self._step
+                self.replays += step == self.step
                 outcome = session.step(step)
                 self._changed[step] = replayed(outcome, sentinel.sightings.sinks, gradients.gradients)
                 lost = outcome.loses_updates
@@ -394,9 +340,9 @@ class Trials:
                     return f"step {step} is still non-finite ({sentinel.sightings.sinks[0]})", got
                 if outcome.skipped:
                     return f"the scaler still skips step {step}", got
-                if step == self._step:
+                if step == self.step:
                     got = dict(gradients.gradients)
-                    wrong = _disagreement(got, reference, self._own) if reference is not None else None
+                    wrong = self._disagreement(got, reference) if reference is not None else None
                     if wrong is not None:
                         return wrong, got
         return None, got
@@ -408,7 +354,7 @@ class Trials:
 
     def _raises_the_same(self, error: AmpdoctorError) -> TypeGuard[UserCodeError]:
         return (
-            isinstance(error, UserCodeError) and self._raised is not None and _kind(error.raised) == _kind(self._raised)
+            isinstance(error, UserCodeError) and self.raised is not None and _kind(error.raised) == _kind(self.raised)
         )
 
     def _in_fp32(self, change: Change) -> tuple[Gradients | None, str | None]:
@@ -416,14 +362,14 @@ class Trials:
         sentinel, gradients = NonFiniteProbe(), GradientProbe()
         try:
             with (
-                self._back() as session,
+                self._at_the_step() as session,
                 session.reference(),
                 change(session),
                 noted_roots() as roots,
                 session.watched(sentinel, gradients),
             ):
-                session.has_step(self._step)
-                outcome = session.step(self._step)
+                session.has_step(self.step)
+                outcome = session.step(self.step)
                 if session.run.step is not None and len(roots) == 1 and outcome.loss:
                     self.by_hand = roots[0] / outcome.loss
         except AmpdoctorError as error:
@@ -433,7 +379,7 @@ class Trials:
 
     def _as_far_by_rounding(self, change: Change, got: Gradients, own: Gradients) -> bool:
         """Whether rounding each weight once moves the changed step's fp32 gradients as far as half precision does."""
-        narrow = self._session.precision
+        narrow = self.session.precision
         kept = self._fp32
         moved = self._in_fp32(both(change, jolted(narrow.dtype)))[0] if narrow.reduced else None
         self._fp32 = kept
@@ -444,51 +390,16 @@ class Trials:
         here = session.snapshot()
         tracer = OpTraceProbe()
         with session.watched(tracer):
-            self.replays += step == self._step
+            self.replays += step == self.step
             session.step(step)
         here.restore()
         found = departing(tracer.trace, thresholds) if tracer.trace is not None else ()
         return found[0].where.module or "the loss code" if found else None
 
-    @contextmanager
-    def _rewound(self) -> Iterator[Session]:
-        self._snapshot.restore()
-        try:
-            yield self._session
-        finally:
-            self._snapshot.restore()
-
-    def _failures(self) -> int:
-        """Returns how many of `SAMPLES` replays fail without a change; measured once."""
-        if self._failed is None:
-            self._failed = 0
-            for _ in range(SAMPLES):
-                sentinel = NonFiniteProbe()
-                with self._back() as session, session.watched(sentinel):
-                    self.replays += 1
-                    self._failed += session.attempt(self._step).skipped or bool(sentinel.sightings.sinks)
-        return self._failed
-
-    def _wanted(self) -> int:
-        """Returns how many clean replays in a row would be less likely than `DOUBT` without a cure."""
-        if not self._chance:
-            return 1
-        rate = self._failures() / (SAMPLES + 1)  # below 1 even if every replay failed
-        return math.ceil(math.log(DOUBT) / math.log1p(-rate)) if rate else MOST + 1
-
-
-def _is_finite(outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
-    return not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """Parameters whose own gradients must agree: each by itself, or in total where `together` bounds that."""
-
-    tensors: tuple[str, ...]
-    together: float | None
-
-    def disagreement(self, got: Gradients, reference: Gradients) -> str | None:
+    def _disagreement(self, got: Gradients, reference: Gradients) -> str | None:
+        error = relative_error(got, reference)
+        if error > AGREEMENT:
+            return f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
         apart = distances(got, {name: reference[name] for name in self.tensors if name in reference})
         if self.together is not None:
             error = together(apart.values()).relative
@@ -499,12 +410,22 @@ class _Own:
                 return f"the gradient of {name} is still {one.relative:.2g} away from fp32's (relative L2)"
         return None
 
+    @contextmanager
+    def _at_the_step(self) -> Iterator[Session]:
+        """Yields a session that stands before the bad step."""
+        if self.back is not None:
+            with self.back() as session:
+                yield session
+            return
+        self.snapshot.restore()
+        try:
+            yield self.session
+        finally:
+            self.snapshot.restore()
 
-def _disagreement(got: Gradients, reference: Gradients, own: _Own) -> str | None:
-    error = relative_error(got, reference)
-    if error > AGREEMENT:
-        return f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
-    return own.disagreement(got, reference)
+
+def _is_finite(outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+    return not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
 
 
 def _kind(raised: str | None) -> str:

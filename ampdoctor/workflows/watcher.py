@@ -16,7 +16,7 @@ import torch
 from ampdoctor.diagnosis.health.run_rules import NO_STEP_TAKEN as NO_STEP
 from ampdoctor.diagnosis.replay.scaler_misuse import NEVER_UPDATED, stepped_again_finding
 from ampdoctor.errors import StoppedError
-from ampdoctor.evidence.log_records import AlertLine, EndLine, LookLine, RunLine
+from ampdoctor.evidence.log_records import AlertLine, EndLine, LookLine
 from ampdoctor.evidence.log_text import text_of
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report_target import Kept, Run
@@ -26,17 +26,7 @@ from ampdoctor.hooks.nested import iter_tensors
 from ampdoctor.hooks.program import PriorSteps, Program
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.data_stats import DataStats
-from ampdoctor.live.log.facts import (
-    RankInJob,
-    grouped,
-    hardware,
-    launched,
-    models_of,
-    restarts,
-    run_id_of_all,
-    software,
-)
-from ampdoctor.live.log.run_log import RunLog
+from ampdoctor.live.log.facts import RankInJob, hardware, models_of, software
 from ampdoctor.live.log.step_lines import StepLines
 from ampdoctor.live.loop_watch import LoopWatch, RepeatedUpdate, UpdateAttempt, harmless
 from ampdoctor.live.numbers.other_modules import OtherModules
@@ -56,7 +46,7 @@ from ampdoctor.live.unread_steps import (
     too_late,
     ways_out,
 )
-from ampdoctor.precision import policy_in_force
+from ampdoctor.precision.cuda_autocast import policy_in_force
 from ampdoctor.probes.user_code import as_source
 from ampdoctor.replay.bundles.write import Written
 from ampdoctor.replay.recorded_step import lies_in_parts, with_inner_autocast
@@ -72,13 +62,14 @@ from ampdoctor.workflows.diagnose_step import (
     finite_here,
     found_beside,
     kept_of,
+    left_at_the_end,
     look,
-    lost_weight,
     not_looked_at,
     trained_on,
 )
-from ampdoctor.workflows.log_listeners import Alerting, OnAlert, export_while_it_runs, steps_before
+from ampdoctor.workflows.log_listeners import LogOfRank, OnAlert
 from ampdoctor.workflows.requests import WatchRequest
+from ampdoctor.workflows.watched_test import WatchedTest
 
 _AFTER_SICK = 3
 """Number of steps after an alarm whose tensors are measured closely."""
@@ -103,6 +94,8 @@ class TrainingWatcher:
         report: The diagnosis of the first sick step, or None.
         folder: Folder of the log and the bundles.
         broken: Whether the watch itself has failed.
+        failure: The error with which it failed, or None.
+        skipped: Updates that scalers have held back, as far as the host knows.
         speaks: Whether this process shows its diagnosis: rank 0, or a rank that is itself sick.
     """
 
@@ -116,24 +109,12 @@ class TrainingWatcher:
         self.report: Report | None = None
         self.folder = request.health
         self.speaks = True
-        self._process = os.getpid()
         self._request, self._tell, self._hear = request, tell, say
         self._watch = LoopWatch(self)
         self._constructions = Constructions()
-        self._place, self._is_placed = launched(), False
-        self._restarts = restarts()
-        self._log = RunLog(
-            request.health,
-            RunLine(name=Path(request.health).name, detail_every=request.every),
-            rank=self._place.rank,
-            world_size=self._place.world,
-            restarts=self._restarts,
-            say=self._say,
-            held=True,
-        )
-        self._on_alert = on_alert
-        self._alerting: Alerting | None = None
-        self._intake = DataStats(self._place.world)
+        self._rank = LogOfRank(request, self._say, on_alert)
+        self._log = self._rank.log
+        self._intake = DataStats(self._rank.place.world)
         self._lines = StepLines(self._log, self._intake)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
         self._beside = OtherModules(request.every)
@@ -145,16 +126,24 @@ class TrainingWatcher:
         self._late: LateFailure | None = None  # news of a step that is over
         self._attentive = 0  # attempts that are still read before their update, on any device
         self.broken = self._over = False
+        self.failure: str | None = None
+        self.skipped = 0
         self._lost = 0  # readings
         self._described = False
         self._protocol = Protocol(self._watch)
         self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
         self._said: set[str] = set()
+        self._test: WatchedTest | None = None
 
     @property
-    def place(self) -> RankInJob:
-        """This process among the others, as far as it is known by now."""
-        return self._place
+    def world(self) -> int:
+        """The number of processes of the job."""
+        return self._rank.place.world
+
+    @property
+    def trained(self) -> bool:
+        """Whether a backward or an optimizer's step has been seen."""
+        return self._watch.recorder.used.any_backward or bool(self._lines.attempted)
 
     @contextmanager
     def attending(
@@ -180,36 +169,32 @@ class TrainingWatcher:
             stack.enter_context(self._constructions.recording())
             stack.enter_context(self._protocol.half_made.recording())
             stack.enter_context(self._watch.watching(*scalers))
-            self._watch.meet(model, optimizers)
+            if self._request.test:
+                self._test = WatchedTest(model)
+                self._watch.recorder.follows_reads = self._watch.recorder.models.always = True
+            self.meet(model, optimizers)
             stack.enter_context(self._numbers.watching(self._clipped))
-            stack.enter_context(self._intake.watching())
+            stack.enter_context(self._intake.wait.watching())
             self._watch.recorder.listener = self
             self._watch.recorder.cleared = self._numbers.cleared
             self._numbers.begin_step(0)
             yield
 
-    def _take_place(self) -> None:
-        """Begin the log of this rank, once: a script may make its process group at any time before its first update."""
-        if self._is_placed or os.getpid() != self._process:
-            return
-        self._is_placed = True
-        request, place = self._request, grouped() or launched()
-        self._place = place
-        before = steps_before(request.health, rank=place.rank, restarts=self._restarts)
-        self._log.begin(run_id=run_id_of_all(), rank=place.rank, world_size=place.world)
-        self._intake.world_is(place.world)
-        self._alerting = Alerting(self._log.write, self._say, request.thresholds, self._on_alert, before)
-        if place.rank == 0 and not self._log.closed:  # the others' numbers are the same, or parts of these
-            export_while_it_runs(self._log, request.export)
-            if self._log.failed is None:  # reported already
-                self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
+    @property
+    def place(self) -> RankInJob:
+        """This process among the others, as far as it is known by now."""
+        return self._rank.place
+
+    def meet(self, model: torch.nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Register parts of the loop before the loop uses them."""
+        self._watch.meet(model, optimizers)
 
     def ended(self, error: BaseException | None) -> None:
         """End the watch: the training was ended by `error` (`SystemExit` too), or in order; it may be sick."""
         self._over = True  # the caller gets the error that ended the training
-        self._take_place()
+        self._rank.take_place(self._intake)
         self._ended_by(error)
-        self._look_at_the_weights()
+        self._look_at_what_is_left()
         self._look_beside(at_the_end=True)
         self._look_at_the_count()
         if not self.broken:
@@ -231,7 +216,7 @@ class TrainingWatcher:
     @harmless
     def about_to_step(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
-        self._take_place()
+        self._rank.take_place(self._intake)
         self._look_at_what_was_left_out()
         norm = self._measured(attempt, losses)
         self._judge_calls(attempt, losses, norm if attempt.unscaled_by is not None else None)
@@ -245,6 +230,8 @@ class TrainingWatcher:
                 self._fall_sick(attempt, sick, settles=attempt.is_called_either_way)
             elif self.report is None:
                 self._last[attempt.name] = LastUpdate.of(attempt, read=norm is not None)
+                if self._test is not None:
+                    self._test.about_to_step(attempt.optimizer)
         elif self.report is None:
             self._blind.add(attempt, held=held)
             self._keep(attempt)
@@ -253,13 +240,18 @@ class TrainingWatcher:
     @harmless
     def held_back(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
-        self._take_place()
+        self._rank.take_place(self._intake)
         self._look_at_what_was_left_out()
         self._measured(attempt, losses)
         self._judge_calls(attempt, losses)
-        if self._protocol.is_never_updated(attempt) and self.report is None:
+        self.skipped += 1
+        most = self._request.most_skipped
+        advice = "" if most is None or self.skipped <= most else f"At most {most} steps may be skipped."
+        if self._protocol.is_never_updated(attempt):
+            advice = NEVER_UPDATED
+        if advice and self.report is None:
             program = with_inner_autocast(self._watch.program(attempt))
-            self._examine(program, SKIPPED, name=attempt.name, settles=False, advice=NEVER_UPDATED)
+            self._examine(program, SKIPPED, name=attempt.name, settles=False, advice=advice)
         if self.report is None and self._request.look != "off":
             self._fall_sick(attempt, SKIPPED, settles=True)
 
@@ -267,6 +259,8 @@ class TrainingWatcher:
     def attempted(self, attempt: UpdateAttempt, *, skipped: bool | None) -> None:
         """As in `LoopListener`."""
         self._guard.release()
+        if self._test is not None and self.report is None and skipped is not True:
+            self._look_at_the_update(self._test, attempt)
         if skipped is False:
             self._settling.pop(attempt.name, None)
             self._protocol.taken(attempt)
@@ -275,7 +269,7 @@ class TrainingWatcher:
         self._lines.ended(attempt, skipped=skipped)
         self._numbers.stepped(attempt.name, skipped=skipped)
         self._count_lost(attempt)
-        alert = None if self._alerting is None else self._alerting.taken()
+        alert = None if self._rank.alerting is None else self._rank.alerting.taken()
         if alert is not None:
             self._numbers.look(alert, _AFTER_SICK)
         self._numbers.begin_step(self._lines.turn)
@@ -311,9 +305,9 @@ class TrainingWatcher:
 
     def failed(self, error: Exception) -> None:
         """As in `LoopListener`."""
-        self.broken = True
+        self.broken, self.failure = True, describe(error)
         self._watch.recorder.fail(error)
-        self._say(f"the training is watched no more: {describe(error)}")
+        self._say(f"the training is watched no more: {self.failure}")
 
     def _keep(self, attempt: UpdateAttempt) -> None:
         """Keep an update for the bundle's history where that is asked for; a gap makes earlier updates useless."""
@@ -374,7 +368,9 @@ class TrainingWatcher:
     @harmless
     def returned(self, model: torch.nn.Module, name: str, call: int, *, given: tuple[Any, Any], output: Any) -> None:
         """As in `CallListener`."""
-        batch = self._intake.called(model, *given, backwards=self._watch.recorder.backwards)
+        if self._test is not None:
+            self._test.hold(model, *(root for _, root in self._watch.recorder.models.roots))
+        batch = self._intake.batches.called(model, *given, backwards=self._watch.recorder.backwards)
         if batch is not None:
             self._numbers.batch(batch)
         if self._numbers.looking:
@@ -416,17 +412,26 @@ class TrainingWatcher:
         if refused is not None and any((id(one), describe(one)) == refused[0] for one in causes_of(error)):
             self._is_misused(*refused[1:], key="refused")
 
+    def _look_at_the_update(self, test: WatchedTest, attempt: UpdateAttempt) -> None:
+        """Examine a step whose update, or forward, has left a state that is not finite."""
+        program = self._watch.program(attempt)
+        if test.is_lost(program):
+            with test.undone():
+                what = "the state after its update is not finite"
+                self._examine(with_inner_autocast(program), what, name=attempt.name, settles=False)
+
     @harmless
-    def _look_at_the_weights(self) -> None:
-        """Check the weights at the training's end, because no later step shows what the last update did."""
-        recorder = self._watch.recorder
-        if self.report is not None or self._request.look == "off" or not recorder.used.any_backward:
+    def _look_at_what_is_left(self) -> None:
+        """Check, at the training's end, what no later step shows."""
+        if self._request.look == "off":
             return
-        step = max(self._lines.turn - 1, 0)
-        with self._watch.looking_away():
-            finding = lost_weight(dict(together(recorder.models.roots).named_parameters()), step)
-        if finding is not None:
-            self._found(finding, step, "its weights are not finite")
+        for what, left, step in left_at_the_end(self._watch, self._lines, self._test):
+            if self.report is not None:
+                return
+            if isinstance(left, Finding):
+                self._found(left, step, what)
+            else:
+                self._examine(with_inner_autocast(left), what, name="", settles=False, if_shown=True)
 
     @harmless
     def _look_beside(self, *, at_the_end: bool = False) -> None:
@@ -439,10 +444,10 @@ class TrainingWatcher:
     @harmless
     def _look_at_the_count(self) -> None:
         """Report a training that has taken no step, although it looked like a scaler that settles."""
-        if self.report is not None or self._alerting is None or self._lines.taken:
+        if self.report is not None or self._rank.alerting is None or self._lines.taken:
             return
         self._log.hear_out()
-        finding = self._alerting.errors.get(NO_STEP.code)
+        finding = self._rank.alerting.errors.get(NO_STEP.code)
         if finding is not None:
             self._found(finding, finding.where.step or 0, "no step was taken")
 
@@ -528,7 +533,7 @@ class TrainingWatcher:
         if seen.report is None:
             self._passed(program, seen, name)
             return
-        self.speaks = self._place.rank == 0 or not healthy or bool(seen.report.findings) or program.optimizer is None
+        self.speaks = self.place.rank == 0 or not healthy or bool(seen.report.findings) or program.optimizer is None
         self._numbers.look(what, _AFTER_SICK)
         if crowded:
             self._told(program, seen, what, None)
@@ -559,7 +564,7 @@ class TrainingWatcher:
             step=program.step, verdict="not_reproduced", reason=finite_here(program.step), seconds=seen.seconds
         )
         self._log.write(line)
-        if self._place.rank == 0 and all_gradients_nan(program.model):  # an overflow alone leaves some finite
+        if self.place.rank == 0 and all_gradients_nan(program.model):  # an overflow alone leaves some finite
             self._say(line.reason)
 
     def _judge_calls(
@@ -595,7 +600,7 @@ class TrainingWatcher:
 
     def _bundled(self, program: Program, report: Report, leading: PriorSteps | None = None) -> Written | None:
         log, made = [text_of(line) for line in self._log.last(_LAST_LINES)], self._constructions.of
-        return bundled(program, report, self._request, self._place, self._say, made=made, log=log, leading=leading)
+        return bundled(program, report, self._request, self.place, self._say, made=made, log=log, leading=leading)
 
     def _told(self, program: Program, seen: StepDiagnosis, what: str, bundle: Written | None) -> None:
         report = seen.report
@@ -674,7 +679,8 @@ class TrainingWatcher:
     def _say(self, sentence: str) -> None:
         """Send a sentence to the user; a closed stream or a listener that fails must not disturb the training."""
         with suppress(Exception):
-            self._hear(f"rank {self.place.rank}: {sentence}" if self.place.rank else sentence)
+            rank = self.place.rank
+            self._hear(f"rank {rank}: {sentence}" if rank else sentence)
 
     def _tell_what_ended(self) -> None:
         """Report once each part of the watch that has stopped."""

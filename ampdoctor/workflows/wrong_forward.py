@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -21,14 +21,13 @@ from ampdoctor.diagnosis.replay.forward import (
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.probes.forward_fp32 import WideForwardProbe
-from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.op_overrides import address_at
 from ampdoctor.probes.user_code import as_source
 from ampdoctor.probes.written_state import OldCast, OldCastsProbe
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.changes import fresh_casts
 from ampdoctor.workflows.prescribe import intervene_at
-from ampdoctor.workflows.step_beside_fp32 import stepped
+from ampdoctor.workflows.rerun_step import StepRerun
 from ampdoctor.workflows.trials import SHOWN
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.trace import Amplified, Comparison, ParameterVsFp32
     from ampdoctor.probes.op_overrides import UserLine
     from ampdoctor.replay.session import Session
-    from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.prescribe import Way
     from ampdoctor.workflows.trials import Trials
 
@@ -48,12 +46,10 @@ MOST = 3
 """Maximum number of places that are tried; each costs a few replays, and the first is the source of the others."""
 
 
-def seen_in_forward(session: Session, before: Snapshot, step: int, thresholds: Thresholds) -> tuple[Amplified, ...]:
-    """Replay a step beside fp32, op by op; returns the ops with wrong results. The session is left after the step."""
+def seen_in_forward(again: StepRerun, thresholds: Thresholds) -> tuple[Amplified, ...]:
+    """Replay a step beside fp32, op by op; returns the ops with wrong results."""
     probe = WideForwardProbe()
-    before.restore()
-    with session.watched(probe):
-        session.step(step)
+    again.run(probe)
     return departing_in_forward(probe.amplified, thresholds)
 
 
@@ -113,81 +109,57 @@ def _right(one: Amplified) -> change.Change:
 NO_REFERENCE = "fp32 cannot run this step, so there is nothing that a step with new copies would have to agree with"
 
 
-def stale_casts(
-    session: Session, before: Snapshot, comparison: Comparison, trials: Trials, thresholds: Thresholds
-) -> Finding | None:
-    """Returns the finding that gradients are those of old weights, or None; the session is left in any state."""
-    step = comparison.step
-    old = _old_copies(session, before, step)
+def stale_casts(again: StepRerun, comparison: Comparison, trials: Trials, thresholds: Thresholds) -> Finding | None:
+    """Returns the finding that gradients are those of old weights, or None."""
+    old = _old_copies(again)
     if old is None:
         return None
-    before.restore()
-    with session.reference():
-        wide = stepped(session, step)[0]
-    with fresh_casts(session):
-        anew = _distance(session, before, step, wide)
-    if not math.isfinite(anew):
+    anew = again.gradients(fp32=True)
+    again.run(anew, change=fresh_casts)
+    if not math.isfinite(error := anew.distance.relative):
         return None
-    finding = partial(stale_casts_finding, step, comparison.gradient_error, anew, old, thresholds=thresholds)
-    if finding() is None:
-        return None
-    return finding(trials.attempt("code", ADVICE, fresh_casts, ADVICE, stands_in=True))
+    finding = partial(stale_casts_finding, again.step, comparison.gradient_error, error, old, thresholds=thresholds)
+    return finding(trials.attempt("code", ADVICE, fresh_casts, ADVICE, stands_in=True)) if finding() else None
 
 
-def stale_casts_without_fp32(session: Session, before: Snapshot, step: int, thresholds: Thresholds) -> Finding | None:
+def stale_casts_without_fp32(again: StepRerun, thresholds: Thresholds) -> Finding | None:
     """Like `stale_casts`, for a step that cannot run in fp32: its gradients are compared with those of new copies.
 
-    In such a step a weight is written that a backward still needs in fp32; under autocast it needs the half copy. The
-    session is left in any state.
+    In such a step a weight is written that a backward still needs in fp32; under autocast it needs the half copy.
     """
-    old = _old_copies(session, before, step)
+    old = _old_copies(again)
     if old is None:
         return None
-    before.restore()
-    with fresh_casts(session):
-        new = stepped(session, step)[0]
-    error = _distance(session, before, step, new)
-    if not math.isfinite(error):
+    own = again.gradients(change=fresh_casts)
+    again.run(own)
+    if not math.isfinite(error := own.distance.relative):
         return None
     cure = Prescription(kind="code", value=ADVICE, status="not_run", detail=ADVICE, reason=NO_REFERENCE)
-    return stale_casts_finding(step, error, None, old, cure, thresholds=thresholds)
+    return stale_casts_finding(again.step, error, None, old, cure, thresholds=thresholds)
 
 
-def stalest_without_fp32(
-    session: Session, before: Snapshot, steps: Iterable[int], thresholds: Thresholds
-) -> Finding | None:
+def stalest_without_fp32(again: StepRerun, steps: int, thresholds: Thresholds) -> Finding | None:
     """Returns the finding for the first step whose stale copies matter, else the first note.
 
-    Later steps count because an average begins as the weights themselves. `before` is the state before the first of the
-    consecutive `steps`; each is run a few times. The session is left in any state.
+    As many consecutive `steps` are looked at, because an average begins as the weights themselves; each is run a few
+    times.
     """
     note: Finding | None = None
-    for step in steps:
-        found = stale_casts_without_fp32(session, before, step, thresholds)
+    session = again.session
+    for step in range(again.step, again.step + steps):
+        found = stale_casts_without_fp32(again, thresholds)
         if found is not None and found.severity != "note":
             return found
         note = note or found
-        before.restore()
-        session.step(step)
-        before = session.snapshot()
+        again.run()
+        again = StepRerun(session, session.snapshot(), step + 1)
     return note
 
 
-def _distance(session: Session, before: Snapshot, step: int, other: GradientProbe) -> float:
-    """Returns how far the step's gradients are from others: relative L2, of all together."""
-    beside = DistanceProbe(other.gradients, other.times)
-    before.restore()
-    with session.watched(beside):
-        session.step(step)
-    return beside.distance.relative
-
-
-def _old_copies(session: Session, before: Snapshot, step: int) -> OldCopies | None:
-    before.restore()
+def _old_copies(again: StepRerun) -> OldCopies | None:
     probe = OldCastsProbe()
-    with session.watched(probe):
-        session.step(step)
-    return _described(probe.found, step) if probe.found else None
+    again.run(probe)
+    return _described(probe.found, again.step) if probe.found else None
 
 
 def _described(found: Sequence[OldCast], step: int) -> OldCopies:

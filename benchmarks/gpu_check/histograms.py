@@ -1,6 +1,6 @@
 """Histograms and the non-finite check on the device, bit for bit those of the CPU.
 
-On a CPU the counting is the device's own all the same: `device_tally` works on any device.
+On a CPU the counting is the device's own all the same: `device_counts` works on any device.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ampdoctor.numerics import FORMATS, Histogram, describe, nonfinite_flag
-from ampdoctor.numerics.counting import device_tally
-from ampdoctor.numerics.tensors import extremes
+from ampdoctor.numerics.counting import count, device_counts
+from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.numerics.histogram import Histogram
+from ampdoctor.numerics.tensors import describe, extremes, nonfinite_flag
 from benchmarks.gpu_check.section import Section
 
 SMALL, LARGE = (2, 900), (600, 900)
@@ -78,8 +79,8 @@ def seen(tensor: torch.Tensor, *, on_device: bool = False) -> dict[str, list[Any
     flat, close = tensor.flatten(), describe(tensor)
     half = flat.numel() // 2
     return {
-        "histogram": _figures(Histogram(device_tally(tensor)) if on_device else Histogram.of(tensor)),
-        "of two halves": _figures(Histogram.of(flat[:half]) + Histogram.of(flat[half:])),
+        "histogram": _figures(device_counts(tensor).fetch() if on_device else count(tensor)),
+        "of two halves": _figures(count(flat[:half]) + count(flat[half:])),
         "extremes": [repr(float(value)) for value in extremes(tensor)],
         "flag": [math.isfinite(float(nonfinite_flag(tensor)))],
         "description": [close.nans, close.pos_infs, close.neg_infs, close.finite_min, close.finite_max],

@@ -15,7 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from ampdoctor.precision import autocast_policy, kernels
+from ampdoctor.precision import kernels
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.precision.kernels import overload, registered
 from benchmarks.gpu_check.section import Section
 from fixtures.op_samples import ALL

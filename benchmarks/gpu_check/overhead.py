@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from ampdoctor.precision import autocast_policy
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.replay.session import Session
 from benchmarks.gpu_check.section import Section
 from benchmarks.overhead import BARE, LOOP, PROBED, Contest, make_run

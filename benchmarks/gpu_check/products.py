@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ampdoctor.precision import half_products
+from ampdoctor.precision.fp16_matmul import half_products
 from benchmarks.gpu_check.section import Section
 
 Question = Callable[[torch.device], Sequence[Tensor]]

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from ampdoctor.numerics import Histogram
-from ampdoctor.numerics.counting import device_tally
-from ampdoctor.precision import autocast_policy
+from ampdoctor.numerics.counting import DeviceCounts, device_counts
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.replay.session import Session
 from benchmarks.gpu_check.section import Section
@@ -120,5 +119,5 @@ def _watched_step(session: Session, batch: torch.Tensor, probe: NonFiniteProbe) 
     probe.finish(0, loss)
 
 
-def _counted(session: Session) -> Histogram:
-    return reduce(add, (Histogram(device_tally(parameter.detach())) for parameter in session.model.parameters()))
+def _counted(session: Session) -> DeviceCounts:
+    return reduce(add, (device_counts(parameter.detach()) for parameter in session.model.parameters()))

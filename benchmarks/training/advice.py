@@ -73,7 +73,7 @@ def ask(factory: str, arguments: Mapping[str, Any]) -> Advice:
         arguments=arguments,
         steps=min(RECORDED, length),
         device="cpu",
-        thresholds=thresholds_from({"AMP707": {"horizon": length}}),  # a user knows how long the training will be
+        thresholds=thresholds_from({"AMP723": {"horizon": length}}),  # a user knows how long the training will be
     )
     try:
         report = recommend(request)

@@ -15,8 +15,9 @@ from torch import Tensor
 import ampdoctor
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.run_facts import Place
-from ampdoctor.numerics import Histogram
-from ampdoctor.probes.formats_seen import HalfProbe
+from ampdoctor.numerics.counting import count
+from ampdoctor.numerics.histogram import Histogram
+from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.probes.modules import GradientHooks, LowPrecisionTensors
 from ampdoctor.probes.ranges import ReferenceGradients, ZeroedProbe
 from ampdoctor.replay.session import Session
@@ -188,7 +189,7 @@ def _by_kind(counts: Mapping[Place, int]) -> Mapping[str, int]:
 
 def _half_plan(session: Session) -> LowPrecisionTensors:
     """Which tensors are half, seen in the first step."""
-    start, probe = session.snapshot(), HalfProbe()
+    start, probe = session.snapshot(), FormatsProbe()
     session.has_step(0)
     with session.watched(probe):
         session.step(0)
@@ -225,4 +226,4 @@ class _Ranges:
 
     def _on_gradient(self, place: Place, _ordinal: int, gradient: Tensor) -> None:
         if self._plan is None or self._plan.holds(place):
-            self._seen.setdefault(place.kind, []).append(Histogram.of(gradient))
+            self._seen.setdefault(place.kind, []).append(count(gradient))

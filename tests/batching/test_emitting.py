@@ -15,11 +15,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from ampdoctor.batching.config_fields import STRATEGIES
-from ampdoctor.batching.config_files import read_settings
-from ampdoctor.batching.effects import left_as_it_is
+from ampdoctor.batching.config_files import STRATEGIES, read_settings
 from ampdoctor.batching.emitting import emit_plan
-from ampdoctor.batching.plans import BatchPlan, BatchSettings, Cluster
+from ampdoctor.batching.plans import BatchPlan, Cluster
 from ampdoctor.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's libraries
@@ -70,10 +68,6 @@ def test_trainer_arguments_whose_batch_is_that_of_all_ranks():
     )
     said = read_settings(made.to_json_string(), "training_args.json")
     assert (said.global_batch, said.micro_batch, said.accumulation) == (16, None, 2)
-    two = BatchPlan(micro_batch=4, accumulation=2, data_parallel=2)
-    assert [(left.outcome, left.global_batch) for left in left_as_it_is(two, 4, said)] == [("kept", 16)]
-    (left,) = left_as_it_is(two, 3, said)
-    assert (left.outcome, left.framework) == ("refused", "transformers")
 
 
 def test_strategies_are_those_of_accelerate():
@@ -136,62 +130,11 @@ def test_deepspeed(monkeypatch):
         deepspeed_config(sizes, 64, monkeypatch)
 
 
-SIZES = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 8, 12, 24, 48, 64])
-@pytest.mark.parametrize(
-    "keys", [[0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1]], ids=lambda keys: "".join(map(str, keys))
-)
-def test_deepspeed_left_as_it_is(ranks, keys, monkeypatch):
-    """What is said of each pair of sizes is what DeepSpeed makes of them."""
-    sizes = {key: value for index, (key, value) in enumerate(SIZES.items()) if index in keys}
-    said = read_settings(json.dumps(sizes), "ds.json")
-    before = BatchPlan(micro_batch=4, accumulation=3, data_parallel=4)
-    if keys == [0]:
-        before = BatchPlan(micro_batch=12, accumulation=1, data_parallel=4)
-    if keys == [1]:
-        before = BatchPlan(micro_batch=4, accumulation=1, data_parallel=4)
-    (left,) = left_as_it_is(before, ranks, said)
-    try:
-        loaded = deepspeed_config(sizes, ranks, monkeypatch)
-    except AssertionError:
-        assert (left.outcome, left.global_batch) == ("refused", None)
-    else:
-        assert left.global_batch == loaded.train_batch_size
-        assert left.outcome == ("kept" if loaded.train_batch_size == before.global_batch else "silent")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "expected"),
-    [
-        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 8, ("silent", 64)),
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 8, ("silent", 64)),
-        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, 32, ("kept", 128)),
-        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, 16, ("silent", 64)),
-        (SIZES | {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 8, ("refused", None)),
-        ({"train_batch_size": 96, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}, 8, None),
-        ({"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}, 8, ("silent", 64)),
-    ],
-)
-def test_what_stays_is_the_files_own_batch(sizes, ranks, expected):
-    """The command line asks for 128 = 4 x 2 x 16: nobody has written that into the file."""
-    asked = BatchPlan(micro_batch=4, accumulation=2, data_parallel=16)
-    (left,) = left_as_it_is(asked, ranks, read_settings(json.dumps(sizes), "ds.json"))
-    assert (left.outcome, left.global_batch) == (expected or ("refused", None))
-
-
-def test_what_stays_of_megatron_is_the_files_own_batch():
-    said = read_settings("--micro-batch-size 2 --global-batch-size 64", "run.sh")
-    (left,) = left_as_it_is(BatchPlan(micro_batch=4, accumulation=2, data_parallel=16), 8, said)
-    assert (left.outcome, left.global_batch, left.said) == ("silent", 64, "the accumulation is derived, 2 -> 4")
-
-
-def megatron_batches(flags, ranks, *, rounds_down=False):
+def megatron_batches(flags, ranks):
     calculator = library("megatron.core.num_microbatches_calculator")
     given = dict(zip(flags[::2], map(int, flags[1::2]), strict=True))
     return calculator.ConstantNumMicroBatchesCalculator(
-        given["--global-batch-size"], given["--micro-batch-size"], ranks, rounds_down, rank=1
+        given["--global-batch-size"], given["--micro-batch-size"], ranks, False, rank=1
     )
 
 
@@ -204,37 +147,6 @@ def test_megatron():
     assert megatron_batches(flags, 128).get() == 2
     with pytest.raises(AssertionError, match="is not divisible by"):
         megatron_batches(flags, 100)
-
-
-@pytest.mark.parametrize("rounds_down", [True, False])
-@pytest.mark.parametrize("ranks", [1, 3, 4, 5, 6, 7, 8, 16])
-def test_megatron_left_as_it_is(ranks, rounds_down):
-    before = BatchPlan(micro_batch=2, accumulation=6, data_parallel=4)
-    said = BatchSettings(framework="megatron", global_batch=48, micro_batch=2, rounds_down=rounds_down)
-    (left,) = left_as_it_is(before, ranks, said)
-    flags = ["--global-batch-size", "48", "--micro-batch-size", "2"]
-    try:
-        made = megatron_batches(flags, ranks, rounds_down=rounds_down)
-    except AssertionError:
-        assert left.outcome == "refused"
-    else:
-        assert left.global_batch == made.get_current_running_global_batch_size()
-        assert left.outcome == ("kept" if left.global_batch == 48 else "silent")
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_accelerate_shares_a_batch_or_refuses(ranks):
-    shard = library("accelerate.data_loader").BatchSamplerShard
-    before = BatchPlan(micro_batch=2, accumulation=1, data_parallel=4)
-    said = BatchSettings(framework="accelerate", accumulation=1, fixed_total=True)
-    (left,) = left_as_it_is(before, ranks, said)
-    sampler = torch.utils.data.BatchSampler(range(64), batch_size=8, drop_last=False)
-    try:
-        cut = [len(next(iter(shard(sampler, ranks, rank, split_batches=True)))) for rank in range(ranks)]
-    except ValueError:
-        assert left.outcome == "refused"
-    else:
-        assert (left.outcome, sum(cut)) == ("kept", left.global_batch)
 
 
 def test_torchtitan(monkeypatch):

@@ -73,26 +73,6 @@ def test_a_section_is_exact_or_says_how_far_off(batch, ranks, then, most):
         assert (section.fewer.global_batch, section.fewer.devices < then) == (batch, True)
 
 
-def test_the_case_that_this_began_with():
-    """2048 over 64 nodes of 8 is 4 x 1; over 16 nodes 4 x 4, or 8 x 2 where 8 fits; 16 x 1 does not."""
-    before, after = Cluster(devices=512, per_node=8), Cluster(devices=128, per_node=8)
-    said = BatchSettings(global_batch=2048)
-    first = PlanRequest(said=said, before=None, after=before, memory=Memory(known_to_fit=4))
-    assert triples([plan_section(first).use]) == [(512, 4, 1)]
-
-    eight = Memory(per_sample=9e9, device=80e9)
-    section = plan_section(PlanRequest(said=said, before=before, after=after, memory=eight))
-    assert triples([section.in_force.plan]) == [(512, 4, 1)]
-    assert triples([section.use]) == [(128, 8, 2)]
-    fits = {triple: one.fits for triple, one in zip(triples(section.exact), section.exact, strict=True)}
-    assert fits == {(128, 16, 1): False, (128, 8, 2): True, (128, 4, 4): True, (128, 2, 8): True, (128, 1, 16): True}
-    (refused,) = (one for one in section.exact if not one.fits)
-    assert refused.bytes_needed == 16 * 9e9 > 80e9
-
-    four = plan_section(PlanRequest(said=said, before=before, after=after, memory=Memory(known_to_fit=4)))
-    assert triples([four.use]) == [(128, 4, 4)]
-
-
 @pytest.mark.parametrize(
     ("cluster", "sentence"),
     [

@@ -128,7 +128,6 @@ def known(settings):
                 "shard_stage": 2,
                 "precision": "fp16",
                 "division": "before",
-                "filled": True,
             },
         ),
         (
@@ -270,7 +269,7 @@ SHARED = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 2, "
 @pytest.mark.parametrize("more", [{"accelerator_config": {"split_batches": True}}, {"split_batches": True}])
 def test_split_batches_makes_the_batch_that_of_all_ranks(more):
     said = read_settings(json.dumps({**SHARED, **more}), "args.json")
-    assert (said.global_batch, said.micro_batch, said.accumulation, said.fixed_total) == (64, None, 2, True)
+    assert (said.global_batch, said.micro_batch, said.accumulation) == (64, None, 2)
     plan, _ = in_force(said, 16, None)
     assert (plan.micro_batch, plan.accumulation) == (2, 2)
     with pytest.raises(UsageError, match="64 samples over 5 data parallel ranks are not cut into 2 micro-batches"):
@@ -280,7 +279,7 @@ def test_split_batches_makes_the_batch_that_of_all_ranks(more):
 def test_without_split_batches_it_is_that_of_a_rank():
     for config in ({}, {"split_batches": False}):
         said = read_settings(json.dumps({**SHARED, "accelerator_config": config}), "args.json")
-        assert (said.global_batch, said.micro_batch, said.fixed_total) == (None, 32, False)
+        assert (said.global_batch, said.micro_batch) == (None, 32)
     other = read_settings(json.dumps({**SHARED, "accelerator_config": "accelerator.json"}), "args.json")
     assert any("accelerator_config is a file of its own" in note for note in other.notes)
 
@@ -396,13 +395,13 @@ def test_auto_is_not_a_number_and_not_a_yes():
     auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     unknown = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}}
     said = read_settings(json.dumps({**auto, **unknown}), "ds.json")
-    assert (said.global_batch, said.micro_batch, said.accumulation, said.filled) == (None, None, None, True)
+    assert (said.global_batch, said.micro_batch, said.accumulation) == (None, None, None)
     assert (said.precision, said.division) == (None, "before")
     assert [note.split(" ")[0] for note in said.notes] == ["auto:", "auto:"]
     half = read_settings(json.dumps({**auto, "fp16": {"enabled": True}, "bf16": {"enabled": "auto"}}), "ds.json")
     assert half.precision == "fp16"
     alone = read_settings(json.dumps({"train_batch_size": 64}), "ds.json")
-    assert (alone.accumulation, alone.filled) == (1, False)
+    assert alone.accumulation == 1
 
 
 @pytest.mark.parametrize(
@@ -418,18 +417,16 @@ def test_two_formats_at_once_are_refused(name, text):
         read_settings(text, name)
 
 
-@pytest.mark.parametrize("name", ["args.json", "args", "args.txt"])
-def test_arguments_as_a_json_list(name):
-    arguments = ["--micro-batch-size", "4", "--fp16", "--global-batch-size=64", "--tensor-model-parallel-size", 2]
-    said = read_settings(json.dumps(arguments), name)
-    assert (said.micro_batch, said.global_batch, said.tensor, said.precision) == (4, 64, 2, "fp16")
-
-
 @pytest.mark.parametrize(
-    "text", ["args = ['--micro-batch-size', '4', '--bf16']", 'run(["--micro-batch-size=4", "--global-batch-size=8"])']
+    "text",
+    [
+        "args = ['--micro-batch-size', '4', '--bf16']",
+        'run(["--micro-batch-size=4", "--global-batch-size=8"])',
+        '["--micro-batch-size", "4"]',
+    ],
 )
 def test_arguments_in_another_language_are_refused(text):
-    with pytest.raises(UsageError, match=r"args\.py lists arguments in quotes and commas: a JSON list is read"):
+    with pytest.raises(UsageError, match=r"args\.py lists arguments in quotes and commas: only a shell"):
         read_settings(text, "args.py")
 
 
@@ -469,9 +466,8 @@ def test_a_script_from_windows_is_read_as_any():
     "flags", ["--batch-size 4 --gradient-accumulation-steps 8", "--output-dir out", "--train-batch-size 8"]
 )
 def test_flags_of_any_program_are_not_trainers(flags):
-    for name, text in (("run.sh", f"python train.py {flags}"), ("args.json", json.dumps(flags.split()))):
-        with pytest.raises(UsageError, match="says nothing of a batch"):
-            read_settings(text, name)
+    with pytest.raises(UsageError, match="says nothing of a batch"):
+        read_settings(f"python train.py {flags}", "run.sh")
 
 
 @pytest.mark.parametrize(

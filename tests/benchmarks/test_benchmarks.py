@@ -78,7 +78,7 @@ def test_targets_hold_the_probe_against_the_best_rival_alone(overhead):
 
 
 def test_engine_and_hand_written_loop_take_the_same_step(overhead):
-    from ampdoctor.precision import autocast_policy
+    from ampdoctor.precision.cuda_autocast import autocast_policy
     from ampdoctor.replay.session import Session
 
     weights = []

@@ -49,14 +49,10 @@ def losses(name, steps, **arguments):
     return [outcome.loss for outcome in outcomes], finite, moved
 
 
-@pytest.mark.parametrize(
-    ("precision", "name"),
-    [
-        pytest.param(precision, name, marks=pytest.mark.slow if precision == "fp32" and turn > 1 else ())
-        for precision in ("fp32", "fp16")
-        for turn, name in enumerate(recommend.RUNS)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.each_value_once
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", recommend.RUNS)
 def test_a_run_takes_its_first_steps(name, precision):
     seen, finite, moved = losses(name, 3, precision=precision, scaler={"init_scale": 64.0})
     assert len(seen) == 3

@@ -14,7 +14,7 @@ from ampdoctor.evidence.report_replay import PathSection, ProofSection
 from ampdoctor.evidence.report_scaler import ScalerSection
 from ampdoctor.evidence.report_scan import ChangeSection, StructureSection, TrendSection
 from ampdoctor.evidence.run_facts import PrecisionAdvice
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.counting import count
 from ampdoctor.ranges.profile import figures
 from tests.browser.health_pages import beside, watched
 from tests.samples import OVERFLOW, UNDERFLOW, range_figures
@@ -31,7 +31,7 @@ def site(name, kind, exponent, *, part="parameter", half=True):
     values = torch.randn(4000, generator=generator) * torch.exp2(
         2.5 * torch.randn(4000, generator=generator) + exponent
     )
-    histogram = Histogram.of(values)
+    histogram = count(values)
     scaled = kind.endswith("_grad")
     at = {"fp16": RUN_SCALE, "fp16_unscaled": 1.0, "fp16_recommended": FITTING, "bf16": 1.0, "e4m3fn": 1.0, "e5m2": 1.0}
     return {

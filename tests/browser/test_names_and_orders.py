@@ -9,7 +9,7 @@ import pytest
 from ampdoctor.evidence.checkpoint_stats import CastShares
 from ampdoctor.evidence.json_records import from_plain
 from ampdoctor.evidence.report_replay import PathNode
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.histogram import Histogram
 from tests.browser.conftest import DESK, PHONE
 from tests.browser.pages import BISECTED, EVERY_VIEW, HOSTILE, LAYERS, PROFILED, RUN_SCALE, node, site, tensor
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.counting import count
 from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.numerics.histogram import Histogram
 from tests.browser.conftest import AXE, DESK, PHONE, harmless, wait_until
 from tests.browser.pages import EVERY_VIEW, FITTING, HOSTILE, LAYERS, PROFILED, RUN_SCALE, SITES
 from tests.samples import UNDERFLOW
@@ -143,7 +144,7 @@ def test_the_scripts_read_histograms_of_every_source(kind, visit):
     )
     special = {"one": torch.full((7,), 0.75), "tiny": values * 2.0**-140, "beyond": values * 2.0**130}
     source = special.get(kind, values)
-    histogram = Histogram.of(source.to(getattr(torch, kind)) if kind not in special else source)
+    histogram = count(source.to(getattr(torch, kind)) if kind not in special else source)
     page = visit("profiled")
     for name, exponent in itertools.product(("fp16", "bf16", "e4m3fn", "e5m2"), (-8, 0, 5, 16)):
         figures = page.evaluate(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import os
 import subprocess
@@ -24,7 +25,8 @@ class MuteError(RuntimeError):
         raise SystemExit(1)
 
 
-def _behave(path, *, progress=None, **options):
+def behave(behaviour, path=None, *, progress=None, **options):
+    """Do what a workflow may do: return a report, raise, make noise, wait."""
     if behaviour in EVERY:
         return EVERY[behaviour]
     if behaviour == "crash":
@@ -68,7 +70,7 @@ def _late():
 def _replace(name, function):
     """Put a module in the place of one that would import torch."""
     module = ModuleType(name)
-    setattr(module, function, _behave)
+    setattr(module, function, functools.partial(behave, behaviour))
     sys.modules[name] = module
     parent, _, leaf = name.rpartition(".")
     if parent in sys.modules:  # in a fork, with the real one as its attribute
@@ -85,5 +87,5 @@ if __name__ == "__main__":
             ("ampdoctor.diagnosis.catalogue", "find_rule"),
             ("ampdoctor.cli.info_commands", "_software"),
         ):
-            setattr(importlib.import_module(module), function, lambda *_: _behave(None))
+            setattr(importlib.import_module(module), function, lambda *_: behave(behaviour))
     sys.exit(main())

@@ -16,16 +16,17 @@ COMMANDS = {
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "run.py").write_text(FACTORY)
     (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04" + bytes(100))
     return tmp_path
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_report_says_what_could_not_be_examined(command, folder, run_cli, check_report):
-    typed, kind, words = COMMANDS[command]
-    result = run_cli(*typed, "--format", "json", "--report", "jsonl=r.jsonl", "--report", "junit=r.xml", cwd=folder)
+def test_a_report_says_what_could_not_be_examined(command, folder, typed, check_report):
+    arguments, kind, words = COMMANDS[command]
+    result = typed(*arguments, "--format", "json", "--report", "jsonl=r.jsonl", "--report", "junit=r.xml")
     assert result.returncode == 2
     assert result.stderr.startswith("ampdoctor: error: ")
     document = check_report(result.stdout)
@@ -37,13 +38,13 @@ def test_a_report_says_what_could_not_be_examined(command, folder, run_cli, chec
     assert "<error " in (folder / "r.xml").read_text()
 
 
-def test_a_person_reads_the_sentence_alone(folder, run_cli):
-    result = run_cli("scan", "cut.pt", cwd=folder)
+def test_a_person_reads_the_sentence_alone(folder, typed):
+    result = typed("scan", "cut.pt")
     assert (result.returncode, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_place_that_cannot_be_written_does_not_hide_it(folder, run_cli):
-    result = run_cli("scan", "cut.pt", "--format", "json", "--output", "/dev/full", cwd=folder)
+def test_a_place_that_cannot_be_written_does_not_hide_it(folder, typed):
+    result = typed("scan", "cut.pt", "--format", "json", "--output", "/dev/full")
     assert result.returncode == 2
     assert "cut.pt is truncated" in result.stderr

@@ -98,8 +98,8 @@ def test_what_cannot_be_replayed_behind_it_is_said_to_be_left_out(run, code, beh
 
 
 def test_a_state_that_is_lived_with_does_not_end_the_search_before_it_begins(ask):
-    assert errors_of(ask("clamped")[1]) == [("AMP107", 0)]
-    code, report, _ = ask("clamped", config=IGNORE.format("AMP107"))
+    assert errors_of(ask("impossible")[1]) == [("AMP106", 0)]
+    code, report, _ = ask("impossible", config=IGNORE.format("AMP106"))
     assert (code, errors_of(report)) == (1, [("AMP202", 6)])
 
 

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampdoctor import TrainingRun
-from ampdoctor.precision import autocast_policy
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from fixtures.corpus import runs
 
 _SEED = re.compile(r"manual_seed\((\d+)\)")

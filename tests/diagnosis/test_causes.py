@@ -11,7 +11,6 @@ from ampdoctor.diagnosis.replay.nonfinite import (
     culprits,
     departing,
     excess_binades,
-    fitting_scale,
     scale_may_cure,
 )
 from ampdoctor.evidence.trace import NonFiniteReport, Operand, Recomputation, Trace
@@ -131,13 +130,3 @@ def test_a_finite_value_far_from_what_it_should_be(departs, is_sick):
 )
 def test_binades_beyond_the_format(verdict, binades):
     assert excess_binades(birth(verdict=verdict)) == binades
-
-
-@pytest.mark.parametrize(
-    ("amaxes", "scale"),
-    [((65504.0 * 3,), 256.0), ((65504.0 * 3, 65504.0 * 9), 64.0), ((65504.0,), 1024.0), ((), 1024.0)],
-)
-def test_the_scale_that_fits_is_halved_until_the_largest_overflow_is_in_range(amaxes, scale):
-    births = [birth("backward", verdict=(True, amax, 65504.0)) for amax in amaxes]
-    assert fitting_scale(births, 1024.0) == scale
-    assert fitting_scale(births, -1024.0) == scale  # GradScaler takes a negative one, which overflows as soon

@@ -11,7 +11,7 @@ from ampdoctor.diagnosis.catalogue import SCANNED, find_rule, judge, rules
 from ampdoctor.diagnosis.scan.checks import checks_of
 from ampdoctor.diagnosis.scan.tensors import MAX_FINDINGS, is_mask
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.checkpoint_stats import CastLoss, CheckpointSummary, LogEntry, RoleSummary, ScalerState
+from ampdoctor.evidence.checkpoint_stats import CastLoss, CheckpointSummary, LogTail, RoleSummary, ScalerState
 from tests.diagnosis.summaries import moment, tensor
 
 FOLDER = Path(__file__).parent
@@ -26,8 +26,8 @@ def scaler(scale=1024.0, **changes) -> ScalerState:
     return ScalerState(scale=scale, file="c.pt", **changes)
 
 
-def found(*tensors, scalers=(), log=()) -> list[tuple[str, str]]:
-    summary = CheckpointSummary(format="torch-zip", tensors=tensors, scalers=tuple(scalers), log=tuple(log))
+def found(*tensors, scalers=(), log=None) -> list[tuple[str, str]]:
+    summary = CheckpointSummary(format="torch-zip", tensors=tensors, scalers=tuple(scalers), log=log)
     return [(f.code, f.severity) for f in judge(summary)]
 
 
@@ -117,7 +117,6 @@ def test_healthy_tensors_are_left_alone(healthy):
         ("AMP404", "warning", scaler(growth_tracker=-5)),
         ("AMP408", "warning", scaler(1.0, min_scale=1.0)),
         ("AMP408", "note", scaler(1.0, min_scale=1.0, growth_tracker=40)),
-        ("AMP409", "note", scaler(2.0**40)),
     ],
 )
 def test_each_scaler_rule_catches_its_sick_case(code, severity, sick):
@@ -146,7 +145,7 @@ def test_a_small_scale_is_harmful_only_for_small_gradients():
     resting = scaler(2.0**-8, growth_tracker=500)
     assert found(tensor(), scalers=[resting]) == [("AMP402", "warning")]
     assert found(large, scalers=[resting]) == [("AMP402", "error")]
-    logged = [LogEntry(step=s, loss=1.0 + s, grad_norm=1e6) for s in range(20)]
+    logged = LogTail(norms=(1e6,) * 10)
     assert found(large, scalers=[resting], log=logged) == [("AMP402", "warning")]
 
 
@@ -174,14 +173,8 @@ def test_a_low_scale_that_was_chosen_is_not_falling(step, tracker, severity):
 @pytest.mark.parametrize("scale", [1e-8, 2.0**-20, 2.0**-10])
 def test_a_scale_that_falls_is_sick_whatever_the_gradients(scale):
     """Norms of 1e6, as a loss that explodes logs them: the scale is still falling, and cures nothing."""
-    logged = [LogEntry(step=s, loss=1.0 + s % 3, grad_norm=1e6 + s) for s in range(20)]
+    logged = LogTail(norms=(1e6,) * 10)
     assert ("AMP402", "error") in found(tensor(), scalers=[scaler(scale)], log=logged)
-
-
-def test_a_skipped_steps_infinite_norm_in_the_log_does_not_count():
-    logged = [LogEntry(step=s, loss=1.0, grad_norm=n) for s, n in enumerate((1.0, math.inf, 0.0, math.nan))]
-    summary = CheckpointSummary(format="torch-zip", tensors=(tensor(),), scalers=(scaler(0.5),), log=tuple(logged))
-    assert judge(summary)[0].evidence["typical_gradient"] == pytest.approx(1 / 32)
 
 
 def test_where_says_owner_entry_and_file():
@@ -248,7 +241,7 @@ def test_every_rule_has_a_sick_case_here():
     worst = {code: rules()[code].worst for code, severity, _ in SICK if severity == "error"}
     assert set(worst.values()) == {"error"}
     elsewhere = {"AMP109", "AMP110", "AMP111", "AMP112", "AMP410"}  # test_state_rules.py
-    scalers = {"AMP401", "AMP402", "AMP403", "AMP404", "AMP408", "AMP409"}  # test_run_scaler_rules.py
+    scalers = {"AMP401", "AMP402", "AMP403", "AMP404", "AMP408"}  # test_run_scaler_rules.py
     own = {code for code in scanned if (FOLDER / f"test_{rules()[code].name.replace('-', '_')}.py").exists()}
     assert {code for code, _, _ in SICK} | scalers | elsewhere | own == scanned
 

@@ -79,4 +79,6 @@ def test_a_rule_is_named_for_its_name():
 
 def test_a_rule_judges_in_its_own_file():
     files = {code: module for module, path in MODULES.items() for code in REGISTERED.findall(path.read_text("utf-8"))}
-    assert all(find.__module__ == files[code] for finders in FINDERS.values() for code, find in finders)
+    files_of_finders = {(code, find.__module__) for finders in FINDERS.values() for code, find in finders}
+    saved_losses = {("AMP722", "ampdoctor.diagnosis.scan.tensors")}  # a loss that lies among a checkpoint's tensors
+    assert {(code, module) for code, module in files_of_finders if module != files[code]} == saved_losses

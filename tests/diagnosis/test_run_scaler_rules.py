@@ -10,12 +10,13 @@ import pytest
 from ampdoctor.diagnosis.replay.scaler_state import overwritten_finding, run_scaler_findings
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.run_facts import ResumedScaler
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 
 DEFAULT = ScalerState(scale=65536.0)
 
 
 def found(**changes):
-    return [(f.code, f.severity) for f in run_scaler_findings(replace(DEFAULT, **changes))]
+    return [(f.code, f.severity) for f in run_scaler_findings(replace(DEFAULT, **changes), DEFAULT_THRESHOLDS)]
 
 
 @pytest.mark.parametrize(

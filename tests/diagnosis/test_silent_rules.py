@@ -288,9 +288,9 @@ def test_one_finding_names_the_module_that_all_share():
 
 
 @pytest.mark.parametrize(
-    ("error", "comes_back", "severity"),
-    [(0.1, True, None), (0.3, True, "warning"), (0.6, True, "error"), (0.6, False, "warning")],
+    ("error", "severity"),
+    [(0.1, None), (0.3, "warning"), (0.6, "error")],
 )
-def test_gradients_that_nothing_explains(error, comes_back, severity):
-    finding = unexplained(compared(gradient_error=error), comes_back=comes_back)
+def test_gradients_that_nothing_explains(error, severity):
+    finding = unexplained(compared(gradient_error=error))
     assert (finding.severity if finding else None) == severity

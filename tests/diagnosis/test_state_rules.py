@@ -11,7 +11,7 @@ from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
     IndexSummary,
-    LogEntry,
+    LogTail,
     OptimizerGroup,
     OptimizerSummary,
     ZeroSecondMoment,
@@ -190,7 +190,7 @@ def test_where_a_scaler_is_not_missed(healthy):
 
 
 def test_a_scale_in_the_log_is_a_scaler():
-    logged = (LogEntry(step=1, loss=1.0, grad_norm=1.0, scale=1024.0),)
+    logged = LogTail(scale=1024.0)
     assert found(HALF, moment("exp_avg", dtype="float16", zeros=600), log=logged) == []
 
 

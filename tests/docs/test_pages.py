@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.docs.pages import DOCS, blocks, is_slow, missing, pages, rewritten, same
@@ -17,6 +19,16 @@ def runnable_pages():
             yield pytest.param(page, id=str(page.relative_to(DOCS)), marks=marks)
 
 
+def commands_and_options(page):
+    """What a page runs: each command, and each command with each of its options; a page of Python is its own."""
+    run = [block for block in blocks(page.read_text(encoding="utf-8")) if block.is_run]
+    yield from (page for block in run if block.language == "python")
+    for command, rest in re.findall(r"(ampdoctor [a-z-]+|python)([^&|;\n]*)", "".join(block.text for block in run)):
+        yield command
+        yield from ((command, option) for option in re.findall(r"--[a-z-]+", rest))
+
+
+@pytest.mark.each_value_once(of=commands_and_options)
 @pytest.mark.parametrize("page", list(runnable_pages()))
 def test_the_commands_of_the_page_print_what_it_shows(page, tmp_path, python):
     text = page.read_text(encoding="utf-8")
@@ -27,10 +39,10 @@ def test_the_commands_of_the_page_print_what_it_shows(page, tmp_path, python):
         assert same(shown.text, now.text), f"--- the page\n{shown.text}\n--- now\n{now.text}"
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(DOCS)))
-def test_every_block_of_code_is_run_or_says_why_not(page):
+def test_every_block_of_code_is_run_or_says_why_not():
     unmarked = [
-        block.text
+        (page.name, block.text)
+        for page in pages()
         for block in blocks(page.read_text(encoding="utf-8"))
         if block.language in RUNNABLE and not (block.is_run or block.mark.startswith(("file: ", "not run: ")))
     ]

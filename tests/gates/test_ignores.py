@@ -105,6 +105,7 @@ def test_an_ignore_without_use_is_a_finding_at_its_own_line():
         pytest.param(replace(SCANNED, verdict="not_judged"), ignore("AMP102"), id="a list of the content"),
         pytest.param(SCANNED, ignore("AMP102", file="other/*"), id="a file that was not examined"),
         pytest.param(SCANNED, ignore("AMP911"), id="a rule on the configuration"),
+        pytest.param(replace(SCANNED, command="recommend"), ignore("AMP303"), id="ranges that were not measured"),
     ],
 )
 def test_nothing_is_said_of_an_ignore_that_this_run_could_not_use(report, entry):

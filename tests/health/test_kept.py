@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 
 import pytest
 
+from ampdoctor.diagnosis.catalogue import thresholds_from
+from ampdoctor.evidence.log_records import EndLine, StepLine
 from ampdoctor.health import summary
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.health import health
-from tests.health.logs import HEADER, steps, write
+from tests.health.logs import HEADER, detail, steps, write
 
 
 @pytest.fixture
@@ -67,3 +71,29 @@ def test_a_log_is_read_from_a_folder_that_is_gone(tmp_path, cache, monkeypatch):
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert losses(tmp_path / "run") == (2.0, 2.0, 2.0)
+
+
+def test_a_second_look_begins_with_what_the_first_has_shown(tmp_path, cache, monkeypatch):
+    lost = StepLine(step=40, loss=math.nan, skipped=False)
+    lines = [HEADER, *steps(0, 40), lost, detail(0, 0.1, 2.0), EndLine(exit_code=1)]
+    path = write(tmp_path / "run" / "log.jsonl", lines)
+    first = health([tmp_path / "run"])
+
+    def refuse(*_):
+        raise AssertionError("the log was read again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(summary, "look", refuse)
+        assert render_json(health([tmp_path / "run"])) == render_json(first)
+        with pytest.raises(AssertionError, match="read again"):
+            health([tmp_path / "run"], thresholds=thresholds_from({"AMP720": {"deviations": 100}}))
+    more = path.read_text().splitlines()[1].replace('"step":0', '"step":41')
+    with path.open("a") as stream:
+        stream.write(more + "\n")
+    assert health([tmp_path / "run"]).health.runs[0].steps == 42
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, cache):
+    (tmp_path / "cache").write_text("a file")
+    write(tmp_path / "run" / "log.jsonl", [HEADER, *steps(0, 40)])
+    assert health([tmp_path / "run"]).verdict == "healthy"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 from dataclasses import replace
@@ -13,7 +12,6 @@ from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.log_records import AlertLine, EndLine, LookLine, StepLine
 from ampdoctor.evidence.report import Finding
-from ampdoctor.health import summary
 from ampdoctor.reports import text as words
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.reports.next_step import next_step
@@ -180,37 +178,6 @@ def test_damaged_lines_are_said(tmp_path):
     assert [(one.what, one.reason) for one in health([tmp_path]).skipped] == [
         ("log.jsonl", "it has 2 lines that are damaged")
     ]
-
-
-def test_a_second_look_begins_with_what_the_first_has_shown(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(summary, "LEAST_BYTES", 0)
-    path = write(tmp_path / "log.jsonl", [HEADER, *steps(0, 40), nan_at(40), detail(0, 0.1, 2.0), EndLine(exit_code=1)])
-    first = health([tmp_path])
-    (file,) = (tmp_path / "cache" / "ampdoctor" / "health").iterdir()
-
-    def refuse(*_):
-        raise AssertionError("the log was read again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(summary, "look", refuse)
-        assert render_json(health([tmp_path])) == render_json(first)
-        with pytest.raises(AssertionError, match="read again"):
-            health([tmp_path], thresholds=thresholds_from({"AMP720": {"deviations": 100}}))
-    file.write_text(json.dumps({"runs": 3}))
-    assert render_json(health([tmp_path])) == render_json(first)
-    more = path.read_text().splitlines()[1].replace('"step":0', '"step":41')
-    with path.open("a") as stream:
-        stream.write(more + "\n")
-    assert health([tmp_path]).health.runs[0].steps == 42
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
-    (tmp_path / "cache").write_text("a file")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(summary, "LEAST_BYTES", 0)
-    write(tmp_path / "log.jsonl", [HEADER, *steps(0, 40)])
-    assert health([tmp_path]).verdict == "healthy"
 
 
 def test_a_damaged_checkpoint_beside_a_log_is_damaged(tmp_path):

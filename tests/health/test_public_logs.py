@@ -9,12 +9,10 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.text import verdict
 from ampdoctor.workflows.health import health
-from ampdoctor.workflows.scan import scan
 
 PUBLIC = Path(__file__).parents[2] / "fixtures" / "public"
 
@@ -105,48 +103,6 @@ def test_a_log_is_read_the_same_by_every_name_of_its_columns(tmp_path):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = health([tmp_path / "log.jsonl"])
     assert (grave(report), report.health.runs[0].skipped) == ([], 2)
-
-
-def sick_log(**last):
-    """The review's: 200 steps, whose last ones are changed; each row a function of its step from 100 on."""
-    rows = run_of(200)
-    for row in rows[100:]:
-        row |= {name: of(row["step"]) for name, of in last.items()}
-    return rows
-
-
-@pytest.mark.parametrize(
-    ("last", "code"),
-    [
-        ({"grad_norm": lambda _: 0.0, "loss": lambda at: 2.3 + 0.01 * math.sin(at)}, "AMP702"),
-        ({"loss": lambda _: 2.302585092994046}, "AMP705"),
-    ],
-)
-def test_what_scan_says_of_the_end_of_a_log_health_says_too(tmp_path, last, code):
-    rows = sick_log(**last)
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 200, "log_history": rows}))
-    torch.save({"weight": torch.ones(4, 4)}, tmp_path / "pytorch_model.bin")
-    (scanned,) = [one for one in scan(tmp_path).findings if one.code == code]
-    (told,) = [one for one in health([tmp_path]).findings if one.code == code]
-    assert (told.severity, told.where.step) == (scanned.severity, scanned.where.global_step)
-
-
-def test_a_scale_that_halves_to_nothing_is_the_same_for_both(tmp_path):
-    rows = [row | {"loss_scale": 65536.0 * 0.5 ** max(0, row["step"] - 180)} for row in run_of(200)]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 200, "log_history": rows}))
-    torch.save({"weight": torch.ones(4, 4)}, tmp_path / "pytorch_model.bin")
-    for report, code in ((scan(tmp_path), "AMP706"), (health([tmp_path]), "AMP723")):
-        assert "error" in [one.severity for one in report.findings if one.code == code]
-
-
-def test_norms_and_losses_in_different_rows_do_not_crash_a_scan(tmp_path):
-    rows = [
-        {"step": s, **({"grad_norm": 0.0 if s > 100 else 1.0} if s % 2 else {"loss": 9 - s / 50})} for s in range(200)
-    ]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 200, "log_history": rows}))
-    torch.save({"weight": torch.ones(4, 4)}, tmp_path / "pytorch_model.bin")
-    assert ("AMP702", "note") in [(one.code, one.severity) for one in scan(tmp_path).findings]
-    assert ("AMP702", "note") in [(one.code, one.severity) for one in health([tmp_path]).findings]
 
 
 def test_a_norm_that_grows_once_there_is_a_usual(tmp_path):

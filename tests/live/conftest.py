@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.live.op_watch import LiveJudge
 from ampdoctor.reports.json_report import render_json
+from ampdoctor.workflows.watcher import TrainingWatcher
 
 
 @pytest.fixture(autouse=True)
 def every_report_follows_the_schema(monkeypatch, check_report):
-    """Whatever a watch tells is held against the schema before anybody else hears of it."""
-    tell = LiveJudge._tell
+    """Whatever a watch tells is held against the schema; a watch itself lets no error out."""
+    reports, diagnosed = [], TrainingWatcher._diagnosed
 
-    def checked(judge, *said):
-        on_sick = judge.on_sick
+    def noted(watcher, *said, **more):
+        try:
+            diagnosed(watcher, *said, **more)
+        finally:
+            reports.append(watcher.report)
 
-        def hears(report):
-            assert check_report(render_json(report))["command"] == "watch"
-            on_sick(report)
-
-        judge.on_sick = hears
-        tell(judge, *said)
-
-    monkeypatch.setattr(LiveJudge, "_tell", checked)
+    monkeypatch.setattr(TrainingWatcher, "_diagnosed", noted)
+    yield
+    for report in reports:
+        check_report(render_json(report))

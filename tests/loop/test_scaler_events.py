@@ -285,25 +285,6 @@ def test_a_closure_that_an_optimizer_calls_is_no_part_of_its_arithmetic():
     assert events.part is None
 
 
-@pytest.mark.parametrize(
-    ("acts", "still_scaled"),
-    [
-        (lambda parameter: None, 4),
-        (lambda parameter: parameter.grad.div_(16.0), 0),
-        (lambda parameter: setattr(parameter, "grad", parameter.grad / 16.0), 0),
-    ],
-)
-def test_gradients_are_still_scaled_until_something_changes_or_replaces_them(acts, still_scaled):
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        for parameter in model.parameters():
-            acts(parameter)
-        optimizer.step()
-
-    (stepped,) = [event for event in outcome_of(step).events if event.kind == "optimizer_step"]
-    assert stepped.still_scaled == still_scaled
-
-
 @pytest.mark.parametrize("turn", ["before", "after"])
 def test_a_clipping_by_norm_is_known_while_gradients_are_scaled(turn):
     norms = []
@@ -320,30 +301,3 @@ def test_a_clipping_by_norm_is_known_while_gradients_are_scaled(turn):
 
     unscale = next(event for event in outcome_of(step).events if event.kind == "unscale")
     assert unscale.clipped == ((norms[0], 0.5) if turn == "before" else None)
-
-
-def test_a_step_that_asks_for_its_scale_knows_it_and_our_own_asking_does_not_count():
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        scaler.step(optimizer)
-        scaler.get_scale()
-        scaler.update()
-
-    assert [event.knows_scale for event in outcome_of(step).events] == [False, False, False, False, True]
-
-
-def test_parts_may_be_met_while_a_loop_is_watched():
-    models, optimizers = [], {}
-    events = StepEvents(lambda: (p for model in models for p in model.parameters()), optimizers)
-    with events.watching():
-        model = nn.Linear(2, 1)
-        models.append(model)
-        optimizer = optimizers["late"] = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-        assert events.scale() is None
-        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-        scaler.unscale_(optimizer)
-        assert events.scale() == 16.0
-    assert [(event.kind, event.optimizer) for event in events.events] == [("scale", ""), ("unscale", "late")]
-    assert events.events[-1].scales == (16.0,)
-    assert model.weight._post_accumulate_grad_hooks == {}

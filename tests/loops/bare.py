@@ -44,24 +44,18 @@ from tests.loops.recorder import checksum, machine  # noqa: E402
 class Watched:
     """What hooks have seen of a training.
 
-    Attributes:
-        stepped: Every optimizer that was to step, in order of its first step.
-        attempted: How often each was to step, those that a scaler skipped included.
-        skipped: The attempts of each, from 0, in which a scaler found a gradient that was not finite (a fused optimizer
-            is then called all the same, and changes nothing).
-        scalers: Every scaler that was to step an optimizer.
-        models: Every module that was called from outside all others and has parameters.
-        calls: How often one of them was called.
-        entered: A running checksum of the tensors that entered them. Of a model that is called by keyword alone, what
-            entered the first module inside that was called by position.
+    `skipped` are the attempts of each optimizer, from 0, in which a scaler found a gradient that was not finite (a
+    fused optimizer is then called all the same, and changes nothing). `entered` is a running checksum of the tensors
+    that entered the models; of a model that is called by keyword alone, what entered the first module inside that was
+    called by position.
     """
 
-    stepped: list[torch.optim.Optimizer] = field(default_factory=list)
-    attempted: list[int] = field(default_factory=list)
+    stepped: list[torch.optim.Optimizer] = field(default_factory=list)  # in order of their first steps
+    attempted: list[int] = field(default_factory=list)  # of each, those that a scaler skipped included
     skipped: list[list[int]] = field(default_factory=list)
     scalers: list[torch.amp.GradScaler] = field(default_factory=list)
-    models: list[torch.nn.Module] = field(default_factory=list)
-    calls: int = 0
+    models: list[torch.nn.Module] = field(default_factory=list)  # called from outside all others, with parameters
+    calls: int = 0  # of the models
     entered: int = 0
     _inside: list[torch.nn.Module] = field(default_factory=list)
     _owed: bool = False
@@ -242,13 +236,7 @@ def run_in_process(
 ) -> tuple[dict, subprocess.CompletedProcess[str]]:
     """Run a script in a process of its own, and return how it ended and what it printed.
 
-    Args:
-        script: The script.
-        arguments: Its command line.
-        folder: Where it runs, and writes.
-        policy: "cuda" or "native".
-        run_options: The options of `ampdoctor run`, under which it is run; None: it runs bare.
-        python: The interpreter.
+    `folder` is where it runs and writes; `run_options` are those of `ampdoctor run`, under which it is run.
     """
     out = folder / "result.json"
     out.unlink(missing_ok=True)

@@ -34,27 +34,16 @@ UNWRITTEN = ("aten.empty", "aten.new_empty", "aten.set_", "aten.resize_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Birth:
-    """An op that makes a non-finite number of finite ones.
+    """An op that makes a non-finite number of finite ones."""
 
-    Attributes:
-        attempted: How often each optimizer was to step before, in order of first steps.
-        phase: "data", "forward", "loss", "backward", "scaler" or "optimizer".
-        module: The innermost module it ran in, or whose backward it is; "" outside all, or in the outermost one.
-        op: As torch calls it.
-        node: The backward's node.
-        line: The script's line; of a backward that of the forward.
-        inner: The innermost line of all outside torch, where a library stands between.
-        result: Shape and dtype of what it made, and how many of its numbers are NaN and infinite.
-    """
-
-    attempted: tuple[int, ...]
-    phase: str
-    module: str
-    op: str
-    node: str
-    line: str
-    inner: str
-    result: str
+    attempted: tuple[int, ...]  # how often each optimizer was to step before, in order of first steps
+    phase: str  # "data", "forward", "loss", "backward", "scaler" or "optimizer"
+    module: str  # the innermost that it ran in, or whose backward it is; "" outside all, or in the outermost one
+    op: str  # as torch calls it
+    node: str  # the backward's
+    line: str  # the script's; of a backward that of the forward
+    inner: str  # the innermost line of all outside torch, where a library stands between
+    result: str  # shape and dtype of what it made, and how many of its numbers are NaN and infinite
 
 
 @dataclass(slots=True)

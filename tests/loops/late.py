@@ -15,46 +15,29 @@ LOOPS = Path(__file__).parents[2] / "fixtures" / "loops"
 class LateTruth:
     """Where a late fault is.
 
-    Attributes:
-        code: What the rules' pages call it.
-        step: The first harmed optimizer step, from 0, as attempted: skipped ones count. None where it is another on
-            each processor, as of a training that grows sick by itself: `births.py` finds it there.
-        turn: The turn of the training loop, from 0; None likewise.
-        optimizer: Which of the loop's optimizers was to take that step, in order of their first steps.
-        phase: "data", "forward", "loss" or "backward".
-        module: The innermost module; "" outside all, or in the outermost one's own code.
-        op: The op at whose output the first harmful non-finite number is.
-        line: File and line of it, a library's where the op is a library's.
-        settles: Attempts of that optimizer that a scaler skipped before, as healthy runs do.
+    `step` is the first harmed optimizer step, from 0, as attempted: skipped ones count. It is None where it is another
+    on each processor, as of a training that grows sick by itself: `births.py` finds it there.
     """
 
     code: str
     step: int | None
-    turn: int | None
-    optimizer: int = 0
-    phase: str
-    module: str
-    op: str
-    line: str
-    settles: tuple[int, ...] = ()
+    turn: int | None  # of the training loop, from 0; None likewise
+    optimizer: int = 0  # which of the loop's optimizers was to take that step, in order of their first steps
+    phase: str  # "data", "forward", "loss" or "backward"
+    module: str  # the innermost; "" outside all, or in the outermost one's own code
+    op: str  # at whose output the first harmful non-finite number is
+    line: str  # a library's where the op is a library's
+    settles: tuple[int, ...] = ()  # attempts of that optimizer that a scaler skipped before, as healthy runs do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Late:
-    """A script with a late fault.
+    """A script with a late fault."""
 
-    Attributes:
-        name: Its file's name without `.py`.
-        sick: The command line with the fault.
-        healthy: One of the same length without.
-        frameworks: Whether it needs the libraries of `make scalers`.
-        truth: What is wrong.
-    """
-
-    name: str
-    sick: tuple[str, ...]
-    healthy: tuple[str, ...]
-    frameworks: bool = False
+    name: str  # of its file, without `.py`
+    sick: tuple[str, ...]  # the command line with the fault
+    healthy: tuple[str, ...]  # one of the same length without
+    frameworks: bool = False  # whether it needs the libraries of `make scalers`
     truth: LateTruth
 
     @property

@@ -20,7 +20,9 @@ from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_leaves
 
 from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.precision import autocast_policy, emulate_cuda, half_products
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
+from ampdoctor.precision.fp16_matmul import half_products
 from ampdoctor.replay.snapshot import ProcessState
 from ampdoctor.workflows.open_replay import seed_all
 
@@ -29,15 +31,10 @@ LOOPS = Path(__file__).parents[2] / "fixtures" / "loops"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """One backward of a training.
+    """One backward of a training."""
 
-    Attributes:
-        loss: What it starts from, before the loss scale.
-        entered: A checksum of each tensor that entered a model since the backward before, in order.
-    """
-
-    loss: float
-    entered: tuple[int, ...]
+    loss: float  # what it starts from, before the loss scale
+    entered: tuple[int, ...]  # a checksum of each tensor that entered a model since the backward before, in order
 
     def __eq__(self, other: object) -> bool:
         """Equal bit by bit: a NaN is a NaN."""
@@ -52,15 +49,10 @@ class Enough(BaseException):
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """What has been recorded so far.
-
-    Attributes:
-        backwards: Each backward, in order.
-        most: With how many of them the run is ended; None: it goes on.
-    """
+    """What has been recorded so far."""
 
     backwards: list[Backward] = field(default_factory=list)
-    most: int | None = None
+    most: int | None = None  # with so many of them the run is ended
     _entered: list[int] = field(default_factory=list)
     _scaled: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     _inside: list[torch.nn.Module] = field(default_factory=list)
@@ -81,11 +73,7 @@ class Recording:
         self._scaled = [(result, float(loss.detach()))]
 
     def backward(self, root: torch.Tensor) -> None:
-        """Note a backward from `root`.
-
-        Raises:
-            Enough: It is the last one that was asked for.
-        """
+        """Note a backward from `root`; raises Enough at the last one that was asked for."""
         before = [loss for scaled, loss in self._scaled if scaled is root]
         loss = before[0] if before else float(root.detach())
         self.backwards.append(Backward(loss=loss, entered=tuple(self._entered)))
@@ -142,15 +130,7 @@ def machine(policy: str) -> Iterator[None]:
 
 
 def run_bare(script: Path, arguments: Sequence[str], policy: str, folder: Path, most: int) -> list[Backward]:
-    """Run a script as `python script.py ARGUMENTS` in a folder, and return its first backwards.
-
-    Args:
-        script: The script.
-        arguments: Its command line.
-        policy: "cuda" or "native".
-        folder: Where it runs, and writes.
-        most: The run is ended with so many backwards.
-    """
+    """Run a script as `python script.py ARGUMENTS` in a folder, and return its first `most` backwards."""
     argv, path = sys.argv, list(sys.path)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

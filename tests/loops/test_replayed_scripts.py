@@ -50,4 +50,5 @@ def test_the_replayed_steps_are_the_scripts_own(script, policy, tmp_path):
     record, names = replayed(LOOPS / script, (), policy, there, STEPS)
     assert names == optimizers
     assert len(record) == STEPS * backwards
+    assert all(backward.entered for backward in record), "no model ran before a backward"
     assert record == run_bare(LOOPS / script, (), policy, here, most=len(record))

@@ -16,30 +16,18 @@ POLICIES = ("cuda", "native")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """What is wrong with a sick run, found by hand in the bare script.
+    """What is wrong with a sick run, found by hand in the bare script."""
 
-    Attributes:
-        arguments: The command line that makes the script sick.
-        policies: Where it does: under the CPU's own policy some run in fp32.
-        found: Code, step, module, op and line of the finding; what does not matter is left out.
-    """
-
-    arguments: tuple[str, ...]
-    policies: tuple[str, ...] = POLICIES
-    found: Mapping[str, object]
+    arguments: tuple[str, ...]  # that make the script sick
+    policies: tuple[str, ...] = POLICIES  # under the CPU's own some run in fp32
+    found: Mapping[str, object]  # code, step, module, op and line of the finding; what does not matter is left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A script.
+    """A script; `silent` is what makes it sick in a way that stays finite, where there is such an argument."""
 
-    Attributes:
-        name: Its file's name without `.py`.
-        sick: What makes it sick, and the truth about it.
-        silent: What makes it sick in a way that stays finite, where there is such an argument.
-    """
-
-    name: str
+    name: str  # of its file, without `.py`
     sick: Truth
     silent: Truth | None = None
 
@@ -97,12 +85,7 @@ SCRIPTS = (
 
 
 def each(*scripts: Script, fast: Collection[str] = ()) -> list[object]:
-    """Returns scripts under every policy, as pytest's parameters.
-
-    Args:
-        scripts: Which.
-        fast: Names of those that every `make test` runs, under CUDA's policy; the others are slow.
-    """
+    """Returns scripts under every policy, as pytest's parameters; `make test` runs the `fast` ones, as CUDA casts."""
     return [
         pytest.param(
             script,

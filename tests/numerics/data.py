@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from ampdoctor.numerics import FORMATS, FloatFormat
+from ampdoctor.numerics.formats import FORMATS, FloatFormat
 from ampdoctor.numerics.rounding_error import BINS, EDGES
 from ampdoctor.numerics.tensors import E8M0
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.numerics import FORMATS, Histogram
+from ampdoctor.numerics.counting import count
+from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.numerics.rounding_error import flushed_counts, powers, scaled_to_fit, squared_errors
 
 SCALES = np.arange(-10, 33)
@@ -19,7 +20,7 @@ fp8 = pytest.mark.parametrize("fmt", FP8)
 
 
 def counts_of(*tensors):
-    return np.stack([Histogram.of(t).counts.reshape(-1) for t in tensors])
+    return np.stack([count(t).counts for t in tensors])
 
 
 def amax_of(*tensors):

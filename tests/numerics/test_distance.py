@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from ampdoctor.numerics import Distance
-from ampdoctor.numerics.tensors import BLOCK
+from ampdoctor.numerics.tensors import BLOCK, Distance
 
 
 def plainly(got, reference):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.errors import UsageError
-from ampdoctor.numerics import FORMATS, as_format, round_to
+from ampdoctor.numerics.formats import FORMATS, as_format, round_to
 from ampdoctor.numerics.tensors import E8M0
 from tests.numerics.data import CASTABLE, EIGHT, brute_round, from_patterns
 

@@ -9,8 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ampdoctor.errors import UsageError
-from ampdoctor.numerics import FORMATS, FloatFormat, Histogram, round_to
-from ampdoctor.numerics.rounding_error import share_at_most, share_below
+from ampdoctor.numerics.counting import count
+from ampdoctor.numerics.formats import FORMATS, FloatFormat, round_to
+from ampdoctor.numerics.histogram import Histogram
 from tests.numerics.data import CASTABLE, DTYPES, POWERS, finite_magnitudes, tensors
 
 any_tensor = st.sampled_from(DTYPES).flatmap(tensors)
@@ -40,7 +41,7 @@ def true_error(magnitudes: np.ndarray, fmt: FloatFormat, scale: float) -> float:
 @given(any_tensor, any_format, power)
 def test_flushed_is_exact_with_a_power_of_two_scale(tensor, fmt, scale):
     assume(fmt.flush_at / scale >= LOWEST_EXACT)
-    assert Histogram.of(tensor).flushed(fmt, scale) == pytest.approx(
+    assert count(tensor).flushed(fmt, scale) == pytest.approx(
         true_flushed(finite_magnitudes(tensor), fmt, scale), abs=1e-12
     )
 
@@ -50,7 +51,7 @@ def test_flushed_is_exact_with_a_power_of_two_scale(tensor, fmt, scale):
 def test_flushed_is_what_a_real_cast_turns_to_zero(name, source):
     data = lognormal(-18.0, 6.0, source)
     nonzero = data[data != 0]
-    histogram = Histogram.of(data)
+    histogram = count(data)
     for exponent in range(-20, 31, 5):
         scaled = nonzero.float() * 2.0**exponent
         assert (scaled.double() == nonzero.double() * 2.0**exponent).all()  # the product itself is exact
@@ -60,7 +61,7 @@ def test_flushed_is_what_a_real_cast_turns_to_zero(name, source):
 
 def test_fp16_born_gradients_on_the_tie_flush():
     gradients = torch.tensor([2.0**-24, 2.0**-23, 2.0**-24, 1.0]).half()
-    histogram = Histogram.of(gradients)
+    histogram = count(gradients)
     assert histogram.flushed("fp16", 1.0) == 0.0
     assert histogram.flushed("fp16", 0.5) == 0.5  # both 2^-25: the tie goes to zero
     assert histogram.flushed("fp16", 0.25) == 0.75
@@ -68,7 +69,7 @@ def test_fp16_born_gradients_on_the_tie_flush():
 
 @given(any_tensor, any_format, st.one_of(power, st.floats(1e-6, 1e9)))
 def test_zero_and_nonzero_fractions_are_never_confused(tensor, fmt, scale):
-    histogram, magnitudes = Histogram.of(tensor), finite_magnitudes(tensor)
+    histogram, magnitudes = count(tensor), finite_magnitudes(tensor)
     with np.errstate(over="ignore", under="ignore"):
         scaled = magnitudes * scale
     overflowed = bool((scaled >= fmt.overflow_at).any())
@@ -95,7 +96,7 @@ def test_the_extremes_enter_every_figure_as_themselves(tensor, fmt, scale):
     assume(scaled.max() < 1e150)
     assume(not np.isclose(scaled, fmt.overflow_at, rtol=1e-14).any())
     assume(not np.isclose(scaled, fmt.min_normal, rtol=1e-14).any())
-    histogram = Histogram.of(torch.from_numpy(magnitudes.copy()))
+    histogram = count(torch.from_numpy(magnitudes.copy()))
     assert histogram.overflowed(fmt, scale) == pytest.approx((scaled >= fmt.overflow_at).mean())
     if fmt.min_subnormal < fmt.min_normal and not np.isclose(scaled, fmt.flush_at, rtol=1e-14).any():
         inside = (scaled > fmt.flush_at) & (scaled < fmt.min_normal)
@@ -114,7 +115,7 @@ def test_error_is_within_four_percent_in_the_normal_range(name, scale):
     spread = min((high - low) / 6, 1.0)
     data = lognormal((low + high) / 2 - math.log2(scale), spread)
     data = data[(data.abs() * scale > fmt.min_normal * 2) & (data.abs() * scale < fmt.max / 2)]
-    histogram = Histogram.of(data)
+    histogram = count(data)
     assert histogram.subnormal(fmt, scale) == histogram.flushed(fmt, scale) == histogram.overflowed(fmt, scale) == 0.0
     expected = true_error(finite_magnitudes(data), fmt, scale)
     assert histogram.relative_error(fmt, scale) == pytest.approx(expected, rel=0.04)
@@ -128,7 +129,7 @@ def test_figures_around_the_flush_threshold_are_within_ten_percent(name, source,
     scale = 2.0**-4 if source == torch.float16 else 2.0**7
     data = lognormal(math.log2(fmt.flush_at / scale) + offset, 1.5, source)
     magnitudes = finite_magnitudes(data)
-    histogram = Histogram.of(data)
+    histogram = count(data)
     scaled = magnitudes * scale
     if (scaled < fmt.overflow_at).all():
         expected = true_error(magnitudes, fmt, scale)
@@ -145,7 +146,7 @@ def test_overflowed_is_within_ten_percent(name):
     fmt = FORMATS[name]
     data = lognormal(math.log2(fmt.max) - 6.0, 3.0, torch.float64)
     magnitudes = finite_magnitudes(data)
-    histogram = Histogram.of(data)
+    histogram = count(data)
     for scale in (2.0**3, 2.0**5, 2.0**6, 100.0):
         expected = (magnitudes * scale >= fmt.overflow_at).mean()
         assert histogram.overflowed(fmt, scale) == pytest.approx(expected, rel=0.1, abs=5e-4)
@@ -157,34 +158,34 @@ def test_saturation_costs_the_distance_to_max(name):
     data = lognormal(math.log2(fmt.max), 1.0)
     expected = true_error(finite_magnitudes(data), fmt, 1.0)
     assert expected > 0.1
-    assert Histogram.of(data).relative_error(fmt) == pytest.approx(expected, rel=0.04)
+    assert count(data).relative_error(fmt) == pytest.approx(expected, rel=0.04)
 
 
 def test_a_finer_target_loses_nothing():
     weights = lognormal(-6.0, 2.0, torch.bfloat16)
     weights = weights[weights.abs() >= 2.0**-13]
     for scale in (1.0, 2.0**10, 2.0**-1):
-        assert Histogram.of(weights).relative_error("fp16", scale) == 0.0
+        assert count(weights).relative_error("fp16", scale) == 0.0
     for source, target in ((torch.float16, "fp16"), (torch.float16, "tf32"), (torch.float32, "fp32")):
         data = lognormal(-16.0, 3.0, source)  # float16's subnormals are on float16's own grid
-        assert Histogram.of(data).relative_error(target) == 0.0
-        assert Histogram.of(data).relative_error(target, 4.0) == 0.0
-    assert Histogram.of(weights).relative_error("fp16", 3.0) == 0.0  # 10 bits fit into 11
-    assert Histogram.of(weights).relative_error("fp16", 1.0 / 3.0) > 1e-5
+        assert count(data).relative_error(target) == 0.0
+        assert count(data).relative_error(target, 4.0) == 0.0
+    assert count(weights).relative_error("fp16", 3.0) == 0.0  # 10 bits fit into 11
+    assert count(weights).relative_error("fp16", 1.0 / 3.0) > 1e-5
 
 
 @given(st.floats(-30, 30), st.floats(0.1, 6.0), st.floats(0.001, 0.999))
 def test_quantiles_are_within_a_bin(location, spread, q):
     data = lognormal(location, spread, n=2000)
     exact = np.quantile(finite_magnitudes(data), q, method="inverted_cdf")
-    found = Histogram.of(data).quantile(q)
+    found = count(data).quantile(q)
     assert 1 / 1.1251 <= found / exact <= 1.1251
-    assert Histogram.of(data).quantile(0.0) == finite_magnitudes(data).min()
-    assert Histogram.of(data).quantile(1.0) == finite_magnitudes(data).max()
+    assert count(data).quantile(0.0) == finite_magnitudes(data).min()
+    assert count(data).quantile(1.0) == finite_magnitudes(data).max()
 
 
 def test_headroom_counts_binades_to_max():
-    histogram = Histogram.of(torch.tensor([1.0, -4.0, 0.0, math.inf]))
+    histogram = count(torch.tensor([1.0, -4.0, 0.0, math.inf]))
     assert histogram.headroom("fp16") == pytest.approx(math.log2(65504 / 4))
     assert histogram.headroom("fp16", 2.0**16) == pytest.approx(math.log2(65504 / 4) - 16)
     assert histogram.headroom(FORMATS["e2m1"]) == pytest.approx(math.log2(1.5))
@@ -194,7 +195,7 @@ def test_headroom_counts_binades_to_max():
 @pytest.mark.parametrize("figure", ["flushed", "subnormal", "overflowed", "relative_error", "headroom"])
 def test_a_scale_that_is_none_is_refused(figure, scale):
     with pytest.raises(UsageError, match="a scale is a positive finite number"):
-        getattr(Histogram.of(torch.ones(2)), figure)("fp16", scale)
+        getattr(count(torch.ones(2)), figure)("fp16", scale)
 
 
 def test_a_quantile_outside_zero_to_one_is_refused():
@@ -204,14 +205,14 @@ def test_a_quantile_outside_zero_to_one_is_refused():
 
 @pytest.mark.parametrize("threshold", [0.6, 0.7071, 0.9, 1.0001, 1.1234, 1.49])
 def test_below_and_at_most_differ_only_at_the_threshold_itself(threshold):
-    tally = Histogram.of(torch.linspace(0.5, 1.5, 1000))._tally
-    assert share_below(tally, threshold) == share_at_most(tally, threshold) > 0
-    alone = Histogram.of(torch.full((4,), threshold))._tally
+    many = count(torch.linspace(0.5, 1.5, 1000))
+    assert many.share_below(threshold) == many.share_at_most(threshold) > 0
+    alone = count(torch.full((4,), threshold))
     threshold = float(torch.tensor(threshold))
-    assert (share_below(alone, threshold), share_at_most(alone, threshold)) == (0.0, 1.0)
+    assert (alone.share_below(threshold), alone.share_at_most(threshold)) == (0.0, 1.0)
 
 
 def test_the_last_quantile_of_the_largest_number_is_that_number():
     largest = torch.finfo(torch.float32).max
-    assert Histogram.of(torch.tensor([1.0, largest])).quantile(1.0) == largest
-    assert Histogram.of(torch.tensor([largest, largest * 0.999])).quantile(0.999999) > 2.0**127.9
+    assert count(torch.tensor([1.0, largest])).quantile(1.0) == largest
+    assert count(torch.tensor([largest, largest * 0.999])).quantile(0.999999) > 2.0**127.9

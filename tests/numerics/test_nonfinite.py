@@ -10,8 +10,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdoctor.numerics import Histogram, describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
-from ampdoctor.numerics.tensors import E2M1_PAIRS
+from ampdoctor.numerics.counting import DeviceCounts, count, count_there, merged
+from ampdoctor.numerics.tensors import (
+    E2M1_PAIRS,
+    describe,
+    extremes,
+    extremes_of_each,
+    nonfinite_counts,
+    nonfinite_flag,
+)
 from tests.numerics.data import DTYPES, tensors
 
 any_tensor = st.sampled_from(DTYPES).flatmap(tensors)
@@ -183,7 +190,7 @@ class _SubclassWithFunction(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@pytest.mark.parametrize("look", [nonfinite_flag, nonfinite_counts, describe, Histogram.of])
+@pytest.mark.parametrize("look", [nonfinite_flag, nonfinite_counts, describe, count])
 def test_no_trace_sees_it(look):
     ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
     targets = [torch.ones(3, requires_grad=True), torch.ones(3).half(), torch.ones(3, dtype=torch.complex64), ragged]
@@ -216,13 +223,13 @@ def test_autocast_autograd_and_default_device_leave_it_alone(dtype):
     assert not flag.requires_grad
     with torch.device("meta"):
         assert nonfinite_flag(torch.ones(3, device="cpu")).item() == 1.0
-        assert Histogram.of(torch.ones(3, device="cpu")).numel == 3
+        assert count(torch.ones(3, device="cpu")).numel == 3
     assert (tensor * 2).requires_grad  # the guards are gone
 
 
 def test_the_guards_are_gone_after_an_exception():
     with pytest.raises(Exception, match="needs floating-point"), _SeenOps():
-        Histogram.of(torch.arange(3))
+        count(torch.arange(3))
     with _SeenOps() as ops:
         torch.ones(2).add(1)
     assert ops.seen
@@ -237,8 +244,7 @@ def test_a_device_is_not_waited_for(dtype):
         with pytest.raises(DynamicOutputShapeException):
             torch.bincount(torch.empty(3, device="cuda", dtype=torch.int64))
         assert nonfinite_flag(tensor).device.type == "cuda"
-        histogram = Histogram.of(tensor) + Histogram.of(tensor.t())
-        assert repr(histogram) == "Histogram(on device)"
+        assert isinstance(merged(count_there(tensor), count_there(tensor.t())), DeviceCounts)
     assert nonfinite_flag(tensor).device.type == "cuda"  # also outside of the mode
 
 
@@ -246,7 +252,7 @@ def test_a_device_is_not_waited_for(dtype):
 def test_a_fake_packed_fp4_tensor_is_counted_without_waiting():
     with FakeTensorMode():
         packed = torch.empty(6, device="cuda", dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-        assert repr(Histogram.of(packed)) == "Histogram(on device)"
+        assert isinstance(count_there(packed), DeviceCounts)
 
 
 def test_infinities_of_both_signs_and_nans_are_counted_together():

@@ -6,8 +6,9 @@ import threading
 import pytest
 import torch
 
-from ampdoctor.numerics import Histogram, counting
-from ampdoctor.numerics.counting import CHUNK, imap_on_workers, map_on_workers
+from ampdoctor.numerics import counting
+from ampdoctor.numerics.counting import CHUNK, count, imap_on_workers, map_on_workers
+from ampdoctor.numerics.histogram import Histogram
 
 
 def test_the_users_thread_count_stays_as_it_was():
@@ -42,9 +43,9 @@ def test_a_forked_child_makes_its_own_pool():
 
 def test_several_threads_may_count_at_once():
     tensor = torch.randn(CHUNK * 3 + 5)
-    expected = Histogram.of(tensor)
+    expected = count(tensor)
     found: list[Histogram] = []
-    threads = [threading.Thread(target=lambda: found.append(Histogram.of(tensor))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(count(tensor))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

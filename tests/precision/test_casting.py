@@ -1,10 +1,16 @@
+"""Casting: tensors in nested values, models that change their dtype for a while, fp32 master weights."""
+
 from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
-from ampdoctor.precision.casting import cast_model
+from ampdoctor.precision.casting import cast_model, cast_up, map_tensors, master_weights
 
 HALF, SINGLE = torch.float16, torch.float32
 
@@ -104,3 +110,144 @@ def test_the_fp32_reference_leaves_fp64():
     with cast_model(model, SINGLE) as swap:
         assert len(swap) == 0
         assert model.weight.dtype is torch.float64
+
+
+# -- nested values --
+
+Pair = namedtuple("Pair", "left right")  # noqa: PYI024 - as users write them
+H = torch.ones(2, dtype=torch.float16)
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    name: str
+
+
+class Encoding(UserDict):
+    pass
+
+
+def test_every_container_keeps_its_type():
+    values = [[H], (H, 1), Pair(H, "x"), {"a": H}, OrderedDict(a=H), defaultdict(list, a=H), Batch(H, "b")]
+    values += [Encoding({"a": H}), BaseModelOutput(last_hidden_state=H), {"a": [{"b": (H,)}]}]
+    for value in values:
+        found = []
+        up = cast_up(value)
+        assert type(up) is type(value)
+        map_tensors(up, lambda tensor, found=found: found.append(tensor.dtype) or tensor)
+        assert found == [torch.float32]
+        found.clear()
+        map_tensors(value, lambda tensor, found=found: found.append(tensor.dtype) or tensor)
+        assert found == [torch.float16]  # the original is untouched
+    assert cast_up(defaultdict(list, a=H))["new"] == []
+    assert cast_up(BaseModelOutput(last_hidden_state=H)).last_hidden_state.dtype is torch.float32
+
+
+def test_what_needs_no_change_is_returned_itself():
+    cache = object()
+    value = {"x": torch.ones(2), "cache": cache, "text": "half", "n": 3, "size": torch.Size([2])}
+    assert cast_up(value) is value
+    assert cast_up([value, None]) is not None
+
+
+def test_only_reduced_dtypes_go_up():
+    value = [torch.ones(1, dtype=d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8)]
+    expected = [torch.float32, torch.float32, torch.float32, torch.float64, torch.int8]
+    assert [tensor.dtype for tensor in cast_up(value)] == expected
+
+
+def test_gradients_flow():
+    x = H.clone().requires_grad_()
+    cast_up({"a": x})["a"].sum().backward()
+    assert torch.equal(x.grad, torch.ones(2, dtype=torch.float16))
+
+
+# -- master weights --
+
+
+def test_a_small_update_is_not_lost():
+    model = nn.Linear(1, 1, bias=False, dtype=HALF)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-13)
+    with master_weights([optimizer]):
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1, dtype=HALF)).sum().backward()
+            optimizer.step()
+        assert model.weight.item() == pytest.approx(1 - 2**-10, abs=2**-11)
+        assert model.weight.item() != 1.0
+    stepped = nn.Linear(1, 1, bias=False, dtype=HALF)
+    nn.init.ones_(stepped.weight)
+    optimizer = torch.optim.SGD(stepped.parameters(), lr=2**-13)
+    for _ in range(8):
+        optimizer.zero_grad()
+        stepped(torch.ones(1, 1, dtype=HALF)).sum().backward()
+        optimizer.step()
+    assert stepped.weight.item() == 1.0
+
+
+def test_with_a_scaler_clipping_and_accumulation():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    x = torch.rand(3, 4, dtype=HALF)
+    with master_weights([optimizer]) as masters:
+        for _ in range(2):
+            scaler.scale(model(x).float().mean()).backward()
+        master = masters.pairs[0][1]
+        assert master.grad.dtype is SINGLE
+        assert model[0].weight.grad is None
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([m for _, m in masters.pairs], 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model[0].weight, master.to(HALF))
+        assert optimizer.state[master]["exp_avg"].dtype is SINGLE
+        optimizer.zero_grad()
+        assert master.grad is None
+        model(x).mean().backward()
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype is HALF
+    assert model[0].weight.grad.dtype is HALF
+    optimizer.step()
+
+
+def test_an_infinite_gradient_skips_the_step():
+    model = nn.Linear(2, 1).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    before = model.weight.detach().clone()
+    with master_weights([optimizer]):
+        scaler.scale(model(torch.full((1, 2), 1e4, dtype=HALF)).float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.equal(model.weight, before)
+    assert scaler.get_scale() == 2.0**15
+
+
+def test_state_from_before_is_continued_and_fp32_parameters_are_left():
+    model = nn.ModuleDict({"narrow": nn.Linear(2, 2).half(), "wide": nn.Linear(2, 2)})
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+    model["narrow"](torch.rand(1, 2).half()).sum().backward()
+    model["wide"](torch.rand(1, 2)).sum().backward()
+    optimizer.step()
+    moment = optimizer.state[model["narrow"].weight]["exp_avg"].clone()
+    with master_weights([optimizer]) as masters:
+        assert len(masters.pairs) == 2
+        assert torch.equal(optimizer.state[masters.pairs[0][1]]["exp_avg"], moment.float())
+        assert masters.pairs[0][1].grad is not None
+        optimizer.step()
+        with torch.no_grad():
+            model["narrow"].weight.fill_(0.5)
+        masters.reload()
+        assert masters.pairs[0][1].unique().tolist() == [0.5]
+    assert model["wide"].weight in set(optimizer.param_groups[0]["params"])
+
+
+def test_a_weight_shared_by_two_optimizers_has_one_master():
+    model = nn.Linear(2, 2).half()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    with master_weights([first, second]) as masters:
+        assert len(masters.pairs) == 2
+        assert first.param_groups[0]["params"][0] is second.param_groups[0]["params"][0]

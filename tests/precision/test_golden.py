@@ -123,8 +123,8 @@ def test_a_device_that_finds_another_birth_is_named(monkeypatch):
 
 
 def test_a_device_that_counts_otherwise_is_named(monkeypatch):
-    tally = histograms.device_tally
-    monkeypatch.setattr(histograms, "device_tally", lambda part: tally(part.to(torch.bfloat16)))
+    device_counts = histograms.device_counts
+    monkeypatch.setattr(histograms, "device_counts", lambda part: device_counts(part.to(torch.bfloat16)))
     named = histograms.measure(CPU, large=False).differences
     assert any(line.startswith("float32, 1800 random: histogram is ") for line in named)
     assert not any(line.startswith("bfloat16") for line in named)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ampdoctor.precision import fp16_matmul as module
-from ampdoctor.precision import half_products
+from ampdoctor.precision.fp16_matmul import half_products
 from ampdoctor.precision.kernels import kernel_of
 
 HALF = torch.float16

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ampdoctor.precision import override_autocast
+from ampdoctor.precision.dtype_overrides import override_autocast
 
 
 def product():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -49,12 +48,6 @@ def test_the_cpus_own_policy_is_back():
 def test_also_after_an_exception():
     with pytest.raises(ZeroDivisionError), autocast_policy("cuda"), torch.autocast("cpu", HALF):
         1 / 0  # noqa: B018
-    assert_native()
-
-
-def test_also_after_an_exception_inside_a_kernel():
-    with pytest.raises(RuntimeError), autocast_policy("cuda"), torch.autocast("cpu", HALF):
-        torch.layer_norm(X, [5])
     assert_native()
 
 
@@ -231,34 +224,3 @@ def test_rrelu_writes_the_noise_that_its_backward_reads():
 def test_what_cuda_lacks_too_still_raises():
     with autocast_policy("cuda"), pytest.raises(RuntimeError, match="Half"):
         torch.cdist(X, X)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: torch.nn.functional.multi_margin_loss(X, torch.tensor([0, 1, 2, 3])),
-        lambda: torch.nn.functional.multilabel_margin_loss(X[0], torch.tensor([0, 1, -1, 2])),
-        lambda: torch.nn.functional.interpolate(X[None, None], scale_factor=0.5, mode="bilinear", antialias=True),
-    ],
-)
-def test_the_cpu_still_lacks_each_of_them(call):
-    with pytest.raises(RuntimeError, match="Half"):
-        call()
-    with autocast_policy("cuda"):
-        assert call().dtype is HALF
-
-
-def test_it_is_cheap():
-    x = torch.rand(8).to(HALF)
-
-    def best(fn):
-        times = []
-        for _ in range(5):
-            start = time.process_time()
-            for _ in range(500):
-                fn(x)
-            times.append((time.process_time() - start) / 500)
-        return min(times)
-
-    with autocast_policy("cuda"), torch.autocast("cpu", HALF):
-        assert best(torch.exp) < 100e-6  # 6 microseconds on an idle core; the bound only catches a blunder

@@ -128,15 +128,3 @@ def test_on_neither_list_follows_its_inputs():
     with autocast_policy("cuda"), torch.autocast("cpu", HALF):
         for fn in (torch.mean, torch.std, torch.sqrt, torch.nn.functional.gelu, torch.relu, torch.sigmoid):
             assert fn(x).dtype is HALF
-
-
-def test_modules_of_the_field():
-    x = torch.rand(2, 3, 8)
-    nn = torch.nn
-    with autocast_policy("cuda"), torch.autocast("cpu", HALF):
-        assert nn.Linear(8, 8)(x).dtype is HALF
-        assert nn.LayerNorm(8)(nn.Linear(8, 8)(x)).dtype is SINGLE
-        assert nn.LSTM(8, 4)(x)[0].dtype is HALF
-        assert nn.Conv1d(3, 3, 3, padding="same")(x).dtype is HALF
-        assert nn.CrossEntropyLoss()(nn.Linear(8, 8)(x[0]), torch.zeros(3, dtype=torch.long)).dtype is SINGLE
-        assert nn.MultiheadAttention(8, 2)(x, x, x)[0].dtype is HALF

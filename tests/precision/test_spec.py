@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision import Precision
+from ampdoctor.precision.spec import Precision
 
 HALF = torch.float16
 
@@ -64,7 +62,3 @@ def test_the_switches_for_cuda():
 def test_what_is_refused(arguments, sentence):
     with pytest.raises(UsageError, match=sentence):
         Precision(**arguments)
-
-
-def test_it_is_plain_data():
-    assert dataclasses.asdict(Precision("fp16")) == {"compute": "fp16", "autocast": True, "master_weights": False}

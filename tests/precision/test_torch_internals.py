@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ampdoctor.precision import autocast_policy, kernels, tf32
-from ampdoctor.precision.cuda_autocast import COMPOSITES, LEAVES
-from ampdoctor.precision.shims import torch_shims
-from ampdoctor.precision.tf32 import OPERANDS
+from ampdoctor.precision import kernels
+from ampdoctor.precision.cuda_autocast import COMPOSITES, LEAVES, autocast_policy
+from ampdoctor.precision.spec import torch_shims
+from ampdoctor.precision.tf32 import OPERANDS, tf32
 
 HALF = torch.float16
 IMAGE = (1, 2, 6, 6)

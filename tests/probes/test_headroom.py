@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.numerics import extremes
+from ampdoctor.numerics.tensors import extremes
 from ampdoctor.probes.nonfinite import Tightest
 from tests.numerics.data import DTYPES, tensors
 

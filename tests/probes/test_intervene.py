@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from ampdoctor.evidence.location import Source
+from ampdoctor.hooks.program import called_as_recorded, recorded_at
 from ampdoctor.probes.op_overrides import Intervention, UserLine, _candidates, address_of, choose_guard
 from ampdoctor.probes.user_code import as_source
 from tests.diagnosis.births import birth
@@ -190,3 +191,13 @@ def test_addresses():
     assert address_of(birth("loss")) is None
     assert address_of(birth("optimizer", **own)) is None, "torch's optimizer runs it, called from that line"
     assert address_of(birth("optimizer", **own, after_backward=True)) == UserLine(source, "log")
+
+
+def test_an_op_of_a_recorded_step_is_met_at_its_recorded_line():
+    half = torch.tensor([60000.0], dtype=torch.float16)
+    address = UserLine(as_source(("train.py", 61)), "mul")
+    mode = Intervention([address], "fp32")
+    with mode.watching(), recorded_at(("train.py", 61)):
+        result = called_as_recorded(torch.Tensor.mul, (half, 2), {})
+    assert result.item() == 120000.0
+    assert mode.met == {address}

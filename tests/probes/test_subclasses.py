@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ampdoctor.numerics import describe, nonfinite_flag
-from ampdoctor.numerics.tensors import is_readable, parts_of
+from ampdoctor.numerics.tensors import describe, is_readable, nonfinite_flag, parts_of
 from ampdoctor.precision.spec import as_plain_linears
-from ampdoctor.probes.formats_seen import HalfProbe
+from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.probes.written_state import OldCastsProbe
 from tests.probes.traced import Inline, births_of, session_of, trace_of
 
@@ -142,7 +141,7 @@ def test_in_the_reference_a_quantised_layer_is_the_linear_layer_that_it_is():
     assert not torch.equal(layer(x), other(x))
 
 
-@pytest.mark.parametrize("probe", [OldCastsProbe, HalfProbe])
+@pytest.mark.parametrize("probe", [OldCastsProbe, FormatsProbe])
 def test_one_without_memory_of_its_own_ends_no_search_for_casts(probe):
     def forward(module, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ampdoctor.evidence.run_facts import Place
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.counting import count
 from ampdoctor.ranges.profile import Collector, RunFacts
 
 
@@ -35,9 +35,9 @@ def collected(steps, *, weights=None, wide=(), sizes=None, more=None, **facts):
     """
     collector = Collector()
     if weights is not None:
-        collector.add_weights({where: Histogram.of(tensor) for where, tensor in weights.items()})
+        collector.add_weights({where: count(tensor) for where, tensor in weights.items()})
     for step in steps:
-        collector.add_step({where: Histogram.of(tensor) for where, tensor in step.items()})
+        collector.add_step({where: count(tensor) for where, tensor in step.items()})
     return collector.profile(
         RunFacts(**{"precision": "fp16", **facts}),
         half=lambda where: where.name not in wide,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.counting import count
 from ampdoctor.ranges import profile as collecting
 from ampdoctor.ranges.profile import EXPONENTS, FP8
 from ampdoctor.ranges.profile_file import pack
@@ -78,7 +78,7 @@ def test_all_steps_together_are_one_histogram():
     profile = collected(steps, weights={WEIGHT: values(-4)})
     for site, histogram in zip(profile.sites, profile.histograms, strict=True):
         expected = [step[site.place] for step in steps] if site.place != WEIGHT else [values(-4)]
-        assert histogram == Histogram.of(torch.cat(expected))
+        assert histogram == count(torch.cat(expected))
     squares = [torch.cat([step[where] for step in steps]).double().square().sum().item() for where in (OUT, GRAD, SEEN)]
     found = {site.place: value for site, value in zip(profile.sites, profile.square_sums, strict=True)}
     assert [found[where] for where in (OUT, GRAD, SEEN)] == pytest.approx(squares, rel=0.02)

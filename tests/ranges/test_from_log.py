@@ -10,7 +10,7 @@ import torch
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine, TensorDetail
 from ampdoctor.evidence.run_facts import Place
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.counting import count
 from ampdoctor.ranges.from_log import profile_from_log
 from ampdoctor.ranges.profile import Collector, RunFacts
 from ampdoctor.ranges.profile_file import pack, unpack
@@ -30,7 +30,7 @@ def counted(tensor, role, values, scale=1.0, **more):
         role=role,
         scale=None if scale == 1.0 else scale,
         elements=values.numel(),
-        histogram=Histogram.of(values * scale).to_dict(),
+        histogram=count(values * scale).to_dict(),
         **more,
     )
 
@@ -59,9 +59,9 @@ def test_it_is_the_profile_of_the_unscaled_gradients():
         details([4.0, 4.0, 2.0], values), [StepLine(step=s, loss=-s, loss_scale=2.0) for s in range(3)]
     )
     collector = Collector()
-    collector.add_weights({WEIGHT: Histogram.of(torch.ones(8, 8))})
+    collector.add_weights({WEIGHT: count(torch.ones(8, 8))})
     for one in values:
-        collector.add_step({GRADIENT: Histogram.of(one), OUTPUT: Histogram.of(one)})
+        collector.add_step({GRADIENT: count(one), OUTPUT: count(one)})
     expected = collector.profile(RunFacts(precision="fp16"), half=lambda _: True, weight=lambda _: 64)
     assert profile.sites == expected.sites
     assert [h.counts.tolist() for h in profile.histograms] == [h.counts.tolist() for h in expected.histograms]
@@ -101,7 +101,7 @@ def test_the_details_of_a_step_may_lie_in_several_lines_and_calls():
 
 def test_a_sample_stands_for_all_elements():
     values = gradients(1)[0]
-    sample = TensorDetail(tensor=0, role="gradient", elements=640, sampled=64, histogram=Histogram.of(values).to_dict())
+    sample = TensorDetail(tensor=0, role="gradient", elements=640, sampled=64, histogram=count(values).to_dict())
     profile = profile_from_log([(HEADER, DetailLine(step=0, tensors=(sample,)))], [])
     assert profile.histograms[0].numel == 640
 
@@ -146,7 +146,7 @@ def test_a_log_without_histograms_says_so(tensors):
 
 
 def test_a_histogram_that_contradicts_itself_is_refused():
-    histogram = {**Histogram.of(torch.ones(4)).to_dict(), "amax": (2.0).hex()}
+    histogram = {**count(torch.ones(4)).to_dict(), "amax": (2.0).hex()}
     tensor = TensorDetail(tensor=0, role="gradient", histogram=histogram)
     with pytest.raises(UsageError, match="contradict themselves"):
         profile_from_log([(HEADER, DetailLine(step=0, tensors=(tensor,)))], [])

@@ -1,20 +1,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from ampdoctor.errors import UsageError
-from ampdoctor.evidence.run_facts import ModuleFacts
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.numerics import Histogram
-from ampdoctor.ranges.profile import FP8, Shadow, figures, fitted_figures, merge
-from ampdoctor.ranges.profile_file import pack
-from ampdoctor.scaling.choose import choose_scale, predict
+from ampdoctor.numerics.counting import count
+from ampdoctor.numerics.histogram import Histogram
+from ampdoctor.ranges.profile import FP8, figures, fitted_figures
+from ampdoctor.scaling.choose import choose_scale
 from ampdoctor.scaling.scalers import ScalerSettings
+from ampdoctor.scaling.search import predict
 from ampdoctor.workflows.profile import profile_section
 from tests.ranges.known import collected, place, values
 
@@ -50,7 +48,7 @@ def test_kinds_are_apart_and_what_is_not_half_counts_nowhere():
     assert [profile.sites[i].place for i in profile.half_gradients()] == [A, B, WA, WB]
     assert [profile.sites[i].place for i in profile.half_gradients(without=["a"])] == [B, WB]
     both = torch.cat([tensors(seed)[where] for seed in (0, 10) for where in (A, B)])
-    assert profile.merged("activation_grad") == Histogram.of(both)
+    assert profile.merged("activation_grad") == count(both)
     assert profile.merged("activation_grad", without=["a", "b"]) == Histogram.empty()
 
 
@@ -75,7 +73,7 @@ def test_what_overflows_is_a_share_of_the_nonzero():
     found = figures(collected([{A: large}]).merged("activation_grad"), "fp16", 1.0)
     assert found.overflowed == pytest.approx(3 / 6)
     assert found.relative_error == math.inf
-    assert figures(Histogram.of(large), "fp16", 2.0**-6).overflowed == 0.0
+    assert figures(count(large), "fp16", 2.0**-6).overflowed == 0.0
 
 
 @pytest.mark.parametrize("fmt", FP8)
@@ -130,73 +128,3 @@ def test_a_scale_made_by_hand_is_divided_out_everywhere(base):
 def test_log2_series_leaves_out_steps_without_a_finite_nonzero_value():
     steps = [{WA: t} for t in (torch.zeros(2), torch.tensor([math.inf]), torch.tensor([4.0]), torch.tensor([0.25]))]
     assert collected(steps, base_scale=2.0).log2_series(0) == [1.0, -3.0]
-
-
-def shadow(profile, scale, step):
-    count = profile.gradients
-    return Shadow(
-        scale=scale,
-        steps=(step,),
-        nonzero=np.full(count, 9),
-        flushed=np.arange(count),
-        predicted=np.arange(count) / 2.0,
-        relative_error=1e-3,
-        predicted_error=None,
-    )
-
-
-def part(seed, *, loss=1.0, in_half=False, wide=("norm",), nonfinite=()):
-    steps = [tensors(seed), tensors(seed + 7)]
-    made = collected(
-        steps,
-        weights={WEIGHT: values(-4, seed=seed)},
-        wide=wide,
-        loss_amax=loss,
-        loss_in_half=in_half,
-        scaler={"scale": float(seed)},
-        more={"modules": (ModuleFacts(name=f"m{seed}", type="Linear"),), "nonfinite_steps": nonfinite},
-    )
-    return replace(made, shadows=(shadow(made, 2.0**seed, 1),))
-
-
-def test_merging_does_not_depend_on_the_grouping():
-    a, b, c = part(1, loss=3.0, wide=("norm", "b")), part(2, in_half=True, nonfinite=(1,)), part(3, loss=None)
-    left, right = merge(merge(a, b), c), merge(a, merge(b, c))
-    (arrays, facts), (others, other_facts) = pack(left), pack(right)
-    assert facts == other_facts
-    assert arrays.keys() == others.keys()
-    for name, array in arrays.items():
-        np.testing.assert_allclose(array, others[name], rtol=1e-14, err_msg=name)
-    assert left.steps == 6
-    assert left.nonfinite_steps == (3,)
-    assert [s.steps for s in left.shadows] == [(1,), (3,), (5,)]
-    assert (left.run.loss_amax, left.run.loss_in_half) == (3.0, True)
-    assert left.run.scaler == {"scale": 3.0}
-    assert [m.name for m in left.modules] == ["m3"]
-
-
-def test_merged_profiles_are_as_if_the_steps_had_been_measured_at_once():
-    apart, at_once = merge(known(0), known(10)), known(0, 10)
-    (arrays, facts), (others, other_facts) = pack(apart), pack(at_once)
-    assert facts == other_facts
-    for name, array in arrays.items():
-        np.testing.assert_allclose(array, others[name], rtol=1e-14, err_msg=name)
-
-
-def test_what_was_half_in_either_is_half():
-    merged = merge(part(1, wide=("norm", "b")), part(2))
-    assert {s.place.name for s in merged.sites if not s.half} == {"norm"}
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"precision": "bf16"}, "precisions differ"),
-        ({"autocast": False}, "precisions differ"),
-        ({"base_scale": 2.0}, "different factors"),
-        ({"sizes": {"a": 5}}, "modules and parameters differ"),
-    ],
-)
-def test_profiles_of_different_runs_are_not_merged(change, sentence):
-    with pytest.raises(UsageError, match=sentence):
-        merge(known(0), known(1, **change))

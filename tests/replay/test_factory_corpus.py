@@ -11,7 +11,6 @@ import torch
 from ampdoctor.errors import FactoryError
 from ampdoctor.hooks.nested import copy_batch, iter_tensors
 from ampdoctor.replay.factory import load_factory
-from ampdoctor.replay.load_checkpoint import resume
 
 RUNS = Path(__file__).parents[2] / "fixtures" / "corpus" / "runs.py"
 
@@ -84,32 +83,6 @@ def test_a_case_shows_the_symptoms_of_its_label(runs, corpus, case):
     bad = [step for step, loss in enumerate(losses) if not math.isfinite(loss)]
     assert (bad[0] if bad else None) == symptoms["loss"]
     assert skipped == [step for step in symptoms["skipped"] if step < 4]
-
-
-class State:
-    def __init__(self, path):
-        content = torch.load(path, weights_only=True)
-        self.model = content["model"]
-        self.optimizers = {"optimizer": content["optimizer"]} if "optimizer" in content else {}
-        self.scaler = content.get("scaler")
-        self.global_step = None
-
-
-@pytest.mark.parametrize("case", cases())
-def test_a_cases_checkpoint_goes_into_its_run(runs, corpus, case, tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    if not corpus["has_checkpoint"](case):
-        with pytest.raises(FactoryError, match="has no checkpoint"):
-            corpus["write_checkpoint"](case, path)
-        return
-    corpus["write_checkpoint"](case, path)
-    run = runs.make({"case": case})
-    scaler = run.scaler() if run.scaler else None
-    report = resume(run, {"optimizer": run.optimizer(run.model)}, scaler, State(path))
-    assert "weights" in report.loaded
-    assert (*report.missing, *report.unexpected, *report.mismatched) == ()
-    # only the script that never reads its scaler back starts from another scale than the file's
-    assert (report.lost_scaler is not None) is (case == "scaler_state_lost_on_resume")
 
 
 def test_an_unknown_case_is_named_with_near_ones(runs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ampdoctor import TrainingRun
 from ampdoctor.errors import ReplayError
 from ampdoctor.replay import tensor_store
 from ampdoctor.replay.session import Session
-from ampdoctor.replay.tensor_store import SMALL, InMemory, OnDisk, TensorStore, lies_in_memory
+from ampdoctor.replay.tensor_store import SMALL, TensorStore, lies_in_memory
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 
@@ -101,7 +102,7 @@ def test_what_is_no_plain_memory_is_copied_each_time(kind, spilled, tmp_path):
     }
     tensor, keeper = made[kind](), TensorStore(tmp_path if spilled else None)
     kept = keeper.keep(tensor)
-    assert isinstance(kept, InMemory)
+    assert not any(str(tmp_path) in line for line in mapped())
     assert keeper.keep(tensor, kept) is not kept
 
 
@@ -113,21 +114,23 @@ def test_one_bit_far_behind_is_seen(spilled, tmp_path):
     assert not kept.are_in(values)
 
 
-def open_files():
-    return len(list(Path("/proc/self/fd").iterdir()))
+def mapped():
+    """Returns the deleted files that this process has mapped into its memory."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(" (deleted)")]
 
 
 def test_large_tensors_go_to_a_file_that_has_no_name_and_is_gone_with_them(tmp_path):
-    gc.collect()  # files that other tests have left to the collector
-    before = open_files()
     keeper = TensorStore(tmp_path)
     big, small = keeper.keep(torch.ones(BIG)), keeper.keep(torch.ones(4))
-    assert (type(big), type(small)) == (OnDisk, InMemory)
+    (line,) = [line for line in mapped() if str(tmp_path) in line]
+    assert int(line.split("-")[0], 16) == big.values.data_ptr() != small.values.data_ptr()
     assert list(tmp_path.iterdir()) == []
-    assert open_files() == before + 1
-    del keeper, big
+    assert big.are_in(torch.ones(BIG))
+    sizes = Path("/proc/self/smaps").read_text().split(line)[1]
+    assert re.search(r"^Rss: +(\d+) kB$", sizes, re.MULTILINE)[1] == "0", "it takes no memory between two uses"
+    del big
     gc.collect()
-    assert open_files() == before
+    assert [line for line in mapped() if str(tmp_path) in line] == []
 
 
 def big_run(*, frozen=False):
@@ -198,9 +201,7 @@ def test_a_spilled_diagnosis_is_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_store.tempfile, "tempdir", str(tmp_path))
     made = []
     monkeypatch.setattr(
-        tensor_store._File,
-        "append",
-        lambda self, values, f=tensor_store._File.append: made.append(1) or f(self, values),
+        tensor_store, "_in_file", lambda *asked, own=tensor_store._in_file: made.append(1) or own(*asked)
     )
     here, there = (bisect_nan(ReplayRequest(factory=big_run, steps=4, spill=spill)) for spill in (False, True))
     assert here == there
@@ -228,7 +229,7 @@ def test_no_room_is_one_sentence(tmp_path, monkeypatch):
     run = big_run()
     weight = run.model[0].weight.detach().clone()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * SMALL, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, limits[1]))
     try:
         with pytest.raises(ReplayError, match=rf"cannot be kept in {tmp_path} \(--spill\): {os.strerror(errno.EFBIG)}"):
             bisect_nan(ReplayRequest(factory=lambda: run, steps=4, spill=True))

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
-from ampdoctor.precision import emulate_cuda
+from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
 from ampdoctor.replay.user_code import explained
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,21 +14,7 @@ from ampdoctor.checkpoints.resume_state import load_state
 from ampdoctor.errors import CheckpointError
 from ampdoctor.replay import fit_optimizers
 from ampdoctor.replay.load_checkpoint import resume
-from ampdoctor.replay.training_run import TrainingRun
-
-SCALER = {"scale": 32.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 8}
-
-
-@dataclass
-class State:
-    model: dict | None = None
-    optimizers: dict = field(default_factory=dict)
-    scaler: dict | None = None
-    global_step: int | None = None
-
-
-def make_run(model: nn.Module, **changes: Any) -> TrainingRun:
-    return TrainingRun(model=model, batches=[torch.ones(2, 2)], loss=lambda m, b: m(b).sum(), **changes)
+from tests.replay.test_resume import SETTLED, State, make_run
 
 
 def copied(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -52,7 +37,7 @@ def stepped(make: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
         ({"model": {0: torch.ones(3, 2), 1: torch.ones(3)}}, "nothing that is recognised"),
         ([torch.ones(3, 2)], "nothing that is recognised"),
         ({"optimizer": {"state": {}, "param_groups": []}}, "only optimizer state"),
-        ({"scaler": SCALER}, "only a loss scaler"),
+        ({"scaler": SETTLED}, "only a loss scaler"),
     ],
 )
 def test_a_file_that_loads_nothing_is_refused_unless_that_is_allowed(content, held, tmp_path):
@@ -192,6 +177,6 @@ def test_a_scaler_state_that_torch_cannot_hold_is_refused_before_anything_is_loa
     before = copied(model)
     scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(CheckpointError, match=sentence):
-        resume(make_run(model, scaler={}), {}, scaler, State(copied(nn.Linear(2, 3)), scaler=SCALER | change))
+        resume(make_run(model, scaler={}), {}, scaler, State(copied(nn.Linear(2, 3)), scaler=SETTLED | change))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert scaler.get_scale() == 65536.0

@@ -322,23 +322,6 @@ def test_a_step_that_returns_something_else_is_told_so(scheduled):
         replayed(run, steps=1)
 
 
-def test_gradients_are_clipped_to_one_norm_over_all_optimizers():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    run = TrainingRun(
-        model=model,
-        batches=[torch.ones(4, 2)],
-        loss=lambda model, x: 1e3 * model(x).sum(),
-        optimizer=lambda m: {str(i): torch.optim.SGD(part.parameters(), lr=0.1) for i, part in enumerate(m)},
-        precision="fp32",
-        max_grad_norm=1.0,
-    )
-    session = Session(run, device=CPU)
-    assert session.has_step(0)
-    session.step(0)
-    norm = torch.stack([p.grad.norm() for p in session.model.parameters()]).norm()
-    assert float(norm) == pytest.approx(1.0, rel=1e-4)
-
-
 @pytest.mark.parametrize(("returns", "rate"), [(False, 0.1), (True, 0.001)])
 def test_a_plateau_is_looked_for_in_losses_that_there_are(returns, rate):
     def step(model, optimizer):
@@ -546,14 +529,6 @@ def test_a_device_that_is_none(name):
 def test_parts_of_the_wrong_kind(changes, sentence):
     with pytest.raises(FactoryError, match=sentence):
         Session(TrainingRun(model=nn.Linear(1, 1), batches=[1], loss=loss, **changes), device=CPU)
-
-
-def test_replays_are_counted():
-    session = Session(run_of(network(), precision="bf16"), device=CPU)
-    for step in range(2):
-        assert session.has_step(step)
-        session.step(step)
-    assert session.replays == 2
 
 
 def test_a_step_says_once_what_it_says_however_often_it_is_replayed(capsys):

@@ -22,20 +22,6 @@ def stepped(run, batches, optimizers=()):
     return default_step(run, batches, dict(optimizers), scaler, nullcontext)
 
 
-def test_the_mean_of_the_micro_batches():
-    run = run_of(lambda m, x: m(x).sum(), accumulation_steps=2)
-    data = [torch.ones(1, 2), torch.full((1, 2), 3.0)]
-    each = [float(run.model(x).detach().sum()) for x in data]
-    assert float(stepped(run, data)) == pytest.approx(sum(each) / 2)
-    assert run.model.weight.grad.tolist() == [[2.0, 2.0]]
-
-
-def test_their_sum_where_the_user_does_not_divide():
-    run = run_of(lambda m, x: m(x).sum(), accumulation_steps=2, divide_loss=False)
-    stepped(run, [torch.ones(1, 2), torch.full((1, 2), 3.0)])
-    assert run.model.weight.grad.tolist() == [[4.0, 4.0]]
-
-
 def test_gradients_of_the_last_step_are_cleared_also_those_no_optimizer_holds():
     run = run_of(lambda m, x: m(x).sum())
     run.model.weight.grad = torch.full((1, 2), 9.0)

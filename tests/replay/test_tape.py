@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ampdoctor import TrainingRun
-from ampdoctor.errors import FactoryError
 from ampdoctor.replay import batches as tape_module
 from ampdoctor.replay.batches import BatchBuffer
 
@@ -59,15 +58,6 @@ def test_a_source_that_writes_into_one_buffer():
     assert [float(tape[i]) for i in range(3)] == [0.0, 1.0, 2.0]
 
 
-def test_a_loader_with_a_generator_of_its_own_shuffles_as_the_users_loop():
-    def loader():
-        return DataLoader(torch.arange(8.0), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
-
-    tape = tape_of(loader())
-    assert tape.draw(10) == 4
-    assert [tape[i].tolist() for i in range(4)] == [batch.tolist() for batch in loader()]
-
-
 def test_an_object_that_only_has_getitem():
     class Old:
         def __getitem__(self, index):
@@ -76,11 +66,6 @@ def test_an_object_that_only_has_getitem():
             return torch.tensor([index])
 
     assert tape_of(Old()).draw(5) == 2
-
-
-def test_a_callable_that_gives_no_iterable():
-    with pytest.raises(FactoryError, match="gave int, which is not iterable"):
-        tape_of(lambda: 3).draw(1)
 
 
 def test_workers_are_let_go():

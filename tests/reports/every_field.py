@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ampdoctor.reports.json_report import schema
@@ -15,6 +15,14 @@ _DEEP = 12
 """Levels of values at which a list is left empty: a change has alternatives, which are changes."""
 
 Path = tuple[str | int, ...]
+
+
+def places(value: Any, path: Path = ()) -> Iterator[Path]:
+    """Yield where each part of a JSON value lies."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
 
 
 def every_field(key: str = "a.key", **chosen: Any) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from ampdoctor.evidence.report import (
     Suppressed,
 )
 from ampdoctor.evidence.report_scaler import EmittedSettings, SettingBound
-from ampdoctor.evidence.report_scan import TrendSection
-from ampdoctor.evidence.run_facts import PrecisionAdvice
-from tests.samples import SICK
+from ampdoctor.evidence.report_scan import TrendFigures, TrendSection
+from ampdoctor.evidence.run_facts import PrecisionAdvice, PrecisionRow
+from tests.samples import FIXED, SICK
 
 PLAIN = "blocks.0.fc.weight"
 
@@ -76,41 +76,28 @@ def full(name: str = PLAIN) -> Report:
             bounds={"init_scale": SettingBound(value=65536.0, by=f"the largest gradient of {name}")},
             emit=EmittedSettings(framework="torch", language="python", text=f"# {name}\nscale = 1", notes=(name,)),
         ),
-        precision=from_plain(
-            PrecisionAdvice,
-            {
-                "target": "v100",
-                "precision": "fp16",
-                "why": f"{name} fits",
-                "alternative": None,
-                "rows": [
-                    {"module": name, "type": name, "part": name, "precision": "fp32", "reason": f"{name} overflows"}
-                ],
-                "remedies": [f"clip {name}"],
-                "notes": [f"of {name}"],
-            },
+        precision=PrecisionAdvice(
+            target="v100",
+            precision="fp16",
+            why=f"{name} fits",
+            rows=(PrecisionRow(module=name, type=name, part=name, precision="fp32", reason=f"{name} overflows"),),
+            remedies=(f"clip {name}",),
+            notes=(f"of {name}",),
         ),
-        trend=from_plain(
-            TrendSection,
-            {
-                "unit": "step",
-                "points": [{"name": name, "step": 1, "scale": 2.0, "loss": 0.5, "roles": {}}],
-                "summary": f"{name} is the first sick one",
-                "first_sick": name,
-                "last_healthy": name,
-                "monotone": True,
-            },
+        trend=TrendSection(
+            unit="step",
+            points=(TrendFigures(name=name, step=1, scale=2.0, loss=0.5),),
+            summary=f"{name} is the first sick one",
+            first_sick=name,
+            last_healthy=name,
+            monotone=True,
         ),
         tensors=(
             from_plain(
                 TensorRow,
                 {
-                    "name": name,
+                    **dict.fromkeys(("name", "entry", "module", "group", "file"), name),
                     "role": "weight",
-                    "entry": name,
-                    "module": name,
-                    "group": name,
-                    "file": name,
                     "dtype": "float16",
                     "shape": [2, 2],
                     "examined": 4,
@@ -130,27 +117,13 @@ def full(name: str = PLAIN) -> Report:
             Suppressed(finding=replace(stored, code="AMP108"), by="ignore", reason=f"{name} is known"),
             Suppressed(finding=replace(stored, code="AMP109"), by="baseline", reason=name),
         ),
-        configuration=from_plain(Configuration, {"file": name}),
-        baseline=from_plain(
-            BaselineSection,
-            {
-                "file": name,
-                "new": 3,
-                "written": False,
-                "known": 1,
-                "fixed": [
-                    {
-                        "fingerprint": "0123456789abcdef",
-                        "code": "AMP110",
-                        "severity": "error",
-                        "module": name,
-                        "op": None,
-                        "tensor": name,
-                        "file": name,
-                        "message": f"{name} was negative",
-                    }
-                ],
-            },
+        configuration=Configuration(file=name),
+        baseline=BaselineSection(
+            file=name,
+            new=3,
+            written=False,
+            known=1,
+            fixed=(replace(FIXED, code="AMP110", module=name, tensor=name, file=name, message=f"{name} was negative"),),
         ),
         profile={**SICK.profile, "sites": [{**SICK.profile["sites"][0], "name": name, "module": name}]},
     )

@@ -65,7 +65,7 @@ def usual(form, command):
 def test_nothing_in_a_key_acts(form, key, command):
     text = rendered(form, report_from_dict(every_field(key, command=command)))
     text.encode("utf-8")
-    acting = {c for c in text if unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"}}
+    acting = {c for c in set(text) if unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"}}
     assert acting <= {"\n"} | ({"\t", "\r"} if form == "html" else set())
     assert (len(list(commands_in(text))), shape(form, text)) == usual(form, command)
 

@@ -110,7 +110,7 @@ def test_nothing_in_a_name_acts(form, name):
     for width in (40, 200) if form == "human" else (200,):
         text = rendered(form, full(name), width)
         text.encode("utf-8")
-        acting = {c for c in text if unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"}}
+        acting = {c for c in set(text) if unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"}}
         assert acting <= {"\n"} | ({"\t", "\r"} if form == "html" else set())
         ours = [line for line in commands_in(text) if form == "github"]
         assert list(commands_in(text)) == ours
@@ -128,10 +128,9 @@ def test_the_check_knows_commands():
     assert [line.strip() for line in commands_in(text)] == ["::error::a", "x ##[group]y", "::ERROR file=a::b"]
 
 
-@pytest.mark.parametrize("width", range(20, 60))
-def test_a_command_cannot_begin_a_folded_line(width):
-    text = rendered("human", full("x " * 7 + "x" * 11 + "::error::" + "y ::group::" * 5), width)
-    assert list(commands_in(text)) == []
+def test_a_command_cannot_begin_a_folded_line():
+    report = full("x " * 7 + "x" * 11 + "::error::" + "y ::group::" * 5)
+    assert [width for width in range(20, 60) if list(commands_in(rendered("human", report, width)))] == []
 
 
 def readable(form, text):

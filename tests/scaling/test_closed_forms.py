@@ -2,20 +2,27 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.errors import UsageError
-from ampdoctor.scaling import (
+from ampdoctor.scaling.closed_forms import (
+    MAX_SPREADS,
+    TAIL,
+    Spikes,
+    _spreads,
     equilibrium_skip_rate,
+    find_spikes,
     highest_exponent,
     loss_scale_limit,
-    lowest_exponent,
+    tail_index,
     upper_log2,
 )
-from ampdoctor.scaling.closed_forms import MAX_SPREADS, TAIL, _spreads
+from ampdoctor.scaling.scalers import ScalerSettings
+from tests.scaling.simulated import simulate
 
 # exceeded with the probability `TAIL`, by the finite sum of Abramowitz and Stegun (26.7.3 and 26.7.4)
 QUANTILES = [
@@ -41,13 +48,6 @@ def test_the_highest_exponent_is_the_last_that_fits(magnitude):
     s = highest_exponent(magnitude)
     assert math.isfinite(to_fp16(magnitude, s))
     assert to_fp16(magnitude, s + 1) == math.inf
-
-
-@given(magnitudes)
-def test_the_lowest_exponent_is_the_first_that_does_not_flush(magnitude):
-    s = lowest_exponent(magnitude)
-    assert to_fp16(magnitude, s) > 0.0
-    assert to_fp16(magnitude, s - 1) == 0.0
 
 
 @given(st.floats(1e-3, 1e6))
@@ -93,3 +93,68 @@ def test_the_defaults_equilibrium():
     for bad in ((1.0, 0.5, 2000), (2.0, 1.0, 2000), (2.0, 0.0, 2000), (2.0, 0.5, 0)):
         with pytest.raises(UsageError):
             equilibrium_skip_rate(*bad)
+
+
+# -- spikes --
+
+
+def bulk(steps, seed=0):
+    return np.random.default_rng(seed).normal(-4.0, 0.5, steps)
+
+
+def test_a_quiet_trace_has_none():
+    found = find_spikes(bulk(2000))
+    assert found.lengths == ()
+    assert found.longest_interval(2.0, 0.5) == math.inf
+    assert not found.isolated
+
+
+def test_runs_are_found_with_length_and_height():
+    trace = np.full(100, -4.0)
+    trace[10], trace[20:25], trace[99] = 2.0, 5.0, np.inf
+    found = find_spikes(trace)
+    assert found.lengths == (1, 5, 1)
+    assert found.heights == (6.0, 9.0, np.inf)  # the bulk's largest scale leaves less than a binade
+    assert found.isolated
+    assert found.height == 9.0
+
+
+def test_a_burst_is_not_isolated():
+    trace = np.full(100, -4.0)
+    trace[20:25] = 5.0
+    assert not find_spikes(trace).isolated
+
+
+@pytest.mark.parametrize("trace", [[], [np.inf], [-np.inf] * 5, [1.0]])
+def test_traces_without_a_bulk_have_none(trace):
+    assert find_spikes(np.array(trace, np.float64)).lengths == ()
+
+
+def test_heavy_tails_are_told_from_light_ones():
+    light = [find_spikes(bulk(1000, seed)).spiky for seed in range(50)]
+    heavy = [find_spikes(bulk(1000, seed) + 10.0 * (bulk(1000, seed + 99) > -2.8)).spiky for seed in range(50)]
+    assert np.mean(light) < 0.1
+    assert np.mean(heavy) > 0.9
+    assert not find_spikes(bulk(299) + 10.0 * (bulk(299, 99) > -2.8)).spiky
+
+
+@pytest.mark.parametrize("xi", [-0.4, 0.0, 0.3])
+def test_the_tail_index_is_that_of_the_distribution(xi):
+    u = np.random.default_rng(5).random(200_000)
+    series = -np.log(u) if xi == 0.0 else (u**-xi - 1.0) / xi
+    assert tail_index(series) == pytest.approx(xi, abs=0.05)
+
+
+@pytest.mark.parametrize(("backoff", "rate"), [(0.5, 2e-3), (0.75, 1e-2), (0.25, 2e-3)])
+def test_the_scale_holds_at_the_longest_interval_and_falls_at_four_times_it(backoff, rate):
+    spikes = np.random.default_rng(2).random(60_000) < rate
+    runs = Spikes(steps=60_000, lengths=(1,) * int(spikes.sum()), heights=(math.inf,) * int(spikes.sum()))
+    longest = runs.longest_interval(2.0, backoff)
+    maxima = np.where(spikes, np.inf, 2.0**-10)
+
+    def final(interval):
+        start = ScalerSettings(scale=2.0**20, backoff_factor=backoff, growth_interval=int(interval))
+        return simulate(start, maxima)[-1].scale
+
+    assert final(longest) > 2.0**20
+    assert final(4 * longest) < 2.0**10

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from torch import distributed
 from torch.distributed import fsdp
 
-from ampdoctor.errors import UsageError
 from ampdoctor.evidence.targets import FRAMEWORKS
-from ampdoctor.scaling import ScalerSettings
 from ampdoctor.scaling.emit import emit
+from ampdoctor.scaling.scalers import ScalerSettings
 
 LOOPS = ["torch", "accelerate", "lightning", "fsdp"]
 OURS = ScalerSettings(scale=1024.0, backoff_factor=0.25, growth_interval=500)
@@ -114,22 +113,6 @@ def test_the_line_for_a_resumed_run_brings_the_settings_back_and_keeps_the_scale
     assert space["scaler"].state_dict() == state_of(replace(OURS, scale=64.0))
 
 
-def test_a_growth_count_beyond_the_interval_would_never_grow_which_is_why_the_line_clears_it():
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.load_state_dict(state_of(ScalerSettings(scale=4.0, growth_interval=3), tracker=5))
-    for _ in range(10):
-        scaler.scale(torch.ones(()))
-        clean(scaler)
-    assert scaler.get_scale() == 4.0
-
-
-def clean(scaler):
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.ones(1)
-    scaler.step(torch.optim.SGD([parameter], lr=1.0))
-    scaler.update()
-
-
 def test_a_half_loss_is_remarked_on_where_it_overflows():
     assert not any("loss" in note and "half" in note for note in emit(OURS, "torch").notes)
     (note,) = [note for note in emit(OURS, "torch", loss_in_half=True).notes if "loss" in note and "half" in note]
@@ -189,13 +172,6 @@ def test_the_step_without_a_scaler_computes_in_the_format(framework, precision, 
     assert seen == [dtype]
     assert not torch.equal(before, model.head.weight)
     assert "Scaler(" not in emitted.text
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_without_fp16_the_settings_are_not_looked_at(framework, precision):
-    nonsense = ScalerSettings(scale=math.nan, growth_interval=0)
-    assert emit(nonsense, framework, precision=precision) == emit(OURS, framework, precision=precision)
 
 
 # -- modules in fp32 ---------------------------------------------------------------------------------------------
@@ -280,46 +256,6 @@ def test_every_usable_setting_gives_a_fragment_of_its_language(framework, settin
         assert re.fullmatch(r"AMP_ARGS=\(\n(    --[a-z0-9-]+( [0-9.e+-]+)?\n)*\)  # then: .*\n", emitted.text)
 
 
-@pytest.mark.parametrize("framework", ["torch", "fsdp"])
-def test_numbers_of_other_libraries_are_printed_as_pythons(framework):
-    np = pytest.importorskip("numpy")
-    odd = ScalerSettings(scale=np.float64(1024.0), backoff_factor=np.float32(0.25), growth_interval=np.int64(500))
-    assert emit(odd, framework) == emit(OURS, framework)
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"scale": 0.0}, "scale is a finite number above 0, not 0"),
-        ({"scale": -4.0}, "scale is a finite number above 0"),
-        ({"scale": math.inf}, "scale is a finite number above 0, not inf"),
-        ({"scale": math.nan}, "scale is a finite number above 0, not nan"),
-        ({"growth_factor": 1.0}, "growth_factor is a finite number above 1, not 1"),
-        ({"backoff_factor": 0.0}, "backoff_factor is a finite number between 0 and 1, not 0"),
-        ({"backoff_factor": 1.0}, "backoff_factor is a finite number between 0 and 1, not 1"),
-        ({"growth_interval": 0}, "growth_interval is a whole number of at least 1, not 0"),
-        ({"growth_interval": 2.5}, "growth_interval is a whole number of at least 1, not 2.5"),
-        ({"growth_interval": math.inf}, "growth_interval is a whole number of at least 1, not inf"),
-        ({"hysteresis": 0}, "hysteresis is a whole number of at least 1, not 0"),
-        ({"min_scale": 0.0}, "min_scale lies above 0 and not above its scale of 65536, unlike 0.0"),
-        ({"min_scale": 2.0**20}, "min_scale lies above 0 and not above its scale of 65536, unlike 1048576.0"),
-    ],
-)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_settings_with_which_no_scaler_works_are_refused(framework, change, sentence):
-    with pytest.raises(UsageError, match=re.escape(sentence)):
-        emit(ScalerSettings(**change), framework)
-
-
-def test_what_is_no_choice_is_refused_with_the_choices():
-    with pytest.raises(UsageError, match="'keras' is none of the frameworks torch, accelerate"):
-        emit(OURS, "keras")
-    with pytest.raises(UsageError, match="'fp8' is none of the precisions fp16, bf16, fp32"):
-        emit(OURS, "torch", precision="fp8")
-    with pytest.raises(UsageError, match="a list of module names, not 'head'"):
-        emit(OURS, "torch", fp32_modules="head")
-
-
 # -- notes -------------------------------------------------------------------------------------------------------
 
 
@@ -336,11 +272,6 @@ def test_a_factor_that_is_fixed_is_remarked_on_only_where_another_is_wanted(fram
     notes = emit(replace(OURS, growth_factor=4.0), framework).notes
     assert "the growth factor is fixed at 2 there, instead of 4" in notes
     assert "the backoff factor is fixed at 0.5 there, instead of 0.25" in notes
-
-
-@pytest.mark.parametrize("framework", LOOPS)
-def test_loops_say_nothing_of_factors(framework):
-    assert not any("factor is" in note for note in emit(replace(OURS, growth_factor=4.0), framework).notes)
 
 
 def test_bash_reads_the_flags_as_printed():

@@ -12,7 +12,8 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from ampdoctor.scaling import ScalerSettings, simulate
+from ampdoctor.scaling.scalers import ScalerSettings
+from tests.scaling.simulated import simulate
 
 traces = st.lists(
     st.one_of(

@@ -8,8 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ampdoctor.evidence.targets import FRAMEWORKS
-from ampdoctor.scaling import ScalerSettings
-from ampdoctor.scaling.scalers import DEFAULTS, RULES, expressible
+from ampdoctor.scaling.scalers import DEFAULTS, RULES, ScalerSettings, expressible
 
 asked = st.builds(
     ScalerSettings,

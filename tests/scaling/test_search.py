@@ -12,11 +12,11 @@ from ampdoctor.evidence.report_scaler import SettingBound
 from ampdoctor.evidence.targets import FRAMEWORKS
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.ranges.profile import EXPONENTS
-from ampdoctor.scaling import LIM, ScalerSettings, highest_exponent, simulate, upper_log2
-from ampdoctor.scaling.closed_forms import TAIL
-from ampdoctor.scaling.scalers import DEFAULTS, expressible, skip_rate
+from ampdoctor.scaling.closed_forms import LIM, TAIL, highest_exponent, upper_log2
+from ampdoctor.scaling.scalers import DEFAULTS, ScalerSettings, expressible
 from ampdoctor.scaling.search import search
 from ampdoctor.scaling.trace import StepTrace
+from tests.scaling.simulated import simulate, skip_rate
 
 
 def trace_of(log2_amax):
@@ -84,7 +84,6 @@ def test_small_gradients_get_a_larger_scale_and_nothing_else():
     assert outcome.change
     assert outcome.settings == ScalerSettings(scale=2.0**24)
     assert outcome.margin.headroom == 8.0
-    assert outcome.expected_chosen.objective < outcome.expected_current.objective
     assert outcome.expected_chosen.relative_error < 1e-3 < outcome.expected_current.relative_error
     assert outcome.expected_chosen.activation_flushed < outcome.expected_current.activation_flushed
 
@@ -117,7 +116,7 @@ def test_skips_at_the_start_weigh_in_a_short_run_only():
 
 
 def test_expected_skips_are_those_of_the_simulation():
-    outcome = searched(np.full(50, 3.5), ScalerSettings(), thresholds=thresholds_from({"AMP707": {"horizon": 4100}}))
+    outcome = searched(np.full(50, 3.5), ScalerSettings(), thresholds=thresholds_from({"AMP723": {"horizon": 4100}}))
     assert outcome.confidence.exceedances == 4100 / 51
     steps = simulate(ScalerSettings(), [2.0**3.5] * 4100)
     assert outcome.expected_current.skips == (sum(s.skipped for s in steps),) * 3
@@ -179,64 +178,3 @@ def test_it_needs_a_step_behind_and_a_step_ahead():
         searched([], ScalerSettings(), start=SettingBound(value=16, by="a site"))
     with pytest.raises(UsageError, match="recorded step"):
         searched([1.0], ScalerSettings(), remaining_steps=0)
-
-
-# The shape of numerics 7.7: policies over drifting gradients, 20,000 steps
-STEPS = np.arange(20_000)
-POLICIES = {
-    "torch": (ScalerSettings(), "torch"),
-    "0.75": (ScalerSettings(scale=2.0**17, backoff_factor=0.75), "torch"),
-    "megatron": (DEFAULTS["megatron"], "megatron"),
-    "N=693": (ScalerSettings(growth_interval=693), "torch"),
-    "N=200": (ScalerSettings(growth_interval=200), "torch"),
-    "static": (ScalerSettings(scale=2.0**14, backoff_factor=1.0, growth_interval=0), "torch"),
-}
-
-
-of_policies = pytest.mark.xdist_group("policies")  # to simulate them takes seconds, in each process that asks
-
-
-@pytest.fixture(scope="module")
-def policies():
-    """Return (skips, final log2 scale) of each policy over each trace."""
-    generator = np.random.default_rng(7)
-    drifting = generator.normal(-1.5, 0.7, len(STEPS)) - 6.0 * STEPS / len(STEPS)
-    traces = {
-        "drift": drifting,
-        "rare": drifting + 8.0 * (generator.random(len(STEPS)) < 1e-3),
-        "bursts": drifting + 8.0 * np.isin(STEPS // 50, [40, 100, 160, 220, 280, 340]),
-        "often": drifting + 8.0 * (generator.random(len(STEPS)) < 5e-3),
-    }
-    found = {}
-    for kind, log2_amax in traces.items():
-        for name, (settings, framework) in POLICIES.items():
-            steps = simulate(settings, np.exp2(log2_amax), framework)
-            found[kind, name] = (sum(s.skipped for s in steps), math.log2(steps[-1].scale))
-    return found
-
-
-@of_policies
-def test_short_intervals_and_high_starts_buy_skips_in_every_trace(policies):
-    for kind in ("drift", "rare", "bursts", "often"):
-        torch, short, shortest = (policies[kind, name][0] for name in ("torch", "N=693", "N=200"))
-        assert torch < short < shortest
-        assert policies[kind, "megatron"][0] >= torch + 15
-
-
-@of_policies
-def test_three_quarters_skip_more_often_than_a_half(policies):
-    assert all(policies[kind, "0.75"][0] > policies[kind, "torch"][0] for kind in ("drift", "bursts", "often"))
-
-
-@of_policies
-def test_a_static_scale_is_unsafe_under_bursts_alone(policies):
-    assert policies["drift", "static"][0] <= policies["drift", "N=200"][0]
-    assert policies["bursts", "static"][0] > 200 > 2 * max(policies["bursts", n][0] for n in POLICIES if n != "static")
-
-
-@of_policies
-def test_frequent_spikes_ratchet_long_intervals_down(policies):
-    levels = [policies["often", name][1] for name in ("torch", "N=693", "N=200")]
-    assert levels == sorted(levels)
-    assert levels[2] > levels[0]
-    assert policies["often", "0.75"][1] > policies["often", "torch"][1]

@@ -9,8 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ampdoctor.scaling import ScalerSettings, equilibrium_skip_rate, simulate
-from ampdoctor.scaling.scalers import SimulatedStep, simulate_lanes, skip_rate
+from ampdoctor.scaling.closed_forms import equilibrium_skip_rate
+from ampdoctor.scaling.scalers import ScalerSettings, simulate_lanes
+from tests.scaling.simulated import Step, simulate, skip_rate
 
 traces = st.lists(
     st.one_of(
@@ -95,7 +96,6 @@ def test_settings_come_from_a_state_dict():
     settings = ScalerSettings.of_state(scaler.state_dict())
     assert settings == ScalerSettings(scale=8.0, growth_interval=5)
     assert torch.amp.GradScaler("cpu", **settings.arguments()).get_scale() == 8.0
-    assert skip_rate(()) == 0.0
 
 
 @pytest.mark.parametrize("framework", ["torch", "deepspeed", "megatron"])
@@ -113,7 +113,7 @@ def test_lanes_side_by_side_do_what_each_does_alone(framework):
     for i, j in itertools.product(range(len(lanes)), range(len(maxima))):
         alone = simulate(lanes[i], maxima[j], framework)
         run = [
-            SimulatedStep(*step)
+            Step(*step)
             for step in zip(together.scale[i, j], together.skipped[i, j], together.poisoned[i, j], strict=True)
         ]
         assert tuple(run[: len(alone)]) == alone

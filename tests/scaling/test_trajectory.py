@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.scaling.scalers import OVERFLOW_AT, ScalerSettings, simulate
+from ampdoctor.scaling.scalers import OVERFLOW_AT, ScalerSettings
 from ampdoctor.scaling.search import MOST_POINTS, expect, largest_scales, trajectory
 from ampdoctor.scaling.trace import StepTrace
+from tests.scaling.simulated import simulate
 
 HORIZON = 3000
 

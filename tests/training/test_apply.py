@@ -16,7 +16,9 @@ import ampdoctor
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.precision import autocast_policy, force_fp32, override_autocast
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.precision.dtype_overrides import override_autocast
+from ampdoctor.precision.fp32_modules import force_fp32
 from ampdoctor.reports.json_report import render_json, report_as_dict
 
 HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32

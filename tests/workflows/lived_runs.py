@@ -71,13 +71,11 @@ def raising():
     return _run(_model(), loss, known=1)
 
 
-def clamped():
-    """A weight that was clamped to fp16's largest number, and a NaN in step 6."""
-    model = _model()
-    with torch.no_grad():
-        model.weight[0, 0] = 65504.0
-    inner = _loss(6)
-    return _run(model, lambda model, batch: inner(model, (1e-4 * batch[0], *batch[1:])), precision="bf16", lr=0.0)
+def impossible():
+    """A running variance below zero, which only an evaluation would use, and a NaN in step 6."""
+    model = nn.Sequential(_model(), nn.BatchNorm1d(4))
+    model[1].running_var[0] = -0.5
+    return _run(model, _loss(6))
 
 
 def ruined():

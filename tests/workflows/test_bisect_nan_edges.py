@@ -109,14 +109,14 @@ def test_ctrl_c_passes_and_leaves_the_run_as_it_was(where):
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_a_nondeterministic_run_says_so_and_counts_its_failures():
+def test_a_nondeterministic_run_says_so_and_proves_nothing():
     report = replay("nondeterministic")
     sick, odd = report.findings
     assert (odd.code, odd.severity, report.run["deterministic"]) == ("AMP901", "warning", False)
     assert (sick.cause, sick.where.op) == ("invalid_op", "aten.log")
     tried = [sick.prescription, *sick.prescription.alternatives]
-    assert {one.status for one in tried} == {"failed"}, "measured to fail each time, so that cures can be tried"
-    assert any("in replay 1 of 3" in one.reason for one in tried)
+    assert {one.status for one in tried} == {"not_run"}
+    assert all("does not come back" in one.reason for one in tried)
 
 
 def test_each_report_is_of_the_run_that_one_call_of_the_factory_made():

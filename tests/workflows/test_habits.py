@@ -25,7 +25,6 @@ def diagnose(name, **options):
         ("accumulates_itself", {}),
         ("accumulates_itself", {"scale": 2.0**20}),
         ("guards_itself", {}),
-        ("guards_itself", {"hidden": True}),
         ("checks_the_norm", {}),
         ("counter_in_a_closure", {}),
         ("accumulates_by_a_counter", {"scale": 2.0**10}),

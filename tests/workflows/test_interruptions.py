@@ -164,7 +164,7 @@ def test_memory_that_runs_out_in_our_own_code(monkeypatch):
     def greedy(*_):
         torch.empty(1 << 50)
 
-    monkeypatch.setattr(step_beside_fp32, "compared", greedy)
+    monkeypatch.setattr(step_beside_fp32.Fp32Step, "compared", greedy)
     interruptible.reset()
     with pytest.raises(ReplayError, match="the replay ran out of memory"):
         replay(WELL)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ampdoctor.diagnosis.catalogue import FINDERS, rules
+from ampdoctor.diagnosis.health.rolling import RECENT
 from ampdoctor.diagnosis.health.step_state import EPISODE, StepState
 from ampdoctor.diagnosis.health.tensor_state import TensorCourses, TensorState
 from ampdoctor.evidence.log_records import (
     DetailLine,
-    DetailTable,
     EndLine,
     Line,
-    LogRecord,
     LookLine,
     RunLine,
     StepLine,
@@ -50,8 +51,25 @@ _Find = Callable[[Any, Thresholds], Iterable[Finding]]
 
 @dataclass(slots=True)
 class _Told:
+    """An episode of findings of one rule."""
+
     severity: str
     step: int
+    of_tensors: bool
+    heard: int  # lines of its kind and optimizer up to the last at which the rule found it
+    keys: list[tuple[str | None, int | None]] = field(default_factory=list)  # tensor and step of each finding
+
+
+_LASTS: Mapping[str, Callable[[StepState], bool]] = MappingProxyType(
+    {
+        "AMP721": lambda moment: moment.spike is not None,
+        "AMP722": lambda moment: moment.ill.stand,
+        "AMP740": lambda moment: moment.scale.in_a_row > 0,
+        "AMP741": lambda moment: not moment.loss.recent <= moment.first_losses.first,
+        "AMP742": lambda moment: moment.scale.wrong is not None,
+    }
+)
+"""Whether what such a rule found once lasts at a step. Any other rule finds it again at each line while it lasts."""
 
 
 class Judge:
@@ -71,13 +89,14 @@ class Judge:
         self._steps: dict[int, StepState] = {}
         self._tensors: dict[int, TensorCourses] = {}
         self._told: dict[tuple[str, str | None, int], _Told] = {}
+        self._heard: Counter[tuple[int, bool]] = Counter()  # lines, by optimizer, and whether they are of tensors
         self._looked_at: int | None = None
 
-    def hear(self, line: Line | DetailTable) -> tuple[Finding, ...]:
+    def hear(self, line: Line) -> tuple[Finding, ...]:
         """Takes a line and returns the new findings, worst first; none for most lines."""
         if isinstance(line, StepLine):
             return self._hear_step(line)
-        if isinstance(line, DetailLine | DetailTable):
+        if isinstance(line, DetailLine):
             return self._hear_detail(line)
         if isinstance(line, RunLine):
             self._names, self._optimizers, self._groups = line.tensors, line.optimizers, line.groups
@@ -98,9 +117,18 @@ class Judge:
                 new += self._new(found, optimizer, moment.line.step)
         return tuple(sorted(new, key=lambda one: SEVERITIES.index(one.severity)))
 
-    def hear_all(self, lines: Iterable[LogRecord]) -> tuple[Finding, ...]:
-        """Takes many lines, and returns all findings in the order in which they were made."""
-        return tuple(finding for one in lines for finding in self.hear(one.line))
+    def is_over(self, finding: Finding) -> bool:
+        """Returns whether the run has come back from what was found, by the last line."""
+        key = (finding.where.tensor, finding.where.step)
+        return not any(
+            code == finding.code and key in told.keys and self._lasts(code, optimizer, told)
+            for (code, _, optimizer), told in self._told.items()
+        )
+
+    def _lasts(self, code: str, optimizer: int, told: _Told) -> bool:
+        if code in _LASTS and optimizer in self._steps:
+            return _LASTS[code](self._steps[optimizer])
+        return self._heard[optimizer, told.of_tensors] - told.heard < (2 if told.of_tensors else RECENT)
 
     def resumes(self) -> None:
         """Continues with a new process, whose steps are numbered anew; what was usual stays."""
@@ -127,6 +155,7 @@ class Judge:
                 other.departs("schedule")
         if moment.batch.size.changed:  # weights grow at another pace with another batch size
             self._tensors.pop(line.optimizer, None)
+        self._heard[line.optimizer, False] += 1
         found: list[Finding] = []
         for find in self._on_steps:
             if new := find(moment, self._thresholds):
@@ -135,17 +164,22 @@ class Judge:
 
     def knows(self, line: LookLine) -> None:
         """Records what the diagnosis of a step found as a candidate for what moved first."""
+        for one in line.findings:
+            told = _Told(one.severity, line.step, False, self._heard[0, False])
+            told.keys.append((one.where.tensor, line.step))
+            self._told[one.code, one.where.tensor, 0] = told
         born = {one.where.phase for one in line.findings if one.where.nonfinite != "none"}
         for what in {_DEPARTS[phase] for phase in born & _DEPARTS.keys()}:
             for moment in self._steps.values():
                 moment.departs(what, line.step)
 
-    def _hear_detail(self, line: DetailLine | DetailTable) -> tuple[Finding, ...]:
+    def _hear_detail(self, line: DetailLine) -> tuple[Finding, ...]:
         if line.reason != "sampled":  # the extra looks after a finding are not evenly spaced
             return ()
         courses = self._tensors.setdefault(line.optimizer, TensorCourses())
         if courses.moment.seen and line.step < courses.moment.line.step:  # a step's details come before its own line
             courses = self._tensors[line.optimizer] = TensorCourses()
+        self._heard[line.optimizer, True] += 1
         courses.hear(table_of(line))
         courses.moment.names, courses.moment.of_steps = self._names, self._steps.get(line.optimizer)
         found: list[Finding] = []
@@ -154,7 +188,7 @@ class Judge:
         if any(one.evidence["first"] == "logits" and one.severity == "warning" for one in found):
             for moment in self._steps.values():
                 moment.drifts(line.step)
-        return self._new(found, line.optimizer, line.step) if found else ()
+        return self._new(found, line.optimizer, line.step, of_tensors=True) if found else ()
 
     def _named(self, finding: Finding) -> Finding:
         """Returns the finding with the names of its tensors: a rule only has their numbers."""
@@ -174,18 +208,23 @@ class Judge:
         number = int(index)
         return self._names[number] if number < len(self._names) else f"tensor {number}"
 
-    def _new(self, found: Sequence[Finding], optimizer: int, step: int) -> tuple[Finding, ...]:
+    def _new(
+        self, found: Sequence[Finding], optimizer: int, step: int, *, of_tensors: bool = False
+    ) -> tuple[Finding, ...]:
         """Returns the findings that were not reported before, or are more severe now."""
-        new = []
+        new, heard = [], self._heard[optimizer, of_tensors]
         for finding in map(self._named, found):
             key = (finding.code, finding.where.tensor, optimizer)
             told = self._told.get(key)
             if told is not None and step - told.step < EPISODE:
                 graver = SEVERITIES.index(finding.severity) < SEVERITIES.index(told.severity)
-                told.step = step
+                told.step, told.heard = step, heard
                 if not graver and not finding.evidence.get("ended"):
                     continue
-            self._told[key] = _Told(finding.severity, step)
+                told.severity = finding.severity
+            else:
+                told = self._told[key] = _Told(finding.severity, step, of_tensors, heard)
+            told.keys.append((finding.where.tensor, finding.where.step))
             if step == self._looked_at:  # the step's own diagnosis, with op and line, is more detailed
                 continue
             new.append(self._of(finding, optimizer))

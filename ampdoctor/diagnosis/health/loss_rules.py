@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ampdoctor.diagnosis.catalogue import WATCHED, rule
-from ampdoctor.diagnosis.health.rolling import FIRST, HOP, LENGTH, MOST, RECENT, SPANS
-from ampdoctor.diagnosis.health.step_state import LEAST_ROWS, StepState, norm_of
+from ampdoctor.diagnosis.catalogue import SCANNED, WATCHED, rule
+from ampdoctor.diagnosis.health.rolling import FIRST, HOP, LENGTH, MOST, RECENT, SPANS, falls_over
+from ampdoctor.diagnosis.health.step_state import LEAST_ROWS, StepState
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 
-STEPS_NOT_FINITE = rule("AMP722", WATCHED)
+STEPS_NOT_FINITE = rule("AMP722", (*WATCHED, *SCANNED), ruins_checkpoint=True)
 
 
 @STEPS_NOT_FINITE.judges(StepState)
@@ -66,7 +66,7 @@ def gradient_jump(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     least = thresholds[GRADIENT_JUMP_DEVIATIONS]
     if not moment.judged or (moment.norm_above < least and moment.loss_above < least) or moment.line.skipped:
         return ()
-    line, norm, loss = moment.line, norm_of(moment.line), moment.line.loss
+    line, norm, loss = moment.line, moment.line.norm, moment.line.loss
     of_norm = (
         norm is not None
         and moment.norm_above >= least
@@ -269,53 +269,91 @@ def _descent_lost(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     return (finding,)
 
 
-LOSS_FALLS = rule("AMP732", WATCHED)
-LOSS_FALLS_DEVIATIONS = LOSS_FALLS["deviations"]
+# -- how a log ends --
 
 
-@LOSS_FALLS.judges(StepState)
-def _loss_falls(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
-    loss = moment.loss
-    if (
-        not moment.judged
-        or moment.accepted % HOP
-        or loss.count < LENGTH
-        or loss.shift > -thresholds[LOSS_FALLS_DEVIATIONS]
-    ):
+GRADIENTS_VANISHED = rule("AMP702", WATCHED)
+LEAST_ZEROS = GRADIENTS_VANISHED["entries"]
+MOMENTUM_STEPS = 50  # steps in which momentum alone may lower the loss: 0.9^50 is 0.5 %
+CUT = "a graph that was cut (detach, no_grad, frozen weights) and an output that is constant look alike"
+
+
+@GRADIENTS_VANISHED.judges(StepState)
+def _gradients_vanished(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
+    zeros = moment.zeros
+    if moment.end is None or zeros.zeros < thresholds[LEAST_ZEROS] or 2 * zeros.zeros <= zeros.rows:
         return ()
-    finding = LOSS_FALLS.finding(
-        "note",
-        f"The training loss has fallen at once, from {loss.usual:.4g} to {loss.recent:.4g} over {RECENT} steps "
-        f"({-loss.shift:.1f} robust deviations): good news, or batches that repeat.",
-        where=Where(step=moment.line.step, phase="data"),
-        evidence={"first": "data", "usual": loss.usual, "recent": loss.recent, "deviations": -loss.shift},
+    losses = [loss for _, loss in zeros.losses]
+    since = zeros.first + (0 if zeros.before is None else MOMENTUM_STEPS)
+    learns = falls_over([loss for step, loss in zeros.losses if step >= since])
+    if learns and zeros.before is None:  # a norm that never had another value was not measured, or rounded away
+        return ()
+    finished, scale = bool(losses) and not any(losses), moment.scale.now
+    why = "nothing in the log says why" if scale is None else f"the loss scale {scale:g} does not explain it"
+    severity: Severity = "warning"
+    between = f" while the loss stays {_between(losses)}" if losses else ""
+    if finished:
+        severity, between, why = "note", " and so is the loss", ""
+    elif learns:
+        severity, between = "note", f" though the loss still falls, {_between(losses)}"
+        why = "norms are rounded away, or not measured"
+    elif scale is not None and scale < 1:
+        severity, why = "error", f"the loss scale has collapsed to {scale:g}"
+    else:
+        why = f"{why}; {CUT}"
+        if losses and not zeros.coarse:
+            severity = "error"
+        elif not losses and zeros.before is None:
+            severity = "note"
+    before = "" if zeros.before is None else f", {zeros.before:.3g} before"
+    finding = GRADIENTS_VANISHED.finding(
+        severity,
+        f"The gradient norm is exactly 0 from step {zeros.first} to {zeros.last}{before}{between}"
+        f"{f': {why}' if why else ''}.",
+        where=Where(step=zeros.first, phase="backward"),
+        cause="scaler_collapse" if "collapsed" in why else None,
+        evidence={
+            "first": "gradient",
+            "first_step": zeros.first,
+            "last_step": zeros.last,
+            "entries": zeros.zeros,
+            "norm_before": zeros.before,
+            "loss_lowest": min(losses, default=None),
+            "loss_highest": max(losses, default=None),
+            "scale": scale,
+        },
     )
     return (finding,)
 
 
-PLATEAU = rule("AMP731", WATCHED)
-PLATEAU_STEPS = PLATEAU["steps"]
+def _between(losses: Sequence[float]) -> str:
+    low, high = min(losses), max(losses)
+    return f"at {low:.4g}" if low == high else f"between {low:.4g} and {high:.4g}"
 
 
-@PLATEAU.judges(StepState)
-def _plateau(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
-    stretch = moment.plateau
-    if not stretch.steps or stretch.told or stretch.steps < thresholds[PLATEAU_STEPS] or math.isnan(stretch.best):
+LOSS_CONSTANT = rule("AMP705", WATCHED)
+CONSTANT_ENTRIES = LOSS_CONSTANT["entries"]
+LEAST_LOSS = LOSS_CONSTANT["loss"]
+
+
+@LOSS_CONSTANT.judges(StepState)
+def _loss_constant(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
+    same = moment.equal
+    if moment.end is None or same.rows < thresholds[CONSTANT_ENTRIES] or same.resting:
         return ()
-    stretch.told = True
-    falling = stretch.norm_now < 0.5 * stretch.norm_then
-    finding = PLATEAU.finding(
-        "note",
-        f"The loss has not fallen below {stretch.best:.4g} for {stretch.steps} steps; the gradient norm "
-        f"{'has fallen' if falling else 'has not'}, from {stretch.norm_then:.3g} to {stretch.norm_now:.3g}: "
-        f"{'it has converged, or saturated' if falling else 'it still pushes, and gets nowhere'}.",
-        where=Where(step=moment.line.step, phase="loss"),
+    if not thresholds[LEAST_LOSS] <= abs(same.value) < math.inf:
+        return ()
+    finding = LOSS_CONSTANT.finding(
+        "note" if same.rounded else "warning",
+        f"The loss is exactly {same.value:.17g} in the last {same.rows} entries, from step {same.since} on: the "
+        "weights do not move, or the output does not depend on the input.",
+        where=Where(step=same.since, phase="loss"),
         evidence={
-            "first": "gradient" if falling else "optimizer",
-            "best": stretch.best,
-            "steps": stretch.steps,
-            "norm_before": stretch.norm_then,
-            "norm": stretch.norm_now,
+            "first": "optimizer",
+            "loss": same.value,
+            "first_step": same.since,
+            "entries": same.rows,
+            "rounded": same.rounded,
         },
     )
     return (finding,)

@@ -90,12 +90,6 @@ class RollingStats:
         return math.exp(self._recent) if self._logs else self._recent
 
     @property
-    def shift(self) -> float:
-        """How far `recent` is above `usual`, in robust deviations; 0 while they are not known."""
-        self._know()
-        return 0.0 if self.count < LEAST else (self._recent - self._middle) / self._deviation
-
-    @property
     def latest(self) -> float:
         """Median of the last `SPANS[0]` values; NaN without one."""
         last = sorted(self._values[-SPANS[0] :])

@@ -25,8 +25,8 @@ from ampdoctor.evidence.log_records import EndLine, StepLine
 # finite loss after such a step, or a loss scale that falls right after it, proves that the scaler skipped it.
 
 
-LEAST_ROWS = 3  # successive rows with a non-finite norm, as for AMP703: one or two are ordinary skipped steps
-HOPELESS = 8  # steps that these rows span, as for AMP703: eight halvings of the loss scale
+LEAST_ROWS = 3  # successive rows with a non-finite norm: one or two are ordinary skipped steps
+HOPELESS = 8  # steps that these rows span: eight halvings of the loss scale
 SETTLING = 40  # the same from the log's first step on: from the highest initial scale, 2^32, down to 1 are 32
 
 
@@ -56,6 +56,11 @@ class IllSteps:
             self._lose(line)
         else:
             self._wait(line)
+
+    @property
+    def stand(self) -> bool:
+        """Whether no finite step follows the last of them."""
+        return self._taken or self.waiting is not None
 
     def ends(self) -> None:
         """Ends the log."""
@@ -95,11 +100,79 @@ def proves_a_skip(before: StepLine, line: StepLine) -> bool:
     return told is not None and math.isfinite(told)
 
 
+# -- gradient norms that are exactly zero, and losses that are exactly equal --
+
+
+MOST_LOSSES = 10_000  # losses that are kept while the norms are zero: the last ones
+
+
+@dataclass(slots=True)
+class ZeroNorms:
+    """The rows since the last gradient norm that was finite and not zero."""
+
+    rows: int = 0  # with a norm
+    zeros: int = 0  # of these, with a norm of exactly 0
+    first: int = 0  # the step of the first zero, and that of the last
+    last: int = 0
+    before: float | None = None  # the last finite norm that was not zero
+    coarse: bool = True  # no finite norm had more than four decimals
+    losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MOST_LOSSES))  # since the first zero
+
+    def hear(self, line: StepLine) -> None:
+        """Adds a step."""
+        norm, loss = line.norm, _finite(line.loss)
+        if norm is not None and 0 < abs(norm) < math.inf:
+            self.before = norm
+            self.coarse = self.coarse and round(norm, 4) == norm
+            if self.rows:
+                self.rows = self.zeros = 0
+                self.losses.clear()
+            return
+        if norm is not None:
+            self.rows += 1
+            if norm == 0:
+                self.first = self.first if self.zeros else line.step
+                self.zeros, self.last = self.zeros + 1, line.step
+        if self.zeros and loss is not None:
+            self.losses.append((line.step, loss))
+
+
+@dataclass(slots=True)
+class EqualLosses:
+    """The last losses, as far back as they are equal to the last digit."""
+
+    value: float = math.nan
+    rows: int = 0
+    since: int = 0  # the first step
+    resting: bool = False  # the learning rate is 0 in all of these rows, or the gradient norm is
+    rounded: bool = True  # no loss of the run had more than four decimals
+    _rates_rest: bool = False
+    _norms_rest: bool = False
+
+    def hear(self, line: StepLine) -> None:
+        """Adds a step."""
+        loss = line.loss
+        if loss is None:
+            return
+        self.rounded = self.rounded and round(loss, 4) == loss if math.isfinite(loss) else False
+        rests = (line.learning_rates[:1] == (0.0,), line.gradient_norm == 0)
+        if loss == self.value:
+            self.rows += 1
+            self._rates_rest, self._norms_rest = self._rates_rest and rests[0], self._norms_rest and rests[1]
+        else:
+            self.value, self.rows, self.since = loss, 1, line.step
+            self._rates_rest, self._norms_rest = rests
+        self.resting = self._rates_rest or self._norms_rest
+
+
 # -- the loss scale of one optimizer, and its skipped steps --
 
 
 _NO_GROWTH = 8.0
 """No growth from one step to the next reaches this factor: torch's is 2 by default, and the largest in use is 4."""
+_REST = 10
+"""Steps taken in a row that end a first descent: far above a fitting scale nearly every step falls, but for a few by
+chance or hysteresis."""
 _MOST_LOSSES = 400  # losses that are kept of a run of skipped steps
 
 
@@ -109,13 +182,14 @@ class ScaleHistory:
 
     Attributes:
         highest: The highest at which a step was taken.
-        falls: Falls since it last grew, without those before the first taken step.
+        falls: Falls since it last grew, without those of a first descent, which a rest ends.
         fallen: log2 of the factor by which it fell since then.
         in_a_row: Skipped steps up to this one; `since` is the first of them, `until` the last.
         told: The log itself records each of these as skipped.
         losses: The losses of these steps, where the log does not record it.
         unmoved: Skipped steps in a row that left the scale as it was.
         settled: A step was taken with this scaler.
+        rested: So many in a row that its first descent is over.
         anew: How often it rose as no scaler does: right after a skipped step, or back to its first value.
         is_new: It did so at this step.
         lengths: Taken steps between the last falls, the newest last.
@@ -139,6 +213,7 @@ class ScaleHistory:
     unmoved: int = 0
     growths: int = 0
     settled: bool = False
+    rested: bool = False
     anew: int = 0
     is_new: bool = False
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=8))
@@ -188,7 +263,7 @@ class ScaleHistory:
             self.in_a_row, self.told = 0, True
             self.losses.clear()
             self.since_fall += 1
-            self.settled = True
+            self.settled, self.rested = True, self.rested or self.since_fall >= _REST
             if line.loss_scale is not None and self.highest < line.loss_scale < math.inf:
                 self.highest = line.loss_scale
             return
@@ -211,12 +286,13 @@ class ScaleHistory:
         if scale > before and line.step == self._step + 1 and (self.in_a_row or self._leaps(before, scale)):
             self.anew += 1
             self.is_new = True
-            self.falls, self.fallen, self.settled = 0, 0.0, False
+            self.falls, self.fallen, self.settled, self.rested, self.since_fall = 0, 0.0, False, False, 0
         elif not self.settled:
             return
         elif scale < before:
-            self.falls += 1
-            self.fallen += math.log2(before / scale)
+            if self.rested:
+                self.falls += 1
+                self.fallen += math.log2(before / scale)
             self.lengths.append(self.since_fall)
             self.since_fall = 0
         elif scale > before:
@@ -254,38 +330,6 @@ class Spike:
     limit: float  # a loss above it has not come back
     value: float  # the loss at that step
     above: int = 0  # steps since the spike above the limit, in a row
-
-
-_STRETCH = 200  # losses in a mean that is compared with the best mean before
-_GAIN = 1e-3  # relative decrease from which a mean counts as lower: the means of 200 noisy losses differ by as much
-
-
-@dataclass(slots=True)
-class Plateau:
-    """How long the loss has not fallen."""
-
-    best: float = math.nan  # lowest mean of `_STRETCH` losses
-    steps: int = 0  # steps since then
-    norm_then: float = math.nan  # mean gradient norm at that time
-    norm_now: float = math.nan  # mean gradient norm of the last stretch
-    told: bool = False  # it was reported
-    _loss: float = 0.0
-    _norm: float = 0.0
-    _count: int = 0
-
-    def add(self, loss: float, norm: float) -> None:
-        """Adds an accepted step."""
-        self._loss += loss
-        self._norm += norm
-        self._count += 1
-        if self._count < _STRETCH:
-            return
-        loss, norm = self._loss / _STRETCH, self._norm / _STRETCH
-        self._loss = self._norm = 0.0
-        self._count = 0
-        self.norm_now, self.steps = norm, self.steps + _STRETCH
-        if not loss >= self.best - _GAIN * abs(self.best):
-            self.best, self.steps, self.norm_then, self.told = loss, 0, norm, False
 
 
 @dataclass(slots=True)
@@ -340,6 +384,8 @@ class StepState:
             and "batch" where a diagnosis of the step found it.
         drift: The first and last step at which tensors drifted towards an overflow of the forward, in this episode.
         ill: The steps with a non-finite loss or norm.
+        zeros: The last rows, while the gradient norm is exactly zero.
+        equal: The last rows, while the loss is exactly the same.
         end: The line that ends the log; None while steps may follow.
     """
 
@@ -362,12 +408,13 @@ class StepState:
     norm_above: float = 0.0
     rates: Setting = field(default_factory=Setting)
     decays: Setting = field(default_factory=Setting)
-    plateau: Plateau = field(default_factory=Plateau)
     descent: LossDescent = field(default_factory=LossDescent)
     spike: Spike | None = None
     departed: dict[str, int] = field(default_factory=dict)
     drift: tuple[int, int] | None = None
     ill: IllSteps = field(default_factory=IllSteps)
+    zeros: ZeroNorms = field(default_factory=ZeroNorms)
+    equal: EqualLosses = field(default_factory=EqualLosses)
     end: EndLine | None = None
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH))
     _began: int | None = None
@@ -384,6 +431,8 @@ class StepState:
         skipped = self._settle_last(line)
         self._end_of_last(skipped=skipped)
         self.ill.hear(line, skipped=skipped)
+        self.zeros.hear(line)
+        self.equal.hear(line)
         self.line = line
         if self._began is None:
             self._began = line.step
@@ -391,7 +440,7 @@ class StepState:
         self._hear_settings(line)
         self._hear_batch(line)
         self.judged = self.accepted - self._since >= LEAST and self._quiet == 0 and not self.batch.size.other
-        loss, norm = self._loss, self._norm = _finite(line.loss), _finite(norm_of(line))
+        loss, norm = self._loss, self._norm = _finite(line.loss), _finite(line.norm)
         self.loss_above = 0.0 if loss is None else self.loss.above(loss)
         self.norm_above = 0.0 if norm is None else self.norm.above(norm)
         if not line.skipped:
@@ -490,8 +539,6 @@ class StepState:
             self.loss.add(self._loss, self.loss_above)
             if self.loss.count % HOP == 0:
                 self.descent.follow(self.loss)
-            if self._norm is not None:
-                self.plateau.add(self._loss, self._norm)
         if self._norm is not None:
             self.norm.add(self._norm, self.norm_above)
             if self.norm.count % LENGTH == 0:  # rare: it sorts a window that most hops do not need
@@ -549,14 +596,6 @@ class StepState:
     def _limit(self) -> float:
         """The loss three robust deviations above the usual: live.md §3.3."""
         return self.loss.value_at(3.0)
-
-
-def norm_of(line: StepLine) -> float | None:
-    """Returns the gradient norm without the loss scale; None where it is unknown or was taken after clipping."""
-    norm = line.gradient_norm
-    if norm is None or line.norm_clipped:
-        return None
-    return norm / line.loss_scale if line.norm_scaled and line.loss_scale else norm
 
 
 def _finite(value: float | None) -> float | None:

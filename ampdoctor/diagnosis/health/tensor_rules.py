@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue import WATCHED, rule
+from ampdoctor.diagnosis.catalogue import WATCHED, Rule, rule
 from ampdoctor.diagnosis.health.judge import TENSOR, ahead
 from ampdoctor.diagnosis.health.lazy_numpy import np
 from ampdoctor.diagnosis.health.tensor_state import (
@@ -368,9 +368,7 @@ def _reached(moment: TensorState, rows: np.ndarray) -> np.ndarray:
 
 
 WEIGHTS_GROW = rule("AMP733", WATCHED)
-WEIGHTS_GROW_DEVIATIONS = WEIGHTS_GROW["deviations"]
-WEIGHTS_GROW_CHANGE = WEIGHTS_GROW["change"]
-WEIGHTS_GROW_SHARE = WEIGHTS_GROW["share"]
+WEIGHTS_SHRINK = rule("AMP737", WATCHED)
 
 _LOGITS = re.compile(
     r"(^|[._])(q|k|wq|wk|query|key|q_proj|k_proj|qkv|qkv_proj|query_key_value|wqkv|c_attn|in_proj_weight|in_proj_bias"
@@ -382,63 +380,36 @@ _LOGITS = re.compile(
 
 @WEIGHTS_GROW.judges(TensorState)
 def _weights_grow(moment: TensorState, thresholds: Thresholds) -> Iterator[Finding]:
-    found = weight_breaks(
-        moment,
-        sign=1,
-        least=thresholds[WEIGHTS_GROW_DEVIATIONS],
-        share=thresholds[WEIGHTS_GROW_SHARE],
-        change=thresholds[WEIGHTS_GROW_CHANGE],
-    )
-    if not found:
-        return
-    worst = found[0]
-    yield WEIGHTS_GROW.finding(
-        "warning",
-        f"The norm of {TENSOR} has begun to grow: from {worst.before:.4g} to {worst.now:.4g} over the last "
-        f"{'look' if worst.looks == 1 else f'{worst.looks} looks'}, {worst.by:.0f} robust deviations above its growth "
-        f"before{f'; so have {len(found) - 1} more' if len(found) > 1 else ''}.",
-        where=moment.where(worst.row),
-        also=tuple(moment.where(one.row) for one in found[1:]),
-        evidence={
-            "first": "logits"
-            if all(_LOGITS.search(moment.name(one.row)) for one in found)
-            else moved_first(moment, worst),
-            "norm": worst.now,
-            "norm_before": worst.before,
-            "deviations": worst.by,
-            "looks": worst.looks,
-            "tensors": len(found),
-        },
-    )
-
-
-WEIGHTS_SHRINK = rule("AMP737", WATCHED)
-WEIGHTS_SHRINK_DEVIATIONS = WEIGHTS_SHRINK["deviations"]
-WEIGHTS_SHRINK_CHANGE = WEIGHTS_SHRINK["change"]
-WEIGHTS_SHRINK_SHARE = WEIGHTS_SHRINK["share"]
+    return _weights_break(moment, thresholds, WEIGHTS_GROW, sign=1)
 
 
 @WEIGHTS_SHRINK.judges(TensorState)
 def _weights_shrink(moment: TensorState, thresholds: Thresholds) -> Iterator[Finding]:
+    return _weights_break(moment, thresholds, WEIGHTS_SHRINK, sign=-1)
+
+
+def _weights_break(moment: TensorState, thresholds: Thresholds, rule: Rule, *, sign: int) -> Iterator[Finding]:
     found = weight_breaks(
         moment,
-        sign=-1,
-        least=thresholds[WEIGHTS_SHRINK_DEVIATIONS],
-        share=thresholds[WEIGHTS_SHRINK_SHARE],
-        change=thresholds[WEIGHTS_SHRINK_CHANGE],
+        sign=sign,
+        least=thresholds[rule["deviations"]],
+        share=thresholds[rule["share"]],
+        change=thresholds[rule["change"]],
     )
     if not found:
         return
     worst = found[0]
-    yield WEIGHTS_SHRINK.finding(
+    logits = sign > 0 and all(_LOGITS.search(moment.name(one.row)) for one in found)
+    yield rule.finding(
         "warning",
-        f"The norm of {TENSOR} has begun to shrink: from {worst.before:.4g} to {worst.now:.4g} over the last "
-        f"{'look' if worst.looks == 1 else f'{worst.looks} looks'}, {worst.by:.0f} robust deviations below its growth "
-        f"before{f'; so have {len(found) - 1} more' if len(found) > 1 else ''}.",
+        f"The norm of {TENSOR} has begun to {'grow' if sign > 0 else 'shrink'}: from {worst.before:.4g} to "
+        f"{worst.now:.4g} over the last {'look' if worst.looks == 1 else f'{worst.looks} looks'}, {worst.by:.0f} "
+        f"robust deviations {'above' if sign > 0 else 'below'} its growth before"
+        f"{f'; so have {len(found) - 1} more' if len(found) > 1 else ''}.",
         where=moment.where(worst.row),
         also=tuple(moment.where(one.row) for one in found[1:]),
         evidence={
-            "first": moved_first(moment, worst),
+            "first": "logits" if logits else moved_first(moment, worst),
             "norm": worst.now,
             "norm_before": worst.before,
             "deviations": worst.by,

@@ -96,18 +96,16 @@ GRADIENTS_DEPART = DEPARTS_IN_HALF["relative_error"]
 GRADIENTS_WRONG = DEPARTS_IN_HALF["wrong"]
 
 
-def unexplained(
-    comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS, *, comes_back: bool = False
-) -> Finding | None:
-    """Makes a finding for gradients that are far from fp32's for no known reason.
+def unexplained(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
+    """Makes a finding for gradients that are far from fp32's for no known reason; the step comes back bit by bit.
 
-    It is a warning, because chaos and hidden state look the same. It is an error where `comes_back` (the step has no
-    hidden state) and the error is large; the caller has measured the effect of rounding alone.
+    It is a warning, because chaos looks the same, and an error where they are far: the caller has measured what
+    rounding alone does.
     """
     if comparison.gradient_error <= thresholds[GRADIENTS_DEPART]:
         return None
     return DEPARTS_IN_HALF.finding(
-        "error" if comes_back and comparison.gradient_error > thresholds[GRADIENTS_WRONG] else "warning",
+        "error" if comparison.gradient_error > thresholds[GRADIENTS_WRONG] else "warning",
         f"step {comparison.step}: the gradients are {comparison.gradient_error:.2g} away from fp32's (relative "
         "L2), and nothing that was looked at explains it",
         where=Where(step=comparison.step, phase="backward"),

@@ -1,27 +1,12 @@
-"""State that is wrong before the first step of a replay: values, and the optimizer's."""
+"""Values that are not finite before the first step of a replay, and copies beside the model that are not."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.replay.nonfinite import HELP, STATE_CODES, birth_numbers, sentence_of
-from ampdoctor.diagnosis.scan.optimizer import (
-    LONGER_UPDATE,
-    STEP_LIMITS,
-    length_at,
-    severity_of_standing,
-    standing_words,
-)
-from ampdoctor.diagnosis.scan.optimizer import SECOND_MOMENT_FLUSHED as FLUSHED
-from ampdoctor.diagnosis.scan.optimizer import STEP_COUNTERS as COUNTERS
-from ampdoctor.diagnosis.scan.tensors import FP16_OVERFLOW_AT, MAX_LISTED
+from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, birth_numbers, sentence_of
+from ampdoctor.diagnosis.scan.tensors import FP16_OVERFLOW_AT
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.run_facts import FlushedMoment, HalfCounter
-from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.report import Cause, Finding, Prescription
 from ampdoctor.evidence.trace import NonFiniteOrigin, TensorStats
 
 _BESIDE = "beside:"
@@ -59,26 +44,22 @@ def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
     )
 
 
-def impossible_finding(where: Where, stats: TensorStats, negatives: int, lowest: float) -> Finding:
-    """Makes the finding for a mean of squares that has negative elements."""
-    message = f"{where.tensor} ({where.op}) cannot be negative, and {negatives} values are, down to {lowest:.4g}"
-    return _state_finding("AMP106", where, message, {"negatives": negatives, "lowest": lowest, **_size(stats)})
+def hand_update_finding(where: Where, number: float | None) -> Finding:
+    """Makes the finding for a parameter that an update by the loop's own code has made non-finite.
 
-
-def saturated_finding(where: Where, stats: TensorStats, at_max: int) -> Finding:
-    """Makes the finding for a weight that a conversion clamped to fp16's largest number."""
-    message = f"{where.tensor} ({where.op}) holds {at_max} values of exactly 65504, fp16's largest: they were clamped"
-    return _state_finding("AMP107", where, message, {"at_max": at_max, **_size(stats)})
-
-
-def _state_finding(code: str, where: Where, message: str, evidence: Mapping[str, Any]) -> Finding:
-    return rules()[code].finding(
-        "error", message, where=where, cause="bad_checkpoint", evidence=evidence, advice=HELP["bad_checkpoint"]
+    The op of `where` made the first such value, from finite tensors; `number` is one of its arguments, not finite.
+    """
+    why = "from finite tensors" if number is None else f"a number among its arguments is {number}"
+    cause: Cause = "optimizer_precision" if number is None else "invalid_op"
+    return rules()[CODES[cause]].finding(
+        "error",
+        f"step {where.step}, optimizer: {where.tensor} is not finite after the loop's own update, where {where.op} "
+        f"makes it so ({why})",
+        where=where,
+        cause=cause,
+        evidence={"number": number},
+        advice=HELP[cause],
     )
-
-
-def _size(stats: TensorStats) -> dict[str, Any]:
-    return {"dtype": stats.dtype, "shape": list(stats.shape), "finite_amax": stats.amax}
 
 
 def harms_beside_alone(birth: NonFiniteOrigin) -> bool:
@@ -159,88 +140,3 @@ def _beside_finding(where: Where, message: str, evidence: dict[str, object], *, 
 
 def _casts_to_half(birth: NonFiniteOrigin) -> bool:
     return birth.kernel in ("aten._to_copy", "aten.copy_") and any(stats.dtype == "float16" for stats in birth.outputs)
-
-
-# -- impossible optimizer state, as the first replayed step shows it (AMP502, AMP504) --
-
-
-def flushed_finding(found: Sequence[FlushedMoment], thresholds: Thresholds) -> Finding | None:
-    """Makes the finding for second moments of zero that make the first step too long, if they do."""
-    sick = [moment for moment in found if _times(moment) >= thresholds[LONGER_UPDATE]]
-    if not sick:
-        return None
-    worst = max(sick, key=_times)
-    starved, elements = sum(m.starved for m in sick), sum(m.elements for m in sick)
-    times = "infinitely" if math.isinf(_times(worst)) else f"{_times(worst):.3g} times"
-    where = Where(
-        step=0,
-        phase="checkpoint",
-        module=sick[0].module,
-        op=f"optimizer_state:{sick[0].entry}",
-        tensor=sick[0].name,
-    )
-    return FLUSHED.finding(
-        "error",
-        f"{starved} of {elements} second moments are zero before the first step where the first moment is not, "
-        f"which {sick[0].dtype} does not explain: the first update of {worst.name} is {times} as long as with its "
-        "optimizer state begun anew",
-        where=where,
-        also=tuple(_place(m.name, m.module, where.op) for m in sick[1:]),
-        cause="bad_checkpoint",
-        evidence={
-            "starved": starved,
-            "elements": elements,
-            "largest_first_moment": max(m.largest for m in sick),
-            "epsilon": worst.epsilon,
-            "tensors": len(sick),
-            "listed": [
-                {"tensor": m.name, "starved": m.starved, "of": m.elements, "update": m.update, "fresh_update": m.fresh}
-                for m in sick[:MAX_LISTED]
-            ],
-        },
-    )
-
-
-def _times(moment: FlushedMoment) -> float:
-    if moment.update is None or moment.fresh is None:
-        return 0.0
-    return moment.update / moment.fresh if moment.fresh else math.inf if moment.update else 0.0
-
-
-def counter_finding(found: Sequence[HalfCounter], thresholds: Thresholds) -> Finding | None:
-    """Makes the finding for stuck step counters in a half format, or else the note that the counters will be."""
-    if not found:
-        return None
-    standing = [counter for counter in found if counter.stands]
-    shown = standing or list(found)
-    lengths = [length_at(counter.count, counter.betas) for counter in standing]
-    length = max(lengths, key=lambda one: abs(one - 1), default=1.0)
-    first = shown[0]
-    severity = severity_of_standing(length, first.dtype, thresholds) if standing else "note"
-    if standing:
-        words = standing_words(first.dtype, first.count, length)
-        message = f"{words[0].lower()}{words[1:].rstrip('.')}"
-    else:
-        limit = STEP_LIMITS[first.dtype]
-        message = f"steps are counted in {first.dtype}: the count is {first.count:g} and will stop at {limit:g}"
-    where = Where(step=0, phase="checkpoint", module=first.module, op="optimizer_state:step", tensor=first.name)
-    return COUNTERS.finding(
-        severity,
-        message,
-        where=where,
-        also=tuple(_place(counter.name, counter.module, where.op) for counter in shown[1:]),
-        cause="bad_checkpoint" if severity == "error" else None,
-        evidence={
-            "dtype": first.dtype,
-            "step": first.count,
-            "limit": STEP_LIMITS[first.dtype],
-            "after_first_step": first.after,
-            "after_first_step_in_fp32": first.widened,
-            "update_length": length,
-            "counters": len(shown),
-        },
-    )
-
-
-def _place(name: str, module: str, op: str | None) -> Where:
-    return Where(step=0, phase="checkpoint", module=module, op=op, tensor=name)

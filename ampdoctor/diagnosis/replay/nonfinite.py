@@ -216,12 +216,6 @@ def excess_binades(birth: NonFiniteOrigin) -> float | None:
     return math.log2(verdict.amax / verdict.limit)
 
 
-def fitting_scale(births: Sequence[NonFiniteOrigin], scale: float) -> float:
-    """Returns the loss scale, in whole halvings of `scale`, at which these overflows of a backward fit their format."""
-    excess = max((excess_binades(birth) or 0.0 for birth in births), default=0.0)
-    return math.ldexp(abs(scale), -math.ceil(excess))
-
-
 def derivative_beyond(birth: NonFiniteOrigin) -> bool:
     """Returns whether the derivative itself exceeds the format, not its product: 1/x of a tiny x.
 

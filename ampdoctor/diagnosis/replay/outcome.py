@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule
+from ampdoctor.diagnosis.health.loss_rules import STEPS_NOT_FINITE
+from ampdoctor.diagnosis.health.run_rules import NO_STEP_TAKEN
 from ampdoctor.diagnosis.replay.scale_choice import where_at
-from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
+from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.evidence.report import Finding, Prescription, Report, Severity
 from ampdoctor.evidence.trace import NonFiniteOrigin
 
 NOT_REPRODUCED = rule("AMP902", REPLAYED)
-NORMS_IN_A_ROW = NOT_REPRODUCED["norms"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,27 +46,25 @@ class Here:
 
 
 def known_failure(
-    log: Sequence[LogEntry], scaler: ScalerState | None, *, said: bool, thresholds: Thresholds = DEFAULT_THRESHOLDS
+    of_log: Iterable[Finding], loss: float | None, scaler: ScalerState | None, *, said: bool
 ) -> KnownFailure | None:
     """Returns the evidence that the run fails, if there is any; `said`: the user says so (`--expect-failure`).
 
-    A non-finite loss is a failure. Non-finite gradient norms are a failure only in a row (AMP902.norms) without a
-    finite one after them: a GradScaler skips a step now and then, and the Trainer logs its norm. A loss scale below 1
-    that an overflow has just lowered is still falling; a scale that has settled there may train well.
+    `of_log` is found in its log; `loss` was saved with the checkpoint. What the run came back from is no failure, and
+    neither is the last norm of a log, where a scaler may have skipped the step. A loss scale below 1 that an overflow
+    has just lowered is still falling; a scale that has settled there may train well.
     """
-    entries = sorted(log, key=lambda entry: entry.step)
-    lost = next((entry for entry in entries if entry.loss is not None and not math.isfinite(entry.loss)), None)
-    if lost is not None:
-        return KnownFailure(why=f"its log has a loss of {lost.loss} at step {lost.step}", step=lost.step)
-    unrecovered: list[LogEntry] = []
-    for entry in entries:
-        if entry.grad_norm is not None:
-            unrecovered = [] if math.isfinite(entry.grad_norm) else [*unrecovered, entry]
-    if len(unrecovered) >= thresholds[NORMS_IN_A_ROW]:
-        first = unrecovered[0]
-        return KnownFailure(
-            why=f"its log has gradient norms of {first.grad_norm} from step {first.step} on", step=first.step
-        )
+    for one in of_log:
+        step, lost, norm = one.where.global_step, one.evidence.get("loss"), one.evidence.get("gradient_norm")
+        if one.code == STEPS_NOT_FINITE.code and one.severity != "note":
+            if lost is not None and not math.isfinite(lost):
+                return KnownFailure(why=f"its log has a loss of {lost} at step {step}", step=step)
+            if one.severity == "error":
+                return KnownFailure(why=f"its log has gradient norms of {norm} from step {step} on", step=step)
+        if one.code == NO_STEP_TAKEN.code and one.severity == "error":
+            return KnownFailure(why="by its log no step is taken any more", step=step)
+    if loss is not None and not math.isfinite(loss):
+        return KnownFailure(why=f"a loss of {loss} was saved with its checkpoint")
     if scaler is not None and 0 < scaler.scale < 1 and scaler.growth_tracker == 0:
         return KnownFailure(why=f"its checkpoint's loss scale has come down to {scaler.scale:g}")
     return KnownFailure(why="so the user says") if said else None
@@ -163,10 +161,12 @@ def _steps(known: KnownFailure, here: Here) -> str:
 NONDETERMINISTIC_REPLAY = rule("AMP901", REPLAYED)
 
 
-def nondeterministic_finding(step: int, what: str, first: float, second: float) -> Finding:
+def nondeterministic_finding(
+    step: int, what: str, first: float, second: float, severity: Severity = "warning"
+) -> Finding:
     """Makes the finding for a step that gave other bits; the loss or the largest values of `what` differed first."""
     return NONDETERMINISTIC_REPLAY.finding(
-        "warning",
+        severity,
         f"step {step} does not come back bit by bit from the same state and random state: the first "
         f"difference is the {what or 'loss'}, {first:.9g} and then {second:.9g}",
         where=Where(step=step, phase="forward"),

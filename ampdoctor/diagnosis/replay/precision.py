@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ampdoctor.diagnosis.replay.scale_choice import FORWARD_HEADROOM, near_limit
 from ampdoctor.diagnosis.replay.updates import all_updates, update_notes, update_remedies
+from ampdoctor.diagnosis.scan.checks import E4M3_BINADES, E5M2_BINADES
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.run_facts import (
     OVERFLOWED,
@@ -132,8 +133,7 @@ def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
         elif op in _SOFTMAXES:
             yield _row(module, op, "fp32", f"exponentials and a sum{_logits(module, half)}; {kept}")
         elif op == _ATTENTION:
-            inside = "a fused kernel keeps its logits and their softmax in fp32 inside"
-            yield _row(module, op, half, f"{inside}{_logits(module, half)}")
+            yield _row(module, op, half, "a fused kernel keeps its logits and their softmax in fp32 inside")
 
 
 def _logits(module: ModuleFacts, half: RowPrecision) -> str:
@@ -186,8 +186,6 @@ def _row(module: ModuleFacts, part: str, precision: RowPrecision, reason: str) -
 # -- FP8: which matrix products fit, and in which of its formats, by range, shape and place --
 
 
-E4M3_BINADES = math.log2(448.0) + 10.0  # 18.8: from E4M3's largest value down to 2^-10, up to which it rounds to zero
-E5M2_BINADES = math.log2(57344.0) + 17.0  # 32.8: from E5M2's largest value down to 2^-17
 NVFP4_BINADES = math.log2(6.0 / 0.25) + math.log2(448.0) + 9.0
 """22.4: E2M1 within a block of 16, and the range of the blocks' E4M3 scales under one scale for the tensor."""
 MARGIN = 1.0

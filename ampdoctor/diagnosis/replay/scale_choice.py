@@ -32,25 +32,17 @@ def near_limit(thresholds: Thresholds) -> float:
     return near
 
 
-def forward_range(
-    modules: Mapping[str, float], *, broken: str | None, step: int | None, prescription: Prescription | None
-) -> Finding:
-    """Makes the finding of AMP302.
-
-    `modules` has the largest magnitude by module, of those near or beyond the limit. `broken` became non-finite at
-    `step` of the fp16 replay; None where it stayed finite.
-    """
-    worst = max(modules, key=lambda name: (modules[name], name), default="")
-    size = f"activations of {worst or 'the model'} reach {modules[worst]:.4g}" if modules else "a value of the forward"
-    tail = f", and in fp16 {broken} is not finite at step {step}" if broken is not None else ""
-    beyond = " does not fit" if not modules else ""
+def forward_range(modules: Mapping[str, float], prescription: Prescription | None) -> Finding:
+    """Makes the finding of AMP302; `modules` has the largest magnitude by module, of those near or beyond the limit."""
+    worst = max(modules, key=lambda name: (modules[name], name))
     return FORWARD_RANGE.finding(
-        "error" if broken is not None else "warning",
-        f"{size}{beyond} (fp16 ends at 65504){tail}: no loss scale helps a forward",
-        where=where_at(step, phase="forward", module=worst, nonfinite="inf" if broken is not None else "none"),
+        "warning",
+        f"activations of {worst or 'the model'} reach {modules[worst]:.4g} (fp16 ends at 65504): no loss scale helps a "
+        "forward",
+        where=where_at(None, phase="forward", module=worst),
         also=tuple(where_at(None, phase="forward", module=name) for name in sorted(modules) if name != worst),
         cause="forward_overflow",
-        evidence={"modules": dict(sorted(modules.items())), "limit": FP16_MAX, "nonfinite": broken},
+        evidence={"modules": dict(sorted(modules.items())), "limit": FP16_MAX},
         prescription=prescription,
     )
 

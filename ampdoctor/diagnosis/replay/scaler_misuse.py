@@ -12,9 +12,9 @@ from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE, birth_numb
 from ampdoctor.diagnosis.scan.scaler import starting_scale
 from ampdoctor.evidence.checkpoint_stats import ScalerState, is_dead
 from ampdoctor.evidence.location import Source, Where
-from ampdoctor.evidence.of_runs.handling import Change, Handling
 from ampdoctor.evidence.report import Cause, Finding, Prescription, Severity
 from ampdoctor.evidence.report_replay import NOT_THE_ORDER
+from ampdoctor.evidence.run_facts import Change, Handling
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Comparison, NonFiniteOrigin, StepEvent, StepOutcome
 
@@ -323,51 +323,30 @@ def _first(comparison: Comparison, holds: Callable[[StepEvent], bool]) -> StepEv
 # that: code that breaks the protocol and never read the scale is misuse.
 
 
-def certain_misuse(events: Sequence[StepEvent], step: int, source: Source | None) -> Finding | None:
-    """Returns the finding where the last call certainly uses, clips or mixes gradients while they are scaled."""
-    event = events[-1]
-    if event.again and event.scale is not None:
-        return stepped_again_finding(step, source, held_back=event.held_back)
-    if event.past_scaler:
-        return stepped_past_finding(step, source, event.scale)
-    late = any(earlier.kind == "unscale" and earlier.optimizer == event.optimizer for earlier in events[:-1])
-    if event.knows_scale or event.scale is None or (late and event.kind == "unscale"):  # torch refuses the second
-        return None
-    scale = f"{event.scale:g}"
-    held = " and ".join(f"{other:g}" for other in event.scales if other != 1.0)
-    others = [f"{other:g}" for other in event.scales if other not in (1.0, event.scale)]
-    if event.kind == "optimizer_step" and event.still_scaled and not event.unscaled:
-        op = "optimizer.step"
-        said = f"the step uses {event.still_scaled} gradients that are still scaled by {held}"
-    elif event.kind == "optimizer_step" and event.misscaled and late:
-        op = "scaler.unscale_"
-        said = f"{event.misscaled} gradients went on to collect gradients scaled by {held} after scaler.unscale_"
-    elif event.kind == "optimizer_step":
-        return None
-    elif event.misscaled and others:
-        op = "scaler.step"
-        said = f"{event.misscaled} gradients are divided by {scale}, but were scaled by {' and '.join(others)}"
-    elif event.misscaled:
-        op = "backward"
-        said = (
-            f"{event.misscaled} gradients are in part those of a loss that was not scaled by {scale}, "
-            "and are divided by it"
-        )
-    elif event.clipped is not None and _shortened(event) > MISUSE_RATIO.default:
+def certain_misuse(
+    step: int, source: Source | None, scale: float, *, still_scaled: int = 0, clipped: tuple[float, float] | None = None
+) -> Finding | None:
+    """Returns the finding for an update that uses gradients while they are scaled, or clips them by their norm then.
+
+    `still_scaled` is the number of such gradients, `clipped` the norm before, and the largest norm after, a clipping.
+    """
+    if still_scaled:
+        op, said = "optimizer.step", f"the step uses {still_scaled} gradients that are still scaled by {scale:g}"
+    elif clipped is not None and _shortened(clipped, scale) > MISUSE_RATIO.default:
         op = "clip_grad_norm_"
         said = (
-            f"gradients were clipped from norm {event.clipped[0]:.4g} to {event.clipped[1]:.4g} while they were still "
-            f"scaled by {scale}"
+            f"gradients were clipped from norm {clipped[0]:.4g} to {clipped[1]:.4g} while they were still scaled by "
+            f"{scale:g}"
         )
     else:
         return None
     evidence = {
-        "scale": event.scale,
-        "scales": list(event.scales),
-        "edited": event.edited,
-        "still_scaled": event.still_scaled,
-        "misscaled": event.misscaled,
-        "clipped": None if event.clipped is None else list(event.clipped),
+        "scale": scale,
+        "scales": [scale] if still_scaled else [],
+        "edited": 0,
+        "still_scaled": still_scaled,
+        "misscaled": 0,
+        "clipped": None if clipped is None else list(clipped),
     }
     return _finding(step, op, said, source, evidence)
 
@@ -384,12 +363,10 @@ def _finding(step: int, op: str, said: str, source: Source | None, evidence: dic
     )
 
 
-def _shortened(event: StepEvent) -> float:
+def _shortened(clipped: tuple[float, float], scale: float) -> float:
     """Returns the factor by which clipping to this norm shortens scaled gradients more than unscaled ones."""
-    before, most = event.clipped or (0.0, 0.0)
-    if not (math.isfinite(before) and event.scale and most > 0):
-        return 1.0
-    return min(before / most, event.scale)
+    before, most = clipped
+    return min(before / most, scale) if math.isfinite(before) and scale and most > 0 else 1.0
 
 
 _SAME = 1e-3

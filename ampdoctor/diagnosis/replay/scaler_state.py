@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 
-from ampdoctor.diagnosis.catalogue import REPLAYED, rule
-from ampdoctor.diagnosis.scan.scaler import COLLAPSED_SCALER as COLLAPSED
+from ampdoctor.diagnosis.catalogue import REPLAYED, judge, rule
 from ampdoctor.diagnosis.scan.scaler import (
     DEAD_SCALER,
     FRESH_SCALER,
     FROZEN_SCALER,
     SCALER_SETTINGS,
     dead_words,
-    fresh_scaler,
-    frozen_words,
-    scale_text,
-    scaler_numbers,
+    plain,
     starting_scale,
-    wrong_settings,
 )
-from ampdoctor.evidence.checkpoint_stats import ScalerState
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, ScalerState
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.run_facts import ResumedScaler
+from ampdoctor.evidence.thresholds import Thresholds
 
 AT_START = Where(step=0, phase="scaler", op="scaler_state")
 
@@ -45,52 +42,6 @@ def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescr
     )
 
 
-def dead_saved_scale_finding(saved: float, own: float | None, dead_at: float) -> Finding:
-    """Makes the finding for a checkpoint's dead loss scale that the replay does not continue; `own` is the replay's."""
-    return DEAD_SCALER.finding(
-        "warning",
-        f"the checkpoint's loss scale is {saved:g}, with which no step can be right; "
-        f"{starting_scale('the replay', own)}{' instead' if own is not None else ''}",
-        where=Where(step=0, phase="checkpoint", op="scaler_state"),
-        cause="bad_checkpoint",
-        evidence={"checkpoint_scale": saved, "run_scale": own, "dead_at_or_below": dead_at},
-        advice="Do not load this scaler state: start from a fresh GradScaler, as the replay does.",
-    )
-
-
-def collapsed_saved_scale_finding(lost: ScalerState, own: float | None) -> Finding:
-    """Makes the finding for a checkpoint's loss scale below 1 that the run, which steps at `own`, does not need."""
-    return COLLAPSED.finding(
-        "warning",
-        f"the checkpoint's loss scale has collapsed to {scale_text(lost.scale)}: step after step was skipped "
-        f"before it was saved; {starting_scale('the run', own)}, and takes its steps",
-        where=Where(step=0, phase="checkpoint", op="scaler_state"),
-        cause="scaler_collapse",
-        evidence={"checkpoint_scale": lost.scale, "run_scale": own, "growth_tracker": lost.growth_tracker},
-        advice="Do not load this scaler state: go on without it, from a checkpoint before the collapse where there is "
-        "one.",
-    )
-
-
-def collapsed_scale_finding(saved: float, own: float, cure: Prescription, severity: Severity) -> Finding:
-    """Makes the finding for a checkpoint's loss scale below 1, where the run's own scaler starts at `own`, higher.
-
-    The replay continues with the checkpoint's. `severity` is that of a scan of the same checkpoint
-    (`collapse_severity`).
-    """
-    return COLLAPSED.finding(
-        severity,
-        f"the checkpoint's loss scale has collapsed to {scale_text(saved)}, where the run's own scaler starts "
-        f"at {scale_text(own)}: step after step was skipped before it was saved, and gradients are lost at that scale; "
-        "changes are tried with a fresh scaler",
-        where=Where(step=0, phase="checkpoint", op="scaler_state"),
-        cause="scaler_collapse",
-        evidence={"checkpoint_scale": saved, "run_scale": own},
-        advice="Resume without the scaler's state, from a checkpoint before the collapse where there is one.",
-        prescription=cure,
-    )
-
-
 def unusable_scale_finding(scale: float, prescription: Prescription | None, *, reached: bool = False) -> Finding:
     """Makes the finding for a first loss scale, or with `reached` a later one, without a finite inverse in fp32."""
     falls = f"from {scale:g} the scaler's settings take the loss scale to one that has no finite inverse in fp32"
@@ -105,46 +56,22 @@ def unusable_scale_finding(scale: float, prescription: Prescription | None, *, r
     )
 
 
-# -- the run's own settings: AMP401, AMP403 and AMP404, as for a checkpoint's --
+def run_scaler_findings(scaler: ScalerState, thresholds: Thresholds) -> Iterator[Finding]:
+    """Yields what scan says of a checkpoint with this scaler: AMP401, AMP403 and AMP404."""
+    for finding in judge(CheckpointSummary(format="", tensors=(), scalers=(scaler,)), thresholds):
+        if finding.code in {DEAD_SCALER.code, FROZEN_SCALER.code, SCALER_SETTINGS.code}:
+            yield replace(finding, where=AT_START)
 
 
-def run_scaler_findings(scaler: ScalerState) -> Iterator[Finding]:
-    """Yields everything that is wrong with the scaler before step 0."""
-    if scaler.dead:
-        message = f"the run's loss scale is {dead_words(scaler.scale)}"
-        cure = fresh_scaler("Make the scaler with GradScaler's own defaults.")
-        yield DEAD_SCALER.finding(
-            "error", message, where=AT_START, cause="bad_checkpoint", evidence=scaler_numbers(scaler), prescription=cure
-        )
-    frozen = frozen_words(scaler)
-    if frozen is not None:
-        yield FROZEN_SCALER.finding(
-            "warning", frozen[0].lower() + frozen[1:].rstrip("."), where=AT_START, evidence=scaler_numbers(scaler)
-        )
-    wrong = wrong_settings(scaler)
-    if wrong:
-        better = {name: FRESH_SCALER[name] for name in wrong if name in FRESH_SCALER}
-        message = f"the run's loss scaler has settings that cannot work: {'; '.join(wrong.values())}"
-        evidence = {**scaler_numbers(scaler), "wrong": list(wrong.values())}
-        yield SCALER_SETTINGS.finding(
-            "warning", message, where=AT_START, evidence=evidence, prescription=_with(better) if better else None
-        )
-
-
-def _with(better: Mapping[str, float]) -> Prescription:
-    arguments = ", ".join(f"{name}={plain(value)}" for name, value in better.items())
-    return Prescription(
-        kind="scaler",
-        value=better,
-        status="not_run",
-        reason="not replayed by itself",
-        detail=f"GradScaler({arguments})",
+def unloaded_scale_finding(saved: Finding, own: float | None) -> Finding:
+    """Returns scan's finding on a checkpoint's dead or collapsed scale (`saved`) for a run that steps at `own`."""
+    return replace(
+        saved,
+        severity="warning",
+        message=f"{saved.message} {starting_scale('The run', own)}{' instead' if own is not None else ''}.",
+        help="Do not load this scaler state: start from a fresh GradScaler.",
+        prescription=None,
     )
-
-
-def plain(value: float) -> str:
-    """Formats a setting."""
-    return str(value) if isinstance(value, int) else f"{value:.10g}"
 
 
 SETTINGS_OVERWRITTEN = rule("AMP411", REPLAYED)

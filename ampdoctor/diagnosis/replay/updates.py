@@ -12,6 +12,7 @@ from typing import TypeVar
 from ampdoctor.diagnosis.catalogue import REPLAYED, rule
 from ampdoctor.diagnosis.replay.gradients import common_module
 from ampdoctor.diagnosis.replay.nonfinite import HELP
+from ampdoctor.diagnosis.scan.optimizer import STEP_LIMITS
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.run_facts import UpdateFacts
@@ -348,8 +349,6 @@ def _stands_still(p: ParameterVsFp32) -> bool:
 
 STUCK_STATE = rule("AMP508", REPLAYED)
 
-COUNTER_ENDS = {"float16": 2048.0, "bfloat16": 256.0}
-"""From this value on, adding 1 to a number of this format does not change it."""
 _OPTIMIZER = "optimizer:"
 
 
@@ -378,7 +377,7 @@ def _by_one(run: Sequence[StateVsFp32]) -> bool:
     if run[0].looked_at > 1:
         return False
     upwards = all(after == before + 1 for before, after in itertools.pairwise(values))
-    return upwards and values[-1].is_integer() and values[-1] < COUNTER_ENDS[run[-1].dtype]
+    return upwards and values[-1].is_integer() and values[-1] < STEP_LIMITS[run[-1].dtype]
 
 
 def owner_of(name: str) -> str:
@@ -414,8 +413,8 @@ def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[S
 def counting_finding(compared: Sequence[Comparison], states: Sequence[StateVsFp32]) -> Finding:
     """Makes the note for counters that will stand still; `states` are their last values."""
     names = [state.name for state in states]
-    most = max(states, key=lambda state: state.value / COUNTER_ENDS[state.dtype])
-    end, last = COUNTER_ENDS[most.dtype], compared[-1].step
+    most = max(states, key=lambda state: state.value / STEP_LIMITS[state.dtype])
+    end, last = STEP_LIMITS[most.dtype], compared[-1].step
     at = last + int(end - most.value)
     return STUCK_STATE.finding(
         "note",

@@ -10,7 +10,6 @@ from ampdoctor.diagnosis.scan.scaler import shown_scaler
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX, is_mask
 from ampdoctor.evidence.checkpoint_stats import (
     DEAD_SCALE,
-    RUN_LOG,
     CheckpointSummary,
     RoleSummary,
     TensorRole,
@@ -37,15 +36,8 @@ def checks_of(summary: CheckpointSummary, findings: Sequence[Finding]) -> tuple[
 
 
 def _checks(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator[Check]:
-    if summary.format != RUN_LOG:
-        yield from _of_tensors(summary, findings)
+    yield from _of_tensors(summary, findings)
     yield _scaler(summary, findings)
-    if summary.log:
-        yield Check(
-            name="training log",
-            result=_result({finding.code for finding in findings}, codes_in("scan.log", "scan.log_scale")),
-            headroom={"entries": len(summary.log), "last_step": max(entry.step for entry in summary.log)},
-        )
 
 
 def _of_tensors(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator[Check]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Finder, rule
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, MAX_LISTED, where_of
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
@@ -23,34 +25,40 @@ DIVIDING_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum"})
 """Moments whose root divides the update: of Adam, RMSprop and Adadelta, Adagrad."""
 
 
+Judged: TypeAlias = Callable[[CheckpointSummary, OptimizerSummary, Thresholds], Iterator[Finding]]
+
+
+def each_optimizer(find: Judged) -> Finder[CheckpointSummary]:
+    """Returns a rule for all optimizers of a checkpoint."""
+
+    @functools.wraps(find)
+    def judged(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+        for optimizer in summary.optimizers:
+            yield from find(summary, optimizer, thresholds)
+
+    return judged
+
+
 OPTIMIZER_SETTINGS = rule("AMP505", SCANNED)
 
 
 @OPTIMIZER_SETTINGS.judges(CheckpointSummary)
-def _optimizer_settings(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
-    for optimizer in summary.optimizers:
-        yield from _settings_of(summary, optimizer)
-
-
-def _settings_of(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Iterator[Finding]:
-    ruinous, odd = [], []
-    for group in optimizer.groups:
-        ruinous += _ruinous(group)
-        odd += _odd(group)
+@each_optimizer
+def _optimizer_settings(summary: CheckpointSummary, optimizer: OptimizerSummary, _: Thresholds) -> Iterator[Finding]:
+    ruinous = [clause for group in optimizer.groups for clause in _ruinous(group)]
+    odd = [clause for group in optimizer.groups for clause in _odd(group)]
     zeros = [t for t in summary.tensors if t.role == "moment" and t.entry in DIVIDING_MOMENTS and t.zeros]
     if zeros and any(group.epsilon == 0 for group in optimizer.groups):
         ruinous.append(f"eps is 0 and the second moment of {zeros[0].name} has zeros, so its update is 0 / 0")
-    for severity, wrong in (("error", ruinous), ("warning", odd)):
+    graded: tuple[tuple[Severity, list[str]], ...] = (("error", ruinous), ("warning", odd))
+    for severity, wrong in graded:
         clauses = list(dict.fromkeys(wrong))
         if clauses:
-            grade: Severity = "error" if severity == "error" else "warning"
-            cause = "bad_checkpoint" if grade == "error" else None
-            message = f"The optimizer's settings cannot be right: {'; '.join(clauses)}."
             yield OPTIMIZER_SETTINGS.finding(
-                grade,
-                message,
+                severity,
+                f"The optimizer's settings cannot be right: {'; '.join(clauses)}.",
                 where=Where(phase="optimizer", global_step=summary.global_step, op="optimizer_state:param_groups"),
-                cause=cause,
+                cause="bad_checkpoint" if severity == "error" else None,
                 evidence={"optimizer": optimizer.path, "wrong": clauses},
             )
 
@@ -73,7 +81,6 @@ def _odd(group: OptimizerGroup) -> list[str]:
 SECOND_MOMENT_FLUSHED = rule("AMP502", SCANNED)
 LARGEST_UPDATE = SECOND_MOMENT_FLUSHED["update"]
 MANY_STARVED = SECOND_MOMENT_FLUSHED["starved"]
-LONGER_UPDATE = SECOND_MOMENT_FLUSHED["longer"]
 
 _SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126}
 """Smallest normal number of the formats in which only a conversion loses an ordinary square. Processors may flush
@@ -99,12 +106,8 @@ def explained(betas: Sequence[float], smallest: float) -> float | None:
 
 
 @SECOND_MOMENT_FLUSHED.judges(CheckpointSummary)
-def _second_moment_flushed(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    for optimizer in summary.optimizers:
-        yield from _flushed_of(summary, optimizer, thresholds)
-
-
-def _flushed_of(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds: Thresholds) -> Iterator[Finding]:
+@each_optimizer
+def _flushed(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds: Thresholds) -> Iterator[Finding]:
     epsilons = [group.epsilon for group in optimizer.groups if group.epsilon is not None]
     maxima = any(t.role == "moment" and t.entry == "max_exp_avg_sq" for t in summary.tensors)
     if not epsilons or maxima or not math.isfinite(max(epsilons)) or max(epsilons) < 0:
@@ -213,12 +216,7 @@ def standing_words(dtype: str, count: float, length: float) -> str:
 
 
 @STEP_COUNTERS.judges(CheckpointSummary)
-def _step_counters(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    for optimizer in summary.optimizers:
-        yield from _in_half(summary, optimizer, thresholds)
-        yield from _disagreeing(summary, optimizer)
-
-
+@each_optimizer
 def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds: Thresholds) -> Iterator[Finding]:
     if not optimizer.steps:
         return
@@ -257,7 +255,9 @@ def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
         )
 
 
-def _disagreeing(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Iterator[Finding]:
+@STEP_COUNTERS.judges(CheckpointSummary)
+@each_optimizer
+def _disagreeing(summary: CheckpointSummary, optimizer: OptimizerSummary, _: Thresholds) -> Iterator[Finding]:
     if len(optimizer.steps) < 2:
         return
     first, last = optimizer.steps[0][0], optimizer.steps[-1][0]
@@ -292,12 +292,8 @@ EPSILON_LOST = rule("AMP503", SCANNED)
 
 
 @EPSILON_LOST.judges(CheckpointSummary)
-def _epsilon_lost(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
-    for optimizer in summary.optimizers:
-        yield from _epsilon_of(summary, optimizer)
-
-
-def _epsilon_of(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Iterator[Finding]:
+@each_optimizer
+def _epsilon_lost(summary: CheckpointSummary, optimizer: OptimizerSummary, _: Thresholds) -> Iterator[Finding]:
     lost = [g for g in optimizer.groups if g.epsilon is not None and 0 <= g.epsilon <= FP16_FLUSH_AT and not g.fused]
     squares = [t for t in summary.tensors if t.role == "moment" and t.entry in DIVIDING_MOMENTS]
     weights = [t for t in summary.tensors if t.role == "weight" and not t.group]

@@ -1,18 +1,19 @@
-"""Rules on a checkpoint's loss scaler, and the history of its scale in the log."""
+"""Rules on a checkpoint's loss scaler."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
-from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, FP16_MAX
-from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, LogEntry, ScalerState
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Finder, rule
+from ampdoctor.diagnosis.health.loss_rules import CUT, GRADIENTS_VANISHED
+from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT
+from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, LogTail, ScalerState
 from ampdoctor.evidence.location import NonFinite, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import Thresholds
@@ -20,7 +21,6 @@ from ampdoctor.evidence.thresholds import Thresholds
 FRESH_SCALER: Mapping[str, float | int] = MappingProxyType(
     {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 )  # GradScaler's own defaults
-LOGGED_NORMS = 10  # latest gradient norms of the log whose median represents the run's
 
 
 def scale_text(scale: float) -> str:
@@ -30,14 +30,29 @@ def scale_text(scale: float) -> str:
     return f"{scale:.10g}"
 
 
+def plain(value: float) -> str:
+    """Formats a setting."""
+    return str(value) if isinstance(value, int) else f"{value:.10g}"
+
+
 def starting_scale(what: str, own: float | None) -> str:
     """Formats where a run starts: "the run starts at 65536", or "the run has no scaler"."""
     return f"{what} starts at {scale_text(own)}" if own is not None else f"{what} has no scaler"
 
 
-def living(summary: CheckpointSummary) -> Iterator[ScalerState]:
-    """Returns the scalers that are not dead: of a dead one, nothing else matters."""
-    return (scaler for scaler in summary.scalers if not scaler.dead)
+Judged: TypeAlias = Callable[[CheckpointSummary, ScalerState, Thresholds], Iterator[Finding]]
+
+
+def each_living(find: Judged) -> Finder[CheckpointSummary]:
+    """Returns a rule for all scalers that are not dead: of a dead one, nothing else matters."""
+
+    @functools.wraps(find)
+    def judged(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+        for scaler in summary.scalers:
+            if not scaler.dead:
+                yield from find(summary, scaler, thresholds)
+
+    return judged
 
 
 def is_static(scaler: ScalerState) -> bool:
@@ -121,18 +136,26 @@ def wrong_settings(scaler: ScalerState) -> dict[str, str]:
 
 
 @SCALER_SETTINGS.judges(CheckpointSummary)
-def _scaler_settings(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
-    for scaler in living(summary):
-        yield from _settings_of(summary, scaler)
-
-
-def _settings_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
-    wrong = list(wrong_settings(scaler).values())
+@each_living
+def _scaler_settings(summary: CheckpointSummary, scaler: ScalerState, _: Thresholds) -> Iterator[Finding]:
+    wrong = wrong_settings(scaler)
     if wrong:
-        message = f"The loss scaler's settings cannot work: {'; '.join(wrong)}."
+        own = {**scaler_numbers(scaler), "init_scale": scaler.scale}
+        better = {name: fresh if name in wrong else own[name] for name, fresh in FRESH_SCALER.items()}
         yield SCALER_SETTINGS.finding(
-            "warning", message, where=place_of(summary, scaler), evidence={**scaler_numbers(scaler), "wrong": wrong}
+            "warning",
+            f"The loss scaler's settings cannot work: {'; '.join(wrong.values())}.",
+            where=place_of(summary, scaler),
+            evidence={**scaler_numbers(scaler), "wrong": list(wrong.values())},
+            prescription=_with(better) if wrong.keys() & better.keys() else None,
         )
+
+
+def _with(better: Mapping[str, float]) -> Prescription:
+    arguments = ", ".join(f"{name}={plain(value)}" for name, value in better.items())
+    return Prescription(
+        kind="scaler", value=better, status="not_run", reason=NOT_REPLAYED, detail=f"GradScaler({arguments})"
+    )
 
 
 DEAD_SCALER = rule("AMP401", SCANNED, ruins_checkpoint=True)
@@ -175,13 +198,12 @@ FP16_SPACING = 2.0**-24
 sqrt(12)."""
 
 
-def typical_gradient(log: Iterable[LogEntry], weights: int) -> float:
+def typical_gradient(log: LogTail | None, weights: int) -> float:
     """Returns the average magnitude of a gradient element: the norm spread evenly over `weights` elements.
 
-    The norm is the median of the log's last `LOGGED_NORMS` finite positive ones, else 1, where most runs clip.
+    The norm is the median of the log's last ones, else 1, where most runs clip.
     """
-    norms = [e.grad_norm for e in log if e.grad_norm is not None and 0 < e.grad_norm < math.inf]
-    norm = statistics.median(norms[-LOGGED_NORMS:]) if norms else 1.0
+    norm = statistics.median(log.norms) if log is not None and log.norms else 1.0
     return norm / math.sqrt(max(weights, 1))
 
 
@@ -206,13 +228,10 @@ def _weights(summary: CheckpointSummary, scaler: ScalerState) -> int:
 
 
 @COLLAPSED_SCALER.judges(CheckpointSummary)
-def _collapsed_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    for scaler in living(summary):
-        if 0 < scaler.scale < 1:
-            yield _collapsed_of(summary, scaler, thresholds)
-
-
-def _collapsed_of(summary: CheckpointSummary, scaler: ScalerState, thresholds: Thresholds) -> Finding:
+@each_living
+def _collapsed_scaler(summary: CheckpointSummary, scaler: ScalerState, thresholds: Thresholds) -> Iterator[Finding]:
+    if not scaler.collapsed:
+        return
     weights = _weights(summary, scaler)
     element = typical_gradient(summary.log, weights)
     error = _error_of(scaler, element)
@@ -229,7 +248,7 @@ def _collapsed_of(summary: CheckpointSummary, scaler: ScalerState, thresholds: T
         "relative_error": error,
         "weights": weights,
     }
-    return COLLAPSED_SCALER.finding(
+    yield COLLAPSED_SCALER.finding(
         collapse_severity(scaler, element, summary.global_step, thresholds),
         message,
         where=place_of(summary, scaler),
@@ -272,12 +291,8 @@ SCALE_AT_FLOOR = rule("AMP408", SCANNED)
 
 
 @SCALE_AT_FLOOR.judges(CheckpointSummary)
-def _scale_at_floor(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
-    for scaler in living(summary):
-        yield from _at_floor_of(summary, scaler)
-
-
-def _at_floor_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+@each_living
+def _scale_at_floor(summary: CheckpointSummary, scaler: ScalerState, _: Thresholds) -> Iterator[Finding]:
     floor = scaler.min_scale
     if floor is None or not 0 < scaler.scale <= floor or is_static(scaler):
         return
@@ -295,194 +310,20 @@ def _at_floor_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Fi
     )
 
 
-SCALE_WITHOUT_BOUND = rule("AMP409", SCANNED)
-HIGHEST_SETTLED = SCALE_WITHOUT_BOUND["scale"]
-
-
-@SCALE_WITHOUT_BOUND.judges(CheckpointSummary)
-def _scale_without_bound(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    for scaler in living(summary):
-        yield from _without_bound_of(summary, scaler, thresholds[HIGHEST_SETTLED])
-
-
-def _without_bound_of(summary: CheckpointSummary, scaler: ScalerState, highest: float) -> Iterator[Finding]:
-    if scaler.scale < highest or is_static(scaler):
-        return
-    largest = FP16_MAX / scaler.scale
-    message = (
-        f"The loss scale is {scale_text(scaler.scale)} and no step overflows: either every gradient in fp16 is "
-        f"below {largest:.2g}, or none is computed in fp16, and the scaler has nothing to do."
-    )
-    yield SCALE_WITHOUT_BOUND.finding(
-        "note",
-        message,
-        where=place_of(summary, scaler),
-        evidence={**scaler_numbers(scaler), "largest_gradient": largest},
-    )
-
-
-# -- the history of a loss scale in a training log --
-
-
-LEAST_SETTLING = 100
-"""Steps without a backoff that end a first descent (hysteresis and noise cause shorter rests in it), and the least
-steps that it may take, whatever the growth interval."""
-SLOW_REST = 10
-"""Clean steps after which a backoff is a slow one. Far above a fitting scale, nearly every step backs off."""
-SLOW_BACKOFFS = 8
-"""Slow backoffs that no first descent has.
-
-Gradients whose largest values have a power-law tail of index a overflow 2^a times as seldom at half the scale: from one
-step in 10 to one in a growth interval of N are log2(N / 10) / a halvings, 7.6 with the default N at a = 1, where norms
-cease to have a mean. Measured in 300 simulated descents each, hysteresis 1 or 2: at most 3 with norms that scatter by
-0.7 powers of two (log-normal), 7 by 2.5.
-"""
-DEFAULT_INTERVAL = 2000  # GradScaler's growth interval
-History = list[tuple[LogEntry, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleHistory:
-    """A loss scale's history in a log.
-
-    `scaler` is the checkpoint's first, else inferred from the log. `starts` are the pieces of the history, each with a
-    first scale of its own. `settled` is the part of each piece after its first descent; [] while that lasts.
-    """
-
-    scaler: ScalerState | None
-    starts: list[History]
-    settled: list[History]
-
-
-def scale_history(summary: CheckpointSummary) -> ScaleHistory:
-    """Reads the scale's history from a checkpoint's log."""
-    entries = sorted(summary.log, key=lambda entry: entry.step)
-    history = [(e, e.scale) for e in entries if e.scale is not None and 0 < e.scale < math.inf]
-    scaler = summary.scalers[0] if summary.scalers else _inferred(history)
-    starts = _starts_of(history, scaler)
-    return ScaleHistory(scaler, starts, [_settled_part(one, scaler) for one in starts])
-
-
-def _inferred(history: History) -> ScalerState | None:
-    """Infers a scaler's interval from the log: no growth comes sooner after the change before it.
-
-    None without a growth after another change. Where entries are missing, it is the shortest possible time.
-    """
-    interval, changed = math.inf, None
-    for (before, scale), (entry, after) in itertools.pairwise(history):
-        if changed is not None and scale < after <= 2 * scale:
-            interval = min(interval, before.step - changed + 1)
-        if after != scale:
-            changed = entry.step
-    if math.isinf(interval):
-        return None
-    return ScalerState(scale=history[-1][1], growth_interval=max(int(interval), 1))
-
-
-def _starts_of(history: History, scaler: ScalerState | None) -> list[History]:
-    """Splits the history at jumps up that growths cannot explain: another scaler starts there."""
-    starts: list[History] = [history[:1]] if history else []
-    growth = math.log2(scaler.growth_factor) if scaler is not None and scaler.growth_factor > 1 else 1.0
-    for (before, scale), (entry, after) in itertools.pairwise(history):
-        growths = 1 + (max(entry.step - before.step - 1, 0) // interval_of(scaler))
-        if math.log2(after) - math.log2(scale) > growth * growths * (1 + 1e-6):
-            starts.append([])
-        starts[-1].append((entry, after))
-    return starts
-
-
-def _settled_part(start: History, scaler: ScalerState | None) -> History:
-    """Returns the part of a piece after its first descent; [] while it lasts.
-
-    The descent ends with a growth, a long rest, or when there was time for a growth. A fall with clean stretches
-    between many of its backoffs is not a first descent: all counts from the first of them. Where entries are missing,
-    only those between which the scale stays are known to be clean, and a drop between two counts as one backoff.
-    """
-    until = start[0][0].step + max(interval_of(scaler), LEAST_SETTLING)
-    resting = 0
-    slow: list[int] = []
-    settled: int | None = None
-    for index in range(1, len(start)):
-        old, (entry, new) = start[index - 1][1], start[index]
-        if new > old or entry.step >= until:
-            settled = index - 1
-        elif new < old:
-            if start[index - 1][0].step - start[resting][0].step >= SLOW_REST:
-                slow.append(resting)
-            resting = index
-        elif entry.step - start[resting][0].step >= LEAST_SETTLING:
-            settled = resting
-        if settled is not None:
-            break
-    if len(slow) >= SLOW_BACKOFFS:
-        return start[slow[0] :]
-    return [] if settled is None else start[settled:]
-
-
-def interval_of(scaler: ScalerState | None) -> int:
-    """Returns the clean steps after which it grows; torch's default if unknown."""
-    return scaler.growth_interval if scaler is not None and scaler.growth_interval > 0 else DEFAULT_INTERVAL
-
-
-# AMP403: by its own counter or by the log.
-
-
 FROZEN_SCALER = rule("AMP403", SCANNED)
-FROZEN_INTERVALS = FROZEN_SCALER["intervals"]
-
-HIGHEST_CAP = 2.0**24  # Apex's largest scale: a scale there or above may be capped
-
-
-def frozen_words(scaler: ScalerState) -> str | None:
-    """Formats why a scale cannot grow any more; None where it can."""
-    if not 0 < scaler.growth_interval <= scaler.growth_tracker:
-        return None
-    return (
-        f"The loss scale cannot grow: {scaler.growth_tracker} clean steps are counted and it grows when exactly "
-        f"{scaler.growth_interval} are, so not before the next overflow."
-    )
 
 
 @FROZEN_SCALER.judges(CheckpointSummary)
-def _frozen_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    for scaler in living(summary):
-        message = frozen_words(scaler)
-        if message is not None:
-            yield FROZEN_SCALER.finding(
-                "warning", message, where=place_of(summary, scaler), evidence=scaler_numbers(scaler)
-            )
-    yield from standing_scale(summary, thresholds)
-
-
-def standing_scale(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    """Judges a scale that used to grow and stays constant without an overflow.
-
-    Only where every step is logged: between two entries a healthy scale may grow and fall back. A stored scaler's own
-    counter shows it already.
-    """
-    history = scale_history(summary)
-    if summary.scalers or history.scaler is None or not history.starts:
-        return
-    start, interval = history.starts[-1], history.scaler.growth_interval
-    scale, last = start[-1][1], start[-1][0].step
-    rest = 1
-    while rest < len(start) and start[-rest - 1][1] == scale and start[-rest - 1][0].step == last - rest:
-        rest += 1
-    first = start[-rest][0].step
-    norms = [e.grad_norm for e in summary.log if e.grad_norm is not None and first <= e.step <= last]
-    if (
-        last - first < thresholds[FROZEN_INTERVALS] * interval
-        or scale >= HIGHEST_CAP
-        or not all(map(math.isfinite, norms))
-    ):
-        return
-    yield FROZEN_SCALER.finding(
-        "note",
-        f"The loss scale has stayed at {scale_text(scale)} from step {first} to {last} without an overflow; before, it "
-        f"grew after {interval} steps.",
-        where=Where(phase="scaler", global_step=first, op="scaler_state"),
-        evidence={"scale": scale, "first_step": first, "last_step": last, "growth_interval": interval},
-    )
+@each_living
+def _frozen_scaler(summary: CheckpointSummary, scaler: ScalerState, _: Thresholds) -> Iterator[Finding]:
+    if 0 < scaler.growth_interval <= scaler.growth_tracker:
+        yield FROZEN_SCALER.finding(
+            "warning",
+            f"The loss scale cannot grow: {scaler.growth_tracker} clean steps are counted and it grows when exactly "
+            f"{scaler.growth_interval} are, so not before the next overflow.",
+            where=place_of(summary, scaler),
+            evidence=scaler_numbers(scaler),
+        )
 
 
 MISSING_SCALER = rule("AMP410", SCANNED)
@@ -497,7 +338,7 @@ def _missing_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
     moments = [t for t in summary.tensors if t.role == "moment" and t.entry in FIRST_MOMENTS and len(t.shape) >= 2]
     if not weights or not moments or any(t.dtype != "float16" for t in weights):
         return
-    if summary.scalers or any(entry.scale is not None for entry in summary.log):
+    if summary.scalers or (summary.log is not None and summary.log.scale is not None):
         return
     halves = all(t.dtype == "float16" for t in moments)
     zeros = statistics.median(t.zeros / max(t.counted, 1) for t in moments)
@@ -519,3 +360,105 @@ def _missing_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
         cause="grad_underflow" if flushed else None,
         evidence={"weights": len(weights), "moments_dtype": moments[0].dtype, "zero_first_moments": zeros},
     )
+
+
+# -- AMP702: gradients that are zero at the end of the log, explained by the checkpoint beside it --
+#
+# Three causes make every gradient zero while the loss is not: a loss scale so small, or missing, that all of them flush
+# in fp16; a graph that is cut; and an output that no longer depends on the weights. Only the first leaves traces in a
+# checkpoint: the scale itself, or fp16 weights without one.
+
+
+WITHIN_REACH = GRADIENTS_VANISHED["reach"]
+TELLING_DECAY = 50  # steps of decay from which the moments prove missing gradients
+
+
+def explained_zeros(finding: Finding, summary: CheckpointSummary, thresholds: Thresholds) -> Finding:
+    """Returns the log's finding with the cause that the checkpoint shows; a note stays as it is."""
+    if finding.severity == "note":
+        return finding
+    weights = [t for t in summary.tensors if t.role == "weight" and not t.group]
+    elements = sum(t.examined for t in weights)
+    log = summary.log or LogTail()
+    typical = statistics.median(log.norms) / math.sqrt(elements) if log.norms and elements else None
+    numbers: dict[str, float | int | None] = {"typical_gradient_before": typical, **_starving(summary)}
+    scale = summary.scalers[0].scale if summary.scalers else log.scale
+    bound = FP16_FLUSH_AT if scale is None else FP16_FLUSH_AT / scale if scale > 0 else math.inf
+    flushing = typical is None or bound >= typical / thresholds[WITHIN_REACH]
+    flush = f"gradients up to {bound:.2g} become zero"
+    beside = _beside(typical)
+    matrices = [t for t in weights if len(t.shape) >= 2 and t.examined]
+    cause: str | None = None
+    cure: Prescription | None = None
+    if scale is not None:
+        numbers |= {"scale": scale, "flushed_below": bound}
+        if scale < 1 and flushing:
+            cause, cure = "scaler_collapse", without_a_scale()
+            why = f"the loss scale has collapsed to {scale_text(scale)}, where {flush} in fp16{beside}"
+        elif flushing and typical is not None:
+            cause, cure = "grad_underflow", _larger(typical)
+            why = f"at the loss scale {scale_text(scale)} {flush} in fp16{beside}"
+        else:
+            why = f"the loss scale {scale_text(scale)} does not explain it; {CUT}"
+    elif matrices and flushing and all(t.dtype == "float16" for t in matrices):
+        numbers |= {"scale": None, "flushed_below": bound}
+        detail = "Keep the weights in fp32, train under fp16 autocast, and scale the loss with a GradScaler."
+        cause, cure = "grad_underflow", fresh_scaler(detail)
+        why = f"weights are in fp16 and there is no loss scaler, so {flush}{beside}"
+    else:
+        why = f"the checkpoint holds no loss scaler, and fp16 autocast without one leaves no trace; {CUT}"
+    return replace(
+        finding,
+        severity="error" if cause else finding.severity,
+        message=f"{finding.message.partition(': ')[0]}: {why}{_moments(numbers)}.",
+        cause=cause,
+        evidence={**finding.evidence, **numbers},
+        prescription=cure,
+    )
+
+
+def _beside(typical: float | None) -> str:
+    return f", beside {typical:.2g} for one of average size before" if typical is not None else ""
+
+
+def _larger(typical: float) -> Prescription:
+    """Returns a scale at which a typical gradient is 2^10 times the flush threshold."""
+    scale = 2.0 ** math.ceil(math.log2(2**10 * FP16_FLUSH_AT / typical))
+    return Prescription(
+        kind="init_scale",
+        value=scale,
+        status="not_run",
+        reason=NOT_REPLAYED,
+        detail=f"Start the scaler at {scale_text(scale)}, or train in bf16.",
+    )
+
+
+def _starving(summary: CheckpointSummary) -> dict[str, float | int | None]:
+    """Returns the largest first moment, and how many steps without a gradient the moments show.
+
+    Without a gradient m falls by beta1 a step and the root of v by the root of beta2, so their ratio falls by beta1 /
+    sqrt(beta2). While gradients arrive, the largest of each are within a factor of ten of one another, which is 20
+    steps with Adam's defaults.
+    """
+    firsts = [t for t in summary.tensors if t.role == "moment" and t.entry == "exp_avg" and not t.nonfinite]
+    seconds = {(t.file, t.group, t.name): t for t in summary.tensors if t.role == "moment" and t.entry == "exp_avg_sq"}
+    if not firsts:
+        return {}
+    largest = max((t.amax or 0.0 for t in firsts), default=0.0)
+    betas = [g.betas for o in summary.optimizers for g in o.groups if len(g.betas) >= 2]
+    pairs = [(t.amax, seconds[key].amax) for t in firsts if (key := (t.file, t.group, t.name)) in seconds]
+    ratios = [math.sqrt(v) / m for m, v in pairs if m and v]
+    found: dict[str, float | int | None] = {"largest_first_moment": largest}
+    if betas and ratios and 0 < betas[0][0] < math.sqrt(betas[0][1]) < 1:
+        rate = math.log(math.sqrt(betas[0][1]) / betas[0][0])
+        found["steps_without_gradient"] = max(math.floor(math.log(min(ratios)) / rate), 0)
+    return found
+
+
+def _moments(evidence: dict[str, float | int | None]) -> str:
+    largest, steps = evidence.get("largest_first_moment"), evidence.get("steps_without_gradient")
+    if largest == 0:
+        return "; every first moment in the optimizer is zero as well"
+    if isinstance(steps, int) and steps >= TELLING_DECAY:
+        return f"; the optimizer's moments have decayed for about {steps} steps"
+    return ""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, rule
+from ampdoctor.diagnosis.health.loss_rules import STEPS_NOT_FINITE
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
     IndexSummary,
@@ -32,6 +33,9 @@ _ROLE_WORDS = {
     "other": "tensors",
 }  # fmt: skip
 FP16_FLUSH_AT = 2.0**-25  # magnitude up to which a number becomes zero in fp16
+
+ERROR: Callable[[Sequence[TensorSummary]], Severity] = lambda _: "error"  # noqa: E731
+WARNING: Callable[[Sequence[TensorSummary]], Severity] = lambda _: "warning"  # noqa: E731
 
 Tensor: TypeAlias = TensorSummary | IndexSummary | TensorChange | ZeroSecondMoment
 
@@ -76,18 +80,32 @@ def is_mask(tensor: TensorSummary) -> bool:
     return tensor.amax is not None and tensor.amax == tensor.amin and tensor.amax >= SMALLEST_MASK_FILL
 
 
-def rest_finding(
+def each_tensor(
     summary: CheckpointSummary,
     rule: Rule,
-    severity: Severity,
     tensors: Sequence[TensorSummary],
+    said: Callable[[TensorSummary], str],
     are: str,
     *,
+    severity: Callable[[Sequence[TensorSummary]], Severity],
+    more: Callable[[TensorSummary], Mapping[str, Any]] = lambda _: {},
     nonfinite: bool = False,
     cause: str | None = "bad_checkpoint",
-    prescription: Prescription | None = None,
+    prescribe: Callable[[TensorSummary], Prescription | None] = lambda _: None,
 ) -> Iterator[Finding]:
-    """Yields one finding for all tensors beyond `MAX_FINDINGS`, which have one each."""
+    """Yields a finding for each tensor, and one for all of those beyond `MAX_FINDINGS`, which `are` so.
+
+    `said` is the sentence on one tensor, and `more` its further evidence.
+    """
+    for tensor in tensors[:MAX_FINDINGS]:
+        yield rule.finding(
+            severity([tensor]),
+            said(tensor),
+            where=where_of(tensor, summary.global_step, nonfinite=nonfinite),
+            cause=cause,
+            evidence={**numbers(tensor), **more(tensor)},
+            prescription=prescribe(tensor),
+        )
     rest = tensors[MAX_FINDINGS:]
     if not rest:
         return
@@ -97,13 +115,13 @@ def rest_finding(
     )
     evidence = {"role": first.role, "tensors": len(tensors), "listed": [address(t) for t in rest[:MAX_LISTED]]}
     yield rule.finding(
-        severity,
+        severity(rest),
         message,
         where=where_of(first, summary.global_step, nonfinite=nonfinite),
         also=also_of(first, rest),
         cause=cause,
         evidence=evidence,
-        prescription=prescription,
+        prescription=prescribe(first),
     )
 
 
@@ -243,23 +261,24 @@ def _bare(name: str) -> str:
 
 @AVERAGE_THROUGH_HALF.judges(CheckpointSummary)
 def _through_half(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
-    pairs = list(cast_averages(summary).values())
-    for average, twin in pairs[:MAX_FINDINGS]:
-        message = (
+    pairs = cast_averages(summary)
+
+    def said(average: TensorSummary) -> str:
+        twin = pairs[address(average)][1]
+        return (
             f"{label(average)}, an averaged copy, holds {average.inf} Inf, and {label(twin)} of the model is finite "
             f"and reaches {twin.amax:.6g}, beyond fp16's largest number, 65504: the copy was cast to fp16 and back. "
             f"Copy it from the model, and validate a copy of the average, not the average itself."
         )
-        evidence = {**numbers(average), "model": address(twin), "model_amax": twin.amax, "limit": FP16_MAX}
-        yield AVERAGE_THROUGH_HALF.finding(
-            "error",
-            message,
-            where=where_of(average, summary.global_step, nonfinite=True),
-            cause="bad_checkpoint",
-            evidence=evidence,
-        )
-    averages = [average for average, _ in pairs]
-    yield from rest_finding(summary, AVERAGE_THROUGH_HALF, "error", averages, "went through fp16", nonfinite=True)
+
+    def more(average: TensorSummary) -> dict[str, Any]:
+        twin = pairs[address(average)][1]
+        return {"model": address(twin), "model_amax": twin.amax, "limit": FP16_MAX}
+
+    averages = [average for average, _ in pairs.values()]
+    yield from each_tensor(
+        summary, AVERAGE_THROUGH_HALF, averages, said, "went through fp16", severity=ERROR, more=more, nonfinite=True
+    )
 
 
 # -- non-finite numbers outside of tensors: names tell which are training losses --
@@ -294,6 +313,35 @@ def is_training_loss(lost: LostNumbers) -> bool:
 # AMP101 to AMP103 and AMP108
 
 
+@STEPS_NOT_FINITE.judges(CheckpointSummary)
+def _stored_losses(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    """Judges a training loss that was saved with the weights; where there is a log, it is the log that counts."""
+    step = summary.global_step
+    if summary.log is None and summary.loss is not None and not math.isfinite(summary.loss):
+        kind: NonFinite = "inf" if math.isinf(summary.loss) else "nan"
+        yield STEPS_NOT_FINITE.finding(
+            "error",
+            f"The loss saved with the weights is {summary.loss:g}.",
+            where=Where(phase="loss", global_step=step, nonfinite=kind),
+            evidence={"loss": summary.loss},
+        )
+    for lost in filter(is_training_loss, summary.lost):
+        many = f"The last of {lost.count} losses in " if lost.count > 1 else "The loss "
+        yield STEPS_NOT_FINITE.finding(
+            "error",
+            f"{many}{lost.name} is {lost.last:g}.",
+            where=Where(
+                phase="loss",
+                global_step=step,
+                op="number",
+                nonfinite="inf" if math.isinf(lost.last) else "nan",
+                tensor=lost.name,
+                file=lost.file or None,
+            ),
+            evidence={"entries": lost.count, "lost": lost.nans + lost.infs},
+        )
+
+
 NON_FINITE_WEIGHT = rule("AMP101", SCANNED, ruins_checkpoint=True)
 NON_FINITE_BUFFER = rule("AMP102", SCANNED, ruins_checkpoint=True)
 NON_FINITE_OPTIMIZER_STATE = rule("AMP103", SCANNED, ruins_checkpoint=True)
@@ -304,12 +352,13 @@ NON_FINITE_TENSOR = rule("AMP108", SCANNED, ruins_checkpoint=True)
 def _weights(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
     cast = cast_averages(summary)  # AMP114 reports these
     for role in ("weight", "ema"):
-        yield from _each(summary, NON_FINITE_WEIGHT, [t for t in _sick(summary, role) if address(t) not in cast])
+        sick = [t for t in _sick(summary, role) if address(t) not in cast]
+        yield from _not_finite(summary, NON_FINITE_WEIGHT, sick)
 
 
 @NON_FINITE_BUFFER.judges(CheckpointSummary)
 def _buffers(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
-    yield from _each(summary, NON_FINITE_BUFFER, _sick(summary, "buffer"))
+    yield from _not_finite(summary, NON_FINITE_BUFFER, _sick(summary, "buffer"))
 
 
 @NON_FINITE_OPTIMIZER_STATE.judges(CheckpointSummary)
@@ -317,7 +366,7 @@ def _optimizer_state(summary: CheckpointSummary, _: Thresholds) -> Iterator[Find
     states = [
         t for t in summary.tensors if t.nonfinite and (t.role == "moment" or (t.role == "other" and t.entry == "step"))
     ]
-    yield from _each(summary, NON_FINITE_OPTIMIZER_STATE, states, prescribe=_without)
+    yield from _not_finite(summary, NON_FINITE_OPTIMIZER_STATE, states, prescribe=_without)
 
 
 @NON_FINITE_TENSOR.judges(CheckpointSummary)
@@ -327,7 +376,7 @@ def _others(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
         for t in summary.tensors
         if t.role == "other" and t.entry != "step" and (t.examined > 1 or t.nan) and t.nonfinite and not is_mask(t)
     ]
-    yield from _each(summary, NON_FINITE_TENSOR, loose, severity="warning", cause=None)
+    yield from _not_finite(summary, NON_FINITE_TENSOR, loose, severity=WARNING, cause=None)
 
 
 @NON_FINITE_TENSOR.judges(CheckpointSummary)
@@ -354,31 +403,19 @@ def _benign_buffer(tensor: TensorSummary) -> bool:
     return is_mask(tensor) or (tensor.entry.endswith(("mask", "masked_bias", "alibi")) and not tensor.pos_infs)
 
 
-def _each(
+def _not_finite(
     summary: CheckpointSummary,
     rule: Rule,
     tensors: Sequence[TensorSummary],
     *,
-    severity: Severity = "error",
-    cause: str | None = "bad_checkpoint",
-    prescribe: Callable[[TensorSummary], Prescription | None] = lambda _: None,
+    severity: Callable[[Sequence[TensorSummary]], Severity] = ERROR,
+    **more: Any,
 ) -> Iterator[Finding]:
-    for tensor in tensors[:MAX_FINDINGS]:
+    def said(tensor: TensorSummary) -> str:
         copy = ", an averaged copy," if tensor.role == "ema" else ""
-        message = f"{label(tensor)}{copy} holds {_counts(tensor)} among {tensor.examined} {tensor.dtype} values."
-        figures, cure = numbers(tensor), prescribe(tensor)
-        yield rule.finding(
-            severity,
-            message,
-            where=where_of(tensor, summary.global_step, nonfinite=True),
-            cause=cause,
-            evidence=figures,
-            prescription=cure,
-        )
-    cure = prescribe(tensors[MAX_FINDINGS]) if len(tensors) > MAX_FINDINGS else None
-    yield from rest_finding(
-        summary, rule, severity, tensors, "are not finite", nonfinite=True, cause=cause, prescription=cure
-    )
+        return f"{label(tensor)}{copy} holds {_counts(tensor)} among {tensor.examined} {tensor.dtype} values."
+
+    yield from each_tensor(summary, rule, tensors, said, "are not finite", severity=severity, nonfinite=True, **more)
 
 
 def _without(tensor: TensorSummary) -> Prescription:
@@ -436,27 +473,22 @@ BATCH_NORM_EPSILON = IMPOSSIBLE_VALUE["epsilon"]
 
 @IMPOSSIBLE_VALUE.judges(CheckpointSummary)
 def _impossible_value(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    def severity_of(tensor: TensorSummary) -> Severity:
-        harmless = tensor.entry == "running_var" and (tensor.lowest or 0.0) >= -thresholds[BATCH_NORM_EPSILON]
+    def severity(tensors: Sequence[TensorSummary]) -> Severity:
+        least = -thresholds[BATCH_NORM_EPSILON]
+        harmless = all(t.entry == "running_var" and (t.lowest or 0.0) >= least for t in tensors)
         return "warning" if harmless else "error"
 
-    negative = [t for t in summary.tensors if t.negatives and t.lowest is not None]
-    for tensor in negative[:MAX_FINDINGS]:
-        lowest = tensor.lowest or 0.0
-        message = (
-            f"{label(tensor)} cannot be negative, and {tensor.negatives} of its {tensor.examined} values are, "
-            f"down to {lowest:.4g}."
-        )
-        evidence = {**numbers(tensor), "negatives": tensor.negatives, "lowest": lowest}
-        yield IMPOSSIBLE_VALUE.finding(
-            severity_of(tensor),
-            message,
-            where=where_of(tensor, summary.global_step),
-            cause="bad_checkpoint",
-            evidence=evidence,
-        )
-    severity: Severity = "error" if "error" in map(severity_of, negative[MAX_FINDINGS:]) else "warning"
-    yield from rest_finding(summary, IMPOSSIBLE_VALUE, severity, negative, "hold negative values, and cannot")
+    yield from each_tensor(
+        summary,
+        IMPOSSIBLE_VALUE,
+        [t for t in summary.tensors if t.negatives and t.lowest is not None],
+        lambda t: (
+            f"{label(t)} cannot be negative, and {t.negatives} of its {t.examined} values are, down to {t.lowest:.4g}."
+        ),
+        "hold negative values, and cannot",
+        severity=severity,
+        more=lambda t: {"negatives": t.negatives, "lowest": t.lowest},
+    )
     below = [t for t in summary.indices if t.lowest < 0]
     for at, counter in enumerate(below[: MAX_FINDINGS + 1]):
         others = below[at + 1 :] if at == MAX_FINDINGS else []

@@ -8,19 +8,18 @@ from collections.abc import Iterator, Sequence
 from ampdoctor.diagnosis.catalogue import SCANNED, rule
 from ampdoctor.diagnosis.scan.tensors import (
     FP16_MAX,
-    MAX_FINDINGS,
     MAX_LISTED,
+    WARNING,
     address,
     also_of,
     cast_row,
     castable,
     count_of,
+    each_tensor,
     is_mask,
     label,
     listed,
-    numbers,
     percent,
-    rest_finding,
     where_of,
 )
 from ampdoctor.evidence.checkpoint_stats import CastLoss, CheckpointSummary, TensorSummary
@@ -93,35 +92,29 @@ def _saturated_values(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
         for t in summary.tensors
         if t.role in {"weight", "buffer", "ema", "moment"} and t.at_max and not is_mask(t) and _too_many(t, share)
     ]
-    for tensor in clamped[:MAX_FINDINGS]:
-        message = (
-            f"{tensor.at_max} of {tensor.examined} values of {label(tensor)} are exactly {tensor.amax:.6g}, "
-            f"the largest {tensor.dtype} number: they were clamped."
-        )
-        yield SATURATED_VALUES.finding(
-            "warning",
-            message,
-            where=where_of(tensor, summary.global_step),
-            cause="bad_checkpoint",
-            evidence={**numbers(tensor), "at_max": tensor.at_max},
-        )
-    yield from rest_finding(
-        summary, SATURATED_VALUES, "warning", clamped, "were clamped to their format's largest number"
+    yield from each_tensor(
+        summary,
+        SATURATED_VALUES,
+        clamped,
+        lambda t: (
+            f"{t.at_max} of {t.examined} values of {label(t)} are exactly {t.amax:.6g}, the largest {t.dtype} number: "
+            "they were clamped."
+        ),
+        "were clamped to their format's largest number",
+        severity=WARNING,
+        more=lambda t: {"at_max": t.at_max},
     )
-    before = [t for t in summary.tensors if _clamped_before(t)]
-    for tensor in before[:MAX_FINDINGS]:
-        message = (
-            f"The largest value of {label(tensor)} is exactly 65504, fp16's largest number, in a {tensor.dtype} "
-            "tensor: it was clamped to fp16 and stored wider."
-        )
-        yield SATURATED_VALUES.finding(
-            "warning",
-            message,
-            where=where_of(tensor, summary.global_step),
-            cause="bad_checkpoint",
-            evidence=numbers(tensor),
-        )
-    yield from rest_finding(summary, SATURATED_VALUES, "warning", before, "were clamped to fp16 and stored wider")
+    yield from each_tensor(
+        summary,
+        SATURATED_VALUES,
+        [t for t in summary.tensors if _clamped_before(t)],
+        lambda t: (
+            f"The largest value of {label(t)} is exactly 65504, fp16's largest number, in a {t.dtype} tensor: it was "
+            "clamped to fp16 and stored wider."
+        ),
+        "were clamped to fp16 and stored wider",
+        severity=WARNING,
+    )
 
 
 def _clamped_before(tensor: TensorSummary) -> bool:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from ampdoctor.checkpoints.files import RegularFile
-from ampdoctor.checkpoints.log_files import SkippedLines, known_fields, lines_in, step_of, unread_in
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, Line, LogRecord, RunLine, Stamp, StepLine
 from ampdoctor.evidence.report import ErrorNote, Skipped
+from ampdoctor.health.reading.log_files import SkippedLines, known_fields, lines_in, step_of, unread_in
 
 # -- the order of rows, and rows that a later one replaces --
 
@@ -90,7 +90,7 @@ class StepOrder:
 
 # -- rows of other tools' logs as lines of a run's log --
 
-_SAYS_SOMETHING = frozenset({"loss", "gradient_norm", "grad_norm", "loss_scale", "scale", "seconds", "skipped"})
+_SAYS_SOMETHING = frozenset({"loss", "gradient_norm", "loss_scale", "seconds", "skipped"})
 OF_A_NETWORK = "loss/"  # prefix of a loss that belongs to one of several networks; each network is a series of its own
 _LARGEST = 2.0**63
 _MOST_STEPS = 2**53  # larger values are not steps: numbers are kept as floats, which cannot tell such steps apart
@@ -101,7 +101,7 @@ class Row:
     """A row of a log: a step and some of its numbers."""
 
     step: int  # as the log counts
-    values: dict[str, float] = field(default_factory=dict)  # names as in `StepLine`, `LogEntry`, or `loss/NETWORK`
+    values: dict[str, float] = field(default_factory=dict)  # names as in `StepLine`, or `loss/NETWORK`
     time_ms: int = 0  # since 1970; 0 where the log does not say
 
 
@@ -262,9 +262,9 @@ def _step(row: Row) -> StepLine | None:
     return StepLine(
         step=row.step,
         loss=_loss(values),
-        gradient_norm=values.get("gradient_norm", values.get("grad_norm")),
+        gradient_norm=values.get("gradient_norm"),
         max_norm=values.get("max_norm"),
-        loss_scale=values.get("loss_scale", values.get("scale")),
+        loss_scale=values.get("loss_scale"),
         skipped=None if skipped is None else bool(skipped),
         learning_rates=() if rate is None else (rate,),
         seconds=values.get("seconds"),
@@ -281,7 +281,7 @@ def _loss(values: Mapping[str, float]) -> float | None:
 
 
 def _hides_a_nan(values: Mapping[str, float]) -> bool:
-    norm = values.get("gradient_norm", values.get("grad_norm"))
+    norm = values.get("gradient_norm")
     return values.get("loss") == 0 and norm is not None and not math.isfinite(norm)
 
 
@@ -291,8 +291,8 @@ def _count(value: float | None) -> int | None:
 
 # -- columns without numbers: texts, booleans, empty cells --
 
-MANY = 8  # so many empty losses at the end may stand for NaN: AMP703's hopeless steps
-_JUDGED = {"loss": "loss", "grad_norm": "gradient norm", "scale": "loss scale"}
+MANY = 8  # so many empty losses at the end may stand for NaN, as for AMP722
+_JUDGED = {"loss": "loss", "gradient_norm": "gradient norm", "loss_scale": "loss scale"}
 _TOLD = {"step": "number of the step", **_JUDGED}
 
 

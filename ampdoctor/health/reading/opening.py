@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import marshal
 import os
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import astuple, dataclass, field, replace
-from itertools import islice, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, RegularFile, identity_of, is_folder, list_folder
-from ampdoctor.checkpoints.log_files import HEAD, MAX_BYTES, SkippedLines, begins_run_log, lines_in
+from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, Listing, RegularFile, identity_of, is_folder, list_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.log_records import SCHEMA_VERSION, LogRecord
-from ampdoctor.evidence.log_text import Row, line_of_row, quick_line_of, row_of
+from ampdoctor.evidence.log_text import quick_line_of
 from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, shown_path, will_be_written
 from ampdoctor.evidence.report import ErrorNote, Skipped
+from ampdoctor.health.reading.log_files import HEAD, MAX_BYTES, SkippedLines, begins_run_log, lines_in
 from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, LogLocation, ReadIssues
 from ampdoctor.health.reading.other_logs import (
     ANY_TABLE,
@@ -33,7 +28,6 @@ from ampdoctor.health.reading.other_logs import (
     WANDB,
 )
 from ampdoctor.health.reading.printed_outputs import CONSOLE, DEEPSPEED, MEGATRON, log_elsewhere
-from ampdoctor.package import beside
 
 # -- ampdoctor's own log --
 
@@ -360,12 +354,8 @@ def _none(place: LogLocation, refused: Mapping[str, str], budget: Budget) -> str
 
 def has_log(path: Path) -> bool:
     """Whether a file or folder itself is or holds a log that can be read."""
-    return _has_log(path, Budget())
-
-
-def _has_log(path: Path, budget: Budget) -> bool:
     try:
-        return next(_logs_in(_place(path, budget)), None) is not None
+        return next(_logs_in(_place(path, Budget())), None) is not None
     except CheckpointError:
         return False
 
@@ -387,12 +377,10 @@ def _place(path: Path, budget: Budget) -> LogLocation:
 
 
 def _logs_in(place: LogLocation) -> Iterator[FoundLog]:
-    taken: set[str] = set()
     for kind in KINDS:
         for names in kind.claims(place):
-            if not taken.isdisjoint(names):
+            if not set(names) <= set(place.names):
                 continue
-            taken.update(names)
             lacks = tuple(kind.lacks(place))
             yield FoundLog(
                 typed=str(place.folder / names[0]),
@@ -404,8 +392,15 @@ def _logs_in(place: LogLocation) -> Iterator[FoundLog]:
             )
             if place.named:
                 return
+            place = replace(place, names=tuple(name for name in place.names if name not in names))
             if kind is AMPDOCTOR:  # exports beside our own log are no other logs, and are written anew
                 place = replace(place, names=tuple(n for n in place.names if not will_be_written(place.folder / n)))
+
+
+def logs_in_folder(listing: Listing) -> tuple[list[FoundLog], Mapping[str, str]]:
+    """Returns the logs among a folder's files, and why others cannot be read, by name."""
+    place = LogLocation(listing.path, tuple(listing.files))
+    return [*_logs_in(place)], place.refused
 
 
 def _typed_by_its_folder(logs: Iterable[FoundLog]) -> list[FoundLog]:
@@ -430,88 +425,3 @@ def _beside(first: FoundLog, other: FoundLog, root: Path) -> Skipped:
     own, what = (str(one.folder.relative_to(root)) for one in (first, other))
     older = last_written(other.folder) < last_written(first.folder)
     return Skipped(what=what, reason=f"a log that was written before {own}'s" if older else f"another log than {own}'s")
-
-
-# -- a second process that parses a long log, while this one evaluates it --
-
-LEAST_BYTES = 48 * 1024 * 1024  # a smaller log is read here in the time that a second process would save
-_Batch: TypeAlias = list[Row] | tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]
-"""Rows of lines, or at the end what was noticed: `SkippedLines` by file, and the `Skipped`."""
-_LINES = 512  # lines that go through the pipe at once
-_MARSHAL, _SIZE = 2, 8  # marshal's version (later ones search for shared objects), and bytes of a batch's size
-_F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1024 * 1024
-"""Linux's fcntl for the size of a pipe: it holds some batches, so that neither process waits for the other."""
-
-
-def lines_ahead(found: FoundLog, noticed: ReadIssues) -> Iterator[LogRecord]:
-    """Yields the lines of `found`, parsed by another process where the log is long and a core is free."""
-    # If that process fails, the rest is read here, and raises what reading raises (CheckpointError). `noticed` is
-    # complete after the last line.
-    read = 0
-    process = _started(found)
-    if process is not None:
-        try:
-            for batch in _batches(process):
-                if isinstance(batch, list):
-                    read += len(batch)
-                    yield from map(line_of_row, batch)
-                else:
-                    left, skipped = batch
-                    noticed.left.update((name, SkippedLines(*values)) for name, *values in left)
-                    noticed.skipped += [Skipped(what=what, reason=why, kind=kind) for what, why, kind in skipped]
-                    return
-        finally:
-            process.kill()
-            process.communicate()
-    yield from islice(found.lines(noticed), read, None)
-
-
-def _started(found: FoundLog) -> subprocess.Popen[bytes] | None:
-    if found.kind is not AMPDOCTOR or _cores() < 2:
-        return None
-    with suppress(CheckpointError):
-        command = beside("ampdoctor.health.reading.opening", os.fspath(found.folder), *found.names)
-        if command and sum(one.size for one in found.state()) >= LEAST_BYTES:
-            with suppress(OSError):
-                return subprocess.Popen(  # noqa: S603 - our own, with the names of the log's files
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for this process only, which ends the other
-                )  # fmt: skip
-    return None
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _batches(process: subprocess.Popen[bytes]) -> Iterator[_Batch]:
-    """Yields lists of rows, then what was noticed; without the latter where the process has failed."""
-    stream = process.stdout
-    with suppress(EOFError, OSError, ValueError, TypeError):
-        while stream is not None and (size := stream.read(_SIZE)):
-            batch: _Batch = marshal.loads(stream.read(int.from_bytes(size)))  # noqa: S302 - plain values from our process
-            yield batch
-
-
-def main() -> None:
-    """Runs the other process: writes the rows of a log's lines in batches, then what was noticed."""
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    with suppress(ImportError, OSError):
-        import fcntl
-
-        fcntl.fcntl(out.fileno(), _F_SETPIPE_SZ, _PIPE_BYTES)
-    gc.disable()  # lines make no cycles
-    folder, *names = sys.argv[1:]
-    noticed = ReadIssues()
-    lines = AMPDOCTOR.read(Path(folder), names, noticed)
-    with suppress(BrokenPipeError), out:  # the reader has gone
-        while batch := [row_of(whole) for whole in islice(lines, _LINES)]:
-            _send(out, batch)
-        left = [(name, *astuple(one)) for name, one in noticed.left.items()]
-        _send(out, (left, [(one.what, one.reason, one.kind) for one in noticed.skipped]))
-
-
-def _send(out: BinaryIO, batch: _Batch) -> None:
-    said = marshal.dumps(batch, _MARSHAL)
-    out.write(len(said).to_bytes(_SIZE) + said)

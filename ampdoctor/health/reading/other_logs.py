@@ -9,15 +9,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from heapq import merge
-from itertools import chain, islice, pairwise
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from ampdoctor.checkpoints.event_files import BYTES, VARINT, framed_records, is_event_file, message_fields, scalars_in
 from ampdoctor.checkpoints.files import RegularFile
-from ampdoctor.checkpoints.json_files import read_json
-from ampdoctor.checkpoints.log_files import (
-    BYTE_ORDER_MARK,
+from ampdoctor.checkpoints.json_files import BYTE_ORDER_MARK, read_json
+from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.log_records import EndLine, LogRecord, RunLine, Stamp
+from ampdoctor.evidence.report import Skipped
+from ampdoctor.health.reading.event_files import (
+    BYTES,
+    VARINT,
+    framed_records,
+    is_event_file,
+    message_fields,
+    scalars_in,
+)
+from ampdoctor.health.reading.log_files import (
     SkippedLines,
     as_number,
     csv_rows,
@@ -29,9 +38,6 @@ from ampdoctor.checkpoints.log_files import (
     step_of,
     unread_in,
 )
-from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.log_records import EndLine, LogRecord, RunLine, Stamp
-from ampdoctor.evidence.report import Skipped
 from ampdoctor.health.reading.log_kind import (
     OF_A_NETWORK,
     Epochs,
@@ -75,7 +81,7 @@ def metrics_of(header: Sequence[str], name: str) -> Mapping[str, str]:
 
 
 _LIGHTNING = "metrics.csv"
-_SOMETHING = frozenset({"loss", "grad_norm", "scale"})
+_SOMETHING = frozenset({"loss", "gradient_norm", "loss_scale"})
 _NETWORKS = {"g": "g", "gen": "g", "generator": "g", "d": "d", "disc": "d", "discriminator": "d", "critic": "d"}
 """Names of the networks of an adversarial training, and which of the two each one is."""
 _BESIDE = frozenset({"loss", "losses", "train", "training", "total", "a", "b"})
@@ -367,14 +373,23 @@ def _claims_events(place: LogLocation) -> Sequence[Sequence[str]]:
 
 def _read_events(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:
     with ExitStack() as stack:
-        files = (stack.enter_context(RegularFile(folder / name, name)) for name in names)
-        skips = SkipCount()
-        rows = (
-            Row(event.step, skips.of_a_step(fields), milliseconds(event.wall_time))
-            for event in scalars_in(files, noticed.skipped)
-            if (fields := known_fields(event.values))
-        )
-        yield from lines_of(rows, RunLine(name=folder.name), noticed.order)
+        files = [stack.enter_context(RegularFile(folder / name, name)) for name in names]
+        yield from lines_of(_rows_of(files, noticed.skipped), RunLine(name=folder.name), noticed.order)
+
+
+def _rows_of(files: Sequence[RegularFile], damaged: list[Skipped]) -> Iterator[Row]:
+    """Yields a row for the events of a step, by time: a run may have several writers, and a restart comes later."""
+    skips = SkipCount()
+    events = merge(*(scalars_in(file, damaged) for file in files), key=lambda event: event.wall_time)
+    for step, together in groupby(events, key=lambda event: event.step):
+        values: dict[str, float] = {}
+        for event in together:
+            values |= event.values
+            written = event.wall_time
+        fields = known_fields({**values, "step": step})
+        del fields["step"]
+        if fields:
+            yield Row(step, skips.of_a_step(fields), milliseconds(written))
 
 
 TENSORBOARD = LogKind(format="tensorboard", claims=_claims_events, read=_read_events)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import accumulate, pairwise
 
-from ampdoctor.checkpoints.log_files import SkippedLines, as_number
 from ampdoctor.evidence.report import Skipped
+from ampdoctor.health.reading.log_files import SkippedLines, as_number
 from ampdoctor.health.reading.log_kind import Epochs, ReadIssues, Row
 from ampdoctor.health.reading.printed_line import Printed, printed
 
@@ -128,7 +128,7 @@ def _seconds(line: bytes) -> float | None:
 
 
 MOST_TRIED = 2000  # lines with numbers that decide the layout of a file
-_MAIN = ("loss", "grad_norm")
+_MAIN = ("loss", "gradient_norm")
 _COUNTED = "no line says which step it is of: the lines are counted"
 _MARKS = ("step", "bar", "fraction", "epoch", "count")
 
@@ -330,9 +330,9 @@ class ConsoleRows:
                 for row in self._between(behind, step):
                     skipped = row.step == step
                     yield row
-            if self._scale is not None:
-                values.setdefault("scale", self._scale)
-                if not skipped and not self._by_epochs:
+            if self._scale is not None and not skipped:  # the row of a skipped step has the scale that it tried
+                values.setdefault("loss_scale", self._scale)
+                if not self._by_epochs:
                     values["skipped"] = 0.0
             if self.layout.place == "num_updates":  # fairseq's counter, of steps that were taken only
                 values.setdefault("skipped", 0.0)

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ampdoctor.checkpoints.log_files import field_of
+from ampdoctor.health.reading.log_files import field_of
 
 LONGEST = 16 * 1024  # longest line that is parsed, in bytes: a printed dictionary of some hundred numbers
 _MAY_SAY = re.compile(rb"loss|norm|epoch|\d\s*/\s*\d", re.IGNORECASE)  # a line without any of these is not parsed
@@ -65,7 +65,7 @@ _HARMLESS = frozenset(
     | {"optimizer", "at", "epoch", "mini", "minibatch", "smoothed", "trainer", "local", "overall"}
 )
 """Words before a known name that do not change it: `avg loss` is the loss, `valid loss` and `box loss` are not."""
-_OWN_NAMES = {"epoch": "epoch", "norm": "grad_norm", "batch": "step", "dt": "time", "time": "time"} | dict.fromkeys(
+_OWN_NAMES = {"epoch": "epoch", "norm": "gradient_norm", "batch": "step", "dt": "time", "time": "time"} | dict.fromkeys(
     ("avg_loss", "mean_loss", "loss_train", "epoch_loss", "running_loss"), "loss"
 )
 """Names that count on a printed line and not in a table. `time` is that of a step if it is in milliseconds, or if the
@@ -89,7 +89,7 @@ class Number:
 class Printed:
     """A parsed line."""
 
-    numbers: dict[str, Number] = field(default_factory=dict)  # by the names of `LogEntry`
+    numbers: dict[str, Number] = field(default_factory=dict)  # by the names of a `StepLine`
     step: int | None = None  # the named step, or the number before the slash
     named: str = ""  # the name of the step; "" for a fraction
     of: int | None = None  # the number after the slash

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ampdoctor.checkpoints.files import RegularFile
-from ampdoctor.checkpoints.log_files import SkippedLines, as_number, lines_in
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine
+from ampdoctor.health.reading.log_files import SkippedLines, as_number, lines_in
 from ampdoctor.health.reading.log_kind import LogLocation, ReadIssues, Row, kind_of_one_file
 from ampdoctor.health.reading.printed_console import OVERFLOW, ConsoleRows, Layout, OverflowRows, layout_of, overflow_in
 from ampdoctor.health.reading.printed_line import printed

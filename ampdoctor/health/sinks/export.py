@@ -21,7 +21,7 @@ from ampdoctor.errors import AmpdoctorError, OutputError, UsageError
 from ampdoctor.evidence.log_records import DetailLine, LogRecord
 from ampdoctor.evidence.log_text import line_of, text_of
 from ampdoctor.evidence.report import Finding
-from ampdoctor.health.sinks import to_csv, to_mlflow, to_openmetrics, to_tensorboard, to_trackio, to_wandb
+from ampdoctor.health.sinks import to_csv, to_mlflow, to_openmetrics, to_tensorboard, to_wandb
 from ampdoctor.health.sinks.metrics import PREFIX, Alert, Projection, Row, together
 from ampdoctor.health.sinks.sink import RunFacts, Sink, SinkType, text_of_alert, title_of
 from ampdoctor.package import beside
@@ -32,11 +32,11 @@ KINDS: tuple[SinkType, ...] = (
     to_tensorboard.KIND,
     to_wandb.KIND,
     to_mlflow.KIND,
-    to_trackio.KIND,
+    to_wandb.TRACKIO,
     to_openmetrics.KIND,
     to_csv.KIND,
 )
-"""A new sink is a file with a `KIND`, and its line here."""
+"""A new sink is a class with a `SinkType`, and its line here."""
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # how a URL begins; one letter and a colon are a Windows drive

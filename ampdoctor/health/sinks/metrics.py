@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -32,123 +32,77 @@ Keep = Literal["last", "highest", "lowest"]
 PREFIX = "ampdoctor"  # prefix of our names where they stand among others
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """One number of a run."""
 
-    name: str  # with its unit where it has one
+    name: str  # its suffix is the unit where it has one
     help: str
+    _: KW_ONLY
     type: Type = "gauge"  # as in OpenMetrics; a histogram is made of the single values that a sink gets
-    unit: str = ""  # the name's suffix
     label: str = ""  # what it is split by: "layer" or "reason"; "" for one number a run
     keep: Keep = "last"  # which of several steps' values is shown; a non-finite one takes precedence
     of: Literal["step", "detail", "other"] = "step"  # the kind of line that it comes from
+
+    @property
+    def unit(self) -> str:
+        """The name's suffix where it is a unit."""
+        suffix = self.name.rpartition("_")[2]
+        return suffix if suffix in {"seconds", "bytes", "ratio", "binades"} else ""
+
+
+def _ratios(what: str, help_: str) -> tuple[Metric, Metric]:
+    single = "The same of single tensors, of those where it is largest."
+    return (
+        Metric(f"{what}_max_ratio", f"{help_}, of the tensor where it is largest.", keep="highest", of="detail"),
+        Metric(f"{what}_ratio", single, label="layer", keep="highest", of="detail"),
+    )
 
 
 METRICS: Mapping[str, Metric] = {
     metric.name: metric
     for metric in (
-        Metric(name="step_total", type="counter", help="Steps that were attempted."),
+        Metric("step_total", "Steps that were attempted.", type="counter"),
         Metric(
-            name="skipped_steps_total",
+            "skipped_steps_total",
+            "Steps that were not taken: gradients that overflow, a spike, or a policy.",
             type="counter",
             label="reason",
-            help="Steps that were not taken: gradients that overflow, a spike, or a policy.",
         ),
-        Metric(name="loss", keep="highest", help="Loss as the loop computed it."),
-        Metric(name="loss_finite", keep="lowest", help="1 where the loss is finite, else 0."),
-        Metric(name="gradient_norm", keep="highest", help="L2 norm of all gradients, unscaled and before clipping."),
-        Metric(name="clipped_gradient_norm", keep="highest", help="L2 norm of all gradients, after clipping."),
-        Metric(name="loss_scale", keep="lowest", help="Factor that the loss is multiplied by."),
-        Metric(name="learning_rate", help="Learning rate of the first parameter group."),
+        Metric("loss", "Loss as the loop computed it.", keep="highest"),
+        Metric("loss_finite", "1 where the loss is finite, else 0.", keep="lowest"),
+        Metric("gradient_norm", "L2 norm of all gradients, unscaled and before clipping.", keep="highest"),
+        Metric("clipped_gradient_norm", "L2 norm of all gradients, after clipping.", keep="highest"),
+        Metric("loss_scale", "Factor that the loss is multiplied by.", keep="lowest"),
+        Metric("learning_rate", "Learning rate of the first parameter group."),
+        Metric("step_duration_seconds", "Time from the step before to this one.", type="histogram", keep="highest"),
+        Metric("data_wait_ratio", "Share of a step's time that the loop waits for its data.", keep="highest"),
         Metric(
-            name="step_duration_seconds",
-            type="histogram",
-            unit="seconds",
+            "memory_active_peak_bytes",
+            "Most memory that tensors held on the device since the step before.",
             keep="highest",
-            help="Time from the step before to this one.",
         ),
+        Metric("memory_retries_total", "How often the allocator freed its cache and tried again.", type="counter"),
+        Metric("samples_total", "Samples of all ranks.", type="counter"),
+        Metric("tokens_total", "Tokens of all ranks.", type="counter"),
+        Metric("samples_per_second", "Samples of all ranks a second, since the step before."),
+        Metric("tokens_per_second", "Tokens of all ranks a second, since the step before."),
         Metric(
-            name="data_wait_ratio",
-            unit="ratio",
-            keep="highest",
-            help="Share of a step's time that the loop waits for its data.",
-        ),
-        Metric(
-            name="memory_active_peak_bytes",
-            unit="bytes",
-            keep="highest",
-            help="Most memory that tensors held on the device since the step before.",
-        ),
-        Metric(
-            name="memory_retries_total",
-            type="counter",
-            help="How often the allocator freed its cache and tried again.",
-        ),
-        Metric(name="samples_total", type="counter", help="Samples of all ranks."),
-        Metric(name="tokens_total", type="counter", help="Tokens of all ranks."),
-        Metric(name="samples_per_second", help="Samples of all ranks a second, since the step before."),
-        Metric(name="tokens_per_second", help="Tokens of all ranks a second, since the step before."),
-        Metric(
-            name="gradient_headroom_binades",
-            unit="binades",
+            "gradient_headroom_binades",
+            "Binades from the largest gradient of any tensor to its format's maximum, at the loss scale.",
             keep="lowest",
             of="detail",
-            help="Binades from the largest gradient of any tensor to its format's maximum, at the loss scale.",
         ),
+        *_ratios("underflow", "Share of a gradient that half precision flushes to zero"),
+        *_ratios("zero", "Share of a gradient that is zero"),
+        *_ratios("update", "Norm of a tensor's update over that of the tensor"),
+        Metric("nonfinite_tensors", "Tensors with NaN or infinite elements.", keep="highest", of="detail"),
+        Metric("running", "1 from the run's first step until it ends in order, then 0.", of="other"),
+        Metric("rollbacks_total", "Rollbacks to an earlier checkpoint.", type="counter", of="other"),
         Metric(
-            name="underflow_max_ratio",
-            unit="ratio",
-            keep="highest",
-            of="detail",
-            help="Share of a gradient that half precision flushes to zero, of the tensor where it is largest.",
-        ),
-        Metric(
-            name="underflow_ratio",
-            unit="ratio",
-            label="layer",
-            keep="highest",
-            of="detail",
-            help="The same of single tensors, of those where it is largest.",
-        ),
-        Metric(
-            name="zero_max_ratio",
-            unit="ratio",
-            keep="highest",
-            of="detail",
-            help="Share of a gradient that is zero, of the tensor where it is largest.",
-        ),
-        Metric(
-            name="zero_ratio",
-            unit="ratio",
-            label="layer",
-            keep="highest",
-            of="detail",
-            help="The same of single tensors, of those where it is largest.",
-        ),
-        Metric(
-            name="update_max_ratio",
-            unit="ratio",
-            keep="highest",
-            of="detail",
-            help="Norm of a tensor's update over that of the tensor, of the tensor where it is largest.",
-        ),
-        Metric(
-            name="update_ratio",
-            unit="ratio",
-            label="layer",
-            keep="highest",
-            of="detail",
-            help="The same of single tensors, of those where it is largest.",
-        ),
-        Metric(name="nonfinite_tensors", keep="highest", of="detail", help="Tensors with NaN or infinite elements."),
-        Metric(name="running", of="other", help="1 from the run's first step until it ends in order, then 0."),
-        Metric(name="rollbacks_total", type="counter", of="other", help="Rollbacks to an earlier checkpoint."),
-        Metric(
-            name="last_good_checkpoint_timestamp_seconds",
-            unit="seconds",
+            "last_good_checkpoint_timestamp_seconds",
+            "When the last checkpoint turned out good, in seconds since 1970.",
             of="other",
-            help="When the last checkpoint turned out good, in seconds since 1970.",
         ),
     )
 }
@@ -282,15 +236,13 @@ class Projection:
 
     def _of_step(self, line: StepLine) -> dict[str, float]:
         optimizer = self._optimizer(line.optimizer)
-        norm = line.gradient_norm
-        if norm is not None and line.norm_scaled:
-            norm = norm / line.loss_scale if line.loss_scale else None
+        before, self._before[optimizer] = self._before.get(optimizer), line
         known: dict[str, float | None] = {
             "step_total": line.step + 1,
             "loss": line.loss,
             "loss_finite": None if line.loss is None else float(math.isfinite(line.loss)),
-            "gradient_norm": None if line.norm_clipped else norm,
-            "clipped_gradient_norm": _clipped(norm, line),
+            "gradient_norm": line.norm,
+            "clipped_gradient_norm": line.clipped_norm,
             "loss_scale": line.loss_scale,
             "learning_rate": line.learning_rates[0] if line.learning_rates else None,
             "step_duration_seconds": line.seconds,
@@ -299,23 +251,13 @@ class Projection:
             "memory_retries_total": line.memory_retries,
             "samples_total": line.samples,
             "tokens_total": line.tokens,
-            **self._rates(line, optimizer),
+            "samples_per_second": line.per_second("samples", before),
+            "tokens_per_second": line.per_second("tokens", before),
         }
         values = {name_of(name, "", optimizer): float(value) for name, value in known.items() if value is not None}
         if line.skipped is not None:
             values |= self._skips(optimizer, "overflow", int(line.skipped))
         return values
-
-    def _rates(self, line: StepLine, optimizer: str) -> dict[str, float | None]:
-        """Returns rates since the line before, which may be many steps earlier; `seconds` is the time of one step."""
-        before, self._before[optimizer] = self._before.get(optimizer), line
-        if before is None or line.seconds is None or line.step <= before.step:
-            return {}
-        seconds = line.seconds * (line.step - before.step)
-        return {
-            "samples_per_second": _over(_less(line.samples, before.samples), seconds),
-            "tokens_per_second": _over(_less(line.tokens, before.tokens), seconds),
-        }
 
     def _skips(self, optimizer: str, reason: str, more: int) -> dict[str, float]:
         name = name_of("skipped_steps_total", reason, optimizer)
@@ -384,16 +326,6 @@ def _encodable(text: str) -> str:
 def _are_one(held: DetailLine, more: DetailLine) -> bool:
     """Whether two lines belong to one look: a long one takes several lines."""
     return (held.step, held.optimizer, held.reason) == (more.step, more.optimizer, more.reason)
-
-
-def _clipped(norm: float | None, line: StepLine) -> float | None:
-    if line.norm_clipped:
-        return norm
-    return None if norm is None or line.max_norm is None or not math.isfinite(norm) else min(norm, line.max_norm)
-
-
-def _less(now: int | None, before: int | None) -> int | None:
-    return None if now is None or before is None or now < before else now - before
 
 
 def _over(part: float | None, whole: float | None) -> float | None:

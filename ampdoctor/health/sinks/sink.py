@@ -53,47 +53,21 @@ class RunFacts:
         return {f"ampdoctor/{key}": value for key, value in known.items() if value != ""}
 
 
-def _anything(_target: str) -> str | None:
-    return None
-
-
-def _nothing(_target: str, _run: str) -> tuple[str, ...]:
-    return ()
-
-
-def _never(_target: str) -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkType:
-    """A kind of sink.
-
-    Attributes:
-        name: Comes before the `=` of `--export`.
-        target: A word for what comes after it.
-        help: A sentence about it.
-        begin: Makes a sink for a target; it alone imports the library.
-        module: The library that it needs.
-        is_path: The target is a path, relative to where the command was typed.
-        takes_urls: The target may also be a URL, which the library understands.
-        often: Takes each step. A sink with a server gets one step a second, which stands for those since the last.
-        writes: Returns the files of a target that is a path, for a run's name, as far as they are known.
-        refuse: Returns why a target is invalid; None for a valid one.
-        is_endpoint: Whether a target is an endpoint that answers requests while a training runs.
-    """
+    """A kind of sink; `--export NAME=TARGET` asks for it."""
 
     name: str
-    target: str
+    target: str  # a word for what comes after the `=`
     help: str
-    begin: Callable[[str, RunFacts], Sink]
-    module: str | None = None
-    is_path: bool = False
-    takes_urls: bool = False
-    often: bool = True
-    writes: Callable[[str, str], tuple[str, ...]] = _nothing
-    refuse: Callable[[str], str | None] = _anything
-    is_endpoint: Callable[[str], bool] = _never
+    begin: Callable[[str, RunFacts], Sink]  # it alone imports the library
+    module: str | None = None  # the library that it needs
+    is_path: bool = False  # the target is a path, relative to where the command was typed
+    takes_urls: bool = False  # the target may also be a URL, which the library understands
+    often: bool = True  # takes each step; False: one a second, which stands for those since the last
+    writes: Callable[[str, str], tuple[str, ...]] = lambda _target, _run: ()  # files of a path, for a run's name
+    refuse: Callable[[str], str | None] = lambda _target: None  # why a target is invalid
+    is_endpoint: Callable[[str], bool] = lambda _target: False  # it answers requests while a training runs
 
 
 def title_of(finding: Finding) -> str:

@@ -24,15 +24,9 @@ if TYPE_CHECKING:
 
 _BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 """Upper bounds of the buckets of a step's time."""
-_ALERTS = Metric(name="alerts_total", type="counter", help="What was noticed, by its cause.")
-_AGE = Metric(
-    name="last_good_checkpoint_age_seconds",
-    unit="seconds",
-    help="Since the last checkpoint turned out good, when this was written.",
-)
-_LAST_STEP = Metric(
-    name="last_step_timestamp_seconds", unit="seconds", help="When the last step was logged, in seconds since 1970."
-)
+_ALERTS = Metric("alerts_total", "What was noticed, by its cause.", type="counter")
+_AGE = Metric("last_good_checkpoint_age_seconds", "Since the last checkpoint turned out good, when this was written.")
+_LAST_STEP = Metric("last_step_timestamp_seconds", "When the last step was logged, in seconds since 1970.")
 _GOOD = "last_good_checkpoint_timestamp_seconds"
 FAMILIES: tuple[Metric, ...] = (*METRICS.values(), _ALERTS, _AGE, _LAST_STEP)
 """Every family but that of the run's own facts, in the order of the text."""
@@ -54,14 +48,16 @@ class _Histogram:
             self.sum += value
 
 
-class OpenMetricsState:
-    """The current state of a run.
+class _Exposed:
+    """A run's current state as a registry, under a lock for requests while it changes.
 
     Counters exist from the beginning, so that their first increase is visible. The run's name is a label of every
     series, since several runs may share a machine.
     """
 
     def __init__(self, facts: RunFacts) -> None:
+        from prometheus_client import CollectorRegistry
+
         self._facts = facts
         self._values: dict[str, dict[Labels, float]] = {}
         self._histograms: dict[str, dict[Labels, _Histogram]] = {}
@@ -73,32 +69,42 @@ class OpenMetricsState:
         self._set(METRICS["running"], (), 1.0)
         for severity in ("error", "warning", "note"):
             self._set(_ALERTS, (("cause", ""), ("severity", severity)), 0.0)
+        self._lock = threading.Lock()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
 
-    def log(self, metrics: Mapping[str, float], step: int, time_ms: int) -> None:
-        """Takes numbers of a step."""
-        for name, value in metrics.items():
-            metric, label, optimizer = parts_of(name)
-            if metric.label == "layer" and self._layers_of.get(name_of(metric.name, "", optimizer)) != step:
-                self._layers_of[name_of(metric.name, "", optimizer)] = step
-                held = self._values.get(metric.name, {})
-                self._values[metric.name] = {k: v for k, v in held.items() if dict(k).get("optimizer", "") != optimizer}
-            labels = tuple(
-                (key, text) for key, text in ((metric.label, label), ("optimizer", optimizer)) if key and text
-            )
-            if metric.type == "histogram":
-                self._histograms.setdefault(metric.name, {}).setdefault(labels, _Histogram()).add(value)
-            elif metric.type != "counter" or math.isfinite(value):  # no reader accepts a non-finite counter
-                self._set(metric, labels, value)
-            if metric.name == "step_total":
-                self._set(_LAST_STEP, (), time_ms / 1000)
+    def collect(self) -> list[Family]:
+        """Returns the state; the library asks for it."""
+        with self._lock:
+            return list(self._families())
 
-    def alert(self, finding: Finding) -> None:
-        """Counts an alert."""
+    def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:
+        """As in `Sink`."""
+        with self._lock:
+            for name, value in metrics.items():
+                self._take(name, value, step, time_ms)
+
+    def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:  # noqa: ARG002 - a counter needs neither
+        """As in `Sink`; a counter."""
         labels = (("cause", finding.cause or finding.name), ("severity", finding.severity))
-        self._set(_ALERTS, labels, self._values[_ALERTS.name].get(labels, 0.0) + 1)
+        with self._lock:
+            self._set(_ALERTS, labels, self._values[_ALERTS.name].get(labels, 0.0) + 1)
 
-    def families(self) -> Iterator[Family]:
-        """Yields the state as the library writes it."""
+    def _take(self, name: str, value: float, step: int, time_ms: int) -> None:
+        metric, label, optimizer = parts_of(name)
+        if metric.label == "layer" and self._layers_of.get(name_of(metric.name, "", optimizer)) != step:
+            self._layers_of[name_of(metric.name, "", optimizer)] = step
+            held = self._values.get(metric.name, {})
+            self._values[metric.name] = {k: v for k, v in held.items() if dict(k).get("optimizer", "") != optimizer}
+        labels = tuple((key, text) for key, text in ((metric.label, label), ("optimizer", optimizer)) if key and text)
+        if metric.type == "histogram":
+            self._histograms.setdefault(metric.name, {}).setdefault(labels, _Histogram()).add(value)
+        elif metric.type != "counter" or math.isfinite(value):  # no reader accepts a non-finite counter
+            self._set(metric, labels, value)
+        if metric.name == "step_total":
+            self._set(_LAST_STEP, (), time_ms / 1000)
+
+    def _families(self) -> Iterator[Family]:
         from prometheus_client.core import Metric as Family
 
         good = self._values.get(_GOOD, {}).get(())
@@ -133,31 +139,6 @@ class OpenMetricsState:
             values = dict(sorted(values.items(), key=lambda item: -item[1])[:LAYERS])
         for labels, value in sorted(values.items()):
             yield metric.name, labels, value
-
-
-class _Exposed:
-    """A run's state as a registry, under a lock for requests while it changes."""
-
-    def __init__(self, facts: RunFacts) -> None:
-        from prometheus_client import CollectorRegistry
-
-        self._state = OpenMetricsState(facts)
-        self._lock = threading.Lock()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-
-    def collect(self) -> list[Family]:
-        """Returns the state; the library asks for it."""
-        with self._lock:
-            return list(self._state.families())
-
-    def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:
-        with self._lock:
-            self._state.log(metrics, step, time_ms)
-
-    def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:  # noqa: ARG002 - a counter needs neither
-        with self._lock:
-            self._state.alert(finding)
 
 
 class OpenMetricsFile(_Exposed):

@@ -1,4 +1,4 @@
-"""The files of a log and their size: one that grows, and finished ones, whose details are thinned out over time.
+"""The files of a log and their size: one that grows, and finished ones, of which the oldest lose their details.
 
 Only the process that began a file appends to it: the file of a killed process, with its torn last line, stays unchanged
 under the next number.
@@ -7,7 +7,6 @@ under the next number.
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,24 +14,11 @@ from pathlib import Path
 from ampdoctor.evidence.log_text import kind_of
 from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, run_name
 
-# -- thinning: removes old details from a finished file; all other lines stay, byte for byte --
 
-_STEP = re.compile(rb',"step":([0-9]+)')
-_FIRED = re.compile(rb',"reason":"')
-_HEAD = 512
-"""Bytes at the start of a line that contain its step and reason: the tensors come last."""
-
-
-def thinned(path: Path, *, also_fired: bool) -> int:
-    """Removes the details of every other step from a finished file, and returns the number of removed lines.
-
-    The file is replaced as a whole, or unchanged after an OSError. Its last step's details stay, so that some always
-    remain. Details at which an alert had fired go only with `also_fired`.
-    """
+def without_details(path: Path) -> int:
+    """Removes the details of a finished file, and returns their number; after an OSError it is unchanged."""
     lines = path.read_bytes().splitlines(keepends=True)
-    steps = {step for line in lines if (step := _step(line, also_fired=also_fired)) is not None}
-    out = set(sorted(steps)[-2::-2])
-    kept = [line for line in lines if _step(line, also_fired=also_fired) not in out]
+    kept = [line for line in lines if kind_of(line) != "detail"]
     if len(kept) < len(lines):
         replace_whole(path, b"".join(kept))
     return len(lines) - len(kept)
@@ -41,15 +27,6 @@ def thinned(path: Path, *, also_fired: bool) -> int:
 def details_in(path: Path) -> int:
     """Returns the bytes of a file that are details."""
     return sum(len(line) for line in path.read_bytes().splitlines(keepends=True) if kind_of(line) == "detail")
-
-
-def _step(line: bytes, *, also_fired: bool) -> int | None:
-    """Returns the step of a detail that may be removed."""
-    if kind_of(line) != "detail":
-        return None
-    head = line[:_HEAD].partition(b',"tensors":')[0]
-    step = _STEP.search(head)
-    return None if step is None or (_FIRED.search(head) and not also_fired) else int(step[1])
 
 
 def replace_whole(path: Path, data: bytes) -> None:
@@ -70,7 +47,7 @@ class Limits:
     """Bounds of a log."""
 
     file_bytes: int = 16 * 1024 * 1024  # then a new file begins; a file of this size is read in a second
-    detail_bytes: int = 512 * 1024 * 1024  # of details; then old ones are thinned. Steps stay: a million take 150 MB
+    detail_bytes: int = 512 * 1024 * 1024  # of details; then the oldest go. Steps stay: a million take 150 MB
     lines: int = 20_000  # that wait, without details: 20 seconds of steps of 1 ms, some 10 MB
     details: int = 16  # that wait; each may hold a histogram of every tensor
     last: int = 256  # steps that are kept for a bundle
@@ -81,8 +58,6 @@ class Limits:
 
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
 _FLAGS |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-_TARGET = 0.75
-"""Share of the bound to which details are thinned, so that not every new file exceeds it again."""
 
 
 class Segments:
@@ -182,23 +157,12 @@ class Segments:
             path.rename(path.with_name(run_name(self._rank, self.number)))
 
     def _thin(self) -> None:
-        """Removes every other old detail, oldest files first, until the bound is met or nothing can be removed."""
+        """Removes the details of the oldest files until the bound is met."""
         sizes = self._finished
         sizes |= {path: details_in(path) for path, size in sizes.items() if size is None}
-        if self._of_details() <= self._limits.detail_bytes:
-            return
-        for also_fired in (False, True):
-            gone = 1
-            while gone:
-                gone = 0
-                for path in sizes:
-                    if self._of_details() <= self._limits.detail_bytes * _TARGET:
-                        return
-                    less = thinned(path, also_fired=also_fired)
-                    if less:
-                        sizes[path] = details_in(path)
-                        self.thinned += less
-                        gone += less
-
-    def _of_details(self) -> int:
-        return sum(size or 0 for size in self._finished.values())
+        for path, size in sizes.items():
+            if sum(one or 0 for one in sizes.values()) <= self._limits.detail_bytes:
+                return
+            if size:
+                self.thinned += without_details(path)
+                sizes[path] = 0

@@ -18,8 +18,7 @@ from ampdoctor.hooks.callbacks import UncopiedHooks
 from ampdoctor.hooks.nested import iter_tensors
 from ampdoctor.hooks.torch_internals import in_backward, transforms
 from ampdoctor.live.numbers.norms_and_samples import Sampled, norms_of, sample, strided
-from ampdoctor.numerics import extremes_of_each
-from ampdoctor.numerics.tensors import Unseen, is_plain
+from ampdoctor.numerics.tensors import Unseen, extremes_of_each, is_plain
 
 MOST_ACTIVATIONS = 256
 """Modules that are sampled in a step; a larger model is sampled in parts, another one each time."""

@@ -18,15 +18,10 @@ _REDUCED = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norms:
-    """L2 norms of tensors on one device.
-
-    `off` is the largest relative difference between `torch._foreach_norm` and `torch.linalg.vector_norm`: 0-dim, on the
-    device; None where it was not computed.
-    """
+    """L2 norms of tensors on one device."""
 
     names: tuple[str, ...]  # in the vector's order
     vector: Tensor  # float32 of shape (n,), on the device; float64 where one of the tensors is
-    off: Tensor | None = None
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -48,16 +43,13 @@ def local(tensor: Tensor) -> Tensor:
         return elements if elements.dtype in _REDUCED else elements.to(torch.float32)
 
 
-def norms_of(named: Iterable[tuple[str, Tensor]], *, fused: bool = True, check: bool = False) -> list[Norms]:
+def norms_of(named: Iterable[tuple[str, Tensor]]) -> list[Norms]:
     """Returns the norms of tensors, by device, without waiting for any device.
 
     Squares are summed in float32 (float64 for float64), so that a norm above 1.8e19 is inf and elements below 2.6e-23
     do not count, as in `clip_grad_norm_`; an fp16 tensor's norm does not overflow. A NaN makes its tensor's norm NaN.
     The norm of a shard is the shard's own; an uncoalesced sparse tensor on a device counts repeated rows separately.
     Empty tensors have norm 0.
-
-    `fused` uses `torch._foreach_norm`, which is one kernel for many tensors. `check` also computes them the other way
-    (a torch of 2024 gave wrong norms of long lists, pytorch#140066).
     """
     groups: dict[torch.device, dict[torch.dtype, tuple[list[str], list[Tensor]]]] = {}
     for name, tensor in named:
@@ -70,9 +62,7 @@ def norms_of(named: Iterable[tuple[str, Tensor]], *, fused: bool = True, check: 
         names = [name for part, _ in by_dtype.values() for name in part]
         lists = [tensors for _, tensors in by_dtype.values()]
         with Unseen(lists[0][0]):
-            vector = _vector(lists, fused=fused)
-            off = _apart(vector, _vector(lists, fused=not fused)) if check else None
-        found.append(Norms(names=tuple(names), vector=vector, off=off))
+            found.append(Norms(names=tuple(names), vector=_vector(lists)))
     return found
 
 
@@ -83,25 +73,13 @@ def total(vector: Tensor) -> Tensor:
     return norm
 
 
-def _vector(lists: Sequence[list[Tensor]], *, fused: bool) -> Tensor:
+def _vector(lists: Sequence[list[Tensor]]) -> Tensor:
     """Returns the norms of lists of tensors, each list of one dtype, all on one device."""
     parts = []
     for tensors in lists:
         wide = None if tensors[0].dtype == torch.float64 else torch.float32
-        if fused:
-            norms = list(torch._foreach_norm(tensors, 2.0, dtype=wide))
-        else:
-            norms = [torch.linalg.vector_norm(tensor, dtype=wide) for tensor in tensors]
-        parts.append(torch.stack(norms))
+        parts.append(torch.stack(torch._foreach_norm(tensors, 2.0, dtype=wide)))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """Returns the largest relative difference; two norms that are both not finite count as equal."""
-    largest = torch.maximum(one.abs(), other.abs())
-    apart = (one - other).abs() / largest.clamp(min=torch.finfo(one.dtype).tiny)
-    same = one.isfinite().logical_not_() & other.isfinite().logical_not_()
-    return torch.where(same | (one == other), torch.zeros_like(apart), apart).amax()
 
 
 # -- samples: a few thousand elements of each tensor, always the same ones, in one buffer a device --

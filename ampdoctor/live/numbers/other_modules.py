@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.numbers.async_reader import AsyncReader
-from ampdoctor.numerics import extremes_of_each
+from ampdoctor.numerics.tensors import extremes_of_each
 from ampdoctor.probes.nonfinite import is_written_mask
 from ampdoctor.probes.user_code import user_frames
 

@@ -17,7 +17,8 @@ from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.numbers.activations import HALF, NO_BATCH, Activation, ActivationGrad, BatchReading, batch_of
 from ampdoctor.live.numbers.async_reader import PackedTensors
 from ampdoctor.live.numbers.norms_and_samples import Moved, Sampled, Updates, cut, moved
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.counting import count
+from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.probes.formats_seen import FORMATS
 
 Role = Literal["parameter", "gradient", "activation", "activation_gradient"]
@@ -72,10 +73,10 @@ def tensor_detail(
     shares and headroom are those before clipping; None where there is none or it is unknown. `extremes` are its
     smallest and largest element. `norm` is of the whole tensor.
     """
-    counted = Histogram.of(values.to(row.dtype))  # exact: the values were widened from this dtype
+    counted = count(values.to(row.dtype))  # exact: the values were widened from this dtype
     times = factor if factor is not None and 0.0 < factor < math.inf else None
     amax = _amax(counted, extremes)
-    largest = None if amax is None else Histogram.of(torch.tensor([amax], dtype=torch.float64, device="cpu"))
+    largest = None if amax is None else count(torch.tensor([amax], dtype=torch.float64, device="cpu"))
     return TensorDetail(
         tensor=index,
         role=role,

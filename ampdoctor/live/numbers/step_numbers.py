@@ -18,15 +18,14 @@ from ampdoctor.live.numbers.activations import ActivationGrad, Activations, arri
 from ampdoctor.live.numbers.async_reader import AsyncReader
 from ampdoctor.live.numbers.norms_and_samples import Updates, local, norms_of, sample, total
 from ampdoctor.live.numbers.readings import ClipLog, IndexOf, PendingReading, StepReading, detail_of, step_of
-from ampdoctor.numerics import extremes_of_each
-from ampdoctor.numerics.tensors import Unseen
+from ampdoctor.numerics.tensors import Unseen, extremes_of_each
 
 # -- filling a step's parcel, on the device --
 
 Named = Sequence[tuple[str, Tensor]]
 
 
-def add_norms(sent: PendingReading, gradients: Named, *, fused: bool, check: bool) -> Tensor | None:
+def add_norms(sent: PendingReading, gradients: Named) -> Tensor | None:
     """Adds the gradients' norms: clipping's, and their own where it computed none or single tensors are looked at.
 
     Returns the norm of all, 0-dim and on their device, as clipping saw it or as they are; None where it is in parts.
@@ -37,12 +36,10 @@ def add_norms(sent: PendingReading, gradients: Named, *, fused: bool, check: boo
         sent.parcel.add("clip", part.clip.total)
     if parts and sent.reason is None:
         return _one([local(part.clip.total) for part in parts])
-    every = norms_of(gradients, fused=fused, check=check)
+    every = norms_of(gradients)
     for norms in every:
         sent.norms += norms.names
         sent.parcel.add("norms", norms.vector)
-        if norms.off is not None:
-            sent.parcel.add("off", norms.off)
     if parts:
         return _one([local(part.clip.total) for part in parts])
     return _one([total(norms.vector) for norms in every])
@@ -69,12 +66,12 @@ def add_gradients(sent: PendingReading, gradients: Named) -> None:
         sent.parcel.add("extremes", high)
 
 
-def add_parameters(sent: PendingReading, parameters: Named, *, fused: bool, updates: Updates | None) -> None:
+def add_parameters(sent: PendingReading, parameters: Named, updates: Updates | None) -> None:
     """Adds norms and samples of the parameters before the step; `updates` are those of an earlier call for it."""
     sent.updates = Updates(parameters) if updates is None else updates
     for samples in sent.updates.before:
         sent.parcel.add("parameters", samples.buffer)
-    for norms in norms_of(parameters, fused=fused):
+    for norms in norms_of(parameters):
         sent.weights += norms.names
         sent.parcel.add("weights", norms.vector)
 
@@ -101,9 +98,6 @@ MOST_INCOMING = 256
 """Gradients of outputs that are kept of a step: without a limit, a loop that never steps would keep all of them."""
 SAMPLED = "sampled"
 """The reason of regular looks."""
-AGREE = 1e-3
-"""Relative difference of norms above which `torch._foreach_norm` is not used any more: float32 sums of a billion
-squares differ by less, and the wrong norms of pytorch#140066 were wrong by factors."""
 
 
 def _capturing() -> bool:
@@ -147,12 +141,10 @@ class StepNumbers:
         self._incoming: list[ActivationGrad] = []
         self._activations = Activations(self.fail)
         self._open: dict[str, PendingReading] = {}  # by optimizer: the steps that are about to be taken
-        self._checked: set[str] = set()
         self._step = 0
         self._asked, self._asked_for = 0, SAMPLED
         self._reason: str | None = None
         self.failed: str | None = None  # the error that ended the numbers
-        self.fused = True  # norms come from `torch._foreach_norm`; False once it was wrong
 
     @contextmanager
     def watching(self, *others: Hears) -> Iterator[None]:
@@ -299,12 +291,11 @@ class StepNumbers:
             step.parcel.add("batches", drawn)
             step.batches_are_numbers = numbers
             step.batch_elements += elements
-        norm = add_norms(step, named, fused=self.fused, check=self.fused and optimizer not in self._checked)
-        self._checked.add(optimizer)
+        norm = add_norms(step, named)
         if self._reason is not None:
             again = self._open.get(optimizer)
             add_gradients(step, named)
-            add_parameters(step, parameters, fused=self.fused, updates=None if again is None else again.updates)
+            add_parameters(step, parameters, None if again is None else again.updates)
         step.parcel.pack()
         step.gradients = frozenset(gradients)
         self._open[optimizer] = step
@@ -362,9 +353,6 @@ class StepNumbers:
                 sections = step.parcel.opened(values)
                 if step.reason is not None:
                     kept = step.parcel.opened([numbers.clone() for numbers in values])  # the buffers are reused
-                off = [difference for found in sections.get("off", []) for difference in found.tolist()]
-            if not all(difference <= AGREE for difference in off):
-                self.fused = False
             self._on_step(step_of(step, sections))
             if step.reason is not None:
                 self._on_detail(functools.partial(detail_of, step, kept))

@@ -106,6 +106,11 @@ class Gradients:
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
+    @property
+    def are_updated(self) -> bool:
+        """Whether an optimizer of torch's has made an update."""
+        return bool(self._stepped)
+
     def is_edited(self, parameter: int) -> bool:
         """Whether the loop's own code has changed the gradient of the parameter with this `id`."""
         return parameter in self._edited

@@ -42,6 +42,7 @@ class OutermostModels:
         self._redirected: dict[int, weakref.ref[nn.Module]] = {}  # modules whose wrapper has called a replaced forward
         self.unseen: list[str] = []  # what cannot be watched, in sentences
         self.searching = False  # every module's calls are observed
+        self.always = False  # they are, also once an optimizer has stepped whose models are known
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -35,7 +35,8 @@ from ampdoctor.hooks.program import (
     results,
 )
 from ampdoctor.hooks.torch_internals import Backward as SeenBackward
-from ampdoctor.hooks.torch_internals import in_backward, seen_backwards, transforms, unseen
+from ampdoctor.hooks.torch_internals import in_backward, seen_backwards, transforms, under_fake_tensors, unseen
+from ampdoctor.live.recording.hand_updates import HandUpdates
 from ampdoctor.live.recording.journal import (
     MOST,
     Gradients,
@@ -94,6 +95,8 @@ class StepRecorder:
         self.used = UsedGradients()  # the gradients that an optimizer has used, on any thread
         self.samples = GradientSamples()  # in a loop that scales its losses
         self.reads = NumberReads()  # the numbers that the loop has read since its `unscale_`
+        self.by_hand = HandUpdates(self.names, self.fail)  # in a loop that no optimizer has stepped yet
+        self.follows_reads = False  # numbers that are read after a backward count as well
         self.scaled_again: Line = None  # where a loss with an already scaled part was scaled, since the last update
         self._scales = False
         self._left_out: tuple[Program, int] | None = None  # the program behind a number, and the count at that time
@@ -132,7 +135,7 @@ class StepRecorder:
         self._scaled_losses.clear()
         self._left_out = None
         self.samples.clear()
-        self.reads.rest()
+        self.stop_observing()
         self._entering = self._inside = self._raised = self.listener = self.cleared = self.stay = None
 
     @contextmanager
@@ -155,8 +158,7 @@ class StepRecorder:
             self._trainers.called()
         if self._is_elsewhere():
             return
-        self._tape.close()
-        self.reads.rest()
+        self.rest()
         self._raised = None
         self._name()
         if self.listener is not None:
@@ -303,8 +305,13 @@ class StepRecorder:
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
         self.stays()
         self.used.engine_runs()
-        if in_backward() or not seen.accumulated or transforms() or os.getpid() != self._process:
+        if in_backward() or transforms() or os.getpid() != self._process:
             return run()
+        if not seen.accumulated:  # also by compilers, of tensors of their own
+            result = run()
+            if any(id(one) in self._tape.names for one in seen.inputs) and not under_fake_tensors():
+                self._follows()
+            return result
         self._begins(seen)
         result = run()
         self._has_run()
@@ -350,6 +357,17 @@ class StepRecorder:
             self._gradients.filled()
             if self._scales:
                 self.samples.left(self._gradients.owners())
+        self._follows()
+
+    @_harmless
+    def _follows(self) -> None:
+        """Observes what the loop does after a backward, on the thread that is recorded."""
+        if self._is_elsewhere():
+            return
+        if self.follows_reads:
+            self.reads.listen()
+        if not self._gradients.are_updated:
+            self.by_hand.listen()
 
     def _losses_of(self, root: torch.Tensor, reference: Reference) -> list[torch.Tensor]:
         """The losses behind a backward's root, before they were scaled."""
@@ -419,7 +437,12 @@ class StepRecorder:
     def rest(self) -> None:
         """Stops recording functions until a model is called again."""
         self._tape.close()
+        self.stop_observing()
+
+    def stop_observing(self) -> None:
+        """Stops observing what the loop does after a backward."""
         self.reads.rest()
+        self.by_hand.rest()
 
     # -- updates -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ampdoctor.evidence.of_runs.handling import Change
+from ampdoctor.evidence.run_facts import Change
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.recording.journal import parameters_of
 from ampdoctor.numerics.tensors import is_plain

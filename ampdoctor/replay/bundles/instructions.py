@@ -1,11 +1,14 @@
-"""Converts a program's instructions to trees of JSON, and back."""
+"""Converts a program's instructions to trees of JSON, whose `kind` is a class of `hooks.program`, and back."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -16,7 +19,6 @@ from ampdoctor.hooks.json_values import (
     NotSerializableError,
     Tree,
     UnreadableTreeError,
-    function_named,
     name_of,
     read,
     written,
@@ -25,8 +27,6 @@ from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.program import (
     Backward,
     Call,
-    Clipped,
-    Ended,
     InputRef,
     Instruction,
     Line,
@@ -35,87 +35,52 @@ from ampdoctor.hooks.program import (
     ParamRef,
     Reference,
     ResultRef,
-    Scaled,
-    Unscaled,
+    references,
+    results,
 )
+from ampdoctor.package import working_folder
 
-_KINDS = ("cpu", "cuda")
+_CLASSES: Mapping[str, type] = {cls.__name__: cls for cls in (*get_args(Instruction | Reference), Mode)}
 _CUDA = re.compile(r"cuda(:\d+)?")
+_END = 2**62
+"""Of the whole numbers in an instruction: indices and lines."""
 
 
-def instruction_out(one: Instruction, state: Callable[[RandomState], int], base: Path) -> Tree:
+def instruction_out(one: Instruction, state: Callable[[RandomState], int]) -> Tree:
     """Returns an instruction as a tree.
 
-    `state` returns the index of a random state's entry; files below `base` get relative paths. Raises NotInertError if
-    an argument has no JSON form.
+    `state` returns the index of a random state's entry. Raises NotSerializableError if an argument has no JSON form.
     """
-    line = None if one.line is None else [relative(one.line[0], base), one.line[1]]
-    match one:
-        case Call():
-            said = {"kind": "call", "model": one.model, "training": one.training}
-            what = f"the call of {one.model or 'the model'}"
-            return {**said, **_called_out(one, what, state), "line": line}
-        case Op():
-            name = name_of(one.function)
-            if name is None:
-                shown = getattr(one.function, "__name__", "a function")
-                raise NotSerializableError(f"{shown} of the loop is no function in torch's table")
-            return {"kind": "op", "function": name, **_called_out(one, name, state), "line": line}
-        case Scaled():
-            made = {"loss": _reference(one.loss), "result": one.result.index}
-            return {"kind": "scaled", **made, "line": line}
-        case Backward():
-            return {
-                "kind": "backward",
-                "roots": [_reference(root) for root in one.roots],
-                "seeds": [None if seed is None else _reference(seed) for seed in one.seeds],
-                "inputs": [_reference(tensor) for tensor in one.inputs],
-                "kept": one.kept,
-                "mode": _mode_out(one.mode),
-                "line": line,
-            }
-        case Unscaled():
-            return {"kind": "unscaled", "line": line}
-        case Ended():
-            return {"kind": "ended", "value": _reference(one.value), "line": line}
-        case Clipped():
-            norms = {"max_norm": written(float(one.max_norm)), "norm_type": written(float(one.norm_type))}
-            parameters = [_reference(parameter) for parameter in one.parameters]
-            return {"kind": "clipped", "parameters": parameters, **norms, "line": line}
 
+    def special(value: Any) -> Tree | None:
+        if isinstance(value, RandomState):
+            return {"kind": "RandomState", "index": state(value)}
+        if type(value) not in _CLASSES.values():
+            return None
+        parts = {field.name: written(getattr(value, field.name), special) for field in fields(value)}
+        return {"kind": type(value).__name__, **parts}
 
-def _called_out(one: Call | Op, what: str, state: Callable[[RandomState], int]) -> dict[str, Tree]:
+    what = f"the call of {one.model or 'the model'}" if isinstance(one, Call) else ""
+    if isinstance(one, Op):
+        what = name_of(one.function) or ""
+        if not what:
+            shown = getattr(one.function, "__name__", "a function")
+            raise NotSerializableError(f"{shown} of the loop is no function in torch's table")
     try:
-        args = [written(value, _reference) for value in one.args]
-        kwargs = {name: written(value, _reference) for name, value in one.kwargs.items()}
+        return written(replace(one, line=line_out(one.line)), special)
     except NotSerializableError as error:
         raise NotSerializableError(f"{what} takes {error}") from None
-    return {
-        "args": args,
-        "kwargs": kwargs,
-        "results": {path: made.index for path, made in one.results.items()},
-        "mode": _mode_out(one.mode),
-        "random": None if one.random is None else state(one.random),
-    }
 
 
-def _mode_out(mode: Mode) -> Tree:
-    cast = None if mode.autocast is None else [mode.autocast[0], str(mode.autocast[1])]
-    return {"autocast": cast, "cached": mode.cached, "gradients": mode.gradients}
+def line_out(line: Line) -> Line:
+    """Returns a line of the user's code, its file as in `relative`."""
+    return None if line is None else (relative(line[0]), line[1])
 
 
-def _reference(value: Any) -> Tree | None:
-    if isinstance(value, InputRef):
-        return {"kind": "given", "index": value.index}
-    if isinstance(value, ParamRef):
-        return {"kind": "held", "name": value.name}
-    return {"kind": "made", "index": value.index} if isinstance(value, ResultRef) else None
-
-
-def relative(file: str, base: Path) -> str:
-    """Returns the path of a file relative to `base`; unchanged if it is not below it."""
+def relative(file: str) -> str:
+    """Returns the path of a file as the user would type it; unchanged if it is not below the working folder."""
     try:
-        return Path(file).resolve().relative_to(base).as_posix()
+        return Path(file).resolve().relative_to(working_folder()).as_posix()
     except (ValueError, OSError):
         return file
 
@@ -137,116 +102,90 @@ class InstructionsIn:
     def all(self, trees: Any) -> tuple[Instruction, ...]:
         """Returns the instructions; raises CheckpointError if one is malformed."""
         try:
-            return tuple(self._one(tree) for tree in trees)
+            return tuple(map(self._one, trees))
         except UnreadableTreeError as error:
             raise CheckpointError(f"{self._name} cannot be replayed here: it holds {error}.") from None
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"{self._name}: an instruction is malformed ({type(error).__name__}).") from None
+        except TypeError as error:
+            raise CheckpointError(f"{self._name}: the instructions are malformed ({error}).") from None
 
-    def _one(self, tree: Mapping[str, Any]) -> Instruction:
-        kind, line = tree["kind"], line_in(tree["line"])
-        if kind in ("call", "op"):
-            return self._called(tree, line)
-        if kind == "scaled":
-            loss = self._reference(tree["loss"])
-            return Scaled(loss=loss, result=self._make(tree["result"]), line=line)
-        if kind == "backward":
-            seeds = tuple(None if seed is None else self._reference(seed) for seed in tree["seeds"])
-            roots = tuple(map(self._reference, tree["roots"]))
-            if len(seeds) != len(roots) or not roots:
-                raise ValueError("seeds")
-            inputs = tuple(map(self._reference, tree["inputs"]))
-            mode = _mode(tree["mode"])
-            return Backward(roots=roots, seeds=seeds, inputs=inputs, kept=tree["kept"] is True, mode=mode, line=line)
-        if kind == "unscaled":
-            return Unscaled(line=line)
-        if kind == "ended":
-            return Ended(value=self._reference(tree["value"]), line=line)
-        if kind == "clipped":
-            norms = (float(self._value(tree[name])) for name in ("max_norm", "norm_type"))
-            named = [self._reference(parameter) for parameter in tree["parameters"]]
-            parameters = tuple(parameter for parameter in named if isinstance(parameter, ParamRef))
-            if len(parameters) != len(named):
-                raise ValueError("parameters")
-            return Clipped(parameters=parameters, max_norm=next(norms), norm_type=next(norms), line=line)
-        raise ValueError("kind")
-
-    def _called(self, tree: Mapping[str, Any], line: Line) -> Call | Op:
-        function, args, kwargs = tree.get("function"), tree["args"], tree["kwargs"]
-        if tree["kind"] == "op" and not torch.cuda.is_available():
-            args, kwargs = [_here(one) for one in args], {name: _here(one) for name, one in kwargs.items()}
-            if function == "torch.Tensor.cuda":
-                function, args, kwargs = "torch.Tensor.to", [args[0], "cpu"], {}
-        args = tuple(map(self._value, args))
-        kwargs = {_string(name): self._value(one) for name, one in kwargs.items()}
-        mode = _mode(tree["mode"])
-        random = None if tree["random"] is None else self._states[_index(tree["random"], len(self._states))]
-        results = {path: self._make(index) for path, index in tree["results"].items()}
-        said: dict[str, Any] = {"args": args, "kwargs": kwargs, "results": results, "mode": mode, "line": line}
-        if tree["kind"] == "op":
-            found = function_named(_string(function))
-            if found is None:
-                raise UnreadableTreeError(f"{str(function)[:80]!r}, which is no function in torch's table")
-            return Op(function=found, random=random, **said)
-        if random is None:
-            raise ValueError("random")
-        return Call(model=_string(tree["model"]), training=tree["training"] is True, random=random, **said)
+    def _one(self, tree: Tree) -> Instruction:
+        one: Any = self._value(tree)
+        if not isinstance(one, Instruction):
+            raise UnreadableTreeError("something that is no instruction")
+        for reference in references(one):
+            if isinstance(reference, ParamRef):
+                self.held.add(reference.name)
+            elif isinstance(reference, ResultRef) and reference.index not in self._made:
+                raise UnreadableTreeError("a tensor that nothing before has made")
+            elif isinstance(reference, InputRef) and reference.index >= self._given:
+                raise UnreadableTreeError("an input that it does not have")
+        self._made.update(made.index for made in results(one))
+        return one if not isinstance(one, Op) or torch.cuda.is_available() else _without_gpu(one)
 
     def _value(self, tree: Tree) -> Any:
         return read(tree, self._find, self._special)
 
     def _special(self, kind: str, tree: Mapping[str, Any]) -> Any:
-        if kind == "given":
-            return InputRef(_index(tree["index"], self._given))
-        if kind == "held":
-            self.held.add(_string(tree["name"]))
-            return ParamRef(tree["name"])
+        if kind == "RandomState":
+            return self._states[tree["index"]] if _fits(tree["index"], int) else NOTHING
         if kind == "device" and not torch.cuda.is_available() and _CUDA.fullmatch(tree["value"]):
             return torch.device("cpu")
-        if kind == "made":
-            if tree["index"] not in self._made:
-                raise UnreadableTreeError("a tensor that nothing before has made")
-            return ResultRef(tree["index"])
-        return NOTHING
-
-    def _reference(self, tree: Mapping[str, Any]) -> Reference:
-        found = self._special(tree["kind"], tree)
-        if not isinstance(found, InputRef | ParamRef | ResultRef):
-            raise TypeError("reference")
-        return found
-
-    def _make(self, index: Any) -> ResultRef:
-        self._made.add(_index(index, 2**62))
-        return ResultRef(index)
-
-
-def _mode(tree: Mapping[str, Any]) -> Mode:
-    cast = tree["autocast"]
-    if cast is not None:
-        kind, dtype = cast[0], getattr(torch, str(cast[1]).removeprefix("torch."))
-        if kind not in _KINDS or not isinstance(dtype, torch.dtype) or len(cast) != 2:
-            raise ValueError("autocast")
-        cast = kind, dtype
-    return Mode(autocast=cast, cached=tree["cached"] is True, gradients=tree["gradients"] is True)
+        if kind not in _CLASSES:
+            return NOTHING
+        cls = _CLASSES[kind]
+        parts = {name: self._value(tree[name]) for name in _types(cls)}
+        wrong = next((name for name, hint in _types(cls).items() if not _fits(parts[name], hint)), None)
+        if wrong is not None:
+            raise UnreadableTreeError(f"a malformed {kind} ({wrong})")
+        made = cls(**parts)
+        if isinstance(made, Mode) and made.autocast is not None and made.autocast[0] not in ("cpu", "cuda"):
+            raise UnreadableTreeError("an autocast for another device")
+        if isinstance(made, Backward) and (len(made.seeds) != len(made.roots) or not made.roots):
+            raise UnreadableTreeError("a backward from nothing")
+        if isinstance(made, Op) and name_of(made.function) is None:
+            raise UnreadableTreeError("an op that is no function of torch's")
+        return made
 
 
-def _here(tree: Tree) -> Tree:
-    """Replaces the name of a GPU by "cpu"."""
-    return "cpu" if isinstance(tree, str) and _CUDA.fullmatch(tree) else tree
+@cache
+def _types(cls: type) -> Mapping[str, Any]:
+    return get_type_hints(cls, localns={"RandomState": RandomState, "torch": torch})
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a field's type."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if kind is tuple:
+        each = parts[:1] * len(value) if parts[1:] == (...,) and type(value) is tuple else parts
+        return type(value) is tuple and len(value) == len(each) and all(map(_fits, value, each))
+    if kind is Mapping:
+        return type(value) is dict and all(_fits(key, parts[0]) and _fits(one, parts[1]) for key, one in value.items())
+    if kind is Callable:
+        return callable(value)
+    if hint is int:
+        return type(value) is int and 0 <= value < _END
+    if hint is float:
+        return type(value) in (int, float)
+    return hint is Any or (type(value) is hint and not (hint is str and "\0" in value))
+
+
+def _without_gpu(one: Op) -> Op:
+    """Replaces the name of a GPU among an op's arguments by "cpu"."""
+    if one.function == torch.Tensor.cuda:
+        return replace(one, function=torch.Tensor.to, args=(*one.args[:1], "cpu"), kwargs={})
+    kwargs = {name: _here(value) for name, value in one.kwargs.items()}
+    return replace(one, args=tuple(map(_here, one.args)), kwargs=kwargs)
+
+
+def _here(value: Any) -> Any:
+    return "cpu" if isinstance(value, str) and _CUDA.fullmatch(value) else value
 
 
 def line_in(line: Any) -> Line:
-    """Returns a file and a line number of the manifest."""
-    return None if line is None else (_string(line[0]), _index(line[1], 2**31))
-
-
-def _index(value: Any, end: int) -> int:
-    if type(value) is not int or not 0 <= value < end:
-        raise ValueError("index")
-    return value
-
-
-def _string(value: Any) -> str:
-    if not isinstance(value, str) or "\0" in value:
-        raise ValueError("string")
-    return value
+    """Returns a file and a line number of the manifest; raises ValueError if they are malformed."""
+    found = tuple(line) if isinstance(line, list) else line
+    if not _fits(found, Line):
+        raise ValueError("line")
+    return cast("Line", found)

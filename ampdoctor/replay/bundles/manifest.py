@@ -10,10 +10,8 @@ from ampdoctor.checkpoints.json_files import parse_json
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.json_records import DuplicateKeyError
 
-SCHEMA = 1
-"""It rises when an older reader would misread a newer bundle."""
-LED_UP = 2
-"""For a bundle with earlier steps: a reader that ignores them would start at another step than its checkpoint."""
+SCHEMA = 3
+"""It rises when an older reader would misread a newer bundle; bundles of another schema are refused."""
 MANIFEST, CALLS, STATE, LOG = "manifest.json", "calls.safetensors", "state.safetensors", "log.jsonl"
 _LARGEST = 32 * 1024 * 1024  # bytes; the manifest of 1000 micro-batches with their loss code has a few MB
 
@@ -45,8 +43,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{name} is not valid JSON ({type(error).__name__}).") from None
     if not isinstance(content, dict) or "schema" not in content:
         raise CheckpointError(f"{name} is no manifest of a bundle.")
-    if content["schema"] not in (SCHEMA, LED_UP):
+    if content["schema"] != SCHEMA:
         raise CheckpointError(
-            f"{name} has the schema {str(content['schema'])[:20]!r}, and this ampdoctor reads {SCHEMA} and {LED_UP}."
+            f"{name} has the schema {str(content['schema'])[:20]!r}, and this ampdoctor reads {SCHEMA}."
         )
     return content

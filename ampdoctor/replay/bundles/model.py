@@ -60,7 +60,7 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
     if noted is not None and "why" not in noted:
         return {"kind": "made", "made": dict(noted)}
     parameters = getattr(model, "hparams", None)
-    if isinstance(parameters, Mapping) and _is_lightning(cls):
+    if isinstance(parameters, Mapping) and any(base.__name__ == "LightningModule" for base in cls.__mro__):
         return _of_lightning(model, parameters)
     try:
         return _of_parts(model, made)
@@ -172,10 +172,6 @@ def _of_peft(model: nn.Module, made: Made) -> dict[str, Any] | None:
     (name, config), *_ = adapters.items()
     fields = {key: value for key, value in config.to_dict().items() if not callable(value)}
     return {"kind": "peft", "adapter": str(name), "config": written(fields), "module": described(inner, made)}
-
-
-def _is_lightning(cls: type) -> bool:
-    return any(base.__name__ == "LightningModule" for base in cls.__mro__)
 
 
 def _file_of(cls: type) -> str | None:

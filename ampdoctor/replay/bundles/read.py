@@ -21,7 +21,7 @@ from ampdoctor.replay.bundles.instructions import InstructionsIn, line_in
 from ampdoctor.replay.bundles.manifest import CALLS, STATE, bundle_at, read_manifest
 from ampdoctor.replay.bundles.model import ModelBuilder
 from ampdoctor.replay.bundles.state import optimizer_in, settings_in, states_in
-from ampdoctor.replay.bundles.tensors import made_again, put_weights
+from ampdoctor.replay.bundles.tensors import put_weights, tensor_of
 from ampdoctor.replay.recorded_step import LeadUp, converts_outputs, run_of
 from ampdoctor.replay.training_run import TrainingRun
 
@@ -94,7 +94,8 @@ class Bundle:
         run = run_of(program)
         run.lead_up = None if leading is None else LeadUp(program, leading)
         run.finite_again = self._finite_again()
-        return _with(run, notes)
+        run.notes = (*run.notes, *dict.fromkeys(notes))
+        return run
 
     def _program(
         self,
@@ -251,7 +252,7 @@ class _Tensors:
         names = [name for name in (key, f"{key}/indices", f"{key}/values") if name in self._stored]
         if not names or key is None:
             return None
-        return made_again(entry, {name: self._stored[name].load() for name in names}, self._file.name)
+        return tensor_of(entry, {name: self._stored[name].load() for name in names}, self._file.name)
 
     def all(self, prefix: str) -> dict[str, torch.Tensor]:
         """Returns the tensors whose names start with `prefix`."""
@@ -286,8 +287,3 @@ def _scaler(said: Any) -> Callable[[], torch.amp.GradScaler] | None:
         return scaler
 
     return make
-
-
-def _with(run: TrainingRun, notes: list[str]) -> TrainingRun:
-    run.notes = (*run.notes, *dict.fromkeys(notes))
-    return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,23 +20,26 @@ Entry = Mapping[str, Any]
 """A tensor's entry in the manifest, as plain JSON."""
 
 _PAIRS = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
+WRITTEN = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+        torch.bool,
+    }
+)
+"""The dtypes that safetensors writes in all its versions from 0.5 on."""
 _LARGEST_EXPANSION = 1 << 40  # bytes that an expanded view may seem to have: stride 0 takes no memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lying:
+class StoredTensor:
     """A tensor as it is stored in a file."""
 
     entry: dict[str, Any]  # for the manifest
     parts: Mapping[str, torch.Tensor]  # stored tensors by name in the file: strided, detached, on any device
 
-    @property
-    def nbytes(self) -> int:
-        """Returns the bytes in the file."""
-        return sum(part.numel() * part.element_size() for part in self.parts.values())
 
-
-def lying(key: str, tensor: torch.Tensor, dtypes: Iterable[torch.dtype]) -> Lying | str:
+def stored_tensor(key: str, tensor: torch.Tensor) -> StoredTensor | str:
     """Returns how a tensor is stored under `key`, or a predicate for a sentence that says why it cannot be stored."""
     entry = {
         "key": key,
@@ -56,8 +59,8 @@ def lying(key: str, tensor: torch.Tensor, dtypes: Iterable[torch.dtype]) -> Lyin
         parts = {f"{key}/indices": whole.indices(), f"{key}/values": whole.values()}
         lacking = whole.values().dtype
         return (
-            Lying(entry={**entry, "form": "sparse"}, parts=parts)
-            if lacking in dtypes
+            StoredTensor(entry={**entry, "form": "sparse"}, parts=parts)
+            if lacking in WRITTEN
             else f"is sparse, of {lacking}, which is not written"
         )
     if bare.layout is not torch.strided:
@@ -72,12 +75,12 @@ def lying(key: str, tensor: torch.Tensor, dtypes: Iterable[torch.dtype]) -> Lyin
         entry["stride"] = list(bare.stride())
     if bare.dtype in _PAIRS:
         entry["form"], bare = "pairs", torch.view_as_real(bare.contiguous())
-    if bare.dtype not in dtypes:
+    if bare.dtype not in WRITTEN:
         return f"has the dtype {bare.dtype}, which is not written"
-    return Lying(entry=entry, parts={key: bare})
+    return StoredTensor(entry=entry, parts={key: bare})
 
 
-def made_again(entry: Entry, parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+def tensor_of(entry: Entry, parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """Returns the tensor of an entry (not trusted), on the CPU; raises CheckpointError with the file's `name`."""
     try:
         tensor = _made(entry, parts)
@@ -132,15 +135,6 @@ def _sizes(value: Any) -> list[int]:
 
 
 # -- the safetensors file --
-
-WRITTEN = frozenset(
-    {
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-        torch.bool,
-    }
-)
-"""The dtypes that safetensors writes in all its versions from 0.5 on."""
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -21,12 +21,12 @@ import torch
 from ampdoctor.errors import OutputError
 from ampdoctor.hooks.json_values import NotSerializableError, class_name, constants_of, written
 from ampdoctor.hooks.program import PriorSteps, Program
-from ampdoctor.package import version, working_folder
-from ampdoctor.replay.bundles.instructions import instruction_out, relative
-from ampdoctor.replay.bundles.manifest import CALLS, LED_UP, LOG, MANIFEST, SCHEMA, STATE
+from ampdoctor.package import version
+from ampdoctor.replay.bundles.instructions import instruction_out, line_out, relative
+from ampdoctor.replay.bundles.manifest import CALLS, LOG, MANIFEST, SCHEMA, STATE
 from ampdoctor.replay.bundles.model import Made, code_of, described
 from ampdoctor.replay.bundles.state import StatesOut, optimizer_out, settings_out
-from ampdoctor.replay.bundles.tensors import WRITTEN, Lying, lying, write_safetensors
+from ampdoctor.replay.bundles.tensors import StoredTensor, stored_tensor, write_safetensors
 from ampdoctor.replay.recorded_step import format_of, prepared_models, with_inner_autocast
 
 # -- what goes into a bundle, and what is left out where it would be too large --
@@ -48,18 +48,17 @@ class CollectedStep:
         self.doubts = program.unexplained  # sentences: what its instructions do not cover
         self.tensors: dict[str, torch.Tensor] = {}  # its inputs and buffers by their names in the file
         self._known = known
-        base, line = working_folder(), program.line
         instructions: list[Any] = []
         for one in program.instructions:
             try:
-                instructions.append(instruction_out(one, states.index_of, base))
+                instructions.append(instruction_out(one, states.index_of))
             except NotSerializableError as error:
                 self.cannot.append(str(error))
         given = [self._needed(f"{name}given/{index}", tensor) for index, tensor in enumerate(program.given)]
         before = {key: self._needed(f"{name}before/{key}", tensor) for key, tensor in program.buffers.items()}
         self.said: dict[str, Any] = {
             "step": program.step,
-            "line": None if line is None else [relative(line[0], base), line[1]],
+            "line": line_out(program.line),
             "instructions": [] if self.cannot else instructions,
             "given": given,
             "before": before,
@@ -68,13 +67,13 @@ class CollectedStep:
     def _needed(self, key: str, tensor: torch.Tensor) -> Any:
         if id(tensor) in self._known:
             return self._known[id(tensor)]
-        lies = lying(key, tensor, WRITTEN)
-        if isinstance(lies, str):
-            self.cannot.append(f"a tensor that entered the step {lies}")
+        stored = stored_tensor(key, tensor)
+        if isinstance(stored, str):
+            self.cannot.append(f"a tensor that entered the step {stored}")
             return None
-        self.tensors.update(lies.parts)
-        self._known[id(tensor)] = lies.entry
-        return lies.entry
+        self.tensors.update(stored.parts)
+        self._known[id(tensor)] = stored.entry
+        return stored.entry
 
 
 class BundleContents:
@@ -99,17 +98,17 @@ class BundleContents:
         self._parameters = self._named(dict(model.named_parameters(remove_duplicate=False)), "parameter")
         self._buffers = self._named(dict(model.named_buffers(remove_duplicate=False)), "buffer")
         self._model = described(model, made)
-        self._made_file(working_folder())
+        self._made_file()
         self._optimizer = self._of_optimizer()
 
-    def _made_file(self, base: Path) -> None:
+    def _made_file(self) -> None:
         """Make paths of files relative, as the user would type them."""
         todo: list[Any] = [self._model]
         while todo:
             part = todo.pop()
             if isinstance(part, dict):
                 if isinstance(part.get("file"), str) and isinstance(part.get("class"), str):
-                    part["file"] = relative(part["file"], base)
+                    part["file"] = relative(part["file"])
                 todo += part.values()
             elif isinstance(part, list):
                 todo += part
@@ -121,14 +120,14 @@ class BundleContents:
             if first.setdefault(id(tensor), name) != name:
                 entries[name] = {"same_as": first[id(tensor)]}
                 continue
-            lies = lying(f"{what}/{name}", tensor, WRITTEN)
-            if isinstance(lies, Lying):
-                entries[name] = lies.entry
-                self.state.update(lies.parts)
+            stored = stored_tensor(f"{what}/{name}", tensor)
+            if isinstance(stored, StoredTensor):
+                entries[name] = stored.entry
+                self.state.update(stored.parts)
                 if what == "parameter":
-                    self._weights |= lies.parts.keys()
+                    self._weights |= stored.parts.keys()
             else:
-                self._lacking.append(f"the {what} {name} {lies}: it stays as the model is made")
+                self._lacking.append(f"the {what} {name} {stored}: it stays as the model is made")
         return entries
 
     def _of_optimizer(self) -> dict[str, Any] | None:
@@ -138,12 +137,12 @@ class BundleContents:
         names = {id(p): name for name, p in self._program.model.named_parameters()}
 
         def tensor(key: str, value: torch.Tensor) -> Any:
-            lies = lying(key, value, WRITTEN)
-            if isinstance(lies, str):
-                self._lacking.append(f"{key} {lies}")
+            stored = stored_tensor(key, value)
+            if isinstance(stored, str):
+                self._lacking.append(f"{key} {stored}")
                 return None
-            self.moments.update(lies.parts)
-            return lies.entry
+            self.moments.update(stored.parts)
+            return stored.entry
 
         said = optimizer_out(_bare(optimizer), names, tensor, self._program.settings)
         if said["lost"]:
@@ -326,7 +325,7 @@ def write_bundle(
     collected = BundleContents(with_inner_autocast(program), made)
     left_out = collected.fit(max_bytes) if leading is None else collected.lead(leading, max_bytes)
     manifest = {
-        "schema": LED_UP if collected.earlier else SCHEMA,
+        "schema": SCHEMA,
         "ampdoctor": version(),
         "versions": _versions(),
         "step": program.step,

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.resuming import RandomPlace, Update, length_of, pass_over, place_schedule
+from ampdoctor.replay.frameworks.resuming import (
+    RandomPlace,
+    Update,
+    length_of,
+    pass_over,
+    place_schedule,
+    without_first,
+)
 from ampdoctor.replay.snapshot import arguments_of, format_of_weights
 
 if TYPE_CHECKING:
@@ -123,7 +130,7 @@ def updates(loader: Any, state: Any, random: RandomPlace, begun: int, start: int
     while True:
         _set_epoch(loader, epoch)
         empty = True
-        for batch, last in _ahead(_from(loader, skipped)):
+        for batch, last in _ahead(without_first(loader, skipped)):
             empty = False
             group.append(batch)
             if len(group) == micro or (last and closing):
@@ -133,12 +140,6 @@ def updates(loader: Any, state: Any, random: RandomPlace, begun: int, start: int
         if empty:
             return
         epoch, skipped = epoch + 1, 0
-
-
-def _from(loader: Any, skipped: int) -> Any:
-    if not skipped:
-        return loader
-    return sys.modules["accelerate"].skip_first_batches(loader, skipped)
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

@@ -303,7 +303,7 @@ def _settle(asked: dict[str, Any], package: Any, note: Callable[[str], None], *,
         note(f"Trainer(strategy={named!r}) with one device is replayed without it: it changes no number")
     wants_gpu = accelerator in _GPUS or isinstance(accelerator, package.accelerators.CUDAAccelerator)
     if wants_gpu:
-        asked["accelerator"], asked["devices"] = _accelerator(package) if pretended else "cpu", 1
+        asked["accelerator"], asked["devices"] = _accelerator_class(package)() if pretended else "cpu", 1
 
 
 def _count(devices: Any) -> int:
@@ -320,48 +320,14 @@ def _count(devices: Any) -> int:
 
 @functools.cache
 def _accelerator_class(package: Any) -> Any:
-    class CUDAAccelerator(package.accelerators.CUDAAccelerator):  # type: ignore[misc]
-        """A CUDA device that does nothing."""
-
-        def setup_device(self, device: Any) -> None:
-            """Do nothing."""
-
-        def setup(self, trainer: Any) -> None:
-            """Do nothing."""
-
-        def teardown(self) -> None:
-            """Do nothing."""
-
-        def get_device_stats(self, device: Any) -> dict[str, Any]:  # noqa: ARG002 - the seam's signature
-            """Returns no stats."""
-            return {}
-
-        @staticmethod
-        def parse_devices(devices: Any) -> Any:  # noqa: ARG004 - the seam's signature
-            """Returns one device."""
-            return [0]
-
-        @staticmethod
-        def get_parallel_devices(devices: Any) -> Any:
-            """Returns one device."""
-            return [torch.device("cuda", index) for index in devices]
-
-        @staticmethod
-        def auto_device_count() -> int:
-            """Returns one device."""
-            return 1
-
-        @staticmethod
-        def is_available() -> bool:
-            """Returns True."""
-            return True
-
-        @classmethod
-        def register_accelerators(cls, accelerator_registry: Any) -> None:
-            """Do nothing."""
-
-    return CUDAAccelerator
-
-
-def _accelerator(package: Any) -> Any:
-    return _accelerator_class(package)()
+    """Makes the class of a CUDA device that does nothing."""
+    methods = {
+        **dict.fromkeys(("setup_device", "setup", "teardown"), lambda *_, **__: None),
+        "get_device_stats": lambda *_: {},
+        "parse_devices": staticmethod(lambda *_: [0]),
+        "get_parallel_devices": staticmethod(lambda devices: [torch.device("cuda", index) for index in devices]),
+        "auto_device_count": staticmethod(lambda: 1),
+        "is_available": staticmethod(lambda: True),
+        "register_accelerators": classmethod(lambda *_: None),
+    }
+    return type("CUDAAccelerator", (package.accelerators.CUDAAccelerator,), methods)

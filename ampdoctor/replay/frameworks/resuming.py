@@ -31,6 +31,11 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
+def without_first(loader: Any, batches: int) -> Any:
+    """Returns a loader that Accelerate has prepared, without its first batches."""
+    return sys.modules["accelerate"].skip_first_batches(loader, batches) if batches else loader
+
+
 def _none() -> None:
     return None
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.resuming import Reached, Update, length_of, place_schedule
+from ampdoctor.replay.frameworks.resuming import Reached, Update, length_of, place_schedule, without_first
 from ampdoctor.replay.snapshot import arguments_of, format_of_weights
 
 # -- the Trainer's updates, in its order, from any of them on --
@@ -53,7 +53,7 @@ def updates(loader: Any, position: Position, start: int = 0) -> Iterator[Update]
             trainer.control = trainer.callback_handler.on_epoch_begin(args, state, trainer.control)
         elif resumed is not None and not skipped:
             _resume_random_state(trainer, resumed)
-        source = _skipping(loader, skipped * micro)
+        source = without_first(loader, skipped * micro)
         _set_epoch(source, epoch)
         drawn = iter(source)
         before = number
@@ -84,14 +84,6 @@ def updates(loader: Any, position: Position, start: int = 0) -> Iterator[Update]
 
 def _same(value: Any) -> Callable[[], Any]:
     return lambda: value
-
-
-def _skipping(loader: Any, batches: int) -> Any:
-    if not batches:
-        return loader
-    from accelerate import skip_first_batches
-
-    return skip_first_batches(loader, batches)
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

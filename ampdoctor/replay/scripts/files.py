@@ -12,7 +12,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import wraps
 from multiprocessing import context
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch.library import Library
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.hooks.interfaces import StepHalted
+from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.replay.user_files import changes_note, is_users_file, told_of_changes, users_line
 
 _SAVERS = (
@@ -132,14 +133,14 @@ class Files:
         """Inside, functions that save checkpoints or write, remove and move files first check whether they may."""
         with ExitStack() as stack:
             for home, name in _OPENERS:
-                _put(stack, home, name, self._sparing(getattr(home, name), _opened_nowhere))
+                stack.enter_context(replaced(home, name, self._sparing(getattr(home, name), _opened_nowhere)))
             for home, name in _CHANGERS:
-                _put(stack, home, name, self._sparing(getattr(home, name), _not_done))
+                stack.enter_context(replaced(home, name, self._sparing(getattr(home, name), _not_done)))
             for module, owner, name in _SAVERS:
                 at = sys.modules.get(module)
                 place = at if not owner else getattr(at, owner, None)
                 if place is not None and name in vars(place):
-                    _put(stack, place, name, self._asking(vars(place)[name]))
+                    stack.enter_context(replaced(place, name, self._asking(vars(place)[name])))
             yield
 
     def _sparing(self, original: Any, instead: Callable[..., Any]) -> Any:
@@ -211,12 +212,6 @@ class Files:
         return f"what is there stays as it is, replayed steps do not write, move or remove it: {files}"
 
 
-def _put(stack: ExitStack, place: Any, name: str, value: Any) -> None:
-    """Set an attribute until the stack closes."""
-    stack.callback(setattr, place, name, vars(place)[name])
-    setattr(place, name, value)
-
-
 def _opened_nowhere(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Opens the null device instead of the file."""
     others = {name: value for name, value in kwargs.items() if name not in ("file", "path")}
@@ -227,8 +222,7 @@ def _not_done(*_: Any, **__: Any) -> None:
     """Replaces a change of a file."""
 
 
-@contextmanager
-def nothing_at_exit() -> Iterator[None]:
+def nothing_at_exit() -> AbstractContextManager[None]:
     """Inside, exit functions of the user's own code are not registered."""
     original = atexit.register
 
@@ -237,11 +231,7 @@ def nothing_at_exit() -> Iterator[None]:
             return function
         return original(function, *args, **kwargs)
 
-    atexit.register = register  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        atexit.register = original
+    return replaced(atexit, "register", register)
 
 
 @contextmanager
@@ -297,15 +287,8 @@ class Registrations:
             with contextlib.suppress(RuntimeError):  # torch has already run ops here; no number depends on it
                 threads(count)
 
-        Library.__init__ = init  # type: ignore[method-assign, assignment]
-        torch.set_num_interop_threads = set_threads  # type: ignore[assignment]
-        try:
+        with replaced(Library, "__init__", init), replaced(torch, "set_num_interop_threads", set_threads):
             yield
-        finally:
-            if Library.__init__ is init:
-                Library.__init__ = made  # type: ignore[method-assign]
-            if torch.set_num_interop_threads is set_threads:
-                torch.set_num_interop_threads = threads
 
     def undo(self) -> None:
         """Remove the registrations of earlier runs; code that calls their operators later gets the next run's."""

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_stack, walk_tb
@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.replay.scripts.rewriting import Edits, is_within, loops_around, way_within
 from ampdoctor.replay.user_files import is_users_file
 
@@ -115,11 +116,10 @@ def told_of_steps(tell: Callable[[Any, FrameType], None]) -> Iterator[None]:
         tell(optimizer, sys._getframe(1))  # noqa: SLF001 as above
 
     handle = register_optimizer_step_pre_hook(hook)
-    torch.amp.GradScaler.step = step  # type: ignore[method-assign,assignment]
     try:
-        yield
+        with replaced(torch.amp.GradScaler, "step", step):
+            yield
     finally:
-        torch.amp.GradScaler.step = original  # type: ignore[method-assign]
         handle.remove()
 
 
@@ -266,15 +266,10 @@ class CreatedObjects:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """List the objects that are made inside."""
-        kinds = torch.optim.Optimizer, torch.amp.GradScaler, LRScheduler
-        originals = [kind.__init__ for kind in kinds]
-        for kind, original in zip(kinds, originals, strict=True):
-            kind.__init__ = self._noting(original)  # type: ignore[misc]
-        try:
+        with ExitStack() as stack:
+            for kind in (torch.optim.Optimizer, torch.amp.GradScaler, LRScheduler):
+                stack.enter_context(replaced(kind, "__init__", self._noting(kind.__init__)))
             yield
-        finally:
-            for kind, original in zip(kinds, originals, strict=True):
-                kind.__init__ = original  # type: ignore[misc]
 
     def _noting(self, original: Any) -> Any:
         def init(made: Any, *args: Any, **kwargs: Any) -> None:

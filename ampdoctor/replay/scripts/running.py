@@ -20,6 +20,7 @@ from torch import nn
 
 from ampdoctor.errors import FactoryError, UserCodeError
 from ampdoctor.hooks.interfaces import StepHalted, describe, told_of_marks
+from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.adapters import ADAPTERS
 from ampdoctor.replay.reachable_state import PLAIN, is_installed
@@ -42,7 +43,7 @@ from ampdoctor.replay.scripts.trying import Loop
 from ampdoctor.replay.snapshot import ProcessState
 from ampdoctor.replay.user_code import prints_to_nobody, trimmed_traceback, user_code
 from ampdoctor.replay.user_files import is_users_file, users_line
-from ampdoctor.replay.user_modules import factories_in
+from ampdoctor.replay.user_modules import factories_in, syntax_sentence
 
 # -- the model and its names, among the variables of the loop --
 
@@ -327,7 +328,7 @@ class Runner:
                 except SyntaxError as error:
                     if error.filename != str(self._file):
                         raise
-                    raise UserCodeError(_not_python(error), "".join(format_exception_only(error))) from error
+                    raise UserCodeError(syntax_sentence(error), "".join(format_exception_only(error))) from error
         except (FactoryError, StepHalted):
             if not run.is_left():
                 raise
@@ -349,13 +350,7 @@ def _ended(name: str, error: SystemExit) -> str:
     )
 
 
-def _not_python(error: SyntaxError) -> str:
-    line = "" if error.lineno is None else f", line {error.lineno}"
-    return f"{error.filename or 'the file'}{line} is not valid Python: {error.msg}"
-
-
-@contextlib.contextmanager
-def quiet_threads() -> Iterator[None]:
+def quiet_threads() -> AbstractContextManager[None]:
     """Inside, a thread that leaves the script prints no traceback."""
     original = threading.excepthook
 
@@ -363,11 +358,7 @@ def quiet_threads() -> Iterator[None]:
         if arguments.exc_type is not StopScript:
             original(arguments)
 
-    threading.excepthook = hook
-    try:
-        yield
-    finally:
-        threading.excepthook = original
+    return replaced(threading, "excepthook", hook)
 
 
 def eagerly() -> AbstractContextManager[Any]:

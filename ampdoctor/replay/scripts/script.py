@@ -16,7 +16,7 @@ from ampdoctor.errors import FactoryError
 from ampdoctor.hooks.backwards import scaled_within
 from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.hooks.torch_internals import Backward, seen_backwards, unseen
+from ampdoctor.hooks.torch_internals import Backward, replaced, seen_backwards, unseen
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.adapters import adapter_of
 from ampdoctor.replay.scripts.copies import Copies
@@ -115,8 +115,7 @@ def _backwards_in(losses: list[Any], stepping: Stepping) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _told_of_new_scalers(stepping: Stepping) -> Iterator[None]:
+def _told_of_new_scalers(stepping: Stepping) -> AbstractContextManager[None]:
     """Inside, a new scaler leads to a note."""
     original = torch.amp.GradScaler.__init__
 
@@ -125,11 +124,7 @@ def _told_of_new_scalers(stepping: Stepping) -> Iterator[None]:
         if scaler.is_enabled():
             stepping.files.note("scaler", SCALER_EACH_ROUND)
 
-    torch.amp.GradScaler.__init__ = init  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.amp.GradScaler.__init__ = original  # type: ignore[method-assign]
+    return replaced(torch.amp.GradScaler, "__init__", init)
 
 
 def _is_scalar(root: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import CellType
@@ -14,13 +14,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from ampdoctor.hooks.callbacks import on_scaler_call
-from ampdoctor.hooks.torch_internals import Backward, seen_backwards
+from ampdoctor.hooks.torch_internals import Backward, replaced, seen_backwards
+from ampdoctor.precision.casting import HALVES
 from ampdoctor.replay.batches import ORDER_UNKNOWN, epochs_known_by, shuffles_by_the_process
 from ampdoctor.replay.reachable_state import cell_contents
 from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.loop_hooks import Body, Items, Turn, entered
 from ampdoctor.replay.scripts.loops import Anew, CreatedObjects, told_of_steps, told_of_training_calls
-from ampdoctor.replay.snapshot import HALVES
 
 ENOUGH = 8
 """Items of a loop worth replaying: as many as `bisect-nan` replays steps. A shorter loop is part of a step."""
@@ -137,8 +137,7 @@ def _calls_as_steps(
     return told_of_training_calls(call)
 
 
-@contextmanager
-def _told_of_regions(tell: Callable[[torch.dtype], None]) -> Iterator[None]:
+def _told_of_regions(tell: Callable[[torch.dtype], None]) -> AbstractContextManager[None]:
     original = torch.autocast.__enter__
 
     def enter(region: Any) -> Any:
@@ -146,11 +145,7 @@ def _told_of_regions(tell: Callable[[torch.dtype], None]) -> Iterator[None]:
             tell(region.fast_dtype)
         return original(region)  # type: ignore[no-untyped-call]
 
-    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__enter__ = original  # type: ignore[method-assign]
+    return replaced(torch.autocast, "__enter__", enter)
 
 
 # -- the items of a script's loop, step by step, over several rounds, and from a checkpoint's position on --

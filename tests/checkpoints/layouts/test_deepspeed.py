@@ -260,7 +260,6 @@ def test_the_trainers_folder_of_a_deepspeed_run_is_read_whole(tmp_path):
     (tmp_path / "trainer_state.json").write_text(json.dumps(log))
     with open_checkpoint(tmp_path) as checkpoint:
         assert {f.path for f in checkpoint.files} >= {"pytorch_model.bin", "global_step7/mp_rank_00_model_states.pt"}
-        assert len(checkpoint.log) == 1
         assert list(checkpoint.models()) == [""]
     shutil.rmtree(tmp_path / "global_step7")
     with open_checkpoint(tmp_path) as checkpoint:

@@ -60,14 +60,11 @@ def trainer_folder(tmp_path):
     return folder
 
 
-def test_a_trainers_folder_gives_weights_moments_scaler_step_and_log(trainer_folder):
+def test_a_trainers_folder_gives_weights_moments_scaler_and_step(trainer_folder):
     with open_checkpoint(trainer_folder) as checkpoint:
         assert checkpoint.format == "hf-trainer"
         assert checkpoint.global_step == 500
         assert [s.scale for s in checkpoint.scalers] == [1024.0]
-        assert (checkpoint.log[0].step, checkpoint.log[0].grad_norm) == (10, 1.5)
-        assert len(checkpoint.log) == 2
-        assert str(checkpoint.log[1].loss) == str(checkpoint.log[1].grad_norm) == "nan"
         roles = {(ref.role, ref.entry) for ref in checkpoint}
         assert {("weight", "bias"), ("moment", "exp_avg"), ("moment", "exp_avg_sq"), ("other", "step")} <= roles
         assert {s.what for s in checkpoint.skipped} == {"training_args.bin", "rng_state.pth", "scheduler.pt"}

@@ -13,11 +13,9 @@ SICK = [HEADER, *steps(0, 40), StepLine(step=40, loss=float("nan"), skipped=Fals
 
 
 @pytest.fixture
-def run(run_cli, tmp_path):
-    def at(*arguments, **more):
-        return run_cli("health", *arguments, cwd=tmp_path, env={"XDG_CACHE_HOME": str(tmp_path / "cache")}, **more)
-
-    return at
+def run(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: typed("health", *arguments, env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
 
 
 def test_exit_codes_and_a_written_report(run, tmp_path, check_report):

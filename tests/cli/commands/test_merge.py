@@ -30,35 +30,35 @@ def written(tmp_path):
 
 @pytest.mark.parametrize("form", ["json", "jsonl"])
 @pytest.mark.parametrize("name", EVERY)
-def test_one_report_is_shown_again_with_the_same_exit_code(name, form, written, run_cli):
-    result = run_cli("merge", written(EVERY[name], form), "--format", "json")
+def test_one_report_is_shown_again_with_the_same_exit_code(name, form, written, typed):
+    result = typed("merge", written(EVERY[name], form), "--format", "json")
     assert result.returncode == CODES[name]
     gated = replace(EVERY[name], gate=GATE)
     assert result.stdout == renderer("json")(gated)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_report(tmp_path, run_cli):
+def test_a_byte_order_mark_is_no_part_of_a_report(tmp_path, typed):
     (tmp_path / "r.json").write_text(renderer("json")(HEALTHY), encoding="utf-8-sig")
-    assert run_cli("merge", str(tmp_path / "r.json")).returncode == 0
+    assert typed("merge", str(tmp_path / "r.json")).returncode == 0
 
 
 @pytest.mark.parametrize("form", ["markdown", "github", "junit", "sarif", "jsonl"])
-def test_it_is_shown_in_every_form(form, written, run_cli):
-    result = run_cli("merge", written(HEALTHY), "--format", form)
+def test_it_is_shown_in_every_form(form, written, typed):
+    result = typed("merge", written(HEALTHY), "--format", form)
     assert (result.returncode, result.stdout) == (0, renderer(form)(replace(HEALTHY, gate=GATE)))
 
 
-def test_the_human_report_of_a_file_is_that_of_the_run(written, run_cli, drive):
-    again = run_cli("merge", written(SICK), "--exit-zero")
+def test_the_human_report_of_a_file_is_that_of_the_run(written, typed, drive):
+    again = typed("merge", written(SICK), "--exit-zero")
     assert again.returncode == 0
     first = drive("sick", "scan", "x")
     words = [sorted(shown.stdout.replace(",", "").split()) for shown in (again, first)]
     assert words[0] == words[1]  # the run of this sample is in an order that no workflow writes
 
 
-def test_several_become_one(written, run_cli, check_report):
+def test_several_become_one(written, typed, check_report):
     files = [written(HEALTHY), written(EVERY["incomplete"], "jsonl")]
-    result = run_cli("merge", *files, "--format", "json")
+    result = typed("merge", *files, "--format", "json")
     assert result.returncode == 2
     assert "incomplete: 1 part could not be examined" in result.stderr
     assert check_report(result.stdout)["verdict"] == "inconclusive"
@@ -76,11 +76,11 @@ def test_several_become_one(written, run_cli, check_report):
         (None, "No such file or directory"),
     ],
 )
-def test_a_file_that_is_no_report_is_one_sentence_and_exits_2(content, sentence, tmp_path, run_cli):
+def test_a_file_that_is_no_report_is_one_sentence_and_exits_2(content, sentence, tmp_path, typed):
     file = tmp_path / "r.json"
     if content is not None:
         file.write_bytes(content)
-    result = run_cli("merge", str(file))
+    result = typed("merge", str(file))
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("ampdoctor: error: ")
     assert sentence in result.stderr
@@ -89,10 +89,10 @@ def test_a_file_that_is_no_report_is_one_sentence_and_exits_2(content, sentence,
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes and devices")
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path, written, run_cli):
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path, written, typed):
     os.mkfifo(tmp_path / "pipe.json")
     for place in (tmp_path / "pipe.json", "/dev/zero", tmp_path):
-        result = run_cli("merge", written(HEALTHY), str(place))
+        result = typed("merge", written(HEALTHY), str(place))
         assert (result.returncode, result.stdout) == (2, "")
         assert result.stderr == f"ampdoctor: error: cannot read the report {place}: it is no regular file\n"
 
@@ -116,9 +116,9 @@ def test_a_file_that_breaks_off_while_it_is_read_is_one_sentence(capsys):
     assert capsys.readouterr().err == "ampdoctor: error: cannot read the report /proc/self/mem: Input/output error\n"
 
 
-def test_a_report_is_not_written_over_what_is_read(written, run_cli):
+def test_a_report_is_not_written_over_what_is_read(written, typed):
     file = written(HEALTHY)
-    result = run_cli("merge", file, "--output", file)
+    result = typed("merge", file, "--output", file)
     assert result.returncode == 2
     assert "it is what is to be read" in result.stderr
 

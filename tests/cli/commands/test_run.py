@@ -25,7 +25,7 @@ FOUND = Finding(
     cause="forward_overflow",
     where=Where(step=7, phase="forward", module="ff.wo"),
 )
-SICK = Report(command="watch", target={"factory": "train.py"}, verdict="sick", findings=(FOUND,))
+SICK = Report(command="run", target={"factory": "train.py"}, verdict="sick", findings=(FOUND,))
 
 SICK_SCRIPT = """
 import sys

@@ -63,12 +63,13 @@ def test_a_profile_is_saved_in_a_file_for_each_rank(tmp_path, stub_workflow, mon
 
 
 @pytest.fixture
-def here(tmp_path, drive):
-    """Return a function that drives the command line in a folder of its own, as rank N of 2."""
+def here(tmp_path, typed, behaving, monkeypatch):
+    """Return a function that scans something sick in a folder of its own, as rank N of 2."""
+    behaving("sick")
+    monkeypatch.chdir(tmp_path)
 
     def run(rank, *arguments, size=2):
-        environment = {"RANK": str(rank), "WORLD_SIZE": str(size)}
-        return drive("sick", "scan", "x", *arguments, env=environment, cwd=tmp_path)
+        return typed("scan", "x", *arguments, env={"RANK": str(rank), "WORLD_SIZE": str(size)})
 
     return run
 

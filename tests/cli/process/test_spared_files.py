@@ -105,6 +105,7 @@ def make():
 LOSS = "def loss(model, batch):\n    return model(batch).mean()\n"
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("form", ["kept_run:make", "pack.kept_run:make", "kept_run.py:make"])
 @pytest.mark.parametrize("before", ["", "raise ValueError"])
 @pytest.mark.parametrize("written", ["kept_run.py", "kept_loss.py"])

@@ -1,4 +1,4 @@
-"""A command that was not told what to replay says which ways in there are, from files that it reads as text only."""
+"""What is said instead of a refusal: the ways in, from files that are read as text only; paths as they were typed."""
 
 from __future__ import annotations
 
@@ -76,3 +76,26 @@ def test_a_notebook_is_to_be_made_a_script(tmp_path, monkeypatch, capsys):
 def test_another_mistake_is_not_answered_with_all_ways_in(folder, capsys):
     assert main(["bisect-nan", "--stepz", "3", "loop.py"]) == 2
     assert "What can be replayed" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("weights/short.safetensors", "weights/short.safetensors is truncated: "),
+        ("weights/none.pt", "weights/none.pt does not exist.\n"),
+        (
+            "weights/*.pt",
+            "weights/*.pt does not exist: the shell has found no file that this pattern matches.\n",
+        ),
+        (
+            "https://example.org/x/model.pt",
+            "https://example.org/x/model.pt is a URL, and none is fetched: download the file and name that.\n",
+        ),
+    ],
+)
+def test_the_error_names_the_path_as_it_was_typed(typed, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "short.safetensors").write_bytes((1000).to_bytes(8, "little") + b'{"a": ')
+    assert main(["scan", typed]) == 2
+    assert capsys.readouterr().err.startswith(f"ampdoctor: error: {said}")

@@ -17,6 +17,17 @@ REFUSED = {
     "scan model.pt --fail-onn error": "No such option: --fail-onn (Possible options: --fail-on",
     "scan model.pt --format yaml": "'yaml' is not one of",
     "profile train.py:make_run --steps many": "--steps",
+    "scan": "Missing argument 'PATH'",
+    "scan x y --list": "--list takes one PATH",
+    "scan x --fail-on everything": "'everything' is not one of",
+    "scan x --report json": "the form is FORMAT=FILE",
+    "scan x --output no/such/folder/report.txt": "its folder does not exist",
+    "bisect-nan f --steps 0": "--steps",
+    "bisect-nan f --strategy guess": "'guess' is not one of",
+    "bisect-nan f --device tpu": "tpu",
+    "bisect-nan f --arg x": "the form is KEY=JSON",
+    "bisect-nan f --arg x=abc": "a string needs quotes",
+    "bisect-nan f --arg x=1 --arg x=2": "--arg x: given twice",
 }
 
 
@@ -30,3 +41,10 @@ def test_a_refused_command_line_is_a_sentence(typed, tmp_path, monkeypatch, caps
     assert REFUSED[typed] in said.err.splitlines()[0]
     assert "Traceback" not in said.err
     assert "internal error" not in said.err
+    assert "Value error" not in said.err, "a word of the library behind the command line"
+
+
+def test_without_a_word_it_is_the_help_on_stderr(capsys):
+    assert main([]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.startswith("Usage: ampdoctor")) == ("", True)

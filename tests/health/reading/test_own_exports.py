@@ -10,8 +10,8 @@ from ampdoctor.health.reading.opening import find_log
 from ampdoctor.health.sinks.export import export, export_of
 from ampdoctor.health.sinks.metrics import PREFIX, Projection, Row
 from ampdoctor.workflows.health import health
-from tests.checkpoints.formats.test_tensorboard_events import field, record, scalar
 from tests.health.logs import HEADER, stamped
+from tests.health.reading.test_event_files import field, record, scalar
 
 
 def a_run():

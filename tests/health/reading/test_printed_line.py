@@ -10,33 +10,34 @@ import pytest
 from ampdoctor.health.reading.printed_line import printed
 
 LINES = {
-    "step 99: loss 2.2049, scale 1024": {"step": 99, "loss": 2.2049, "scale": 1024.0},
+    "step 99: loss 2.2049, scale 1024": {"step": 99, "loss": 2.2049, "loss_scale": 1024.0},
     "iter 100: loss 3.2000, time 12.50ms, mfu 4.32%": {"step": 100, "loss": 3.2, "seconds": 0.0125},
     "step 0: train loss 4.2874, val loss 4.2823": {"step": 0, "loss": 4.2874},
     "{'loss': 6.12, 'grad_norm': nan, 'learning_rate': 2.3e-07, 'epoch': 1.8}": {
-        "loss": 6.12, "grad_norm": math.nan, "learning_rate": 2.3e-07, "epoch": 1.8,
+        "loss": 6.12, "gradient_norm": math.nan, "learning_rate": 2.3e-07, "epoch": 1.8,
     },
     "{'loss': '2.1', 'grad_norm': 'inf', 'learning_rate': '5e-05', 'epoch': '0.5'}": {
-        "loss": 2.1, "grad_norm": math.inf, "learning_rate": 5e-05, "epoch": 0.5,
+        "loss": 2.1, "gradient_norm": math.inf, "learning_rate": 5e-05, "epoch": 0.5,
     },
     "2020-07-17 07:11:02 | INFO | train_inner | epoch 001:   2800 / 160368 loss=9.255, ppl=611.12, wps=57.3, "
     "num_updates=2800, lr=2.8e-05, gnorm=3.23, loss_scale=128, train_wall=13": {
-        "step": 2800, "epoch": 1, "loss": 9.255, "grad_norm": 3.23, "scale": 128.0, "learning_rate": 2.8e-05,
+        "step": 2800, "epoch": 1, "loss": 9.255, "gradient_norm": 3.23, "loss_scale": 128.0, "learning_rate": 2.8e-05,
     },
     '2020 | INFO | train_inner | {"epoch": 27, "update": 26.267, "loss": "8.206", "num_updates": "33700", '
-    '"gnorm": "1.833"}': {"step": 33700, "epoch": 27, "loss": 8.206, "grad_norm": 1.833},
+    '"gnorm": "1.833"}': {"step": 33700, "epoch": 27, "loss": 8.206, "gradient_norm": 1.833},
     "04/21 21:03:53 - mmengine - INFO - Epoch(train) [2][10/90]  lr: 1.000e-02  eta: 1 day, 0:00:25  time: 0.010  "
     "data_time: 0.002  memory: 0  grad_norm: 2.5  loss: 11.4723  loss_cls: 1.0": {
-        "step": 10, "epoch": 2, "loss": 11.4723, "grad_norm": 2.5, "learning_rate": 0.01, "seconds": 0.01,
+        "step": 10, "epoch": 2, "loss": 11.4723, "gradient_norm": 2.5, "learning_rate": 0.01, "seconds": 0.01,
         "data_seconds": 0.002,
     },
     "[2024-07-27 03:32:50 vssm1] (main.py 295): INFO Train: [29/300][2670/2859]\teta 0:01:24 lr 0.000872\t wd 0.0500\t"
     "time 0.4283 (0.4481)\tloss 2.0148 (1.9972)\tgrad_norm 4.1605 (inf)\tloss_scale 32768.0000 (34681.8180)": {
-        "step": 2670, "epoch": 29, "loss": 2.0148, "grad_norm": 4.1605, "scale": 32768.0, "learning_rate": 0.000872,
+        "step": 2670, "epoch": 29, "loss": 2.0148, "gradient_norm": 4.1605, "loss_scale": 32768.0,
+        "learning_rate": 0.000872,
     },
     "[rank0]:\x1b[0m[titan] 2026-05-18 16:04:46,338 - root - INFO - \x1b[31mstep: 14  \x1b[32mloss:  3.24405  "
     "\x1b[38;2;1;2;3mgrad_norm:  0.8319  memory:  9.46GiB(64.99%)  tps: 7,282\x1b[0m": {
-        "step": 14, "loss": 3.24405, "grad_norm": 0.8319,
+        "step": 14, "loss": 3.24405, "gradient_norm": 0.8319,
     },
     "Train Epoch: 1 [640/60000 (1%)]\tLoss: 2.303494": {"step": 640, "epoch": 1, "loss": 2.303494},
     "loss: 2.303494  [   64/60000]": {"step": 64, "loss": 2.303494},
@@ -55,7 +56,7 @@ LINES = {
     },
     "1|100|Loss: 2.3:  5%|▌ | 100/2000 [00:10<01:30,  9.9it/s]": {"step": 100, "loss": 2.3},
     "step    1/19560 | loss 10.951 (+nanz)| norm 15.33 (+nanz)| lr 1.2e-05 | 1012.33 ms": {
-        "step": 1, "loss": 10.951, "grad_norm": 15.33, "learning_rate": 1.2e-05,
+        "step": 1, "loss": 10.951, "gradient_norm": 15.33, "learning_rate": 1.2e-05,
     },
     "Training epoch 0, iteration 99/999 | global_batch_size: 8 | global_step: 99 | reduced_train_loss: 8.1": {
         "step": 99, "epoch": 0, "loss": 8.1,
@@ -64,7 +65,7 @@ LINES = {
     "Loss at step 100: 2.3": {"step": 100, "loss": 2.3},
     "step 10 | loss tensor(-2.3012, device='cuda:0', grad_fn=<NllLossBackward>)": {"step": 10, "loss": -2.3012},
     "epoch 3 step 1,200 loss NaN scale 65,536.0 gnorm -Inf": {
-        "step": 1200, "epoch": 3, "loss": math.nan, "scale": 65536.0, "grad_norm": -math.inf,
+        "step": 1200, "epoch": 3, "loss": math.nan, "loss_scale": 65536.0, "gradient_norm": -math.inf,
     },
 }  # fmt: skip
 

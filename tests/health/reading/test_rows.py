@@ -19,7 +19,7 @@ def steps(*rows):
 
 
 def test_rows_of_one_step_become_one_and_a_late_row_adds_to_its_step():
-    rows = [(1, {"loss": 2.0}), (1, {"grad_norm": 0.5}), (2, {"loss": 1.5}), (1, {"learning_rate": 0.1})]
+    rows = [(1, {"loss": 2.0}), (1, {"gradient_norm": 0.5}), (2, {"loss": 1.5}), (1, {"learning_rate": 0.1})]
     assert steps(*rows) == [(0, 1, 2.0, 0.5), (0, 2, 1.5, None)]
     assert read(*rows)[1].line.learning_rates == (0.1,)
 

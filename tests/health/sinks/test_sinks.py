@@ -19,7 +19,7 @@ import pytest
 
 from ampdoctor.errors import OutputError, UsageError
 from ampdoctor.evidence.log_records import AlertLine, DetailLine, RunLine, StepLine, TensorDetail
-from ampdoctor.health.sinks.export import KINDS, Export, Exporter, export, export_of
+from ampdoctor.health.sinks.export import KINDS, Exporter, export, export_of
 from ampdoctor.health.sinks.sink import RunFacts
 from tests.health.sinks.lines import BEGAN_MS, NAMES, a_run, finding, stamped
 
@@ -524,10 +524,3 @@ def test_a_run_that_says_nothing_opens_nothing():
     exporter.hear(stamped(RunLine(name="small")))
     exporter.idle()
     exporter.close()
-
-
-def test_every_kind_says_what_it_is():
-    assert len({kind.name for kind in KINDS}) == len(KINDS)
-    assert all(kind.help.endswith(".") and kind.target for kind in KINDS)
-    assert isinstance(export_of("csv=x"), Export)
-    assert finding().code == "AMP721"

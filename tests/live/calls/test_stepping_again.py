@@ -12,7 +12,6 @@ from torch.nn.utils import clip_grad_norm_
 import ampdoctor
 from ampdoctor.hooks.callbacks import hearing
 from ampdoctor.live.loop_watch import LoopWatch
-from ampdoctor.live.op_watch import StepWatch
 
 
 class Told:
@@ -353,28 +352,6 @@ def test_without_a_scaler_it_is_a_warning_and_no_step_is_sick(tmp_path):
     (said,) = sentences
     assert said.startswith("warning AMP407: step 0: ")
     assert "steps again on the gradients of its last update" in said
-
-
-def test_a_watched_test_hears_it_where_its_loop_logs_the_scale():
-    class SickError(BaseException):
-        pass
-
-    def stop(report):
-        raise SickError
-
-    watch = StepWatch(stop)
-
-    def test():
-        with watch.watching():
-            loop = Loop()
-            loop.scaler.get_scale()
-            by_hand(loop)
-
-    with pytest.raises(SickError):
-        test()
-    (finding,) = watch.report.findings
-    assert finding.code == "AMP407"
-    assert "steps again" in finding.message
 
 
 def test_a_graph_that_is_replayed_may_hold_a_backward(monkeypatch):

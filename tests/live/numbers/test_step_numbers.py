@@ -274,15 +274,6 @@ def test_no_gradient_no_norm_and_a_step_that_was_never_announced_is_none():
     assert told.numbers.failed is None
 
 
-def test_a_wrong_foreach_norm_is_given_up(monkeypatch):
-    right = torch._foreach_norm
-    monkeypatch.setattr(torch, "_foreach_norm", lambda *a, **k: [n * 2 for n in right(*a, **k)])
-    told = Told(every=0)
-    norms = train(3, *model_and(), told.numbers)
-    assert not told.numbers.fused
-    assert [s.gradient_norm for s in told.steps][1:] == pytest.approx(norms[1:], rel=1e-5)
-
-
 def test_an_error_ends_the_numbers_and_not_the_loop(monkeypatch):
     def fails(_):
         raise ValueError("the disk is full\nreally")

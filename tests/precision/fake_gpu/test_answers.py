@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ampdoctor.errors import ReplayError
-from ampdoctor.precision import emulate_cuda, heard_by
-from ampdoctor.precision.fake_gpu.emulate import DEVICE_NOTE, YES_NOTE
+from ampdoctor.precision.fake_gpu.emulate import DEVICE_NOTE, YES_NOTE, emulate_cuda
+from ampdoctor.precision.fake_gpu.replace import heard_by
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and nothing is emulated")
 

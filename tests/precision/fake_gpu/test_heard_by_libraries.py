@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ampdoctor.precision import autocast_policy, emulate_cuda
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")

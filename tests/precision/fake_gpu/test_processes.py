@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ampdoctor.errors import ReplayError
-from ampdoctor.precision import emulate_cuda, lasting_emulation
+from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
+from ampdoctor.precision.fake_gpu.processes import lasting_emulation
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and nothing is emulated")
 

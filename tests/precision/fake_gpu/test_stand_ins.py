@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import sys
 
 import pytest
 import torch
 
 from ampdoctor.errors import ReplayError
-from ampdoctor.precision import autocast_policy, emulate_cuda
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.precision.fake_gpu import fused_attention
+from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
 from ampdoctor.precision.fake_gpu.missing_libraries import STAND_INS
 from ampdoctor.replay.user_code import explained
 
@@ -149,9 +149,3 @@ def test_another_missing_module_is_not_explained():
     with pytest.raises(ImportError) as caught:
         importlib.import_module("no_such_module")
     assert explained(caught.value) is None
-
-
-def test_a_query_that_sees_nothing_is_zero():
-    q, k, v = operands(4, 2)
-    assert fused_attention.flash_attn_func(q, k, v, causal=True)[:, :2].abs().max() == 0
-    assert math.isfinite(fused_attention.flash_attn_func(q, k, v, causal=True).float().sum())

@@ -11,7 +11,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.probes.traced import Inline, births_of, here, only_birth, trace_of
+from ampdoctor import TrainingRun
+from ampdoctor.diagnosis.replay.nonfinite import culprits
+from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.replay.session import Session
+from tests.probes.traced import Inline, births_of, here, only_birth, session_of, trace_of
 
 INF = math.inf
 
@@ -254,9 +258,6 @@ def test_behind_a_recurrent_net(cell):
 def test_micro_batches_are_told_apart():
     model = nn.Linear(2, 1)
     data = [torch.ones(2), torch.ones(2), torch.zeros(2), torch.ones(2)]
-    from ampdoctor.probes.op_trace import OpTraceProbe
-    from tests.probes.traced import session_of
-
     session = session_of(model, lambda m, x: (m(x) / x.sum()).sum(), data, accumulation_steps=4)
     tracer = OpTraceProbe()
     with session.watched(tracer):
@@ -395,14 +396,6 @@ def test_a_nan_beside_a_mask_is_the_one_to_follow():
     assert all(b.origin == "op" for b in births_of(lin(), loss))
 
 
-def test_a_fully_masked_row_is_the_softmaxs_birth():
-    def loss(m, x):
-        return m(x).masked_fill(torch.tensor([True, True]), -INF).softmax(-1).sum()
-
-    birth = births_of(lin(), loss)[0]
-    assert (birth.where.op, birth.where.nonfinite) == ("aten.softmax", "nan")
-
-
 # -- what was brought --------------------------------------------------------------------------------------------------
 
 
@@ -499,9 +492,6 @@ def test_sparse_gradients_are_followed():
 
 
 def test_a_trace_is_of_its_own_step_only():
-    from ampdoctor.probes.op_trace import OpTraceProbe
-    from tests.probes.traced import session_of
-
     model = lin()
     session = session_of(model, lambda m, x: (m(x) / x.sum()).sum(), [torch.zeros(2), torch.ones(2)])
     tracer = OpTraceProbe()
@@ -530,10 +520,6 @@ def test_gradients_that_the_step_replaces_keep_their_names():
             parameter.grad = unit.clone()  # what the old one lay in is free for the next one
         optimizer.step()
         return loss
-
-    from ampdoctor import TrainingRun
-    from ampdoctor.probes.op_trace import OpTraceProbe
-    from ampdoctor.replay.session import Session
 
     run = TrainingRun(model=model, batches=[torch.ones(1, 4)], step=step, optimizer=sgd, precision="fp32")
     session, tracer = Session(run, device=torch.device("cpu")), OpTraceProbe()
@@ -573,3 +559,71 @@ def test_an_op_of_a_users_hook_has_its_own_name_and_line(where):
     assert (birth.where.phase, birth.where.op, birth.kernel) == ("backward", "aten.div", "aten.div")
     assert birth.where.source.line == line("IN A HOOK")
     assert birth.where.module == ("0" if where in ("activation", "node") else birth.where.module)
+
+
+# -- whose memory it is, where several tensors lie in one --
+
+
+class Flat(nn.Module):
+    """Two weights in one buffer, as flat optimizers and gradient buckets lay them."""
+
+    def __init__(self, sick):
+        super().__init__()
+        memory = torch.ones(8)
+        memory[4 * sick] = float("nan")
+        self.first, self.second = nn.Parameter(memory[:4]), nn.Parameter(memory[4:])
+
+    def forward(self, x):
+        return (x * self.first).sum() + (x * self.second).sum()
+
+
+def test_a_sick_weight_is_not_taken_for_its_neighbour():
+    for sick, name in enumerate(("first", "second")):
+        births = births_of(Flat(sick), lambda model, x: model(x), torch.ones(4))
+        assert {birth.where.tensor for birth in births if birth.origin == "param"} == {name}
+
+
+# -- an op that leaves its domain in the forward, and again in its derivative at the same operand, is one birth --
+
+
+class Masked(nn.Module):
+    """`where` takes the bad values out again; the derivative multiplies them by zero."""
+
+    def __init__(self, func):
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.func = func
+
+    def forward(self, x):
+        x = self.layer(x)
+        return torch.where(x > 0, self.func(x), torch.zeros_like(x))
+
+
+class Squashed(nn.Module):
+    """A finite value is made from the bad one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x) / torch.zeros(()))
+
+
+def main_birth(module):
+    torch.manual_seed(0)
+    batch = torch.randn(8, 4)
+    batch[0] = 0.0
+    return culprits(trace_of(module, lambda model, x: model(x).mean(), batch)[0])[0]
+
+
+@pytest.mark.parametrize("func", [torch.sqrt, torch.log])
+def test_the_forward_is_named_also_where_its_own_value_is_masked_out(func):
+    birth = main_birth(Masked(func))
+    assert (birth.where.phase, birth.where.op) == ("forward", f"aten.{func.__name__}")
+    assert all(sink.startswith("grad:") for sink in birth.harms), "the loss is finite"
+
+
+def test_a_division_by_zero_that_tanh_makes_finite():
+    birth = main_birth(Squashed())
+    assert (birth.where.phase, birth.where.op) == ("forward", "aten.div")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampdoctor.probes.nan_path import FEEDERS, MOST_CARRIERS, amax_of
-from tests.probes.traced import Inline, births_of, only_birth, trace_of
+from tests.probes.traced import Inline, births_of, only_birth
 
 INF = math.inf
 
@@ -174,10 +174,6 @@ def test_a_long_way_is_bounded():
     model = nn.Sequential(lin(), overflow(), repeated)
     way = only_birth(model, lambda m, x: m(x).sum()).way
     assert len(way.carriers) <= MOST_CARRIERS
-
-
-def test_a_step_without_births_has_a_trace_all_the_same():
-    assert trace_of(lin(), lambda m, x: m(x).sum())[0].births == ()
 
 
 @pytest.mark.parametrize(

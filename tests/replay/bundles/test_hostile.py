@@ -21,31 +21,47 @@ def edited(bundle, edit):
 
 
 def _call(said):
-    return next(one for one in said["instructions"] if one["kind"] == "call")
+    return next(one for one in said["instructions"] if one["kind"] == "Call")
 
 
 def _op(said):
-    return next(one for one in said["instructions"] if one["kind"] == "op")
+    return next(one for one in said["instructions"] if one["kind"] == "Op")
+
+
+def _function(said, name):
+    _op(said)["function"]["name"] = name
 
 
 EDITS = {
     "another schema": lambda said: said.update(schema=99),
-    "a function of os": lambda said: _op(said).update(function="os.system"),
-    "a function that is not torch's to override": lambda said: _op(said).update(function="torch.load"),
-    "a method that pickles": lambda said: _op(said).update(function="torch.Tensor.__reduce_ex__"),
-    "a method that takes state": lambda said: _op(said).update(function="torch.Tensor.__setstate__"),
-    "a method that calls back": lambda said: _op(said).update(function="torch.Tensor.register_hook"),
-    "a path of attributes": lambda said: _op(said).update(function="torch.Tensor.__init__.__globals__"),
-    "a class as an argument": lambda said: _call(said)["args"].append({"kind": "class", "class": EVIL}),
-    "a partial": lambda said: _call(said)["args"].append({"kind": "partial", "parts": ["os.system", [], {}]}),
-    "an unknown kind": lambda said: _call(said)["args"].append({"kind": "pickle", "value": "gASV"}),
-    "a dunder": lambda said: _call(said)["args"].append(
+    "an older schema": lambda said: said.update(schema=2),
+    "a partial as a function": lambda said: _op(said).update(
+        function={
+            "kind": "partial",
+            "parts": [_op(said)["function"], {"kind": "tuple", "items": []}, {"kind": "dict", "items": []}],
+        }
+    ),
+    "an autocast of another device": lambda said: _call(said)["mode"]["autocast"]["items"].__setitem__(0, "xla"),
+    "an instruction that is none": lambda said: said["instructions"].append({"kind": "tuple", "items": []}),
+    "a backward without seeds": lambda said: next(one for one in said["instructions"] if one["kind"] == "Backward")[
+        "seeds"
+    ]["items"].clear(),
+    "a function of os": lambda said: _function(said, "os.system"),
+    "a function that is not torch's to override": lambda said: _function(said, "torch.load"),
+    "a method that pickles": lambda said: _function(said, "torch.Tensor.__reduce_ex__"),
+    "a method that takes state": lambda said: _function(said, "torch.Tensor.__setstate__"),
+    "a method that calls back": lambda said: _function(said, "torch.Tensor.register_hook"),
+    "a path of attributes": lambda said: _function(said, "torch.Tensor.__init__.__globals__"),
+    "a class as an argument": lambda said: _call(said)["args"]["items"].append({"kind": "class", "class": EVIL}),
+    "a partial": lambda said: _call(said)["args"]["items"].append({"kind": "partial", "parts": ["os.system", [], {}]}),
+    "an unknown kind": lambda said: _call(said)["args"]["items"].append({"kind": "pickle", "value": "gASV"}),
+    "a dunder": lambda said: _call(said)["args"]["items"].append(
         {"kind": "object", "class": "torch.nn.modules.linear:Linear", "fields": {"__class__": 1}}
     ),
-    "a tensor of nobody": lambda said: _call(said)["args"].append({"kind": "made", "index": 12345678}),
-    "a given tensor beyond": lambda said: _call(said)["args"].append({"kind": "given", "index": 99}),
-    "a negative index": lambda said: _call(said)["args"].append({"kind": "given", "index": -1}),
-    "a random state beyond": lambda said: _call(said).update(random=10**9),
+    "a tensor of nobody": lambda said: _call(said)["args"]["items"].append({"kind": "ResultRef", "index": 12345678}),
+    "a given tensor beyond": lambda said: _call(said)["args"]["items"].append({"kind": "InputRef", "index": 99}),
+    "a negative index": lambda said: _call(said)["args"]["items"].append({"kind": "InputRef", "index": -1}),
+    "a random state beyond": lambda said: _call(said)["random"].update(index=10**9),
     "a module that is not there": lambda said: _call(said).update(model="nowhere"),
     "a shape that lies": lambda said: said["given"][0].update(shape=[2**40, 2**40]),
     "a stride that lies": lambda said: said["given"][0].update(stride=[2**40, 1]),
@@ -58,8 +74,10 @@ EDITS = {
     "the model's class": lambda said: said["model"]["made"].update({"class": EVIL}),
     "an optimizer's setting": lambda said: said["optimizer"]["groups"][0].update(params=["nowhere"]),
     "a parameter less": lambda said: said["parameters"].popitem(),
-    "deep nesting": lambda said: _call(said)["args"].append(_nested(200)),
-    "an autocast for nothing": lambda said: _call(said)["mode"].update(autocast=["cuda", "torch.load"]),
+    "deep nesting": lambda said: _call(said)["args"]["items"].append(_nested(200)),
+    "an autocast for nothing": lambda said: _call(said)["mode"]["autocast"]["items"].__setitem__(
+        1, {"kind": "torch", "value": "torch.load"}
+    ),
 }
 
 
@@ -80,7 +98,7 @@ def test_a_manifest_that_lies_is_refused_in_a_sentence(bundle, code, edit):
 
 def test_a_key_that_stands_twice_is_refused(bundle, code):
     file = bundle / "manifest.json"
-    file.write_text(file.read_text().replace('"schema": 1,', '"schema": 1, "schema": 1,', 1))
+    file.write_text(file.read_text().replace('"schema": 3,', '"schema": 3, "schema": 3,', 1))
     with pytest.raises(CheckpointError, match="has the key 'schema' twice"):
         load_bundle(str(bundle), model=str(code))
 

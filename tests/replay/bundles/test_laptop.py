@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampdoctor.replay.bundles.model import code_of, described
 from ampdoctor.replay.bundles.write import write_bundle
 
 
@@ -46,14 +47,35 @@ def test_a_laptop_says_step_op_and_line(sick, code, run_cli):
     assert report["target"]["options"] == {"--model": [code.name]}
 
 
-def test_without_the_model_it_is_told_what_to_type(sick, code, run_cli):
-    refused = run_cli("bisect-nan", str(sick.folder))
-    assert refused.returncode == 2
-    assert "holds no code: its model is Net; add --model" in refused.stderr
-    assert "Type:" not in refused.stderr
-
-
 def test_a_model_without_a_bundle_is_refused(code, run_cli):
     refused = run_cli("bisect-nan", f"{code}:make_model", "--model", str(code))
     assert refused.returncode == 2
     assert "makes the model of a bundle, and" in refused.stderr
+
+
+# -- what `--model` has to name for a bundle's model, as the report of a watched training says it --
+
+
+MADE = {"kind": "made", "made": {"class": "__main__:GPT", "file": "gpt.py", "args": [], "kwargs": {}}}
+LIBRARY = {"kind": "transformers", "class": "GPT2LMHeadModel", "config": {}}
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        (MADE, "gpt.py"),
+        ({"kind": "wrapped", "attribute": "module", "module": MADE}, "gpt.py"),
+        ({"kind": "several", "children": {"first": LIBRARY, "second": MADE}}, "gpt.py"),
+        ({"kind": "function", "class": "__main__:Net", "file": "train.py", "why": ""}, "train.py:make_model"),
+        ({"kind": "function", "class": "__main__:Net", "file": "a\nb.py", "why": ""}, "train.py:make_model"),
+        (LIBRARY, None),
+        ({"kind": "peft", "adapter": "default", "config": {}, "module": LIBRARY}, None),
+    ],
+    ids=["a class", "wrapped", "several", "a function", "a name that nobody types", "a library's", "with adapters"],
+)
+def test_a_model_is_made_again_by(said, code):
+    assert code_of(said) == code
+
+
+def test_torchs_own_layers_take_no_code():
+    assert code_of(described(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), lambda _module: None)) is None

@@ -147,7 +147,7 @@ def same(mine, theirs):
 
 def test_the_manifest_says_what_leads_up_to_the_step(adam):
     said = manifest(adam.folder)
-    assert (said["schema"], said["weights"], said["updates"], said["step"]) == (2, "left out", SICK, SICK)
+    assert (said["schema"], said["weights"], said["updates"], said["step"]) == (3, "left out", SICK, SICK)
     assert [one["step"] for one in said["earlier"]] == [5, 6, 7, 8]
     (why,) = said["left_out"]
     assert "had changed them before it was known to be sick" in why
@@ -207,18 +207,6 @@ def test_a_replay_says_what_a_look_in_time_would_have_said(adam, net, in_time):
     notes = " ".join(report.run["notes"])
     assert "the weights are made again by the recorded updates since the checkpoint" in notes
     assert "learning rate" not in " ".join(one.reason for one in report.skipped)
-
-
-def test_another_process_says_the_same(adam, net, in_time, run_cli):
-    checkpoint = saved(adam.training, adam.folder, 7)
-    bundle = str(adam.folder / "health" / f"bundle-{SICK}")
-    said = run_cli("bisect-nan", bundle, "--model", net.file, "--checkpoint", checkpoint, "--format", "json")
-    assert said.returncode == 1, said.stderr
-    where = json.loads(said.stdout)["findings"][0]["where"]
-    theirs = in_time.findings[0].where
-    assert (where["step"], where["module"], where["op"], where["phase"]) == (
-        SICK, theirs.module, theirs.op, theirs.phase
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -287,11 +275,11 @@ def test_the_first_step_goes_on_from_a_checkpoint_of_nothing(net, tmp_path):
     same(session.model.state_dict(), training.states[SICK]["model"])
 
 
-def test_a_single_update_is_a_bundle_that_any_reader_knows(net, tmp_path):
+def test_a_single_update_has_no_earlier_ones(net, tmp_path):
     training = Training(net)
     late(training, tmp_path / "health", record_batches=1)
     said = manifest(tmp_path)
-    assert (said["schema"], said["weights"], "earlier" in said) == (1, "left out", False)
+    assert (said["schema"], said["weights"], "earlier" in said) == (3, "left out", False)
     assert "a checkpoint from right before it" in said["left_out"][0]
     session, _ = led_to(asked(tmp_path, net, saved(training, tmp_path, SICK)))
     same(session.model.state_dict(), training.states[SICK]["model"])
@@ -465,10 +453,7 @@ def test_without_it_the_option_is_named(settings, net, tmp_path):
 
 
 EDITS = {
-    "a number": lambda said: said.update(earlier=3),
-    "nothing": lambda said: said.update(earlier=None),
     "a table": lambda said: said.update(earlier={"step": 8}),
-    "numbers": lambda said: said.update(earlier=[1, 2]),
     "empty tables": lambda said: said.update(earlier=[{}]),
     "a step less": lambda said: said["earlier"].pop(1),
     "another order": lambda said: said["earlier"].reverse(),
@@ -483,8 +468,7 @@ EDITS = {
         lr={"kind": "class", "class": "subprocess:Popen"}
     ),
     "a function of os": lambda said: said["earlier"][0]["instructions"].append(
-        {"kind": "op", "function": "os.system", "args": ["id"], "kwargs": {}, "results": {}, "line": None,
-         "random": None, "mode": {"autocast": None, "cached": True, "gradients": True}}
+        {"kind": "function", "name": "os.system"}
     ),
     "a tensor that is not there": lambda said: said["earlier"][0]["given"][0].update(key="../../etc/passwd"),
     "a buffer of nobody": lambda said: said["earlier"][0]["before"].update(nobody=said["earlier"][0]["given"][0]),

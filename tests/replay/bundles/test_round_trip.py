@@ -47,12 +47,12 @@ def test_two_runs_of_a_bundle_share_nothing(bundle, code):
 
 def test_the_manifest_is_strict_json_and_names_what_is_needed(bundle):
     said = json.loads((bundle / "manifest.json").read_text(), parse_constant=pytest.fail)
-    assert said["schema"] == 1
+    assert said["schema"] == 3
     assert said["step"] == 31000
     assert said["versions"]["torch"] == torch.__version__
     assert said["model"]["made"]["class"].endswith(":Net")
     assert said["model"]["made"]["kwargs"]["config"]["fields"] == {"width": 8, "hidden": 16}
-    assert [one["kind"] for one in said["instructions"]].count("call") == 2
+    assert [one["kind"] for one in said["instructions"]].count("Call") == 2
     assert said["cannot"] == []
     assert (bundle / "log.jsonl").read_text() == ""
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -212,34 +209,6 @@ def test_accelerates_own_state_is_as_before():
 def test_what_is_none_of_accelerates_is_not_claimed():
     assert not ACCELERATE.claims((nn.Linear(1, 1), []))
     assert not ACCELERATE.claims(nn.Linear(1, 1))
-
-
-def script(tmp_path, *arguments):
-    """A factory beside a copy of the script, of which it uses the functions."""
-    shutil.copy(SCRIPT, tmp_path)
-    sys.path.insert(0, str(tmp_path))
-    try:
-        names = runpy.run_path(str(tmp_path / SCRIPT.name), run_name="accelerate_loop")
-    finally:
-        sys.path.remove(str(tmp_path))
-
-    def make():
-        accelerator = accelerate.Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
-        names["set_seed"](42)
-        train_loader, eval_loader = names["get_dataloaders"](16, "--keep_empty" in arguments)
-        model = names["Classifier"]()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        return accelerator, *accelerator.prepare(model, optimizer, train_loader, eval_loader)
-
-    return make
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_sick_script_is_diagnosed(policy, tmp_path):
-    report = bisect_nan(ReplayRequest(factory=script(tmp_path, "--keep_empty"), policy=policy, steps=5))
-    (finding,) = report.findings
-    where = finding.where
-    assert (finding.code, where.step, where.op, where.module) == ("AMP202", 3, "aten.softmax", "attention.0")
 
 
 def test_the_sick_script_is_diagnosed_as_it_is(tmp_path, monkeypatch):

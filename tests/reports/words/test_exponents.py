@@ -3,13 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ampdoctor.numerics import FORMATS, Histogram
+from ampdoctor.numerics.counting import count
+from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.reports.console import ASCII, BINADES, FIRST, LAST, UNICODE, WINDOWS, Axis, fitting
 
 
 def bars(*magnitudes, **options):
     axis = Axis(binades=options.pop("binades", 1))
-    return axis.bars(Histogram.of(torch.tensor(magnitudes)).to_dict(), **options)
+    return axis.bars(count(torch.tensor(magnitudes)).to_dict(), **options)
 
 
 @pytest.mark.parametrize("name", WINDOWS)
@@ -84,5 +85,5 @@ def test_the_finest_axis_that_fits_is_taken():
 
 def test_ascii_stays_ascii():
     axis = Axis(binades=2, glyphs=ASCII)
-    drawn = axis.bars(Histogram.of(torch.rand(1000)).to_dict()) + "".join(axis.window(name) for name in WINDOWS)
+    drawn = axis.bars(count(torch.rand(1000)).to_dict()) + "".join(axis.window(name) for name in WINDOWS)
     assert drawn.isascii()

@@ -207,13 +207,6 @@ def test_advice_is_watched_for_whom_it_was_given():
     assert next_step(saved).line == "ampdoctor recommend 'a b.st' --ranks 8 --fail-on warning"
 
 
-def test_several_files_of_one_run_are_named_each():
-    target = {"profile": "a.st, b.st", "factory": "run.py:make_run", "paths": ["a.st", "b.st"]}
-    assert (
-        next_step(Report(command="profile", target=target, verdict="healthy")).line == "ampdoctor recommend a.st b.st"
-    )
-
-
 def test_of_several_paths_no_folder_is_known():
     report = replace(scanned("sick"), target={"path": "2 paths", "paths": ["a", "b"]})
     assert "resume from an earlier checkpoint" in said(report)

@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 with atheris.instrument_imports(include=["ampdoctor.checkpoints"]):
     from ampdoctor.checkpoints.dcp import read_distributed
     from ampdoctor.checkpoints.dcp_metadata import METADATA
-    from ampdoctor.checkpoints.event_files import masked_crc, read_events
     from ampdoctor.checkpoints.file_contents import sort_out
     from ampdoctor.checkpoints.files import ByteSource
     from ampdoctor.checkpoints.safetensors_file import read_safetensors
     from ampdoctor.checkpoints.stored_tensor import StoredTensor
     from ampdoctor.checkpoints.torch_files import read_torch_legacy, read_torch_zip
+    from ampdoctor.health.reading.event_files import masked_crc, scalars_in
 from ampdoctor.errors import AmpdoctorError
 from tests.security import hostile
 
@@ -117,7 +117,7 @@ def _distributed(files: dict[str, bytes]) -> None:
 
 
 def event_file(data: bytes) -> None:
-    read_events([Memory(data)])
+    list(scalars_in(Memory(data), []))
 
 
 def event(data: bytes) -> None:

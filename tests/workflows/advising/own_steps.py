@@ -129,9 +129,9 @@ def world(dimensions, *, seed=3):
         action = yield state, -state.abs().sum(1)
 
 
-def policy(*, loss_scale=4096.0, small=1.0, departs=False):
+def policy(*, loss_scale=4096.0, small=1.0):
     """Rollouts in a world that goes on, and two passes over them in each step."""
-    model = network(inputs=8, outputs=5, departs=departs)
+    model = network(inputs=8, outputs=5)
     outside = world(8)
     next(outside)
     last = [outside.send(torch.zeros(16, dtype=torch.long))]
@@ -171,9 +171,9 @@ def policy(*, loss_scale=4096.0, small=1.0, departs=False):
     return trained(model, step, scale=loss_scale)
 
 
-def q_learning(*, loss_scale=4096.0, small=1.0, departs=False):
+def q_learning(*, loss_scale=4096.0, small=1.0):
     """A replay buffer that a world fills, and a target network, both in a closure."""
-    model = network(inputs=8, outputs=4, departs=departs)
+    model = network(inputs=8, outputs=4)
     target = copy.deepcopy(model)
     outside = world(8)
     next(outside)

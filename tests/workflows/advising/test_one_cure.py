@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.recommend import recommend, recommend_from_files
+from ampdoctor.workflows.recommend import recommend, recommend_from_file
 from ampdoctor.workflows.requests import ReplayRequest
 from ampdoctor.workflows.scan import scan
 from tests.public.test_scaler_protocol import run
@@ -39,7 +39,7 @@ def test_every_command_names_the_same_cure(tmp_path, monkeypatch):
     reports = [
         bisect_nan(ReplayRequest(factory=str(script), steps=8)),
         recommend(ReplayRequest(factory=str(script), steps=50)),
-        recommend_from_files([str(tmp_path / "kept")], ReplayRequest(factory="")),
+        recommend_from_file(str(tmp_path / "kept"), ReplayRequest(factory="")),
     ]
     cures = [finding.prescription for report in reports for finding in report.findings if finding.prescription]
     scanned = scan(str(tmp_path / "last.pt"))

@@ -87,10 +87,3 @@ def test_a_step_that_does_not_come_back_is_not_held_beside_fp32(name):
 def test_underflow_in_a_run_that_does_not_come_back_is_found(name):
     report = recommended(name, **UNDERFLOW)
     assert harms(report) == ["AMP301"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SICK_WORLDS)
-def test_a_departure_in_a_run_that_does_not_come_back_is_found(name):
-    report = recommended(name, departs=True)
-    assert harms(report)

@@ -11,7 +11,7 @@ from ampdoctor.diagnosis.replay.precision import advise_precision
 from ampdoctor.evidence.run_facts import Place
 from ampdoctor.evidence.targets import TARGETS
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.counting import count
 from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.ranges.profile import Collector, RunFacts
 from ampdoctor.replay.session import Session
@@ -46,7 +46,7 @@ def site(name, kind, values, *, half=True):
 
 def measured(*sites, **facts):
     collector = Collector()
-    collector.add_step({place: Histogram.of(values) for place, values, _ in sites})
+    collector.add_step({place: count(values) for place, values, _ in sites})
     half = {place: half for place, _, half in sites}
     return collector.profile(RunFacts(precision="fp16", **facts), half=half.__getitem__, weight=lambda _: 10)
 

@@ -177,9 +177,9 @@ def test_the_past_in_the_checkpoints_log_is_told(capsys, check_report, command, 
     rows = [json.dumps({"step": step, "loss": 1.0 + step % 7, "scale": scale}) for step, scale in enumerate(scales)]
     (tmp_path / "log.jsonl").write_text("\n".join(rows))
     _, report = reported(capsys, check_report, command, "settled", "--checkpoint", str(Path(path).parent))
-    (finding,) = [found for found in report["findings"] if found["code"] == "AMP706"]
+    (finding,) = [found for found in report["findings"] if found["code"] == "AMP723"]
     assert finding["severity"] == "warning"
-    assert finding["where"]["global_step"] == 300
+    assert finding["evidence"]["scale"] < 1
 
 
 def test_the_factorys_runs_are_what_they_say():

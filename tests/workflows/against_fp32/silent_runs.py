@@ -148,13 +148,11 @@ class Norm(nn.Module):
         return x * torch.rsqrt(square.float().mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
-def normed(gain: float, *, hidden: bool = False) -> TrainingRun:
+def normed(gain: float) -> TrainingRun:
     torch.manual_seed(0)
     model = nn.ModuleDict({"first": nn.Linear(8, 32), "norm": Norm(gain), "head": nn.Linear(32, 4)})
-    count = itertools.count().__next__
 
     def loss(m, x):
-        x = x * (1 + 0.01 * count()) if hidden else x
         return m["head"](m["norm"](m["first"](x))).float().square().mean()
 
     return TrainingRun(

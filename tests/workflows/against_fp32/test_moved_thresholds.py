@@ -79,16 +79,9 @@ def test_of_two_checkpoints(tmp_path, check_report):
         ("pure_half", {"optimizer": "sgd", "lr": 1e-7, "precision": "bf16"}, "AMP501", {"AMP501": {"stalled": 1.0}}),
         (
             "small_loss",
-            {"factor": 1e-6, "scale": None, "hidden": False},
+            {"factor": 1e-6, "scale": None},
             "AMP301",
             {"AMP301": {"error_warning": 1.0, "error_bad": 1.0}, "AMP207": {"relative_error": 1.0}},
-        ),
-        pytest.param(
-            "small_loss",
-            {"factor": 1e-6, "scale": None, "hidden": True},
-            "AMP301",
-            {"AMP301": {"error_warning": 1.0, "error_bad": 1.0}, "AMP207": {"relative_error": 1.0}},
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -106,7 +99,7 @@ def test_of_measured_ranges(workflow, check_report):
     moves = {"AMP301": {"flushed": 1.0, "share_warning": 1.0, "share_bad": 1.0, "error_note": 1.0}}
     moves["AMP301"] |= {"error_warning": 1.0, "error_bad": 1.0, "zeroed_share": 1.0, "zeroed": 1.0}
     moves["AMP207"] = {"relative_error": 1.0}
-    arguments = {"factor": 1e-6, "scale": None, "hidden": False}
+    arguments = {"factor": 1e-6, "scale": None}
     request = {"factory": f"{FILE}:small_loss", "arguments": arguments, "steps": 4}
     assert "AMP301" in [found for found, _ in codes(workflow(ReplayRequest(**request)))]
     report = workflow(ReplayRequest(**request, thresholds=thresholds_from(moves)))

@@ -6,7 +6,7 @@ from torch import nn
 
 import ampdoctor
 from ampdoctor import ReplayRequest, bisect_nan
-from ampdoctor.precision import override_autocast
+from ampdoctor.precision.dtype_overrides import override_autocast
 
 FILE = "tests/workflows/against_fp32/test_written_casts.py"
 

@@ -54,11 +54,11 @@ def sgd(model):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def tied(*, steps=4, precision="fp16", scale=1024.0, sparse=False, accumulation=1, weight=1.0, seed=5):
+def tied(*, steps=4, precision="fp16", scale=1024.0, sparse=False, accumulation=1, weight=1.0):
     torch.manual_seed(3)
     return TrainingRun(
         model=Net(sparse=sparse),
-        batches=ids(steps * accumulation, seed=seed),
+        batches=ids(steps * accumulation),
         loss=lambda model, batch: weight * cross_entropy(model, batch),
         optimizer=sgd,
         precision=precision,

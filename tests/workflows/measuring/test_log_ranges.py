@@ -9,15 +9,14 @@ import torch
 from torch import nn
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.options import is_profile
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine, TensorDetail
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.counting import count
 from ampdoctor.reports.text import verdict
 from ampdoctor.workflows.profile import NOTE_ON_LOGS, ranges_of_log
-from ampdoctor.workflows.recommend import recommend_from_files
-from ampdoctor.workflows.requests import ReplayRequest
+from ampdoctor.workflows.recommend import recommend_from_file
+from ampdoctor.workflows.requests import ReplayRequest, is_profile
 
 SCALE = 2.0
 
@@ -55,7 +54,7 @@ def logged(place, factor, steps=30, look=lambda gradient: gradient):
                         role="gradient",
                         scale=SCALE,
                         elements=p.numel(),
-                        histogram=Histogram.of(look(p.grad)).to_dict(),
+                        histogram=count(look(p.grad)).to_dict(),
                     )
                     for name, p in model.named_parameters()
                 ),
@@ -84,8 +83,8 @@ def test_recommend_and_profile_take_it(folder, name, run_cli, check_report):
     assert check_report(done.stdout)["run"]["steps"] == 30
 
 
-def recommended(*paths):
-    return recommend_from_files([str(path) for path in paths], ReplayRequest(factory=""))
+def recommended(path):
+    return recommend_from_file(str(path), ReplayRequest(factory=""))
 
 
 def half(gradient):

@@ -34,7 +34,7 @@ def shadowed_run(run, scales=SCALES, steps=3):
         session = Session(run, device=torch.device("cpu"))
         start = session.snapshot()
         taken = measure(session, start, steps)
-        return shadowed(session, taken, scales), session
+        return shadowed(session, taken, scales)[0], session
 
 
 @functools.cache
@@ -194,7 +194,7 @@ def test_everything_is_as_before(make):
         before = everything(session)
         taken = measure(session, start, 2)
         same(before, everything(session))
-        ranges = shadowed(session, taken, (1.0, 2.0**40))
+        ranges, _ = shadowed(session, taken, (1.0, 2.0**40))
         same(before, everything(session))
     assert ranges.shadows
 
@@ -217,7 +217,7 @@ def test_a_loss_that_wants_fp32_has_a_profile_without_shadows():
         start = session.snapshot()
         taken = measure(session, start, 2)
         assert "logits must be fp32" in taken.notes[0]
-        ranges = shadowed(session, taken, SCALES)
+        ranges, _ = shadowed(session, taken, SCALES)
     assert ranges.shadows == ()
     assert ranges.steps == 2
     assert profile_section(ranges, None)["shadows"] == []

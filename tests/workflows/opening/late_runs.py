@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from ampdoctor import TrainingRun
 from ampdoctor.hooks.nested import copy_batch
-from ampdoctor.precision import autocast_policy, half_products
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.precision.fp16_matmul import half_products
 
 
 class Numbered(Dataset):

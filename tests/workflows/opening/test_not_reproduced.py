@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.cli.run_command import judge
+from ampdoctor.diagnosis.health.loss_rules import STEPS_NOT_FINITE
 from ampdoctor.diagnosis.replay.outcome import Here, differences, known_failure
-from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
+from ampdoctor.evidence.checkpoint_stats import ScalerState
+from ampdoctor.evidence.location import Where
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
@@ -38,7 +40,6 @@ def replay(checkpoint=None, **options):
     "history",
     [
         [{"step": 490, "loss": 2.0}, {"step": 500, "loss": NAN}],
-        [{"step": 490, "loss": "nan"}, {"step": 500, "loss": 2.0}],
         [{"step": 490, "loss": INF, "grad_norm": 1.0}],
         [{"step": 490, "loss": 2.0, "grad_norm": NAN}, {"step": 500, "loss": 0.0, "grad_norm": "nan"}],
     ],
@@ -60,6 +61,7 @@ def test_the_trainers_log_says_that_it_fails(history, tmp_path, check_report):
     "history",
     [
         [{"step": 490, "loss": 2.0, "grad_norm": INF}, {"step": 500, "loss": 2.0, "grad_norm": 1.0}],
+        [{"step": 490, "loss": "nan"}, {"step": 500, "loss": 2.0}],  # a step that was skipped
         [{"step": 490, "loss": 2.0, "grad_norm": 1.0}, {"step": 500, "loss": 2.0, "grad_norm": INF}],
         [{"step": 500, "loss": 2.0}],
         [{"step": 500, "eval_loss": NAN}],
@@ -128,28 +130,29 @@ def test_a_comparison_that_was_cut_comes_before_all_else(wanted, option, said, c
     assert bisect_nan(replace(request, compare_steps=None)).verdict == "sick"
 
 
-def entry(step, loss=None, norm=None):
-    return LogEntry(step=step, loss=loss, grad_norm=norm)
+def of_log(step, loss=None, norm=None, severity="error"):
+    evidence = {"loss": loss, "gradient_norm": norm}
+    return STEPS_NOT_FINITE.finding(severity, "said", where=Where(phase="loss", global_step=step), evidence=evidence)
 
 
 @pytest.mark.parametrize(
-    ("log", "step"),
+    ("found", "step"),
     [
-        ([entry(1, 1.0), entry(2, NAN), entry(3, NAN)], 2),
-        ([entry(3, NAN), entry(2, NAN)], 2),
-        ([entry(1, 1.0, INF), entry(2, 1.0, NAN)], 1),
-        ([entry(1, 1.0, INF), entry(2, 1.0, 3.0), entry(3, 1.0, NAN), entry(4, 1.0), entry(5, 1.0, INF)], 3),
+        ([of_log(2, NAN)], 2),
+        ([of_log(2, NAN, severity="warning")], 2),
+        ([of_log(2, NAN, severity="note"), of_log(7, 1.0, INF)], 7),
     ],
 )
-def test_the_first_step_that_fails(log, step):
-    assert known_failure(log, None, said=False).step == step
+def test_the_first_step_that_fails(found, step):
+    assert known_failure(found, None, None, said=False).step == step
+    assert known_failure([of_log(3, 1.0, INF, "warning")], None, None, said=False) is None
 
 
 @pytest.mark.parametrize(
     ("scale", "tracker", "known"), [(2.0**-8, 0, True), (2.0**-8, 5, False), (1.0, 0, False), (65536.0, 0, False)]
 )
 def test_a_scale_that_is_coming_down(scale, tracker, known):
-    assert (known_failure([], ScalerState(scale=scale, growth_tracker=tracker), said=False) is not None) == known
+    assert (known_failure([], None, ScalerState(scale=scale, growth_tracker=tracker), said=False) is not None) == known
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,7 @@ def test_a_scale_that_is_coming_down(scale, tracker, known):
     ],
 )
 def test_which_steps_differ(step, sentence):
-    known = known_failure([entry(step, NAN)] if step else [], None, said=True)
+    known = known_failure([of_log(step, NAN)] if step else [], None, None, said=True)
     here = Here(
         steps=8, device="cpu", policy="cuda", precision="fp16", scaled=True, torch="2", checkpoint=True, global_step=100
     )
@@ -170,7 +173,7 @@ def test_which_steps_differ(step, sentence):
 
 
 def test_a_precision_that_differs():
-    known = known_failure([], None, said=True)
+    known = known_failure([], None, None, said=True)
     here = Here(
         steps=8,
         device="cuda:0",

@@ -53,7 +53,7 @@ def test_fp32_is_asked_for_the_steps_that_a_cure_must_hold_and_no_further(bad, s
     session = Session(diverging(), device=torch.device("cpu"))
     start = session.snapshot()
     before = (start, frozenset()) if bad else None
-    assert len(Trials(session, start, bad, steps, before=before).diverges()) == seen
+    assert len(Trials(session=session, snapshot=start, step=bad, steps=steps, before=before).diverges()) == seen
 
 
 def test_a_run_in_fp32_names_the_op_that_overflows():

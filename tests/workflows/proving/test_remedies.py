@@ -11,7 +11,7 @@ from ampdoctor.reports.fix_code import Code, code_of, setting_of
 from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
-from tests.bisect.test_smallest_set import trials_bound
+from tests.workflows.test_smallest_set import trials_bound
 
 FILE = "tests/workflows/proving/remedies.py"
 FIRST = 3

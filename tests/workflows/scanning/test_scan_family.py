@@ -56,7 +56,7 @@ def numbers(names):
 
 def test_the_first_sick_of_twenty_is_found_by_halving(tmp_path, opened, check_report):
     report = scan(series(tmp_path / "run", 20, first_sick=13))
-    assert numbers(opened) == [20, 10, 15, 12, 13]
+    assert numbers(opened) == [20, 10, 15, 13, 12]
     assert (report.verdict, report.complete) == ("sick", True)
     assert report.trend is not None
     assert (report.trend.first_sick, report.trend.last_healthy) == ("ckpt_13.pt", "ckpt_12.pt")

@@ -52,12 +52,12 @@ def test_one_tensor_in_safetensors(tmp_path):
 @pytest.mark.parametrize(
     ("beside", "code", "severity"),
     [
-        ({"metrics": {"train": {"loss": NAN}}}, "AMP701", "error"),
-        ({"losses": [2.0, 1.5, NAN]}, "AMP701", "error"),
-        ({"losses": [torch.tensor(2.0), torch.tensor(NAN)]}, "AMP701", "error"),
-        ({"losses": np.array([2.0, NAN])}, "AMP701", "error"),
-        ({"stats": {"running_loss": torch.tensor(INF)}}, "AMP701", "error"),
-        ({"loss": 2.0, "epoch_loss": NAN}, "AMP701", "error"),
+        ({"metrics": {"train": {"loss": NAN}}}, "AMP722", "error"),
+        ({"losses": [2.0, 1.5, NAN]}, "AMP722", "error"),
+        ({"losses": [torch.tensor(2.0), torch.tensor(NAN)]}, "AMP722", "error"),
+        ({"losses": np.array([2.0, NAN])}, "AMP722", "error"),
+        ({"stats": {"running_loss": torch.tensor(INF)}}, "AMP722", "error"),
+        ({"loss": 2.0, "epoch_loss": NAN}, "AMP722", "error"),
         ({"val_loss": NAN}, "AMP108", "warning"),
         ({"val": {"loss": NAN}}, "AMP108", "warning"),
         ({"grad_norm": torch.tensor(NAN)}, "AMP108", "warning"),
@@ -93,12 +93,12 @@ def test_what_a_healthy_training_saves_beside_its_model(tmp_path, beside):
 def test_the_loss_is_told_once(tmp_path):
     torch.save({"model": FINE, "loss": NAN}, tmp_path / "x.pt")
     (finding,) = scan(tmp_path / "x.pt").findings
-    assert (finding.code, finding.where.tensor) == ("AMP701", None)
+    assert (finding.code, finding.where.tensor) == ("AMP722", None)
 
 
 def test_a_file_of_a_loss_alone(tmp_path):
     torch.save({"loss": NAN}, tmp_path / "x.pt")
-    assert found(tmp_path / "x.pt") == ("sick", {("AMP701", "error")})
+    assert found(tmp_path / "x.pt") == ("sick", {("AMP722", "error")})
 
 
 def test_a_file_without_tensors_is_not_healthy(tmp_path):

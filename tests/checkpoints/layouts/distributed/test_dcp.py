@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import shutil
 import tempfile
 import time
 import zipfile
@@ -518,9 +517,3 @@ def test_thousands_of_slices_open_in_seconds(tmp_path):
         assert len(checkpoint) == 3000
         assert sum(float(ref.stored.load()[0]) for ref in checkpoint) == sum(range(3000))
     assert took < 10  # 0.7 s on an idle machine
-
-
-def test_copies_of_a_folder_are_the_same(tmp_path):
-    first = plain(tmp_path)
-    second = shutil.copytree(first, tmp_path / "elsewhere")
-    assert load_state(first).model.keys() == load_state(second).model.keys()

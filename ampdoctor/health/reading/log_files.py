@@ -1,41 +1,27 @@
-"""Text logs of a training, line by line within limits: CSV, JSON lines, and the log of `ampdoctor run`."""
+"""Text logs of a training, line by line within limits: the names of their columns, CSV and JSON lines."""
 
 from __future__ import annotations
 
 import csv
 import json
 import re
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from typing import Any, TypeVar
 
 from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.json_files import BYTE_ORDER_MARK
 from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.checkpoint_stats import LogEntry
-from ampdoctor.evidence.log_records import DetailLine, LogRecord, RunLine, Stamp, StepLine
-from ampdoctor.evidence.log_text import kind_of, line_of
+from ampdoctor.evidence.log_text import kind_of
 
-MAX_LOG_BYTES = 64 * 1024 * 1024
-"""A log of a million lines has about this size; a larger file of JSON lines is a data set."""
 MAX_LINE = 1024 * 1024
 """Maximum number of characters of a line; no log has longer ones."""
 MAX_LINES = 4_000_000
 """Maximum number of lines: as many as fit into the size above with a step and a loss each."""
-MAX_PARSED = 100_000
-"""Maximum number of lines of a log that are parsed; a longer log is thinned evenly."""
 MAX_COLUMNS = 10_000
-MAX_CELLS = 1_000_000
-"""Maximum number of values that are parsed: the lines above with ten values each, or fewer lines with more values."""
-
 MAX_LINES_OF_A_ROW = 100
 """Lines that one row of a table (a text in quotes) may take; a stray quote would take all the rest."""
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""Some editors and spreadsheets write it at the beginning of a text."""
-
 _Item = TypeVar("_Item")
 _BLOCK = 1024 * 1024
 _GOLDEN = 0x9E3779B9
@@ -50,8 +36,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
             "loss train_loss training_loss train_loss_step loss_step lm_loss train_loss_epoch total_loss "
             "reduced_train_loss step_loss"
         ),
-        "grad_norm": "grad_norm gradient_norm gnorm grad_norm_total grad_2.0_norm_total total_norm",
-        "scale": "loss_scale grad_scale scaler_scale amp_scale scale",
+        "gradient_norm": "grad_norm gradient_norm gnorm grad_norm_total grad_2.0_norm_total total_norm",
+        "loss_scale": "loss_scale grad_scale scaler_scale amp_scale scale",
         "learning_rate": "learning_rate lr",
         "seconds": (
             "step_seconds step_duration_seconds step_time seconds_per_step iteration_time iter_time time_per_step"
@@ -63,7 +49,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "skips": "skipped_steps_total/overflow",
     }.items()
 }
-"""Fields and the names of their columns, the most specific first; `_plain` normalises a column's name."""
+"""Fields as in `StepLine`, and the names of their columns, the most specific first, as `_plain` normalises them."""
 _OF_A_STEP, _OF_AN_EPOCH = "train_loss_step", "train_loss_epoch"
 """What Lightning calls a loss that is logged with `on_step` and `on_epoch`, in columns side by side."""
 _RATE_OF_ONE = ("lr_", "lr/")
@@ -100,25 +86,7 @@ def is_log(name: str) -> bool:
     return name in {"metrics.csv", "log.txt", "logs.txt"} or name.endswith(".jsonl")
 
 
-def read_log(file: RegularFile) -> tuple[LogEntry, ...]:
-    """Returns a log's entries in the order of their steps; () if the file is not a training log.
-
-    A longer log is thinned evenly to `MAX_PARSED` lines. A table's last row counts only once a newline ends it. Lines
-    of one step become one entry. If the step falls back, as after a restart from an earlier checkpoint, later steps
-    logged before that are dropped.
-    """
-    if file.size > MAX_LOG_BYTES:
-        raise LimitExceededError(f"{file.name}: bytes of a log", MAX_LOG_BYTES, file.size)
-    if file.name.endswith(".csv"):
-        lines = lines_in(file, left=SkippedLines())
-        header = list(islice(lines, 1))
-        rows = csv_rows([*header, *_thinned_by_cells(lines)], file.name)
-    else:
-        rows = json_rows(_thinned_by_cells(line for line in lines_in(file) if line.lstrip().startswith(b"{")))
-    return in_order(_entries(rows))
-
-
-def thinned(items: Iterable[_Item], limit: int = MAX_PARSED) -> list[_Item]:
+def thinned(items: Iterable[_Item], limit: int) -> list[_Item]:
     """Returns all items; of more than `limit`, evenly chosen `limit / 2` to `limit`, with the first and the last."""
     kept: list[tuple[int, _Item]] = []
     share = 1 << 32
@@ -132,12 +100,6 @@ def thinned(items: Iterable[_Item], limit: int = MAX_PARSED) -> list[_Item]:
                 kept = [pair for pair in kept if pair[0] * _GOLDEN % (1 << 32) < share]
     ends = [last] if last is not None and kept[-1][0] != at else []
     return [item for _, item in kept] + ends
-
-
-def _thinned_by_cells(lines: Iterable[bytes]) -> list[bytes]:
-    kept = thinned(lines)
-    cells = len(kept) + sum(line.count(b",") for line in kept)
-    return kept if cells <= MAX_CELLS else thinned(kept, max(len(kept) * MAX_CELLS // cells, 1))
 
 
 def _texts(lines: Iterable[bytes]) -> Iterator[str]:
@@ -167,72 +129,6 @@ def lines_in(file: RegularFile, longest: int = MAX_LINE, left: SkippedLines | No
         yield rest
     else:
         left.unfinished = rest
-
-
-def in_order(entries: Iterable[LogEntry]) -> tuple[LogEntry, ...]:
-    """Returns entries by ascending step, one for each step, without those that a restart from an earlier step undid.
-
-    A late line (a norm written after the next step's loss) is not a restart: it only adds to its step. A counter that
-    starts anew counts as a restart from the beginning, and earlier entries are dropped.
-    """
-    kept: list[LogEntry] = []
-    for entry in entries:
-        at = bisect_left(kept, entry.step, key=lambda one: one.step)
-        if at < len(kept) - 1 and kept[at].step == entry.step and _adds(kept[at], entry):
-            kept[at] = _merged(kept[at], entry)
-            continue
-        del kept[at + 1 :]
-        if at < len(kept) and kept[at].step == entry.step:
-            kept[at] = _merged(kept[at], entry)
-        else:
-            kept[at:] = [entry]
-    return tuple(kept)
-
-
-def _adds(known: LogEntry, late: LogEntry) -> bool:
-    """Whether a line adds new values for its step, and contradicts none."""
-    fields = ("loss", "grad_norm", "learning_rate", "scale")
-    pairs = [(getattr(known, name), getattr(late, name)) for name in fields]
-    told = [(old, new) for old, new in pairs if new is not None]
-    return any(old is None for old, _ in told) and all(old is None or old == new for old, new in told)
-
-
-def log_entry(row: Mapping[str, Any]) -> LogEntry | None:
-    """Returns a line of a log as an entry; None if it has no step, or neither loss, norm nor scale."""
-    fields = known_fields(row)
-    step = step_of(fields)
-    if step is None:
-        return None
-    if not fields.keys() & {"loss", "grad_norm", "scale"}:
-        return None
-    return LogEntry(
-        step=step,
-        loss=fields.get("loss"),
-        grad_norm=fields.get("grad_norm"),
-        learning_rate=fields.get("learning_rate"),
-        scale=fields.get("scale"),
-    )
-
-
-def _merged(first: LogEntry, second: LogEntry) -> LogEntry:
-    def either(of: Callable[[LogEntry], float | None]) -> float | None:
-        later = of(second)
-        return of(first) if later is None else later
-
-    return LogEntry(
-        step=first.step,
-        loss=either(lambda e: e.loss),
-        grad_norm=either(lambda e: e.grad_norm),
-        learning_rate=either(lambda e: e.learning_rate),
-        scale=either(lambda e: e.scale),
-    )
-
-
-def _entries(rows: Iterable[Mapping[str, Any]]) -> Iterator[LogEntry]:
-    for row in rows:
-        entry = log_entry(row)
-        if entry is not None:
-            yield entry
 
 
 def csv_rows(
@@ -308,7 +204,7 @@ def step_of(fields: Mapping[str, float]) -> int | None:
 
 
 def known_fields(row: Mapping[str, Any]) -> _Fields:
-    """Returns the numbers of a row that have a meaning here, by the names of `LogEntry` and of a log's steps."""
+    """Returns the numbers of a row that have a meaning here, by field."""
     columns: dict[str, float] = {}
     for key, value in row.items():
         found = as_number(value)
@@ -370,139 +266,14 @@ def as_number(value: Any) -> float | None:
         return None
 
 
-# -- the log of `ampdoctor run`: the lines that no rollback or restart undid --
+# -- the log of `ampdoctor run` --
 
-MAX_DETAILS = 20_000
-"""Lines of details that are parsed: with 64 tensors each, 300 details of 4,000 tensors. More are thinned evenly."""
 MAX_BYTES = 8 * 1024 * 1024
 """Maximum length of a line: a table of 100,000 names."""
 HEAD = 64
 """Bytes from which the first line of a run's log is recognised."""
-_TAIL = 256 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A step or detail with the header (`run`) of its file, which its indices refer to."""
-
-    run: RunLine
-    stamp: Stamp
-    line: StepLine | DetailLine
-
-
-@dataclass(frozen=True, slots=True)
-class LogRows:
-    """Steps or details of a log."""
-
-    standing: tuple[Entry, ...]  # by step, without those that a rollback or restart undid
-    damaged: Counter[str]  # lines by file, without a cut-off last one
-
-
-def is_run_log(file: RegularFile) -> bool:
-    """Whether a file begins like a log that ampdoctor writes."""
-    return begins_run_log(file.head(HEAD))
 
 
 def begins_run_log(head: bytes) -> bool:
     """Whether a log that ampdoctor writes begins with these `HEAD` bytes."""
     return kind_of(head.removeprefix(BYTE_ORDER_MARK)) == "run"
-
-
-def read_steps(files: Sequence[RegularFile]) -> LogRows:
-    """Returns the steps of one rank's log, the oldest file first; of more than `MAX_PARSED`, evenly chosen ones."""
-    return _entries_of_kind(files, "step", MAX_PARSED)
-
-
-def read_details(files: Sequence[RegularFile]) -> LogRows:
-    """Returns the details of a log; of more than `MAX_DETAILS` lines, evenly chosen ones."""
-    return _entries_of_kind(files, "detail", MAX_DETAILS)
-
-
-def last_state(files: Sequence[RegularFile]) -> tuple[RunLine, StepLine | None] | None:
-    """Returns the last file's header, and the last whole step near its end; None without such a header."""
-    last = files[-1]
-    header = _whole(next(lines_in(last, MAX_BYTES), b""))
-    if header is None or not isinstance(header.line, RunLine):
-        return None
-    start = max(last.size - _TAIL, 0)
-    texts = last.read(start, last.size - start).split(b"\n")
-    steps = (_whole(text) for text in reversed(texts) if kind_of(text) == "step")
-    found = next((whole.line for whole in steps if whole is not None and isinstance(whole.line, StepLine)), None)
-    return header.line, found
-
-
-def log_entry_of(step: StepLine) -> LogEntry:
-    """Returns a step as the rules on training logs expect it: the norm unscaled, and None if it was clipped."""
-    norm = None if step.norm_clipped else step.gradient_norm
-    if norm is not None and step.norm_scaled:
-        norm = norm / step.loss_scale if step.loss_scale else None
-    return LogEntry(
-        step=step.step,
-        loss=step.loss,
-        grad_norm=norm,
-        learning_rate=next(iter(step.learning_rates), None),
-        scale=step.loss_scale,
-        skipped=step.skipped,
-    )
-
-
-def _entries_of_kind(files: Sequence[RegularFile], kind: str, limit: int) -> LogRows:
-    damaged: Counter[str] = Counter()
-    found = []
-    for name, run, text in thinned(_texts_of_kind(files, kind, damaged), limit):
-        whole = _whole(text)
-        if whole is None:
-            damaged[name] += 1
-        elif isinstance(whole.line, StepLine | DetailLine):
-            found.append(Entry(run, whole.stamp, whole.line))
-    for file in files:
-        if damaged[file.name] and file.read(file.size - 1, 1) != b"\n":
-            damaged[file.name] -= 1
-    return LogRows(standing(found), +damaged)
-
-
-def _texts_of_kind(
-    files: Sequence[RegularFile], kind: str, damaged: Counter[str]
-) -> Iterator[tuple[str, RunLine, bytes]]:
-    """Yields the lines of a kind, each with its file's name and the header before it."""
-    count = 0
-    for file in files:
-        run = RunLine(name="")
-        for text in lines_in(file, MAX_BYTES):
-            count += 1
-            if count > MAX_LINES:
-                raise LimitExceededError(f"{file.name}: lines of a log", MAX_LINES, count)
-            found = kind_of(text)
-            header = _whole(text) if found == "run" else None
-            if header is not None and isinstance(header.line, RunLine):
-                run = header.line
-            elif found in {None, "run"}:
-                damaged[file.name] += 1
-            elif found == kind:
-                yield file.name, run, text
-
-
-def _whole(text: bytes) -> LogRecord | None:
-    try:
-        return line_of(text)
-    except ValueError:
-        return None
-
-
-def standing(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Drops the steps that a rollback or restart repeated, and returns the rest by step.
-
-    A later attempt, restart or run in the same folder replaces earlier steps from its own first step on.
-    """
-    groups: dict[tuple[int, int, int], list[Entry]] = {}
-    runs: dict[str, int] = {}
-    for entry in entries:
-        stamp = entry.stamp
-        run = runs.setdefault(stamp.run_id, len(runs))
-        groups.setdefault((run, stamp.restarts, stamp.attempt), []).append(entry)
-    kept: list[Entry] = []
-    for key in sorted(groups):
-        group = sorted(groups[key], key=lambda entry: entry.line.step)
-        first = group[0].line.step
-        kept = [entry for entry in kept if entry.line.step < first] + group
-    return tuple(kept)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from ampdoctor.checkpoints.files import ByteSource
-from ampdoctor.checkpoints.log_files import in_order, log_entry, thinned
-from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import Skipped
 
 # -- the wire format of protobuf: a message's fields, without its schema --
@@ -60,15 +56,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 PREFIX = "events.out.tfevents."
-MAX_EVENT_BYTES = 1 << 30
-"""For all files of a run; histograms and images take hundreds of megabytes, which are skipped unread."""
-MAX_RECORDS = 2_000_000
-"""Maximum number of records of a run's files whose lengths are read."""
 MAX_RECORD = 4096
 """Maximum number of bytes of a decoded record: a scalar with a tag and a description has a few hundred."""
-MAX_READ = 16 * 1024 * 1024
-"""Maximum number of bytes of decoded records (200,000 scalars); longer logs are thinned evenly."""
-
 _HEAD, _TAIL = 12, 4
 _BLOCK = 1024 * 1024
 _MASK = 0xA282EAD8
@@ -76,17 +65,6 @@ _MASK = 0xA282EAD8
 
 _DTYPES = {1: ("<f", 5), 2: ("<d", 6)}
 """Scalar DataTypes of a TensorProto: how values are packed, and their field if `tensor_content` is empty."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventLog:
-    """The event files of one run as a log; `damaged` files are not read to their end.
-
-    A truncated last record is not damage: it is being written.
-    """
-
-    entries: tuple[LogEntry, ...] = ()
-    damaged: tuple[Skipped, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,44 +81,23 @@ def is_event_file(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def read_events(files: Sequence[ByteSource]) -> EventLog:
-    """Returns the scalars of a folder's event files, one file per start of the run, in the order of their times.
-
-    A scalar after one of a later step belongs to a restart, which undoes that step (`log_files.in_order`).
-    """
-    size = sum(file.size for file in files)
-    if files and size > MAX_EVENT_BYTES:
-        raise LimitExceededError(f"{files[0].name}: bytes of event files", MAX_EVENT_BYTES, size)
-    damaged: list[Skipped] = []
-    records: list[tuple[ByteSource, int, int]] = []
-    for file in files:
-        for offset, length in _records(file, damaged):
-            if length <= MAX_RECORD:
-                records.append((file, offset, length))
-            if len(records) > MAX_RECORDS:
-                raise LimitExceededError(f"{file.name}: records of event files", MAX_RECORDS, len(records))
-    records = thinned(records)
-    inside = sum(length for _, _, length in records)
-    if inside > MAX_READ:
-        records = thinned(records, max(len(records) * MAX_READ // inside, 1))
-    return EventLog(entries=in_order(_entries(_read(records, damaged))), damaged=tuple(damaged))
+def scalars_in(file: ByteSource, damaged: list[Skipped]) -> Iterator[Scalars]:
+    """Yields a file's events in the order in which they lie there, up to the first damaged record."""
+    for offset, length in _records(file, damaged):
+        if length > MAX_RECORD:
+            continue
+        data = file.read(offset, length + _TAIL)
+        if int.from_bytes(data[length:], "little") != masked_crc(data[:length]):
+            damaged.append(_damaged(file, offset - _HEAD))
+            return
+        try:
+            yield _event(data[:length])
+        except ValueError:  # intact, but not an event: another program's record
+            continue
 
 
-def scalars_in(files: Iterable[ByteSource], damaged: list[Skipped]) -> Iterator[Scalars]:
-    """Yields all events of files (the oldest first) in the order in which they lie there; adds to `damaged`."""
-    found = ((file, *record) for file in files for record in _records(file, damaged))
-    return _read((one for one in found if one[2] <= MAX_RECORD), damaged)
-
-
-def _entries(events: Iterable[Scalars]) -> Iterator[LogEntry]:
-    """Yields events in the order of their times; consecutive events of one step form one line of a log."""
-    for step, together in groupby(sorted(events, key=lambda event: event.wall_time), key=lambda event: event.step):
-        row: dict[str, Any] = {}
-        for event in together:
-            row |= event.values
-        entry = log_entry({**row, "step": step})
-        if entry is not None:
-            yield entry
+def _damaged(file: ByteSource, at: int) -> Skipped:
+    return Skipped(what=file.name, reason=f"not read past byte {at}: that record is damaged")
 
 
 # -- the frames --
@@ -154,28 +111,13 @@ def _records(file: ByteSource, damaged: list[Skipped]) -> Iterator[tuple[int, in
             start, block = at, file.read(at, min(_BLOCK, file.size - at))
         head = block[at - start : at - start + _HEAD]
         if int.from_bytes(head[8:], "little") != masked_crc(head[:8]):
-            damaged.append(Skipped(what=file.name, reason=f"not read past byte {at}: that record is damaged"))
+            damaged.append(_damaged(file, at))
             return
         length = int.from_bytes(head[:8], "little")
         if at + _HEAD + length + _TAIL > file.size:
             return
         yield at + _HEAD, length
         at += _HEAD + length + _TAIL
-
-
-def _read(records: Iterable[tuple[ByteSource, int, int]], damaged: list[Skipped]) -> Iterator[Scalars]:
-    """Yields the events of these records; of a file with a damaged record, those before it."""
-    for file, group in groupby(records, key=lambda record: record[0]):
-        for _, offset, length in group:
-            data = file.read(offset, length + _TAIL)
-            if int.from_bytes(data[length:], "little") != masked_crc(data[:length]):
-                reason = f"not read past byte {offset - _HEAD}: that record is damaged"
-                damaged.append(Skipped(what=file.name, reason=reason))
-                break
-            try:
-                yield _event(data[:length])
-            except ValueError:  # intact, but not an event: another program's record
-                continue
 
 
 def masked_crc(data: bytes) -> int:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampdoctor.workflows.searches import smallest_set
+from ampdoctor.workflows.prescribe import smallest_set
 
 
 def trials_bound(n, k):

@@ -12,14 +12,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import event_files, log_folders
-from ampdoctor.checkpoints.event_files import masked_crc, read_events
-from ampdoctor.checkpoints.files import RegularFile
-from ampdoctor.checkpoints.folder import open_checkpoint
-from ampdoctor.checkpoints.log_folders import longest_log
-from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.checkpoints.files import list_folder
+from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.log_records import StepLine
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
+from ampdoctor.health.reading.event_files import masked_crc
+from ampdoctor.health.reading.log_kind import ReadIssues
+from ampdoctor.health.reading.opening import logs_in_folder
 from ampdoctor.workflows.scan import scan
+from ampdoctor.workflows.scan_log import log_beside
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "logs" / "tensorboard"
 WRITTEN = json.loads((FIXTURE / "written.json").read_text(encoding="utf-8"))
@@ -64,17 +65,37 @@ def read(tmp_path, *contents):
     """The log of these contents, each a file of its own."""
     for index, content in enumerate(contents):
         (tmp_path / f"{NAME}{index}").write_bytes(content)
-    return longest_log(tmp_path, [path.name for path in tmp_path.iterdir()], "")
+    return steps_in(tmp_path)
+
+
+def steps_in(folder):
+    """The steps that stand in a folder's event files, and what was skipped."""
+    logs, refused = logs_in_folder(list_folder(folder))
+    noticed, steps = ReadIssues(), {}
+    for log in logs:
+        attempt = 0
+        for whole in log.lines(noticed):
+            if isinstance(whole.line, StepLine):
+                if whole.stamp.attempt > attempt:
+                    attempt = whole.stamp.attempt
+                    steps = {at: line for at, line in steps.items() if at < whole.line.step}
+                steps[whole.line.step] = whole.line
+    return list(steps.values()), [*noticed.skipped, *refused]
 
 
 def losses(log):
-    return [(entry.step, entry.loss) for entry in log]
+    return [(line.step, line.loss) for line in log]
 
 
 def test_the_log_is_what_the_writer_was_given():
-    log, skipped = longest_log(FIXTURE, [path.name for path in FIXTURE.iterdir()], "")
+    log, skipped = steps_in(FIXTURE)
     assert skipped == []
-    assert log == tuple(LogEntry(step=int(step), **values) for step, values in WRITTEN.items())
+    names = {"loss": "loss", "grad_norm": "gradient_norm", "scale": "loss_scale"}
+    for line, (step, values) in zip(log, WRITTEN.items(), strict=True):
+        assert line.step == int(step)
+        assert {name: getattr(line, names[name]) for name in values if name in names} == pytest.approx(
+            {name: value for name, value in values.items() if name in names}, nan_ok=True
+        )
 
 
 def test_the_installed_writers_files_are_read(tmp_path):
@@ -85,10 +106,10 @@ def test_the_installed_writers_files_are_read(tmp_path):
         for step in range(40):
             writer.add_scalar("train/loss", 1 / (step + 1), step)
             writer.add_scalar("grad_norm", math.inf if step == 9 else 0.5, step)
-    log, skipped = longest_log(tmp_path, [path.name for path in tmp_path.iterdir()], "")
+    log, skipped = steps_in(tmp_path)
     assert skipped == []
-    assert [entry.loss for entry in log] == pytest.approx([1 / (step + 1) for step in range(40)])
-    assert [entry.step for entry in log if entry.grad_norm == math.inf] == [9]
+    assert [line.loss for line in log] == pytest.approx([1 / (step + 1) for step in range(40)])
+    assert [line.step for line in log if line.gradient_norm == math.inf] == [9]
 
 
 def test_the_checksum_is_that_of_the_standard():
@@ -123,7 +144,7 @@ def test_two_writers_of_one_run_add_to_each_other(tmp_path):
     loss = b"".join(record(event(step, "train/loss", 2.0)) for step in range(9))
     scale = b"".join(record(event(step, "amp/scale", 512.0)) for step in range(9))
     log, _ = read(tmp_path, loss, scale)
-    assert [(entry.loss, entry.scale) for entry in log] == [(2.0, 512.0)] * 9
+    assert [(line.loss, line.loss_scale) for line in log] == [(2.0, 512.0)] * 9
 
 
 @pytest.mark.parametrize(
@@ -196,42 +217,16 @@ def test_records_of_nothing_and_full_records_are_bounded_in_time(tmp_path):
     (tmp_path / NAME).write_bytes(record(b"") * 100_000)
     (tmp_path / f"{NAME}1").write_bytes(record(b"\x08\x00" * 2048) * 5_000)
     began = time.process_time()
-    log, _ = longest_log(tmp_path, [path.name for path in tmp_path.iterdir()], "")
-    assert log == ()
+    log, _ = steps_in(tmp_path)
+    assert log == []
     assert time.process_time() - began < 60
-
-
-def test_what_is_beyond_a_limit_is_no_log(tmp_path, monkeypatch):
-    (tmp_path / NAME).write_bytes(record(event(1)) * 30)
-    for limit, words in (("MAX_RECORDS", "records of event files"), ("MAX_EVENT_BYTES", "bytes of event files")):
-        with monkeypatch.context() as patch, RegularFile(tmp_path / NAME, NAME) as file:
-            patch.setattr(event_files, limit, 20)
-            with pytest.raises(LimitExceededError, match=words):
-                read_events([file])
-            log, skipped = longest_log(tmp_path, [NAME], "")
-            assert (log, [s.what for s in skipped]) == ((), [NAME])
-
-
-def test_of_many_scalars_some_are_taken_evenly(tmp_path, monkeypatch):
-    (tmp_path / NAME).write_bytes(b"".join(record(event(step)) for step in range(3000)))
-    monkeypatch.setattr(event_files, "MAX_READ", 300 * len(event(1)))
-    log, _ = longest_log(tmp_path, [NAME], "")
-    assert 100 < len(log) < 400
-    assert (log[0].step, log[-1].step) == (0, 2999)
-
-
-def test_the_last_files_of_very_many_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(log_folders, "MAX_EVENT_FILES", 2)
-    log, skipped = read(tmp_path, *(record(event(step)) for step in range(4)))
-    assert losses(log) == [(2, 1.0), (3, 1.0)]
-    assert [s.reason for s in skipped] == ["not read as a log: it and 1 more are the earliest"]
 
 
 def test_a_scan_judges_by_the_event_files_beside_the_weights(tmp_path):
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
     (tmp_path / f"{NAME}.pt.1").write_bytes(b"".join(record(event(step, value=math.nan)) for step in range(9)))
     report = scan(tmp_path)
-    assert [(f.code, f.where.global_step) for f in report.findings] == [("AMP701", 0)]
+    assert [(f.code, f.where.global_step) for f in report.findings] == [("AMP722", 0)]
     assert report.skipped == ()
 
 
@@ -240,7 +235,7 @@ def test_a_runs_event_files_lie_beside_its_folder_of_checkpoints(tmp_path):
     for step in (100, 200):
         save_file({"w": torch.ones(4) * step}, tmp_path / "checkpoints" / f"step-{step}.safetensors")
     (tmp_path / NAME).write_bytes(b"".join(record(event(step, value=math.inf)) for step in range(9)))
-    assert "AMP701" in [finding.code for finding in scan(tmp_path).findings]
+    assert "AMP722" in [finding.code for finding in scan(tmp_path).findings]
 
 
 def test_the_longest_run_of_a_folder_of_runs_is_the_log(tmp_path):
@@ -249,15 +244,15 @@ def test_the_longest_run_of_a_folder_of_runs_is_the_log(tmp_path):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / NAME).write_bytes(b"".join(record(event(step)) for step in range(steps)))
     (tmp_path / "runs" / "loop").symlink_to(tmp_path / "runs")
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert losses(checkpoint.log) == [(step, 1.0) for step in range(7)]
+    beside, skipped = log_beside([(list_folder(tmp_path), "")], DEFAULT_THRESHOLDS)
+    assert (beside.run.steps, skipped) == (7, ())
 
 
 def test_links_and_folders_in_place_of_event_files(tmp_path):
     (tmp_path / NAME).mkdir()
-    (tmp_path / f"{NAME}1").symlink_to(tmp_path / "nothing")
     (tmp_path / "real").write_bytes(record(event(1)))
     (tmp_path / f"{NAME}2").symlink_to(tmp_path / "real")
-    log, skipped = longest_log(tmp_path, [path.name for path in tmp_path.iterdir()], "")
-    assert losses(log) == [(1, 1.0)]
-    assert [(s.what, "link to nothing" in s.reason) for s in skipped] == [(f"{NAME}1", True)]
+    assert losses(steps_in(tmp_path)[0]) == [(1, 1.0)]
+    (tmp_path / f"{NAME}1").symlink_to(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="link to nothing"):
+        steps_in(tmp_path)

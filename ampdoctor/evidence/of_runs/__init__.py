@@ -1,1 +1,0 @@
-"""Observations of a replayed or watched run."""

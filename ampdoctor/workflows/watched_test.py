@@ -1,0 +1,83 @@
+"""The watch of a test: its parts live until its end, and the state that each update leaves is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.hooks.torch_internals import unseen
+from ampdoctor.live.recording.journal import parameters_of
+from ampdoctor.probes.nonfinite import is_mask, is_nonfinite
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ampdoctor.hooks.program import Program
+
+
+class WatchedTest:
+    """Holds the parts of a test's loop, and copies of what the next update changes.
+
+    A test's own variables are gone when its function returns, and its watch ends after that.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._held: dict[int, Any] = {}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._state: dict[torch.Tensor, dict[str, Any]] = {}
+        self._optimizer: Any = None
+        self.began_finite = model is not None and not any(is_nonfinite(p) for p in model.parameters())
+
+    def hold(self, *parts: Any) -> None:
+        """Keeps models alive."""
+        self._held.update((id(part), part) for part in parts)
+
+    def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copies the weights and the state of an optimizer before its update."""
+        self._optimizer = optimizer
+        with unseen(), torch.no_grad():
+            self._copies = [(p, p.detach().clone()) for p in parameters_of(optimizer)]
+            self._state = {p: {key: _copied(one) for key, one in held.items()} for p, held in optimizer.state.items()}
+
+    def is_lost(self, program: Program) -> bool:
+        """Whether a step's update, or its forward, has made a weight, a moment or a buffer of the model non-finite."""
+        optimizer = program.optimizer
+        if optimizer is None or optimizer is not self._optimizer:
+            return False
+        updated = [p for p in parameters_of(optimizer) if p.grad is not None]
+        held = [optimizer.state.get(p, {}).values() for p in updated]
+        moments = [one for values in held for one in values if isinstance(one, torch.Tensor)]
+        if any(map(is_nonfinite, (*updated, *moments))):
+            return True
+        now = dict(program.model.named_buffers())
+        before = [(now[name], value) for name, value in program.buffers.items()]  # of those that have changed
+        return any(is_nonfinite(one) and not is_mask(one) and not is_nonfinite(value) for one, value in before)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Inside, weights and the optimizer's state are as before its update."""
+        state: dict[torch.Tensor, Any] = self._optimizer.state
+        after, then = dict(state), [(p, p.detach().clone()) for p, _ in self._copies]
+        with ExitStack() as stack:
+            for p, _ in then:
+                stack.enter_context(torch.autograd.grad_mode._unsafe_preserve_version_counter(p))  # noqa: SLF001 - torch has no other way to write unseen
+            try:
+                _write(self._copies, state, self._state)
+                yield
+            finally:
+                _write(then, state, after)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _write(values: list[tuple[torch.Tensor, torch.Tensor]], state: dict[Any, Any], held: dict[Any, Any]) -> None:
+    with torch.no_grad():
+        for tensor, value in values:
+            tensor.copy_(value)
+    state.clear()
+    state.update(held)

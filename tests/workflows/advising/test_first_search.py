@@ -1,0 +1,151 @@
+"""A recommendation begins with the search of `bisect-nan`: both commands have one verdict, and one cause."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ampdoctor import TrainingRun
+from ampdoctor.evidence.json_records import to_plain
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.replay.session import Session
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.measure import measure
+from ampdoctor.workflows.recommend import SCALING, combined, recommend
+from ampdoctor.workflows.replay_under_change import observe
+from ampdoctor.workflows.requests import ReplayRequest
+from tests.corpus.reports import diagnosed, of_case, recommended
+
+SAMPLE = (
+    "softmax_then_log",  # NaN in the forward
+    "vae_decoder_conv_overflow",
+    "nan_pixel_in_batch",
+    "optimizer_step_on_scaled_grads",
+    "scaler_state_zero_checkpoint",
+    "grad_underflow_no_scaler",
+    "static_loss_scale_overflow",
+    "healthy_dead_relu_zero_grads",
+    "healthy_initial_scale_skips",
+)
+SLOW = (
+    "adam_eps_half_embedding",
+    "diffusion_timestep_bf16",
+    "fp8_e5m2_wrong_max",
+    "no_valid_scale_collapse",
+    "scale_collapsed_then_underflow",
+    "scaler_state_lost_on_resume",
+    "clip_before_unscale",
+)
+
+
+def told(report):
+    return to_plain([report.findings, report.proof, report.path])
+
+
+@pytest.mark.parametrize("case", [*map(of_case, SAMPLE), *(of_case(case, slow=True) for case in SLOW)])
+def test_both_commands_have_one_verdict_and_one_cause(case):
+    searched, report = diagnosed(case), recommended(case)
+    assert report.verdict == searched.verdict
+    other = [finding for finding in searched.findings if finding.severity == "error" and finding.cause not in SCALING]
+    if other:
+        assert told(report) == told(searched)
+    else:
+        assert report.profile is not None
+        assert {f.cause for f in report.findings if f.severity == "error"} <= SCALING
+
+
+def squares(model, batch):
+    return model(batch).float().square().mean()
+
+
+def run(*, large=None, steps=3, clip=None):
+    """A healthy run; the batch of step `large` makes an output that fp16 does not hold."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    return TrainingRun(
+        model=model,
+        batches=[torch.randn(6, 8) * (1e6 if step == large else 1.0) for step in range(steps)],
+        loss=squares,
+        max_grad_norm=clip,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=1e-3),
+        scaler={"init_scale": 1024.0, "growth_interval": 2000},
+    )
+
+
+def test_a_failure_after_the_searched_steps_is_searched_for_as_well():
+    request = ReplayRequest(factory=lambda: run(large=9, steps=11), device="cpu")
+    assert bisect_nan(request).verdict == "healthy"
+    report, searched = recommend(request), bisect_nan(replace(request, steps=11))
+    assert (report.command, report.verdict) == ("recommend", "sick")
+    assert told(report) == told(searched)
+    assert report.findings[0].where.step == 9
+
+
+def test_each_step_is_replayed_as_often_as_it_must():
+    """Once for its formats and three times in fp32; the first and the last at both scales; 3 as they are and 3 changed,
+    each of them beside fp32."""
+    report = recommend(ReplayRequest(factory=run, device="cpu"))
+    assert report.run["replays"] == 1 + 3 + 2 * 2 + 2 * (3 + 3)
+
+
+def test_fp32_is_clipped_where_the_run_is():
+    session = Session(run(clip=1e-3), device=torch.device("cpu"))
+    start = session.snapshot()
+    with autocast_policy("cuda"):
+        taken = measure(session, start, 3)
+        seen = observe(session, start, 3, taken.plan)
+    for row in (*seen.rows, *seen.references):
+        assert row.gradient_norm == pytest.approx(1e-3, rel=1e-2)
+
+
+# -- what a recommendation says, and what the search adds to it where the loss scale alone harms the run --
+
+
+def said(code, severity="warning", cause=None, cure=None):
+    change = None if cure is None else Prescription(kind="init_scale", value=cure, status="verified", detail="x")
+    where = Where(step=0, phase="backward")
+    return Finding(
+        code=code,
+        name="x",
+        severity=severity,
+        cause=cause,
+        where=where,
+        message="x",
+        evidence={},
+        prescription=change,
+    )
+
+
+DEPARTS = said("AMP207")
+UNDERFLOW = said("AMP301", "error", "grad_underflow", cure=8.0)
+UNPROVED = said("AMP301", "error", "grad_underflow")
+TOO_HIGH = said("AMP405", "error", "grad_overflow")
+STAGNANT = said("AMP501", cause="optimizer_precision")
+OVERFLOW = said("AMP201", "error", "forward_overflow")
+PAST = said("AMP706", cause="scaler_collapse")
+NOTE = said("AMP405", "note", "grad_overflow")
+
+
+@pytest.mark.parametrize(
+    ("own", "found", "both"),
+    [
+        ([UNDERFLOW], [UNPROVED], [UNDERFLOW]),  # the settings are the recommendation's to derive
+        ([UNDERFLOW], [TOO_HIGH], [UNDERFLOW]),
+        ([], [TOO_HIGH], [TOO_HIGH]),
+        ([], [NOTE], []),  # a scale that was still coming down in the few steps of the search
+        ([UNDERFLOW], [DEPARTS], [UNDERFLOW]),  # the scale is why they depart
+        ([said("AMP301", "note", "grad_underflow")], [DEPARTS], [DEPARTS, said("AMP301", "note", "grad_underflow")]),
+        ([replace(DEPARTS, message="own")], [DEPARTS], [DEPARTS]),  # the search's names the op
+        ([UNDERFLOW], [STAGNANT], [UNDERFLOW, STAGNANT]),
+        ([], [PAST], [PAST]),
+        ([UNDERFLOW], [PAST], [UNDERFLOW, PAST]),
+        ([said("AMP207", "error")], [OVERFLOW], [OVERFLOW]),  # an overflow that the user has set aside
+        ([said("AMP302", cause="forward_overflow")], [OVERFLOW], [OVERFLOW]),
+    ],
+)
+def test_of_the_scale_the_recommendation_is_told_and_of_all_else_the_search(own, found, both):
+    assert list(combined(own, found)) == both
