@@ -107,5 +107,4 @@ def smaller(binades: float) -> str:
     """Formats a shift."""
     if binades == 0:
         return "as before"
-    many = f"{abs(binades):.3g} binade{'' if abs(binades) == 1 else 's'}"
-    return f"{many} {'smaller' if binades > 0 else 'larger'}"
+    return f"{2.0 ** abs(binades):.3g} times {'smaller' if binades > 0 else 'larger'}"

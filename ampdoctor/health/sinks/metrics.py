@@ -48,7 +48,7 @@ class Metric:
     def unit(self) -> str:
         """The name's suffix where it is a unit."""
         suffix = self.name.rpartition("_")[2]
-        return suffix if suffix in {"seconds", "bytes", "ratio", "binades"} else ""
+        return suffix if suffix in {"seconds", "bytes", "ratio", "log2"} else ""
 
 
 def _ratios(what: str, help_: str) -> tuple[Metric, Metric]:

@@ -70,9 +70,9 @@ def test_the_case_that_this_began_with(plan):
     said = figures(section)
     assert said["learning rate"] == said["optimizer steps per epoch"] == "x 1"
     assert (
-        said["fp16 activation gradients"] == "2 binades smaller (what BatchNorm mixes into them: 2.5 binades smaller)"
+        said["fp16 activation gradients"] == "4 times smaller (what BatchNorm mixes into them: 5.66 times smaller)"
     )
-    assert said["fp16 local weight gradients"] == "1 binade smaller to 1.5 binades smaller"
+    assert said["fp16 local weight gradients"] == "2 times smaller to 2.83 times smaller"
     assert said["loss scale"] == "x 2^2 (x 2^1 where weight gradients would overflow)"
     assert said["last partial window"] == "0 of 1 -> up to 1 of 2 micro-batches"
     assert said["BatchNorm statistics"] == "4 -> 8 samples (over all ranks 2048 -> 1024)"
@@ -265,7 +265,7 @@ def test_what_a_token_weighs(plan, arguments, figure):
 @pytest.mark.parametrize(
     ("most", "weights", "scale"),
     [
-        (64, "4 binades larger to 2 binades larger", "x 2^0 (x 2^-4 where weight gradients would overflow)"),
+        (64, "16 times larger to 4 times larger", "x 2^0 (x 2^-4 where weight gradients would overflow)"),
         (4, "as before", "x 2^0"),
     ],
 )
@@ -366,7 +366,7 @@ def test_every_form_shows_it(form, ranks, capsys, tmp_path):
     assert main(asked) == (0 if ranks == 128 else 1)
     shown = capsys.readouterr().out
     if form in ("human", "markdown", "html"):
-        assert "binades smaller" in shown
+        assert "times smaller" in shown
         assert ("global_batch_size = 2048" in shown) is (ranks == 128)
     if form != "human" and ranks == 100:
         assert "AMP801" in shown or form == "html"
