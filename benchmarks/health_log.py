@@ -90,7 +90,7 @@ def write_log(folder: Path, *, steps: int, every: int, tensors: int, seed: int =
                             nonfinite=0,
                             zero_share=0.004 + draw.random() / 1000,
                             flushed_share=0.004 + draw.random() / 1000,
-                            headroom_binades=6 + draw.random() / 10,
+                            log2_headroom=6 + draw.random() / 10,
                         )
                         for at in range(tensors)
                     ),

@@ -185,8 +185,8 @@ class Contest:
             shift = repeat % len(names)
             for name in names[shift:] + names[:shift]:
                 self.times[name].append(self.take(name))
-        if self.probe.sightings.sinks:
-            raise RuntimeError(f"the measured run is not healthy: {self.probe.sightings.sinks}")
+        if self.probe.report.affected:
+            raise RuntimeError(f"the measured run is not healthy: {self.probe.report.affected}")
 
     def ratios(self, name: str, other: str) -> list[float]:
         """Ratios within each repeat, sorted."""

@@ -90,11 +90,11 @@ class StepContest:
         with session.watched(halves):
             session.step(0)
         start.restore()
-        self.sentinel = NonFiniteProbe()
+        self.nonfinite_probe = NonFiniteProbe()
         self.probes: dict[str, tuple[Probe, ...]] = {
             BARE: (),
-            WATCHED: (self.sentinel,),
-            MEASURED: (self.sentinel, RangeProbe(halves.plan)),
+            WATCHED: (self.nonfinite_probe,),
+            MEASURED: (self.nonfinite_probe, RangeProbe(halves.plan)),
         }
         self.times: dict[str, list[float]] = {name: [] for name in self.probes}
 
@@ -116,8 +116,8 @@ class StepContest:
                     taken = self.take(name)
                     if repeat:
                         self.times[name].append(taken)
-        if self.sentinel.sightings.sinks:
-            raise RuntimeError(f"the measured run is not healthy: {self.sentinel.sightings.sinks}")
+        if self.nonfinite_probe.report.affected:
+            raise RuntimeError(f"the measured run is not healthy: {self.nonfinite_probe.report.affected}")
 
     def ratios(self, name: str) -> list[float]:
         """Of a contender against the bare step, within each repeat; sorted."""

@@ -75,15 +75,15 @@ def diagnosis(command: str, model: str, steps: int, *, bad: int | None, spill: b
     from benchmarks.real_runs import make_run
 
     arguments = {"model": model, "steps": steps, **({} if bad is None else {"bad": bad})}
-    building = 0.0
+    forbid_training_and_writes = 0.0
 
     def factory(**given: Any) -> Any:
-        nonlocal building
+        nonlocal forbid_training_and_writes
         begun = time.process_time()
         try:
             return make_run(**given)
         finally:
-            building += time.process_time() - begun
+            forbid_training_and_writes += time.process_time() - begun
 
     if not spill:
         keep_freed_memory()  # as the command line does
@@ -92,7 +92,7 @@ def diagnosis(command: str, model: str, steps: int, *, bad: int | None, spill: b
     report = workflow(ampdoctor.ReplayRequest(factory=factory, arguments=arguments, steps=steps, spill=spill))
     where = report.findings[0].where if report.findings else None
     said = report.verdict if where is None else f"{report.verdict}, step {where.step}, {where.op}"
-    say(start + building, said)
+    say(start + forbid_training_and_writes, said)
 
 
 def say(start: float, said: str) -> None:

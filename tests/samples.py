@@ -137,7 +137,7 @@ HEALTHY = Report(
     command="scan",
     target={"path": "model.safetensors", "format": "safetensors"},
     verdict="healthy",
-    checks=(Check(name="finite weights", result="ok", headroom={"binades": 7.5}),),
+    checks=(Check(name="finite weights", result="ok", headroom={"log2": 7.5}),),
 )
 INCOMPLETE = replace(
     HEALTHY,

@@ -31,7 +31,7 @@ from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.evidence.trace import Amplified, Trace
 from ampdoctor.scaling.scalers import ScalerSettings
 from tests.diagnosis import test_change_rules, test_silent_rules, test_trend_rules
-from tests.diagnosis.births import birth
+from tests.diagnosis.births import origin
 from tests.diagnosis.health import test_batch_rules, test_skips, test_step_rules, test_tensor_rules
 from tests.diagnosis.health.lines import changed, details, judged, steps
 from tests.diagnosis.replay import test_shrinking_headroom, test_single_updates
@@ -127,7 +127,7 @@ IDLE = replace(
     old_dtype="float32",
     pure_half=False,
     unchanged=100,
-    reach=replace(test_change_rules.LANDS, lands=0.6),
+    reach=replace(test_change_rules.LANDS, changed_by_one=0.6),
 )
 MOVED = test_change_rules.MOVED
 FLUSHING = replace(test_silent_rules.update(stalled=80), lost=0.8)
@@ -183,7 +183,7 @@ CASES = {
     "AMP112.elements": (4096, scanned(tensor(**BLANK), tensor("out.weight", **BLANK))),
     "AMP201.departure": (
         0.5,
-        lambda thresholds: len(departing(Trace(step=3, ops=1, births=(birth(harms=(), departs=0.3),)), thresholds)),
+        lambda thresholds: len(departing(Trace(step=3, ops=1, origins=(origin(harms=(), departs=0.3),)), thresholds)),
     ),
     "AMP207.relative_error": (0.3, of_step(lambda c, t: severity(unexplained(c, t)), gradient_error=0.2)),
     "AMP207.wrong": (0.7, of_step(lambda c, t: severity(unexplained(c, t)), gradient_error=0.6)),
@@ -283,8 +283,8 @@ CASES = {
     "AMP725.harmful": (0.9, watched(details(change=changed("flushed_share", 3, "gradient", flushing)))),
     "AMP725.rise": (1e6, watched(details(change=changed("flushed_share", 3, "gradient", flushing)))),
     "AMP725.horizon": (1, watched(details(22, change=changed("flushed_share", 3, "gradient", flushing)))),
-    "AMP726.near": (0.0, watched(details(25, change=changed("headroom_binades", 4, "activation", filling)))),
-    "AMP726.horizon": (1, watched(details(25, change=changed("headroom_binades", 4, "activation", filling)))),
+    "AMP726.near": (0.0, watched(details(25, change=changed("log2_headroom", 4, "activation", filling)))),
+    "AMP726.horizon": (1, watched(details(25, change=changed("log2_headroom", 4, "activation", filling)))),
     "AMP727.others": (1.0, watched(details(change=changed("update_ratio", 2, "parameter", stopped)))),
     "AMP728.falls": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(0.02))))),
     "AMP728.grows": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(50.0))))),

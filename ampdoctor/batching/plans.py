@@ -231,7 +231,7 @@ DERIVED = "one of micro-batch and accumulation as given, and the other derived"
 ASSUMED = "taken to be the largest micro-batch that fits and divides; --micro-batch says otherwise"
 
 
-def in_force(said: BatchSettings, data_parallel: int | None, most: int | None) -> tuple[BatchPlan | None, str]:
+def current_plan(said: BatchSettings, data_parallel: int | None, most: int | None) -> tuple[BatchPlan | None, str]:
     """Returns the plan in force, and how it is known; None if no cluster before is given.
 
     `data_parallel` counts the ranks before that see different samples, `most` is the largest micro-batch that fits a

@@ -74,7 +74,7 @@ class ShardGroup:
         """Returns a stored name as in `named_parameters()` of the bare model."""
         return self._clean[path][name]
 
-    def twin_of(self, other: ShardGroup) -> bool:
+    def same_model_as(self, other: ShardGroup) -> bool:
         """Whether it is only the safetensors copy of the same model.
 
         safetensors keeps only one name of a tied weight, so it may have fewer names.
@@ -103,7 +103,7 @@ def chosen_unit(units: Sequence[ShardGroup]) -> ShardGroup | None:
     """
     every = [unit for unit in units if unit.models]
     holders = sorted([unit for unit in every if not unit.inner] or every, key=lambda unit: unit.ordered)
-    if len(holders) == 2 and holders[0].twin_of(holders[1]):
+    if len(holders) == 2 and holders[0].same_model_as(holders[1]):
         return holders[0]
     return holders[0] if len(holders) == 1 else None
 
@@ -167,7 +167,7 @@ class Checkpoint:
         skipped: Parts that are recognised and not read, with the reason.
         errors: Missing or unreadable parts; a scan is incomplete without them.
         remarks: Harmless oddities of the layout, in sentences.
-        foreign: Names of its classes and functions that `torch.load(weights_only=True)` refuses, in order.
+        unsafe_globals: Names of its classes and functions that `torch.load(weights_only=True)` refuses, in order.
         global_step: Training step, from the Trainer's state, the file's own counter, or the optimizer's.
         loss: The loss that was saved with the weights.
         folders: The folders that may hold its training log, each with the prefix of its files in reports.
@@ -194,7 +194,7 @@ class Checkpoint:
         self.errors = errors
         self.remarks = remarks
         self.skipped = (*skipped, *(s for part in parts for s in part.sections.skipped))
-        self.foreign = tuple(dict.fromkeys(name for part in parts for name in part.sections.foreign))
+        self.unsafe_globals = tuple(dict.fromkeys(name for part in parts for name in part.sections.unsafe_globals))
         self._parts = parts
         self._units = units_of(parts)
         self.scalers: tuple[ScalerState, ...] = tuple(self._find_scalers())

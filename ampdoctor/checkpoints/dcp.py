@@ -182,7 +182,7 @@ class _Reading:
         plans, objects = described.tensors.values(), described.objects.values()
         places = [piece.place for plan in plans for piece in plan.pieces]
         self._open([place for place in (*places, *objects) if place is not None])
-        self._foreign.update(dict.fromkeys(described.foreign))
+        self._foreign.update(dict.fromkeys(described.unsafe_globals))
         values: dict[str, Any] = {}
         for name in described.order:
             plan = described.tensors.get(name)
@@ -258,7 +258,7 @@ class _Reading:
         if place is not None and place.transforms:
             return unread(_transformed(place))
         saved = self._saved(window)
-        self._foreign.update(dict.fromkeys(saved.foreign))
+        self._foreign.update(dict.fromkeys(saved.unsafe_globals))
         return saved.tree
 
     def _tensor(self, name: str, plan: TensorPlan) -> StoredTensor | Skipped:
@@ -302,7 +302,7 @@ class _Reading:
             if place is not None and place.transforms:
                 return unread(_transformed(place))
             saved = self._saved(window)
-            self._foreign.update(dict.fromkeys(saved.foreign))
+            self._foreign.update(dict.fromkeys(saved.unsafe_globals))
             found = saved.tree
         if isinstance(found, StridedTensor | Skipped):
             return found

@@ -98,7 +98,7 @@ class DistributedMetadata:
     objects: dict[str, ChunkLocation | None]  # everything else; None without a place
     order: tuple[str, ...]  # all names
     paths: dict[str, Path_]  # name -> keys of the nested state dict, if known
-    foreign: tuple[str, ...]  # names of classes that are not torch's own
+    unsafe_globals: tuple[str, ...]  # names of classes that are not torch's own
     unused: int  # number of places of nothing
 
 
@@ -142,7 +142,7 @@ def read_metadata(file: RegularFile) -> DistributedMetadata:
         objects=objects,
         order=tuple(described),
         paths=_paths(fields.get("planner_data")),
-        foreign=tuple(name for name in machine.foreign if name not in _OWN),
+        unsafe_globals=tuple(name for name in machine.unsafe_globals if name not in _OWN),
         unused=sum(key not in used for key in places),
     )
 
@@ -168,7 +168,7 @@ def joined(ranks: Sequence[DistributedMetadata], name: str) -> DistributedMetada
         objects={key: place for rank in reversed(ranks) for key, place in rank.objects.items()},
         order=tuple(dict.fromkeys(key for rank in ranks for key in rank.order)),
         paths={key: path for rank in ranks for key, path in rank.paths.items()},
-        foreign=tuple(dict.fromkeys(key for rank in ranks for key in rank.foreign)),
+        unsafe_globals=tuple(dict.fromkeys(key for rank in ranks for key in rank.unsafe_globals)),
         unused=sum(rank.unused for rank in ranks),
     )
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ampdoctor.checkpoints.file_contents import MAIN_KEYS, MASTER_GROUP, FileContents, is_average, sort_out
+from ampdoctor.checkpoints.file_contents import MAIN_KEYS, MASTER_GROUP, FileContents, classify_contents, is_average
 from ampdoctor.checkpoints.pickled_objects import MAX_DEPTH, MAX_NODES, Saved, require_finite_tree
 from ampdoctor.checkpoints.scalers import number
 from ampdoctor.checkpoints.stored_tensor import StoredTensor
@@ -39,13 +39,13 @@ _HOLDERS_OF_STEP = ("train_state", "trainer_state", "training_state", "common_st
 
 
 def sections_of(
-    values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], foreign: tuple[str, ...], name: str
+    values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], unsafe_globals: tuple[str, ...], name: str
 ) -> FileContents:
     """Sort a distributed checkpoint's entries into parts.
 
     `values` are stored tensors, `Skipped` and objects by flattened name, `paths` the known keys of the nested state
-    dict, `foreign` the classes of its objects, `name` its name in errors. Raises CheckpointError if two entries claim
-    one place or an object contains itself, LimitExceededError if it is too deep or too large.
+    dict, `unsafe_globals` the classes of its objects, `name` its name in errors. Raises CheckpointError if two entries
+    claim one place or an object contains itself, LimitExceededError if it is too deep or too large.
     """
     for key, path in paths.items():
         if len(path) > MAX_DEPTH:
@@ -56,7 +56,7 @@ def sections_of(
     masters = _gather(tree, name)
     require_finite_tree(tree, name)
     loose = {key: value for key, value in tree.items() if isinstance(value, StoredTensor | Skipped)}
-    sections = sort_out(Saved({key: value for key, value in tree.items() if key not in loose}, foreign))
+    sections = classify_contents(Saved({key: value for key, value in tree.items() if key not in loose}, unsafe_globals))
     if sections.global_step is None:
         sections.global_step = _step(tree)
     _place_loose(loose, sections)

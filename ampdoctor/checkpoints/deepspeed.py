@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ampdoctor.checkpoints.checkpoint import FilePart
-from ampdoctor.checkpoints.file_contents import MASTER_GROUP, FileContents, sort_out, tensors_in
+from ampdoctor.checkpoints.file_contents import MASTER_GROUP, FileContents, classify_contents, tensors_in
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout
 from ampdoctor.checkpoints.pickled_objects import Saved
@@ -48,7 +48,7 @@ def add_unused(parts: Sequence[FilePart], saved: Sequence[Saved]) -> None:
     used = {place for part in parts for _, tensor in _tensors(part.sections) for place in _places(tensor)}
     scalers = {scaler_state(scaler, "", "") for part in parts for scaler in part.sections.scalers.values()} - {None}
     for part, content in zip(parts, saved, strict=True):
-        told = sort_out(content)
+        told = classify_contents(content)
         part.sections.lost = told.lost
         for path, tensor in _tensors(told):
             if tensor.shape and tensor.numel and not used.issuperset(_places(tensor)):
@@ -153,7 +153,7 @@ def _settled(families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _S
 def _by_itself(into: CheckpointBuilder, other: _File) -> FilePart:
     """Returns a file that belongs to no rank as a part of its own, with tensors under their paths in the file."""
     into.remarks.append(f"{other.name} claims the rank of another file, as after a change of settings; read by itself")
-    part = FilePart(other.file, FileContents(foreign=other.saved.foreign), other.name, other.name)
+    part = FilePart(other.file, FileContents(unsafe_globals=other.saved.unsafe_globals), other.name, other.name)
     add_unused([part], [other.saved])
     return part
 
@@ -169,7 +169,7 @@ def _parts(into: CheckpointBuilder, mine: _Slice, number: int) -> list[FilePart]
 def _joined_parts(into: CheckpointBuilder, mine: _Slice, files: Sequence[_File], number: int) -> list[FilePart]:
     """Returns the parts of one model-parallel rank; the first file's part holds the joined tensors."""
     index = files[0].name
-    parts = [FilePart(f.file, FileContents(foreign=f.saved.foreign), f.name, index) for f in files]
+    parts = [FilePart(f.file, FileContents(unsafe_globals=f.saved.unsafe_globals), f.name, index) for f in files]
     main = mine.models.get(min(mine.models, default=0))
     tree = main.saved.tree if main is not None and isinstance(main.saved.tree, Mapping) else {}
     if main is not None:
@@ -178,13 +178,13 @@ def _joined_parts(into: CheckpointBuilder, mine: _Slice, files: Sequence[_File],
     if not mine.optimizers:
         return parts
     first = parts[len(mine.models)].sections
-    told = sort_out(mine.optimizers[min(mine.optimizers)].saved)
+    told = classify_contents(mine.optimizers[min(mine.optimizers)].saved)
     first.scalers, first.skipped = told.scalers, told.skipped
     ranks = [read_rank(mine.optimizers[rank].saved.tree) for rank in sorted(mine.optimizers)]
     if any(rank is None for rank in ranks):
         into.remarks.append(f"{index}: the partitions of its optimizer have a form that is not known")
         for part, rank in zip(parts[len(mine.models) :], sorted(mine.optimizers), strict=True):
-            part.sections = sort_out(mine.optimizers[rank].saved)
+            part.sections = classify_contents(mine.optimizers[rank].saved)
         return parts
     known = [rank for rank in ranks if rank is not None]
     joined = _Joined(tree, known, complete=not missing)
@@ -199,7 +199,7 @@ def _joined_parts(into: CheckpointBuilder, mine: _Slice, files: Sequence[_File],
 
 def _model_sections(main: _File) -> FileContents:
     """Returns the model file alone; it lists its buffers, and frozen parameters are in the module already (ZeRO 2)."""
-    sections = sort_out(main.saved)
+    sections = classify_contents(main.saved)
     sections.models.pop("frozen_param_fragments", None)
     tree = main.saved.tree
     names = tree.get("buffer_names") if isinstance(tree, Mapping) else None

@@ -88,20 +88,20 @@ def leaves(node: Any, path: str, kinds: tuple[type, ...]) -> Iterator[tuple[str,
     return _leaves(node, path, kinds, set())
 
 
-def _leaves(node: Any, path: str, kinds: tuple[type, ...], barren: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yields the same; `barren` holds the addresses of containers without such values."""
+def _leaves(node: Any, path: str, kinds: tuple[type, ...], known_empty: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yields the same; `known_empty` holds the addresses of containers without such values."""
     if isinstance(node, kinds):
         yield path, node
-    elif isinstance(node, Mapping | list | tuple) and id(node) not in barren:
+    elif isinstance(node, Mapping | list | tuple) and id(node) not in known_empty:
         nothing = True
         for key, value in entries_of(node):
-            if id(value) in barren:
+            if id(value) in known_empty:
                 continue
-            for found in _leaves(value, join(path, key), kinds, barren):
+            for found in _leaves(value, join(path, key), kinds, known_empty):
                 nothing = False
                 yield found
         if nothing:
-            barren.add(id(node))
+            known_empty.add(id(node))
 
 
 def join(path: str, key: object) -> str:
@@ -245,7 +245,7 @@ class FileContents:
     global_step: int | None = None
     loss: float | None = None  # the one stored beside the weights
     skipped: list[Skipped] = field(default_factory=list)
-    foreign: tuple[str, ...] = ()  # what `torch.load(weights_only=True)` refuses
+    unsafe_globals: tuple[str, ...] = ()  # what `torch.load(weights_only=True)` refuses
     buffers: dict[str, frozenset[str]] = field(default_factory=dict)  # names of a model's buffers, if the file has them
     ordered: bool = True  # entries in the order of `named_parameters()`; safetensors sorts them
     search: Search = field(default_factory=Search, repr=False)
@@ -263,10 +263,10 @@ class FileContents:
         return at
 
 
-def sort_out(saved: Saved) -> FileContents:
+def classify_contents(saved: Saved) -> FileContents:
     """Returns the parts of a saved object."""
     tree = _without_nests(_with_local_tensors(saved.tree, {}))
-    sections = FileContents(foreign=saved.foreign, tree=tree)
+    sections = FileContents(unsafe_globals=saved.unsafe_globals, tree=tree)
     _visit(tree, "", sections, ContainsCache())
     losses: dict[str, float] = {}
     if isinstance(tree, Mapping):

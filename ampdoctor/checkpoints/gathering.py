@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ampdoctor.checkpoints.checkpoint import FilePart
-from ampdoctor.checkpoints.file_contents import FileContents, sort_out
+from ampdoctor.checkpoints.file_contents import FileContents, classify_contents
 from ampdoctor.checkpoints.files import Listing, RegularFile
 from ampdoctor.checkpoints.pickled_objects import Saved
 from ampdoctor.checkpoints.safetensors_file import read_safetensors
@@ -97,7 +97,7 @@ def read_sections(file: RegularFile, found: Format) -> FileContents:
         return FileContents(
             models={"": content.tensors} if content.tensors else {}, skipped=list(content.skipped), ordered=False
         )
-    return sort_out(read_saved(file, found))
+    return classify_contents(read_saved(file, found))
 
 
 # -- the interface between the walk through a checkpoint's folders and the layouts of frameworks --

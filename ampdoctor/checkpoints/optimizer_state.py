@@ -185,14 +185,14 @@ def reach(weight: StoredTensor, stored: StoredState, learning_rate: float, steps
     if rule is None or weight.dtype.is_complex or not weight.numel:
         return None
     update, moments = rule
-    lands = adds_up = elements = 0
+    changed_by_one = changed_by_many = elements = 0
     squares = 0.0
     try:
         for chunk, *state in side_by_side(weight, *moments):
             values = widened(chunk)
             step = learning_rate * update(*(widened(moment) for moment in state))
-            lands += int(torch.count_nonzero((values - step).to(weight.dtype) != chunk))
-            adds_up += int(torch.count_nonzero((values - steps * step).to(weight.dtype) != chunk))
+            changed_by_one += int(torch.count_nonzero((values - step).to(weight.dtype) != chunk))
+            changed_by_many += int(torch.count_nonzero((values - steps * step).to(weight.dtype) != chunk))
             squares += float(step.double().square().sum())
             elements += values.numel()
     except LimitExceededError:
@@ -201,8 +201,8 @@ def reach(weight: StoredTensor, stored: StoredState, learning_rate: float, steps
         return None
     return UpdateReach(
         learning_rate=learning_rate,
-        lands=lands / elements,
-        adds_up=adds_up / elements,
+        changed_by_one=changed_by_one / elements,
+        changed_by_many=changed_by_many / elements,
         steps=steps,
         rms=math.sqrt(squares / elements),
     )

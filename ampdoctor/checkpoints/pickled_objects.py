@@ -33,10 +33,10 @@ Tree = Any
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A saved object; `foreign` are the names in it that `torch.load(weights_only=True)` refuses, in order."""
+    """A saved object; `unsafe_globals` are the names in it that `torch.load(weights_only=True)` refuses, in order."""
 
     tree: Tree
-    foreign: tuple[str, ...] = ()
+    unsafe_globals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class ResumeState:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
-def standing_of(checkpoint: Checkpoint, path: Path) -> ResumeState:
+def read_resume_state(checkpoint: Checkpoint, path: Path) -> ResumeState:
     """Returns what the open checkpoint and the files beside it (at `path`) hold."""
     found = _Found()
     for part in checkpoint.parts:
@@ -236,7 +236,7 @@ def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
         }
         optimizers = {key: _load(state, None) for key, state in checkpoint.optimizers().items()}
         scalers = [_load(state, None) for state in checkpoint.scaler_dicts().values()]
-        standing = standing_of(checkpoint, Path(path))
+        standing = read_resume_state(checkpoint, Path(path))
         checkpoint.require_unchanged()
         return LoadedCheckpoint(
             model=next(iter(models.values()), None),

@@ -348,7 +348,7 @@ def summarize(
         loss=checkpoint.loss,
         optimizers=optimizers,
         indices=indices,
-        foreign=checkpoint.foreign,
+        unsafe_globals=checkpoint.unsafe_globals,
         lost=checkpoint.lost,
     )
 
@@ -394,12 +394,12 @@ def _describe(ref: TensorRef, facts: BlockFacts) -> TensorSummary:
         lowest=facts.low if signed and facts.negatives else None,
         at_max=facts.at_max,
         constant=facts.constant,
-        binades=_binades(histogram),
+        log2_span=_log2_span(histogram),
         **{loss.format: loss for loss in _casts(histogram, [f for f in castable if _leaves(histogram, f)])},
     )
 
 
-def _binades(histogram: Histogram) -> float | None:
+def _log2_span(histogram: Histogram) -> float | None:
     low = histogram.quantile(BULK_QUANTILE)
     return math.log2(histogram.amax) - math.log2(low) if histogram.amax is not None and low is not None else None
 

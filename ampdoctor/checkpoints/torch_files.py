@@ -276,7 +276,7 @@ def read_torch_zip(file: ByteSource, ahead: ByteSource | None = None) -> Saved:
     machine = SafeUnpickler(records.pickle, file.name, TensorBuilder(file, records.storages))
     tree, _ = machine.run()
     require_finite_tree(tree, file.name)
-    return Saved(tree, tuple(machine.foreign))
+    return Saved(tree, tuple(machine.unsafe_globals))
 
 
 # -- the format of `torch.save` before 1.6 (still written with `_use_new_zipfile_serialization=False`) --
@@ -315,7 +315,7 @@ def read_torch_legacy(file: ByteSource) -> Saved:
     places = _places(file, position, keys, unplaced.storages)
     tree, _ = SafeUnpickler(data, file.name, TensorBuilder(file, places)).run(starts[_OBJECT])
     require_finite_tree(tree, file.name)
-    return Saved(tree, tuple(machine.foreign))
+    return Saved(tree, tuple(machine.unsafe_globals))
 
 
 def _places(file: ByteSource, position: int, keys: Any, storages: dict[str, StorageRef]) -> dict[str, tuple[int, int]]:

@@ -249,7 +249,7 @@ _NOTHING = object()
 class SafeUnpickler(PickleBytes):
     """Runs the pickles in `data`. A call that `builder` does not understand becomes an `PickledObject`.
 
-    `foreign` holds the names of unknown classes and functions (`Builder.known`), in order, once each.
+    `unsafe_globals` holds the names of unknown classes and functions (`Builder.known`), in order, once each.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class SafeUnpickler(PickleBytes):
         self._memo: list[Any] = []
         self._memoised = 0
         self._left = max_opcodes
-        self.foreign: dict[str, None] = {}
+        self.unsafe_globals: dict[str, None] = {}
 
     def run(self, start: int = 0) -> tuple[Any, int]:
         """Returns the object, and the position after the pickle that begins at `start`.
@@ -424,7 +424,7 @@ class SafeUnpickler(PickleBytes):
 
     def _foreign_global(self, name: str) -> GlobalName:
         if not self._builder.known(name):
-            self.foreign.setdefault(name)
+            self.unsafe_globals.setdefault(name)
         return GlobalName(name)
 
     def _reduce(self) -> None:

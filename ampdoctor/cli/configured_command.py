@@ -24,7 +24,7 @@ from ampdoctor.cli.config import Config, ConfigOption, Default, load_config, pat
 from ampdoctor.cli.options import refuse_empty
 from ampdoctor.cli.process import note, write_stdout
 from ampdoctor.cli.run_command import Action, Outcome, ReportCommand
-from ampdoctor.cli.suggest import near_name, said_of_the_value
+from ampdoctor.cli.suggest import close_match, said_of_the_value
 from ampdoctor.errors import EXIT_OK, UsageError
 from ampdoctor.evidence.thresholds import Moves
 from ampdoctor.reports.escape import sanitise
@@ -292,7 +292,7 @@ def _note_strangers(variables: Sequence[str]) -> None:
     """Say which variables look like settings and are none: a typing error there is reported nowhere else."""
     for name in sorted(os.environ):
         if name.startswith(_PREFIX) and name not in variables:
-            near = near_name(name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in variables])
+            near = close_match(name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in variables])
             hint = f"; did you mean {_PREFIX}{near}?" if near else ""
             note(f"ampdoctor: {name} is set, and no setting{hint}")
 

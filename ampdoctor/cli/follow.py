@@ -42,7 +42,7 @@ _QUIET_S = 60.0  # seconds without a line after which the log counts as silent
 _LABEL, _VALUE = 15, 12
 _MEASURES: tuple[tuple[Measure, str], ...] = (
     ("flushed_share", "flushed to zero"),
-    ("headroom_binades", "least headroom"),
+    ("log2_headroom", "least headroom"),
     ("zero_share", "most zeros"),
 )
 _SHORT_ROLES = {
@@ -191,7 +191,7 @@ def _layers(latest: Latest, width: int, room: int) -> list[Text]:
 
 def _worst(latest: Latest, measure: Measure, count: int) -> list[tuple[str, str, str]]:
     return [
-        (f"{value:.1f} bits" if measure == "headroom_binades" else f"{value:.2%}", sanitise(name), role)
+        (f"2^{value:.1f}" if measure == "log2_headroom" else f"{value:.2%}", sanitise(name), role)
         for name, role, value in latest.worst(measure, count)
     ]
 

@@ -28,7 +28,7 @@ from ampdoctor.cli.plan_command import plan
 from ampdoctor.cli.replay_commands import bisect_nan, profile, recommend
 from ampdoctor.cli.run_command import Action
 from ampdoctor.cli.scan_command import scan
-from ampdoctor.cli.suggest import as_typed, doors, is_usage_error, said_by
+from ampdoctor.cli.suggest import doors, full_path, is_usage_error, said_by
 from ampdoctor.cli.training_commands import health, run
 from ampdoctor.errors import (
     EXIT_ERROR,
@@ -164,7 +164,7 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
     elif isinstance(error, ForkedChildError):
         process.note(f"ampdoctor: error: {sentence(str(error))}")
     elif isinstance(error, AmpdoctorError):
-        said = as_typed(str(error), arguments) if isinstance(error, CheckpointError) else str(error)
+        said = full_path(str(error), arguments) if isinstance(error, CheckpointError) else str(error)
         process.note(f"ampdoctor: error: {sentence(said)}")
         if isinstance(error, UserCodeError):
             for text in filter(None, (error.traceback_text.rstrip("\n"), error.explained)):

@@ -24,7 +24,7 @@ from ampdoctor.workflows.requests import (
     Precision,
     ReplayRequest,
     SetAside,
-    set_all_aside,
+    suppress_all,
 )
 
 ListFormat = Literal["human", "json"]  # for output that is not a report: a rule's page, the environment
@@ -315,7 +315,7 @@ class GateOptions:
 
     def lived_with(self, set_aside: SetAside) -> SetAside:
         """Return the failures that a replay continues past: suppressed ones; with --write-baseline, all."""
-        return set_aside if self.write_baseline is None else lambda report: set_all_aside(set_aside(report))
+        return set_aside if self.write_baseline is None else lambda report: suppress_all(set_aside(report))
 
 
 # -- exports --

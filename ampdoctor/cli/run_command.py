@@ -134,7 +134,7 @@ class ReportCommand:
 
     def __call__(self) -> Outcome:
         """Run the command."""
-        from ampdoctor.gates.baseline import baseline_of, set_known_aside, to_text
+        from ampdoctor.gates.baseline import apply_baseline, baseline_of, to_text
 
         rank = rank_of()
         gates, write = self.gates, None if rank else self.gates.write_baseline
@@ -168,7 +168,7 @@ class ReportCommand:
                 refused = error
         name = write or gates.baseline
         if known is not None and name is not None:
-            report = set_known_aside(report, known, name, written=write is not None)
+            report = apply_baseline(report, known, name, written=write is not None)
         report = replace(report, gate=self._gate())
         outcome = judge(report, fail_on=gates.fail_on, exit_zero=gates.exit_zero, allow_partial=gates.allow_partial)
         wanted = self.wanted(report, places, rank)
@@ -187,11 +187,11 @@ class ReportCommand:
         return apply_severities(apply_ignores(report, self.config.ignores, today()), self.config.rules)
 
     def _set_aside(self, known: Baseline | None) -> SetAside:
-        from ampdoctor.gates.baseline import set_known_aside
+        from ampdoctor.gates.baseline import apply_baseline
 
         def left(report: Report) -> Report:
             decided = self._decide(report)
-            return decided if known is None else set_known_aside(decided, known, self.gates.baseline or "")
+            return decided if known is None else apply_baseline(decided, known, self.gates.baseline or "")
 
         return left
 

@@ -166,7 +166,7 @@ def _in_folder(command: str, folder: Path) -> list[str]:
 _NEAR = 0.75  # similarity from which two names count as spellings of one: about one letter moved, missing or added
 
 
-def near_name(word: str, names: Iterable[str]) -> str | None:
+def close_match(word: str, names: Iterable[str]) -> str | None:
     """Return the name that begins with the word, if there is only one, or the most similar name."""
     known = sorted(set(names))
     begun = [name for name in known if name.startswith(word)]
@@ -175,7 +175,7 @@ def near_name(word: str, names: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=_NEAR)), None)
 
 
-def near_file(path: str) -> str | None:
+def close_file(path: str) -> str | None:
     """Return the file or folder with the most similar name in the folder of a path that does not exist."""
     wanted = Path(path)
     try:
@@ -249,7 +249,7 @@ def _is_of_a_shell(file: Path) -> bool:
 _MISSING = " does not exist."
 
 
-def as_typed(said: str, arguments: Sequence[str]) -> str:
+def full_path(said: str, arguments: Sequence[str]) -> str:
     """Return a message with the path from the command line in place of the file's name that it begins with."""
     for argument in arguments:
         path = argument.partition("=")[2] if argument.startswith("--") else argument

@@ -23,7 +23,7 @@ from ampdoctor.cli.options import (
 from ampdoctor.cli.plan_command import bytes_of
 from ampdoctor.cli.process import loading
 from ampdoctor.cli.run_command import Action, ReportCommand, watched_run
-from ampdoctor.cli.suggest import near_file, no_script
+from ampdoctor.cli.suggest import close_file, no_script
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import Thresholds
@@ -148,7 +148,7 @@ def _named(script: str, arguments: tuple[str, ...], *, is_module: bool) -> Scrip
     try:
         return script_at(script, arguments)
     except UsageError as error:
-        near = near_file(script)
+        near = close_file(script)
         raise UsageError(f"{error}; is {near} meant?" if near is not None else str(error)) from None
 
 

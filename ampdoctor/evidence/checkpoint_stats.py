@@ -172,7 +172,7 @@ class TensorRow:
 class TensorSummary(TensorRow):
     """One tensor of a checkpoint in numbers: its row in the report, and more for the rules.
 
-    `binades` is log2 of its largest magnitude over the one that 99 % of its nonzero elements reach: the span that a
+    `log2_span` is log2 of its largest magnitude over the one that 99 % of its nonzero elements reach: the span that a
     format with one scale per tensor needs (fp8). `fp16` and `bf16` are known where its values leave the format's normal
     range; inside that range a cast only rounds.
     """
@@ -181,7 +181,7 @@ class TensorSummary(TensorRow):
     negatives: int | None = field(default=None, metadata=UNWRITTEN)  # None unless the tensor cannot be negative
     lowest: float | None = field(default=None, metadata=UNWRITTEN)  # the smallest negative element
     constant: float | None = field(default=None, metadata=UNWRITTEN)  # the value of all elements, if there are several
-    binades: float | None = field(default=None, metadata=UNWRITTEN)
+    log2_span: float | None = field(default=None, metadata=UNWRITTEN)
     fp16: CastLoss | None = None
     bf16: CastLoss | None = None
 
@@ -276,7 +276,7 @@ class CheckpointSummary:
     log: LogTail | None = None  # of the training log beside them
     optimizers: tuple[OptimizerSummary, ...] = ()
     indices: tuple[IndexSummary, ...] = ()  # counters and tables of positions among its buffers
-    foreign: tuple[str, ...] = ()  # names that `torch.load(weights_only=True)` refuses
+    unsafe_globals: tuple[str, ...] = ()  # names that `torch.load(weights_only=True)` refuses
     lost: tuple[LostNumbers, ...] = ()  # other numbers that are not finite
 
 
@@ -288,12 +288,13 @@ class UpdateReach:
     """How many elements of a weight one optimizer step would change, given the format it is stored in.
 
     `learning_rate` is the larger of those stored in the two checkpoints. `steps` is the number of steps between them,
-    and at least 1000 unless a schedule has lowered the rate. `lands` and `adds_up` are shares of the elements.
+    and at least 1000 unless a schedule has lowered the rate. `changed_by_one` and `changed_by_many` are shares of the
+    elements.
     """
 
     learning_rate: float
-    lands: float  # changed by one such update
-    adds_up: float  # changed by `steps` updates, summed exactly and rounded once
+    changed_by_one: float  # changed by one such update
+    changed_by_many: float  # changed by `steps` updates, summed exactly and rounded once
     steps: int
     rms: float  # root mean square of the update
 

@@ -47,7 +47,7 @@ class TensorDetail:
         block: Elements that share a scale, in a format that is scaled by blocks.
         zero_share: Share of the counted elements that is zero.
         flushed_share: Share of what is not zero that becomes zero in the half format of the run, at its loss scale.
-        headroom_binades: Binades from its largest magnitude to its format's maximum, at the loss scale.
+        log2_headroom: Powers of two from its largest magnitude to its format's maximum, at the loss scale.
         update_ratio: L2 norm of the update over that of the parameter.
         unmoved_share: Share of a parameter's counted elements that the step left as they were.
         histogram: The counted magnitudes, as `Histogram.to_dict()` gives them.
@@ -67,7 +67,7 @@ class TensorDetail:
     block: Positive | None = None
     zero_share: Fraction | None = None
     flushed_share: Fraction | None = None
-    headroom_binades: float | None = None
+    log2_headroom: float | None = None
     update_ratio: float | None = None
     unmoved_share: Fraction | None = None
     histogram: Annotated[Mapping[str, Any], Shape(HistogramValues)] | None = field(default=None, metadata=PLAIN)
@@ -100,7 +100,7 @@ MEASURES = (
     "nonfinite",
     "flushed_share",
     "zero_share",
-    "headroom_binades",
+    "log2_headroom",
     "update_ratio",
     "unmoved_share",
     "elements",
@@ -153,7 +153,7 @@ def _numbers(column: Sequence[float | None]) -> bytes:
     return array("d", [nan if value is None else value for value in column]).tobytes()
 
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised when a change would break a reader of the last version; new kinds and keys do not raise it."""
 
 

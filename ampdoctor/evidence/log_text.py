@@ -140,7 +140,7 @@ class _OtherError(Exception):
     """A value that only `line_of` can handle."""
 
 
-def quick_line_of(text: str | bytes) -> LogRecord | None:
+def parse_line_fast(text: str | bytes) -> LogRecord | None:
     """Does the same as `line_of`, faster."""
     try:
         values = _loads(text)

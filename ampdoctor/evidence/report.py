@@ -22,7 +22,7 @@ from ampdoctor.evidence.report_target import Run, Target
 from ampdoctor.evidence.run_facts import PrecisionAdvice
 from ampdoctor.evidence.thresholds import MovedThreshold
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 
 Command = Literal["scan", "bisect-nan", "profile", "recommend", "run", "health", "plan"]
 Severity = Literal["error", "warning", "note"]
@@ -172,7 +172,7 @@ class Check:
     Attributes:
         name: What was checked ("finite gradients").
         result: `ok`, `found`, `not_run` or a short sentence.
-        headroom: The tightest distance to a limit, in binades or as a fraction; {} where there is none.
+        headroom: The tightest distance to a limit, in powers of two or as a fraction; {} where there is none.
     """
 
     name: Text
@@ -313,7 +313,7 @@ class Report:
         structure: What lies in a checkpoint, where a scan was asked to list it.
         tensors: Each tensor that a scan has examined of the checkpoint that the report is about, in its order; None
             for a listing and for other commands.
-        path: Of the first error of bisect-nan whose birth was traced: the way from the birth to the harm, or, of values
+        path: Of the first error of bisect-nan whose origin was traced: the way from the origin to the harm, or, of values
             that stay finite behind it, to where it ends; None where there is none.
         proof: The replayed steps without and with the change of the first finding that has such a replay, and in fp32;
             of recommend also where it proposes a scaler without a finding.
@@ -396,7 +396,7 @@ _RAISED = r"\b\w*(?:Error|Exception|Exit|Interrupt|Warning): [^;]*"
 """An exception as sentences quote it, with its own text (`loop.raised.describe`), up to a semicolon."""
 
 
-def counted_from(report: Report, first: int) -> Report:
+def renumber_steps(report: Report, first: int) -> Report:
     """Returns the report of a replay with the training's step numbers: the replay's step 0 becomes `first`.
 
     A recorded step has one number, its own; "step 0" of its replay means nothing to the user. The user's own texts stay

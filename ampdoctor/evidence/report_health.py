@@ -17,14 +17,14 @@ CurveName = Literal[
     "clipped_norm",
     "loss_scale",
     "learning_rate",
-    "headroom_binades",
+    "log2_headroom",
     "step_seconds",
     "data_seconds",
     "samples_per_second",
     "tokens_per_second",
     "memory_bytes",
 ]
-MapName = Literal["norm", "amax", "zero_share", "flushed_share", "headroom_binades", "update_ratio"]
+MapName = Literal["norm", "amax", "zero_share", "flushed_share", "log2_headroom", "update_ratio"]
 Ending = Literal["running", "ended", "cut_off", "unknown"]
 """`running`: no last line, and the log has grown lately; `cut_off`: no last line, and it has not; `unknown`: a log of
 this kind does not say."""

@@ -157,7 +157,7 @@ class PlanSection:
         global_batch: Samples of an optimizer step that are asked for.
         before: The cluster in force; null where nothing was said of one.
         after: The cluster that is planned for.
-        in_force: The plan before; null likewise.
+        current: The plan before; null likewise.
         rule: How the plans are ranked, a clause.
         exact: The plans whose product is the batch, those that do not fit a device included.
         nearest: Where none is exact: the plans of the nearest batches, nearest first.
@@ -171,7 +171,7 @@ class PlanSection:
     global_batch: Positive
     before: PlannedCluster | None
     after: PlannedCluster
-    in_force: BatchInForce | None
+    current: BatchInForce | None
     rule: str
     exact: tuple[PlannedBatch, ...]
     nearest: tuple[PlannedBatch, ...]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ampdoctor.evidence.json_records import UNWRITTEN, Count
 from ampdoctor.evidence.location import Phase, Source
 
-NodeRole = Literal["before", "birth", "carrier", "harm"]
+NodeRole = Literal["before", "origin", "carrier", "affected"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +20,9 @@ class PathNode:
         phase: As in where.
         module: As in where.
         type: Class of the module, empty for code outside the model.
-        op: As in where; of a harm the name of the sink.
+        op: As in where; of a harm the name of the target.
         role: before: finite, and the largest input of the next node. carrier: one op of a call of a module
-            through which the values pass. harm: the first sink of its kind.
+            through which the values pass. harm: the first target of its kind.
         dtype: Of the result.
         shape: Size of each dimension of the result.
         input_amax: Largest finite magnitude among the inputs; of before-nodes among those that the step made.
@@ -52,21 +52,21 @@ class PathNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathSection:
-    """The way from a birth to its harm.
+    """The way from an origin to its harm.
 
     Attributes:
-        fingerprint: Of the finding whose birth this is.
-        step: The step of the birth.
-        nodes: In the order of the ops: what fed the birth, the birth, what carries its values to the first
-            harm, the first sink of each kind.
-        sinks: Everything that the birth's values harm, in the order in which it was seen.
-        omitted: Ops between the birth and its first harm that carry its values and have no node.
+        fingerprint: Of the finding whose origin this is.
+        step: The step of the origin.
+        nodes: In the order of the ops: what fed the origin, the origin, what carries its values to the first
+            harm, the first target of each kind.
+        affected: Everything that the origin's values harm, in the order in which it was seen.
+        omitted: Ops between the origin and its first harm that carry its values and have no node.
     """
 
     fingerprint: str
     step: Count
     nodes: tuple[PathNode, ...]
-    sinks: tuple[str, ...]
+    affected: tuple[str, ...]
     omitted: Count
 
 

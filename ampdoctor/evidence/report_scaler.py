@@ -82,7 +82,7 @@ class SimulatedOutcome:
         activation_flushed: Share of nonzero activation gradients that become zero, likewise.
         weight_flushed: Share of nonzero weight gradients that become zero, likewise.
         final_scale: Median loss scale at the end of the horizon.
-        poisoned: Share of the replicas whose weights became infinite.
+        inf_in_weights: Share of the replicas whose weights became infinite.
     """
 
     skips: tuple[float, float, float]
@@ -91,7 +91,7 @@ class SimulatedOutcome:
     activation_flushed: Fraction
     weight_flushed: Fraction
     final_scale: float
-    poisoned: Fraction
+    inf_in_weights: Fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ class ScalingMargin:
     Attributes:
         skip_rate: Median difference over the replicas.
         relative_error: Median difference over the replicas.
-        headroom: Binades that the scale in use starts below the closed form; negative above it.
+        headroom: Powers of two that the scale in use starts below the closed form; negative above it.
     """
 
     skip_rate: float
@@ -168,7 +168,7 @@ class ScalingConfidence:
         steps: Recorded steps.
         censored: Share of them whose largest gradient is not known.
         exceedances: Steps ahead that are expected to exceed the largest recorded gradient: m / (n + 1).
-        drift: Binades per step that the largest gradient drifts by; 0 where that is not certain.
+        drift: Powers of two per step that the largest gradient drifts by; 0 where that is not certain.
         spiky: The tail of the largest gradients is heavy: how high the next spike goes is not known.
         low: A recording of 50 steps in fp32 or bf16 should come first.
     """

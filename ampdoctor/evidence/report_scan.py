@@ -112,7 +112,7 @@ class TensorGrowth:
         tensor: Its name, behind that of its group.
         old_amax: Largest finite magnitude in the older one.
         amax: The same in the newer one.
-        binades: log2 of the second over the first.
+        log2_growth: log2 of the second over the first.
         intervals: How many more of these intervals until 65504.
         meets_at: The step at which that is; None where the steps are not known.
     """
@@ -120,7 +120,7 @@ class TensorGrowth:
     tensor: str
     old_amax: float
     amax: float
-    binades: float
+    log2_growth: float
     intervals: float
     meets_at: float | None
 
@@ -312,7 +312,7 @@ class StructureSection:
         roles: Totals by role.
         optimizers: Every optimizer's state.
         scalers: Every loss scaler's state: where it lies, and its numbers.
-        foreign: Names that only an unsafe load would resolve, and that were not resolved.
+        unsafe_globals: Names that only an unsafe load would resolve, and that were not resolved.
         log: The training's log; None without one.
         members: Of a folder of many checkpoints each, in the order of time.
     """
@@ -321,6 +321,6 @@ class StructureSection:
     roles: Mapping[TensorRole, ListedRole] = field(default_factory=dict)
     optimizers: tuple[ListedOptimizer, ...] = ()
     scalers: tuple[Annotated[Mapping[str, Any], Shape(ListedScaler)], ...] = ()
-    foreign: tuple[str, ...] = ()
+    unsafe_globals: tuple[str, ...] = ()
     log: ListedLog | None = None
     members: tuple[ListedMember, ...] = ()

@@ -159,13 +159,13 @@ RowPrecision = Literal["fp16", "bf16", "tf32", "fp32", "fp8 e4m3", "fp8 hybrid",
 class Spread:
     """How far apart a tensor's values lie.
 
-    `kind` is `activation` or `weight` (operands of the forward) or `activation_grad` (of the backward). `binades` is
+    `kind` is `activation` or `weight` (operands of the forward) or `activation_grad` (of the backward). `log2_span` is
     log2 of the largest magnitude over the one below which a share tau of the nonzero values lies.
     """
 
     module: str
     kind: Literal["activation", "weight", "activation_grad"]
-    binades: float
+    log2_span: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ class ScaleFacts:
     """The loss scale for an fp16 run."""
 
     exponent: int  # its log2
-    unserved: tuple[str, ...] = ()  # modules whose gradients it does not suit
+    modules_not_covered: tuple[str, ...] = ()  # modules whose gradients it does not suit
     share: float = 0.0  # of the parameters in these modules, 0 to 1
 
 

@@ -1,4 +1,4 @@
-"""The results of a replay: an outcome for each step, and the births (first non-finite values) of a traced step."""
+"""The results of a replay: an outcome for each step, and the origins (first non-finite values) of a traced step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TensorStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """The op of a birth, run again in float64 and in float32 on the same inputs.
+    """The op of an origin, run again in float64 and in float32 on the same inputs.
 
     `finite` says that every element that was non-finite is finite in float64, `finite32` the same for float32: if not,
     no fp32 module cures the op. `amax` and `amax32` are the largest finite magnitudes among those elements, 0.0 without
@@ -98,11 +98,11 @@ class Operand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathOp:
-    """An op on the path from a birth's inputs to its harm, or a sink (harmed value) that the birth's values reach.
+    """An op on the path from an origin's inputs to its harm, or a target (harmed value) that the origin's values reach.
 
-    `order` is the position among the ops of the step; for a sink, that of the op that wrote it. The op in `where` of a
-    sink is the sink's name ("loss", "grad:fc.weight"). `input_amax` is the largest finite magnitude among the inputs;
-    before a birth, among those that the step made.
+    `order` is the position among the ops of the step; for a target, that of the op that wrote it. The op in `where` of
+    a target is the target's name ("loss", "grad:fc.weight"). `input_amax` is the largest finite magnitude among the
+    inputs; before an origin, among those that the step made.
     """
 
     order: int
@@ -117,17 +117,17 @@ class PathOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PropagationPath:
-    """How a birth came about, and what it harmed.
+    """How an origin came about, and what it harmed.
 
     `before` are finite ops that fed it, the nearest last; each made the largest input of the next. `carriers` are ops
     between it and its first harm that carry its values: for each call of a module, the first op that does more than
-    move them. `harms` are the first sinks of each kind that it reached, in the order of the ops. `omitted` is the
+    move them. `affected` are the first affected of each kind that it reached, in the order of the ops. `omitted` is the
     number of other ops between it and its first harm that carry its values and make something.
     """
 
     before: tuple[PathOp, ...] = ()
     carriers: tuple[PathOp, ...] = ()
-    harms: tuple[PathOp, ...] = ()
+    affected: tuple[PathOp, ...] = ()
     omitted: int = 0
 
 
@@ -135,7 +135,7 @@ class PropagationPath:
 class NonFiniteOrigin:
     """A non-finite value made from finite inputs.
 
-    `departs` is the largest difference, relative to the value in float32, of a finite result made from this birth's
+    `departs` is the largest difference, relative to the value in float32, of a finite result made from this origin's
     values; 0.0 if none departs (inf -> tanh -> 1), up to 1.0 (inf -> rsqrt -> 0) and beyond. `after_backward` marks, in
     the phase "optimizer", an op of the user's own code after the backward and outside every optimizer (an EMA, a
     projection of the weights).
@@ -143,13 +143,13 @@ class NonFiniteOrigin:
 
     order: int  # among the ops of the step; -1 before the step
     where: Where
-    origin: Origin
+    came_from: Origin
     kernel: str  # ATen kernel below the user-level op ("aten.addmm")
     inputs: tuple[TensorStats, ...] = ()
     outputs: tuple[TensorStats, ...] = ()
     recomputed: Recomputation | None = None  # None if it cannot run in float64
     operand: Operand | None = None  # that took the op out of its domain
-    harms: tuple[str, ...] = ()  # names of the sinks that its values reached
+    affected: tuple[str, ...] = ()  # names of the affected that its values reached
     departs: float = 0.0
     way: PropagationPath = field(default_factory=PropagationPath)
     after_backward: bool = False
@@ -202,14 +202,14 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One step, op by op; births and flushes are in the order of the ops."""
+    """One step, op by op; origins and flushes are in the order of the ops."""
 
     step: int
     ops: int  # number of recorded ops
-    births: tuple[NonFiniteOrigin, ...]
+    origins: tuple[NonFiniteOrigin, ...]
     flushes: tuple[Flush, ...] = ()
     died: tuple[Died, ...] = ()  # where all-zero gradients arose
-    unattributed: tuple[str, ...] = ()  # sinks whose non-finite values no recorded op made
+    unattributed: tuple[str, ...] = ()  # affected whose non-finite values no recorded op made
     left_out: tuple[LeftOut, ...] = ()
 
 
@@ -294,13 +294,13 @@ class StepOutcome:
         """Whether it skipped all of its updates, or some of them: it is not the step that was meant."""
         return self.skipped or self.passes_over
 
-    def harms(self, sinks: Sequence[str]) -> bool:
+    def is_harmed_by(self, affected: Sequence[str]) -> bool:
         """Whether one of these non-finite values (names as in `NonFiniteReport`) was used, or skipped.
 
         Gradients that are left behind do no harm.
         """
         left = self.guarded and not self.updates_skipped and self.raised is None
-        return bool(sinks) and not (left and all(sink.startswith("grad:") for sink in sinks))
+        return bool(affected) and not (left and all(target.startswith("grad:") for target in affected))
 
     def _asked(self) -> list[int]:
         return [at for at, event in enumerate(self.events) if event.kind == "step"]
@@ -324,7 +324,7 @@ class Headroom:
     limit: float  # largest finite number of the format
 
     @property
-    def binades(self) -> float:
+    def log2(self) -> float:
         """Number of doublings before it overflows."""
         return math.log2(self.limit / self.amax)
 
@@ -333,12 +333,12 @@ class Headroom:
 class NonFiniteReport:
     """The results of the cheap check of one step.
 
-    `sinks` are names of harmed values ("loss", "grad:fc.weight", "param:...", "buffer:...", "optimizer_state:..."), and
-    "raised" if the user's code ended the step with an exception. `fingerprint` is a hash of the loss, every checked
+    `affected` are names of harmed values ("loss", "grad:fc.weight", "param:...", "buffer:...", "optimizer_state:..."),
+    and "raised" if the user's code ended the step with an exception. `fingerprint` is a hash of the loss, every checked
     output and every gradient: equal for bit-identical steps.
     """
 
-    sinks: tuple[str, ...]
+    affected: tuple[str, ...]
     outputs: tuple[str, ...]  # modules with non-finite outputs, in the order of execution
     output_grads: tuple[str, ...]  # modules with non-finite output gradients, as the backward ran
     fingerprint: str
@@ -362,9 +362,10 @@ class ParameterVsFp32:
     """A trained parameter's gradient and move in one step, compared with the same step in fp32.
 
     `looked_at` counts the elements whose moves were compared; `update` and `expected_update` are norms over these.
-    `beneath` counts elements whose move in fp32 is less than half a unit in the last place of the weight's format.
-    `rounding` is the norm of what rounding to the weight's format may do to either update: half a unit in the last
-    place of each. `course` is fp32's move of some elements, in half units in the last place, if none moves in the run.
+    `below_half_ulp` counts elements whose move in fp32 is less than half a unit in the last place of the weight's
+    format. `rounding` is the norm of what rounding to the weight's format may do to either update: half a unit in the
+    last place of each. `course` is fp32's move of some elements, in half units in the last place, if none moves in the
+    run.
     """
 
     name: str
@@ -378,7 +379,7 @@ class ParameterVsFp32:
     moved: int  # elements that moved in the run
     meant_to_move: int  # elements that moved in fp32
     stalled: int  # those that did not move in the run
-    beneath: int
+    below_half_ulp: int
     update: float
     expected_update: float
     rounding: float = 0.0

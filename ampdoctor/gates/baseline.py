@@ -92,7 +92,7 @@ def _severity(entry: Entry) -> int:
     return SEVERITIES.index(entry.severity)
 
 
-def set_known_aside(report: Report, baseline: Baseline, file: str, *, written: bool = False) -> Report:
+def apply_baseline(report: Report, baseline: Baseline, file: str, *, written: bool = False) -> Report:
     """Return the report with the known findings suppressed; `file` is the baseline's name.
 
     Entries without a finding are listed as fixed; a finding that an ignore suppresses still exists. An entry is not
@@ -106,11 +106,11 @@ def set_known_aside(report: Report, baseline: Baseline, file: str, *, written: b
     accepted = {id(finding) for finding in worst if known.accept(finding)}
     for finding in worst:
         if id(finding) not in accepted:
-            known.cross_off(finding)
+            known.mark_seen(finding)
     for one in report.suppressed:
-        known.cross_off(one.finding)
+        known.mark_seen(one.finding)
     for finding in (finding for group in report.elsewhere for finding in group):
-        known.cross_off(finding)
+        known.mark_seen(finding)
     fresh = tuple(finding for finding in report.findings if id(finding) not in accepted)
     old = [Suppressed(finding=f, by="baseline", reason=file) for f in report.findings if id(f) in accepted]
     judged = report.complete and report.verdict != "not_judged" and _all_were_read(report)
@@ -146,7 +146,7 @@ class _Known:
             taken.append(found)
         return True
 
-    def cross_off(self, finding: Finding) -> None:
+    def mark_seen(self, finding: Finding) -> None:
         """Use up the entry of each of a finding's addresses, whatever its severity: the finding still exists."""
         for where in finding.places:
             self._take(finding.code, where, "note")
@@ -174,7 +174,7 @@ def _was_examined(entry: Entry, report: Report) -> bool:
 
 
 def refuse_other_command(baseline: Baseline, command: str, file: str) -> None:
-    """Raise UsageError for a baseline of another command, before the work begins; `set_known_aside` checks the rest."""
+    """Raise UsageError for a baseline of another command, before the work begins; `apply_baseline` checks the rest."""
     if baseline.command.partition(" ")[0] != command:
         raise _other_command(baseline, command, file)
 

@@ -227,7 +227,7 @@ _COLUMN_OF: Mapping[CurveName, str] = {
     "clipped_norm": "clipped_norm",
     "loss_scale": "loss_scale",
     "learning_rate": "rate",
-    "headroom_binades": "headroom",
+    "log2_headroom": "headroom",
     "step_seconds": "seconds",
     "data_seconds": "data_seconds",
     "samples_per_second": "samples_per_second",

@@ -18,7 +18,7 @@ from typing import BinaryIO, Protocol
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, LogRecord, StepLine
-from ampdoctor.evidence.log_text import kind_of, quick_line_of
+from ampdoctor.evidence.log_text import kind_of, parse_line_fast
 from ampdoctor.evidence.paths import logs_in, rank_and_number
 from ampdoctor.health.reading.log_files import MAX_BYTES, SkippedLines
 from ampdoctor.health.reading.log_kind import Begin, ReadIssues, RunLines, StepOrder, run_of
@@ -181,7 +181,7 @@ class _Ours:
                 if place.offset <= self._passed_by and kind_of(text) != "run":
                     continue
                 try:
-                    whole = quick_line_of(text)
+                    whole = parse_line_fast(text)
                 except ValueError:
                     continue
                 if whole is not None:

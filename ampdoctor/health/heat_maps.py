@@ -18,16 +18,16 @@ SHOWN: tuple[tuple[MapName, str], ...] = (
     ("norm", "gradient"),
     ("zero_share", "gradient"),
     ("flushed_share", "gradient"),
-    ("headroom_binades", "gradient"),
+    ("log2_headroom", "gradient"),
     ("norm", "parameter"),
     ("update_ratio", "parameter"),
     ("update_ratio", "update"),
     ("amax", "activation"),
-    ("headroom_binades", "activation"),
+    ("log2_headroom", "activation"),
     ("flushed_share", "activation_gradient"),
 )
 """The measures that are drawn, and the role of their tensors."""
-_LOWEST_IS_WORST = frozenset({"headroom_binades"})
+_LOWEST_IS_WORST = frozenset({"log2_headroom"})
 _BY_CHANGE = frozenset({"norm", "amax", "update_ratio"})
 """No value of these is bad in itself: the worst is farthest from its tensor's median, in powers of two."""
 _HELD = 2 * MOST_COLUMNS
@@ -105,7 +105,7 @@ class Maps:
             if known.any():
                 rows = members.rows_in(growing)
                 growing.add(line.step, rows[known], values[known])
-            if key == ("headroom_binades", "gradient") and known.any():
+            if key == ("log2_headroom", "gradient") and known.any():
                 least = float(values[known].min())
                 self.headroom[line.step] = min(self.headroom.get(line.step, least), least)
 

@@ -32,7 +32,7 @@ _LATELY = 64  # last steps over which a rate is computed
 
 Kind = Literal["alert", "look", "checkpoint", "action", "attempt", "run", "end"]
 Level = Literal["error", "warning", "note", "good"]
-Measure = Literal["flushed_share", "headroom_binades", "zero_share"]
+Measure = Literal["flushed_share", "log2_headroom", "zero_share"]
 _OF_HEALTH: Mapping[str, Level] = MappingProxyType({"sick": "error", "good": "good"})
 _OF_ZEROS = frozenset({"gradient", "activation_gradient"})  # zeros of an activation come from its ReLU
 
@@ -143,7 +143,7 @@ class Latest:
             for one in self._details.values()
             if (value := getattr(one, measure)) is not None and (measure != "zero_share" or one.role in _OF_ZEROS)
         ]
-        least = measure == "headroom_binades"
+        least = measure == "log2_headroom"
         found = found if least else [row for row in found if row[2] > 0.0]
         return sorted(found, key=lambda row: (row[2] if least else -row[2], row[0]))[:count]
 

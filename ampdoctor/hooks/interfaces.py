@@ -192,7 +192,7 @@ def steps(iterable: Iterable[Any] | None = None) -> Iterable[Any]:
 
 
 @contextmanager
-def told_of_marks(tell: _Told) -> Iterator[None]:
+def on_marked_loop(tell: _Told) -> Iterator[None]:
     """Calls `tell` with the frame of each mark that is reached inside."""
     _listening.append(tell)
     try:

@@ -26,7 +26,7 @@ _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")  # their autocast is switched off 
 
 
 class _Entry(NamedTuple):
-    island: Fp32Module
+    fp32_module: Fp32Module
     module: nn.Module
     autocast: tuple[bool, ...]
     narrow: torch.dtype | None
@@ -111,22 +111,24 @@ class Fp32Module:
 def forget(islands: list[Any]) -> None:
     """End calls of these islands that were left open without a hook (Ctrl-C), and restore autocast."""
     entries = _OPEN.entries
-    first = next((i for i, entry in enumerate(entries) if any(entry.island is island for island in islands)), None)
+    first = next(
+        (i for i, entry in enumerate(entries) if any(entry.fp32_module is fp32_module for fp32_module in islands)), None
+    )
     if first is not None:
         _set_autocast(entries[first].autocast)
         del entries[first:]
 
 
-def island_of(module: nn.Module) -> Fp32Module | None:
+def fp32_module_of(module: nn.Module) -> Fp32Module | None:
     """The island whose hooks `module` has, if any."""
     hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - there is no public way to see hooks
     owners = (getattr(hook, "__self__", None) for hook in hooks)
     return next((owner for owner in owners if isinstance(owner, Fp32Module)), None)
 
 
-def island_on(module: nn.Module) -> bool:
+def fp32_module_on(module: nn.Module) -> bool:
     """Whether `module` has the hooks of an island."""
-    return island_of(module) is not None
+    return fp32_module_of(module) is not None
 
 
 def _set_autocast(enabled: tuple[bool, ...]) -> None:
@@ -212,7 +214,7 @@ def half_dtype(module: nn.Module) -> torch.dtype | None:
     return next((tensor.dtype for tensor in half_tensors(module)), None)
 
 
-def resolve_islands(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+def resolve_fp32_modules(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
     """The modules of `names`, with children in place of a ModuleList or ModuleDict; UsageError if one is missing."""
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen: dict[str, nn.Module] = {}
@@ -232,7 +234,7 @@ def resolve_islands(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Modu
     return chosen
 
 
-def widen_islands(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
+def upcast_fp32_modules(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
     """Modules outside the islands that own a half tensor that an island owns too: name -> the island's name.
 
     A tied weight that becomes fp32 is fp32 for all its owners, and an owner left outside would mix it with half inputs.
@@ -240,9 +242,9 @@ def widen_islands(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, s
     owner: dict[int, str] = {}
     inside: set[int] = set()
 
-    def take(island: str, module: nn.Module) -> None:
+    def take(fp32_module: str, module: nn.Module) -> None:
         inside.update(id(sub) for sub in module.modules())
-        owner.update({id(tensor): island for tensor in half_tensors(module)})
+        owner.update({id(tensor): fp32_module for tensor in half_tensors(module)})
 
     for name, module in chosen.items():
         take(name, module)
@@ -277,8 +279,8 @@ def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Opti
     listed in `widened`. Under autocast parameters are fp32, and sharing them does not matter. Raises UsageError where a
     name is unknown.
     """
-    chosen = resolve_islands(model, names)
-    widened = widen_islands(model, chosen)
+    chosen = resolve_fp32_modules(model, names)
+    widened = upcast_fp32_modules(model, chosen)
     modules = dict(model.named_modules())
     islands = Fp32Modules(tuple(chosen), widened)
     everything = {**chosen, **{name: modules[name] for name in widened}}
@@ -287,14 +289,14 @@ def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Opti
     dtypes = {name: None if module in inside else half_dtype(module) for name, module in everything.items()}
     with ExitStack() as stack:
         for module in inside:
-            if (other := island_of(module)) is not None:  # one that the model came with
+            if (other := fp32_module_of(module)) is not None:  # one that the model came with
                 stack.callback(setattr, other, "dtype", other.dtype)
                 other.dtype = None
         halves = [tensor for module in everything.values() for tensor in half_tensors(module)]
         stack.callback(TemporaryCast(halves, torch.float32, optimizers).restore)
         watched = [_Watched(name, dtypes[name], islands) for name in everything]
         stack.callback(forget, watched)
-        for island, module in zip(watched, everything.values(), strict=True):
-            for handle in island.attach(module):
+        for fp32_module, module in zip(watched, everything.values(), strict=True):
+            for handle in fp32_module.attach(module):
                 stack.callback(handle.remove)
         yield islands

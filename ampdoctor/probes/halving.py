@@ -331,7 +331,7 @@ class IntervalTrace(OpTraceProbe):
     """Traces the ops of one interval, then ends the step.
 
     With `follow`, the step goes on, and the trace covers those later ops that read descendants of the interval's
-    births. `reached` are the births behind the non-finite tensors at the interval's end, in the order of the ops.
+    origins. `reached` are the origins behind the non-finite tensors at the interval's end, in the order of the ops.
     """
 
     def __init__(self, interval: Interval, *, follow: bool = False) -> None:
@@ -358,7 +358,7 @@ class IntervalTrace(OpTraceProbe):
         """Examine the ops of the interval and those that follow it; others only run."""
         if self._gate.is_open():
             self._opened = True
-        elif not (self._opened and self._follow and any(map(self._taint.births, tensors_in([args, kwargs])))):
+        elif not (self._opened and self._follow and any(map(self._taint.origins, tensors_in([args, kwargs])))):
             self._ops += 1
             return func(*args, **kwargs)
         return super().on_op(site, func, args, kwargs)
@@ -374,8 +374,8 @@ class IntervalTrace(OpTraceProbe):
             super()._on_gradient(parameter)
 
     def _at_the_end(self, tensors: Sequence[Tensor]) -> None:
-        origins = union(self._taint.births(tensor) for tensor in tensors if is_nonfinite(tensor))
-        self.reached = tuple(self._births[index] for index in sorted(origins))
+        found = union(self._taint.origins(tensor) for tensor in tensors if is_nonfinite(tensor))
+        self.reached = tuple(self._origins[index] for index in sorted(found))
         self._micro_batch = self._run.micro_batch
         if not self._follow:
             raise StepHalted

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ampdoctor.probes.ops import Ran, Site
 
 
-# -- finite ops before a birth, modules that carry its values on, sinks that they reach --
+# -- finite ops before an origin, modules that carry its values on, affected that they reach --
 
-FEEDERS = 5  # finite ops before a birth that are kept, nearest last: a few show how an overflow grew
+FEEDERS = 5  # finite ops before an origin that are kept, nearest last: a few show how an overflow grew
 MOST_CARRIERS = 1000  # places of a step that are measured as carriers; each costs some reductions
 WRITTEN = (FILLS | ROOTS) - {"where"}  # kernels without inputs: constants, and the 1 from which a backward starts
 _PHASES: dict[str, Phase] = {"loss": "loss", "raised": "loss", "grad": "backward", "buffer": "forward"}
@@ -43,10 +43,10 @@ class _Fed:
 
 @dataclass(slots=True)
 class _Carrier:
-    """The ops of one module call that carry the same births; `shown` is the first that does not only move values."""
+    """The ops of one module call that carry the same origins; `shown` is the first that does not only move values."""
 
     shown: PathOp
-    births: OriginIds
+    origins: OriginIds
     moves: bool
     orders: list[int] = field(default_factory=list)
 
@@ -63,7 +63,7 @@ class Ways:
         self._fed: ByMemory[_Fed] = ByMemory()
         self._written: ByMemory[int] = ByMemory()
         self._carriers: dict[tuple[Any, ...], _Carrier] = {}
-        self._harms: dict[tuple[int, str], PathOp] = {}
+        self._affected: dict[tuple[int, str], PathOp] = {}
         self._arrived: set[int] = set()
         self._backwards: list[int] = []
         self._in_backward = False
@@ -87,17 +87,20 @@ class Ways:
                 shape, amax = tuple(tensor.shape), amax_of(tensor)
                 self._fed[key] = _Fed(order, ran.site, dtype_name(tensor), shape, amax, fed)
 
-    def carry(self, ran: Ran, poisoned: Sequence[torch.Tensor], births: OriginIds, order: int, *, born: bool) -> None:
-        """Note an op with non-finite results (`poisoned`), which descend from `births`; if `born`, it is the birth."""
+    def carry(self, ran: Ran, poisoned: Sequence[torch.Tensor], origins: OriginIds, order: int, *, born: bool) -> None:
+        """Note an op with non-finite results (`poisoned`), which descend from `origins`.
+
+        If `born`, it is the origin.
+        """
         site = ran.site
         self._note_phase(site, order)
         for tensor in poisoned:
             key = storage_key(tensor)
             self._fed.pop(key, None)
             self._written[key] = order
-        if born or births <= self._arrived:
-            return  # everything after the first affected sink is a consequence of it
-        place = (births, site.phase, site.module, site.call, site.micro_batch)
+        if born or origins <= self._arrived:
+            return  # everything after the first affected target is a consequence of it
+        place = (origins, site.phase, site.module, site.call, site.micro_batch)
         views = next(_own_memory(ran), None) is None
         moves = views or ran.kernel in MOVES
         known = self._carriers.get(place)
@@ -106,14 +109,14 @@ class Ways:
         if known is None or (known.moves and not moves):
             passage = passage_of(poisoned[0], order, site.where(self._step, kind_of(poisoned)), ran.call.before)
             orders = known.orders if known is not None else []
-            self._carriers[place] = known = _Carrier(passage, births, moves, orders)
+            self._carriers[place] = known = _Carrier(passage, origins, moves, orders)
         known.orders.append(order)
 
-    def arrive(self, sink: str, value: torch.Tensor | float | None, births: OriginIds, order: int) -> None:
-        """Note that a sink ("loss", "grad:NAME", ...) is non-finite after `order` ops; `value` None: an exception."""
-        kind, _, name = sink.partition(":")
-        new = [birth for birth in births if (birth, kind) not in self._harms]
-        self._arrived |= births
+    def arrive(self, target: str, value: torch.Tensor | float | None, origins: OriginIds, order: int) -> None:
+        """Note that a target ("loss", "grad:NAME", ...) is non-finite after `order` ops; `value` None: an exception."""
+        kind, _, name = target.partition(":")
+        new = [origin for origin in origins if (origin, kind) not in self._affected]
+        self._arrived |= origins
         if not new:
             return
         if isinstance(value, torch.Tensor):
@@ -123,12 +126,12 @@ class Ways:
             step=self._step,
             phase=_PHASES.get(kind, "optimizer"),
             module=owner.rpartition(".")[0],
-            op=sink,
+            op=target,
             nonfinite=_kind(value),
             tensor=owner or None,
         )
         passage = passage_of(value, order, where)
-        self._harms.update({(birth, kind): passage for birth in new})
+        self._affected.update({(origin, kind): passage for origin in new})
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -153,28 +156,28 @@ class Ways:
             fed = fed.largest
         return tuple(reversed(nodes))
 
-    def way(self, birth: int, order: int, before: tuple[PathOp, ...]) -> PropagationPath:
-        """The path of birth number `birth`, at position `order`; `before` is the result of `before` at that time."""
+    def way(self, origin: int, order: int, before: tuple[PathOp, ...]) -> PropagationPath:
+        """The path of origin number `origin`, at position `order`; `before` is the result of `before` at that time."""
         # the returned loss is often a sum made at the end of the step; the loss itself existed before its backward
         loss = next((start - 1 for start in self._backwards if start > order), None)
-        harms = sorted(
+        affected = sorted(
             (
                 replace(harm, order=loss) if kind == "loss" and loss is not None else harm
-                for (index, kind), harm in self._harms.items()
-                if index == birth
+                for (index, kind), harm in self._affected.items()
+                if index == origin
             ),
             key=_rank,
         )
-        end = harms[0].order if harms else math.inf
+        end = affected[0].order if affected else math.inf
         shown: dict[tuple[Any, ...], PathOp] = {}
         ops = 0
         for place, carrier in self._carriers.items():
-            passed = sum(order <= end for order in carrier.orders) if birth in carrier.births else 0
+            passed = sum(order <= end for order in carrier.orders) if origin in carrier.origins else 0
             if passed:
                 shown.setdefault(place[1:], carrier.shown)
                 ops += passed
         carriers = tuple(sorted(shown.values(), key=lambda passage: passage.order))
-        return PropagationPath(before=before, carriers=carriers, harms=tuple(harms), omitted=ops - len(carriers))
+        return PropagationPath(before=before, carriers=carriers, affected=tuple(affected), omitted=ops - len(carriers))
 
     def _note_phase(self, site: Site, order: int) -> None:
         backward = site.phase == "backward"
@@ -235,7 +238,7 @@ def _rank(passage: PathOp) -> tuple[int, bool]:
 
 
 class Readings:
-    """The births behind the non-finite values that were read last.
+    """The origins behind the non-finite values that were read last.
 
     A training loop that checks itself reads values before it raises: `loss.item()`, `torch.isfinite(loss)`,
     `gradient.isnan().any()`. Each is an op with a non-finite input and a result that is a Python number or boolean.
@@ -245,18 +248,18 @@ class Readings:
         self.number: OriginIds = NONE  # of the last value that became a Python number
         self.asked: OriginIds = NONE  # of the last value that became a number, was compared, or that an op refused
 
-    def note(self, ran: Ran, births: Callable[[Sequence[torch.Tensor], Site], OriginIds]) -> None:
-        """Note an op; `births` gives the births of non-finite inputs at a site."""
+    def note(self, ran: Ran, origins: Callable[[Sequence[torch.Tensor], Site], OriginIds]) -> None:
+        """Note an op; `origins` gives the origins of non-finite inputs at a site."""
         if not ran.bad:
             return
         if ran.kernel == "_local_scalar_dense":
-            self.number = self.asked = births(ran.bad, ran.site)
+            self.number = self.asked = origins(ran.bad, ran.site)
         elif not ran.results:
-            self.asked = births(ran.bad, ran.site)
+            self.asked = origins(ran.bad, ran.site)
 
     def refused(
-        self, bad: Sequence[torch.Tensor], site: Site, births: Callable[[Sequence[torch.Tensor], Site], OriginIds]
+        self, bad: Sequence[torch.Tensor], site: Site, origins: Callable[[Sequence[torch.Tensor], Site], OriginIds]
     ) -> None:
         """Note an op that raised an exception; `bad` are its non-finite inputs."""
         if bad:
-            self.asked = births(bad, site)
+            self.asked = origins(bad, site)

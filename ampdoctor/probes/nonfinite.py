@@ -108,14 +108,14 @@ class NonFiniteProbe(Probe):
     that a step makes and keeps, and a gradient that no optimizer uses. A NaN is never intended: a buffer that holds one
     is reported. With `locate=False`, module outputs and their gradients are not checked.
 
-    `sightings`, `observed` (everything that the fingerprint covers, in order), `headroom` (the tightest) and `near`
+    `nonfinite`, `observed` (everything that the fingerprint covers, in order), `headroom` (the tightest) and `near`
     (outputs near their format's limit) are those of the step that was finished last. The last two are empty where no
     tensor in a reduced format was seen, or a value was non-finite; buffers (a mask's -inf) do not count here.
     """
 
     def __init__(self, *, locate: bool = True) -> None:
         self._locate = locate
-        self.sightings = NonFiniteReport(sinks=(), outputs=(), output_grads=(), fingerprint="")
+        self.report = NonFiniteReport(affected=(), outputs=(), output_grads=(), fingerprint="")
         self.observed: tuple[Observation, ...] = ()
         self._before: frozenset[tuple[str, str]] = frozenset()
         self.headroom: Headroom | None = None
@@ -171,8 +171,8 @@ class NonFiniteProbe(Probe):
         self._check_each((("beside", name), tensor) for name, tensor in self._beside.now())
         self._unhook_leaves()
         tightest = Tightest(step)
-        self.sightings = self._read(tightest, raised=isinstance(loss, UserCodeError))
-        fired = any(not sink.startswith("buffer:") for sink in self.sightings.sinks)
+        self.report = self._read(tightest, raised=isinstance(loss, UserCodeError))
+        fired = any(not target.startswith("buffer:") for target in self.report.affected)
         self.headroom, self.near = (None, ()) if fired else (tightest.found, tuple(tightest.near.values()))
         self._forget()
 
@@ -232,7 +232,7 @@ class NonFiniteProbe(Probe):
 
     def _read(self, tightest: Tightest, *, raised: bool) -> NonFiniteReport:
         values = _to_host(self._flags)
-        sinks: dict[str, None] = {"raised": None} if raised else {}
+        affected: dict[str, None] = {"raised": None} if raised else {}
         outputs: dict[str, None] = {}
         output_grads: dict[str, None] = {}
         observed: list[Observation] = []
@@ -254,11 +254,14 @@ class NonFiniteProbe(Probe):
             elif kind == "output_grad":
                 output_grads[name] = None
             else:
-                sinks["loss" if kind == "loss" else f"{kind}:{name}"] = None
+                affected["loss" if kind == "loss" else f"{kind}:{name}"] = None
         self.observed = tuple(observed)
         digest = hashlib.sha256("\n".join(f"{one.what}\0{one.value!r}" for one in observed).encode("utf-8", "replace"))
         return NonFiniteReport(
-            sinks=tuple(sinks), outputs=tuple(outputs), output_grads=tuple(output_grads), fingerprint=digest.hexdigest()
+            affected=tuple(affected),
+            outputs=tuple(outputs),
+            output_grads=tuple(output_grads),
+            fingerprint=digest.hexdigest(),
         )
 
 

@@ -29,7 +29,7 @@ INSIDE = 0.5  # in the domain of every function with a limited domain: log, sqrt
 def operand_of(
     ran: Ran, verdict: Recomputation | None, provenance: Provenance, meant: Where | None = None
 ) -> Operand | None:
-    """The input of a birth that made the op invalid; None for an overflow, or where no single input is at fault.
+    """The input of an origin that made the op invalid; None for an overflow, or where no single input is at fault.
 
     `verdict` is the op in float64; `provenance` covers all earlier values, but not the op itself. `meant` is where the
     user wrote the infinities among its inputs, if there are any.

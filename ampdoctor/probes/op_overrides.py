@@ -201,7 +201,7 @@ def _finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(wide).all())
 
 
-# -- interventions: the op at a birth's line runs as if the user's code were changed there --
+# -- interventions: the op at an origin's line runs as if the user's code were changed there --
 #
 # The op is found by its line and its name, not by its position in the step: a change of code affects every call of that
 # line, also those of later steps.
@@ -223,9 +223,9 @@ class UserLine:
     op: str  # without namespace, as in `Where.op`
 
 
-def address_of(birth: NonFiniteOrigin) -> UserLine | None:
-    """Where to change the code for a birth; None where no line of the user's own runs its op."""
-    return address_at(birth.where, after_backward=birth.after_backward)
+def address_of(origin: NonFiniteOrigin) -> UserLine | None:
+    """Where to change the code for an origin; None where no line of the user's own runs its op."""
+    return address_at(origin.where, after_backward=origin.after_backward)
 
 
 def address_at(where: Where, *, after_backward: bool = False) -> UserLine | None:

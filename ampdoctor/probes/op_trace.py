@@ -120,8 +120,8 @@ class Dead:
 class SideSearches:
     """Runs the optional parts of a trace, and records which of them failed.
 
-    The birth of a value is found from the op's inputs and results alone. Everything else (the float64 result, what made
-    the operand, the path of the value) is additional: an error there only removes that part from the report.
+    The origin of a value is found from the op's inputs and results alone. Everything else (the float64 result, what
+    made the operand, the path of the value) is additional: an error there only removes that part from the report.
     """
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ def own_work(failed: Callable[[Exception], None]) -> Iterator[None]:
 
 # -- the trace --
 #
-# A birth is an op whose inputs were finite and whose result is not. Its descendants are followed through memory, not
+# An origin is an op whose inputs were finite and whose result is not. Its descendants are followed through memory, not
 # through names, so in-place ops, views, module boundaries and the backward do not break the path. The op is run again
 # in float64 at once, so no tensor is kept.
 
@@ -202,14 +202,14 @@ class OpTraceProbe(OpProbe):
     def begin(self) -> None:
         """Forget the last step, and record the state in which the one that `during` names begins."""
         self._ops = 0
-        self._births: list[NonFiniteOrigin] = []
-        self._forward_births: dict[int, int] = {}
+        self._origins: list[NonFiniteOrigin] = []
+        self._forward_origins: dict[int, int] = {}
         self._given: ByMemory[int] = ByMemory()
         self._blank: ByMemory[Site] = ByMemory()
         self._finite: ByMemory[Site] = ByMemory()
         self._departs: dict[int, float] = {}
         self._flushes: list[Flush] = []
-        self._harms: dict[str, OriginIds] = {}
+        self._affected: dict[str, OriginIds] = {}
         self._readings = Readings()
         self._aside = SideSearches()
         self._dead.clear()
@@ -223,14 +223,14 @@ class OpTraceProbe(OpProbe):
         self._beside = FiniteBeside(self._run)
 
     def finish(self, step: int, loss: Any) -> None:
-        """Record which values were affected, and by which births."""
+        """Record which values were affected, and by which origins."""
         if isinstance(loss, torch.Tensor) and is_nonfinite(loss):
             self._harm("loss", loss)
         elif isinstance(loss, float) and not math.isfinite(loss):
             self._harm("loss", loss, self._readings.number)  # a step that returns `loss.item()`
         elif isinstance(loss, UserCodeError):
             # the user's code read a non-finite value and raised an exception
-            asked = frozenset(i for i in self._readings.asked if self._births[i].origin != "constant")
+            asked = frozenset(i for i in self._readings.asked if self._origins[i].came_from != "constant")
             self._harm("raised", None, asked)
         self._harm_state()
         self.trace = self._gathered()
@@ -244,7 +244,7 @@ class OpTraceProbe(OpProbe):
         """Note affected parameters, buffers and optimizer state, and gradients without hook."""
         for kind, name, tensor in state_tensors(self._run):
             if id(tensor) not in self._before and is_nonfinite(tensor):
-                if id(tensor) in self._unread and not self._taint.births(tensor):
+                if id(tensor) in self._unread and not self._taint.origins(tensor):
                     continue  # it was non-finite before the step, and no op read it
                 self._harm(f"{kind}:{name}", tensor)
         for name, gradient in outside_gradients(self._run):
@@ -254,29 +254,29 @@ class OpTraceProbe(OpProbe):
             self._harm(f"beside:{name}", tensor)
 
     def _gathered(self) -> Trace:
-        births = tuple(
+        origins = tuple(
             replace(
-                birth,
-                harms=tuple(sink for sink, origins in self._harms.items() if index in origins),
+                origin,
+                affected=tuple(target for target, ids in self._affected.items() if index in ids),
                 departs=self._departs.get(index, 0.0),
-                way=self._way(index, birth),
+                way=self._way(index, origin),
             )
-            for index, birth in enumerate(self._births)
+            for index, origin in enumerate(self._origins)
         )
         return Trace(
             step=self._step,
             ops=self._ops,
-            births=births,
+            origins=origins,
             flushes=tuple(self._flushes),
             died=self._dead.died(self._step),
-            unattributed=tuple(sink for sink, origins in self._harms.items() if not origins and sink != "raised"),
+            unattributed=tuple(target for target, ids in self._affected.items() if not ids and target != "raised"),
             left_out=self._aside.left_out,
         )
 
-    def _way(self, index: int, birth: NonFiniteOrigin) -> PropagationPath:
-        ways = [birth.way]
-        with self._aside.costing("the way of a birth", birth.kernel.partition(".")[2]):
-            ways.append(self._ways.way(index, birth.order, birth.way.before))
+    def _way(self, index: int, origin: NonFiniteOrigin) -> PropagationPath:
+        ways = [origin.way]
+        with self._aside.costing("the way of an origin", origin.kernel.partition(".")[2]):
+            ways.append(self._ways.way(index, origin.order, origin.way.before))
         return ways[-1]
 
     # -- every op ------------------------------------------------------------------------------------------------
@@ -341,18 +341,18 @@ class OpTraceProbe(OpProbe):
         with self._aside.costing("how far finite values depart", ran.kernel):
             reference = self._follow_shadows(ran)
         if not poisoned:
-            with self._aside.costing("the way to a birth", ran.kernel):
+            with self._aside.costing("the way to an origin", ran.kernel):
                 self._ways.pass_finite(ran, self._ops)
             return
         reads_none = all(map(self._is_unwritten, ran.bad)) and all(map(self._is_unwritten, poisoned))
         if reads_none and (ran.kernel in FILLS_A_PART or (ran.bad and _shows_memory(ran))):
             return  # of a buffer that is not written as a whole a part is shown, or filled
-        births, wide = self._parents(ran)
-        born = any(self._births[index].order == self._ops for index in births)
-        with self._aside.costing("the way of a birth", ran.kernel):
-            self._ways.carry(ran, poisoned, births, self._ops, born=born)
+        origins, wide = self._parents(ran)
+        born = any(self._origins[index].order == self._ops for index in origins)
+        with self._aside.costing("the way of an origin", ran.kernel):
+            self._ways.carry(ran, poisoned, origins, self._ops, born=born)
         for tensor in poisoned:
-            self._taint.mark(tensor, births, added=ran.call.in_place)
+            self._taint.mark(tensor, origins, added=ran.call.in_place)
         twins = wide or reference
         if twins is not None:
             with self._aside.costing("how far finite values depart", ran.kernel):
@@ -361,36 +361,39 @@ class OpTraceProbe(OpProbe):
                         self._taint.cast_shadow(tensor, meant)
 
     def _parents(self, ran: Ran) -> tuple[OriginIds, list[torch.Tensor] | None]:
-        """The births that a non-finite result descends from; for a new birth also its results in float64."""
+        """The origins that a non-finite result descends from; for a new origin also its results in float64."""
         site = ran.site
         if ran.bad:
-            births = self._inherited(ran.bad, site)
+            origins = self._inherited(ran.bad, site)
             spoiled = kind_of(ran.results) == "nan" or ran.kernel in SUMS
-            if not (self._meant(births) and spoiled and kind_of(ran.bad) == "inf"):
-                return births, None
-            # intended infinities (a mask) became NaN or were added up here: this op is the birth
-        if site.phase == "backward" and site.sequence in self._forward_births:
+            if not (self._meant(origins) and spoiled and kind_of(ran.bad) == "inf"):
+                return origins, None
+            # intended infinities (a mask) became NaN or were added up here: this op is the origin
+        if site.phase == "backward" and site.sequence in self._forward_origins:
             # the forward op was outside its domain already, at the same operand: log(0), then 0/0 in its derivative
-            return frozenset({self._forward_births[site.sequence]}), None
+            return frozenset({self._forward_origins[site.sequence]}), None
         if not ran.bad and _shows_memory(ran):  # a view of more memory than the input showed
-            return union(self._taint.births(t) or self._brought(t, site) for t in ran.results if is_nonfinite(t)), None
+            return union(self._taint.origins(t) or self._brought(t, site) for t in ran.results if is_nonfinite(t)), None
         if self._readings.number and ran.kernel not in CONSTANTS and nonfinite_number(ran) is not None:
             return self._readings.number, None  # through Python: `float(norm)`, then a factor
-        index, wide = self._birth(ran)
+        index, wide = self._origin(ran)
         if site.sequence is not None and site.phase in ("forward", "loss"):
-            self._forward_births[site.sequence] = index
+            self._forward_origins[site.sequence] = index
         return frozenset({index}), wide
 
-    def _meant(self, births: OriginIds) -> bool:
-        """Whether all births are constants that the user wrote: an infinity among them is a mask's."""
-        return all(self._births[index].origin == "constant" for index in births)
+    def _meant(self, origins: OriginIds) -> bool:
+        """Whether all origins are constants that the user wrote: an infinity among them is a mask's."""
+        return all(self._origins[index].came_from == "constant" for index in origins)
 
     def _inherited(self, bad: Sequence[torch.Tensor], site: Site) -> OriginIds:
-        """The births behind non-finite inputs; if some inputs hold NaN, those that hold only infinities are ignored."""
-        nans = [t for t in bad if holds_nan(t)]
-        return union(self._taint.births(t) or self._brought(t, site) for t in nans or bad)
+        """The origins behind non-finite inputs.
 
-    def _birth(self, ran: Ran) -> tuple[int, list[torch.Tensor] | None]:
+        If some inputs hold NaN, those that hold only infinities are ignored.
+        """
+        nans = [t for t in bad if holds_nan(t)]
+        return union(self._taint.origins(t) or self._brought(t, site) for t in nans or bad)
+
+    def _origin(self, ran: Ran) -> tuple[int, list[torch.Tensor] | None]:
         call, site = ran.call, ran.site
         verdict: Recomputation | None = None
         wide: list[torch.Tensor] = []
@@ -398,7 +401,7 @@ class OpTraceProbe(OpProbe):
             with self._aside.costing("the op in float64", ran.kernel):
                 verdict, wide = recompute(ran.func, call, ran.results)
         constant = ran.kernel in CONSTANTS or not call.reads
-        origin: Origin = "constant" if constant and (verdict is None or not verdict.finite) else "op"
+        came_from: Origin = "constant" if constant and (verdict is None or not verdict.finite) else "op"
         tensor = (
             self._belongings.parameter_of([*ran.results, *call.reads])
             if site.phase in ("optimizer", "scaler")
@@ -409,20 +412,20 @@ class OpTraceProbe(OpProbe):
         operand: Operand | None = None
         inputs: tuple[TensorStats, ...] = ()
         way = PropagationPath()
-        if origin == "op":
+        if came_from == "op":
             with self._aside.costing("what made the operand", ran.kernel):
-                meant = next((self._births[i].where for t in ran.bad for i in sorted(self._taint.births(t))), None)
+                meant = next((self._origins[i].where for t in ran.bad for i in sorted(self._taint.origins(t))), None)
                 operand = operand_of(ran, verdict, self._provenance, meant)
         with self._aside.costing("the numbers of the inputs", ran.kernel):
             inputs = self._described(call)
-        with self._aside.costing("the way to a birth", ran.kernel):
+        with self._aside.costing("the way to an origin", ran.kernel):
             way = PropagationPath(before=self._ways.before(call.reads))
-        index = len(self._births)
-        self._births.append(
+        index = len(self._origins)
+        self._origins.append(
             NonFiniteOrigin(
                 order=self._ops,
                 where=_named(site.where(self._step, kind_of(ran.results), tensor), ran),
-                origin=origin,
+                came_from=came_from,
                 kernel=f"{ran.func.namespace}.{ran.kernel}",
                 inputs=inputs,
                 outputs=tuple(map(stats_of, ran.results)),
@@ -435,20 +438,20 @@ class OpTraceProbe(OpProbe):
         return index, wide or None
 
     def _brought(self, tensor: torch.Tensor, site: Site) -> OriginIds:
-        """The birth for a non-finite input that no op of the step made: it came with the batch, state or a constant."""
+        """The origin for a non-finite input that no op of the step made: batch, state or a constant."""
         key = storage_key(tensor)
         nobodys = key not in self._given and self._belongings.name_of(tensor) is None
         if nobodys and key in self._blank:
-            self._given[key] = len(self._births)
-            self._births.append(self._past_torch(tensor, self._blank[key], "unwritten"))
+            self._given[key] = len(self._origins)
+            self._origins.append(self._past_torch(tensor, self._blank[key], "unwritten"))
         elif nobodys and key in self._finite:
-            self._given[key] = len(self._births)
-            self._births.append(self._past_torch(tensor, self._finite[key], "unseen"))
+            self._given[key] = len(self._origins)
+            self._origins.append(self._past_torch(tensor, self._finite[key], "unseen"))
         if key not in self._given:
-            where, origin = self._belongings.origin_of(tensor, site)
-            self._given[key] = len(self._births)
-            self._births.append(
-                NonFiniteOrigin(order=-1, where=where, origin=origin, kernel="", outputs=(stats_of(tensor),))
+            where, came_from = self._belongings.origin_of(tensor, site)
+            self._given[key] = len(self._origins)
+            self._origins.append(
+                NonFiniteOrigin(order=-1, where=where, came_from=came_from, kernel="", outputs=(stats_of(tensor),))
             )
         index = self._given[key]
         self._taint.mark(tensor, frozenset({index}), added=False)
@@ -463,7 +466,7 @@ class OpTraceProbe(OpProbe):
 
     def _is_unwritten(self, tensor: torch.Tensor) -> bool:
         """No op has left a non-finite value in this uninitialised memory."""
-        return storage_key(tensor) in self._blank and not self._taint.births(tensor)
+        return storage_key(tensor) in self._blank and not self._taint.origins(tensor)
 
     def _note_finite(self, tensor: torch.Tensor, ran: Ran) -> None:
         """Record the op that made memory which is finite throughout: non-finite values there later come from no op."""
@@ -471,11 +474,11 @@ class OpTraceProbe(OpProbe):
             self._finite[storage_key(tensor)] = ran.site
 
     def _past_torch(self, tensor: torch.Tensor, made: Site, how: Literal["unwritten", "unseen"]) -> NonFiniteOrigin:
-        """A birth in memory that a torch op made and no op has written since."""
+        """An origin in memory that a torch op made and no op has written since."""
         return NonFiniteOrigin(
             order=self._ops,
             where=made.where(self._step, kind_of([tensor])),
-            origin="op",
+            came_from="op",
             kernel=f"aten.{made.op}",
             outputs=(stats_of(tensor),),
             operand=described(None, how, here=None),
@@ -490,7 +493,7 @@ class OpTraceProbe(OpProbe):
     # -- what stays finite -----------------------------------------------------------------------------------------
 
     def _follow_shadows(self, ran: Ran) -> list[torch.Tensor] | None:
-        """Run the op in float64 on the real inputs and on those without births; note how far finite results differ."""
+        """Run the op in float64 on the real inputs and on those without origins; note how far finite results differ."""
         call = ran.call
         shadowed = [t for t in ran.bad if self._taint.shadow(t) is not None]
         if not shadowed or not call.repeatable or ran.site.phase not in ("forward", "loss"):
@@ -501,8 +504,8 @@ class OpTraceProbe(OpProbe):
             return None
         for result, here, there in zip(ran.results, real, meant, strict=True):
             far = _departure(result, here, there)
-            for birth in union(self._taint.births(t) for t in shadowed):
-                self._departs[birth] = max(self._departs.get(birth, 0.0), far)
+            for origin in union(self._taint.origins(t) for t in shadowed):
+                self._departs[origin] = max(self._departs.get(origin, 0.0), far)
         return meant
 
     def _look_for_flush(self, ran: Ran) -> None:
@@ -536,11 +539,11 @@ class OpTraceProbe(OpProbe):
             if is_nonfinite(parameter.grad):
                 self._harm(f"grad:{self._names[id(parameter)]}", parameter.grad)
 
-    def _harm(self, sink: str, value: torch.Tensor | float | None, births: OriginIds = NONE) -> None:
-        births |= self._taint.births(value) if isinstance(value, torch.Tensor) else NONE
-        self._harms[sink] = self._harms.get(sink, NONE) | births
-        with self._aside.costing("the way of a birth", sink.partition(":")[0]):
-            self._ways.arrive(sink, value, births, self._ops)
+    def _harm(self, target: str, value: torch.Tensor | float | None, origins: OriginIds = NONE) -> None:
+        origins |= self._taint.origins(value) if isinstance(value, torch.Tensor) else NONE
+        self._affected[target] = self._affected.get(target, NONE) | origins
+        with self._aside.costing("the way of an origin", target.partition(":")[0]):
+            self._ways.arrive(target, value, origins, self._ops)
 
 
 @contextmanager
@@ -577,10 +580,10 @@ def _shows_memory(ran: Ran) -> bool:
 
 
 def _departure(result: torch.Tensor, here: torch.Tensor, there: torch.Tensor) -> float:
-    """Largest relative difference among finite results between the real inputs and those without the births.
+    """Largest relative difference among finite results between the real inputs and those without the origins.
 
     Both are computed in float64 from inputs that agree wherever the real ones are finite. So an element that does not
-    descend from a birth has a difference of exactly 0, and rounding plays no part.
+    descend from an origin has a difference of exactly 0, and rounding plays no part.
     """
     far = 0.0
     least = torch.finfo(torch.float32).tiny

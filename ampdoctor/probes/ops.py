@@ -67,7 +67,7 @@ UNINITIALISED = frozenset(
         "resize_as_",
         "_resize_output_",
     }
-)  # kernels whose results are uninitialised memory: never a birth, and not checked
+)  # kernels whose results are uninitialised memory: never an origin, and not checked
 LAYOUTS = frozenset({"as_strided", "as_strided_", "_reshape_alias", "set_", "set", "view.dtype"})
 """Ops that read memory as it lies: on a copy in another format they read other elements and cannot be run again."""
 OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})

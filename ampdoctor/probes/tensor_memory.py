@@ -1,4 +1,4 @@
-"""Which memory a tensor has: which births it descends from, and what it was when the step began."""
+"""Which memory a tensor has: which origins it descends from, and what it was when the step began."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ampdoctor.probes.ops import Site
 
 
-# -- which births a non-finite tensor descends from, and its values without them --
+# -- which origins a non-finite tensor descends from, and its values without them --
 
 OriginIds = frozenset[int]
 NONE: OriginIds = frozenset()
@@ -76,48 +76,51 @@ def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Taint:
-    """The births behind non-finite values, by storage; and the float64 values without these births, by view."""
+    """The origins behind non-finite values, by storage; and the float64 values without these origins, by view."""
 
     def __init__(self) -> None:
-        self._births: ByMemory[OriginIds] = ByMemory()
+        self._origins: ByMemory[OriginIds] = ByMemory()
         self._shadows: ByMemory[dict[tuple[Any, ...], torch.Tensor]] = ByMemory()
 
     def clear(self) -> None:
         """Forget everything."""
-        self._births.clear()
+        self._origins.clear()
         self._shadows.clear()
 
-    def births(self, tensor: torch.Tensor) -> OriginIds:
-        """The births that a tensor's memory descends from; for a subclass, those of the tensors that it consists of."""
-        if is_plain(tensor):
-            return self._births.get(storage_key(tensor), NONE)
-        return union(self._births.get(storage_key(part), NONE) for part in (parts_of(tensor) or [tensor]))
+    def origins(self, tensor: torch.Tensor) -> OriginIds:
+        """The origins that a tensor's memory descends from.
 
-    def mark(self, tensor: torch.Tensor, births: OriginIds, *, added: bool) -> None:
-        """Note a non-finite result; with `added`, the op wrote into memory that may hold values of earlier births."""
+        For a subclass, those of the tensors that it consists of.
+        """
+        if is_plain(tensor):
+            return self._origins.get(storage_key(tensor), NONE)
+        return union(self._origins.get(storage_key(part), NONE) for part in (parts_of(tensor) or [tensor]))
+
+    def mark(self, tensor: torch.Tensor, origins: OriginIds, *, added: bool) -> None:
+        """Note a non-finite result; with `added`, the op wrote into memory that may hold values of earlier origins."""
         key = storage_key(tensor)
-        self._births[key] = births | self._births.get(key, NONE) if added else births
+        self._origins[key] = origins | self._origins.get(key, NONE) if added else origins
         self._lift_shadow(tensor)  # `cast_shadow` follows where these values have one
 
     def clean(self, tensor: torch.Tensor) -> None:
         """Note a finite result: if it fills its memory, nothing non-finite is left there."""
         key = storage_key(tensor)
-        if key in self._births and _covers(tensor):
-            del self._births[key]
+        if key in self._origins and _covers(tensor):
+            del self._origins[key]
         self._lift_shadow(tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Drop the births of a tensor's memory."""
-        self._births.pop(storage_key(tensor), None)
+        """Drop the origins of a tensor's memory."""
+        self._origins.pop(storage_key(tensor), None)
 
     def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The float64 values that the tensor would have if the births had been computed in float64."""
+        """The float64 values that the tensor would have if the origins had been computed in float64."""
         if not self._shadows:
             return None
         return self._shadows.get(storage_key(tensor), {}).get(view_key(tensor))
 
     def cast_shadow(self, tensor: torch.Tensor, reference: torch.Tensor) -> None:
-        """Store `reference` (float64, computed without the births) where it is finite and `tensor` is not."""
+        """Store `reference` (float64, computed without the origins) where it is finite and `tensor` is not."""
         real = doubled(tensor)
         fine = torch.isfinite(real)
         if bool((~fine & torch.isfinite(reference)).any()):
@@ -132,9 +135,9 @@ class Taint:
             self._shadows.get(storage_key(tensor), {}).pop(view_key(tensor), None)
 
 
-def union(births: Iterable[OriginIds]) -> OriginIds:
-    """The births of several tensors."""
-    return frozenset().union(*births)
+def union(origins: Iterable[OriginIds]) -> OriginIds:
+    """The origins of several tensors."""
+    return frozenset().union(*origins)
 
 
 def _covers(tensor: torch.Tensor) -> bool:

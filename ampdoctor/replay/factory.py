@@ -16,7 +16,7 @@ from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.adapters import Adapter, adapter_of
 from ampdoctor.replay.training_run import TrainingRun, kind_of
 from ampdoctor.replay.user_code import forget_working_folder, user_code
-from ampdoctor.replay.user_files import building
+from ampdoctor.replay.user_files import forbid_training_and_writes
 from ampdoctor.replay.user_modules import Spec, load_object, makes_run
 
 Environment = Callable[[], AbstractContextManager[Any]]
@@ -67,7 +67,7 @@ class LoadedFactory:
         check_arguments(self.function, arguments, self.name)
         what = f"the factory {self.name!r}"
         meant = self.argv0 is None or makes_run(self.function)  # a callable, or a function written for this
-        with self.user_code(what), building(what, (Path.cwd(), *self.path), may_step=meant):
+        with self.user_code(what), forbid_training_and_writes(what, (Path.cwd(), *self.path), may_step=meant):
             made = self.function(**arguments)
         with self.environment():
             return self._as_run(made, batches, loss)
@@ -101,7 +101,7 @@ class LoadedFactory:
     def _started(self, adapter: Adapter, made: Any) -> TrainingRun:
         """Starts a framework's training, which is user code too, and stops it at its first step."""
         what = f"the start of {adapter.name}'s training"
-        with self.user_code(what), building(what, (Path.cwd(), *self.path), may_step=True):
+        with self.user_code(what), forbid_training_and_writes(what, (Path.cwd(), *self.path), may_step=True):
             return adapter.run_of(made)
 
     def _part(self, part: Any, option: str) -> Any:

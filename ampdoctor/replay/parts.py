@@ -111,7 +111,7 @@ def schedulers_of(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimiz
     return many
 
 
-def refuse_lazy(model: nn.Module) -> None:
+def reject_uninitialized(model: nn.Module) -> None:
     """Raises FactoryError for a model without values: lazy modules before a first forward, or the meta device."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):

@@ -27,11 +27,17 @@ from ampdoctor.precision.dtype_overrides import UpcastHalf, WideNumbers, overrid
 from ampdoctor.precision.spec import Precision, as_plain_linears
 from ampdoctor.replay.batches import BatchBuffer
 from ampdoctor.replay.frameworks.accelerate import shared_states
-from ampdoctor.replay.parts import as_given, optimizers_of, refuse_lazy, scaler_of, schedulers_of
+from ampdoctor.replay.parts import as_given, optimizers_of, reject_uninitialized, scaler_of, schedulers_of
 from ampdoctor.replay.python_state import DrawHooks, Reached
 from ampdoctor.replay.reachable_state import roots_of
 from ampdoctor.replay.snapshot import OtherScalers, Snapshot, tensors_of, weights_of
-from ampdoctor.replay.step import call_user_step, default_step, loss_number, meet_scaler, readable_loss
+from ampdoctor.replay.step import (
+    call_user_step,
+    default_step,
+    loss_number,
+    readable_loss,
+    update_scaler_without_optimizer,
+)
 from ampdoctor.replay.tensor_store import TensorStore
 from ampdoctor.replay.user_code import prints_to_nobody, user_code
 
@@ -73,7 +79,7 @@ class Session:
         self.device = device
         self._user_code = user_code
         self.model: nn.Module = run.model
-        refuse_lazy(self.model)
+        reject_uninitialized(self.model)
         compute: Any = precision or run.precision
         half = compute in ("fp16", "bf16")
         self.precision = Precision(
@@ -314,7 +320,7 @@ class Session:
             scale_before=scale_before,
             scale_after=self.events.scale(),
             optimizer_steps=len(stepped),
-            skipped=bool(asked - set(stepped)) or (alone and meet_scaler(self.model, self.scaler)),
+            skipped=bool(asked - set(stepped)) or (alone and update_scaler_without_optimizer(self.model, self.scaler)),
             events=events,
             raised=None if self.raised is None else self.raised.raised,
         )
@@ -447,7 +453,7 @@ class Session:
             yield
 
     @contextmanager
-    def keeping_masters(self) -> Iterator[None]:
+    def keeping_master_weights(self) -> Iterator[None]:
         """Let the optimizers step fp32 copies of their half-precision parameters; frozen parameters are not copied."""
         if self.masters is not None:
             yield

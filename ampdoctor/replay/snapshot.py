@@ -207,7 +207,7 @@ class _Tensor:
         )
 
     def restore(self) -> None:
-        self.values.put_into(_memory(self.data))
+        self.values.copy_to(_memory(self.data))
         self._restore_the_rest()
 
     def restore_what_changed(self) -> None:
@@ -237,7 +237,7 @@ def _put_back(tensor: torch.Tensor, values: Values) -> None:
     """Write values only if they differ: memory outside the run may be read-only."""
     memory = _memory(tensor.data)
     if not values.are_in(memory):
-        values.put_into(memory)
+        values.copy_to(memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class _StateTensor:
         tensor = self.tensor()
         if tensor is None or not self._is_in_place(tensor):
             tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        self.values.put_into(_memory(tensor.data))
+        self.values.copy_to(_memory(tensor.data))
         return tensor
 
     def _is_in_place(self, tensor: torch.Tensor) -> bool:

@@ -58,7 +58,7 @@ def default_step(
     return total
 
 
-def meet_scaler(model: nn.Module, scaler: Any) -> bool:
+def update_scaler_without_optimizer(model: nn.Module, scaler: Any) -> bool:
     """Update the scaler of a run without an optimizer, after the backward; returns whether it would skip the step.
 
     The scaler checks a substitute tensor, because the gradients must keep their values and may have any dtype.

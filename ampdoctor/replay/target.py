@@ -17,7 +17,7 @@ from ampdoctor.replay.factory import Environment, load_factory
 from ampdoctor.replay.scripts.script import Script
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.replay.user_code import forget_working_folder, user_code
-from ampdoctor.replay.user_files import building
+from ampdoctor.replay.user_files import forbid_training_and_writes
 from ampdoctor.replay.user_modules import sure_factories_in
 
 
@@ -62,7 +62,7 @@ class BundleTarget:
 
     @contextlib.contextmanager
     def _making(self, what: str) -> Iterator[None]:
-        with self.user_code(what), building(what, (working_folder(), *self.path)):
+        with self.user_code(what), forbid_training_and_writes(what, (working_folder(), *self.path)):
             yield
 
 

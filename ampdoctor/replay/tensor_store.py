@@ -24,7 +24,7 @@ class Values:
     values: torch.Tensor
     mapped: bool = False
 
-    def put_into(self, memory: torch.Tensor) -> None:
+    def copy_to(self, memory: torch.Tensor) -> None:
         """Write them into a tensor of the same dtype and shape."""
         memory.copy_(self.values)
         self._release()

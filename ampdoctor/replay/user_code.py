@@ -78,9 +78,9 @@ def explained(error: BaseException) -> str | None:
     if isinstance(error, ImportError):
         if "attempted relative import" in str(error):
             return "The file belongs to a package: name it as a module, from the folder above, as in `package.train`."
-        from ampdoctor.precision.fake_gpu.missing_libraries import why_absent  # brings torch
+        from ampdoctor.precision.fake_gpu.missing_libraries import explain_missing  # brings torch
 
-        return why_absent(error)
+        return explain_missing(error)
     if not isinstance(error, RuntimeError | TypeError | ValueError):
         return None
     said = str(error)

@@ -38,7 +38,7 @@ _Changes = Iterable[tuple[Path | None, str]]
 
 
 @contextmanager
-def told_of_changes(
+def audit_file_writes(
     folders: Iterable[str | Path], tell: Callable[[str, Path], None], starts: Callable[[], None] | None = None
 ) -> Iterator[None]:
     """Call `tell` before a file below the folders is opened for writing, removed, moved or linked to.
@@ -240,7 +240,10 @@ def _audited(original: Any) -> Any:
 
 
 def changes_note(did: str, instead: str) -> str:
-    """Returns the sentence about a change that a step makes; `did` is as for `told_of_changes`, `instead` is advice."""
+    """Returns the sentence about a change that a step makes.
+
+    `did` is as for `audit_file_writes`, `instead` is advice.
+    """
     return f"{CHANGES} {did}, in replayed steps too: {instead}"
 
 
@@ -290,14 +293,15 @@ class _Stopped(StepHalted):
 
 
 @contextmanager
-def building(
+def forbid_training_and_writes(
     what: str, folders: Iterable[str | Path], *, imports: bool = False, may_step: bool = False
 ) -> Iterator[None]:
     """Stop the body at the first step of an optimizer, or before it changes the user's files below the folders.
 
-    A step at learning rate 0 is allowed, as torch itself makes an optimizer's state that way; `told_of_changes` defines
-    changes. The stop ends in an error even if the body catches it, in any thread. `what` is the subject of that error;
-    `imports` says that a file is imported; `may_step` allows all steps, for a body that makes a run and needs them.
+    A step at learning rate 0 is allowed, as torch itself makes an optimizer's state that way; `audit_file_writes`
+    defines changes. The stop ends in an error even if the body catches it, in any thread. `what` is the subject of that
+    error; `imports` says that a file is imported; `may_step` allows all steps, for a body that makes a run and needs
+    them.
 
     Raises FactoryError if the body was stopped.
     """
@@ -319,7 +323,7 @@ def building(
         with ExitStack() as stack:
             if not may_step:
                 stack.callback(register_optimizer_step_pre_hook(on_step).remove)
-            stack.enter_context(told_of_changes(folders, stop))
+            stack.enter_context(audit_file_writes(folders, stop))
             yield
     except (Exception, SystemExit, _Stopped):
         if not stopped:

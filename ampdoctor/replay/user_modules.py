@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ampdoctor.errors import FactoryError, UserCodeError
 from ampdoctor.hooks.interfaces import describe
 from ampdoctor.replay.user_code import has_user_frames, trimmed_traceback, user_code
-from ampdoctor.replay.user_files import building
+from ampdoctor.replay.user_files import forbid_training_and_writes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -117,7 +117,7 @@ def load_object(
     """
     importing = f"importing {what} {spec.text!r}"
     entered = user_code(spec.argv0, what=importing, path=path, arguments=arguments)
-    with entered, building(importing, (Path.cwd(), *path), imports=True):
+    with entered, forbid_training_and_writes(importing, (Path.cwd(), *path), imports=True):
         importlib.invalidate_caches()
         try:
             module = (

@@ -48,7 +48,7 @@ from ampdoctor.reports.text import fixed, fixed_line
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # names of the runs where there is only room for one letter
 _LARGEST, _LEAST = 3.4e38, 1.2e-38  # the range of float32's normal numbers; a column with others is packed as float64
 _SHOWN_BY: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "forward": (("activation", "parameter"), "headroom_binades"),
+    "forward": (("activation", "parameter"), "log2_headroom"),
     "backward": (("gradient", "activation_gradient"), "norm"),
     "optimizer": (("parameter", "gradient"), "norm"),
 }

@@ -171,7 +171,7 @@ def _simulated(scaler: ScalerSection, console: Console) -> None:
         if expected is not None:
             low, middle, high = expected.skips
             skips = f"{middle:g}" if low == high else f"{middle:g} ({low:g} to {high:g})"
-            ruined = "weights ruined" if expected.poisoned else ""
+            ruined = "weights ruined" if expected.inf_in_weights else ""
             rows.append([name, skips, words.short(expected.relative_error), ruined])
     if rows:
         table = table_of(("settings", "steps skipped", "error", ""), rows, left=[""])
@@ -383,7 +383,7 @@ def structure(report: Report, console: Console) -> None:
     if log is not None:
         steps = f"steps {log.first_step} to {log.last_step}"
         listed("log", [f"{words.count(log.entries, 'line')}, {steps}"], console)
-    listed("names that only an unsafe load would resolve", section.foreign, console)
+    listed("names that only an unsafe load would resolve", section.unsafe_globals, console)
 
 
 def _members(members: Sequence[ListedMember], console: Console) -> None:

@@ -237,7 +237,7 @@ def plan_rows(section: PlanSection) -> Iterator[list[str]]:
         size = "-" if plan.bytes_needed is None else gigabytes(plan.bytes_needed)
         return [label, product(plan), *([distance] if off else []), *([size] if needs else []), note]
 
-    force = section.in_force
+    force = section.current
     if force is not None:
         yield row("in force", force.plan, "" if force.fits else "fits no more")
     marked = section.use is None
@@ -280,8 +280,8 @@ def _columns(section: PlanSection) -> tuple[bool, bool]:
 def memory_rows(section: PlanSection) -> Iterator[tuple[str, str]]:
     """Yield what fits, and why."""
     memory = section.memory
-    if section.in_force is not None:
-        yield "in force", section.in_force.source
+    if section.current is not None:
+        yield "in force", section.current.source
     yield "fits", f"a micro-batch of up to {memory.max_micro_batch}: {memory.limited_by}"
     if memory.states_after is not None:
         was = "" if memory.states_before is None else f"{gigabytes(memory.states_before)} -> "

@@ -44,7 +44,7 @@ _PROOF: Mapping[PrescriptionStatus, str] = {
     ),
     "failed": "tried by replay: it does not cure",
     "worse": "tried by replay: the change makes it worse",
-    "intervention": "tried as an intervention at the place of birth: the code itself is yours to change",
+    "intervention": "tried as an intervention at the place of origin: the code itself is yours to change",
     "not_run": "not replayed",
 }
 

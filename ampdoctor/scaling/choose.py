@@ -42,13 +42,15 @@ _NONE = Shift()
 class ScaleChoice:
     """The scale for one profile.
 
-    `fp32_modules` are all of `unserved` if they are few. Otherwise there are none, and the scale is one at which
-    nothing overflows.
+    `fp32_modules` are all of `modules_not_covered` if they are few. Otherwise there are none, and the scale is one at
+    which nothing overflows.
     """
 
     exponent: int  # log2 of the scale; the largest at which no gradient should overflow
     bound_by: str  # what forbids a larger scale: a site's label, the loss, or the cap
-    unserved: tuple[str, ...] = ()  # modules whose gradients this scale does not serve; () if one scale serves all
+    modules_not_covered: tuple[
+        str, ...
+    ] = ()  # modules whose gradients this scale does not serve; () if one scale serves all
     share: float = 0.0  # their share of the weight (parameter elements) of all measured modules
     fp32_modules: tuple[str, ...] = ()  # modules to keep in fp32 with this scale
 
@@ -85,10 +87,14 @@ def _among_intervals(
     if share <= most and "" not in missed:
         kept = [(h, profile.sites[i].label) for i, h in limits.items() if profile.sites[i].module not in missed]
         _, bound_by = min(kept)
-        return ScaleChoice(exponent=exponent, bound_by=bound_by, unserved=missed, share=share, fp32_modules=missed)
+        return ScaleChoice(
+            exponent=exponent, bound_by=bound_by, modules_not_covered=missed, share=share, fp32_modules=missed
+        )
     lost = [i for i in intervals if not i.lowest <= safe.exponent <= i.highest]
     total = sum(i.weight for i in intervals)
-    return replace(safe, unserved=tuple(sorted(i.module for i in lost)), share=sum(i.weight for i in lost) / total)
+    return replace(
+        safe, modules_not_covered=tuple(sorted(i.module for i in lost)), share=sum(i.weight for i in lost) / total
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -304,7 +304,7 @@ class Simulation:
 
     scale: Floats  # during each step; after the run's end, the last one
     skipped: Flags  # the optimizer did not step
-    poisoned: Flags  # it stepped on gradients multiplied by an infinite inverse
+    inf_in_weights: Flags  # it stepped on gradients multiplied by an infinite inverse
     ended: Flags  # the step was not run: the scaler had raised an exception
 
 
@@ -326,7 +326,7 @@ def simulate_lanes(settings: Sequence[ScalerSettings], maxima: NDArray[np.float6
     return Simulation(
         scale=np.repeat(scales.ravel(), lengths).reshape(shape),
         skipped=np.repeat(kinds == _SKIPPED, lengths).reshape(shape),
-        poisoned=np.repeat(poisons.ravel(), lengths).reshape(shape),
+        inf_in_weights=np.repeat(poisons.ravel(), lengths).reshape(shape),
         ended=np.repeat(kinds == _ENDED, lengths).reshape(shape),
     )
 

@@ -57,7 +57,7 @@ class Expectation(SimulatedOutcome):
 class Scores:
     """Figures of one candidate over `steps` steps, each float64 of shape (replicas,), named as in `Expectation`.
 
-    `excess` is the mean of max(0, compounded error - the tolerated error); `poisoned` and `ended` are 0 or 1.
+    `excess` is the mean of max(0, compounded error - the tolerated error); `inf_in_weights` and `ended` are 0 or 1.
     """
 
     skips: NDArray[np.float64]
@@ -66,7 +66,7 @@ class Scores:
     activation_flushed: NDArray[np.float64]
     weight_flushed: NDArray[np.float64]
     final_scale: NDArray[np.float64]
-    poisoned: NDArray[np.float64]
+    inf_in_weights: NDArray[np.float64]
     ended: NDArray[np.float64]
     steps: int
 
@@ -121,7 +121,7 @@ def _score(run: Simulation, lane: int, trace: StepTrace, replicas: Replicas, tol
         activation_flushed=mean(np.maximum(trace.activation_flushed[source, column], least)),
         weight_flushed=mean(np.maximum(trace.weight_flushed[source, column], least)),
         final_scale=run.scale[lane][:, -1],
-        poisoned=run.poisoned[lane].any(axis=1).astype(np.float64),
+        inf_in_weights=run.inf_in_weights[lane].any(axis=1).astype(np.float64),
         ended=run.ended[lane].any(axis=1).astype(np.float64),
         steps=steps,
     )
@@ -143,7 +143,7 @@ def expectation(settings: ScalerSettings, scores: Scores) -> Expectation:
         activation_flushed=float(np.median(scores.activation_flushed)),
         weight_flushed=float(np.median(scores.weight_flushed)),
         final_scale=float(np.median(scores.final_scale)),
-        poisoned=float(scores.poisoned.mean()),
+        inf_in_weights=float(scores.inf_in_weights.mean()),
         typical=int(np.abs(scores.skips - np.median(scores.skips)).argmin()),
     )
 
@@ -394,7 +394,7 @@ def _best(
     """Returns the best candidate that does not skip too many steps: no gradients are worth half of the training."""
     used = scores[incumbent]
     most = max(float(np.median(used.skips)), MOST_SKIPS * used.steps)
-    ruined = float(np.maximum(used.poisoned, used.ended).mean()) > 0.0
+    ruined = float(np.maximum(used.inf_in_weights, used.ended).mean()) > 0.0
     cheap = [c for c in candidates if ruined or float(np.median(scores[c].skips)) <= most]
     return min(cheap, key=lambda c: _rank(scores[c], c, incumbent, thresholds))
 
@@ -406,7 +406,7 @@ def _rank(
 
     Gradients come before skips: a scale that spikes have pushed down until they fit skips nothing, and trains nothing.
     """
-    ruined = float(np.maximum(scores.poisoned, scores.ended).mean())
+    ruined = float(np.maximum(scores.inf_in_weights, scores.ended).mean())
     lost = COMPOUNDING * float(np.median(scores.error)) > thresholds[ERROR_WARNING]
     too_many = max(0.0, float(np.median(scores.skips)) / scores.steps - thresholds[SKIP_RATE])
     objective = float(np.median(scores.objective))
@@ -419,7 +419,7 @@ def _changes(settings: ScalerSettings, incumbent: ScalerSettings) -> int:
 
 def _worth_it(used: Scores, best: Scores) -> bool:
     """Returns whether the second is better than the first by more than noise."""
-    ruined = np.maximum(used.poisoned, used.ended) - np.maximum(best.poisoned, best.ended)
+    ruined = np.maximum(used.inf_in_weights, used.ended) - np.maximum(best.inf_in_weights, best.ended)
     if ruined.mean() > 0.0:
         return True
     low, _, _ = quantiles(used.objective - best.objective)

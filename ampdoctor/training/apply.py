@@ -23,12 +23,12 @@ from ampdoctor.precision.casting import REDUCED, CastInputs
 from ampdoctor.precision.dtype_overrides import AutocastOverride
 from ampdoctor.precision.fp32_modules import (
     Fp32Module,
+    fp32_module_of,
+    fp32_module_on,
     half_dtype,
     half_tensors,
-    island_of,
-    island_on,
-    resolve_islands,
-    widen_islands,
+    resolve_fp32_modules,
+    upcast_fp32_modules,
 )
 from ampdoctor.precision.kernels import let_compile_see_hooks
 from ampdoctor.training.apply_request import ApplyRequest, dtype_of, wanted_of, yours
@@ -80,7 +80,7 @@ def modules_named(model: nn.Module, names: Sequence[Any]) -> dict[str, nn.Module
             near = difflib.get_close_matches(str(name), real, n=3)
             hint = f" (did you mean {' or '.join(near)}?)" if near else ""
             raise UsageError(f"the model has no module called {name!r}{hint}: nothing was changed")
-    return resolve_islands(model, [real.get(name, name) for name in names])
+    return resolve_fp32_modules(model, [real.get(name, name) for name in names])
 
 
 # -- fp32 modules ------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def _fp32_modules(value: Any, training: Training) -> Change:
     chosen = modules_named(model, value)
     everything = {
         **chosen,
-        **{name: model.get_submodule(name) for name in widen_islands(model, chosen)},
+        **{name: model.get_submodule(name) for name in upcast_fp32_modules(model, chosen)},
     }
     for name, module in everything.items():
         if isinstance(module, torch.jit.ScriptModule):
@@ -111,7 +111,7 @@ def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Trai
     for module in modules:
         below = (inner for inner in module.modules() if inner is not module)
         _set_bases(below, None, undo)  # the code around these islands is fp32 now: their outputs stay fp32
-        if not island_on(module):
+        if not fp32_module_on(module):
             Fp32Module(None if id(module) in inside else half_dtype(module)).attach(module)
             undo.callback(_unhook, module, Fp32Module)
     hold_dtype(halves, torch.float32, training.model, training.optimizers, undo=undo)
@@ -120,9 +120,9 @@ def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Trai
 def _set_bases(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: ExitStack) -> None:
     """Sets the output dtype of the islands among the modules, but for those inside other islands."""
     for module in modules:
-        island = island_of(module)
-        if island is not None and island.dtype is not None:
-            put(undo, dtype, read=partial(getattr, island, "dtype"), write=partial(setattr, island, "dtype"))
+        fp32_module = fp32_module_of(module)
+        if fp32_module is not None and fp32_module.dtype is not None:
+            put(undo, dtype, read=partial(getattr, fp32_module, "dtype"), write=partial(setattr, fp32_module, "dtype"))
 
 
 def _unhook(module: nn.Module, kind: type) -> None:

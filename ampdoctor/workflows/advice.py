@@ -154,7 +154,7 @@ def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed 
         return True
     if advice.outcome.expected_current is not None and not is_sound(advice.current):
         return True  # a scaler that cannot work
-    if advice.now.poisoned or not _settles(advice.now, now):
+    if advice.now.inf_in_weights or not _settles(advice.now, now):
         return True
     if now is not None and then is not None and len(then.skipped) > len(now.skipped):
         return _gains(advice, thresholds, now, then)  # a scaler that loses more steps must have better gradients
@@ -295,7 +295,7 @@ def precision_facts(
         gradients = profile.merged("weight_grad", choice.fp32_modules)
         fp16 = COMPOUNDING * gradients.relative_error("fp16", profile.factor("weight_grad", 2.0**choice.exponent))
         bf16 = COMPOUNDING * gradients.relative_error("bf16", profile.factor("weight_grad", 1.0))
-        scale = ScaleFacts(exponent=choice.exponent, unserved=choice.unserved, share=choice.share)
+        scale = ScaleFacts(exponent=choice.exponent, modules_not_covered=choice.modules_not_covered, share=choice.share)
     return PrecisionFacts(
         target=target,
         own=profile.run.precision,
@@ -334,4 +334,4 @@ def _spreads(profile: RangeProfile, flushed: float) -> Iterator[Spread]:
             top, low = profile.histograms[index].amax, profile.histograms[index].quantile(flushed)
             if top is not None and low is not None and top < MASK_LIKE:
                 binades = math.log2(top) - math.log2(low)
-                yield Spread(module=profile.sites[index].module, kind=kind, binades=binades)
+                yield Spread(module=profile.sites[index].module, kind=kind, log2_span=binades)

@@ -1,6 +1,6 @@
 """`bisect-nan`: detect cheaply, then look closely, then prove.
 
-Pass 1 replays the steps with one reduction per tensor. A step that fires is rewound and traced op by op; the births
+Pass 1 replays the steps with one reduction per tensor. A step that fires is rewound and traced op by op; the origins
 that harm it give the cause, and the prescription is replayed. A run that stays clean is compared with fp32 before it
 counts as healthy. A failure that the user has set aside does not end the search if the run continues after it. With
 `until_sick` the run goes on for thousands of steps, and only the last ones are compared.
@@ -34,8 +34,8 @@ from ampdoctor.evidence.report import (
     Report,
     Skipped,
     Verdict,
-    counted_from,
     finding_order,
+    renumber_steps,
     verdict_of,
 )
 from ampdoctor.live.scaler_protocol import half_weights
@@ -119,7 +119,7 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
         except DoesNotComeBackError:  # start over; no step runs twice before each has run once
             report = _searched(replay, progress, set_aside, None)
     report = replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
-    return _as_in_its_loop(counted_from(report, replay.first_step or 0), replay.finite_again)
+    return _as_in_its_loop(renumber_steps(report, replay.first_step or 0), replay.finite_again)
 
 
 def _as_in_its_loop(report: Report, finite_again: str | None) -> Report:
@@ -253,28 +253,30 @@ class _Search:
             self._watching.close()
 
     def _replayed_to_the_end(self) -> bool:
-        sentinel = self.look.sentinel()
+        nonfinite_probe = self.look.nonfinite_probe()
         for step in self._steps():
             comparing = self._compares(step)
             self.back.passes(self.session, step, exact=comparing or not self.look.rewinds)
-            outcome, beside = self._attempted(step, sentinel, comparing=comparing)
+            outcome, beside = self._attempted(step, nonfinite_probe, comparing=comparing)
             raised = self.session.raised
             self.outcomes.append(outcome)
             state = self.back.random_state(step)
             left_out = outcome.loses_updates
-            self.seen.append(Replayed(sentinel.observed, state, outcome.optimizer_steps, left_out, beside))
+            self.seen.append(Replayed(nonfinite_probe.observed, state, outcome.optimizer_steps, left_out, beside))
             self._forget()
             if not left_out:
-                self._note_headroom(sentinel)
+                self._note_headroom(nonfinite_probe)
             self._tell("replaying", step + 1)
-            if self._breaks_protocol(outcome, sentinel):
+            if self._breaks_protocol(outcome, nonfinite_probe):
                 if self._goes_on(step, self.back.nearest, raised=outcome.raised):
                     continue
                 return True
-            fired = outcome.skipped or bool(sentinel.sightings.sinks)
-            self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
+            fired = outcome.skipped or bool(nonfinite_probe.report.affected)
+            self._nonfinite_steps += outcome.skipped or any(
+                target != "raised" for target in nonfinite_probe.report.affected
+            )
             self._looking_into = step if fired else None
-            snapshot, sick = self._judged(outcome, sentinel, fired=fired)
+            snapshot, sick = self._judged(outcome, nonfinite_probe, fired=fired)
             if self._twice and not self.look.rewinds:
                 raise DoesNotComeBackError
             if sick:
@@ -311,7 +313,7 @@ class _Search:
         """Ctrl-C has ended the search: the report holds what is known."""
         self.errors.append(interrupted(self.replay, self.outcomes, self._looking_into))
 
-    def _judged(self, outcome: StepOutcome, sentinel: NonFiniteProbe, *, fired: bool) -> tuple[Snapshot, bool]:
+    def _judged(self, outcome: StepOutcome, nonfinite_probe: NonFiniteProbe, *, fired: bool) -> tuple[Snapshot, bool]:
         """Returns the state before a step, or an earlier one if the step did not fire; and whether it is sick."""
         step = outcome.step
         if fired:
@@ -319,7 +321,7 @@ class _Search:
         with self._telling(f"looking closely at step {step}"):
             snapshot = self.back.to(step) if fired else self.back.nearest
             self.judge.earlier = (self.back.begin, self.back.farthest) if fired and self.until_sick else None
-            return snapshot, self.judge.is_sick(snapshot, outcome, sentinel)
+            return snapshot, self.judge.is_sick(snapshot, outcome, nonfinite_probe)
 
     def _steps(self) -> Iterator[int]:
         """Yields the steps to replay: as many as were asked for, or as there are batches."""
@@ -349,23 +351,23 @@ class _Search:
         self.steps = self.judge.steps = self.back.steps = min(2 * self.steps, MOST_STEPS)
 
     def _attempted(
-        self, step: int, sentinel: NonFiniteProbe, *, comparing: bool
+        self, step: int, nonfinite_probe: NonFiniteProbe, *, comparing: bool
     ) -> tuple[StepOutcome, StepComparison | None]:
         """Replay a step, `comparing` it with fp32.
 
         With `until_sick` the probe stays attached between steps, because attaching it reads all state.
         """
         if comparing and self.alongside is not None:
-            return self.alongside.attempt(self.session, step, self.back.nearest, sentinel)
+            return self.alongside.attempt(self.session, step, self.back.nearest, nonfinite_probe)
         if self.until_sick:
-            self._watch(sentinel)
+            self._watch(nonfinite_probe)
             return self.session.attempt(step), None
-        with self.session.watched(sentinel):
+        with self.session.watched(nonfinite_probe):
             return self.session.attempt(step), None
 
-    def _watch(self, sentinel: NonFiniteProbe) -> None:
+    def _watch(self, nonfinite_probe: NonFiniteProbe) -> None:
         if not self.session.is_watched:
-            self._watching.enter_context(self.session.watched(sentinel))
+            self._watching.enter_context(self.session.watched(nonfinite_probe))
 
     def _goes_on(self, step: int, snapshot: Snapshot, *, raised: str | None = None) -> bool:
         """Whether all errors so far are set aside and the run continues past the last; `step` is -1 before step 0."""
@@ -440,10 +442,12 @@ class _Search:
             ended = f"the batches end after {len(self.outcomes)} of {self.steps} (--max-steps)"
             self.skipped.append(Skipped(what="further steps", reason=ended))
 
-    def _breaks_protocol(self, outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+    def _breaks_protocol(self, outcome: StepOutcome, nonfinite_probe: NonFiniteProbe) -> bool:
         """Whether the step's calls alone show that it misuses its scaler; if so, the finding is added."""
         raised = self.session.raised
-        only_gradients = all(sink == "raised" or sink.startswith("grad:") for sink in sentinel.sightings.sinks)
+        only_gradients = all(
+            target == "raised" or target.startswith("grad:") for target in nonfinite_probe.report.affected
+        )
         if raised is not None and self.session.events.refused and only_gradients:
             self._say_what_was_refused(outcome.step, raised)
             return True
@@ -492,11 +496,11 @@ class _Search:
                 for finding in self.judge.findings
             ]
 
-    def _note_headroom(self, sentinel: NonFiniteProbe) -> None:
+    def _note_headroom(self, nonfinite_probe: NonFiniteProbe) -> None:
         """Keep the smallest headroom of the steps without harm, and what came near its limit in each."""
-        self.near += sentinel.near
-        headroom = sentinel.headroom
-        if headroom is not None and (self.tightest is None or headroom.binades < self.tightest.binades):
+        self.near += nonfinite_probe.near
+        headroom = nonfinite_probe.headroom
+        if headroom is not None and (self.tightest is None or headroom.log2 < self.tightest.log2):
             self.tightest = headroom
 
     def _observed(self) -> list[tuple[Observation, ...]]:
@@ -519,7 +523,7 @@ class _Search:
         self._compared = passed.steps
         of_state, beside = told_once(self.findings, passed.findings)
         self.findings = [*of_state, *beside]
-        self.judge.births.update(passed.births)
+        self.judge.origins.update(passed.origins)
         self.checks += passed.checks
         self.skipped += passed.skipped
         if not passed.findings:
@@ -551,7 +555,7 @@ class _Search:
         passed = self._beside_fp32(len(self.outcomes) - 1)
         told, self.judge.findings[:] = led_on(passed.findings, self.judge.findings)
         self.findings += told
-        self.judge.births.update(passed.births)
+        self.judge.origins.update(passed.origins)
 
     def _comparisons(self, seen: Sequence[Replayed]) -> list[Comparison]:
         """Returns the comparisons with fp32 that were made while these steps were replayed."""
@@ -644,8 +648,8 @@ class _Search:
 
     def _path(self, findings: Sequence[Finding]) -> PathSection | None:
         for finding in findings:
-            birth = self.judge.births.get(finding.fingerprint)
-            if finding.severity == "error" and birth is not None:
+            origin = self.judge.origins.get(finding.fingerprint)
+            if finding.severity == "error" and origin is not None:
                 types = module_types(self.session.model, self.session.module_names)
-                return path_section(birth, finding.fingerprint, types)
+                return path_section(origin, finding.fingerprint, types)
         return None

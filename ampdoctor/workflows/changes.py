@@ -103,7 +103,7 @@ TRAINED_IN_FP32 = (
 
 def trained_in_fp32(session: Session) -> AbstractContextManager[Any]:
     """Keep the optimizers' parameters and moments in fp32; frozen parameters stay half."""
-    return session.keeping_masters()
+    return session.keeping_master_weights()
 
 
 def mostly_frozen(session: Session) -> bool:
@@ -136,7 +136,7 @@ def no_change(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change th
     yield
 
 
-def jolted(narrow: torch.dtype) -> Change:
+def perturbed_weights(narrow: torch.dtype) -> Change:
     """Returns a change: each weight is moved by half a unit in a format's last place (in fp32's, by a whole one).
 
     If half precision moves the gradients no farther than this moves fp32's, the step is chaotic (or its gradient is a

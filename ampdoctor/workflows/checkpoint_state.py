@@ -113,7 +113,7 @@ def _with_trial(finding: Finding, trials: Trials) -> Finding:
     if finding.code == FLUSHED.code and finding.prescription is not None:
         detail = "Drop the optimizer state of these parameters; their own second moments are lost."
         value = finding.prescription.value
-        cure = trials.attempt("optimizer", value, begun_anew, detail, stands_in=True, restores=True)
+        cure = trials.attempt("optimizer", value, rebuilt_run, detail, stands_in=True, restores=True)
     elif finding.code == COUNTERS.code and finding.severity != "note":
         detail = "Widen the step counters before they are loaded: state['step'] = state['step'].float()."
         value = "step counters in fp32"
@@ -124,7 +124,7 @@ def _with_trial(finding: Finding, trials: Trials) -> Finding:
 
 
 @contextmanager
-def begun_anew(session: Session) -> Iterator[None]:
+def rebuilt_run(session: Session) -> Iterator[None]:
     """A change: optimizer state is dropped where a second moment is zero and its first moment is not."""
     for optimizer in session.optimizers.values():
         for parameter, state in list(optimizer.state.items()):

@@ -50,16 +50,16 @@ class LayerSearch:
     session: Session
     snapshot: Snapshot
     outcome: StepOutcome
-    sentinel: NonFiniteProbe
+    nonfinite_probe: NonFiniteProbe
     partial_replays: int = field(default=0, init=False)  # ended before the step was over
 
     def trace(self) -> Trace:
-        """Returns the births behind the harm that pass 1 saw; raises SearchLost where halving cannot find them."""
-        sinks = self.sentinel.sightings.sinks
-        forward = "loss" in sinks
-        gradients = any(sink.startswith("grad:") for sink in sinks)
+        """Returns the origins behind the harm that pass 1 saw; raises SearchLost where halving cannot find them."""
+        affected = self.nonfinite_probe.report.affected
+        forward = "loss" in affected
+        gradients = any(target.startswith("grad:") for target in affected)
         if not forward and not gradients:
-            if not sinks or any(sink.startswith("buffer:") for sink in sinks):
+            if not affected or any(target.startswith("buffer:") for target in affected):
                 raise SearchLost("neither the loss nor a gradient nor an optimizer's state is harmed")
             with self._keeping_the_state():
                 return self._traced_update()
@@ -119,20 +119,20 @@ class LayerSearch:
             )
         ]
 
-    def _gradients_seen(self, sentinel: NonFiniteProbe) -> list[tuple[str, float]]:
+    def _gradients_seen(self, nonfinite_probe: NonFiniteProbe) -> list[tuple[str, float]]:
         """Returns (parameter, value) of the gradients in the order in which the backward wrote them."""
         names = self.session.parameter_names()
         own = {names[id(parameter)] for parameter in self.session.model.parameters()}
-        return [(one.name, one.value) for one in sentinel.observed if one.kind == "grad" and one.name in own]
+        return [(one.name, one.value) for one in nonfinite_probe.observed if one.kind == "grad" and one.name in own]
 
     def _first_harmed_gradient(self) -> int | None:
-        seen = self._gradients_seen(self.sentinel)
+        seen = self._gradients_seen(self.nonfinite_probe)
         return next((i for i, (_, value) in enumerate(seen) if not math.isfinite(value)), None)
 
     def _place_of_gradient(self, points: Sequence[Point], index: int) -> int:
         """Returns a gradient's place in the order; raises SearchLost where the backward's order differs from pass 1."""
         places = [place for place, point in enumerate(points) if point.kind == "gradient"]
-        expected = [name for name, _ in self._gradients_seen(self.sentinel)[: index + 1]]
+        expected = [name for name, _ in self._gradients_seen(self.nonfinite_probe)[: index + 1]]
         if [points[place].name for place in places[: index + 1]] != expected:
             raise SearchLost("the gradients came in another order than before")
         return places[index]
@@ -146,16 +146,16 @@ class LayerSearch:
 
     # -- checks of the interval --
 
-    def _check(self, births: Sequence[NonFiniteOrigin]) -> None:
+    def _check(self, origins: Sequence[NonFiniteOrigin]) -> None:
         """Check that the non-finite value at the interval's end was made in the interval, from finite values."""
-        if not births:
+        if not origins:
             raise SearchLost("nothing non-finite was born where the search ended")
-        for birth in births:
-            if birth.origin == "constant" or any(read.nans or read.infs for read in birth.inputs):
+        for origin in origins:
+            if origin.came_from == "constant" or any(read.nans or read.infs for read in origin.inputs):
                 raise SearchLost("where the search ended, a non-finite value comes from elsewhere")
 
     def _followed(self, interval: Interval, harm: str) -> Trace:
-        """Follow the births in a whole replay to the harm that pass 1 saw; a masked birth does not reach it."""
+        """Follow the origins in a whole replay to the harm that pass 1 saw; a masked origin does not reach it."""
         tracer = IntervalTrace(interval, follow=True)
         self.snapshot.restore()
         process = ProcessState()
@@ -168,18 +168,23 @@ class LayerSearch:
             process.restore()
         if tracer.trace is None:
             raise SearchLost("the step did not get to its end again")
-        births = tuple(birth for birth in tracer.trace.births if birth.harms)
-        if not any(sink.startswith(harm) for birth in births for sink in birth.harms):
+        origins = tuple(origin for origin in tracer.trace.origins if origin.affected)
+        if not any(target.startswith(harm) for origin in origins for target in origin.affected):
             raise SearchLost("what was born where the search ended does no harm")
-        self._check(births)
-        return replace(tracer.trace, births=births, unattributed=())
+        self._check(origins)
+        return replace(tracer.trace, origins=origins, unattributed=())
 
     def _traced_update(self) -> Trace:
         tracer = UpdateTrace()
         self._partly(tracer)
         trace = tracer.trace
-        births = [birth for birth in trace.births if birth.harms] if trace is not None else []
-        if trace is None or trace.unattributed or not births or any(birth.origin == "constant" for birth in births):
+        origins = [origin for origin in trace.origins if origin.affected] if trace is not None else []
+        if (
+            trace is None
+            or trace.unattributed
+            or not origins
+            or any(origin.came_from == "constant" for origin in origins)
+        ):
             raise SearchLost("what harms the state was not made after the backward")
         return trace
 
@@ -230,7 +235,7 @@ class StepTracer:
     def __post_init__(self) -> None:
         self.session = self.replay.session()
 
-    def sentinel(self) -> NonFiniteProbe:
+    def nonfinite_probe(self) -> NonFiniteProbe:
         """Returns the probe for pass 1; halving, and runs of thousands of steps, need no location of the harm."""
         return NonFiniteProbe(locate=not self._bisects and not self.replay.request.until_sick)
 
@@ -243,9 +248,12 @@ class StepTracer:
     def _bisects(self) -> bool:
         return self.replay.request.strategy == "bisect"
 
-    def trace(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
-        """Trace the same step again, watched by the same `sentinel`; None if not even a fresh run reproduces it."""
-        trace = self._trace(snapshot, outcome, sentinel)
+    def trace(self, snapshot: Snapshot, outcome: StepOutcome, nonfinite_probe: NonFiniteProbe) -> Trace | None:
+        """Trace the same step again, watched by the same `nonfinite_probe`.
+
+        None if not even a fresh run reproduces it.
+        """
+        trace = self._trace(snapshot, outcome, nonfinite_probe)
         if trace is not None:
             self.left_out += [
                 Skipped(
@@ -256,21 +264,21 @@ class StepTracer:
             ]
         return trace
 
-    def _trace(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
-        seen, step = sentinel.observed, outcome.step
+    def _trace(self, snapshot: Snapshot, outcome: StepOutcome, nonfinite_probe: NonFiniteProbe) -> Trace | None:
+        seen, step = nonfinite_probe.observed, outcome.step
         if not self.rewinds:
             return self._from_the_start(step, seen, go_on=False)
         if (
             self._bisects
             and outcome.raised is None
-            and (found := self._searched(snapshot, outcome, sentinel)) is not None
+            and (found := self._searched(snapshot, outcome, nonfinite_probe)) is not None
         ):
             return found
         tracer = OpTraceProbe()
         snapshot.restore()
-        with self.session.watched(sentinel, tracer):
+        with self.session.watched(nonfinite_probe, tracer):
             again = self.session.attempt(step)
-        differs = first_difference(seen, sentinel.observed)
+        differs = first_difference(seen, nonfinite_probe.observed)
         if differs is None and (again.optimizer_steps, again.skipped) == (outcome.optimizer_steps, outcome.skipped):
             return tracer.trace
         self.rewinds = False
@@ -296,9 +304,9 @@ class StepTracer:
             self.session.count_with(unused)
             unused.close()
 
-    def _searched(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
+    def _searched(self, snapshot: Snapshot, outcome: StepOutcome, nonfinite_probe: NonFiniteProbe) -> Trace | None:
         """Returns what halving finds; None if its premise does not hold and the whole step has to be traced."""
-        search = LayerSearch(self.session, snapshot, outcome, sentinel)
+        search = LayerSearch(self.session, snapshot, outcome, nonfinite_probe)
         try:
             return search.trace()
         except SearchLost as lost:
@@ -312,13 +320,13 @@ class StepTracer:
 
         With `go_on` the rebuilt run is used from then on: in the old one, state outside snapshots has advanced twice.
         """
-        sentinel, tracer = self.sentinel(), OpTraceProbe()
+        nonfinite_probe, tracer = self.nonfinite_probe(), OpTraceProbe()
         with self.started_again(step) as session:
             if not session.has_step(step):
                 return None
-            with session.watched(sentinel, tracer):
+            with session.watched(nonfinite_probe, tracer):
                 session.attempt(step)
-            same = first_difference(seen, sentinel.observed) is None
+            same = first_difference(seen, nonfinite_probe.observed) is None
             if same and go_on:
                 self.session = session
         return tracer.trace if same else None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.replay.forward import CLEARLY_NEARER, far_alone, may_be_stale, together, unexplained
 from ampdoctor.diagnosis.replay.gradients import ZEROED_SHARE, deserves_a_look, underflow, underflow_at
-from ampdoctor.diagnosis.replay.nonfinite import departing, finding_of_birth
+from ampdoctor.diagnosis.replay.nonfinite import departing, origin_finding
 from ampdoctor.diagnosis.replay.outcome import nondeterministic_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
 from ampdoctor.diagnosis.replay.updates import stagnation
@@ -22,7 +22,7 @@ from ampdoctor.replay.python_state import has_moved
 from ampdoctor.replay.snapshot import tensors_of
 from ampdoctor.workflows.lost_updates import at_full_rate, by_tensor, standing_still
 from ampdoctor.workflows.prescribe import prescribe, underflow_cure
-from ampdoctor.workflows.repairs import put_right
+from ampdoctor.workflows.repairs import fix_scaler_misuse
 from ampdoctor.workflows.rerun_step import ReplayPosition, StepRerun
 from ampdoctor.workflows.step_beside_fp32 import (
     AS_FAR,
@@ -68,10 +68,10 @@ class Seen:
     left: tuple[str, ...]
 
     @classmethod
-    def of(cls, session: Session, sentinel: NonFiniteProbe) -> Seen:
+    def of(cls, session: Session, nonfinite_probe: NonFiniteProbe) -> Seen:
         """Returns it for the step that has just run."""
         pairs = (extremes(tensor) for _, tensor in tensors_of(session.model))
-        return cls(sentinel.observed, tuple(repr(float(end)) for pair in pairs for end in pair))
+        return cls(nonfinite_probe.observed, tuple(repr(float(end)) for pair in pairs for end in pair))
 
     def is_same(self, other: Seen) -> bool:
         """Whether two runs of the step do not differ."""
@@ -91,7 +91,7 @@ class CompareDuringReplay:
         return session.run.after_step is None and not self._gone and (self.steps is None or step < self.steps)
 
     def attempt(
-        self, session: Session, step: int, before: Snapshot, sentinel: NonFiniteProbe
+        self, session: Session, step: int, before: Snapshot, nonfinite_probe: NonFiniteProbe
     ) -> tuple[StepOutcome, StepComparison | None]:
         """Replay a step beside fp32, from the state `before` it; the first healthy one once more before that.
 
@@ -100,20 +100,20 @@ class CompareDuringReplay:
         """
         own, first = session.reached.beyond(), None
         if not self.proved:
-            with session.watched(sentinel):
+            with session.watched(nonfinite_probe):
                 outcome = session.attempt(step)
-            if outcome.raised is not None or outcome.skipped or sentinel.sightings.sinks:
+            if outcome.raised is not None or outcome.skipped or nonfinite_probe.report.affected:
                 return outcome, None
             if has_moved(own, session.reached.beyond()):
                 self._gone = True
                 return outcome, None
-            first = Seen.of(session, sentinel)
+            first = Seen.of(session, nonfinite_probe)
             before.restore()
-        outcome, beside = beside_fp32(session, before, step, sentinel)
+        outcome, beside = beside_fp32(session, before, step, nonfinite_probe)
         moved = has_moved(own, session.reached.beyond())
-        if moved or (first is not None and not first.is_same(Seen.of(session, sentinel))):
+        if moved or (first is not None and not first.is_same(Seen.of(session, nonfinite_probe))):
             raise DoesNotComeBackError
-        if beside.only_fp32_fails and not sentinel.sightings.sinks:
+        if beside.only_fp32_fails and not nonfinite_probe.report.affected:
             raise DoesNotComeBackError
         self.proved = True
         self._gone = self._gone or beside.raises
@@ -172,10 +172,10 @@ def _run_again(place: ReplayPosition, step: int, noted: Replayed) -> StepCompari
     again = place.to(step)
     if again is None:
         return StepComparison()
-    sentinel = NonFiniteProbe()
-    outcome, beside = beside_fp32(again.session, again.before, step, sentinel)
+    nonfinite_probe = NonFiniteProbe()
+    outcome, beside = beside_fp32(again.session, again.before, step, nonfinite_probe)
     place.at = step + 1
-    differs = first_difference(noted.observed, sentinel.observed)
+    differs = first_difference(noted.observed, nonfinite_probe.observed)
     if differs is None and outcome.optimizer_steps != noted.optimizer_steps:
         differs = "number of updates", float(noted.optimizer_steps), float(outcome.optimizer_steps)
     return beside if differs is None else nondeterministic_finding(step, *differs, "note")
@@ -246,7 +246,7 @@ class _Examination:
         readings = () if wrong_use is None else (wrong_use, *other_readings(comparison, wrong_use))
         tried: list[Finding] = []
         for reading in (*readings, *suspected_misuse(comparison, thresholds)):
-            order = put_right(reading.where.op or "", trying(), session)
+            order = fix_scaler_misuse(reading.where.op or "", trying(), session)
             tried.append(replace(reading, prescription=order))
             if order.status == "intervention":
                 return (tried[-1],)
@@ -262,7 +262,7 @@ class _Examination:
             findings += [] if found_still is None else [found_still]
         last = used_while_scaled(comparison, thresholds) if not findings else None
         if last is not None:
-            order = put_right(last.where.op or "", trying(), session)
+            order = fix_scaler_misuse(last.where.op or "", trying(), session)
             findings += [replace(last, prescription=order)] if order.status == "intervention" else []
         if not findings:
             self.passing.known.looks(far_alone(comparison, thresholds))
@@ -291,13 +291,13 @@ class _Examination:
             return
         severity = underflow(comparison, thresholds)
         trace = again.traced(flushes=severity is not None)
-        births = departing(trace, thresholds)
+        origins = departing(trace, thresholds)
         flushed = severity is not None and bool(trace.flushes)
         own = {"tensors": [p.name for p in alone], "together": together(alone) / CLEARLY_NEARER} if alone else {}
         cure: Prescription | None = None
-        if births:
+        if origins:
             silent = trying(silent=thresholds, settles=True, **own)
-            cure = prescribe(births[0], "forward_overflow", silent, again.session, others=births[1:])
+            cure = prescribe(origins[0], "forward_overflow", silent, again.session, others=origins[1:])
         clear = flushed and comparison.zeroed_share > thresholds[ZEROED_SHARE]
         if not clear and (cure is None or cure.status not in SHOWN):
             rounding = self._rounding_alone() if look else 0.0
@@ -311,8 +311,8 @@ class _Examination:
         if cure is not None and (
             cure.status in SHOWN if alone else cure.verified or not flushed
         ):  # else it is not the cause
-            found = finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
-            yield self.passing.rests_on(found, births[0])
+            found = origin_finding(origins[0], cause="forward_overflow", prescription=cure, others=origins[1:])
+            yield self.passing.rests_on(found, origins[0])
         elif severity is not None and flushed:
             found = underflow_at(comparison, trace.flushes, severity)
             yield replace(found, prescription=underflow_cure(trying(), again.session))
@@ -322,5 +322,5 @@ class _Examination:
         precision = self.again.session.precision
         if not precision.reduced:
             return 0.0
-        apart = self.again.jolted(precision.dtype).distance
+        apart = self.again.perturbed_weights(precision.dtype).distance
         return apart.relative if math.isfinite(apart.norm) else 0.0

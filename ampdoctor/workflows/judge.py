@@ -11,9 +11,9 @@ from ampdoctor.diagnosis.replay.loaded_state import beside_finding, harms_beside
 from ampdoctor.diagnosis.replay.nonfinite import (
     cause_of,
     culprits,
-    excess_binades,
-    finding_of_birth,
     independent,
+    log2_over_limit,
+    origin_finding,
     past_the_scaler,
     scale_may_cure,
 )
@@ -37,7 +37,7 @@ from ampdoctor.evidence.report import Cause, ErrorNote, Finding, Prescription
 from ampdoctor.evidence.report_replay import ReplayedStep
 from ampdoctor.workflows.changes import loss_scale
 from ampdoctor.workflows.prescribe import FP32_FAILS, fresh_scaler, prescribe, scale_cure
-from ampdoctor.workflows.repairs import put_right
+from ampdoctor.workflows.repairs import fix_scaler_misuse
 from ampdoctor.workflows.trials import AFTER, SHOWN, Trials, replayed
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 CULPRITS = 8
-"""Maximum number of independent births of a step that get a finding each; the first one's evidence lists the rest."""
+"""Maximum number of independent origins of a step that get a finding each; the first one's evidence lists the rest."""
 
 SEVERAL = 3
 """Number of steps skipped in a row that need an explanation although later steps are taken: one or two follow from a
@@ -64,14 +64,14 @@ class _Skip:
 
     step: int
     snapshot: Snapshot
-    birth: NonFiniteOrigin
+    origin: NonFiniteOrigin
     optimizers: frozenset[str] = frozenset()
     steps: int = 1
 
     @property
     def unexplained(self) -> bool:
         """Whether several steps in a row were skipped, but fewer than would bring the overflow into its format."""
-        return SEVERAL <= self.steps < (excess_binades(self.birth) or 0.0)
+        return SEVERAL <= self.steps < (log2_over_limit(self.origin) or 0.0)
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class _Pending:
     """Non-finite gradients of a step that only accumulates; kept until an optimizer uses them or a scaler skips."""
 
     snapshot: Snapshot
-    births: tuple[NonFiniteOrigin, ...]
+    origins: tuple[NonFiniteOrigin, ...]
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class Judge:
     fresh: float | None = None  # the factory's initial scale, where the checkpoint's has collapsed
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)  # what could not be explained
-    births: dict[str, NonFiniteOrigin] = field(default_factory=dict)  # by the finding's fingerprint
+    origins: dict[str, NonFiniteOrigin] = field(default_factory=dict)  # by the finding's fingerprint
     earlier: tuple[int, Snapshot] | None = None
     _skipped: set[int] = field(default_factory=set)
     _replayed: list[ReplayedStep] = field(default_factory=list)
@@ -106,15 +106,15 @@ class Judge:
     _pending: _Pending | None = None
     _raised: str | None = None
 
-    def is_sick(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+    def is_sick(self, snapshot: Snapshot, outcome: StepOutcome, nonfinite_probe: NonFiniteProbe) -> bool:
         """Whether this step did harm; if so, its findings are added. `snapshot` is the state before it.
 
         Gradients of a step that only accumulates are judged in the step whose optimizer uses them.
         """
-        sightings = sentinel.sightings
-        sinks = sightings.sinks
+        nonfinite = nonfinite_probe.report
+        affected = nonfinite.affected
         self._raised = outcome.raised
-        self._replayed.append(replayed(outcome, sinks))
+        self._replayed.append(replayed(outcome, affected))
         if outcome.skipped:
             self._skipped.add(outcome.step)
         used = bool(outcome.optimizer_steps) or outcome.skipped or not self.look.session.optimizers
@@ -123,23 +123,25 @@ class Judge:
             self._keep_unexplained()
             self._unsettled = None
         pending, self._pending = self._pending, None
-        if not outcome.harms(sinks) and not outcome.skipped:
+        if not outcome.is_harmed_by(affected) and not outcome.skipped:
             self._pending = None if used else pending
             return False
         if pending is not None and not used:
             self._pending = pending
             return False
-        trace = self.look.trace(snapshot, outcome, sentinel)
-        births = culprits(trace) if trace is not None else ()
+        trace = self.look.trace(snapshot, outcome, nonfinite_probe)
+        origins = culprits(trace) if trace is not None else ()
         if outcome.raised is not None:  # the user's own check raised, or their code has a bug in a healthy step
-            births = tuple(birth for birth in births if any(not harm.startswith("grad:") for harm in birth.harms))
-        if not used and births and all(sink.startswith("grad:") for sink in sinks):
-            self._pending = _Pending(snapshot, births)
+            origins = tuple(
+                origin for origin in origins if any(not harm.startswith("grad:") for harm in origin.affected)
+            )
+        if not used and origins and all(target.startswith("grad:") for target in affected):
+            self._pending = _Pending(snapshot, origins)
             return False
         if pending is not None:
-            new = tuple(birth for birth in births if birth.origin not in ("constant", "grad"))
-            births, snapshot = (*pending.births, *new), pending.snapshot
-        return self._judge(trace, births, outcome, sightings, snapshot)
+            new = tuple(origin for origin in origins if origin.came_from not in ("constant", "grad"))
+            origins, snapshot = (*pending.origins, *new), pending.snapshot
+        return self._judge(trace, origins, outcome, nonfinite, snapshot)
 
     def _keep_unexplained(self) -> None:
         """Remember the first series of skips that ended before the scale came down to what it needs."""
@@ -156,28 +158,28 @@ class Judge:
     def _judge(
         self,
         trace: Trace | None,
-        births: tuple[NonFiniteOrigin, ...],
+        origins: tuple[NonFiniteOrigin, ...],
         outcome: StepOutcome,
-        sightings: NonFiniteReport,
+        nonfinite: NonFiniteReport,
         snapshot: Snapshot,
     ) -> bool:
         """Whether this step is sick; if so, its findings are added. A step that a scaler skips may be healthy."""
-        if not births:
+        if not origins:
             if outcome.skipped or (trace is not None and trace.unattributed):
                 self.errors.append(
                     ErrorNote(
                         what=f"step {outcome.step}",
                         kind="unattributed",
-                        message=_unattributed(outcome.step, sightings.sinks),
+                        message=_unattributed(outcome.step, nonfinite.affected),
                     )
                 )
                 return bool(trace is not None and trace.unattributed)
             return False  # the cheap sum fired on finite values
         if sum(event.kind == "step" for event in outcome.events) > 1 and outcome.updates_skipped:
             # one optimizer's overflow may be left to the scaler, while another's gradients are lost at every scale
-            births = tuple(birth for birth in births if not scale_may_cure((birth,), sightings)) or births
-        main = births[0]
-        if outcome.loses_updates and scale_may_cure(births, sightings):
+            origins = tuple(origin for origin in origins if not scale_may_cure((origin,), nonfinite)) or origins
+        main = origins[0]
+        if outcome.loses_updates and scale_may_cure(origins, nonfinite):
             if outcome.skipped and self._unsettled is not None:
                 self._unsettled.steps += 1
             elif outcome.skipped:
@@ -197,17 +199,17 @@ class Judge:
         if cause == "backward_overflow" and past_the_scaler(outcome) and self.look.session.events.enabled:
             finding = unguarded_step_finding(main, outcome.scale_before)
             trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
-            cure = put_right(finding.where.op or "", trials, self.look.session, overflowed=True)
+            cure = fix_scaler_misuse(finding.where.op or "", trials, self.look.session, overflowed=True)
             self._add(replace(finding, prescription=cure), main)
             return True
-        self._prescribe(births, cause, snapshot, outcome)
+        self._prescribe(origins, cause, snapshot, outcome)
         return True
 
     def _prescribe(
-        self, births: tuple[NonFiniteOrigin, ...], cause: Cause, snapshot: Snapshot, outcome: StepOutcome
+        self, origins: tuple[NonFiniteOrigin, ...], cause: Cause, snapshot: Snapshot, outcome: StepOutcome
     ) -> None:
-        """Add a finding for each independent birth, with the change that cures them together."""
-        main, *rest = independent(births)
+        """Add a finding for each independent origin, with the change that cures them together."""
+        main, *rest = independent(origins)
         session = self.look.session
         steps = self._known_steps(outcome.step + 1)
         trials = self._trials(snapshot, main.where.step or 0, steps, settles=cause != "backward_overflow")
@@ -221,18 +223,18 @@ class Judge:
         if cause == "backward_overflow" and cure.kind == "init_scale" and cure.verified:
             cause = "grad_overflow"
         if cure.kind == "fp32_modules" and cure.verified:
-            # a birth in the backward that is cured although its own module is unchanged was a consequence
+            # an origin in the backward that is cured although its own module is unchanged was a consequence
             rest = [b for b in rest if b.where.module in cure.value or b.where.phase == main.where.phase == "forward"]
-        finding = finding_of_birth(main, cause=cause, prescription=cure, others=rest)
+        finding = origin_finding(main, cause=cause, prescription=cure, others=rest)
         finding = replace(finding, help=cure.detail) if cure.detail in {FP32_FAILS, DIVERGES} else finding
         self._add(replace(finding, evidence={**finding.evidence, "trials": trials.replays}), main)
         first = cause_of(main)
-        batch = next((birth for birth in (main, *rest) if birth.origin == "data"), None)
+        batch = next((origin for origin in (main, *rest) if origin.came_from == "data"), None)
         # a batch is bad as a whole: returns and advantages are made of the same rewards
-        apart = [birth for birth in rest if birth.origin != "data" or birth is batch]
-        for birth in apart[: CULPRITS - 1]:
-            own = cause if cause_of(birth) == first else None
-            self._add(finding_of_birth(birth, cause=own, prescription=cure), birth)
+        apart = [origin for origin in rest if origin.came_from != "data" or origin is batch]
+        for origin in apart[: CULPRITS - 1]:
+            own = cause if cause_of(origin) == first else None
+            self._add(origin_finding(origin, cause=own, prescription=cure), origin)
 
     def trials_of_state(self, start: Snapshot) -> Trials:
         """Returns the trials of step 0 for changes of the state before it."""
@@ -274,7 +276,7 @@ class Judge:
         skip = skip or over
         told = self._not_continued(lost, skip, outcomes) if lost is not None else None
         if told is not None:
-            self._add(told, skip.birth if skip is not None else None)
+            self._add(told, skip.origin if skip is not None else None)
         elif skip is not None:
             trials = self._trials(skip.snapshot, skip.step, len(outcomes))
             session = self.look.session
@@ -283,11 +285,11 @@ class Judge:
             used = scales[0] if scales else None
             if over is not None and self._fits_lower(skip, used):
                 return  # the gradients of a few batches are larger than those after them
-            cure = scale_cure(skip.birth, trials, session, used)
+            cure = scale_cure(skip.origin, trials, session, used)
             cures = cure is not None and cure.verified
             begun_again = times_begun_again(outcomes[skip.step :], skip.optimizers)
             verdict = verdict_on_skips(
-                skip.birth,
+                skip.origin,
                 scales=scales,
                 steps=skip.steps if over is not None else len(outcomes) - skip.step,
                 cures=cures,
@@ -295,22 +297,22 @@ class Judge:
                 hopeless=not cures and trials.reference() is None,
                 begun_again=begun_again,
             )
-            prescription = cure if cures else prescribe(skip.birth, verdict.cause, trials, session)
-            if self._diverges(skip.birth, verdict.cause, prescription, trials):
+            prescription = cure if cures else prescribe(skip.origin, verdict.cause, trials, session)
+            if self._diverges(skip.origin, verdict.cause, prescription, trials):
                 return
-            finding = finding_of_birth(
-                skip.birth, cause=verdict.cause, prescription=prescription, severity=verdict.severity
+            finding = origin_finding(
+                skip.origin, cause=verdict.cause, prescription=prescription, severity=verdict.severity
             )
             if begun_again and cures:
                 finding = _of_new_scalers(finding, scales, begun_again)
             elif verdict.advice:
                 finding = replace(finding, help=f"{verdict.advice} {finding.help}")
-            self._add(finding, skip.birth)
+            self._add(finding, skip.origin)
 
     def _fits_lower(self, skip: _Skip, used: float | None) -> bool:
         """Whether the skipped step is healthy at some lower scale, whatever happens in later steps."""
         alone = self._trials(skip.snapshot, skip.step, skip.step + 1)
-        cure = scale_cure(skip.birth, alone, self.look.session, used)
+        cure = scale_cure(skip.origin, alone, self.look.session, used)
         return cure is not None and cure.verified
 
     def held_back(self, last: int, steps: int) -> None:
@@ -321,38 +323,38 @@ class Judge:
         pending = self._pending
         if pending is None or last < min(PERSISTS, steps):
             return
-        birth, *rest = pending.births
-        trials = self._trials(pending.snapshot, birth.where.step or 0, steps)
-        cause = cause_of(birth)
-        lower = scale_cure(birth, trials, self.look.session) if cause == "backward_overflow" else None
+        origin, *rest = pending.origins
+        trials = self._trials(pending.snapshot, origin.where.step or 0, steps)
+        cause = cause_of(origin)
+        lower = scale_cure(origin, trials, self.look.session) if cause == "backward_overflow" else None
         cured = lower is not None and lower.verified
-        cure = lower if cured else prescribe(birth, cause, trials, self.look.session, others=rest)
-        if self._diverges(birth, cause, cure, trials):
+        cure = lower if cured else prescribe(origin, cause, trials, self.look.session, others=rest)
+        if self._diverges(origin, cause, cure, trials):
             return
         settles = cure is not None and cure.kind == "init_scale" and cure.verified
-        finding = finding_of_birth(
-            birth,
+        finding = origin_finding(
+            origin,
             cause="grad_overflow" if settles else cause,
             prescription=cure,
             others=rest,
             severity="warning" if settles else "error",
         )
-        self._add(replace(finding, evidence={**finding.evidence, "steps_left_out": last}), birth)
+        self._add(replace(finding, evidence={**finding.evidence, "steps_left_out": last}), origin)
 
-    def _diverges(self, birth: NonFiniteOrigin, cause: Cause, cure: Prescription | None, trials: Trials) -> bool:
+    def _diverges(self, origin: NonFiniteOrigin, cause: Cause, cure: Prescription | None, trials: Trials) -> bool:
         """Add a finding on the updates if no change cures an overflow in half and fp32 diverges; returns whether so."""
         if not self.look.session.precision.reduced or cause not in OVERFLOWS or cure is None or cure.verified:
             return False
         losses = trials.diverges()
         if not losses:
             return False
-        self._add(diverging_finding(birth, losses), birth)
+        self._add(diverging_finding(origin, losses), origin)
         return True
 
-    def _add(self, finding: Finding, birth: NonFiniteOrigin | None) -> None:
+    def _add(self, finding: Finding, origin: NonFiniteOrigin | None) -> None:
         self.findings.append(finding)
-        if birth is not None:
-            self.births.setdefault(finding.fingerprint, birth)
+        if origin is not None:
+            self.origins.setdefault(finding.fingerprint, origin)
 
     def _not_continued(self, lost: ScalerState, skip: _Skip | None, outcomes: Sequence[StepOutcome]) -> Finding | None:
         """Returns the finding that the checkpoint's scale is not continued: an error if the run skips steps for it.
@@ -366,7 +368,7 @@ class Judge:
             return None if collapsed else lost_scale_finding(lost, own)
         trials = self._trials(skip.snapshot, skip.step, len(outcomes))
         cure = trials.attempt("init_scale", lost.scale, loss_scale(lost.scale), "load the checkpoint's scaler state")
-        return None if collapsed and not cure.verified else lost_scale_finding(lost, own, skip.birth, cure)
+        return None if collapsed and not cure.verified else lost_scale_finding(lost, own, skip.origin, cure)
 
     def _trials(self, snapshot: Snapshot, step: int, steps: int, *, settles: bool = False) -> Trials:
         look, (begin, before) = self.look, self.earlier or (0, self.start)
@@ -394,8 +396,8 @@ class Judge:
         return known
 
 
-def _unattributed(step: int, sinks: tuple[str, ...]) -> str:
-    what = sinks[0] if sinks else "a gradient"
+def _unattributed(step: int, affected: tuple[str, ...]) -> str:
+    what = affected[0] if affected else "a gradient"
     where = "in another thread, or outside torch's dispatcher"
     return f"step {step}: {what} is non-finite, but no op was seen to make it so ({where}?)"
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.diagnosis.replay.gradients import common_module, shown_in, starved, starved_finding
-from ampdoctor.diagnosis.replay.nonfinite import finding_of_birth, is_absorbed
+from ampdoctor.diagnosis.replay.nonfinite import is_absorbed, origin_finding
 from ampdoctor.diagnosis.replay.updates import (
     WRONG_RATIO,
     counting,
@@ -85,10 +85,10 @@ def zeroed_by_an_op(again: StepRerun, still: Sequence[ParameterVsFp32], cure: Pr
     None where no infinity of the step disappears before the loss, a gradient or the run's state. `cure` is the change
     that lets the parameters move.
     """
-    births = [birth for birth in again.traced().births if is_absorbed(birth)]
-    if not births:
+    origins = [origin for origin in again.traced().origins if is_absorbed(origin)]
+    if not origins:
         return None
-    found = finding_of_birth(births[0], prescription=cure, others=births[1:])
+    found = origin_finding(origins[0], prescription=cure, others=origins[1:])
     names = ", ".join(p.name for p in still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
     stand = "stands" if len(still) == 1 else "stand"
     evidence = {**found.evidence, "stands_still": [p.name for p in still[:16]], "stands_still_count": len(still)}
@@ -336,29 +336,31 @@ def by_tensor(
 
     No rule fired in the compared steps. `seen.warm_up` is set where a warm-up is why something stands still.
     """
-    hungry = starved(compared, thresholds)
-    fed = _starving(place, shown_in(compared, hungry), hungry) if hungry else ()
-    known = frozenset(parameter.name for parameter in hungry)
+    zero_gradient_names = starved(compared, thresholds)
+    fed = _starving(place, shown_in(compared, zero_gradient_names), zero_gradient_names) if zero_gradient_names else ()
+    known = frozenset(parameter.name for parameter in zero_gradient_names)
     return (*fed, *by_update(place, compared, thresholds, known, seen))
 
 
 def _starving(
-    place: ReplayPosition, compared: Sequence[Comparison], hungry: Sequence[ParameterVsFp32]
+    place: ReplayPosition, compared: Sequence[Comparison], zero_gradient_names: Sequence[ParameterVsFp32]
 ) -> tuple[Finding, ...]:
     """Returns the finding for parameters that get no gradient, leaving out those whose fp32 gradient is noise."""
     again = place.to(compared[0].step)
     if again is None:
         return ()
     noisy = again.noise()
-    hungry = tuple(parameter for parameter in hungry if parameter.name not in noisy)
-    if not hungry:
+    zero_gradient_names = tuple(parameter for parameter in zero_gradient_names if parameter.name not in noisy)
+    if not zero_gradient_names:
         return ()
     trace = again.traced(flushes=True)
-    saturated = _saturated(trace, hungry)
-    finding = starved_finding(compared, hungry, None if saturated else _dies_at(trace.flushes, hungry), saturated)
-    names = [parameter.name for parameter in hungry]
+    saturated = _saturated(trace, zero_gradient_names)
+    finding = starved_finding(
+        compared, zero_gradient_names, None if saturated else _dies_at(trace.flushes, zero_gradient_names), saturated
+    )
+    names = [parameter.name for parameter in zero_gradient_names]
     trials = again.trials(place.steps, tensors=names)
-    return (replace(finding, prescription=_cure(trials, again.session, finding, hungry)),)
+    return (replace(finding, prescription=_cure(trials, again.session, finding, zero_gradient_names)),)
 
 
 def _dies_at(flushes: Sequence[Flush], found: Sequence[ParameterVsFp32]) -> Flush | None:

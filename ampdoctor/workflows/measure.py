@@ -86,7 +86,7 @@ def measure(
         steps_taken.run()
     finally:
         start.restore()
-    by_hand = hand_scale(probe.hand_scales) if session.run.step is not None else 1.0
+    by_hand = manual_loss_scale(probe.hand_scales) if session.run.step is not None else 1.0
     if by_hand != 1.0:
         notes.append(f"the step multiplies its loss by {by_hand:g} itself: figures are relative to the unscaled loss")
     run = RunFacts(
@@ -137,13 +137,13 @@ class _Steps:
 
     def _run(self, state: Snapshot, *, before_last: bool) -> None:
         """Run steps, the first of them from a state that was kept."""
-        sentinel, first = NonFiniteProbe(), self.done
-        with self.session.reference(), self.session.watched(sentinel, self.ranges, self.updates):
+        nonfinite_probe, first = NonFiniteProbe(), self.done
+        with self.session.reference(), self.session.watched(nonfinite_probe, self.ranges, self.updates):
             while self._is_there(self.done):
                 if before_last and self.done and not self._is_there(self.done + 1):
                     return
                 outcome = self.session.step(self.done) if self.done != first else self._kept(state)
-                if harms(sentinel.sightings.sinks):
+                if harmful(nonfinite_probe.report.affected):
                     self.nonfinite.append(self.done)
                 self.done += 1
                 if outcome.loss is not None:
@@ -171,12 +171,12 @@ def spread(steps: int) -> frozenset[int]:
     return frozenset(round(i * (steps - 1) / (COMPARED - 1)) for i in range(COMPARED))
 
 
-def harms(sinks: Sequence[str]) -> list[str]:
+def harmful(affected: Sequence[str]) -> list[str]:
     """Returns the non-finite places that harm training, the loss first; a buffer may hold infinities on purpose."""
-    return sorted((s for s in sinks if not s.startswith("buffer:")), key=lambda s: s != "loss")
+    return sorted((s for s in affected if not s.startswith("buffer:")), key=lambda s: s != "loss")
 
 
-def hand_scale(factors: Sequence[float | None]) -> float:
+def manual_loss_scale(factors: Sequence[float | None]) -> float:
     """Returns the factor by which a step scales its loss by hand, or 1.0: the same in at least two steps, and not 1.
 
     `factors` holds for each step the backward's largest gradient divided by the largest that the optimizer got.

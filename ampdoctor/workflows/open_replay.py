@@ -53,7 +53,7 @@ from ampdoctor.replay.target import Target, load_target
 from ampdoctor.replay.tensor_store import lies_in_memory
 from ampdoctor.replay.training_run import takes_start
 from ampdoctor.replay.user_code import out_of_memory
-from ampdoctor.replay.user_files import CHANGES, changes_note, told_of_changes
+from ampdoctor.replay.user_files import CHANGES, audit_file_writes, changes_note
 from ampdoctor.workflows.scan_log import LogBeside, log_beside
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class OpenReplay:
             if not any(said.startswith(CHANGES) for said in self.notes):
                 self.notes.append(changes_note(did, self.factory.instead))
 
-        with told_of_changes((working_folder(), *self.factory.path), note), self.factory.user_code(what):
+        with audit_file_writes((working_folder(), *self.factory.path), note), self.factory.user_code(what):
             yield
 
     def _spill_folder(self) -> Path | None:
@@ -306,7 +306,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         detour = stack.enter_context(half_products()) if _detours(request, policy, device) else None
         seed_all()
         emulated = device.type == "cpu" and not torch.cuda.is_available()
-        environment = _emulated_cuda(notes, says_yes=policy == "cuda") if emulated else nullcontext
+        environment = _emulated_cuda(notes, reports_cuda=policy == "cuda") if emulated else nullcontext
         if request.until_sick:  # for thousands of steps, patch once instead of around each
             stack.enter_context(environment())
         factory = load_target(
@@ -357,7 +357,7 @@ def _detours(request: ReplayRequest, policy: Policy, device: torch.device) -> bo
     return asked and device.type == "cpu" and lends_kernels()
 
 
-def _emulated_cuda(notes: list[str], *, says_yes: bool) -> Callable[[], AbstractContextManager[None]]:
+def _emulated_cuda(notes: list[str], *, reports_cuda: bool) -> Callable[[], AbstractContextManager[None]]:
     """Returns a CUDA emulation for each piece of user code; what it had to pretend is added to `notes`.
 
     The CPU's own policy stands for a training on a CPU: then the emulation says that there is no GPU.
@@ -365,7 +365,7 @@ def _emulated_cuda(notes: list[str], *, says_yes: bool) -> Callable[[], Abstract
 
     @contextmanager
     def environment() -> Iterator[None]:
-        with emulate_cuda(says_yes=says_yes) as emulation, one_device(notes.append, pretended=says_yes):
+        with emulate_cuda(reports_cuda=reports_cuda) as emulation, one_device(notes.append, pretended=reports_cuda):
             try:
                 yield
             finally:

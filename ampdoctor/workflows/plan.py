@@ -17,9 +17,9 @@ from ampdoctor.batching.plans import (
     Cluster,
     Memory,
     PlanRequest,
+    current_plan,
     exact_plans,
     global_batch_of,
-    in_force,
     is_only_asked,
     most_ranks_that_divide,
     nearest_plans,
@@ -75,7 +75,7 @@ def plan_section(request: PlanRequest) -> PlanSection:
         request = replace(request, before=None)
     ranks = None if request.before is None else request.before.data_parallel
     fitted = None if request.before is None else request.memory.most(request.before, request.before)
-    plan_before, source = in_force(request.said, ranks, fitted)
+    plan_before, source = current_plan(request.said, ranks, fitted)
     memory = _known_to_fit(request, plan_before)
     batch = global_batch_of(request.said, plan_before)
     most = memory.most(request.before, request.after)
@@ -116,7 +116,7 @@ def plan_section(request: PlanRequest) -> PlanSection:
         global_batch=batch,
         before=request.before,
         after=cluster,
-        in_force=force,
+        current=force,
         rule=RULE,
         exact=exact,
         nearest=tuple(shown(one, cluster) for one in near),
@@ -138,7 +138,7 @@ def plan_section(request: PlanRequest) -> PlanSection:
 
 
 def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None:
-    if section.in_force is None:
+    if section.current is None:
         raise UsageError("--profile shows what another plan does: --gpus, and what else is in force, say what it was")
     to = section.use or next(iter(section.nearest), None)
     if to is None:
@@ -149,7 +149,7 @@ def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None
     file = request.profile or ""
     return flushed_plan(
         ranges_in(file),
-        section.in_force.plan,
+        section.current.plan,
         to,
         request.said.reduction or "mean",
         scale=request.scale,

@@ -16,7 +16,7 @@ from ampdoctor.diagnosis.replay.nonfinite import (
     STATE,
     batch_is_at_fault,
     batch_may_be_at_fault,
-    excess_binades,
+    log2_over_limit,
 )
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Cause, Prescription
@@ -26,7 +26,7 @@ from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.op_overrides import How, Intervention, OwnOps, UserLine, address_of
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.changes import rescaled
-from ampdoctor.workflows.repairs import put_right, repair
+from ampdoctor.workflows.repairs import fix_scaler_misuse, repair
 from ampdoctor.workflows.trials import SHOWN, first_cure
 
 if TYPE_CHECKING:
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.trials import Trials
 
 
-# -- interventions: changes that only the user's code can make, tried at the line of a birth --
+# -- interventions: changes that only the user's code can make, tried at the line of an origin --
 
 FP32_MAX = FORMATS["fp32"].max
 Way = tuple[How, Sequence[UserLine]]
 """What is changed, and where."""
 
 
-def intervene(births: Sequence[NonFiniteOrigin], trials: Trials, *, first_only: bool = False) -> Prescription:
-    """Try changes at the lines of all births until a replay cures, or only one change with `first_only`."""
-    address = address_of(births[0])
+def intervene(origins: Sequence[NonFiniteOrigin], trials: Trials, *, first_only: bool = False) -> Prescription:
+    """Try changes at the lines of all origins until a replay cures, or only one change with `first_only`."""
+    address = address_of(origins[0])
     if address is None:
         return Prescription(
             kind="code",
@@ -54,9 +54,9 @@ def intervene(births: Sequence[NonFiniteOrigin], trials: Trials, *, first_only: 
             detail="change the op",
             reason="no line of the user's code runs the op, so nothing can be put in its place",
         )
-    addresses = [a for a in map(address_of, births) if a is not None]
-    lost_at = _lost_at(births[0])
-    ways: list[Way] = [(how, addresses) for how in _ways(births[0])]
+    addresses = [a for a in map(address_of, origins) if a is not None]
+    lost_at = _lost_at(origins[0])
+    ways: list[Way] = [(how, addresses) for how in _ways(origins[0])]
     ways += [("line_fp32", [lost_at, *addresses])] if lost_at is not None else []
     return intervene_at(ways[:1] if first_only else ways, trials)
 
@@ -71,26 +71,26 @@ def intervene_at(ways: Sequence[Way], trials: Trials) -> Prescription:
     return tried[0]
 
 
-def _ways(birth: NonFiniteOrigin) -> tuple[How, ...]:
+def _ways(origin: NonFiniteOrigin) -> tuple[How, ...]:
     """Returns what may help, likeliest first, from the op's recomputation in float64 on the same inputs."""
-    verdict = birth.recomputed
-    if any(stats.dtype.startswith("float8") for stats in birth.outputs):
+    verdict = origin.recomputed
+    if any(stats.dtype.startswith("float8") for stats in origin.outputs):
         return ("guard", "fp32")  # the cast to FP8 is intended: its input must be kept in range
     if verdict is not None and not verdict.finite:
         return ("guard", "line_fp32", "line_guard")
     if verdict is not None and verdict.amax > FP32_MAX:
         return ("fp64", "line_fp64", "guard")
-    if birth.where.phase == "backward":
+    if origin.where.phase == "backward":
         return ("line_fp32", "fp32", "guard")  # the derivative must stay in fp32 until it has left the line
     return ("fp32", "line_fp32", "guard")
 
 
-def _lost_at(birth: NonFiniteOrigin) -> UserLine | None:
-    """Returns the line whose narrow format lost what the birth needs, if it is another line."""
-    operand = birth.operand
+def _lost_at(origin: NonFiniteOrigin) -> UserLine | None:
+    """Returns the line whose narrow format lost what the origin needs, if it is another line."""
+    operand = origin.operand
     if operand is None or operand.made_by not in LOST or operand.op is None:
         return None
-    if operand.source is None or operand.source in (birth.where.source, birth.where.forward_source):
+    if operand.source is None or operand.source in (origin.where.source, origin.where.forward_source):
         return None
     return UserLine(operand.source, operand.op.removeprefix("aten."))
 
@@ -147,10 +147,10 @@ AROUND = "a way around, which runs another kernel and proves no cause"
 """Said of another format where a kernel is at fault."""
 
 
-def other_kernels(birth: NonFiniteOrigin, trials: Trials, session: Session) -> Iterator[Prescription]:
+def other_kernels(origin: NonFiniteOrigin, trials: Trials, session: Session) -> Iterator[Prescription]:
     """Try torch's other kernels for the op, on the device of the replay."""
-    foreign = not birth.kernel.startswith("aten.")  # a library's operator may stand behind any of torch's functions
-    if foreign or "attention" in birth.kernel or "attention" in (birth.where.op or ""):
+    foreign = not origin.kernel.startswith("aten.")  # a library's operator may stand behind any of torch's functions
+    if foreign or "attention" in origin.kernel or "attention" in (origin.where.op or ""):
         words = "torch's own attention: with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): around the step"
         yield trials.attempt("code", words, _attention, words, stands_in=True)
     if session.device.type == "cuda":
@@ -208,39 +208,39 @@ MOST_SCALES = 8
 
 
 def prescribe(
-    birth: NonFiniteOrigin, cause: Cause, trials: Trials, session: Session, *, others: Sequence[NonFiniteOrigin] = ()
+    origin: NonFiniteOrigin, cause: Cause, trials: Trials, session: Session, *, others: Sequence[NonFiniteOrigin] = ()
 ) -> Prescription:
     """Returns the first candidate that a replay verifies, or else an intervention in the user's code.
 
-    `others` are independent births of the same step.
+    `others` are independent origins of the same step.
     """
-    births = (birth, *others)
-    if birth.origin == "grad":
-        return put_right(birth.where.op or "", trials, session)
-    cure = first_cure(_candidates(births, cause, trials, session))
+    origins = (origin, *others)
+    if origin.came_from == "grad":
+        return fix_scaler_misuse(origin.where.op or "", trials, session)
+    cure = first_cure(_candidates(origins, cause, trials, session))
     if cure is None or cure.status not in SHOWN:
-        return _in_code(births, cause, trials, session, cure)
-    return replace(cure, alternatives=(*cure.alternatives, *_beside(births, cure, trials, session)))
+        return _in_code(origins, cause, trials, session, cure)
+    return replace(cure, alternatives=(*cure.alternatives, *_beside(origins, cure, trials, session)))
 
 
 def _in_code(
-    births: Sequence[NonFiniteOrigin], cause: Cause, trials: Trials, session: Session, failed: Prescription | None
+    origins: Sequence[NonFiniteOrigin], cause: Cause, trials: Trials, session: Session, failed: Prescription | None
 ) -> Prescription:
     """Returns a change of the user's own code; else fp32 or a skipped batch where that helps; else advice in words."""
-    birth = births[0]
+    origin = origins[0]
     tried = (replace(failed, alternatives=()), *failed.alternatives) if failed is not None else ()
-    if birth.origin in STATE:
-        code = repair([b.where for b in births if b.origin in STATE], trials)
+    if origin.came_from in STATE:
+        code = repair([b.where for b in origins if b.came_from in STATE], trials)
     else:
-        code = intervene(births, trials)
+        code = intervene(origins, trials)
     if code.status == "intervention":
         return replace(code, alternatives=tried)
     fails_anyway = trials.reference() is None and trials.unable is None
     last: Prescription | None = None
     if cause in _PRECISIONS_OWN and trials.reference() is not None:
         last = trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "train in fp32")
-    elif cause == "invalid_op" and fails_anyway and batch_may_be_at_fault(birth) and not batch_is_at_fault(birth):
-        last = _without_the_batch(birth, trials, session)
+    elif cause == "invalid_op" and fails_anyway and batch_may_be_at_fault(origin) and not batch_is_at_fault(origin):
+        last = _without_the_batch(origin, trials, session)
     if last is not None and last.verified:
         return replace(last, alternatives=(*tried, code))
     advice = FP32_FAILS if fails_anyway and cause != "bad_data" else HELP[cause]
@@ -248,7 +248,7 @@ def _in_code(
 
 
 def _beside(
-    births: Sequence[NonFiniteOrigin], cure: Prescription, trials: Trials, session: Session
+    origins: Sequence[NonFiniteOrigin], cure: Prescription, trials: Trials, session: Session
 ) -> Iterator[Prescription]:
     """Yields alternatives to a verified change, if they cost little to try.
 
@@ -256,17 +256,17 @@ def _beside(
     several modules in fp32: bf16 for all. For a module in fp32: the run without this batch, whose replay takes only the
     steps after it.
     """
-    birth = births[0]
+    origin = origins[0]
     if cure.kind == "fp32_modules" and len(cure.value) > 1 and session.precision.compute == "fp16":
         yield _in_bf16(trials, session)
-    if cure.kind == "dtype" and not birth.where.module:
-        yield intervene(births, trials, first_only=True)
-    if cure.kind == "fp32_modules" and birth.where.phase == "forward" and (birth.where.step or 0) > 0:
-        yield _without_the_batch(birth, trials, session)
+    if cure.kind == "dtype" and not origin.where.module:
+        yield intervene(origins, trials, first_only=True)
+    if cure.kind == "fp32_modules" and origin.where.phase == "forward" and (origin.where.step or 0) > 0:
+        yield _without_the_batch(origin, trials, session)
 
 
 def scale_cure(
-    birth: NonFiniteOrigin, trials: Trials, session: Session, used: float | None = None
+    origin: NonFiniteOrigin, trials: Trials, session: Session, used: float | None = None
 ) -> Prescription | None:
     """Try lower loss scales, from the one that removes the overflow down to 1; None if no scaler is enabled.
 
@@ -281,7 +281,7 @@ def scale_cure(
     scale = abs(scale)  # GradScaler accepts a negative scale, which overflows just as soon
     if not 0.0 < scale < math.inf:
         return None
-    excess = excess_binades(birth) or 1.0
+    excess = log2_over_limit(origin) or 1.0
     wanted = 2.0 ** math.floor(math.log2(scale) - excess)
     # other gradients of the step may be larger than the first that overflowed: go on by factors of 4
     candidates = [s for s in (wanted / 4**i for i in range(8)) if s > 1.0] + [1.0]
@@ -330,24 +330,24 @@ def underflow_cures(trials: Trials, session: Session, *, scales: bool) -> Iterat
 
 
 def _candidates(  # noqa: C901 - one row for each cause
-    births: Sequence[NonFiniteOrigin], cause: Cause, trials: Trials, session: Session
+    origins: Sequence[NonFiniteOrigin], cause: Cause, trials: Trials, session: Session
 ) -> Iterator[Prescription]:
-    birth = births[0]
+    origin = origins[0]
     compute = session.precision.compute
     if cause == "kernel_defect":
-        yield from other_kernels(birth, trials, session)
-        yield from around(_other_formats(births, trials, session))
+        yield from other_kernels(origin, trials, session)
+        yield from around(_other_formats(origins, trials, session))
         return
     if cause == "bad_data":
-        if birth.origin == "op" and birth.where.module and trials.reference() is not None:
-            yield from modules_in_fp32(births, trials)  # a cast that fp32 avoids
-        yield _without_the_batch(birth, trials, session)
+        if origin.came_from == "op" and origin.where.module and trials.reference() is not None:
+            yield from modules_in_fp32(origins, trials)  # a cast that fp32 avoids
+        yield _without_the_batch(origin, trials, session)
         return
     if cause == "optimizer_precision":
         if change.mostly_frozen(session):
             words = change.TRAINED_IN_FP32
             yield trials.attempt("code", words, change.trained_in_fp32, words, stands_in=True)
-        if not birth.after_backward:
+        if not origin.after_backward:
             yield trials.attempt(
                 "optimizer",
                 {"eps": EPSILON},
@@ -357,33 +357,33 @@ def _candidates(  # noqa: C901 - one row for each cause
         yield trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "fp32 weights and optimizer state")
         return
     if cause == "backward_overflow" and compute == "fp16" and not session.events.enabled:
-        yield from _scales_by_hand(birth, trials)
+        yield from _scales_by_hand(origin, trials)
     wide_fails = cause == "invalid_op" and trials.reference() is None and trials.unable is None
-    if not wide_fails and cause in ("forward_overflow", "backward_overflow", "invalid_op") and birth.where.module:
-        yield from modules_in_fp32(births, trials)
+    if not wide_fails and cause in ("forward_overflow", "backward_overflow", "invalid_op") and origin.where.module:
+        yield from modules_in_fp32(origins, trials)
     if not wide_fails and compute == "fp16" and cause != "bad_checkpoint":
         yield _in_bf16(trials, session)
-    if cause == "invalid_op" and batch_is_at_fault(birth) and trials.reference() is None:
-        yield _without_the_batch(birth, trials, session)
+    if cause == "invalid_op" and batch_is_at_fault(origin) and trials.reference() is None:
+        yield _without_the_batch(origin, trials, session)
 
 
-def _other_formats(births: Sequence[NonFiniteOrigin], trials: Trials, session: Session) -> Iterator[Prescription]:
+def _other_formats(origins: Sequence[NonFiniteOrigin], trials: Trials, session: Session) -> Iterator[Prescription]:
     """Try formats in which the same arithmetic runs through another kernel."""
     if trials.reference() is None:
         return
-    if births[0].where.module:
-        yield from modules_in_fp32(births, trials)
+    if origins[0].where.module:
+        yield from modules_in_fp32(origins, trials)
     if session.precision.compute == "fp16":
         yield _in_bf16(trials, session)
     yield trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "train in fp32")
 
 
-def _scales_by_hand(birth: NonFiniteOrigin, trials: Trials) -> Iterator[Prescription]:
+def _scales_by_hand(origin: NonFiniteOrigin, trials: Trials) -> Iterator[Prescription]:
     trials.reference()
     own = trials.by_hand
     if not (math.isfinite(own) and own >= 2.0):
         return
-    first = math.floor(excess_binades(birth) or 0.0) + 1
+    first = math.floor(log2_over_limit(origin) or 0.0) + 1
     for binades in range(first, first + 2 * MOST_SCALES, 2):
         scale = own / 2.0**binades
         if scale < 1.0:
@@ -393,8 +393,8 @@ def _scales_by_hand(birth: NonFiniteOrigin, trials: Trials) -> Iterator[Prescrip
         )
 
 
-def modules_in_fp32(births: Sequence[NonFiniteOrigin], trials: Trials) -> Iterator[Prescription]:
-    """Try fp32 for the culprit's module, then for the modules of all births, then for the smallest set that cures."""
+def modules_in_fp32(origins: Sequence[NonFiniteOrigin], trials: Trials) -> Iterator[Prescription]:
+    """Try fp32 for the culprit's module, then for the modules of all origins, then for the smallest set that cures."""
     ran = OwnOps()
     known: dict[frozenset[str], Prescription] = {}
 
@@ -408,12 +408,12 @@ def modules_in_fp32(births: Sequence[NonFiniteOrigin], trials: Trials) -> Iterat
             known[frozenset(names)] = tried
         return tried
 
-    yield attempt([births[0].where.module], watch=ran)
-    if any(not birth.where.module for birth in births):
-        return  # one of the births lies outside every module
-    if known[frozenset([births[0].where.module])].status == "not_run":
+    yield attempt([origins[0].where.module], watch=ran)
+    if any(not origin.where.module for origin in origins):
+        return  # one of the origins lies outside every module
+    if known[frozenset([origins[0].where.module])].status == "not_run":
         return
-    together = list(dict.fromkeys(birth.where.module for birth in births))
+    together = list(dict.fromkeys(origin.where.module for origin in origins))
     elements = [*ran.modules, *(name for name in together if name not in ran.modules)]
     found = smallest_set(
         elements, lambda names: attempt(_ordered(elements, names)).verified, given=together, limit=MOST_TRIALS
@@ -444,9 +444,9 @@ def _in_bf16(trials: Trials, session: Session) -> Prescription:
     return trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), detail)
 
 
-def _without_the_batch(birth: NonFiniteOrigin, trials: Trials, session: Session) -> Prescription:
-    step = birth.where.step or 0
-    batch = step * session.batches_per_step + birth.where.micro_batch
+def _without_the_batch(origin: NonFiniteOrigin, trials: Trials, session: Session) -> Prescription:
+    step = origin.where.step or 0
+    batch = step * session.batches_per_step + origin.where.micro_batch
     of = "" if session.batches_per_step == 1 else f" (the replay left out all of step {step})"
     return trials.attempt("skip_batch", batch, change.no_change, f"leave out batch {batch}{of}", from_step=step + 1)
 

@@ -168,7 +168,7 @@ def _hooked_first(parameter: torch.Tensor, hook: Callable[[torch.Tensor], torch.
     return handle
 
 
-def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool = False) -> Prescription:
+def fix_scaler_misuse(misuse: str, trials: Trials, session: Session, *, overflowed: bool = False) -> Prescription:
     """Returns the prescription for a misuse of the scaler, after a replay of the corrected step.
 
     `misuse` is the finding's `where.op`, a key of `MISUSE_ADVICE`. `overflowed`: gradients overflowed under the scale,

@@ -18,7 +18,7 @@ from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import ReferenceGradients, Zeroed, ZeroedProbe
 from ampdoctor.workflows.changes import Change, no_change
-from ampdoctor.workflows.measure import comes_back, harms, is_far, not_compared, spread
+from ampdoctor.workflows.measure import comes_back, harmful, is_far, not_compared, spread
 from ampdoctor.workflows.trials import AGREEMENT, replayed
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class _Watch:
         self._ours = run.step is None and run.max_grad_norm is None and not session.masters
         """The optimizer gets the backward's gradients unchanged: no clipping, and no step of the user's own."""
         self._times: Mapping[str, int] = {}
-        self._sentinel = NonFiniteProbe()
+        self._nonfinite_probe = NonFiniteProbe()
         self._outcomes: list[StepOutcome] = []
         self._harmed: tuple[str, int] | None = None
         self._lost: int | None = None
@@ -179,13 +179,13 @@ class _Watch:
 
     def run(self, steps: int) -> None:
         """Run step by step, up to the first harmed one."""
-        sentinel = self._sentinel
-        with self._session.watched(sentinel):
+        nonfinite_probe = self._nonfinite_probe
+        with self._session.watched(nonfinite_probe):
             for step in range(steps):
-                outcome, norm, sinks = self._step(step)
+                outcome, norm, affected = self._step(step)
                 self._outcomes.append(outcome)
-                self._rows.append(replace(replayed(outcome, sinks), gradient_norm=norm))
-                seen = harms(sinks)
+                self._rows.append(replace(replayed(outcome, affected), gradient_norm=norm))
+                seen = harmful(affected)
                 used = bool(outcome.optimizer_steps) or outcome.skipped or not self._session.optimizers
                 nowhere = outcome.skipped or outcome.guarded or not used  # no optimizer got the gradients
                 harm = [s for s in seen if not (nowhere and s.startswith("grad:"))]
@@ -197,18 +197,18 @@ class _Watch:
                     return
 
     def _step(self, step: int) -> tuple[StepOutcome, float | None, tuple[str, ...]]:
-        """Returns the outcome, for a compared step the norm of the gradients that the optimizer got, and the sinks."""
+        """Returns the outcome, for a compared step the norm of the optimizer's gradients, and what is non-finite."""
         session = self._session
         if step not in self._compare:
-            return session.step(step), None, self._sentinel.sightings.sinks
+            return session.step(step), None, self._nonfinite_probe.report.affected
         before, reference, received = self._reference(step)
         zeroed, probe = ZeroedProbe(reference), DistanceProbe(received, self._times)
         with session.watched(zeroed, probe):
             outcome = session.step(step)
-        sinks = self._sentinel.sightings.sinks
+        affected = self._nonfinite_probe.report.affected
         self._compared_with(reference, step, before, zeroed.zeroed, outcome)
         handed = received and (outcome.optimizer_steps or not session.optimizers)
-        return outcome, math.sqrt(probe.distance.norm) if handed else None, sinks
+        return outcome, math.sqrt(probe.distance.norm) if handed else None, affected
 
     def _compared_with(
         self, reference: ReferenceGradients, step: int, before: Snapshot, found: Zeroed, outcome: StepOutcome
@@ -251,7 +251,7 @@ class _Watch:
         here.restore()
         received = reference.received(session) if self._ours else gradients.gradients
         self._times = gradients.times
-        self._references.append(replayed(wide, self._sentinel.sightings.sinks, received))
+        self._references.append(replayed(wide, self._nonfinite_probe.report.affected, received))
         return here, reference, received
 
     def _add(self, step: int, zeroed: Zeroed) -> None:

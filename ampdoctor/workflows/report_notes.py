@@ -63,10 +63,10 @@ def headroom_check(
     beside = "" if layers else f"; {option} {_GRADIENTS_ONLY}"
     yield Check(
         name=TIGHTEST_HEADROOM,
-        result=f"a factor of {2.0**tightest.binades:.3g}: {what}{scaled} reaches {tightest.amax:.4g} in step "
+        result=f"a factor of {2.0**tightest.log2:.3g}: {what}{scaled} reaches {tightest.amax:.4g} in step "
         f"{tightest.step}, and {tightest.format} ends at {tightest.limit:.5g}{beside}",
         headroom={
-            "binades": tightest.binades,
+            "log2": tightest.log2,
             "module": tightest.module,
             "phase": "backward" if gradient else "forward",
             "tensor": tightest.kind,
@@ -283,32 +283,32 @@ def _function(run: TrainingRun) -> str:
     return what if source is None else f"{what} at {source.file}:{source.line}"
 
 
-# -- section `path`: how a birth came about, and through which modules its values did harm --
+# -- section `path`: how an origin came about, and through which modules its values did harm --
 
 MOST_CARRIERS = 200
 """Maximum number of carriers that are shown; of a longer way, the first and the last half."""
 
 
-def path_section(birth: NonFiniteOrigin, fingerprint: str, types: Mapping[str, str]) -> PathSection:
-    """Returns the way of one birth as the report shows it; `types` has each module's class name.
+def path_section(origin: NonFiniteOrigin, fingerprint: str, types: Mapping[str, str]) -> PathSection:
+    """Returns the way of one origin as the report shows it; `types` has each module's class name.
 
-    The nodes are in the order of the ops: what fed the birth, the birth, carriers, the first sink of each kind.
+    The nodes are in the order of the ops: what fed the origin, the origin, carriers, the first target of each kind.
     """
-    way = birth.way
+    way = origin.way
     half = MOST_CARRIERS // 2
     long = len(way.carriers) > MOST_CARRIERS
     shown = (*way.carriers[:half], *way.carriers[-half:]) if long else way.carriers
     nodes = (
         *(_node("before", passage, types) for passage in way.before),
-        _node("birth", _as_passage(birth), types),
+        _node("origin", _as_passage(origin), types),
         *(_node("carrier", passage, types) for passage in shown),
-        *(_node("harm", passage, types) for passage in way.harms),
+        *(_node("affected", passage, types) for passage in way.affected),
     )
     return PathSection(
         fingerprint=fingerprint,
-        step=birth.where.step or 0,
+        step=origin.where.step or 0,
         nodes=nodes,
-        sinks=tuple(birth.harms),
+        affected=tuple(origin.affected),
         omitted=way.omitted + len(way.carriers) - len(shown),
     )
 
@@ -318,16 +318,16 @@ def module_types(model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, 
     return {names.get(name, name): type(module).__name__ for name, module in model.named_modules()}
 
 
-def _as_passage(birth: NonFiniteOrigin) -> PathOp:
-    """Returns a birth's first non-finite result, beside its largest input."""
-    outputs: Iterator[Any] = (stats for stats in birth.outputs if stats.nans or stats.infs)
+def _as_passage(origin: NonFiniteOrigin) -> PathOp:
+    """Returns an origin's first non-finite result, beside its largest input."""
+    outputs: Iterator[Any] = (stats for stats in origin.outputs if stats.nans or stats.infs)
     made = next(outputs, None)
     return PathOp(
-        order=birth.order,
-        where=birth.where,
+        order=origin.order,
+        where=origin.where,
         dtype=made.dtype if made is not None else "",
         shape=made.shape if made is not None else (),
-        input_amax=max((stats.amax for stats in birth.inputs), default=None),
+        input_amax=max((stats.amax for stats in origin.inputs), default=None),
         amax=made.amax if made is not None else None,
         nans=made.nans if made is not None else 0,
         infs=made.infs if made is not None else 0,

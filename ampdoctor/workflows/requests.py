@@ -78,7 +78,7 @@ def keep_all(report: Report) -> Report:
     return report
 
 
-def set_all_aside(report: Report) -> Report:
+def suppress_all(report: Report) -> Report:
     """Set everything aside, so that a search finds all there is."""
     aside = (Suppressed(finding=finding, by="baseline", reason="") for finding in report.findings)
     return replace(report, findings=(), suppressed=(*report.suppressed, *aside))

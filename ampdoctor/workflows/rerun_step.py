@@ -94,19 +94,19 @@ class StepRerun:
             raise AssertionError("a finished step leaves a trace")
         return tracer.trace
 
-    def jolted(self, dtype: torch.dtype) -> DistanceProbe:
+    def perturbed_weights(self, dtype: torch.dtype) -> DistanceProbe:
         """Returns how far the gradients in fp32 move when each weight moves by its rounding in `dtype`.
 
         Raises AmpdoctorError where the step cannot run so.
         """
         beside = self.gradients(fp32=True)
-        self.run(beside, fp32=True, change=changes.jolted(dtype))
+        self.run(beside, fp32=True, change=changes.perturbed_weights(dtype))
         return beside
 
     def noise(self) -> frozenset[str]:
         """Returns the parameters whose fp32 gradient changes with the weights' last bits."""
         try:
-            apart = self.jolted(torch.float32).distances
+            apart = self.perturbed_weights(torch.float32).distances
         except AmpdoctorError:
             return frozenset()
         return frozenset(name for name, one in apart.items() if not one.relative <= NOISE)

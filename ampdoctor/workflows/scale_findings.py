@@ -93,7 +93,7 @@ def judge(
 ) -> Judgement:
     """Add the findings. What no loss scale cures comes first, and then the scale is not mentioned."""
     trial = _Trial(advice, judgement, replays)
-    if advice.now.poisoned:
+    if advice.now.inf_in_weights:
         found = unusable_scale_finding(
             advice.current.scale, trial.scaler(), reached=DEAD_SCALE < advice.current.scale < math.inf
         )
@@ -115,9 +115,15 @@ def judge(
     if advice.large:
         findings.append(forward_range(advice.large, trial.islands()))
     choice = advice.choice
-    if choice.unserved:
+    if choice.modules_not_covered:
         findings.append(
-            no_common_scale(choice.unserved, choice.share, choice.settings.scale, trial.stabbed(), thresholds)
+            no_common_scale(
+                choice.modules_not_covered,
+                choice.share,
+                choice.settings.scale,
+                trial.modules_no_scale_fits(),
+                thresholds,
+            )
         )
     return replace(judgement, findings=findings)
 
@@ -270,7 +276,7 @@ class _Trial:
     def _islands(self, names: list[str]) -> Prescription:
         return self._try("fp32_modules", names, fp32_modules(names), f"run {', '.join(names)} in fp32")
 
-    def stabbed(self) -> Prescription:
+    def modules_no_scale_fits(self) -> Prescription:
         """fp32 for the modules that no scale fits, as replayed with the scaler; bf16 if they are many."""
         choice = self._advice.choice
         if not choice.fp32_modules:

@@ -136,7 +136,7 @@ def _checks(change: CheckpointChange, findings: Sequence[Finding], growth: _Grow
         yield Check(
             name="range growth",
             result="found" if "AMP710" in codes else _heading(growth[0]),
-            headroom={"binades": growth[0].binades, **({} if met is None else {"meets_at": met})},
+            headroom={"log2": growth[0].log2_growth, **({} if met is None else {"meets_at": met})},
         )
     elif weights:
         yield Check(
@@ -157,14 +157,14 @@ def _growth(change: CheckpointChange, thresholds: Thresholds) -> _Growth:
     rows = []
     steps = change.steps
     for t, before, now in grown_beyond_start(change, thresholds):
-        binades = math.log2(now) - math.log2(before)
-        intervals = max(math.log2(FP16_MAX) - math.log2(now), 0.0) / binades
+        log2_growth = math.log2(now) - math.log2(before)
+        intervals = max(math.log2(FP16_MAX) - math.log2(now), 0.0) / log2_growth
         rows.append(
             TensorGrowth(
                 tensor=t.address,
                 old_amax=before,
                 amax=now,
-                binades=binades,
+                log2_growth=log2_growth,
                 intervals=intervals,
                 meets_at=(change.new_step or 0) + intervals * steps if steps is not None and steps > 0 else None,
             )

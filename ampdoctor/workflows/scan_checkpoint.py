@@ -192,7 +192,7 @@ def _structure(checkpoint: Checkpoint) -> StructureSection:
         },
         optimizers=tuple(_optimizers(checkpoint)),
         scalers=tuple({"key": s.key, "file": s.file, **scaler_numbers(s)} for s in checkpoint.scalers),
-        foreign=tuple(checkpoint.foreign),
+        unsafe_globals=tuple(checkpoint.unsafe_globals),
         log=_log(checkpoint),
     )
 

@@ -206,7 +206,7 @@ class ReferencePass:
     deterministic: bool = True  # each step that was run again was the same bit by bit
     steps: int = 0  # number of compared steps
     held: int = 0  # steps at the end that the user's own gradient check skips and fp32 takes
-    births: Mapping[str, NonFiniteOrigin] = field(default_factory=dict)  # by the finding's fingerprint
+    origins: Mapping[str, NonFiniteOrigin] = field(default_factory=dict)  # by the finding's fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,14 +254,14 @@ class ComparisonSummary:
     known: Known = field(default_factory=Known)
     compared: list[Comparison] = field(default_factory=list)  # those whose gradient is not negligible
     _all: list[Comparison] = field(default_factory=list)
-    _births: dict[str, NonFiniteOrigin] = field(default_factory=dict)
+    _origins: dict[str, NonFiniteOrigin] = field(default_factory=dict)
     _chaotic: int = 0
     _doubt: Finding | None = None
     _held: int = 0
 
-    def rests_on(self, finding: Finding, birth: NonFiniteOrigin) -> Finding:
-        """Remember the birth that a finding is about; returns the finding."""
-        self._births[finding.fingerprint] = birth
+    def rests_on(self, finding: Finding, origin: NonFiniteOrigin) -> Finding:
+        """Remember the origin that a finding is about; returns the finding."""
+        self._origins[finding.fingerprint] = origin
         return finding
 
     def holds_back(self, beside: StepComparison) -> None:
@@ -307,7 +307,7 @@ class ComparisonSummary:
             skipped=skipped,
             steps=steps,
             held=self._held,
-            births=self._births,
+            origins=self._origins,
         )
 
     @property
@@ -395,7 +395,7 @@ class Fp32Step:
 
 
 def beside_fp32(
-    session: Session, before: Snapshot, step: int, sentinel: NonFiniteProbe
+    session: Session, before: Snapshot, step: int, nonfinite_probe: NonFiniteProbe
 ) -> tuple[StepOutcome, StepComparison]:
     """Run a step in fp32 and then as it is, each from the state `before` it, where the session stands.
 
@@ -410,26 +410,28 @@ def beside_fp32(
         raised = StepComparison(cut=f"from step {step} on the run cannot be replayed in fp32: {error}", raises=True)
     finally:
         before.restore()
-    with session.watched(sentinel, *([] if wide is None else [wide.probe])):
+    with session.watched(nonfinite_probe, *([] if wide is None else [wide.probe])):
         outcome = session.attempt(step)
     if wide is None or outcome.raised is not None:
         return outcome, raised
-    return outcome, _side_by_side(session, outcome, wide, sentinel)
+    return outcome, _side_by_side(session, outcome, wide, nonfinite_probe)
 
 
-def _side_by_side(session: Session, outcome: StepOutcome, wide: Fp32Step, sentinel: NonFiniteProbe) -> StepComparison:
+def _side_by_side(
+    session: Session, outcome: StepOutcome, wide: Fp32Step, nonfinite_probe: NonFiniteProbe
+) -> StepComparison:
     """Returns the step that has just run after its twin in fp32, beside it."""
-    sinks, own, updates = sentinel.sightings.sinks, outcome.optimizer_steps, wide.outcome.optimizer_steps
+    affected, own, updates = nonfinite_probe.report.affected, outcome.optimizer_steps, wide.outcome.optimizer_steps
     if outcome.loses_updates:
         return StepComparison()
-    if own < updates and any(sink.startswith("grad:") for sink in sinks):
+    if own < updates and any(target.startswith("grad:") for target in affected):
         return StepComparison(held=True)
     if not wide.finite:
         return StepComparison(only_fp32_fails=True)
     if own != updates:
         said = f"step {outcome.step} makes {own} updates, and in fp32 {updates}: the loop's code decides so"
         return StepComparison(cut=said)
-    row = replace(replayed(outcome, sinks), gradient_norm=math.sqrt(wide.probe.distance.norm))
+    row = replace(replayed(outcome, affected), gradient_norm=math.sqrt(wide.probe.distance.norm))
     return StepComparison(wide.compared(session, outcome), row)
 
 
@@ -453,7 +455,7 @@ def _beside(apart: Mapping[str, Distance], before: State, here: State, there: St
             moved=int((done != 0).sum()),
             meant_to_move=int(moves.sum()),
             stalled=int((moves & (done == 0)).sum()),
-            beneath=int((moves & (meant.abs() <= half_units)).sum()),
+            below_half_ulp=int((moves & (meant.abs() <= half_units)).sum()),
             update=float(done.norm()),
             expected_update=float(meant.norm()),
             rounding=float(half_units.norm()),

@@ -17,7 +17,7 @@ from ampdoctor.numerics.tensors import blocks, squares, together
 from ampdoctor.probes.gradients import GradientProbe, distances, relative_error
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.workflows.changes import both, jolted, loss_scale, no_change, noted_roots
+from ampdoctor.workflows.changes import both, loss_scale, no_change, noted_roots, perturbed_weights
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Finding
@@ -42,15 +42,15 @@ _ONE_STEP = (
 )
 
 
-def replayed(outcome: StepOutcome, sinks: Sequence[str], gradients: Gradients | None = None) -> ReplayedStep:
-    """Returns a step's numbers for a proof; `sinks` names its non-finite values."""
+def replayed(outcome: StepOutcome, affected: Sequence[str], gradients: Gradients | None = None) -> ReplayedStep:
+    """Returns a step's numbers for a proof; `affected` names its non-finite values."""
     return ReplayedStep(
         step=outcome.step,
         loss=outcome.loss,
         scale=outcome.scale_before,
         gradient_norm=_norm(gradients) if gradients else None,
         skipped=outcome.skipped,
-        finite=not sinks,
+        finite=not affected,
     )
 
 
@@ -229,17 +229,17 @@ class Trials:
 
     def _wide_from(self, start: Snapshot, steps: range) -> tuple[list[float | None], bool]:
         """Returns the losses of steps in fp32 up to the first non-finite one, and whether all are finite."""
-        session, sentinel = self.session, NonFiniteProbe(locate=False)
+        session, nonfinite_probe = self.session, NonFiniteProbe(locate=False)
         losses: list[float | None] = []
         start.restore()
         try:
-            with session.reference(), session.watched(sentinel):
+            with session.reference(), session.watched(nonfinite_probe):
                 for step in steps:
                     if not session.has_step(step):
                         break
                     outcome = session.step(step)
                     losses.append(outcome.loss)
-                    if not _is_finite(outcome, sentinel):
+                    if not _is_finite(outcome, nonfinite_probe):
                         return losses, False
         finally:
             self.snapshot.restore()
@@ -300,15 +300,15 @@ class Trials:
         if begun is None:
             return None
         start, skipped = begun
-        session, sentinel = self.session, NonFiniteProbe(locate=False)
+        session, nonfinite_probe = self.session, NonFiniteProbe(locate=False)
         start.restore()
         try:
-            with change(session), session.watched(sentinel):
+            with change(session), session.watched(nonfinite_probe):
                 for step in range(self.begin, self.step):
                     outcome = session.step(step)
-                    self._changed[step] = replayed(outcome, sentinel.sightings.sinks)
-                    if sentinel.sightings.sinks and not outcome.skipped:
-                        return f"step {step}, which was well, becomes non-finite ({sentinel.sightings.sinks[0]})"
+                    self._changed[step] = replayed(outcome, nonfinite_probe.report.affected)
+                    if nonfinite_probe.report.affected and not outcome.skipped:
+                        return f"step {step}, which was well, becomes non-finite ({nonfinite_probe.report.affected[0]})"
                     if outcome.skipped and step not in skipped:
                         return f"the scaler skips step {step}, which it did not"
         except AmpdoctorError as error:
@@ -320,9 +320,9 @@ class Trials:
     def _run(self, session: Session, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
         """Run the steps with the change; returns what is wrong with them, and the bad step's gradients."""
         got: Gradients = {}
-        sentinel, gradients = NonFiniteProbe(), GradientProbe()
+        nonfinite_probe, gradients = NonFiniteProbe(), GradientProbe()
         self._too_high = None
-        with session.watched(sentinel, gradients):
+        with session.watched(nonfinite_probe, gradients):
             if self.silent is not None and session.has_step(first):
                 still = self._departing(session, self.silent, first)
                 if still is not None:
@@ -332,12 +332,12 @@ class Trials:
                     break
                 self.replays += step == self.step
                 outcome = session.step(step)
-                self._changed[step] = replayed(outcome, sentinel.sightings.sinks, gradients.gradients)
+                self._changed[step] = replayed(outcome, nonfinite_probe.report.affected, gradients.gradients)
                 lost = outcome.loses_updates
-                if lost and all(sink.startswith("grad:") for sink in sentinel.sightings.sinks):
+                if lost and all(target.startswith("grad:") for target in nonfinite_probe.report.affected):
                     self._too_high = outcome.scale_before
-                if outcome.harms(sentinel.sightings.sinks):
-                    return f"step {step} is still non-finite ({sentinel.sightings.sinks[0]})", got
+                if outcome.is_harmed_by(nonfinite_probe.report.affected):
+                    return f"step {step} is still non-finite ({nonfinite_probe.report.affected[0]})", got
                 if outcome.skipped:
                     return f"the scaler still skips step {step}", got
                 if step == self.step:
@@ -359,14 +359,14 @@ class Trials:
 
     def _in_fp32(self, change: Change) -> tuple[Gradients | None, str | None]:
         """Returns the bad step's gradients in fp32, None if they or the loss are not finite, and why it cannot run."""
-        sentinel, gradients = NonFiniteProbe(), GradientProbe()
+        nonfinite_probe, gradients = NonFiniteProbe(), GradientProbe()
         try:
             with (
                 self._at_the_step() as session,
                 session.reference(),
                 change(session),
                 noted_roots() as roots,
-                session.watched(sentinel, gradients),
+                session.watched(nonfinite_probe, gradients),
             ):
                 session.has_step(self.step)
                 outcome = session.step(self.step)
@@ -374,14 +374,14 @@ class Trials:
                     self.by_hand = roots[0] / outcome.loss
         except AmpdoctorError as error:
             return None, None if self._raises_the_same(error) else str(error)  # e.g. an asserted dtype, or memory
-        self._fp32 = (replayed(outcome, sentinel.sightings.sinks, gradients.gradients),)
-        return (dict(gradients.gradients) if _is_finite(outcome, sentinel) else None), None
+        self._fp32 = (replayed(outcome, nonfinite_probe.report.affected, gradients.gradients),)
+        return (dict(gradients.gradients) if _is_finite(outcome, nonfinite_probe) else None), None
 
     def _as_far_by_rounding(self, change: Change, got: Gradients, own: Gradients) -> bool:
         """Whether rounding each weight once moves the changed step's fp32 gradients as far as half precision does."""
         narrow = self.session.precision
         kept = self._fp32
-        moved = self._in_fp32(both(change, jolted(narrow.dtype)))[0] if narrow.reduced else None
+        moved = self._in_fp32(both(change, perturbed_weights(narrow.dtype)))[0] if narrow.reduced else None
         self._fp32 = kept
         return moved is not None and relative_error(got, own) <= relative_error(moved, own)
 
@@ -424,8 +424,8 @@ class Trials:
             self.snapshot.restore()
 
 
-def _is_finite(outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
-    return not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
+def _is_finite(outcome: StepOutcome, nonfinite_probe: NonFiniteProbe) -> bool:
+    return not nonfinite_probe.report.affected and (outcome.loss is None or math.isfinite(outcome.loss))
 
 
 def _kind(raised: str | None) -> str:

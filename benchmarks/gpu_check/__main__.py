@@ -3,8 +3,8 @@
 Run: python benchmarks/gpu_check [--part PART ...] [--device cuda:0] [--out FOLDER] [--quick]
 
 ops         the output dtype of each op under CUDA's autocast
-cases       birth and cause of the corpus's runs
-products    what half products and attention give birth to
+cases       origin and cause of the corpus's runs
+products    what half products and attention give origin to
 histograms  histograms and the non-finite check, bit for bit
 syncs       watching a step does not wait for the device
 overhead    what watching costs, as ratios

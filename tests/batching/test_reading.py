@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ampdoctor.batching.config_files import read_settings
-from ampdoctor.batching.plans import in_force
+from ampdoctor.batching.plans import current_plan
 from ampdoctor.errors import UsageError
 
 GPT = "micro_batch_size: 2\nglobal_batch_size: 128\nmodel_parallel: {tensor_model_parallel_size: 2, bf16: true}\n"
@@ -270,10 +270,10 @@ SHARED = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 2, "
 def test_split_batches_makes_the_batch_that_of_all_ranks(more):
     said = read_settings(json.dumps({**SHARED, **more}), "args.json")
     assert (said.global_batch, said.micro_batch, said.accumulation) == (64, None, 2)
-    plan, _ = in_force(said, 16, None)
+    plan, _ = current_plan(said, 16, None)
     assert (plan.micro_batch, plan.accumulation) == (2, 2)
     with pytest.raises(UsageError, match="64 samples over 5 data parallel ranks are not cut into 2 micro-batches"):
-        in_force(said, 5, None)
+        current_plan(said, 5, None)
 
 
 def test_without_split_batches_it_is_that_of_a_rank():

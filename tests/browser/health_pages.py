@@ -72,7 +72,7 @@ def health_run(
         curve("clipped_norm", np.minimum(norm, 1.0), 0.0),
         curve("loss_scale", scale, 0.0),
         curve("learning_rate", 6e-4 * np.minimum(at / 0.05, 0.5 * (1 + np.cos(np.pi * at))), 0.0),
-        curve("headroom_binades", np.where(broken, 0.4, 6.0) + 0.6 * draw.standard_normal(spans), 0.1),
+        curve("log2_headroom", np.where(broken, 0.4, 6.0) + 0.6 * draw.standard_normal(spans), 0.1),
         curve("step_seconds", seconds, 0.1),
         curve("data_seconds", data, 0.4),
         curve("samples_per_second", 512 / seconds, 0.05),
@@ -99,7 +99,7 @@ def health_run(
         grid("amax", norms / 7),
         grid("zero_share", np.clip(0.02 * noise + 0.3 * late, 0, 1)),
         grid("flushed_share", np.clip(1e-4 * noise * (1 + 3000 * late), 0, 1)),
-        grid("headroom_binades", 6 + 4 * depth - 8 * late + noise),
+        grid("log2_headroom", 6 + 4 * depth - 8 * late + noise),
         grid("update_ratio", 1e-3 * noise * (1 + 10 * late)),
     )
     return HealthRun(

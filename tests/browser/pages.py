@@ -172,17 +172,17 @@ BISECTED = Report(
         {
             "fingerprint": OVERFLOW.fingerprint,
             "step": 3,
-            "sinks": ["loss", "encoder.block.3.ff.wo.weight.grad"],
+            "affected": ["loss", "encoder.block.3.ff.wo.weight.grad"],
             "omitted": 4,
             "nodes": [
                 node(10, "before", "encoder.block.3.ff.wi", "aten.linear", 6000.0),
                 node(11, "before", "encoder.block.3.ff.act", "aten.relu", 6000.0, type="ReLU"),
-                node(12, "birth", "encoder.block.3.ff.wo", "aten.linear", 65504.0, inf=3),
+                node(12, "origin", "encoder.block.3.ff.wo", "aten.linear", 65504.0, inf=3),
                 node(13, "carrier", "encoder.block.3", "aten.add", 65504.0, inf=3, type="T5Block"),
                 node(
                     14, "carrier", HOSTILE, "aten.rsqrt", 0.0, nan=16, type="T5LayerNorm", dtype="float32", limit=None
                 ),
-                node(15, "harm", "", "aten.cross_entropy_loss", 0.0, nan=1, phase="loss", shape=[], source=None),
+                node(15, "affected", "", "aten.cross_entropy_loss", 0.0, nan=1, phase="loss", shape=[], source=None),
             ],
         },
     ),
@@ -267,7 +267,7 @@ def scanned(tensors=10_000):
         command="scan",
         target={"path": "model.safetensors", "format": "safetensors"},
         verdict="healthy",
-        checks=(Check(name="finite weights", result="ok", headroom={"binades": 7.5}),),
+        checks=(Check(name="finite weights", result="ok", headroom={"log2": 7.5}),),
         tensors=tuple(tensor(index) for index in range(tensors)),
     )
 
@@ -328,7 +328,7 @@ FOLLOWED = Report(
                     "tensor": HOSTILE,
                     "old_amax": 4.0,
                     "amax": 60000.0,
-                    "binades": 13.9,
+                    "log2_growth": 13.9,
                     "intervals": 0.01,
                     "meets_at": 3018,
                 }
@@ -385,7 +385,7 @@ LISTED = Report(
             "roles": {"weight": {"tensors": 2, "elements": 12, "bytes": 24, "dtypes": {"float16": 2}}},
             "optimizers": [{"path": "", "parameters": 2, "groups": [{"parameters": 2, "settings": {"lr": 1e-3}}]}],
             "scalers": [{"key": "scaler", "file": "model.pt", "scale": 1024.0}],
-            "foreign": ["os.system"],
+            "unsafe_globals": ["os.system"],
             "log": {"entries": 3, "first_step": 0, "last_step": 20},
             "members": [],
         },

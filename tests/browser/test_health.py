@@ -249,11 +249,9 @@ def test_an_alert_is_shown_at_its_step_on_every_chart_also_on_those_not_yet_in_v
 
 def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_alert_that_is_shown(drawn):
     run = health_run()
-    about = {name: run.maps[0].tensors[row] for name, row in (("flushed_share", 3), ("headroom_binades", 5))}
+    about = {name: run.maps[0].tensors[row] for name, row in (("flushed_share", 3), ("log2_headroom", 5))}
     worst = replace(alert(run, 0.9, tensor=about["flushed_share"]), evidence={"flushed_share_before": 0.1})
-    other = replace(
-        alert(run, 0.3, "note", "AMP725", tensor=about["headroom_binades"]), evidence={"headroom_binades": 1}
-    )
+    other = replace(alert(run, 0.3, "note", "AMP725", tensor=about["log2_headroom"]), evidence={"log2_headroom": 1})
     page = drawn(health_report(run, findings=(worst, other)), DESK)
     chosen = page.locator("#maps-view").get_by_label("Show", exact=True).locator("option:checked")
     assert chosen.inner_text() == "share flushed to zero of gradients"
@@ -261,7 +259,7 @@ def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_a
     page.get_by_role("button", name=re.compile("open AMP725")).click()
     page.get_by_role("button", name="Show on the charts").click()
     assert chosen.inner_text() == "headroom in powers of two of gradients"
-    assert about["headroom_binades"] in page.locator("#map-about").inner_text()
+    assert about["log2_headroom"] in page.locator("#map-about").inner_text()
 
 
 def test_the_worst_finding_stands_under_the_verdict_and_leads_to_its_evidence(visit):

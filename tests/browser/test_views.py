@@ -314,8 +314,8 @@ def test_the_path_and_the_proof_have_their_tables(visit, settle):
     path, proof = page.locator("#path-view"), page.locator("#proof-view")
     unfold(path)
     rows = table_texts(page, path)
-    assert [row[1] for row in rows] == ["before", "before", "birth", "carrier", "carrier", "harm"]
-    assert rows[2] == ["12", "birth", "encoder.block.3.ff.wo", "aten.linear", "12.5", "65504", "0", "3"]
+    assert [row[1] for row in rows] == ["before", "before", "origin", "carrier", "carrier", "harm"]
+    assert rows[2] == ["12", "origin", "encoder.block.3.ff.wo", "aten.linear", "12.5", "65504", "0", "3"]
     assert rows[4][2] == SHOWN
     unfold(proof)
     assert table_texts(page, proof)[0] == ["3", "NaN", "2.41", "2.409"]
@@ -547,7 +547,7 @@ def test_the_dots_of_the_path_say_what_they_are(visit, settle):
         """(charts) => charts.map((chart) => echarts.getInstanceByDom(chart).getZr().storage.getDisplayList(true)
             .filter((shape) => !shape.ignore && shape.style.text).map((shape) => shape.style.text))"""
     )
-    assert {"birth: linear", "harm: cross_entropy_loss", "relu", "add"} <= set(said[0])
+    assert {"origin: linear", "harm: cross_entropy_loss", "relu", "add"} <= set(said[0])
     assert {"6000", "3 Inf", "16 NaN"} <= set(said[1])
 
 

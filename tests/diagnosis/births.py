@@ -10,10 +10,18 @@ def stats(dtype="float16", *, name=None, shape=(4,), amax=1.0, nans=0, infs=0, z
     return TensorStats(name=name, dtype=dtype, shape=shape, amax=amax, nans=nans, infs=infs, zeros=zeros)
 
 
-def birth(
-    phase="forward", *, origin="op", kernel="aten.mul", nonfinite="inf", verdict=None, order=1, harms=("loss",), **rest
+def origin(
+    phase="forward",
+    *,
+    came_from="op",
+    kernel="aten.mul",
+    nonfinite="inf",
+    verdict=None,
+    order=1,
+    affected=("loss",),
+    **rest,
 ):
-    """A birth; `verdict` is (finite, amax in float64, limit of the format)."""
+    """An origin; `verdict` is (finite, amax in float64, limit of the format)."""
     where = {
         "step": 3,
         "phase": phase,
@@ -26,9 +34,9 @@ def birth(
     return NonFiniteOrigin(
         order=order,
         where=Where(**where),
-        origin=origin,
+        came_from=came_from,
         kernel=kernel,
         recomputed=None if verdict is None else Recomputation(finite=verdict[0], amax=verdict[1], limit=verdict[2]),
-        harms=harms,
+        affected=affected,
         **given,
     )

@@ -1,4 +1,4 @@
-"""The ordered table of causes, row by row, and which birth is the one to name."""
+"""The ordered table of causes, row by row, and which origin is the one to name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ampdoctor.diagnosis.replay.nonfinite import (
     cause_of,
     culprits,
     departing,
-    excess_binades,
+    log2_over_limit,
     scale_may_cure,
 )
 from ampdoctor.evidence.trace import NonFiniteReport, Operand, Recomputation, Trace
-from tests.diagnosis.births import birth, stats
+from tests.diagnosis.births import origin, stats
 
 MAX = 65504.0
 OVER, UNDER, NOWHERE = (True, 1e6, MAX), (True, 3.0, MAX), (False, 0.0, MAX)
@@ -24,10 +24,10 @@ HALF, SINGLE = (stats(),), (stats("float32"),)
 @pytest.mark.parametrize(
     ("given", "cause"),
     [
-        ({"origin": "param", "phase": "checkpoint"}, "bad_checkpoint"),
-        ({"origin": "buffer", "phase": "checkpoint", "verdict": OVER}, "bad_checkpoint"),
-        ({"origin": "optimizer_state", "phase": "checkpoint"}, "bad_checkpoint"),
-        ({"origin": "data", "phase": "data"}, "bad_data"),
+        ({"came_from": "param", "phase": "checkpoint"}, "bad_checkpoint"),
+        ({"came_from": "buffer", "phase": "checkpoint", "verdict": OVER}, "bad_checkpoint"),
+        ({"came_from": "optimizer_state", "phase": "checkpoint"}, "bad_checkpoint"),
+        ({"came_from": "data", "phase": "data"}, "bad_data"),
         ({"kernel": "aten._to_copy", "inputs": (stats("float32", name="batch.x"),), "verdict": OVER}, "bad_data"),
         ({"kernel": "aten._to_copy", "inputs": SINGLE, "verdict": OVER}, "forward_overflow"),
         (
@@ -60,7 +60,7 @@ HALF, SINGLE = (stats(),), (stats("float32"),)
     ],
 )
 def test_the_first_row_that_holds(given, cause):
-    assert cause_of(birth(**given)) == cause
+    assert cause_of(origin(**given)) == cause
 
 
 @pytest.mark.parametrize("finite", [True, False])
@@ -69,49 +69,49 @@ def test_an_overflow_inside_the_op_or_beyond_float64(finite, inside):
     verdict = Recomputation(finite=finite, amax=3.0 if finite else 0.0, limit=MAX, overflow=inside)
     cause = "forward_overflow" if inside else "kernel_defect" if finite else "invalid_op"
     for kind in ("nan", "inf"):
-        assert cause_of(replace(birth(nonfinite=kind), recomputed=verdict)) == cause
+        assert cause_of(replace(origin(nonfinite=kind), recomputed=verdict)) == cause
 
 
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("amax", [3.0, MAX * 4])
 def test_what_does_not_come_again_on_the_same_inputs_is_the_kernels(finite, amax):
     verdict = Recomputation(finite=finite, amax=amax, limit=MAX, overflow=True, returns=False)
-    assert cause_of(replace(birth(nonfinite="nan"), recomputed=verdict)) == "kernel_defect"
+    assert cause_of(replace(origin(nonfinite="nan"), recomputed=verdict)) == "kernel_defect"
 
 
 def test_a_partial_overflow_of_a_backward_may_be_the_scales():
-    seen = NonFiniteReport(sinks=("grad:a",), outputs=(), output_grads=(), fingerprint="")
+    seen = NonFiniteReport(affected=("grad:a",), outputs=(), output_grads=(), fingerprint="")
     verdict = Recomputation(finite=True, amax=3.0, limit=MAX, overflow=True)
-    made = replace(birth("backward", nonfinite="nan"), recomputed=verdict)
+    made = replace(origin("backward", nonfinite="nan"), recomputed=verdict)
     assert scale_may_cure((made,), seen)
     assert not scale_may_cure((replace(made, recomputed=replace(verdict, overflow=False)),), seen)
 
 
 @pytest.mark.parametrize(
-    ("sinks", "may"),
+    ("affected", "may"),
     [(("grad:w",), True), (("grad:w", "loss"), True), (("grad:w", "param:w"), False), (("output:fc",), False)],
 )
-def test_a_lower_scale_may_cure_gradients_and_a_loss_that_takes_them(sinks, may):
-    seen = NonFiniteReport(sinks=sinks, outputs=(), output_grads=(), fingerprint="")
-    assert scale_may_cure((birth("backward", verdict=OVER),), seen) is may
+def test_a_lower_scale_may_cure_gradients_and_a_loss_that_takes_them(affected, may):
+    seen = NonFiniteReport(affected=affected, outputs=(), output_grads=(), fingerprint="")
+    assert scale_may_cure((origin("backward", verdict=OVER),), seen) is may
 
 
-def trace(*births):
-    return Trace(step=0, ops=9, births=births)
+def trace(*origins):
+    return Trace(step=0, ops=9, origins=origins)
 
 
 def test_the_earliest_harmful_birth_comes_first():
-    late, early, harmless = birth(order=7), birth(order=2), birth(order=1, harms=())
+    late, early, harmless = origin(order=7), origin(order=2), origin(order=1, affected=())
     assert culprits(trace(late, early, harmless)) == (early, late)
 
 
 def test_what_was_there_before_the_step_comes_before_any_op():
-    op, given = birth(order=1), birth(order=-1, origin="data", phase="data")
+    op, given = origin(order=1), origin(order=-1, came_from="data", phase="data")
     assert culprits(trace(op, given))[0] is given
 
 
 def test_a_constant_is_blamed_only_where_nothing_else_is():
-    constant, op = birth(order=1, origin="constant"), birth(order=5)
+    constant, op = origin(order=1, came_from="constant"), origin(order=5)
     assert culprits(trace(constant, op)) == (op,)
     assert culprits(trace(constant)) == (constant,)
     assert culprits(trace()) == ()
@@ -119,9 +119,9 @@ def test_a_constant_is_blamed_only_where_nothing_else_is():
 
 @pytest.mark.parametrize(("departs", "is_sick"), [(0.0, False), (1 / 16, False), (0.07, True), (1.0, True)])
 def test_a_finite_value_far_from_what_it_should_be(departs, is_sick):
-    silent = birth(harms=(), departs=departs)
+    silent = origin(affected=(), departs=departs)
     assert departing(trace(silent)) == ((silent,) if is_sick else ())
-    assert departing(trace(birth(departs=1.0))) == (), "what harms is no silent birth"
+    assert departing(trace(origin(departs=1.0))) == (), "what harms is no silent origin"
 
 
 @pytest.mark.parametrize(
@@ -129,4 +129,4 @@ def test_a_finite_value_far_from_what_it_should_be(departs, is_sick):
     [((True, 4 * MAX, MAX), 2.0), ((True, MAX, MAX), None), (NOWHERE, None), (None, None), ((True, 1.0, 0.0), None)],
 )
 def test_binades_beyond_the_format(verdict, binades):
-    assert excess_binades(birth(verdict=verdict)) == binades
+    assert log2_over_limit(origin(verdict=verdict)) == binades

@@ -9,8 +9,8 @@ import pytest
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.evidence.checkpoint_stats import CheckpointChange, TensorChange, UpdateReach
 
-LOST = UpdateReach(learning_rate=1e-5, lands=0.02, adds_up=0.98, steps=1000, rms=1e-5)
-LANDS = replace(LOST, lands=0.9)
+LOST = UpdateReach(learning_rate=1e-5, changed_by_one=0.02, changed_by_many=0.98, steps=1000, rms=1e-5)
+LANDS = replace(LOST, changed_by_one=0.9)
 STILL = TensorChange(
     name="fc.weight",
     role="weight",
@@ -66,7 +66,9 @@ def test_lost_updates_are_as_bad_as_the_share_of_the_model_that_they_hit(tensors
         MOVED,
         replace(STILL, unchanged=70),
         replace(STILL, reach=LANDS),
-        replace(STILL, reach=replace(LOST, adds_up=0.1, lands=0.0)),  # a rate that means to move nothing
+        replace(
+            STILL, reach=replace(LOST, changed_by_many=0.1, changed_by_one=0.0)
+        ),  # a rate that means to move nothing
         replace(STILL, reach=None),  # an optimizer whose rule is not known
         replace(STILL, pure_half=False),  # fp32 moments: there are fp32 weights as well
         replace(STILL, moments=False, reach=None),  # frozen

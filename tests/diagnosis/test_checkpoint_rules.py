@@ -292,7 +292,7 @@ def test_checks_are_by_role():
 
 @pytest.mark.parametrize(("binades", "result"), [(12.0, "ok"), (18.9, "1 of 1 matrices are too wide for e4m3")])
 def test_fp8_is_a_check_and_never_a_finding(binades, result):
-    summary = CheckpointSummary(format="torch-zip", tensors=(tensor(binades=binades),))
+    summary = CheckpointSummary(format="torch-zip", tensors=(tensor(log2_span=binades),))
     assert judge(summary) == ()
     checks = {check.name: check for check in checks_of(summary, ())}
     assert checks["fp8 with a scale for each matrix"].result == result

@@ -10,7 +10,7 @@ import torch
 
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.replay.loaded_state import state_finding
-from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, finding_of_birth, place
+from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, origin_finding, place
 from ampdoctor.diagnosis.replay.outcome import nondeterministic_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding
 from ampdoctor.diagnosis.replay.scaler_state import dead_scaler_finding
@@ -18,7 +18,7 @@ from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.trace import Operand, Recomputation
-from tests.diagnosis.births import birth, stats
+from tests.diagnosis.births import origin, stats
 
 SOURCE = Source("a.py", 3)
 OVER, NOWHERE, UNDER = (True, 4 * 65504.0, 65504.0), (False, 0.0, 65504.0), (True, 1.0, 65504.0)
@@ -30,7 +30,7 @@ def test_every_cause_has_a_code_of_the_catalogue_and_advice():
 
 
 def test_an_overflow_in_numbers():
-    finding = finding_of_birth(birth(verdict=OVER, harms=tuple(f"grad:{i}" for i in range(20))))
+    finding = origin_finding(origin(verdict=OVER, affected=tuple(f"grad:{i}" for i in range(20))))
     assert (finding.code, finding.name, finding.cause, finding.severity) == (
         "AMP201",
         "forward-overflow",
@@ -39,7 +39,7 @@ def test_an_overflow_in_numbers():
     )
     assert "step 3, forward: aten.mul in module net.fc makes an infinity from finite inputs" in finding.message
     assert "2.62e+05 in float64, 4 times float16's largest value 65504" in finding.message
-    assert finding.evidence["excess_binades"] == 2.0
+    assert finding.evidence["log2_over_limit"] == 2.0
     assert finding.evidence["float64"] == {"finite": True, "amax": 262016.0, "limit": 65504.0}
     assert finding.evidence["harmed_count"] == 20
     assert len(finding.evidence["harmed"]) == 8
@@ -78,7 +78,7 @@ def test_an_overflow_in_numbers():
         ),
         ({"phase": "optimizer", "nonfinite": "nan"}, "the state's format loses what the update divides by"),
         (
-            {"phase": "data", "origin": "data", "nonfinite": "nan", "where": {"tensor": "x"}},
+            {"phase": "data", "came_from": "data", "nonfinite": "nan", "where": {"tensor": "x"}},
             "the batch itself holds NaN (in x)",
         ),
         ({"phase": "loss", "where": {"module": ""}, "verdict": OVER}, "in the loss code makes an infinity"),
@@ -86,7 +86,7 @@ def test_an_overflow_in_numbers():
     ],
 )
 def test_the_sentence_says_what_made_it(given, words):
-    assert words in finding_of_birth(birth(**given)).message
+    assert words in origin_finding(origin(**given)).message
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,14 @@ def test_the_sentence_says_what_made_it(given, words):
 )
 def test_the_sentence_says_what_made_the_operand(given, words):
     operand = Operand(**{"here": 0.0, "dtype": "float16", **given})
-    finding = finding_of_birth(birth(verdict=NOWHERE, operand=operand))
+    finding = origin_finding(origin(verdict=NOWHERE, operand=operand))
     assert words in finding.message
     assert finding.evidence["operand"]["made_by"] == given["made_by"]
 
 
 def test_what_float32_cannot_hold_either_is_said():
     verdict = Recomputation(finite=True, amax=1e40, limit=65504.0, finite32=False)
-    finding = finding_of_birth(replace(birth(), recomputed=verdict))
+    finding = origin_finding(replace(origin(), recomputed=verdict))
     assert "times float16's largest value 65504, and beyond float32's" in finding.message
     assert finding.evidence["float32"] == {"finite": False, "amax": 0.0}
     assert "fp32 or bf16" not in finding.help
@@ -140,14 +140,14 @@ def test_what_float32_cannot_hold_either_is_said():
 )
 def test_overflows_that_no_number_of_float64_shows(finite, words):
     verdict = Recomputation(finite=finite, amax=0.0, limit=65504.0, overflow=True)
-    finding = finding_of_birth(replace(birth(), recomputed=verdict))
+    finding = origin_finding(replace(origin(), recomputed=verdict))
     assert finding.cause == "forward_overflow"
     assert words in finding.message
 
 
 @pytest.mark.parametrize("origin", ["param", "buffer", "optimizer_state"])
 def test_state_has_a_code_for_each_kind(origin):
-    finding = finding_of_birth(birth("checkpoint", origin=origin, where={"tensor": "net.fc.weight"}))
+    finding = origin_finding(origin("checkpoint", came_from=origin, where={"tensor": "net.fc.weight"}))
     assert finding.code == STATE_CODES[origin]
     where = Where(step=0, phase="checkpoint", module="net", op="state:weight", tensor="net.weight", nonfinite="nan")
     before = state_finding(origin, where, stats(nans=2, infs=1))
@@ -158,21 +158,21 @@ def test_state_has_a_code_for_each_kind(origin):
 
 def test_a_cause_that_a_replay_showed_wins():
     cure = Prescription(kind="init_scale", value=4.0, status="verified")
-    finding = finding_of_birth(
-        birth("backward", verdict=OVER), cause="grad_overflow", severity="warning", prescription=cure
+    finding = origin_finding(
+        origin("backward", verdict=OVER), cause="grad_overflow", severity="warning", prescription=cure
     )
     assert (finding.code, finding.severity, finding.prescription) == ("AMP405", "warning", cure)
 
 
 def test_other_births_are_named_beside_it():
-    finding = finding_of_birth(birth(verdict=OVER), others=[birth("loss", kernel="aten.log", where={"module": ""})])
+    finding = origin_finding(origin(verdict=OVER), others=[origin("loss", kernel="aten.log", where={"module": ""})])
     assert finding.evidence["also"] == [{"phase": "loss", "module": "", "op": "aten.log", "nonfinite": "inf"}]
 
 
 def test_the_fingerprint_is_of_the_place_and_not_of_values_or_step():
-    first = finding_of_birth(birth(verdict=OVER))
-    again = finding_of_birth(birth(verdict=(True, 1e9, 65504.0), where={"step": 8}))
-    other = finding_of_birth(birth(verdict=OVER, where={"module": "net.other"}))
+    first = origin_finding(origin(verdict=OVER))
+    again = origin_finding(origin(verdict=(True, 1e9, 65504.0), where={"step": 8}))
+    other = origin_finding(origin(verdict=OVER, where={"module": "net.other"}))
     assert first.fingerprint == again.fingerprint != other.fingerprint
 
 
@@ -199,7 +199,7 @@ def test_a_scale_that_is_not_finite_writes_nothing_because_every_step_is_skipped
 def test_a_settled_scale_that_is_not_continued():
     lost = ScalerState(scale=8.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, growth_tracker=7)
     quiet = lost_scale_finding(lost, 65536.0)
-    loud = lost_scale_finding(lost, None, birth("backward", verdict=OVER), None)
+    loud = lost_scale_finding(lost, None, origin("backward", verdict=OVER), None)
     assert (quiet.severity, loud.severity) == ("warning", "error")
     assert "had settled at 8 (7 clean steps), but the run starts at 65536" in quiet.message
     assert "the run has no scaler, and every step is skipped" in loud.message

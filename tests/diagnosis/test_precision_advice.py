@@ -41,7 +41,7 @@ def facts(target="a100", own="fp16", *, scale=SCALE, modules=MODULES, **fields):
 
 def spreads(forward, backward, names=tuple(f"block.{i}" for i in range(6))):
     kinds = (("activation", forward), ("weight", forward), ("activation_grad", backward))
-    return tuple(Spread(module=n, kind=kind, binades=b) for n in names for kind, b in kinds)
+    return tuple(Spread(module=n, kind=kind, log2_span=b) for n in names for kind, b in kinds)
 
 
 def row(advice, module, part=""):
@@ -73,7 +73,9 @@ def test_without_native_bf16_fp16_is_taken_where_it_fits_and_fp32_where_it_does_
     advice = advise_precision(facts(target, own="fp32"))
     assert (advice.precision, advice.alternative) == ("fp16", None)
     assert any("including_emulation=False" in note for note in advice.notes)
-    wide = advise_precision(facts(target, scale=ScaleFacts(exponent=4, unserved=("block.0", "block.1"), share=0.33)))
+    wide = advise_precision(
+        facts(target, scale=ScaleFacts(exponent=4, modules_not_covered=("block.0", "block.1"), share=0.33))
+    )
     assert wide.precision == "fp32"
     assert {r.precision for r in wide.rows} == {"fp32"}
 
@@ -84,26 +86,26 @@ def test_a_forward_near_fp16s_limit_is_bf16_where_there_is_bf16_and_an_island_wh
     assert (advice.precision, advice.alternative) == ("bf16", None)
     assert "40000" in advice.why
     assert advice.fp32_modules() == ()
-    island = advise_precision(facts("v100", forward=forward))
-    assert island.precision == "fp16"
-    assert island.fp32_modules() == ("block.2",)
-    assert "reach 40000" in row(island, "block.2").reason
+    fp32_module = advise_precision(facts("v100", forward=forward))
+    assert fp32_module.precision == "fp16"
+    assert fp32_module.fp32_modules() == ("block.2",)
+    assert "reach 40000" in row(fp32_module, "block.2").reason
     assert advise_precision(facts(forward={"block.2": 32000.0})).precision == "fp16"
 
 
 def test_few_modules_that_no_scale_serves_are_islands_and_many_ask_for_bf16():
-    few = advise_precision(facts(scale=ScaleFacts(exponent=12, unserved=("block.5",), share=0.15)))
+    few = advise_precision(facts(scale=ScaleFacts(exponent=12, modules_not_covered=("block.5",), share=0.15)))
     assert (few.precision, few.alternative) == ("fp16", "bf16")
     assert row(few, "block.5").precision == "tf32"
     assert "2^12" in row(few, "block.5").reason
-    many = facts(scale=ScaleFacts(exponent=12, unserved=("block.4", "block.5"), share=0.33))
+    many = facts(scale=ScaleFacts(exponent=12, modules_not_covered=("block.4", "block.5"), share=0.33))
     assert advise_precision(many).precision == "bf16"
     assert "33%" in advise_precision(many).why
     assert advise_precision(many, thresholds_from({"AMP303": {"fp32_share": 0.4}})).precision == "fp16"
 
 
 def test_an_island_counts_with_what_is_inside_it():
-    scale = ScaleFacts(exponent=12, unserved=("block",), share=0.01)
+    scale = ScaleFacts(exponent=12, modules_not_covered=("block",), share=0.01)
     assert advise_precision(facts(scale=scale)).precision == "bf16"
 
 

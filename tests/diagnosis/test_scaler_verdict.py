@@ -8,16 +8,16 @@ import pytest
 
 from ampdoctor.diagnosis.replay.scaler_misuse import MADE_ANEW, NEVER_UPDATED, PERSISTS, scale_kills, verdict_on_skips
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
-from tests.diagnosis.births import birth, stats
+from tests.diagnosis.births import origin, stats
 
-OVERFLOW = birth("backward", verdict=(True, 1e6, 65504.0), inputs=(stats(amax=1e3),))
-BEYOND = birth("backward", verdict=(True, 1e12, 65504.0), inputs=(stats(amax=1e-3),))
+OVERFLOW = origin("backward", verdict=(True, 1e6, 65504.0), inputs=(stats(amax=1e3),))
+BEYOND = origin("backward", verdict=(True, 1e12, 65504.0), inputs=(stats(amax=1e-3),))
 """A derivative that does not fit by itself, whatever it is multiplied with."""
 FALLING = [2.0**k for k in (20, 19, 18, 17)]
 
 
-def verdict(birth=OVERFLOW, *, scales=FALLING, cures=True, updated=True, hopeless=False):
-    found = verdict_on_skips(birth, scales=scales, steps=len(scales), cures=cures, updated=updated, hopeless=hopeless)
+def verdict(origin=OVERFLOW, *, scales=FALLING, cures=True, updated=True, hopeless=False):
+    found = verdict_on_skips(origin, scales=scales, steps=len(scales), cures=cures, updated=updated, hopeless=hopeless)
     return found.cause, found.severity, found.advice
 
 
@@ -54,4 +54,4 @@ def test_where_no_scale_cures_it_is_the_scales_unless_it_is_the_derivatives_or_t
     ],
 )
 def test_a_dead_scale_kills_what_comes_after_the_loss(phase, scale, killed):
-    assert scale_kills(birth(phase), scale) is killed
+    assert scale_kills(origin(phase), scale) is killed

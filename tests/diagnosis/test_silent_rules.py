@@ -205,7 +205,7 @@ FED = ParameterVsFp32(
     moved=100,
     meant_to_move=100,
     stalled=0,
-    beneath=0,
+    below_half_ulp=0,
     update=0.1,
     expected_update=0.1,
 )

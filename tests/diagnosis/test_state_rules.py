@@ -67,11 +67,11 @@ def found(*tensors, **changes) -> list[tuple[str, str]]:
 
 def test_foreign_names_are_a_note_that_names_at_most_three():
     names = tuple(f"lib.Class{i}" for i in range(25))
-    (finding,) = diagnosed(tensor(), foreign=names)
+    (finding,) = diagnosed(tensor(), unsafe_globals=names)
     assert (finding.code, finding.severity, finding.cause) == ("AMP109", "note", None)
     assert "lib.Class0, lib.Class1, lib.Class2 and 22 more." in finding.message
     assert finding.evidence == {"count": 25, "names": list(names[:20])}
-    assert found(tensor(), foreign=()) == []
+    assert found(tensor(), unsafe_globals=()) == []
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_growth_that_does_not_lead_there_is_left_alone(values):
 def test_uneven_steps_are_weighed_by_their_distance():
     values = {100: 2.0**6, 200: 2.0**7, 600: 2.0**11, 650: 2.0**11.5, 700: 2.0**12}
     (finding,) = trending(points(list(values.values()), steps=list(values)))
-    assert finding.evidence["binades_per_1000"] == pytest.approx(10.0)
+    assert finding.evidence["log2_per_1000"] == pytest.approx(10.0)
     assert finding.evidence["meets_at"] == pytest.approx(700 + 100 * (math.log2(65504) - 12))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ampdoctor.evidence.location import Source, Where
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, counted_from
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, renumber_steps
 
 WHERE = Where(
     step=0, phase="forward", module="blocks.step 3", op="aten.linear", tensor="step 0.weight", source=Source("a.py", 1)
@@ -31,7 +31,7 @@ REPORT = Report(
 
 
 def test_sentences_and_numbers_are_counted_and_the_users_text_is_not():
-    report = counted_from(REPORT, 31000)
+    report = renumber_steps(REPORT, 31000)
     (finding,) = report.findings
     assert finding.message == (
         "At step 31000 the module blocks.step 3 overflows; the loop said: loss is NaN at step 31000."
@@ -52,12 +52,12 @@ def test_sentences_and_numbers_are_counted_and_the_users_text_is_not():
 
 
 def test_a_report_from_step_0_is_as_it_was():
-    assert counted_from(REPORT, 0) is REPORT
+    assert renumber_steps(REPORT, 0) is REPORT
 
 
 def test_the_text_of_an_exception_is_the_users():
     raised = "step 0, replayed in fp32, raised ValueError: bad batch at step 0; step 0 is left out"
-    report = counted_from(replace(REPORT, errors=(ErrorNote(what="x", kind="user_code", message=raised),)), 31000)
+    report = renumber_steps(replace(REPORT, errors=(ErrorNote(what="x", kind="user_code", message=raised),)), 31000)
     assert report.errors[0].message == (
         "step 31000, replayed in fp32, raised ValueError: bad batch at step 0; step 31000 is left out"
     )

@@ -10,7 +10,7 @@ import pytest
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import BaselineSection, Finding, Report, Suppressed
-from ampdoctor.gates.baseline import baseline_of, from_text, refuse_other_command, set_known_aside, to_text
+from ampdoctor.gates.baseline import apply_baseline, baseline_of, from_text, refuse_other_command, to_text
 from tests.samples import NOTHING_CHANGED
 
 HEAD = '{"format": "ampdoctor-baseline", "version": "1", "command": "scan", "findings": '
@@ -32,7 +32,7 @@ def scanned(*findings, **fields):
 
 
 def against(known, now):
-    return set_known_aside(now, baseline_of(known), "base.json")
+    return apply_baseline(now, baseline_of(known), "base.json")
 
 
 def test_what_is_known_is_set_aside_and_what_is_new_stays():
@@ -182,7 +182,7 @@ def test_the_file_is_sorted_strict_json_that_reads_back():
         ("", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("[]", "another form"),
-        ('{"schema_version": "1", "findings": []}', "it is a report"),
+        ('{"schema_version": "2", "findings": []}', "it is a report"),
         ('{"format": "ampdoctor-baseline", "version": "7"}', "version"),
         ('{"format": "ampdoctor-baseline", "version": "1", "command": "scan"}', "missing"),
         ('{"format": "ampdoctor-baseline", "findings": [], "findings": [1]}', "it has the key 'findings' twice"),
@@ -200,7 +200,7 @@ def test_what_is_no_baseline_is_refused_with_a_sentence(text, sentence):
 def test_a_baseline_of_another_command_is_refused():
     known = baseline_of(scanned())
     with pytest.raises(UsageError, match="bisect-nan"):
-        set_known_aside(scanned(command="bisect-nan"), known, "f")
+        apply_baseline(scanned(command="bisect-nan"), known, "f")
     with pytest.raises(UsageError, match="bisect-nan"):
         refuse_other_command(known, "bisect-nan", "f")
     refuse_other_command(known, "scan", "f")
@@ -209,8 +209,8 @@ def test_a_baseline_of_another_command_is_refused():
 def test_a_comparison_of_two_checkpoints_has_a_baseline_of_its_own():
     compared = scanned(finding(), change=NOTHING_CHANGED)
     with pytest.raises(UsageError, match="--against"):
-        set_known_aside(compared, baseline_of(scanned()), "f")
-    assert set_known_aside(compared, baseline_of(compared), "f").findings == ()
+        apply_baseline(compared, baseline_of(scanned()), "f")
+    assert apply_baseline(compared, baseline_of(compared), "f").findings == ()
     refuse_other_command(baseline_of(compared), "scan", "f")
 
 
@@ -224,6 +224,6 @@ def test_an_entry_of_a_code_of_an_earlier_version_stands_for_todays():
     of_log = {"module": "", "tensor": None, "file": None, "severity": "error", "fingerprint": "0" * 16}
     entries = [{**of_log, "code": "AMP706", "op": "scaler_state"}, {**of_log, "code": "AMP732", "op": None}]
     known = from_text(HEAD + json.dumps(entries) + "}", "base.json")
-    report = set_known_aside(scanned(finding(None, code="AMP723")), known, "base.json")
+    report = apply_baseline(scanned(finding(None, code="AMP723")), known, "base.json")
     assert (report.findings, report.baseline.known) == ((), 1)
     assert [one.code for one in report.baseline.fixed] == ["AMP732"]

@@ -204,7 +204,7 @@ def test_a_damaged_line_costs_no_other(tmp_path):
     log, follower = Writer(tmp_path), Follower(tmp_path)
     log.steps(1)
     with log.path.open("a") as file:
-        file.write('{"kind":"step","half a li\n{"kind":"of tomorrow","schema_version":1}\n')
+        file.write('{"kind":"step","half a li\n{"kind":"of tomorrow","schema_version":2}\n')
     log.steps(1)
     assert steps(follower) == [0, 1]
 

@@ -93,13 +93,13 @@ def test_the_worst_of_the_last_look():
     log.put(
         RunLine(name="n", tensors=("a", "b", "c")),
         DetailLine(step=0, tensors=(detail(0, flushed_share=0.9),)),
-        DetailLine(step=9, tensors=(detail(0, flushed_share=0.1, headroom_binades=7.0), detail(1, flushed_share=0.0))),
-        DetailLine(step=9, tensors=(detail(2, flushed_share=0.3, headroom_binades=-1.0), detail(5, zero_share=0.2))),
-        DetailLine(step=9, tensors=(detail(1, "activation", zero_share=0.7, headroom_binades=3.0),)),
+        DetailLine(step=9, tensors=(detail(0, flushed_share=0.1, log2_headroom=7.0), detail(1, flushed_share=0.0))),
+        DetailLine(step=9, tensors=(detail(2, flushed_share=0.3, log2_headroom=-1.0), detail(5, zero_share=0.2))),
+        DetailLine(step=9, tensors=(detail(1, "activation", zero_share=0.7, log2_headroom=3.0),)),
     )
     assert log.latest.detail_step == 9
     assert log.latest.worst("flushed_share", 5) == [("c", "gradient", 0.3), ("a", "gradient", 0.1)]
-    assert log.latest.worst("headroom_binades", 2) == [("c", "gradient", -1.0), ("b", "activation", 3.0)]
+    assert log.latest.worst("log2_headroom", 2) == [("c", "gradient", -1.0), ("b", "activation", 3.0)]
     assert log.latest.worst("zero_share", 5) == [("tensor 5", "gradient", 0.2)]  # a ReLU's zeros are its work
 
 

@@ -32,9 +32,9 @@ def test_lines_of_one_step_are_one_column_and_calls_of_one_module_one_row():
 
 def test_of_many_columns_the_worst_stay():
     draw = random.Random(1)
-    lines = [detail(at, 2.0 ** draw.gauss(0, 0.1), 1.0, headroom_binades=8 + draw.random()) for at in range(5000)]
-    lines[1234] = detail(1234, 1.0, 4096.0, headroom_binades=8.5)
-    lines[4321] = detail(4321, 1.0, 1.0, headroom_binades=0.25)
+    lines = [detail(at, 2.0 ** draw.gauss(0, 0.1), 1.0, log2_headroom=8 + draw.random()) for at in range(5000)]
+    lines[1234] = detail(1234, 1.0, 4096.0, log2_headroom=8.5)
+    lines[4321] = detail(4321, 1.0, 1.0, log2_headroom=0.25)
     maps = maps_of(lines)
     norm, headroom = maps.heat_maps()
     assert len(norm.steps) <= MOST_COLUMNS
@@ -57,7 +57,7 @@ def test_of_many_rows_the_worst_stay_in_their_order():
 
 
 def test_steps_that_were_undone_are_forgotten():
-    maps = maps_of([detail(at, 1.0, headroom_binades=3.0) for at in range(5)])
+    maps = maps_of([detail(at, 1.0, log2_headroom=3.0) for at in range(5)])
     maps.forget_from(2)
     maps.add(detail(2, 9.0), NAMES)
     norm = maps.heat_maps()[0]

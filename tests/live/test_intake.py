@@ -354,7 +354,7 @@ def test_activations_in_half_are_seen_in_the_steps_that_are_looked_at(watched):
     assert (one.format, one.elements, one.part) == ("fp16", 6, "output")
     assert one.norm == pytest.approx(float(out.float().norm()), rel=1e-5)
     assert one.amax == pytest.approx(float(out.abs().max()), rel=1e-5)
-    assert 2.0**one.headroom_binades * one.amax == pytest.approx(65504.0, rel=1e-3)
+    assert 2.0**one.log2_headroom * one.amax == pytest.approx(65504.0, rel=1e-3)
     assert one.histogram is None
     assert seen.said == []
 

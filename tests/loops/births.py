@@ -1,10 +1,10 @@
 """Finds by hand, as it were, where the first non-finite numbers of a bare script come from.
 
-    python tests/loops/births.py --from 190 --policy cuda fixtures/loops/gan.py --niter 1
+    python tests/loops/origins.py --from 190 --policy cuda fixtures/loops/gan.py --niter 1
 
-A dispatch mode of its own looks at each op: finite operands and a result that is not are a birth. Nothing of ampdoctor
-is asked but the machine that the script runs on. A birth need not harm (a mask of -inf that softmax absorbs), which is
-why the steps that a scaler skipped are printed beside them: whoever reads both decides.
+A dispatch mode of its own looks at each op: finite operands and a result that is not are an origin. Nothing of
+ampdoctor is asked but the machine that the script runs on. An origin need not harm (a mask of -inf that softmax
+absorbs), which is why the steps that a scaler skipped are printed beside them: whoever reads both decides.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Midwife(TorchDispatchMode):
     def __init__(self, watched: Watched, modules: Modules, script: str, first: int):
         super().__init__()
         self.watched, self.modules, self.script, self.first = watched, modules, script, first
-        self.births: list[Birth] = []
+        self.origins: list[Birth] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -96,10 +96,10 @@ class Midwife(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = late and not str(func).startswith(UNWRITTEN) and not finite(tree_leaves(result))
         if made and (finite(given) if before is None else before):
-            self.births.append(self.birth(func, result))
+            self.origins.append(self.origin(func, result))
         return result
 
-    def birth(self, func, result) -> Birth:
+    def origin(self, func, result) -> Birth:
         node = torch._C._current_autograd_node()
         frames, files = [], set()
         frame = sys._getframe(2)
@@ -109,7 +109,7 @@ class Midwife(TorchDispatchMode):
             frame = frame.f_back
         said = [f"{Path(file).name}:{line}" for file, line in frames if file == self.script]
         inner = [
-            f"{file}:{line}" for file, line in frames if not any(part in file for part in ("/torch/", "births.py"))
+            f"{file}:{line}" for file, line in frames if not any(part in file for part in ("/torch/", "origins.py"))
         ]
         phase, module = ("forward" if self.modules.running else "loss"), self.modules.now
         if any("torch/utils/data" in file for file in files):
@@ -147,7 +147,7 @@ def finite(leaves) -> bool:
 
 
 def births_of(script: str, arguments: list[str], policy: str, first: int) -> tuple[list[Birth], Watched]:
-    """Run a script bare, and return the births from an attempted step on."""
+    """Run a script bare, and return the origins from an attempted step on."""
     modules = Modules()
     with contextlib.ExitStack() as stack:
         stack.enter_context(machine(policy))
@@ -160,22 +160,22 @@ def births_of(script: str, arguments: list[str], policy: str, first: int) -> tup
         midwife = stack.enter_context(Midwife(watched, modules, script, first))
         as_main(script, arguments)
     torch.autograd.set_detect_anomaly(False)
-    return midwife.births, watched
+    return midwife.origins, watched
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--policy", choices=("cuda", "native"), default="cuda")
     parser.add_argument("--from", dest="first", type=int, default=0, help="the first attempted step that is looked at")
-    parser.add_argument("--most", type=int, default=6, help="so many births are printed")
+    parser.add_argument("--most", type=int, default=6, help="so many origins are printed")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     asked = parser.parse_args()
     script = str(Path(asked.script).absolute())
-    births, watched = births_of(script, asked.arguments, asked.policy, asked.first)
-    for birth in births[: asked.most]:
-        print(birth, file=sys.stderr)  # noqa: T201
-    print(f"skipped {watched.skipped} of {watched.attempted}; {len(births)} births", file=sys.stderr)  # noqa: T201
+    origins, watched = births_of(script, asked.arguments, asked.policy, asked.first)
+    for origin in origins[: asked.most]:
+        print(origin, file=sys.stderr)  # noqa: T201
+    print(f"skipped {watched.skipped} of {watched.attempted}; {len(origins)} origins", file=sys.stderr)  # noqa: T201
 
 
 if __name__ == "__main__":

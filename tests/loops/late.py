@@ -1,6 +1,6 @@
 """Faults of the training scripts of `fixtures/loops` that show after 200 or more optimizer steps, and healthy twins.
 
-Each truth was found in the bare script, by `tests/loops/births.py`; `fixtures/loops/README.md` has them as a table.
+Each truth was found in the bare script, by `tests/loops/origins.py`; `fixtures/loops/README.md` has them as a table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class LateTruth:
     """Where a late fault is.
 
     `step` is the first harmed optimizer step, from 0, as attempted: skipped ones count. It is None where it is another
-    on each processor, as of a training that grows sick by itself: `births.py` finds it there.
+    on each processor, as of a training that grows sick by itself: `origins.py` finds it there.
     """
 
     code: str

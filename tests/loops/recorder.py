@@ -125,7 +125,7 @@ def machine(policy: str) -> Iterator[None]:
         if policy == "cuda":
             stack.enter_context(half_products())
         seed_all()
-        stack.enter_context(emulate_cuda(says_yes=policy == "cuda"))
+        stack.enter_context(emulate_cuda(reports_cuda=policy == "cuda"))
         yield
 
 

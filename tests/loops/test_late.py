@@ -21,7 +21,7 @@ from tests.loops.late import LATE
 
 pytestmark = pytest.mark.slow
 
-BIRTHS = Path(__file__).with_name("births.py")
+BIRTHS = Path(__file__).with_name("origins.py")
 PLAIN = [late for late in LATE if not late.frameworks]
 RUN = ("--health", "health", "--report", "json=report.json")
 AS_BARE = ("weights", "random", "entered", "optimizers", "scalers", "attempted", "skipped", "calls")
@@ -38,7 +38,7 @@ def place_of(report):
 
 
 def step_of(late, folder):
-    """The step of a truth; where it is the processor's: the bare script's first that has a birth and is skipped."""
+    """The step of a truth; where it is the processor's: the bare script's first that has an origin and is skipped."""
     if late.truth.step is not None:
         return late.truth.step
     found = subprocess.run(
@@ -49,9 +49,9 @@ def step_of(late, folder):
         text=True,
         check=True,
     ).stderr
-    births = re.findall(rf"attempted=\((\d+),\), phase='{late.truth.phase}'.*op='{re.escape(late.truth.op)}\b", found)
+    origins = re.findall(rf"attempted=\((\d+),\), phase='{late.truth.phase}'.*op='{re.escape(late.truth.op)}\b", found)
     (skipped,) = json.loads(re.search(r"^skipped (.*) of ", found, re.MULTILINE)[1])
-    return min(set(map(int, births)) & set(skipped))
+    return min(set(map(int, origins)) & set(skipped))
 
 
 def truth_of(late, step):

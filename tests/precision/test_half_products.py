@@ -1,4 +1,4 @@
-"""Half products through fp32 kernels: as near to the truth as the plain ones, the same births, and seen by nobody."""
+"""Half products through fp32 kernels: as near to the truth as the plain ones, the same origins, and seen by nobody."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_an_output_counts_by_its_magnitude_and_a_mask_does_not(low, high, amax):
     headroom = found(("output", "net.fc", HALF, low, high))
     assert (headroom and headroom.amax) == amax
     if headroom is not None:
-        assert headroom.binades == math.log2(65504 / amax)
+        assert headroom.log2 == math.log2(65504 / amax)
 
 
 def test_a_parameters_gradient_has_the_format_of_its_modules_output():

@@ -11,7 +11,7 @@ from ampdoctor.evidence.location import Source
 from ampdoctor.hooks.program import called_as_recorded, recorded_at
 from ampdoctor.probes.op_overrides import Intervention, UserLine, _candidates, address_of, choose_guard
 from ampdoctor.probes.user_code import as_source
-from tests.diagnosis.births import birth
+from tests.diagnosis.births import origin
 
 NEGINF = float("-inf")
 
@@ -185,12 +185,12 @@ def test_what_no_guard_helps_is_said():
 def test_addresses():
     source = Source("a.py", 3)
     own = {"kernel": "aten.log", "where": {"source": source}}
-    assert address_of(birth("loss", **own)) == UserLine(source, "log")
+    assert address_of(origin("loss", **own)) == UserLine(source, "log")
     forward = {"source": None, "forward_source": source}
-    assert address_of(birth("backward", kernel="aten.log", where=forward)) == UserLine(source, "log")
-    assert address_of(birth("loss")) is None
-    assert address_of(birth("optimizer", **own)) is None, "torch's optimizer runs it, called from that line"
-    assert address_of(birth("optimizer", **own, after_backward=True)) == UserLine(source, "log")
+    assert address_of(origin("backward", kernel="aten.log", where=forward)) == UserLine(source, "log")
+    assert address_of(origin("loss")) is None
+    assert address_of(origin("optimizer", **own)) is None, "torch's optimizer runs it, called from that line"
+    assert address_of(origin("optimizer", **own, after_backward=True)) == UserLine(source, "log")
 
 
 def test_an_op_of_a_recorded_step_is_met_at_its_recorded_line():

@@ -1,4 +1,4 @@
-"""The cheap check sees every sink, in every shape of output, and tells equal steps from different ones."""
+"""The cheap check sees every target, in every shape of output, and tells equal steps from different ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sightings_of(model, loss, batch=None, *, steps=1, before=None, **changes):
             if before is not None:
                 before(session)
             session.step(step)
-    return probe.sightings
+    return probe.report
 
 
 def model_output(x):
@@ -70,13 +70,13 @@ def test_an_output_in_any_container(wrap, value):
     model = Inline(lambda self, x: out_of(self.poison(self.lin(x))), lin=lin, poison=poison)
     seen = sightings_of(model, lambda m, x: m(x).sum())
     assert seen.outputs == ("poison", "")
-    assert set(seen.sinks) == {"loss", "grad:lin.weight", "grad:lin.bias"}
+    assert set(seen.affected) == {"loss", "grad:lin.weight", "grad:lin.bias"}
 
 
 def test_a_value_that_is_gone_again_is_no_sink():
     model = Inline(lambda self, x: self.lin(x).mul(INF).tanh(), lin=nn.Linear(3, 3))
     seen = sightings_of(model, lambda m, x: m(x).detach().sum() + m.lin(x).sum())
-    assert seen.sinks == ()
+    assert seen.affected == ()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -87,7 +87,7 @@ def test_under_activation_checkpointing(reentrant):
     body = nn.Sequential(nn.Linear(3, 3), Inline(lambda _, x: x / 0.0))
     seen = sightings_of(Inline(forward, lin=nn.Linear(3, 3), body=body), lambda m, x: m(x).sum())
     assert "body.1" in seen.outputs
-    assert {"loss", "grad:lin.weight", "grad:body.0.weight"} <= set(seen.sinks)
+    assert {"loss", "grad:lin.weight", "grad:body.0.weight"} <= set(seen.affected)
 
 
 def test_a_gradient_alone():
@@ -95,7 +95,7 @@ def test_a_gradient_alone():
     seen = sightings_of(model, lambda m, x: m(x).sum())
     assert seen.outputs == ()
     assert "lin" in seen.output_grads
-    assert set(seen.sinks) == {"grad:lin.weight", "grad:lin.bias"}
+    assert set(seen.affected) == {"grad:lin.weight", "grad:lin.bias"}
 
 
 def test_a_gradient_that_no_optimizer_uses_harms_nothing():
@@ -105,14 +105,14 @@ def test_a_gradient_that_no_optimizer_uses_harms_nothing():
         return m["trained"](x).sum() + (m["idle"](x) * 0).abs().sqrt().sum()
 
     seen = sightings_of(model, loss, optimizer=lambda m: sgd(m["trained"]))
-    assert seen.sinks == ()
+    assert seen.affected == ()
 
 
 def test_tied_weights_are_seen_under_their_first_name():
     model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     model["head"].weight = model["embed"].weight
     seen = sightings_of(model, lambda m, x: m["head"](m["embed"](x) * INF).sum(), torch.tensor([1, 2]))
-    assert set(seen.sinks) == {"loss", "grad:embed.weight"}
+    assert set(seen.affected) == {"loss", "grad:embed.weight"}
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -124,7 +124,7 @@ def test_sparse_gradients(mode):
         torch.tensor([[1, 2]]),
         optimizer=lambda m: torch.optim.SparseAdam(list(m.parameters())),
     )
-    assert {"loss", "grad:weight", "param:weight"} <= set(seen.sinks)
+    assert {"loss", "grad:weight", "param:weight"} <= set(seen.affected)
 
 
 @pytest.mark.parametrize("where", ["param", "buffer", "optimizer_state"])
@@ -150,16 +150,16 @@ def test_state_that_turns_non_finite(where):
         "buffer": "buffer:running_mean",
         "optimizer_state": "optimizer_state:bias:exp_avg_sq",
     }
-    assert expected[where] in seen.sinks
+    assert expected[where] in seen.affected
 
 
 def test_what_was_infinite_before_is_no_sink_and_nan_is():
     model = nn.Linear(3, 3)
     model.register_buffer("mask", torch.tensor([0.0, -INF]))
     model.register_buffer("best", torch.tensor(INF))
-    assert sightings_of(model, lambda m, x: m(x).sum()).sinks == ()
+    assert sightings_of(model, lambda m, x: m(x).sum()).affected == ()
     model.register_buffer("average", torch.tensor(NAN))
-    assert sightings_of(model, lambda m, x: m(x).sum()).sinks == ("buffer:average",)
+    assert sightings_of(model, lambda m, x: m(x).sum()).affected == ("buffer:average",)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e5m2])
@@ -170,13 +170,13 @@ def test_no_false_negative_in_any_dtype_of_state(dtype):
     def poison(_):
         model.state.copy_(torch.tensor([0.0, 0.0, INF, 0.0, 0.0]).to(dtype))
 
-    assert "buffer:state" in sightings_of(model, lambda m, x: m(x).sum(), before=poison).sinks
+    assert "buffer:state" in sightings_of(model, lambda m, x: m(x).sum(), before=poison).affected
 
 
 def test_finite_values_whose_sum_is_not():
     model = Inline(lambda self, x: self.lin(x) + torch.full((3,), torch.finfo(torch.float32).min), lin=nn.Linear(3, 3))
     seen = sightings_of(model, lambda m, x: m(x).softmax(-1).square().sum())
-    assert seen.sinks == ()
+    assert seen.affected == ()
     assert seen.outputs == ()
 
 
@@ -188,7 +188,7 @@ def fingerprint(seed=0, factor=1.0, calls=1):
     with session.watched(probe):
         assert session.has_step(0)
         session.step(0)
-    return probe.sightings.fingerprint, probe.observed
+    return probe.report.fingerprint, probe.observed
 
 
 def test_equal_steps_have_equal_fingerprints_and_others_not():
@@ -220,4 +220,4 @@ def test_sightings_are_of_the_last_step_only():
         calls.append(1)
         return m(x).sum() * (INF if len(calls) == 1 else 1.0)
 
-    assert sightings_of(model, loss, steps=2).sinks == ()
+    assert sightings_of(model, loss, steps=2).affected == ()

@@ -101,9 +101,9 @@ def inner(values):
 
 
 def test_a_trace_sees_the_ops_that_a_subclass_consists_of():
-    trace, sightings = trace_of(Inline(lambda m, x: m.fc(x), fc=Float8Linear(4, 4)), loss, torch.randn(3, 4))
-    assert sightings.sinks == ()
-    assert trace.births == ()
+    trace, nonfinite = trace_of(Inline(lambda m, x: m.fc(x), fc=Float8Linear(4, 4)), loss, torch.randn(3, 4))
+    assert nonfinite.affected == ()
+    assert trace.origins == ()
     assert trace.left_out == ()
 
 
@@ -111,8 +111,8 @@ def test_a_value_that_is_born_behind_one_has_its_place():
     def forward(module, x):
         return torch.log(module.fc(x) - 1e6)
 
-    births = births_of(Inline(forward, fc=Float8Linear(4, 4)), loss, torch.randn(3, 4))
-    assert births[0].where.op == "aten.log"
+    origins = births_of(Inline(forward, fc=Float8Linear(4, 4)), loss, torch.randn(3, 4))
+    assert origins[0].where.op == "aten.log"
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan")])

@@ -30,25 +30,25 @@ def session_of(model, loss, batches, **changes):
 
 
 def trace_of(model, loss, batch=None, **changes):
-    """(trace, sightings) of one step."""
+    """(trace, nonfinite) of one step."""
     tracer, sums = OpTraceProbe(), NonFiniteProbe()
     session = session_of(model, loss, [torch.ones(2) if batch is None else batch], **changes)
     with session.watched(sums, tracer):
         assert session.has_step(0)
         session.step(0)
     session.close()
-    return tracer.trace, sums.sightings
+    return tracer.trace, sums.report
 
 
 def births_of(model, loss, batch=None, **changes):
-    """The births that harm something."""
-    return [birth for birth in trace_of(model, loss, batch, **changes)[0].births if birth.harms]
+    """The origins that harm something."""
+    return [origin for origin in trace_of(model, loss, batch, **changes)[0].origins if origin.affected]
 
 
 def only_birth(model, loss, batch=None, **changes):
-    births = births_of(model, loss, batch, **changes)
-    assert len(births) == 1, [(b.where.op, b.where.phase, b.harms) for b in births]
-    return births[0]
+    origins = births_of(model, loss, batch, **changes)
+    assert len(origins) == 1, [(b.where.op, b.where.phase, b.affected) for b in origins]
+    return origins[0]
 
 
 def here(mark, file):

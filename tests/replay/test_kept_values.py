@@ -66,7 +66,7 @@ def test_values_come_back_bit_by_bit(name, spilled, tmp_path):
         assert not kept.are_in(tensor)
         assert keeper.keep(tensor, kept) is not kept
     for _ in range(2):
-        kept.put_into(tensor.fill_(1))
+        kept.copy_to(tensor.fill_(1))
         assert as_bytes(tensor) == before
     assert first.are_in(torch.ones(BIG))
     assert not first.are_in(torch.ones(BIG, dtype=torch.float64))

@@ -62,7 +62,7 @@ def full(name: str = PLAIN) -> Report:
         run={**SICK.run, "notes": [f"about {name}"]},
         findings=(born, stored, noted),
         checks=(
-            Check(name="finite weights", result="ok", headroom={"binades": 7.5}),
+            Check(name="finite weights", result="ok", headroom={"log2": 7.5}),
             Check(name="finite gradients", result="found"),
             Check(name="loss scaler", result="not_run"),
             Check(name="fp16 range", result=f"the largest is in {name}"),

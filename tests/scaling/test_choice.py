@@ -123,7 +123,7 @@ def test_modules_too_far_apart_are_named():
     assert cheap.exponent == MAX_EXPONENT
     many = chosen(profile(site("loud", loud, weight=10), site("quiet", quiet, weight=10)))
     assert many.fp32_modules == ()
-    assert many.unserved == ("quiet",)  # nothing overflows; what is lost is named
+    assert many.modules_not_covered == ("quiet",)  # nothing overflows; what is lost is named
     assert many.exponent == choice.exponent
 
 
@@ -174,9 +174,9 @@ def test_a_prediction_follows_the_scaler_down():
     assert expected.skipped == 3
     assert not expected.settled
     calm = predict(profile(site("a", gaussian(10))), ScalerSettings(scale=2.0**4))
-    assert (calm.skipped, calm.settled, calm.poisoned) == (1, True, False)
+    assert (calm.skipped, calm.settled, calm.inf_in_weights) == (1, True, False)
     assert calm.scale == 2.0**3
-    assert predict(profile(site("a", gaussian(0))), ScalerSettings(scale=0.0)).poisoned
+    assert predict(profile(site("a", gaussian(0))), ScalerSettings(scale=0.0)).inf_in_weights
 
 
 def test_what_the_training_does_to_gradients_moves_the_scale():
@@ -185,9 +185,9 @@ def test_what_the_training_does_to_gradients_moves_the_scale():
     summed = choose_scale(measured, DEFAULT_THRESHOLDS, Shift(highest=-6.0))  # 64 ranks, divided after an fp16 sum
     assert summed.exponent == plain.exponent - 6
     wide = profile(site("a", [torch.exp2(torch.linspace(-30, 0, 4000))] * 3), site("b", gaussian(-30), weight=1))
-    assert chosen(wide).unserved == ()
+    assert chosen(wide).modules_not_covered == ()
     divided = choose_scale(wide, DEFAULT_THRESHOLDS, Shift(lowest=6.0))  # divided before: as many binades more flush
-    assert divided.unserved == ("b",)
+    assert divided.modules_not_covered == ("b",)
 
 
 def test_a_shifted_trace_is_that_of_the_shifted_gradients():

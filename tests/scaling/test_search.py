@@ -126,9 +126,9 @@ def test_expected_skips_are_those_of_the_simulation():
 
 def test_a_scaler_that_would_poison_the_weights_is_replaced():
     outcome = searched(noise(-6.0), ScalerSettings(scale=2.0**-130))
-    assert outcome.expected_current.poisoned == 1.0
+    assert outcome.expected_current.inf_in_weights == 1.0
     assert outcome.change
-    assert outcome.expected_chosen.poisoned == 0.0
+    assert outcome.expected_chosen.inf_in_weights == 0.0
 
 
 @pytest.mark.parametrize(

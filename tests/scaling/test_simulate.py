@@ -73,14 +73,14 @@ def run_the_real_one(start, trace):
 def test_it_does_what_torchs_scaler_does(start, trace):
     real, _ = run_the_real_one(start, trace)
     simulated = simulate(start, trace)
-    assert repr([(s.scale, s.skipped, s.poisoned) for s in simulated]) == repr(real)  # NaN equals NaN here
+    assert repr([(s.scale, s.skipped, s.inf_in_weights) for s in simulated]) == repr(real)  # NaN equals NaN here
 
 
 def test_it_collapses_without_a_floor():
     steps = simulate(ScalerSettings(), [math.inf] * 146 + [1e-3])
     assert [s.skipped for s in steps] == [True] * 146 + [False]
     assert steps[-1].scale == 2.0**-130
-    assert steps[-1].poisoned
+    assert steps[-1].inf_in_weights
 
 
 def test_it_skips_as_often_as_the_closed_form_says():
@@ -114,7 +114,7 @@ def test_lanes_side_by_side_do_what_each_does_alone(framework):
         alone = simulate(lanes[i], maxima[j], framework)
         run = [
             Step(*step)
-            for step in zip(together.scale[i, j], together.skipped[i, j], together.poisoned[i, j], strict=True)
+            for step in zip(together.scale[i, j], together.skipped[i, j], together.inf_in_weights[i, j], strict=True)
         ]
         assert tuple(run[: len(alone)]) == alone
         assert together.ended[i, j].tolist() == [k >= len(alone) for k in range(300)]

@@ -80,7 +80,7 @@ def test_what_would_be_called_is_named_and_neither_imported_nor_called(opcode, p
     }[place]
     (tmp_path / "c.pt").write_bytes(content)
     with open_checkpoint(tmp_path / "c.pt") as checkpoint:
-        assert any(name.startswith(CANARY) for name in checkpoint.foreign)
+        assert any(name.startswith(CANARY) for name in checkpoint.unsafe_globals)
         assert [float(ref.stored.load().sum()) for ref in checkpoint] == ([2.0] if place == "beside a model" else [])
     assert CANARY not in sys.modules
     assert not canary.exists()
@@ -100,7 +100,7 @@ def test_no_protocol_of_pickle_runs_anything(protocol, form, tmp_path, canary):
     content = h.torch_zip(pickled) if form == "zip" else h.LEGACY_HEAD + pickled + h.whole(h.EMPTY_LIST)
     (tmp_path / "c.pt").write_bytes(content)
     with open_checkpoint(tmp_path / "c.pt") as checkpoint:
-        assert checkpoint.foreign == (f"{CANARY}.fire",)
+        assert checkpoint.unsafe_globals == (f"{CANARY}.fire",)
     assert CANARY not in sys.modules
     assert not canary.exists()
 
@@ -120,7 +120,7 @@ def test_a_saved_file_in_a_byte_string_stays_a_byte_string(tmp_path, canary):
         content = h.model_and(b"B" + struct.pack("<I", len(data)) + data)
         (tmp_path / f"{key}.pt").write_bytes(content)
         with open_checkpoint(tmp_path / f"{key}.pt") as checkpoint:
-            assert checkpoint.foreign == ()
+            assert checkpoint.unsafe_globals == ()
     assert not canary.exists()
 
 
@@ -148,7 +148,7 @@ def test_any_name_gives_an_inert_record(module, name):
         value, _ = machine.run()
         assert type(value) is PickledObject
         assert (value.name, value.args) == (f"{module}.{name}", (None,))
-        assert list(machine.foreign) == [f"{module}.{name}"]
+        assert list(machine.unsafe_globals) == [f"{module}.{name}"]
         bare, _ = SafeUnpickler(h.whole(function), "x", _Nothing()).run()
         assert bare == GlobalName(f"{module}.{name}")
     assert set(sys.modules) == before
@@ -160,7 +160,7 @@ def test_a_hostile_name_of_torch_is_understood_and_not_called(tmp_path, monkeypa
     monkeypatch.setattr(torch._utils, "_rebuild_tensor_v2", lambda *a: calls.append(a))
     (tmp_path / "c.pt").write_bytes(h.model_and(h.call(h.named("torch", "load"), h.text("/etc/passwd"))))
     with open_checkpoint(tmp_path / "c.pt") as checkpoint:
-        assert checkpoint.foreign == ("torch.load",)
+        assert checkpoint.unsafe_globals == ("torch.load",)
         assert len(checkpoint) == 1
     assert calls == []
 

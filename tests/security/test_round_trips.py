@@ -150,7 +150,10 @@ def check_saved(path, tree, read, **keywords):
         saved = read(file)
         same(saved.tree, theirs)
         assert identities(saved.tree) == identities(theirs)
-        assert set(saved.foreign) <= {"builtins.bytes", "__builtin__.bytes"}  # how protocol 2 writes an empty string
+        assert set(saved.unsafe_globals) <= {
+            "builtins.bytes",
+            "__builtin__.bytes",
+        }  # how protocol 2 writes an empty string
 
 
 @settings(max_examples=60)

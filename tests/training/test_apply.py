@@ -543,7 +543,7 @@ def test_one_scale_named_twice_is_one():
         (cure(status="failed", reason="step 3 is still non-finite"), "step 3 is still non-finite"),
         ({"findings": [], "verdict": "healthy"}, "its verdict is healthy"),
         ({"findings": {}}, "no list of JSON objects"),
-        ({"findings": [], "schema_version": "2"}, "schema version '2'"),
+        ({"findings": [], "schema_version": "3"}, "schema version '3'"),
         ({"code": "AMP201", "prescription": None}, "finding AMP201 has no prescription"),
         ({}, "is no prescription"),
         (3, "not int"),

@@ -81,9 +81,9 @@ def test_a_half_model_trains_at_every_moment_and_ends_as_it_was(nested, changes)
     [(ISLAND, True, WIDE), (ISLAND, False, BRAIN), (EMBEDDED, True, BRAIN), (EMBEDDED, False, WIDE)],
     ids=["linear-copied-float32", "linear-bfloat16", "embedding-copied-bfloat16", "embedding-float32"],
 )
-def test_an_island_whose_handle_is_gone_follows_its_model(island, copied, dtype):
+def test_an_island_whose_handle_is_gone_follows_its_model(fp32_module, copied, dtype):
     model = half_model()
-    ampdoctor.apply(model, island)
+    ampdoctor.apply(model, fp32_module)
     model = copy.deepcopy(model) if copied else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
     before = look(model, optimizer)

@@ -1,6 +1,6 @@
-"""Models of every shape, each with a birth at a marked line: what a diagnosis must find its way through.
+"""Models of every shape, each with an origin at a marked line: what a diagnosis must find its way through.
 
-A forward birth needs the loud batch of step 1; a backward birth (the derivative of sqrt at 0) and that of an update
+A forward origin needs the loud batch of step 1; a backward origin (the derivative of sqrt at 0) and that of an update
 (a gradient of zero over its norm) are there from step 0.
 """
 
@@ -18,19 +18,19 @@ from torch.utils.checkpoint import checkpoint
 WIDTH = 8
 
 
-def blow(h, birth, spare=None):
-    if birth == "forward":
+def blow(h, origin, spare=None):
+    if origin == "forward":
         return h * 100.0  # BIRTH forward
-    if birth == "backward":
+    if origin == "backward":
         return h + (h - h.detach()).abs().sqrt()  # BIRTH backward
-    if birth == "optimizer":
+    if origin == "optimizer":
         return h + spare * 0.0  # its gradient is zero, and the optimizer divides by its norm
     return h
 
 
-def give_spare(module, birth):
+def give_spare(module, origin):
     """A parameter that only an update can harm."""
-    module.spare = nn.Parameter(torch.ones(WIDTH)) if birth == "optimizer" else None
+    module.spare = nn.Parameter(torch.ones(WIDTH)) if origin == "optimizer" else None
 
 
 class Normalised(torch.optim.SGD):
@@ -47,21 +47,21 @@ class Normalised(torch.optim.SGD):
 class Block(nn.Module):
     """The culprit, where it is a module."""
 
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
-        self.birth = birth
+        self.origin = origin
         self.lin = nn.Linear(WIDTH, WIDTH)
-        give_spare(self, birth)
+        give_spare(self, origin)
 
     def forward(self, x):
-        return blow(self.lin(x), self.birth, self.spare)
+        return blow(self.lin(x), self.origin, self.spare)
 
 
 class Plain(nn.Module):
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.culprit = Block(birth)
+        self.culprit = Block(origin)
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
@@ -69,8 +69,8 @@ class Plain(nn.Module):
 
 
 class Checkpointed(Plain):
-    def __init__(self, birth, *, reentrant):
-        super().__init__(birth)
+    def __init__(self, origin, *, reentrant):
+        super().__init__(origin)
         self.reentrant = reentrant
 
     def forward(self, x):
@@ -78,8 +78,8 @@ class Checkpointed(Plain):
 
 
 class InPlace(Plain):
-    def __init__(self, birth):
-        super().__init__(birth)
+    def __init__(self, origin):
+        super().__init__(origin)
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x):
@@ -89,42 +89,42 @@ class InPlace(Plain):
 
 
 class Residual(nn.Module):
-    """The birth lies in the parent, between its children."""
+    """The origin lies in the parent, between its children."""
 
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
-        self.birth = birth
+        self.origin = origin
         self.first, self.inner, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        give_spare(self, birth)
+        give_spare(self, origin)
 
     def forward(self, x):
         h = self.first(x)
-        h = h + blow(self.inner(h), self.birth, self.spare)
+        h = h + blow(self.inner(h), self.origin, self.spare)
         return self.head(h)
 
 
 class CalledTwice(nn.Module):
     """Only the second call is sick."""
 
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
-        self.culprit = Block(birth)
-        self.birth = birth
+        self.culprit = Block(origin)
+        self.origin = origin
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        self.culprit.birth = ""
+        self.culprit.origin = ""
         h = self.culprit(x)
-        self.culprit.birth = self.birth
+        self.culprit.origin = self.origin
         h = self.culprit(h)
         return self.head(h)
 
 
 class Tied(nn.Module):
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
         self.embed = nn.Embedding(WIDTH, WIDTH)
-        self.culprit = Block(birth)
+        self.culprit = Block(origin)
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
         self.head.weight = self.embed.weight
 
@@ -133,15 +133,15 @@ class Tied(nn.Module):
         return self.head(self.culprit(h) * 0.1)
 
 
-def tied_spare(birth):
-    model = Plain(birth)
+def tied_spare(origin):
+    model = Plain(origin)
     model.head.spare = model.culprit.spare
     return model
 
 
-def tied_and_loud(birth):
+def tied_and_loud(origin):
     """The weight fits fp16 where it is scaled down, not where the head casts it."""
-    model = Tied(birth)
+    model = Tied(origin)
     with torch.no_grad():
         model.embed.weight[0, 0] = 1e5
     return model
@@ -153,8 +153,8 @@ class ReturnsInput(nn.Module):
 
 
 class Identities(Plain):
-    def __init__(self, birth):
-        super().__init__(birth)
+    def __init__(self, origin):
+        super().__init__(origin)
         self.nothing = ReturnsInput()
 
     def forward(self, x):
@@ -170,9 +170,9 @@ class Output:
 class Wrapped(nn.Module):
     """Hands its output on in a container."""
 
-    def __init__(self, birth, wrap):
+    def __init__(self, origin, wrap):
         super().__init__()
-        self.culprit = Block(birth)
+        self.culprit = Block(origin)
         self.wrap = wrap
 
     def forward(self, x):
@@ -180,10 +180,10 @@ class Wrapped(nn.Module):
 
 
 class Containers(nn.Module):
-    def __init__(self, birth, wrap, unwrap):
+    def __init__(self, origin, wrap, unwrap):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.body = Wrapped(birth, wrap)
+        self.body = Wrapped(origin, wrap)
         self.head = nn.Linear(WIDTH, WIDTH)
         self.unwrap = unwrap
 
@@ -192,107 +192,107 @@ class Containers(nn.Module):
 
 
 class FrozenBackbone(Plain):
-    def __init__(self, birth):
-        super().__init__(birth)
+    def __init__(self, origin):
+        super().__init__(origin)
         self.first.requires_grad_(requires_grad=False)
         self.first.eval()
 
 
 class Normed(Plain):
-    def __init__(self, birth, norm):
-        super().__init__(birth)
+    def __init__(self, origin, norm):
+        super().__init__(origin)
         norm(self.culprit.lin)
         norm(self.head)
 
 
 class Square(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, birth):
-        ctx.birth = birth
-        if birth == "forward":
+    def forward(ctx, x, origin):
+        ctx.origin = origin
+        if origin == "forward":
             return x * 100.0  # CUSTOM forward
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.birth == "backward":
+        if ctx.origin == "backward":
             return grad / torch.zeros_like(grad), None  # CUSTOM backward
         return grad, None
 
 
 class CustomFunction(Plain):
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__("")
-        self.culprit = Custom(birth)
+        self.culprit = Custom(origin)
 
 
 class Custom(nn.Module):
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
-        self.birth = birth
+        self.origin = origin
         self.lin = nn.Linear(WIDTH, WIDTH)
-        give_spare(self, birth)
+        give_spare(self, origin)
 
     def forward(self, x):
-        h = Square.apply(self.lin(x), self.birth)
-        return h if self.spare is None else blow(h, self.birth, self.spare)
+        h = Square.apply(self.lin(x), self.origin)
+        return h if self.spare is None else blow(h, self.origin, self.spare)
 
 
 @torch.compile(backend="eager")
-def compiled(h, birth, spare):
-    return blow(h, birth, spare)
+def compiled(h, origin, spare):
+    return blow(h, origin, spare)
 
 
 class Compiled(nn.Module):
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
-        self.birth = birth
+        self.origin = origin
         self.lin = nn.Linear(WIDTH, WIDTH)
-        give_spare(self, birth)
+        give_spare(self, origin)
 
     def forward(self, x):
-        return compiled(self.lin(x), self.birth, self.spare)
+        return compiled(self.lin(x), self.origin, self.spare)
 
 
 class WithCompiled(Plain):
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__("")
-        self.culprit = Compiled(birth)
+        self.culprit = Compiled(origin)
 
 
 class ScriptedInner(nn.Module):
-    def __init__(self, birth: str):
+    def __init__(self, origin: str):
         super().__init__()
         self.lin = nn.Linear(WIDTH, WIDTH)
-        self.birth = birth
+        self.origin = origin
         self.spare = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.lin(x)
-        if self.birth == "forward":
+        if self.origin == "forward":
             h = torch.log(h - h)
-        if self.birth == "backward":
+        if self.origin == "backward":
             h = h + (h - h.detach()).abs().sqrt()
-        if self.birth == "optimizer":
+        if self.origin == "optimizer":
             h = h + self.spare * 0.0
         return h
 
 
 class Scripted(Plain):
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__("")
-        self.culprit = torch.jit.script(ScriptedInner(birth))
+        self.culprit = torch.jit.script(ScriptedInner(origin))
 
 
 class Attention(nn.Module):
     """Self-attention, added to its input so that what is loud stays loud."""
 
-    def __init__(self, birth, layer):
+    def __init__(self, origin, layer):
         super().__init__()
         self.first, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.layer = layer()
         self.norm = nn.LayerNorm(WIDTH)
-        self.culprit = Block(birth)
+        self.culprit = Block(origin)
 
     def forward(self, x):
         h = self.first(x)
@@ -307,12 +307,12 @@ class Attention(nn.Module):
 class FastPath(nn.Module):
     """A frozen encoder in eval mode and without gradients, as feature extractors are: torch fuses it into one op."""
 
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 1).requires_grad_(requires_grad=False)
         self.encoder.eval()
-        self.culprit = Block(birth)
+        self.culprit = Block(origin)
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
@@ -322,24 +322,24 @@ class FastPath(nn.Module):
 
 
 class ScaledDotProduct(nn.Module):
-    """Attention in the parent's own forward, and the birth beside it."""
+    """Attention in the parent's own forward, and the origin beside it."""
 
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
-        self.birth = birth
+        self.origin = origin
         self.qkv, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        give_spare(self, birth)
+        give_spare(self, origin)
 
     def forward(self, x):
         q, k, v = self.qkv(x)[None, None].chunk(3, dim=-1)
         h = functional.scaled_dot_product_attention(q, k, v)[0, 0]
-        return self.head(blow(h, self.birth, self.spare))
+        return self.head(blow(h, self.origin, self.spare))
 
 
 class Listed(nn.Module):
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
-        self.blocks = nn.ModuleList([Block(""), Block(birth), Block("")])
+        self.blocks = nn.ModuleList([Block(""), Block(origin), Block("")])
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
@@ -360,49 +360,49 @@ class Holder(nn.Module):
 class Shared(nn.Module):
     """Two modules hold the same third one: it is sick only when the second calls it."""
 
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
-        inner = Block(birth)
+        inner = Block(origin)
         self.left, self.right = Holder(inner), Holder(inner)
-        self.birth = birth
+        self.origin = origin
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        self.left.inner.birth = ""
+        self.left.inner.origin = ""
         h = self.left(x)
-        self.right.inner.birth = self.birth
+        self.right.inner.origin = self.origin
         return self.head(self.right(h))
 
 
 class Lambda(nn.Module):
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
-        give_spare(self, birth)
-        self.function = lambda h: blow(h, birth, self.spare)
+        give_spare(self, origin)
+        self.function = lambda h: blow(h, origin, self.spare)
 
     def forward(self, x):
         return self.function(x)
 
 
 class WithLambda(Plain):
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__("")
-        self.culprit = Lambda(birth)
+        self.culprit = Lambda(origin)
 
 
 class KeywordOnly(nn.Module):
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
-        self.culprit = Block(birth)
+        self.culprit = Block(origin)
 
     def forward(self, *, hidden, scale=1.0):
         return {"hidden": self.culprit(hidden) * scale, "scale": scale}
 
 
 class Keywords(nn.Module):
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__()
-        self.first, self.body, self.head = nn.Linear(WIDTH, WIDTH), KeywordOnly(birth), nn.Linear(WIDTH, WIDTH)
+        self.first, self.body, self.head = nn.Linear(WIDTH, WIDTH), KeywordOnly(origin), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         return self.head(input=self.body(hidden=self.first(x))["hidden"])
@@ -411,27 +411,27 @@ class Keywords(nn.Module):
 class Hooked(Plain):
     """The user's own hook changes what a layer puts out."""
 
-    def __init__(self, birth):
+    def __init__(self, origin):
         super().__init__("")
-        give_spare(self.first, birth)
-        self.first.register_forward_hook(lambda module, args, out: blow(out, birth, module.spare))
+        give_spare(self.first, origin)
+        self.first.register_forward_hook(lambda module, args, out: blow(out, origin, module.spare))
         self.head.register_forward_pre_hook(lambda module, args: (args[0] * 1.0,))
 
 
 class Recurrent(nn.Module):
-    def __init__(self, birth, cell):
+    def __init__(self, origin, cell):
         super().__init__()
         self.rnn = cell(WIDTH, WIDTH, batch_first=True)
-        self.culprit = Block(birth)
+        self.culprit = Block(origin)
         self.head = nn.Linear(WIDTH, WIDTH)
-        self.birth = birth
+        self.origin = origin
 
     def forward(self, x):
         steps = x.unsqueeze(1).expand(-1, 3, -1)
         packed = pack_padded_sequence(steps, torch.tensor([3, 2, 1, 1]), batch_first=True)
         out, _ = self.rnn(packed)  # RNN
         out, _ = pad_packed_sequence(out, batch_first=True)
-        big = 1000.0 if self.birth == "forward" else 1.0
+        big = 1000.0 if self.origin == "forward" else 1.0
         return self.head(self.culprit(out.sum(1) * big))
 
 
@@ -450,41 +450,41 @@ def loud_cell(cell):
 
 
 MODELS = {
-    "reentrant": lambda birth: Checkpointed(birth, reentrant=True),
-    "nonreentrant": lambda birth: Checkpointed(birth, reentrant=False),
+    "reentrant": lambda origin: Checkpointed(origin, reentrant=True),
+    "nonreentrant": lambda origin: Checkpointed(origin, reentrant=False),
     "in_place": InPlace,
     "residual": Residual,
     "called_twice": CalledTwice,
     "tied": Tied,
     "returns_input": Identities,
-    "dict_output": lambda birth: Containers(birth, lambda h: {"logits": h}, lambda o: o["logits"]),
-    "dataclass_output": lambda birth: Containers(birth, Output, lambda o: o.logits),
-    "model_output": lambda birth: Containers(birth, model_output, lambda o: o.last_hidden_state),
+    "dict_output": lambda origin: Containers(origin, lambda h: {"logits": h}, lambda o: o["logits"]),
+    "dataclass_output": lambda origin: Containers(origin, Output, lambda o: o.logits),
+    "model_output": lambda origin: Containers(origin, model_output, lambda o: o.last_hidden_state),
     "frozen_backbone": FrozenBackbone,
-    "weight_norm": lambda birth: Normed(birth, parametrizations.weight_norm),
-    "old_weight_norm": lambda birth: Normed(birth, torch.nn.utils.weight_norm),
-    "spectral_norm": lambda birth: Normed(birth, parametrizations.spectral_norm),
+    "weight_norm": lambda origin: Normed(origin, parametrizations.weight_norm),
+    "old_weight_norm": lambda origin: Normed(origin, torch.nn.utils.weight_norm),
+    "spectral_norm": lambda origin: Normed(origin, parametrizations.spectral_norm),
     "custom_function": CustomFunction,
     "compiled_function": WithCompiled,
     "scripted_child": Scripted,
-    "attention": lambda birth: Attention(birth, lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
-    "encoder_layer": lambda birth: Attention(
-        birth, lambda: nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.1, batch_first=True)
+    "attention": lambda origin: Attention(origin, lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
+    "encoder_layer": lambda origin: Attention(
+        origin, lambda: nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.1, batch_first=True)
     ),
-    "fast_path": lambda birth: FastPath(birth).half(),
+    "fast_path": lambda origin: FastPath(origin).half(),
     "scaled_dot_product": ScaledDotProduct,
     "module_list": Listed,
     "shared_submodule": Shared,
     "lambda_child": WithLambda,
     "keyword_only": Keywords,
     "user_hooks": Hooked,
-    "old_spectral_norm": lambda birth: Normed(birth, torch.nn.utils.spectral_norm),
+    "old_spectral_norm": lambda origin: Normed(origin, torch.nn.utils.spectral_norm),
     "tied_spare": tied_spare,
     "tied_and_loud": tied_and_loud,
-    "loud_lstm": lambda birth: loud_cell(nn.LSTM),
-    "loud_gru": lambda birth: loud_cell(nn.GRU),
-    "data_parallel": lambda birth: nn.DataParallel(Plain(birth)),
-    "compiled_model": lambda birth: torch.compile(Plain(birth), backend="eager"),
-    "lstm": lambda birth: Recurrent(birth, nn.LSTM),
-    "gru": lambda birth: Recurrent(birth, nn.GRU),
+    "loud_lstm": lambda origin: loud_cell(nn.LSTM),
+    "loud_gru": lambda origin: loud_cell(nn.GRU),
+    "data_parallel": lambda origin: nn.DataParallel(Plain(origin)),
+    "compiled_model": lambda origin: torch.compile(Plain(origin), backend="eager"),
+    "lstm": lambda origin: Recurrent(origin, nn.LSTM),
+    "gru": lambda origin: Recurrent(origin, nn.GRU),
 }

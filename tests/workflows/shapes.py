@@ -107,13 +107,13 @@ def halves():
         yield x.half(), y
 
 
-def make_run(shape: str = "plain", birth: str = "forward"):
+def make_run(shape: str = "plain", origin: str = "forward"):
     torch.manual_seed(0)
-    model = MODELS.get(shape, Plain)(birth)
+    model = MODELS.get(shape, Plain)(origin)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.abs_()
-    kind = Normalised if birth == "optimizer" else torch.optim.SGD
+    kind = Normalised if origin == "optimizer" else torch.optim.SGD
     rate = 1e-2 if shape == "fast_path" else 1e-4  # without fp32 masters a small update rounds away
     extra = {}
     if shape == "gradient_penalty":

@@ -1,6 +1,6 @@
-"""Every shape of model: the module, call, op and line of a birth are found, and the user's objects stay as they were.
+"""Every shape of model: the module, call, op and line of an origin are found, and the user's objects stay as they were.
 
-Each shape is driven through a birth in its forward, in its backward and, where it matters, in its optimizer, and
+Each shape is driven through an origin in its forward, in its backward and, where it matters, in its optimizer, and
 through none.
 """
 
@@ -72,7 +72,7 @@ MODULES = {
     "shared_submodule": "left.inner",
     "user_hooks": "first",
 }
-"""Where the birth is, other than in `culprit`."""
+"""Where the origin is, other than in `culprit`."""
 LATER_CALL = {
     "forward": ("called_twice", "shared_submodule", "own_chunks"),
     "backward": ("called_twice", "shared_submodule"),
@@ -116,7 +116,7 @@ OTHERWISE = (
 """Shapes whose backward is no mirror of their forward: both are looked at with every `make test`; of the others every
 second one is with its backward, and the rest by `make thorough`."""
 AT_ONCE = ("lstm", "gru")
-"""Their cells squash a loud batch, so the birth is in the weights and there from the first step."""
+"""Their cells squash a loud batch, so the origin is in the weights and there from the first step."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated"),
@@ -138,12 +138,12 @@ def shapes(monkeypatch):
     return module
 
 
-def replay(shape, birth):
-    return bisect_nan(ReplayRequest(factory=f"{NAME}:make_run", arguments={"shape": shape, "birth": birth}))
+def replay(shape, origin):
+    return bisect_nan(ReplayRequest(factory=f"{NAME}:make_run", arguments={"shape": shape, "origin": origin}))
 
 
-def only_finding(shape, birth, shapes):
-    report = examined(shape, birth, shapes)
+def only_finding(shape, origin, shapes):
+    report = examined(shape, origin, shapes)
     assert report.verdict == "sick"
     assert not report.errors
     assert report.run["deterministic"]
@@ -151,12 +151,12 @@ def only_finding(shape, birth, shapes):
     return finding
 
 
-def examined(shape, birth, shapes):
+def examined(shape, origin, shapes):
     """The report; and neither what the user handed over nor the process is changed by it."""
-    expected = state_of(shapes.make_run(shape, birth))
+    expected = state_of(shapes.make_run(shape, origin))
     shapes.LAST.clear()
     before = process_state()
-    report = replay(shape, birth)
+    report = replay(shape, origin)
     after = process_state()
     assert [key for key in before if not same(before[key], after[key])] == []
     assert [key for key, value in state_of(shapes.LAST[0]).items() if not same(expected[key], value)] == []
@@ -309,14 +309,14 @@ def test_loss_code_after_an_inner_backward_is_loss(shapes):
 
 
 @pytest.mark.parametrize(
-    ("birth", "phase", "op"), [("forward", "forward", "aten.log"), ("backward", "backward", "aten.sqrt")]
+    ("origin", "phase", "op"), [("forward", "forward", "aten.log"), ("backward", "backward", "aten.sqrt")]
 )
-def test_a_scripted_child_is_opaque_and_said_to_be(birth, phase, op, shapes):
-    report = examined("scripted_child", birth, shapes)
+def test_a_scripted_child_is_opaque_and_said_to_be(origin, phase, op, shapes):
+    report = examined("scripted_child", origin, shapes)
     (finding,) = report.findings
     where = finding.where
     assert (where.phase, where.module, where.op, where.step, where.nonfinite) == (phase, "culprit", op, 0, "inf")
-    call = where.source if birth == "forward" else where.forward_source
+    call = where.source if origin == "forward" else where.forward_source
     assert call.line == line_of("CALL"), "the call from Python: there is no line inside"
     assert [note for note in report.run["notes"] if "scripted" in note and "culprit" in note]
 

@@ -176,7 +176,7 @@ def _level_shifts(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     if not moment.moves(moment.norm.latest):
         norms = tuple(0.0 for _ in norms)
     learned = moment.has_learned
-    matters, of_spans = moment.undoes(moment.loss.latest), list(zip(_ROOTS, losses, norms, strict=True))
+    matters, of_spans = moment.reverses_progress(moment.loss.latest), list(zip(_ROOTS, losses, norms, strict=True))
     of_both, of_loss, of_norm = (
         max(lifts, default=0.0) / thresholds[least]
         for lifts, least in (

@@ -308,7 +308,7 @@ class LossDescent:
 
     highest: float = -math.inf  # -inf before one is known
     lowest: float = math.inf  # inf before one is known
-    wandered: float = 0.0  # largest rise of a usual loss above the lowest before it, as of `LENGTH` steps ago
+    max_rise: float = 0.0  # largest rise of a usual loss above the lowest before it, as of `LENGTH` steps ago
     fallen_from: float = -math.inf  # the highest before the lowest; -inf before one is known
     falls: bool = False  # the lowest is below the first by `FALLEN` deviations
     fell: bool = False  # it had fallen before these losses, with another batch size
@@ -328,7 +328,7 @@ class LossDescent:
             self.lowest, self.fallen_from = usual, self.highest
             self.falls = self.falls or self._first > loss.value_at(FALLEN)
         if len(self._rises) == self._rises.maxlen:
-            self.wandered = max(self.wandered, self._rises[0])
+            self.max_rise = max(self.max_rise, self._rises[0])
         self._rises.append(usual - self.lowest)
 
     def anew(self) -> LossDescent:

@@ -57,7 +57,7 @@ def _scale_ratchets(moment: StepState, thresholds: Thresholds) -> Sequence[Findi
             "scale": scale.now,
             "highest": scale.highest,
             "falls": scale.falls,
-            "binades": scale.fallen,
+            "log2_fallen": scale.fallen,
             "skipped_in_a_row": scale.in_a_row,
             "steps_between_falls": list(scale.lengths),
             **({"ended": moment.end.reason or True} if ended and moment.end is not None else {}),

@@ -471,9 +471,9 @@ class StepState:
         """Whether the loss has fallen, or is at rest. In reinforcement learning, it rises at first with the returns."""
         return self.descent.is_known(self.accepted, self._began or 0)
 
-    def undoes(self, loss: float) -> bool:
+    def reverses_progress(self, loss: float) -> bool:
         """Returns whether a lasting loss of this height means forgetting: it matters, and is a new highest rise."""
-        return self.matters(loss) and self.has_learned and loss - self.descent.lowest > self.descent.wandered
+        return self.matters(loss) and self.has_learned and loss - self.descent.lowest > self.descent.max_rise
 
     def resumes(self) -> None:
         """Continues with a new process, whose steps are numbered anew; what was usual stays."""
@@ -586,7 +586,7 @@ class StepState:
         self.rising = rate > self._rates[0] * 1.001
 
     def _follow_spike(self, step: int, loss: float) -> None:
-        if self.spike is None and self.judged and self.alone and self.undoes(loss):
+        if self.spike is None and self.judged and self.alone and self.reverses_progress(loss):
             self.spike = Spike(step=step, usual=self.loss.usual, limit=self._limit(), value=loss)
         if self.spike is not None:
             self.spike.above = self.spike.above + 1 if loss > self.spike.limit else 0

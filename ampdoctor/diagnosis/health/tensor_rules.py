@@ -86,7 +86,7 @@ def _vanished(moment: TensorState, rows: np.ndarray, norms: np.ndarray) -> Itera
 
 
 FACTOR_JUMPS = rule("AMP734", WATCHED)
-FACTOR_JUMPS_BINADES = FACTOR_JUMPS["log2_change"]
+FACTOR_JUMPS_LOG2 = FACTOR_JUMPS["log2_change"]
 LEAST_LOOKS = 6
 GROWN = "its values have grown, and those of the next step may overflow"
 SHRUNK = "its values have shrunk, and small ones of the next step may flush to zero"
@@ -104,7 +104,7 @@ def _factor_jumps(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
         return
     changes = np.diff(np.log2(scales), axis=1)
     last, before = changes[:, -1], np.abs(changes[:, :-1]).max(axis=1)
-    hit = np.flatnonzero(np.abs(last) >= before + thresholds[FACTOR_JUMPS_BINADES])
+    hit = np.flatnonzero(np.abs(last) >= before + thresholds[FACTOR_JUMPS_LOG2])
     if not len(hit):
         return
     worst = hit[np.argmax(np.abs(last[hit]))]
@@ -117,7 +117,7 @@ def _factor_jumps(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
         also=tuple(moment.where(own[i], "forward") for i in hit if i != worst),
         evidence={
             "first": "scale",
-            "binades": float(last[worst]),
+            "log2_change": float(last[worst]),
             "largest_before": float(before[worst]),
             "scale": float(scales[worst, -1]),
         },
@@ -137,7 +137,7 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
     if moment.seen < HEADROOM_LOOKS:
         return
     rows = moment.rows("activation")
-    rooms = moment.values("headroom_binades", rows)[:, -HEADROOM_LOOKS:]
+    rooms = moment.values("log2_headroom", rows)[:, -HEADROOM_LOOKS:]
     known = np.isfinite(rooms).all(axis=1)
     rows, rooms = rows[known], rooms[known]
     if not len(rows):
@@ -167,8 +167,8 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
         also=tuple(moment.where(rows[i], "forward") for i in hit if i != worst),
         evidence={
             "first": "logits",
-            "headroom_binades": now,
-            "binades_per_step": float(drift[worst]),
+            "log2_headroom": now,
+            "log2_per_step": float(drift[worst]),
             "steps_left": float(left[worst]),
             "tensors": len(hit),
         },

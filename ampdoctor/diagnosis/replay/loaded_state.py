@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, birth_numbers, sentence_of
+from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, origin_numbers, sentence_of
 from ampdoctor.diagnosis.scan.tensors import FP16_OVERFLOW_AT
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Cause, Finding, Prescription
@@ -62,30 +62,30 @@ def hand_update_finding(where: Where, number: float | None) -> Finding:
     )
 
 
-def harms_beside_alone(birth: NonFiniteOrigin) -> bool:
+def harms_beside_alone(origin: NonFiniteOrigin) -> bool:
     """Returns whether no part of the model is harmed, and the op is a cast to half or code after the backward."""
-    if not birth.harms or not all(harm.startswith(_BESIDE) for harm in birth.harms):
+    if not origin.affected or not all(harm.startswith(_BESIDE) for harm in origin.affected):
         return False
-    return _casts_to_half(birth) or birth.after_backward
+    return _casts_to_half(origin) or origin.after_backward
 
 
-def beside_finding(birth: NonFiniteOrigin) -> Finding:
+def beside_finding(origin: NonFiniteOrigin) -> Finding:
     """Makes the finding for an origin of `harms_beside_alone`."""
-    names = [harm.removeprefix(_BESIDE) for harm in birth.harms]
+    names = [harm.removeprefix(_BESIDE) for harm in origin.affected]
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    cast = _casts_to_half(birth)
+    cast = _casts_to_half(origin)
     deed = ", which was cast to fp16 and back" if cast else ""
-    message = f"{sentence_of(birth, 'forward_overflow')}; it stays in {shown}, beside the model{deed}"
+    message = f"{sentence_of(origin, 'forward_overflow')}; it stays in {shown}, beside the model{deed}"
     where = Where(
-        step=birth.where.step,
-        phase=birth.where.phase,
-        module=birth.where.module,
-        op=birth.where.op,
-        nonfinite=birth.where.nonfinite,
-        source=birth.where.source,
+        step=origin.where.step,
+        phase=origin.where.phase,
+        module=origin.where.module,
+        op=origin.where.op,
+        nonfinite=origin.where.nonfinite,
+        source=origin.where.source,
         tensor=names[0],
     )
-    return _beside_finding(where, message, {**birth_numbers(birth, ())}, cast=cast)
+    return _beside_finding(where, message, {**origin_numbers(origin, ())}, cast=cast)
 
 
 def seen_beside(name: str, stats: TensorStats, since: int, step: int, twin: tuple[str, float] | None) -> Finding:
@@ -138,5 +138,7 @@ def _beside_finding(where: Where, message: str, evidence: dict[str, object], *, 
     )
 
 
-def _casts_to_half(birth: NonFiniteOrigin) -> bool:
-    return birth.kernel in ("aten._to_copy", "aten.copy_") and any(stats.dtype == "float16" for stats in birth.outputs)
+def _casts_to_half(origin: NonFiniteOrigin) -> bool:
+    return origin.kernel in ("aten._to_copy", "aten.copy_") and any(
+        stats.dtype == "float16" for stats in origin.outputs
+    )

@@ -99,82 +99,82 @@ MISUSE_ADVICE: Mapping[str, str] = {
 """The change that the user has to make, by the `Where.op` of a finding of AMP407."""
 
 
-def cause_of(birth: NonFiniteOrigin) -> Cause:
+def cause_of(origin: NonFiniteOrigin) -> Cause:
     """Returns the cause of a non-finite value; the first matching case decides.
 
     Only a replay at a lower scale shows whether a backward overflow is due to the loss scale.
     """
-    if birth.origin in STATE:
+    if origin.came_from in STATE:
         return "bad_checkpoint"
-    if birth.origin == "grad":
+    if origin.came_from == "grad":
         return "scaler_misuse"
-    if birth.origin == "constant":
+    if origin.came_from == "constant":
         return "invalid_op"  # written as a literal: nothing overflowed
-    if birth.origin == "data" or _casts_the_batch(birth):
+    if origin.came_from == "data" or _casts_the_batch(origin):
         return "bad_data"
-    if birth.where.phase == "optimizer" and any(t.dtype.startswith(_LOW_PRECISION) for t in birth.inputs):
+    if origin.where.phase == "optimizer" and any(t.dtype.startswith(_LOW_PRECISION) for t in origin.inputs):
         return "optimizer_precision"
-    return _cause_of_numbers(birth)
+    return _cause_of_numbers(origin)
 
 
-def _cause_of_numbers(birth: NonFiniteOrigin) -> Cause:
+def _cause_of_numbers(origin: NonFiniteOrigin) -> Cause:
     """Handles ops on finite inputs, or on intended infinities."""
-    overflow = _OVERFLOWS.get(birth.where.phase, "forward_overflow")
-    verdict = birth.recomputed
-    made_by = None if birth.operand is None else birth.operand.made_by
+    overflow = _OVERFLOWS.get(origin.where.phase, "forward_overflow")
+    verdict = origin.recomputed
+    made_by = None if origin.operand is None else origin.operand.made_by
     if made_by in ("unwritten", "unseen", "any") or (verdict is not None and verdict.returns is False):
         return "kernel_defect"
     if verdict is None:
-        return "invalid_op" if birth.where.nonfinite == "nan" else overflow
+        return "invalid_op" if origin.where.nonfinite == "nan" else overflow
     beyond = verdict.finite and verdict.amax > verdict.limit
     if beyond or verdict.overflow:  # inside the op, or beyond float64
         return overflow
     if not verdict.finite or made_by in LOST:
         return "invalid_op"
     # finite and in range in float64, no lost operand was found, and no partial result is too large
-    return overflow if verdict.overflow is None and birth.where.nonfinite == "inf" else "kernel_defect"
+    return overflow if verdict.overflow is None and origin.where.nonfinite == "inf" else "kernel_defect"
 
 
-def _casts_the_batch(birth: NonFiniteOrigin) -> bool:
+def _casts_the_batch(origin: NonFiniteOrigin) -> bool:
     """Whether the batch does not fit the compute format: it is cast straight from the loader and overflows."""
     return (
-        birth.kernel == "aten._to_copy"
-        and birth.where.phase in ("forward", "loss")
-        and any((t.name or "").startswith("batch") for t in birth.inputs)
+        origin.kernel == "aten._to_copy"
+        and origin.where.phase in ("forward", "loss")
+        and any((t.name or "").startswith("batch") for t in origin.inputs)
     )
 
 
-def help_for(birth: NonFiniteOrigin, cause: Cause) -> str:
+def help_for(origin: NonFiniteOrigin, cause: Cause) -> str:
     """Returns what to do: about the operand if it is known, else about the cause."""
-    operand = birth.operand
-    if birth.origin == "constant" and birth.where.nonfinite == "nan" and birth.where.op == "aten.lift_fresh":
+    operand = origin.operand
+    if origin.came_from == "constant" and origin.where.nonfinite == "nan" and origin.where.op == "aten.lift_fresh":
         return "Write a finite number there, or find out why the code marks these elements with NaN."
     if operand is None or cause not in ("invalid_op", "kernel_defect", "bad_data"):
         return HELP[cause]
-    fused = FUSED.get((birth.where.op or "", operand.op or ""))
-    if fused is not None and birth.where.phase in ("forward", "loss"):
+    fused = FUSED.get((origin.where.op or "", operand.op or ""))
+    if fused is not None and origin.where.phase in ("forward", "loss"):
         return f"Use {fused} in place of the two ops. {HELP[cause]}"
     return OPERAND_HELP.get(operand.made_by, HELP[cause])
 
 
-def batch_may_be_at_fault(birth: NonFiniteOrigin) -> bool:
+def batch_may_be_at_fault(origin: NonFiniteOrigin) -> bool:
     """Whether the operand may come from the batch: not in an update, not from state, not lost by a format.
 
     Nor if the code writes it as a literal: an infinite mask is there for every batch.
     """
-    operand = birth.operand
-    if birth.where.phase not in ("forward", "loss", "backward") or birth.origin == "constant":
+    operand = origin.operand
+    if origin.where.phase not in ("forward", "loss", "backward") or origin.came_from == "constant":
         return False
     if operand is not None and operand.made_by in ("infinity", "added_up"):
         return False
     return operand is None or (operand.made_by not in LOST and operand.made_by.partition(":")[0] not in STATE)
 
 
-def batch_is_at_fault(birth: NonFiniteOrigin) -> bool:
+def batch_is_at_fault(origin: NonFiniteOrigin) -> bool:
     """Whether the operand is the batch's own, or unknown; an operand that is computed from sound data is not."""
-    operand = birth.operand
+    operand = origin.operand
     made_by = "data" if operand is None else operand.made_by.partition(":")[0]
-    return batch_may_be_at_fault(birth) and made_by in ("data", "masked_target", "empty_input")
+    return batch_may_be_at_fault(origin) and made_by in ("data", "masked_target", "empty_input")
 
 
 def culprits(trace: Trace) -> tuple[NonFiniteOrigin, ...]:
@@ -183,64 +183,64 @@ def culprits(trace: Trace) -> tuple[NonFiniteOrigin, ...]:
     An infinity that the user wrote (a mask) counts only where there is no other: it may lie on the path of another
     origin's values, and a fully masked row appears as an op of its own.
     """
-    harmful = [birth for birth in trace.births if birth.harms]
-    computed = [birth for birth in harmful if birth.origin != "constant"]
+    harmful = [origin for origin in trace.origins if origin.affected]
+    computed = [origin for origin in harmful if origin.came_from != "constant"]
     return tuple(sorted(computed or harmful, key=_how_bad))
 
 
-def _how_bad(birth: NonFiniteOrigin) -> tuple[bool, int]:
+def _how_bad(origin: NonFiniteOrigin) -> tuple[bool, int]:
     """Orders harm to the loss or state before harm to gradients alone, then by time."""
-    return all(sink.startswith("grad:") for sink in birth.harms), birth.order
+    return all(target.startswith("grad:") for target in origin.affected), origin.order
 
 
-def independent(births: Sequence[NonFiniteOrigin]) -> tuple[NonFiniteOrigin, ...]:
+def independent(origins: Sequence[NonFiniteOrigin]) -> tuple[NonFiniteOrigin, ...]:
     """Returns one origin per place in the code, worst first as given: calls and micro-batches of a line are one."""
     places: dict[tuple[object, ...], NonFiniteOrigin] = {}
-    for birth in births:
-        where = birth.where
+    for origin in origins:
+        where = origin.where
         place: tuple[object, ...] = (
             (where.phase, where.module, where.op, where.tensor, where.source, where.forward_source)
             if where.phase != "optimizer"
             else (where.phase, where.op, where.source)  # an update treats all tensors alike
         )
         # gradients that were not cleared are one place
-        places.setdefault(("grad",) if birth.origin == "grad" else place, birth)
+        places.setdefault(("grad",) if origin.came_from == "grad" else place, origin)
     return tuple(places.values())
 
 
-def excess_binades(birth: NonFiniteOrigin) -> float | None:
+def log2_over_limit(origin: NonFiniteOrigin) -> float | None:
     """Returns the log2 of the value over its format's limit; None where it is not beyond it."""
-    verdict = birth.recomputed
+    verdict = origin.recomputed
     if verdict is None or not verdict.finite or verdict.limit <= 0 or verdict.amax <= verdict.limit:
         return None
     return math.log2(verdict.amax / verdict.limit)
 
 
-def derivative_beyond(birth: NonFiniteOrigin) -> bool:
+def derivative_beyond(origin: NonFiniteOrigin) -> bool:
     """Returns whether the derivative itself exceeds the format, not its product: 1/x of a tiny x.
 
     The float64 result is larger than the largest input by more than the format's limit.
     """
-    verdict = birth.recomputed
-    largest = max((stats.amax for stats in birth.inputs), default=0.0)
+    verdict = origin.recomputed
+    largest = max((stats.amax for stats in origin.inputs), default=0.0)
     return verdict is not None and verdict.finite and verdict.amax > verdict.limit * largest > 0
 
 
-def scale_may_cure(births: tuple[NonFiniteOrigin, ...], sightings: NonFiniteReport) -> bool:
+def scale_may_cure(origins: tuple[NonFiniteOrigin, ...], nonfinite: NonFiniteReport) -> bool:
     """Returns whether only gradients are harmed, and each origin is a backward value beyond its format.
 
     The backward inside the loss of a gradient penalty makes the loss overflow, and so do the run's own copies of
     gradients.
     """
-    if any(not sink.startswith(("grad:", "beside:")) and sink != "loss" for sink in sightings.sinks):
+    if any(not target.startswith(("grad:", "beside:")) and target != "loss" for target in nonfinite.affected):
         return False
-    return all(cause_of(b) == "backward_overflow" and _overflows(b) for b in births)
+    return all(cause_of(b) == "backward_overflow" and _overflows(b) for b in origins)
 
 
-def _overflows(birth: NonFiniteOrigin) -> bool:
+def _overflows(origin: NonFiniteOrigin) -> bool:
     """Whether smaller inputs would fit: it exceeds its format by a known factor, or overflows inside the op."""
-    verdict = birth.recomputed
-    return excess_binades(birth) is not None or (verdict is not None and bool(verdict.overflow))
+    verdict = origin.recomputed
+    return log2_over_limit(origin) is not None or (verdict is not None and bool(verdict.overflow))
 
 
 def past_the_scaler(outcome: StepOutcome) -> bool:
@@ -276,41 +276,43 @@ def place(where: Where) -> str:
     }.get(where.phase, "the model's own forward or the loss code")
 
 
-def sentence_of(birth: NonFiniteOrigin, cause: Cause) -> str:
+def sentence_of(origin: NonFiniteOrigin, cause: Cause) -> str:
     """Formats what became non-finite, where and why, with the numbers that decide it."""
-    where = birth.where
+    where = origin.where
     what = {"nan": "NaN", "inf": "an infinity", "none": "a wrong value"}[where.nonfinite]
-    if birth.origin != "op":
-        return _uncomputed(birth, what)
-    if birth.operand is not None and birth.operand.made_by == "unseen":
+    if origin.came_from != "op":
+        return _uncomputed(origin, what)
+    if origin.operand is not None and origin.operand.made_by == "unseen":
         return (
-            f"step {where.step}, {where.phase}: what {_deed(birth)} in {_place(birth)} made was finite, and holds "
+            f"step {where.step}, {where.phase}: what {_deed(origin)} in {_place(origin)} made was finite, and holds "
             f"{what} when it is next read: code that torch does not see (Triton, ctypes, NumPy) wrote it"
         )
-    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {_place(birth)} makes {what} from {_operands(birth)}"
+    text = (
+        f"step {where.step}, {where.phase}: {_deed(origin)} in {_place(origin)} makes {what} from {_operands(origin)}"
+    )
     if cause == "kernel_defect":
-        return f"{text}: {_defect(birth)}"
-    over = excess_binades(birth)
-    verdict = birth.recomputed
+        return f"{text}: {_defect(origin)}"
+    over = log2_over_limit(origin)
+    verdict = origin.recomputed
     if verdict is not None and over is not None:
-        wider = ", and beyond float32's" if verdict.finite32 is False and _format(birth) in _HALVES else ""
+        wider = ", and beyond float32's" if verdict.finite32 is False and _format(origin) in _HALVES else ""
         return (
-            f"{text}: {verdict.amax:.4g} in float64, {2.0**over:.3g} times {_format(birth)}'s largest value "
+            f"{text}: {verdict.amax:.4g} in float64, {2.0**over:.3g} times {_format(origin)}'s largest value "
             f"{verdict.limit:.5g}{wider}"
         )
     if verdict is not None and verdict.overflow:
         return f"{text}: " + (
-            f"a partial result inside the op goes beyond {_format(birth)}, though the whole is {verdict.amax:.4g}"
+            f"a partial result inside the op goes beyond {_format(origin)}, though the whole is {verdict.amax:.4g}"
             if verdict.finite
             else "the result is beyond float64 as well"
         )
-    if birth.operand is not None and verdict is not None and verdict.finite and birth.operand.made_by in LOST:
-        lost = f"{birth.operand.float64:.10g} is {birth.operand.here:g} in {_format(birth)}"
+    if origin.operand is not None and verdict is not None and verdict.finite and origin.operand.made_by in LOST:
+        lost = f"{origin.operand.float64:.10g} is {origin.operand.here:g} in {_format(origin)}"
         return f"{text}, but not in float64: a constant inside the op is lost, {lost}"
-    if birth.operand is not None and (verdict is None or not verdict.finite):
-        return f"{text}: {_operand(birth.operand)}"
+    if origin.operand is not None and (verdict is None or not verdict.finite):
+        return f"{text}: {_operand(origin.operand)}"
     if verdict is not None and not verdict.finite:
-        return f"{text}, and in float64 as well: {_poison(birth)}"
+        return f"{text}, and in float64 as well: {_poison(origin)}"
     if cause == "optimizer_precision":
         return f"{text}: the state's format loses what the update divides by"
     return text
@@ -319,35 +321,35 @@ def sentence_of(birth: NonFiniteOrigin, cause: Cause) -> str:
 _LITERAL = "aten.lift_fresh"  # torch's op for a number that is assigned (`x[0] = nan`)
 
 
-def _defect(birth: NonFiniteOrigin) -> str:
-    verdict = birth.recomputed
-    if birth.operand is not None and birth.operand.made_by == "unwritten":
+def _defect(origin: NonFiniteOrigin) -> str:
+    verdict = origin.recomputed
+    if origin.operand is not None and origin.operand.made_by == "unwritten":
         return "it shows memory that no op has written"
     if verdict is not None and verdict.returns is False:
         return "run again on the same inputs it is finite: the kernel shows memory that it has not written, or races"
     if verdict is not None and not verdict.finite:
         return "this kernel gives it for every input that was tried, in float64 as well"
-    amax = "" if verdict is None else f" ({verdict.amax:.4g} in float64, of {_format(birth)}'s {verdict.limit:.5g})"
-    return f"this kernel gives {_kind(birth)} where the arithmetic is finite and in range{amax}"
+    amax = "" if verdict is None else f" ({verdict.amax:.4g} in float64, of {_format(origin)}'s {verdict.limit:.5g})"
+    return f"this kernel gives {_kind(origin)} where the arithmetic is finite and in range{amax}"
 
 
-def _kind(birth: NonFiniteOrigin) -> str:
-    return "NaN" if birth.where.nonfinite == "nan" else "an infinity"
+def _kind(origin: NonFiniteOrigin) -> str:
+    return "NaN" if origin.where.nonfinite == "nan" else "an infinity"
 
 
-def _uncomputed(birth: NonFiniteOrigin, what: str) -> str:
+def _uncomputed(origin: NonFiniteOrigin, what: str) -> str:
     """Formats a value that was not computed: it was loaded, or written as a literal."""
-    where = birth.where
-    if birth.origin == "data":
+    where = origin.where
+    if origin.came_from == "data":
         return f"step {where.step}: the batch itself holds {what}{f' (in {where.tensor})' if where.tensor else ''}"
-    if birth.origin in _STATE:
+    if origin.came_from in _STATE:
         return f"step {where.step}: {where.tensor} holds {what} ({where.op})"
-    if birth.origin == "grad":
+    if origin.came_from == "grad":
         return f"step {where.step}: the gradient of {where.tensor} holds {what} of an earlier step: it was not cleared"
-    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {_place(birth)}"
+    text = f"step {where.step}, {where.phase}: {_deed(origin)} in {_place(origin)}"
     return (
         f"{text} writes {what} down"
-        if birth.kernel or where.op == _LITERAL
+        if origin.kernel or where.op == _LITERAL
         else f"{text} reads {what} that was there before"
     )
 
@@ -381,32 +383,32 @@ def _operand(operand: Operand) -> str:
     )
 
 
-def _place(birth: NonFiniteOrigin) -> str:
-    return "the code after the backward" if birth.after_backward else place(birth.where)
+def _place(origin: NonFiniteOrigin) -> str:
+    return "the code after the backward" if origin.after_backward else place(origin.where)
 
 
-def _deed(birth: NonFiniteOrigin) -> str:
+def _deed(origin: NonFiniteOrigin) -> str:
     """Formats the op; for a cast also the tensor, if it has a name."""
-    named = next((stats.name for stats in birth.inputs if stats.name), None)
-    if named is None or birth.kernel != "aten._to_copy":
-        return birth.where.op or birth.kernel
-    return f"{birth.where.op} (the cast of {named.replace(':', ' ')} to {_format(birth)})"
+    named = next((stats.name for stats in origin.inputs if stats.name), None)
+    if named is None or origin.kernel != "aten._to_copy":
+        return origin.where.op or origin.kernel
+    return f"{origin.where.op} (the cast of {named.replace(':', ' ')} to {_format(origin)})"
 
 
-def _format(birth: NonFiniteOrigin) -> str:
-    return birth.outputs[0].dtype if birth.outputs else "the format"
+def _format(origin: NonFiniteOrigin) -> str:
+    return origin.outputs[0].dtype if origin.outputs else "the format"
 
 
-def _operands(birth: NonFiniteOrigin) -> str:
-    return "infinite inputs" if any(stats.infs for stats in birth.inputs) else "finite inputs"
+def _operands(origin: NonFiniteOrigin) -> str:
+    return "infinite inputs" if any(stats.infs for stats in origin.inputs) else "finite inputs"
 
 
-def _poison(birth: NonFiniteOrigin) -> str:
-    if any(stats.infs for stats in birth.inputs):
+def _poison(origin: NonFiniteOrigin) -> str:
+    if any(stats.infs for stats in origin.inputs):
         return "infinities that were meant meet (a row that is masked as a whole, or inf - inf)"
-    if any(0 in stats.shape for stats in birth.inputs):
+    if any(0 in stats.shape for stats in origin.inputs):
         return "an input is empty"
-    if any(stats.zeros for stats in birth.inputs):
+    if any(stats.zeros for stats in origin.inputs):
         return "an input holds zeros where the op or its derivative needs none"
     return "the inputs are outside the op's domain"
 
@@ -420,8 +422,8 @@ BAD_DATA = rule("AMP204", REPLAYED)
 _BEYOND_FLOAT32 = "float32 does not hold it either: bring the op's inputs down, look at the learning rate and the data."
 
 
-def finding_of_birth(
-    birth: NonFiniteOrigin,
+def origin_finding(
+    origin: NonFiniteOrigin,
     *,
     cause: Cause | None = None,
     severity: Severity = "error",
@@ -432,48 +434,48 @@ def finding_of_birth(
 
     `cause` is given where a replay showed more than the origin does (a lower scale cures, no scale does).
     """
-    decided = cause or cause_of(birth)
-    code = STATE_CODES.get(birth.origin, CODES[decided]) if decided == "bad_checkpoint" else CODES[decided]
+    decided = cause or cause_of(origin)
+    code = STATE_CODES.get(origin.came_from, CODES[decided]) if decided == "bad_checkpoint" else CODES[decided]
     return rules()[code].finding(
         severity,
-        sentence_of(birth, decided),
-        where=birth.where,
+        sentence_of(origin, decided),
+        where=origin.where,
         cause=decided,
-        evidence=birth_numbers(birth, others),
-        advice=_help(birth, decided),
+        evidence=origin_numbers(origin, others),
+        advice=_help(origin, decided),
         prescription=prescription,
     )
 
 
-def _help(birth: NonFiniteOrigin, cause: Cause) -> str:
-    beyond = birth.recomputed is not None and birth.recomputed.finite32 is False
-    return _BEYOND_FLOAT32 if beyond and cause in ("forward_overflow", "backward_overflow") else help_for(birth, cause)
+def _help(origin: NonFiniteOrigin, cause: Cause) -> str:
+    beyond = origin.recomputed is not None and origin.recomputed.finite32 is False
+    return _BEYOND_FLOAT32 if beyond and cause in ("forward_overflow", "backward_overflow") else help_for(origin, cause)
 
 
-def birth_numbers(birth: NonFiniteOrigin, others: Sequence[NonFiniteOrigin]) -> dict[str, Any]:
+def origin_numbers(origin: NonFiniteOrigin, others: Sequence[NonFiniteOrigin]) -> dict[str, Any]:
     """Returns the numbers behind an origin as evidence; `others` are reported with it."""
-    verdict = birth.recomputed
+    verdict = origin.recomputed
     numbers: dict[str, Any] = {
-        "kernel": birth.kernel,
-        "origin": birth.origin,
-        "inputs": [_shown(stats) for stats in birth.inputs],
-        "outputs": [_shown(stats) for stats in birth.outputs],
-        "harmed": list(birth.harms[:8]),
-        "harmed_count": len(birth.harms),
+        "kernel": origin.kernel,
+        "origin": origin.came_from,
+        "inputs": [_shown(stats) for stats in origin.inputs],
+        "outputs": [_shown(stats) for stats in origin.outputs],
+        "harmed": list(origin.affected[:8]),
+        "harmed_count": len(origin.affected),
     }
     if verdict is not None:
         numbers["float64"] = {"finite": verdict.finite, "amax": verdict.amax, "limit": verdict.limit}
-        numbers["excess_binades"] = excess_binades(birth)
+        numbers["log2_over_limit"] = log2_over_limit(origin)
         if verdict.overflow is not None:
             numbers["overflows_inside"] = verdict.overflow
         if verdict.returns is False:
             numbers["comes_again"] = False
         if verdict.finite32 is not None:
             numbers["float32"] = {"finite": verdict.finite32, "amax": verdict.amax32}
-    if birth.operand is not None:
-        numbers["operand"] = _shown_operand(birth.operand)
-    if birth.departs and not birth.harms:
-        numbers["departs"] = birth.departs
+    if origin.operand is not None:
+        numbers["operand"] = _shown_operand(origin.operand)
+    if origin.departs and not origin.affected:
+        numbers["departs"] = origin.departs
     if others:
         numbers["also"] = [
             {
@@ -481,7 +483,7 @@ def birth_numbers(birth: NonFiniteOrigin, others: Sequence[NonFiniteOrigin]) -> 
                 "module": b.where.module,
                 "op": b.where.op,
                 "nonfinite": b.where.nonfinite,
-                **({"tensor": b.where.tensor} if b.origin == "data" and b.where.tensor else {}),
+                **({"tensor": b.where.tensor} if b.came_from == "data" and b.where.tensor else {}),
             }
             for b in others[:8]
         ]
@@ -516,9 +518,9 @@ def _shown(stats: TensorStats) -> dict[str, Any]:
     }
 
 
-def is_absorbed(birth: NonFiniteOrigin) -> bool:
+def is_absorbed(origin: NonFiniteOrigin) -> bool:
     """Returns whether a computed infinity vanishes before the loss, a gradient or the run's state."""
-    return birth.origin == "op" and birth.where.nonfinite == "inf" and not birth.harms
+    return origin.came_from == "op" and origin.where.nonfinite == "inf" and not origin.affected
 
 
 def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[NonFiniteOrigin, ...]:
@@ -529,4 +531,4 @@ def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tupl
     fp32 too.
     """
     most = thresholds[DEPARTURE]
-    return tuple(birth for birth in trace.births if not birth.harms and birth.departs > most)
+    return tuple(origin for origin in trace.origins if not origin.affected and origin.departs > most)

@@ -122,8 +122,8 @@ def _data(here: Here) -> str:
         return (
             f"the data are those that followed step {here.global_step}, as far as the factory gives them in that order"
         )
-    origin = "" if here.global_step is None else f", not those that followed step {here.global_step}"
-    return f"the data are the first {here.steps} steps' batches of the factory{origin}"
+    other = "" if here.global_step is None else f", not those that followed step {here.global_step}"
+    return f"the data are the first {here.steps} steps' batches of the factory{other}"
 
 
 def comparison_left_out(report: Report) -> str | None:
@@ -183,19 +183,19 @@ DIVERGES = (
 )
 
 
-def diverging_finding(birth: NonFiniteOrigin, losses: Sequence[float | None]) -> Finding:
+def diverging_finding(origin: NonFiniteOrigin, losses: Sequence[float | None]) -> Finding:
     """Makes the finding for a run whose updates lead to non-finite values in fp32 too, at once or a few steps later.
 
-    `birth` is where it first left the compute format. `losses` are in fp32, of all steps up to the non-finite one.
+    `origin` is where it first left the compute format. `losses` are in fp32, of all steps up to the non-finite one.
     """
     last = len(losses) - 1
     before = losses[last - 1]
     grew = "" if losses[0] is None or before is None else f" (loss {losses[0]:.3g} in step 0, {before:.3g} before it)"
     return NONFINITE_IN_FP32.finding(
         "error",
-        f"step {birth.where.step} is not finite, and in fp32 from the start step {last} is not either{grew}: "
+        f"step {origin.where.step} is not finite, and in fp32 from the start step {last} is not either{grew}: "
         "the updates drive the run there, and precision is not the cause",
-        where=Where(step=birth.where.step, phase=birth.where.phase, nonfinite=birth.where.nonfinite),
+        where=Where(step=origin.where.step, phase=origin.where.phase, nonfinite=origin.where.nonfinite),
         evidence={"fp32_step": last, "fp32_losses": list(losses)},
         advice=DIVERGES,
         prescription=Prescription(

@@ -275,7 +275,7 @@ def _by_module(spreads: Sequence[Spread]) -> Mapping[str, list[Spread]]:
 
 def _widest(spreads: Mapping[str, Sequence[Spread]], name: str, kinds: frozenset[str]) -> float:
     """Returns the widest range of the module's tensors of these kinds; inf where none was measured."""
-    return max((s.binades for s in spreads.get(name, ()) if s.kind in kinds), default=math.inf)
+    return max((s.log2_span for s in spreads.get(name, ()) if s.kind in kinds), default=math.inf)
 
 
 # -- the choice: a decision tree over measurements --
@@ -367,7 +367,7 @@ def _fp16(facts: PrecisionFacts, thresholds: Thresholds) -> _Fp16:
     near = _near(facts, thresholds)
     islands = {name: _reach(amax, thresholds) for name, amax in near.items()}
     scale = facts.scale
-    for name in scale.unserved if scale is not None else ():
+    for name in scale.modules_not_covered if scale is not None else ():
         islands.setdefault(name, f"its gradients need another loss scale than the 2^{scale.exponent} of the others")  # type: ignore[union-attr]  # checked above
     return _Fp16(islands, _share(facts, islands), _obstacle(facts, islands, thresholds))
 
@@ -418,7 +418,7 @@ def _share(facts: PrecisionFacts, names: Mapping[str, str]) -> float:
     held = sum(m.parameters for m in facts.modules if m.name in names or m.name.startswith(inside))
     measured = held / total if total else 0.0
     scale = facts.scale
-    return max(measured, scale.share) if scale is not None and scale.unserved else measured
+    return max(measured, scale.share) if scale is not None and scale.modules_not_covered else measured
 
 
 def _listed(names: Mapping[str, str]) -> str:

@@ -166,8 +166,8 @@ def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Find
             "format": last.format,
             "amax": last.amax,
             "limit": last.limit,
-            "headroom_binades": last.binades,
-            "binades_per_step": way.rate,
+            "log2_headroom": last.log2,
+            "log2_per_step": way.rate,
             "steps_seen": len(rows),
             "passes_in_steps": steps,
         },
@@ -177,7 +177,7 @@ def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Find
 
 def _heading(rows: Sequence[Headroom], thresholds: Thresholds) -> LinearTrend | None:
     """Returns the trend of an output that grows steadily, significantly and soon beyond its format."""
-    if rows[-1].binades > thresholds[HEADROOM_NEAR] or not _grows(rows):
+    if rows[-1].log2 > thresholds[HEADROOM_NEAR] or not _grows(rows):
         return None
     way = course([(row.step, row.amax) for row in rows], rows[-1].limit)
     if way is None or way.meets - way.until > thresholds[HEADROOM_AHEAD] * (way.until - way.since):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import REPLAYED, rule
-from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE, birth_numbers, cause_of, derivative_beyond
+from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE, cause_of, derivative_beyond, origin_numbers
 from ampdoctor.diagnosis.scan.scaler import starting_scale
 from ampdoctor.evidence.checkpoint_stats import ScalerState, is_dead
 from ampdoctor.evidence.location import Source, Where
@@ -37,17 +37,19 @@ class HalfWeights:
 
 
 def lost_scale_finding(
-    lost: ScalerState, own: float | None, birth: NonFiniteOrigin | None = None, cure: Prescription | None = None
+    lost: ScalerState, own: float | None, origin: NonFiniteOrigin | None = None, cure: Prescription | None = None
 ) -> Finding:
     """Makes the finding for a checkpoint's settled loss scale that the run does not continue.
 
-    `own` is the scale at which the run starts (None: no scaler); `birth` is the overflow for which its steps are
+    `own` is the scale at which the run starts (None: no scaler); `origin` is the overflow for which its steps are
     skipped, if they are; `cure` is the run at the checkpoint's scale.
     """
-    where = Where(step=0, phase="scaler", op="scaler_state") if birth is None else replace(birth.where, phase="scaler")
-    skips = "" if birth is None else ", and every step is skipped"
+    where = (
+        Where(step=0, phase="scaler", op="scaler_state") if origin is None else replace(origin.where, phase="scaler")
+    )
+    skips = "" if origin is None else ", and every step is skipped"
     return SCALER_MISUSE.finding(
-        "warning" if birth is None else "error",
+        "warning" if origin is None else "error",
         f"the checkpoint's loss scale had settled at {lost.scale:g} ({lost.growth_tracker} clean steps), but "
         f"{starting_scale('the run', own)}{skips}",
         where=where,
@@ -70,7 +72,7 @@ def unguarded_step_finding(at: NonFiniteOrigin | Where, scale: float | None) -> 
         "optimizer.step() uses them: scaler.step(optimizer) would have skipped the step",
         where=where,
         cause="scaler_misuse",
-        evidence={"scale": scale} if isinstance(at, Where) else birth_numbers(at, ()),
+        evidence={"scale": scale} if isinstance(at, Where) else origin_numbers(at, ()),
         advice=HELP["scaler_misuse"],
     )
 
@@ -504,7 +506,7 @@ class SkipVerdict:
 
 
 def verdict_on_skips(
-    birth: NonFiniteOrigin | None,
+    origin: NonFiniteOrigin | None,
     *,
     scales: Sequence[float],
     steps: int,
@@ -515,14 +517,14 @@ def verdict_on_skips(
 ) -> SkipVerdict:
     """Judges steps that were skipped for an overflow which a lower scale may cure.
 
-    `birth` is the overflow, where an op was seen to make it. `scales` holds the loss scale of each `scaler.step` call
+    `origin` is the overflow, where an op was seen to make it. `scales` holds the loss scale of each `scaler.step` call
     in order, `steps` the number of skipped steps. `cures`: a lower scale of at least 1 removes the overflow. `updated`:
     `scaler.update` was called. `hopeless`: fp32 without a scale does not remove it either. `begun_again` counts scales
     that rose after a skip: an update only lowers them, so the scaler is another one.
     """
     cause: Cause = "grad_overflow" if cures else "scaler_collapse"
-    if not cures and birth is not None and (hopeless or derivative_beyond(birth)):
-        cause = cause_of(birth)  # no scale works: nothing does, or the scale is not the cause
+    if not cures and origin is not None and (hopeless or derivative_beyond(origin)):
+        cause = cause_of(origin)  # no scale works: nothing does, or the scale is not the cause
     comes_down = steps < PERSISTS or len(set(scales)) > 1  # a scaler made anew in each step does not
     severity: Severity = "warning" if cures and comes_down and not begun_again else "error"
     return SkipVerdict(cause, severity, _advice(scales, updated=updated))
@@ -554,6 +556,6 @@ def _advice(scales: Sequence[float], *, updated: bool) -> str:
     return MADE_ANEW if len(scales) >= PERSISTS and len(set(scales)) == 1 and scales[0] > 1.0 else ""
 
 
-def scale_kills(birth: NonFiniteOrigin, scale: float | None) -> bool:
+def scale_kills(origin: NonFiniteOrigin, scale: float | None) -> bool:
     """Returns whether the loss scale is dead and the non-finite values appear after the loss."""
-    return scale is not None and is_dead(scale) and birth.where.phase not in ("forward", "loss", "data")
+    return scale is not None and is_dead(scale) and origin.where.phase not in ("forward", "loss", "data")

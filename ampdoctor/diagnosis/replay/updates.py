@@ -75,7 +75,7 @@ def unmoved(step: Comparison) -> tuple[ParameterVsFp32, ...]:
 def rounded_away(parameters: Sequence[ParameterVsFp32]) -> bool:
     """Returns whether most stand still due to rounding (at most half a unit in the last place), not a zero update."""
     given = [p for p in parameters if p.gradient]  # a clip factor of 0 leaves no gradient to round away
-    return sum(p.beneath for p in given) > LOST_SHARE * sum(p.meant_to_move for p in parameters)
+    return sum(p.below_half_ulp for p in given) > LOST_SHARE * sum(p.meant_to_move for p in parameters)
 
 
 def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
@@ -344,7 +344,7 @@ def frozen_finding(
 
 def _stands_still(p: ParameterVsFp32) -> bool:
     """Whether a parameter with a gradient moves in fp32, but not here, where the update rounds away."""
-    return p.gradient > 0 and p.meant_to_move > 0 and not p.moved and 2 * p.beneath > p.meant_to_move
+    return p.gradient > 0 and p.meant_to_move > 0 and not p.moved and 2 * p.below_half_ulp > p.meant_to_move
 
 
 STUCK_STATE = rule("AMP508", REPLAYED)

@@ -31,7 +31,11 @@ def row_of(tensor: TensorChange) -> dict[str, Any]:
         "relative_change": tensor.relative_change,
     }
     if tensor.reach is not None:
-        row |= {"update_rms": tensor.reach.rms, "lands": tensor.reach.lands, "adds_up": tensor.reach.adds_up}
+        row |= {
+            "update_rms": tensor.reach.rms,
+            "lands": tensor.reach.changed_by_one,
+            "adds_up": tensor.reach.changed_by_many,
+        }
     return row
 
 
@@ -118,8 +122,8 @@ def stagnates(tensor: TensorChange, thresholds: Thresholds) -> bool:
         tensor.pure_half
         and reach is not None
         and tensor.unchanged >= still * tensor.elements
-        and reach.adds_up >= thresholds[WOULD_MOVE]
-        and reach.lands <= (1 - still) * reach.adds_up
+        and reach.changed_by_many >= thresholds[WOULD_MOVE]
+        and reach.changed_by_one <= (1 - still) * reach.changed_by_many
     )
 
 
@@ -143,7 +147,7 @@ def _stagnant_weights(change: CheckpointChange, thresholds: Thresholds) -> Itera
         f"{len(still)} of {len(trained)} trained {worst.dtype} weights stand still: in {worst.address} "
         f"{percent(worst.unchanged / worst.elements)} of the values did not change in {change.steps} steps, because "
         f"an update of {reach.rms:.2g} is less than half the distance to the next {worst.dtype} number for "
-        f"{percent(1 - reach.lands)} of them."
+        f"{percent(1 - reach.changed_by_one)} of them."
     )
     evidence = {
         "steps": change.steps,
@@ -196,13 +200,13 @@ def _unmoved_weights(change: CheckpointChange, thresholds: Thresholds) -> Iterat
         return
     same = [t for t in weights if t.unchanged == t.elements and not t.nonfinite]
     least = thresholds[IDLE_WOULD_MOVE]
-    idle = [t for t in same if t.moments and t.reach is not None and t.reach.lands >= least]
+    idle = [t for t in same if t.moments and t.reach is not None and t.reach.changed_by_one >= least]
     if idle:
         worst = max(idle, key=lambda t: (t.elements, t.address))
         message = (
             f"{len(idle)} of {len(weights)} weights did not change at all in {change.steps} steps, {worst.address} "
             f"first, although the optimizer holds moments for them and one update would change "
-            f"{percent(worst.reach.lands if worst.reach else 0)} of its values."
+            f"{percent(worst.reach.changed_by_one if worst.reach else 0)} of its values."
         )
     elif len(same) == len(weights) and not any(stagnates(t, thresholds) for t in same):
         worst = max(same, key=lambda t: (t.elements, t.address))
@@ -281,7 +285,7 @@ def _growing_finding(rows: Sequence[tuple[str, Largest, float, LinearTrend]], st
         "amax": largest.amax,
         "limit": FP16_MAX,
         "meets_at": heading.meets,
-        "binades_per_1000": 1000 * heading.rate,
+        "log2_per_1000": 1000 * heading.rate,
         "tensors": len(rows),
         "listed": [
             {"tensor": name, "amax": now.amax, "amax_before": then, "meets_at": seen.meets}
@@ -394,6 +398,6 @@ def _falling_loss_scale(trend: Trend, thresholds: Thresholds) -> Iterator[Findin
         evidence={
             "scales": [{"step": step, "scale": scale} for step, scale in seen],
             "meets_at": heading.meets,
-            "binades_per_1000": 1000 * heading.rate,
+            "log2_per_1000": 1000 * heading.rate,
         },
     )

@@ -90,7 +90,7 @@ def _speaks_of(finding: Finding, code: str, role: TensorRole) -> bool:
 def _fp8(summary: CheckpointSummary) -> Iterator[Check]:
     """Yields how many matrices fit fp8 with one scale each: at most 1 % of their nonzero elements would flush."""
     matrices = [t for t in summary.tensors if t.role == "weight" and len(t.shape) >= 2]
-    spans = [t.binades for t in matrices if t.binades is not None]
+    spans = [t.log2_span for t in matrices if t.log2_span is not None]
     if not spans:
         return
     within = {"e4m3": sum(s <= E4M3_BINADES for s in spans), "e5m2": sum(s <= E5M2_BINADES for s in spans)}
@@ -98,7 +98,7 @@ def _fp8(summary: CheckpointSummary) -> Iterator[Check]:
     yield Check(
         name="fp8 with a scale for each matrix",
         result=f"{beyond} of {len(spans)} matrices are too wide for e4m3" if beyond else "ok",
-        headroom={"matrices": len(spans), **within, "widest_binades": max(spans)},
+        headroom={"matrices": len(spans), **within, "widest_log2_span": max(spans)},
     )
 
 
@@ -111,13 +111,13 @@ def _scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> Check:
     return Check(
         name="loss scaler",
         result=_result(found, codes_in("scan.scaler")),
-        headroom={"binades_above_dead": above} if above is not None else {},
+        headroom={"log2_above_dead": above} if above is not None else {},
     )
 
 
 def _headroom(tensors: Sequence[TensorSummary]) -> dict[str, float]:
     amax = max((t.amax for t in tensors if t.amax is not None), default=None)
-    return {"binades": math.log2(FP16_MAX) - math.log2(amax)} if amax is not None else {}
+    return {"log2": math.log2(FP16_MAX) - math.log2(amax)} if amax is not None else {}
 
 
 def _cast(role: RoleSummary | None, name: str) -> dict[str, float]:

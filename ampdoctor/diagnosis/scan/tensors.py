@@ -588,7 +588,7 @@ MAX_NAMED = 3  # unsafe names that a sentence lists
 
 @FOREIGN_OBJECTS.judges(CheckpointSummary)
 def _foreign_objects(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
-    names = summary.foreign
+    names = summary.unsafe_globals
     if not names:
         return
     shown = f"{', '.join(names[:MAX_NAMED])}{f' and {len(names) - MAX_NAMED} more' if len(names) > MAX_NAMED else ''}"

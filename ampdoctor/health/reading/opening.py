@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, Listing, RegularFile, identity_of, is_folder, list_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.log_records import SCHEMA_VERSION, LogRecord
-from ampdoctor.evidence.log_text import quick_line_of
+from ampdoctor.evidence.log_text import parse_line_fast
 from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, shown_path, will_be_written
 from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.health.reading.log_files import HEAD, MAX_BYTES, SkippedLines, begins_run_log, lines_in
@@ -88,7 +88,7 @@ def _read(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[L
             left = noticed.left[name]
             for text in lines_in(file, MAX_BYTES, left):
                 try:
-                    whole = quick_line_of(text)
+                    whole = parse_line_fast(text)
                 except ValueError:
                     left.damaged += 1
                     continue
@@ -103,7 +103,7 @@ def _last(left: SkippedLines) -> Iterator[LogRecord]:
     """Yields the last line without newline, if it is whole: the process was killed or still writes."""
     text, left.unfinished = left.unfinished, b""
     try:
-        whole = quick_line_of(text) if text else None
+        whole = parse_line_fast(text) if text else None
     except ValueError:
         return
     if whole is not None:

@@ -88,8 +88,8 @@ METRICS: Mapping[str, Metric] = {
         Metric("samples_per_second", "Samples of all ranks a second, since the step before."),
         Metric("tokens_per_second", "Tokens of all ranks a second, since the step before."),
         Metric(
-            "gradient_headroom_binades",
-            "Binades from the largest gradient of any tensor to its format's maximum, at the loss scale.",
+            "gradient_headroom_log2",
+            "Powers of two from the largest gradient of any tensor to its format's maximum, at the loss scale.",
             keep="lowest",
             of="detail",
         ),
@@ -275,8 +275,8 @@ class Projection:
     def _of_detail(self, line: DetailLine) -> dict[str, float]:
         optimizer = self._optimizer(line.optimizer)
         gradients = [one for one in line.tensors if one.role == "gradient"]
-        headroom = [one.headroom_binades for one in gradients if one.headroom_binades is not None]
-        values = {"gradient_headroom_binades": min(headroom)} if headroom else {}
+        headroom = [one.log2_headroom for one in gradients if one.log2_headroom is not None]
+        values = {"gradient_headroom_log2": min(headroom)} if headroom else {}
         values |= self._worst("underflow", ((one, one.flushed_share) for one in gradients))
         values |= self._worst("zero", ((one, one.zero_share) for one in gradients))
         values |= self._worst("update", ((one, one.update_ratio) for one in line.tensors))

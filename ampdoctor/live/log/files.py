@@ -53,7 +53,7 @@ class Limits:
     last: int = 256  # steps that are kept for a bundle
     hung_seconds: float = 30.0  # then a sink without progress is given up: a network disk may pause for seconds
     heard_details: int = 64  # lines of details that wait for a listener, up to 100 kB each; for other lines, `lines`
-    farewell_seconds: float = 10.0  # for all listeners together at the end: a metrics server needs the last lines
+    close_timeout: float = 10.0  # for all listeners together at the end: a metrics server needs the last lines
 
 
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL

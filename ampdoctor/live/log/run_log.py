@@ -177,7 +177,7 @@ class RunLog:
 
     def hear_out(self, timeout: float = 2.0) -> None:
         """Waits until the listeners that answer have received all lines, within the limits."""
-        deadline = monotonic() + self._limits.farewell_seconds
+        deadline = monotonic() + self._limits.close_timeout
         for one in self._answering:
             self.flush(timeout)
             one.heard(deadline - monotonic())
@@ -185,14 +185,14 @@ class RunLog:
     def close(self, timeout: float = 2.0) -> bool:
         """Writes the waiting lines within `timeout` seconds, and ends the thread; later lines are dropped.
 
-        Listeners get `farewell_seconds` more, all of them together. Returns whether the log is complete; False in a
+        Listeners get `close_timeout` more, all of them together. Returns whether the log is complete; False in a
         forked process.
         """
         here = os.getpid() == self._process and threading.current_thread() is not self._writer
         if here and self._held:
             self._start()
         ours = here and not self._closed
-        deadline = monotonic() + self._limits.farewell_seconds
+        deadline = monotonic() + self._limits.close_timeout
         if ours:
             self.hear_out(timeout)
         self._end(timeout)
@@ -215,7 +215,7 @@ class RunLog:
         for one in listeners:
             one.let_go()
         for one in listeners:
-            one.left(deadline, self._limits.farewell_seconds)
+            one.left(deadline, self._limits.close_timeout)
 
     def _hand_over(self, what: Line | Make) -> None:
         writer = self._writer

@@ -91,7 +91,7 @@ def tensor_detail(
         scale=scale,
         zero_share=counted.zeros / counted.numel if counted.numel else 0.0,
         flushed_share=None if half is None or times is None else counted.flushed(half, times),
-        headroom_binades=None if half is None or largest is None or times is None else largest.headroom(half, times),
+        log2_headroom=None if half is None or largest is None or times is None else largest.headroom(half, times),
         update_ratio=None if update is None else update.ratio,
         unmoved_share=None if update is None else update.unmoved,
         histogram=None if role == "activation" else counted.to_dict(),  # they are many

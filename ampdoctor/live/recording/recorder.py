@@ -55,7 +55,7 @@ from ampdoctor.live.recording.tape import (
     holds_nonfinite,
     is_about_numbers,
     mode_now,
-    told_of_zeroed,
+    on_zeroed_gradients,
 )
 from ampdoctor.probes.user_code import user_line
 
@@ -124,7 +124,7 @@ class StepRecorder:
             stack.enter_context(self.used.watching())
             stack.enter_context(seen_backwards(self._backward))
             stack.enter_context(before_backwards(self._tape.close))
-            stack.enter_context(told_of_zeroed(self._zeroed))
+            stack.enter_context(on_zeroed_gradients(self._zeroed))
             yield
 
     def _let_go(self) -> None:

@@ -351,7 +351,7 @@ def before_backwards(tell: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def told_of_zeroed(told: Callable[[Any], None]) -> Iterator[None]:
+def on_zeroed_gradients(told: Callable[[Any], None]) -> Iterator[None]:
     """Calls `told` at each `zero_grad` of a model or an optimizer, whatever it sets gradients to."""
     to: Callable[[Any], None] | None = told
     with ExitStack() as stack:

@@ -23,7 +23,7 @@ import torch.distributed
 
 from ampdoctor.errors import ReplayError
 from ampdoctor.precision.fake_gpu.devices import ANSWERED
-from ampdoctor.precision.fake_gpu.replace import asker_hears_yes, hears_yes
+from ampdoctor.precision.fake_gpu.replace import caller_sees_cuda, sees_cuda
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -369,9 +369,9 @@ class Answers:
 
     __slots__ = ("_active", "_note", "_says_yes", "_version")
 
-    def __init__(self, active: Callable[[], bool], says_yes: Callable[[], bool], note: Callable[[], None]) -> None:
+    def __init__(self, active: Callable[[], bool], reports_cuda: Callable[[], bool], note: Callable[[], None]) -> None:
         self._active = active
-        self._says_yes = says_yes
+        self._says_yes = reports_cuda
         self._note = note
         self._version = type("Version", (type(torch.version),), {"cuda": property(self._cuda_version)})
 
@@ -393,7 +393,7 @@ class Answers:
         torch.version.__class__ = self._version
 
     def _cuda_version(self, module: Any) -> str | None:
-        heard = self._says_yes() and hears_yes(sys._getframe(1))
+        heard = self._says_yes() and sees_cuda(sys._getframe(1))
         return CUDA_VERSION if heard else vars(module)["cuda"]
 
     def _serve(self, original: Any, answer: Callable[..., Any]) -> Any:
@@ -406,7 +406,7 @@ class Answers:
     def _answer(self, original: Any, answer: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._says_yes() and asker_hears_yes(sys._getframe(1)):
+            if self._says_yes() and caller_sees_cuda(sys._getframe(1)):
                 self._note()
                 return answer(*args, **kwargs)
             return original(*args, **kwargs)
@@ -416,14 +416,14 @@ class Answers:
     def _is_cuda(self, original: Any) -> Any:
         def is_cuda(tensor: torch.Tensor) -> bool:
             truth: bool = original.__get__(tensor)
-            return truth or (self._seems(tensor) and hears_yes(sys._getframe(1)))
+            return truth or (self._seems(tensor) and sees_cuda(sys._getframe(1)))
 
         return property(is_cuda, doc=original.__doc__)
 
     def _is_cpu(self, original: Any) -> Any:
         def is_cpu(tensor: torch.Tensor) -> bool:
             truth: bool = original.__get__(tensor)
-            return truth and not (self._says_yes() and hears_yes(sys._getframe(1)))
+            return truth and not (self._says_yes() and sees_cuda(sys._getframe(1)))
 
         return property(is_cpu, doc=original.__doc__)
 
@@ -431,7 +431,7 @@ class Answers:
         def device(tensor: torch.Tensor) -> torch.device:
             truth: torch.device = original.__get__(tensor)
             # The cheap conditions first: torch itself reads this many times in a step.
-            if truth.type == "cpu" and self._says_yes() and hears_yes(sys._getframe(1)):
+            if truth.type == "cpu" and self._says_yes() and sees_cuda(sys._getframe(1)):
                 return ANSWERED
             return truth
 
@@ -441,7 +441,7 @@ class Answers:
         @functools.wraps(original)
         def get_device(tensor: torch.Tensor) -> int:
             truth: int = original(tensor)
-            return 0 if truth < 0 and self._seems(tensor) and hears_yes(sys._getframe(1)) else truth
+            return 0 if truth < 0 and self._seems(tensor) and sees_cuda(sys._getframe(1)) else truth
 
         return get_device
 

@@ -40,10 +40,10 @@ YES_NOTE: Final = f"The code asks for CUDA; none is here: it is answered as by {
 class CudaEmulation:
     """One region of `emulate_cuda`, with its notes."""
 
-    __slots__ = ("_notes", "says_yes")
+    __slots__ = ("_notes", "reports_cuda")
 
-    def __init__(self, *, says_yes: bool) -> None:
-        self.says_yes = says_yes
+    def __init__(self, *, reports_cuda: bool) -> None:
+        self.reports_cuda = reports_cuda
         self._notes: dict[str, None] = {}
 
     @property
@@ -62,7 +62,7 @@ class _Installed:
         self.regions: list[CudaEmulation] = []
         self.patches = Patches()
         self.replacements = Replacements()
-        self.answers = Answers(self.active, self.says_yes, self.note)
+        self.answers = Answers(self.active, self.reports_cuda, self.note)
         self.stand_ins = StandIns(self.active, self.say)
         devices, kernels = DeviceRedirection(self.active, self.note), AttentionKernels(self.active)
         for part in (devices, self.answers, kernels, OneProcess(self.active), self.stand_ins):
@@ -72,11 +72,11 @@ class _Installed:
     def active(self) -> bool:
         return bool(self.regions)
 
-    def says_yes(self) -> bool:
-        return bool(self.regions) and self.regions[-1].says_yes
+    def reports_cuda(self) -> bool:
+        return bool(self.regions) and self.regions[-1].reports_cuda
 
     def note(self) -> None:
-        self.say(YES_NOTE if self.says_yes() else DEVICE_NOTE)
+        self.say(YES_NOTE if self.reports_cuda() else DEVICE_NOTE)
 
     def say(self, text: str) -> None:
         for region in tuple(self.regions):
@@ -193,7 +193,7 @@ def _scaler_init(original: Any) -> Any:
 
 
 @contextmanager
-def emulate_cuda(*, says_yes: bool = True) -> Iterator[CudaEmulation]:
+def emulate_cuda(*, reports_cuda: bool = True) -> Iterator[CudaEmulation]:
     """Let code written for CUDA run on the CPU; enter before importing it, and stay inside while it runs.
 
     - `torch.autocast("cuda")` and `torch.cuda.amp.autocast`, as contexts and decorators, also `enabled=False`, also
@@ -214,7 +214,7 @@ def emulate_cuda(*, says_yes: bool = True) -> Iterator[CudaEmulation]:
     CPU; what names CUDA all the same stays on the CPU. Regions nest, and belong to the process; the last one to exit
     undoes everything, also after an exception.
     """
-    region = CudaEmulation(says_yes=says_yes)
+    region = CudaEmulation(reports_cuda=reports_cuda)
     with lasting_emulation():
         _INSTALLED.enter(region)
         try:

@@ -60,7 +60,7 @@ INSTEAD: Final[Mapping[str, str]] = {
 }  # libraries without replacement, and what the user's code may use instead
 
 
-def why_absent(error: ImportError) -> str | None:
+def explain_missing(error: ImportError) -> str | None:
     """The sentence for an import (or a library's error about one) that failed because it needs a GPU; else None."""
     library = (error.name or "").partition(".")[0] or next((name for name in INSTEAD if name in str(error)), "")
     if library not in INSTEAD:

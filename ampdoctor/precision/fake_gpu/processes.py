@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from ampdoctor.errors import ReplayError
-from ampdoctor.precision.fake_gpu.replace import hears_yes, what_is_shared
+from ampdoctor.precision.fake_gpu.replace import sees_cuda, what_is_shared
 
 if TYPE_CHECKING:
     from ampdoctor.precision.fake_gpu.replace import Replacements
@@ -127,7 +127,7 @@ class OneProcess:
             except KeyError:
                 # `os.environ["LOCAL_RANK"]` fails without it. `.get()` and `in` check whether torchrun has started the
                 # process: they pass through a frame of the standard library, and find nothing.
-                if self._active() and key in _LAUNCHED and hears_yes(sys._getframe(1)):
+                if self._active() and key in _LAUNCHED and sees_cuda(sys._getframe(1)):
                     return _LAUNCHED[key]
                 raise
 

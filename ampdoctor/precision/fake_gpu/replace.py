@@ -117,7 +117,7 @@ class _Heard:
 
 
 @contextmanager
-def heard_by(*packages: str) -> Iterator[None]:
+def fake_cuda_for(*packages: str) -> Iterator[None]:
     """Also tell these top-level packages of a GPU: frameworks ("lightning") that use nothing which only a GPU has."""
     before = _Heard.packages
     _Heard.packages = before | set(packages)
@@ -127,12 +127,12 @@ def heard_by(*packages: str) -> Iterator[None]:
         _Heard.packages = before
 
 
-def hears_yes(frame: FrameType) -> bool:
+def sees_cuda(frame: FrameType) -> bool:
     """Whether the code of this frame is told that there is a GPU."""
     return package_of(frame) in _Heard.packages
 
 
-def asker_hears_yes(frame: FrameType) -> bool:
+def caller_sees_cuda(frame: FrameType) -> bool:
     """Whether the caller is told of a GPU: the first frame outwards from this one outside the standard library."""
     asking: FrameType | None = frame
     while asking is not None:

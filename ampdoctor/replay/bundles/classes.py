@@ -21,7 +21,7 @@ from torch import nn
 from ampdoctor.errors import FactoryError
 from ampdoctor.package import working_folder
 from ampdoctor.replay.user_code import user_code
-from ampdoctor.replay.user_files import building
+from ampdoctor.replay.user_files import forbid_training_and_writes
 from ampdoctor.replay.user_modules import Spec, load_object
 
 # -- the user's code: a function, a class, or a file in which the bundle's class is looked up --
@@ -111,7 +111,7 @@ class NamedCode:
         sys.modules[module.__name__] = module  # dataclasses look their module up
         importing = f"importing the definitions of {file.name}"
         entered = user_code(self.argv0, what=importing, path=self.path)
-        with entered, building(importing, (working_folder(), *self.path), imports=True):
+        with entered, forbid_training_and_writes(importing, (working_folder(), *self.path), imports=True):
             for node in _definitions(tree):
                 piece = ast.Module(body=[node], type_ignores=[])
                 try:

@@ -25,7 +25,7 @@ from torch.library import Library
 from ampdoctor.errors import FactoryError
 from ampdoctor.hooks.interfaces import StepHalted
 from ampdoctor.hooks.torch_internals import replaced
-from ampdoctor.replay.user_files import changes_note, is_users_file, told_of_changes, users_line
+from ampdoctor.replay.user_files import audit_file_writes, changes_note, is_users_file, users_line
 
 _SAVERS = (
     ("torch", "", "save"),
@@ -108,7 +108,7 @@ class Files:
                 raise _Stopped
 
         try:
-            with told_of_changes(self._folders, tell, start):
+            with audit_file_writes(self._folders, tell, start):
                 yield
         except (Exception, SystemExit, _Stopped):
             if not stopped:
@@ -125,7 +125,7 @@ class Files:
         def stop(_did: str, _place: Path) -> None:
             raise _Stopped
 
-        with suppress(Exception, StepHalted), told_of_changes(self._folders, stop):
+        with suppress(Exception, StepHalted), audit_file_writes(self._folders, stop):
             generator.close()
 
     @contextmanager
@@ -179,7 +179,7 @@ class Files:
         """
         before, self._saves = self._saves, False
         try:
-            with told_of_changes(self._folders, self._spare), self.asked_to_save():
+            with audit_file_writes(self._folders, self._spare), self.asked_to_save():
                 yield
         finally:
             self._saves = before

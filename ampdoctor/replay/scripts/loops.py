@@ -104,7 +104,7 @@ def _edits(file: str, loop: int, calls: Sequence[tuple[str, int]]) -> dict[str, 
 
 
 @contextmanager
-def told_of_steps(tell: Callable[[Any, FrameType], None]) -> Iterator[None]:
+def on_optimizer_step(tell: Callable[[Any, FrameType], None]) -> Iterator[None]:
     """Call `tell` with the optimizer and the caller's frame before each optimizer step and each `GradScaler.step`."""
     original = torch.amp.GradScaler.step
 
@@ -124,7 +124,7 @@ def told_of_steps(tell: Callable[[Any, FrameType], None]) -> Iterator[None]:
 
 
 @contextmanager
-def told_of_training_calls(tell: Callable[[nn.Module, FrameType], None]) -> Iterator[None]:
+def on_training_call(tell: Callable[[nn.Module, FrameType], None]) -> Iterator[None]:
     """Call `tell` with module and caller's frame after each outermost module call in training mode with gradients."""
     calling = nn.Module._call_impl.__code__  # noqa: SLF001 the frame that each call of a module has
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ampdoctor.errors import FactoryError, UserCodeError
-from ampdoctor.hooks.interfaces import StepHalted, describe, told_of_marks
+from ampdoctor.hooks.interfaces import StepHalted, describe, on_marked_loop
 from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.adapters import ADAPTERS
@@ -34,9 +34,9 @@ from ampdoctor.replay.scripts.loops import (
     loops_at,
     loops_of,
     marks_a_loop,
+    on_optimizer_step,
+    on_training_call,
     those_left_by,
-    told_of_steps,
-    told_of_training_calls,
 )
 from ampdoctor.replay.scripts.rewriting import Edits, MainModule
 from ampdoctor.replay.scripts.trying import Loop
@@ -245,9 +245,9 @@ class Runner:
         with ExitStack() as stack:
             for adapter in ADAPTERS:
                 stack.enter_context(adapter.at_entry(entry))
-            stack.enter_context(told_of_steps(step))
-            stack.enter_context(told_of_training_calls(run.note_call))
-            stack.enter_context(told_of_marks(mark))
+            stack.enter_context(on_optimizer_step(step))
+            stack.enter_context(on_training_call(run.note_call))
+            stack.enter_context(on_marked_loop(mark))
             stack.enter_context(run.made.watching())
             try:
                 self._execute(run)

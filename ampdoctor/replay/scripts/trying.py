@@ -20,7 +20,7 @@ from ampdoctor.replay.batches import ORDER_UNKNOWN, epochs_known_by, shuffles_by
 from ampdoctor.replay.reachable_state import cell_contents
 from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.loop_hooks import Body, Items, Turn, entered
-from ampdoctor.replay.scripts.loops import Anew, CreatedObjects, told_of_steps, told_of_training_calls
+from ampdoctor.replay.scripts.loops import Anew, CreatedObjects, on_optimizer_step, on_training_call
 
 ENOUGH = 8
 """Items of a loop worth replaying: as many as `bisect-nan` replays steps. A shorter loop is part of a step."""
@@ -95,7 +95,11 @@ def tried(  # noqa: C901 one loop, and its listeners
     source: Iterator[Any] = itertools.repeat(None) if loop.items is None else iter(loop.items())
     count, before, said = 0, 0, None
     with ExitStack() as stack:
-        for told in (told_of_steps(step), on_scaler_call(scaling, methods=("scale",)), _told_of_regions(regions.add)):
+        for told in (
+            on_optimizer_step(step),
+            on_scaler_call(scaling, methods=("scale",)),
+            _told_of_regions(regions.add),
+        ):
             stack.enter_context(told)
         stack.enter_context(_calls_as_steps(made, stepped, scalers) if never_steps else nullcontext())
         stack.enter_context(seen_backwards(backward))
@@ -134,7 +138,7 @@ def _calls_as_steps(
         stepped.update(dict.fromkeys(made.training(module)))
         scalers.update(dict.fromkeys(made.scalers()))
 
-    return told_of_training_calls(call)
+    return on_training_call(call)
 
 
 def _told_of_regions(tell: Callable[[torch.dtype], None]) -> AbstractContextManager[None]:

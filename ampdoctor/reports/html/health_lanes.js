@@ -23,7 +23,7 @@ ampdoctor.lanes = (() => {
     { id: "loss", title: "Loss", curves: { loss: "" }, show: short },
     { id: "norm", title: "Gradient norm", curves: { gradient_norm: "before clipping", clipped_norm: "after it" }, show: short },
     { id: "scale", title: "Loss scale", curves: { loss_scale: "" }, show: power, powers: true, held: true, skips: true },
-    { id: "headroom", title: "Headroom", about: "powers of two between the largest gradient and overflow", curves: { headroom_binades: "" }, show: short, zero: true },
+    { id: "headroom", title: "Headroom", about: "powers of two between the largest gradient and overflow", curves: { log2_headroom: "" }, show: short, zero: true },
     { id: "rate", title: "Learning rate", curves: { learning_rate: "" }, show: short, linear: true },
     { id: "tokens", title: "Tokens per second", curves: { tokens_per_second: "" }, show: many, linear: true },
     { id: "samples", title: "Samples per second", curves: { samples_per_second: "" }, show: many, linear: true },

@@ -6,7 +6,7 @@ ampdoctor.maps = (() => {
   const { element, number, percent } = ampdoctor;
   const { view, runs, alerts } = ampdoctor.health;
   const MAPS = { norm: ["norm", "log"], amax: ["largest magnitude", "log"], zero_share: ["share of zeros", "share"],
-    flushed_share: ["share flushed to zero", "share"], headroom_binades: ["headroom in powers of two", "room"], update_ratio: ["update / parameter", "log"] };
+    flushed_share: ["share flushed to zero", "share"], log2_headroom: ["headroom in powers of two", "room"], update_ratio: ["update / parameter", "log"] };
   const ROLES = { gradient: "gradients", update: "updates", parameter: "parameters", activation: "activations",
     activation_gradient: "activations' gradients", optimizer_state: "optimizer state", buffer: "buffers" };
   const SHARES = [0, 1e-4, 1e-3, 1e-2, 0.1, 0.5], SHARE_WORDS = ["none", "to 0.01%", "to 0.1%", "to 1%", "to 10%", "to 50%", "more"];

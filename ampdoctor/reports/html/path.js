@@ -1,10 +1,10 @@
 "use strict";
-/* The way of a non-finite value from its birth to the harm: over the module tree, and by magnitude. */
+/* The way of a non-finite value from its origin to the harm: over the module tree, and by magnitude. */
 
 ampdoctor.path = (() => {
   const { data, real, number } = ampdoctor;
-  const SYMBOL = { before: "circle", birth: "diamond", carrier: "circle", harm: "triangle" };
-  const COLOR = { before: "series-1", birth: "overflow", carrier: "series-3", harm: "series-4" };
+  const SYMBOL = { before: "circle", origin: "diamond", carrier: "circle", harm: "triangle" };
+  const COLOR = { before: "series-1", origin: "overflow", carrier: "series-3", harm: "series-4" };
 
   const ORDER = { name: "order of execution", nameLocation: "middle", nameGap: 12,
     axisLabel: { show: false }, axisTick: { show: false }, axisLine: { onZero: false } };
@@ -70,12 +70,12 @@ ampdoctor.path = (() => {
     return walk(root, 0);
   }
 
-  const ENDS = ["birth", "harm"];
+  const ENDS = ["origin", "affected"];
   const op = (node) => node.op.replace(/^aten\./, "");
 
   /** Dots with words beside them, which lie over the line and inside the drawing. */
   const dots = (nodes, at, words) => nodes.map((node, index) => ({
-    value: at(node, index), symbol: SYMBOL[node.role], symbolSize: node.role === "birth" ? 15 : 10,
+    value: at(node, index), symbol: SYMBOL[node.role], symbolSize: node.role === "origin" ? 15 : 10,
     itemStyle: { color: ampdoctor.color(COLOR[node.role]), opacity: 1 },
     label: { show: true, position: index < 0.6 * nodes.length ? "right" : "left", distance: 8, fontSize: SIZE, formatter: words(node),
       fontWeight: ENDS.includes(node.role) ? "bold" : "normal", color: ampdoctor.color("ink"), textBorderColor: ampdoctor.color("bg"), textBorderWidth: 3 },

@@ -101,7 +101,7 @@ def test_an_object_that_would_run_code_is_named_and_left_alone(tmp_path, monkeyp
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     torch.save({"model": {"w": torch.ones(2)}, "x": _Canary()}, tmp_path / "c.pt")
     with open_checkpoint(tmp_path / "c.pt") as checkpoint:
-        assert checkpoint.foreign == ("posix.system",)
+        assert checkpoint.unsafe_globals == ("posix.system",)
         assert [float(ref.stored.load().sum()) for ref in checkpoint] == [2.0]
     assert not canary.exists()
 
@@ -110,7 +110,7 @@ def test_a_harmless_object_beside_the_weights_does_not_hide_them(tmp_path):
     content = {"model": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1.0, at=pathlib.PurePosixPath("x"))}
     torch.save(content, tmp_path / "c.pt")
     with open_checkpoint(tmp_path / "c.pt") as checkpoint:
-        assert checkpoint.foreign == ("argparse.Namespace", "pathlib.PurePosixPath")
+        assert checkpoint.unsafe_globals == ("argparse.Namespace", "pathlib.PurePosixPath")
         assert [ref.name for ref in checkpoint] == ["w"]
 
 

@@ -44,7 +44,7 @@ def test_as_many_elements_change_as_torch_changes(tmp_path, dtype, name, lr):
     changed = float((layer.weight != before).double().mean())
     found = looked_at(tmp_path / "c.pt")
     assert found is not None
-    assert found.lands == pytest.approx(changed, abs=0.03)
+    assert found.changed_by_one == pytest.approx(changed, abs=0.03)
 
 
 def test_updates_that_are_lost_one_by_one_add_up(tmp_path):
@@ -58,7 +58,7 @@ def test_updates_that_are_lost_one_by_one_add_up(tmp_path):
     torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     found = looked_at(tmp_path / "c.pt", steps=30)
     assert found is not None
-    assert (found.lands, found.adds_up) == (0.0, 1.0)
+    assert (found.changed_by_one, found.changed_by_many) == (0.0, 1.0)
     assert found.rms == pytest.approx(1e-3, rel=0.02)
 
 

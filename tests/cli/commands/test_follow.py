@@ -312,7 +312,7 @@ FULL = latest_of(
     DetailLine(
         step=200,
         tensors=tuple(
-            TensorDetail(tensor=i, role="gradient", flushed_share=i / 40, headroom_binades=20.0 - i, zero_share=i / 50)
+            TensorDetail(tensor=i, role="gradient", flushed_share=i / 40, log2_headroom=20.0 - i, zero_share=i / 50)
             for i in range(20)
         ),
     ),

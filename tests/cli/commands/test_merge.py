@@ -69,7 +69,7 @@ def test_several_become_one(written, typed, check_report):
     [
         (b"\xff\xfe", "it is not UTF-8 text"),
         (b"{}", "no report of ampdoctor: it has no schema_version"),
-        (b'{"schema_version": "9"}', "a report of schema version 9; this version of ampdoctor reads 1"),
+        (b'{"schema_version": "9"}', "a report of schema version 9; this version of ampdoctor reads 2"),
         (renderer("jsonl")(SICK).encode()[:-100], "the report has been cut"),
         (renderer("json")(SICK).encode()[:-100], "is no JSON"),
         (json.dumps({**json.loads(renderer("json")(SICK)), "verdict": 3}).encode(), "verdict is 3, not one of sick"),

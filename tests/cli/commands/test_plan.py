@@ -58,7 +58,7 @@ def figures(section):
 def test_the_case_that_this_began_with(plan):
     code, section = plan(*THE_CASE, "--max-micro-batch", 8)
     assert code == 0
-    assert product(section["in_force"]["plan"]) == (512, 4, 1)
+    assert product(section["current"]["plan"]) == (512, 4, 1)
     assert used(section) == (128, 8, 2)
     assert {product(one): one["fits"] for one in section["exact"]} == {
         (128, 16, 1): False,
@@ -69,9 +69,7 @@ def test_the_case_that_this_began_with(plan):
     }
     said = figures(section)
     assert said["learning rate"] == said["optimizer steps per epoch"] == "x 1"
-    assert (
-        said["fp16 activation gradients"] == "4 times smaller (what BatchNorm mixes into them: 5.66 times smaller)"
-    )
+    assert said["fp16 activation gradients"] == "4 times smaller (what BatchNorm mixes into them: 5.66 times smaller)"
     assert said["fp16 local weight gradients"] == "2 times smaller to 2.83 times smaller"
     assert said["loss scale"] == "x 2^2 (x 2^1 where weight gradients would overflow)"
     assert said["last partial window"] == "0 of 1 -> up to 1 of 2 micro-batches"
@@ -82,7 +80,7 @@ def test_the_case_that_this_began_with(plan):
 
 def test_a_cluster_alone_needs_no_job_before(plan):
     code, section = plan("--global-batch", 2048, "--to-gpus", 512, "--max-micro-batch", 8)
-    assert (code, used(section), section["in_force"], section["changes"]) == (0, (512, 4, 1), None, [])
+    assert (code, used(section), section["current"], section["changes"]) == (0, (512, 4, 1), None, [])
 
 
 def test_tensor_pipeline_and_context_parallel_ranks_see_the_same_samples(plan):
@@ -131,7 +129,7 @@ def test_growing_shards_take_samples_from_what_fitted_before(plan):
     job = ["--global-batch", 1024, "--gpus", 64, "--to-gpus", 16, "--micro-batch", 8]
     sizes = ["--memory-per-sample", "2.5GB", "--params", "8e9", "--shard-stage", 3]
     code, section = plan(*job, *sizes)
-    assert (code, section["memory"]["max_micro_batch"], section["in_force"]["fits"]) == (0, 5, False)
+    assert (code, section["memory"]["max_micro_batch"], section["current"]["fits"]) == (0, 5, False)
     assert used(section) == (16, 4, 16)
     assert "less 3 for the 6 GB" in section["memory"]["limited_by"]
 
@@ -191,7 +189,7 @@ def test_a_watched_run_says_what_is_in_force_and_what_a_sample_takes(plan, watch
     log = watched(8 * 10**9, 9 * 10**9, 10 * 10**9)
     job = ["--to-gpus", 2, "--device-memory", "10GB", "--params", "1e8", "--shard-stage", 3]
     code, section = plan(log, *job)
-    assert (code, product(section["in_force"]["plan"]), section["global_batch"]) == (0, (8, 4, 2), 64)
+    assert (code, product(section["current"]["plan"]), section["global_batch"]) == (0, (8, 4, 2), 64)
     assert section["memory"]["per_sample"] == pytest.approx((10e9 - 0.2e9) / 4)
     assert used(section) == (2, 2, 16)
 
@@ -208,7 +206,7 @@ def test_what_is_taken_to_be_in_force_fits_as_well(plan):
     job = ["--global-batch", 2048, "--gpus", 128, "--to-gpus", 64, "--memory-per-sample", "6GB"]
     for memory, micro in (("100GB", 16), ("80GB", 8), ("30GB", 4)):
         code, section = plan(*job, "--device-memory", memory)
-        assert (code, section["in_force"]["plan"]["micro_batch"], used(section)[1]) == (0, micro, micro)
+        assert (code, section["current"]["plan"]["micro_batch"], used(section)[1]) == (0, micro, micro)
 
 
 def test_what_is_in_force_comes_from_a_configuration(plan, tmp_path):
@@ -216,7 +214,7 @@ def test_what_is_in_force_comes_from_a_configuration(plan, tmp_path):
     file.write_text(json.dumps(DEEPSPEED))
     code, section = plan(file, "--gpus", 512, "--to-gpus", 128, "--max-micro-batch", 8, "--emit", "deepspeed")
     assert code == 0
-    assert product(section["in_force"]["plan"]) == (512, 4, 1)
+    assert product(section["current"]["plan"]) == (512, 4, 1)
     assert [one["figure"] for one in section["changes"] if one["what"] == "reduce in fp16"] == ["/512 sum -> /128 sum"]
     assert json.loads(section["emit"]["text"])["gradient_accumulation_steps"] == 2
 
@@ -243,7 +241,7 @@ def test_a_split_reduce_divides_by_what_the_ranks_allow(plan):
 def test_what_one_job_of_its_own_can_do(plan):
     """100 samples on 8 devices nobody can have in force: the question is what comes nearest."""
     code, section = plan("--global-batch", 100, "--gpus", 8, "--max-micro-batch", 4)
-    assert (code, section["in_force"], section["exact"]) == (1, None, [])
+    assert (code, section["current"], section["exact"]) == (1, None, [])
     assert [one["off"] for one in section["nearest"][:1]] == [-4]
     assert product(section["fewer"]) == (5, 4, 5)
 

@@ -55,7 +55,7 @@ def details(count=30, every=20, seed=0, change=lambda look, one: one):
                 ),
             ]
         room = 6 + float(rng.normal(0, 0.2))
-        tensors.append(TensorDetail(tensor=4, role="activation", part="output", format="fp16", headroom_binades=room))
+        tensors.append(TensorDetail(tensor=4, role="activation", part="output", format="fp16", log2_headroom=room))
         lines.append(
             DetailLine(step=look * every, loss_scale=1024.0, tensors=tuple(change(look, one) for one in tensors))
         )

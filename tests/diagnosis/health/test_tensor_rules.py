@@ -178,18 +178,16 @@ def test_underflow_that_has_always_been_there_is_no_trend():
 
 
 def test_headroom_that_runs_out():
-    findings = found(
-        lambda look, one: replace(one, headroom_binades=8 - 0.3 * look) if one.role == "activation" else one
-    )
+    findings = found(lambda look, one: replace(one, log2_headroom=8 - 0.3 * look) if one.role == "activation" else one)
     assert [(f.code, f.severity) for f in findings] == [("AMP726", "note"), ("AMP726", "warning")]
     note = findings[0]
     assert (note.where.tensor, note.evidence["first"]) == (NAMES[4], "logits")
-    assert note.evidence["steps_left"] == pytest.approx(note.evidence["headroom_binades"] / 0.3 * 20, rel=0.1)
+    assert note.evidence["steps_left"] == pytest.approx(note.evidence["log2_headroom"] / 0.3 * 20, rel=0.1)
 
 
 @pytest.mark.parametrize(("lost", "first"), [(0.35, "logits"), (0.0, "scale")])
 def test_a_scale_that_falls_follows_the_drift_that_was_told(lost, first):
-    drift = lambda look, one: replace(one, headroom_binades=8 - lost * look) if one.role == "activation" else one  # noqa: E731
+    drift = lambda look, one: replace(one, log2_headroom=8 - lost * look) if one.role == "activation" else one  # noqa: E731
     lines = [*details(23, change=drift), *steps(600, **scale(range(480, 500)))]
     findings = judged(sorted(lines, key=lambda line: line.step))
     assert {f.evidence["first"] for f in findings if f.code == "AMP723"} == {first}
@@ -199,7 +197,7 @@ def test_a_scale_that_falls_follows_the_drift_that_was_told(lost, first):
 def test_an_output_that_has_overflowed_is_forecast_no_more(nonfinite, said):
     def drifts(look, one):
         ill = nonfinite if look == 7 else 0
-        return replace(one, headroom_binades=8 - look, nonfinite=ill) if one.role == "activation" else one
+        return replace(one, log2_headroom=8 - look, nonfinite=ill) if one.role == "activation" else one
 
     (finding,) = judged(details(8, change=drifts))
     assert (finding.code, finding.severity) == ("AMP726", "warning")
@@ -232,12 +230,12 @@ def eight(look, one):
     """An output in e4m3 whose scale drops at once."""
     if one.role != "activation":
         return one
-    return replace(one, format="e4m3", headroom_binades=None, scale=64.0 * (2.0**-5 if look >= SICK else 1))
+    return replace(one, format="e4m3", log2_headroom=None, scale=64.0 * (2.0**-5 if look >= SICK else 1))
 
 
 def test_a_factor_of_eight_bits_that_drops():
     (finding,) = found(eight)
-    assert (finding.code, finding.where.step, finding.evidence["binades"]) == ("AMP734", SICK * 20, -5)
+    assert (finding.code, finding.where.step, finding.evidence["log2_change"]) == ("AMP734", SICK * 20, -5)
 
 
 def test_a_loss_scale_is_no_tensors_own_factor():

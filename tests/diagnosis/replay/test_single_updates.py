@@ -24,10 +24,10 @@ from tests.diagnosis.test_silent_rules import FED, held
 
 STEPS = 4
 STILL = replace(
-    FED, name="norm.weight", moved=0, update=0.0, expected=0.5, beneath=FED.meant_to_move, course=(0.4, -0.3)
+    FED, name="norm.weight", moved=0, update=0.0, expected=0.5, below_half_ulp=FED.meant_to_move, course=(0.4, -0.3)
 )
 """A fifth of the squared gradient of a step that has `FED` beside it."""
-SCALE = replace(STILL, name="scale", expected=1e-2, looked_at=1, meant_to_move=1, beneath=1, course=(0.3,))
+SCALE = replace(STILL, name="scale", expected=1e-2, looked_at=1, meant_to_move=1, below_half_ulp=1, course=(0.3,))
 LONG = replace(FED, name="fc.bias", update=3.0, expected_update=1.0, rounding=0.1)
 COUNT = StateVsFp32(
     name="optimizer:fc.weight.count",
@@ -71,8 +71,8 @@ def test_a_state_of_one_element_needs_six_signs_that_are_alike_or_moves_that_are
     [
         replace(STILL, moved=1),
         replace(STILL, gradient=0.0),  # starved
-        replace(STILL, meant_to_move=0, beneath=0),  # frozen by choice, or at rest in fp32 too
-        replace(STILL, beneath=0),  # an update that would not round away: something has made it zero
+        replace(STILL, meant_to_move=0, below_half_ulp=0),  # frozen by choice, or at rest in fp32 too
+        replace(STILL, below_half_ulp=0),  # an update that would not round away: something has made it zero
         replace(STILL, expected=1e-3),  # a millionth of the squared gradient
     ],
 )

@@ -65,7 +65,7 @@ def test_a_growing_log_is_read_as_far_as_it_went_when_it_was_opened(tmp_path):
 def test_unknown_kinds_are_passed_by_and_lines_of_another_version_counted(tmp_path):
     path = write(tmp_path / "log.jsonl", [HEADER, *steps(0, 1)])
     with path.open("a") as file:
-        file.write('{"kind":"weather","run_id":"7f","time_ms":0,"schema_version":1}\n')
+        file.write('{"kind":"weather","run_id":"7f","time_ms":0,"schema_version":2}\n')
         file.write('{"kind":"step","run_id":"7f","time_ms":0,"step":9,"schema_version":99}\n')
     lines, noticed = read(tmp_path)
     assert [type(one.line) for one in lines] == [RunLine, StepLine]
@@ -76,8 +76,8 @@ def test_unknown_kinds_are_passed_by_and_lines_of_another_version_counted(tmp_pa
 @pytest.mark.parametrize(
     ("says", "text"),
     [
-        ("2 lines that another version of ampdoctor reads", '{"kind":"step","step":1,"schema_version":2}\n' * 2),
-        ("a line that is damaged", '{"kind":"step","step":-1,"schema_version":1}\n'),
+        ("2 lines that another version of ampdoctor reads", '{"kind":"step","step":1,"schema_version": 3}\n' * 2),
+        ("a line that is damaged", '{"kind":"step","step":-1,"schema_version":2}\n'),
         ("a line that is too long", '{"kind":"step","x":"' + "x" * (8 << 20) + '"}\n'),
     ],
 )

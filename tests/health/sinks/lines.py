@@ -73,7 +73,7 @@ def tensor(index):
         role="gradient",
         flushed_share=index / 200,
         zero_share=0.0,
-        headroom_binades=20.0 - index / 10,
+        log2_headroom=20.0 - index / 10,
         update_ratio=1e-3,
         nonfinite=int(index == 3),
     )

@@ -163,7 +163,7 @@ def test_one_that_never_returns_costs_nothing_and_is_ended(begin, hanging, tmp_p
 
 
 def test_at_the_end_it_is_waited_for_as_long_as_was_said(begin, hanging, said):
-    log = begin(hanging, farewell_seconds=1.0)
+    log = begin(hanging, close_timeout=1.0)
     log.write(StepLine(step=0))
     until(lambda: process_of(log) is not None)
     pid = process_of(log).pid

@@ -87,7 +87,7 @@ def test_a_look_is_one_row_however_many_lines_it_takes():
     assert [row.step for row in looks] == [5]
     found = looks[0].values
     assert found["underflow_max_ratio"] == 99 / 200
-    assert found["gradient_headroom_binades"] == 20.0 - 9.9
+    assert found["gradient_headroom_log2"] == 20.0 - 9.9
     assert found["nonfinite_tensors"] == 1
     layers = {name: value for name, value in found.items() if name.startswith("underflow_ratio/")}
     assert layers == {f"underflow_ratio/layers.{i}.weight": i / 200 for i in range(92, 100)}

@@ -331,7 +331,7 @@ def test_csv(tmp_path):
     assert [row["step"] for row in tables["steps"]] == [str(step) for step in (*range(10), *range(10))]
     same([row["loss"] for row in tables["steps"]], LOSSES * 2)
     assert tables["steps"][3]["memory_active_peak_bytes"] == str(3 * 2**30)
-    assert "gradient_headroom_binades" not in tables["steps"][3]
+    assert "gradient_headroom_log2" not in tables["steps"][3]
     worst = [row for row in tables["others"] if row["label"] == NAMES[99] and row["metric"] == "underflow_ratio"]
     assert [float(row["value"]) for row in worst] == [99 / 200] * 2
     assert [row["code"] for row in tables["alerts"]] == ["AMP721", "AMP201"] * 2

@@ -29,7 +29,7 @@ def awkward():
         "complex": torch.tensor([3 + 4j, 0]),
         "conjugate": torch.tensor([3 + 4j, 0]).conj(),
         "sparse": torch.sparse_coo_tensor(rows, torch.tensor([3.0, 1.0, 1.0]), (6,), check_invariants=True),
-        "poisoned": torch.tensor([1.0, math.nan]),
+        "inf_in_weights": torch.tensor([1.0, math.nan]),
         "infinite": torch.tensor([1.0, -math.inf]),
     }
 

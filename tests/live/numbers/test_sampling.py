@@ -58,7 +58,7 @@ def test_a_gradient_s_figures_are_the_histogram_s_at_the_loss_scale():
     assert (reading.zero_share, reading.nonfinite) == (0.25, 1)
     assert reading.flushed_share == pytest.approx(1 / 5)  # 2^-26; of those that are finite and not zero
     assert reading.amax == 8.0  # the sample's is 4
-    assert reading.headroom_binades == pytest.approx(math.log2(65504 / 128))
+    assert reading.log2_headroom == pytest.approx(math.log2(65504 / 128))
     assert reading.format == "fp32"
 
 
@@ -69,9 +69,9 @@ def test_what_is_not_finite_is_left_to_the_sample():
     reading = tensor_detail("gradient", row, counted, 0, half="fp16", factor=1.0, extremes=torch.tensor([math.nan] * 2))
     assert reading.amax == 1.0
     unknown = tensor_detail("gradient", row, counted, 0, half="fp16", factor=None)
-    assert (unknown.flushed_share, unknown.headroom_binades) == (None, None)
+    assert (unknown.flushed_share, unknown.log2_headroom) == (None, None)
     zero = tensor_detail("gradient", row, torch.zeros(2), 0, half="fp16", factor=1.0, extremes=torch.zeros(2))
-    assert (zero.amax, zero.headroom_binades, zero.zero_share) == (None, None, 1.0)
+    assert (zero.amax, zero.log2_headroom, zero.zero_share) == (None, None, 1.0)
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])

@@ -170,7 +170,7 @@ def test_details_are_the_tensors_own():
     assert (weight.elements, weight.sampled, weight.format) == (30, 30, "fp32")
     assert weight.update_ratio == pytest.approx(0.1 * gradient.norm / weight.norm, rel=1e-5)  # SGD
     expected = math.log2(65504 / (gradient.amax * 1024.0))
-    assert (gradient.headroom_binades, gradient.scale) == (pytest.approx(expected), None)
+    assert (gradient.log2_headroom, gradient.scale) == (pytest.approx(expected), None)
     assert (back.scale, back.elements) == (1024.0, 8)
     assert told.numbers.failed is None
 
@@ -180,7 +180,7 @@ def test_a_fused_optimizer_s_gradients_carry_the_scale():
     train(1, *model_and(fused=True), told.numbers, scaler=scaler_of(1024.0), fused=True)
     gradient = next(t for t in told.details[0].tensors if t.role == "gradient")
     assert gradient.scale == 1024.0
-    assert gradient.headroom_binades == pytest.approx(math.log2(65504 / gradient.amax))
+    assert gradient.log2_headroom == pytest.approx(math.log2(65504 / gradient.amax))
 
 
 @pytest.mark.parametrize(("dtype", "half"), [(torch.float32, None), (torch.bfloat16, "bf16"), (torch.float16, "fp16")])
@@ -196,7 +196,7 @@ def test_what_half_loses_is_said_of_the_half_that_the_run_computes_in(dtype, hal
     for one in told.details[0].tensors:
         if one.role == "gradient":
             largest = None if half is None else math.log2(torch.finfo(dtype).max) - math.log2(one.amax)
-            assert one.headroom_binades == (None if half is None else pytest.approx(largest))
+            assert one.log2_headroom == (None if half is None else pytest.approx(largest))
             assert (one.flushed_share is None) == (half is None)
 
 
@@ -207,9 +207,9 @@ def test_clipping_is_taken_out_of_what_half_loses():
         train(1, *model_and(), clipped.numbers, scaler=scaler_of(8.0), max_norm=1e-4)
     for one, other in zip(told.details[0].tensors, clipped.details[0].tensors, strict=True):
         if one.role == "gradient" and one.amax:
-            assert one.headroom_binades is not None
+            assert one.log2_headroom is not None
             assert other.amax < one.amax / 100
-            assert other.headroom_binades == pytest.approx(one.headroom_binades, abs=1e-3)
+            assert other.log2_headroom == pytest.approx(one.log2_headroom, abs=1e-3)
 
 
 def test_a_skipped_step_moves_nothing_and_says_no_ratio():

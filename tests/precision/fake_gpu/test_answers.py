@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ampdoctor.errors import ReplayError
 from ampdoctor.precision.fake_gpu.emulate import DEVICE_NOTE, YES_NOTE, emulate_cuda
-from ampdoctor.precision.fake_gpu.replace import heard_by
+from ampdoctor.precision.fake_gpu.replace import fake_cuda_for
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and nothing is emulated")
 
@@ -86,13 +86,13 @@ def test_others_hear_the_truth(package):
 
 def test_an_adapter_lets_its_framework_hear_yes():
     with emulate_cuda():
-        with heard_by("lightning"):
+        with fake_cuda_for("lightning"):
             assert asked_by("lightning", "torch.cuda.device_count()") == 1
         assert asked_by("lightning", "torch.cuda.device_count()") == 0
 
 
 def test_a_training_for_a_cpu_hears_the_truth_and_runs_all_the_same():
-    with emulate_cuda(says_yes=False) as emulation:
+    with emulate_cuda(reports_cuda=False) as emulation:
         assert not torch.cuda.is_available()
         assert torch.version.cuda is None
         assert torch.ones(2, device="cuda").device.type == "cpu"

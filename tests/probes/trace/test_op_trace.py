@@ -38,52 +38,52 @@ def sgd(model):
 
 def test_in_a_childs_forward():
     model = nn.Sequential(lin(), Inline(lambda _, x: (x - x).log()))  # IN CHILD
-    birth = only_birth(model, lambda m, x: m(x).sum())
-    assert (birth.where.phase, birth.where.module, birth.where.op) == ("forward", "1", "aten.log")
-    assert birth.where.source.line == line("IN CHILD")
-    assert birth.where.source.file.endswith("test_op_trace.py")
-    assert (birth.kernel, birth.origin, birth.where.nonfinite) == ("aten.log", "op", "inf")
-    assert not birth.recomputed.finite
+    origin = only_birth(model, lambda m, x: m(x).sum())
+    assert (origin.where.phase, origin.where.module, origin.where.op) == ("forward", "1", "aten.log")
+    assert origin.where.source.line == line("IN CHILD")
+    assert origin.where.source.file.endswith("test_op_trace.py")
+    assert (origin.kernel, origin.came_from, origin.where.nonfinite) == ("aten.log", "op", "inf")
+    assert not origin.recomputed.finite
 
 
 def test_between_children_it_is_the_parents():
     parent = Inline(lambda self, x: self.b((self.a(x) + 1).div(0.0)), a=lin(), b=lin())
-    birth = only_birth(nn.ModuleDict({"p": parent}), lambda m, x: m["p"](x).sum())
-    assert (birth.where.module, birth.where.op) == ("p", "aten.div")
+    origin = only_birth(nn.ModuleDict({"p": parent}), lambda m, x: m["p"](x).sum())
+    assert (origin.where.module, origin.where.op) == ("p", "aten.div")
 
 
 def test_in_a_modules_second_call():
     model = Inline(
         lambda self, x: self.a(self.a(x) - self.a(x)), a=Inline(lambda self, x: (1 / x) * self.l(x), l=lin())
     )
-    birth = only_birth(model, lambda m, x: m(x).sum())
-    assert (birth.where.module, birth.where.call) == ("a", 2)
+    origin = only_birth(model, lambda m, x: m(x).sum())
+    assert (origin.where.module, origin.where.call) == ("a", 2)
 
 
 def test_in_the_loss_code():
-    birth = only_birth(lin(), lambda m, x: (m(x) * 0).log().sum())
-    assert (birth.where.phase, birth.where.module, birth.where.op) == ("loss", "", "aten.log")
+    origin = only_birth(lin(), lambda m, x: (m(x) * 0).log().sum())
+    assert (origin.where.phase, origin.where.module, origin.where.op) == ("loss", "", "aten.log")
 
 
 def test_in_a_backward_with_the_line_of_the_forward():
     body = Inline(lambda self, x: (self.l(x) * 0).abs().sqrt(), l=lin())  # BACKWARD
-    birth = only_birth(nn.ModuleDict({"b": body}), lambda m, x: m["b"](x).sum())
-    assert (birth.where.phase, birth.where.module, birth.where.op) == ("backward", "b", "aten.sqrt")
-    assert birth.where.source is None
-    assert birth.where.forward_source.line == line("BACKWARD")
+    origin = only_birth(nn.ModuleDict({"b": body}), lambda m, x: m["b"](x).sum())
+    assert (origin.where.phase, origin.where.module, origin.where.op) == ("backward", "b", "aten.sqrt")
+    assert origin.where.source is None
+    assert origin.where.forward_source.line == line("BACKWARD")
 
 
 def test_a_pole_of_the_forward_is_one_birth_with_its_derivative():
-    births = births_of(lin(), lambda m, x: (m(x) * 0).log().clamp(min=-1.0).sum())
-    assert [b.where.phase for b in births] == ["loss"]
+    origins = births_of(lin(), lambda m, x: (m(x) * 0).log().clamp(min=-1.0).sum())
+    assert [b.where.phase for b in origins] == ["loss"]
 
 
 def test_in_the_optimizer():
     def adam(model):
         return torch.optim.Adam(model.parameters(), lr=0.1, eps=0.0, foreach=False)
 
-    births = births_of(lin(), lambda m, x: m.weight[0].sum() * x.sum() + m.bias[0], optimizer=adam)
-    assert [(b.where.phase, b.where.op, b.where.nonfinite, b.where.tensor) for b in births] == [
+    origins = births_of(lin(), lambda m, x: m.weight[0].sum() * x.sum() + m.bias[0], optimizer=adam)
+    assert [(b.where.phase, b.where.op, b.where.nonfinite, b.where.tensor) for b in origins] == [
         ("optimizer", "aten.addcdiv_", "nan", "weight"),
         ("optimizer", "aten.addcdiv_", "nan", "bias"),
     ]
@@ -99,21 +99,21 @@ def test_foreach_optimizers_name_the_parameter(how):
     def adam(m):
         return torch.optim.Adam(m.parameters(), lr=0.1, eps=0.0, **how)
 
-    births = births_of(model, loss, optimizer=adam)
-    assert {b.where.module for b in births} == {"stuck"}
-    assert {b.where.tensor for b in births} == {"stuck.weight", "stuck.bias"}
-    assert {b.where.op for b in births} == {"aten.addcdiv_"}
+    origins = births_of(model, loss, optimizer=adam)
+    assert {b.where.module for b in origins} == {"stuck"}
+    assert {b.where.tensor for b in origins} == {"stuck.weight", "stuck.bias"}
+    assert {b.where.op for b in origins} == {"aten.addcdiv_"}
 
 
 def test_fused_optimizers():
-    births = births_of(
+    origins = births_of(
         lin(),
         lambda m, x: m.weight[0].sum() * x.sum() + m.bias.sum(),
         optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=0.1, eps=0.0, fused=True),
     )
-    assert births
-    assert {b.where.phase for b in births} == {"optimizer"}
-    assert {b.where.tensor for b in births} == {"weight"}
+    assert origins
+    assert {b.where.phase for b in origins} == {"optimizer"}
+    assert {b.where.tensor for b in origins} == {"weight"}
 
 
 def test_in_an_optimizer_written_by_hand():
@@ -123,9 +123,9 @@ def test_in_an_optimizer_written_by_hand():
             for parameter in model.parameters():
                 parameter.sub_(parameter.grad / (parameter.grad * 0))  # BY HAND
 
-    births = births_of(lin(), None, step=step)
-    assert {b.where.phase for b in births} == {"optimizer"}
-    assert {b.where.source.line for b in births} == {line("BY HAND")}
+    origins = births_of(lin(), None, step=step)
+    assert {b.where.phase for b in origins} == {"optimizer"}
+    assert {b.where.source.line for b in origins} == {line("BY HAND")}
 
 
 class Custom(torch.autograd.Function):
@@ -145,11 +145,11 @@ def test_in_a_custom_backward():
         return applied(self.l(x))  # APPLIED
 
     body = Inline(forward, l=lin())
-    birth = only_birth(nn.ModuleDict({"b": body}), lambda m, x: m["b"](x).sum())
-    assert (birth.where.phase, birth.where.module, birth.where.op) == ("backward", "b", "aten.reciprocal_")
-    assert birth.where.source.line == line("CUSTOM")
-    assert birth.where.forward_source.line == line("APPLIED")
-    assert birth.operand.source.line == line("CUSTOM")
+    origin = only_birth(nn.ModuleDict({"b": body}), lambda m, x: m["b"](x).sum())
+    assert (origin.where.phase, origin.where.module, origin.where.op) == ("backward", "b", "aten.reciprocal_")
+    assert origin.where.source.line == line("CUSTOM")
+    assert origin.where.forward_source.line == line("APPLIED")
+    assert origin.operand.source.line == line("CUSTOM")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -158,12 +158,12 @@ def test_under_checkpointing_the_first_forward_is_named_and_backwards_are(reentr
         return checkpoint(self.body, self.first(x), use_reentrant=reentrant)
 
     forward = Inline(lambda self, x: self.l(x).div(0.0), l=lin())
-    birth = births_of(Inline(run, first=lin(), body=forward), lambda m, x: m(x).sum())[0]
-    assert (birth.where.phase, birth.where.module, birth.where.op) == ("forward", "body", "aten.div")
-    assert not birth.where.recompute
+    origin = births_of(Inline(run, first=lin(), body=forward), lambda m, x: m(x).sum())[0]
+    assert (origin.where.phase, origin.where.module, origin.where.op) == ("forward", "body", "aten.div")
+    assert not origin.where.recompute
     backward = Inline(lambda self, x: (self.l(x) * 0).abs().sqrt(), l=lin())
-    birth = only_birth(Inline(run, first=lin(), body=backward), lambda m, x: m(x).sum())
-    assert (birth.where.phase, birth.where.module, birth.where.op) == ("backward", "body", "aten.sqrt")
+    origin = only_birth(Inline(run, first=lin(), body=backward), lambda m, x: m(x).sum())
+    assert (origin.where.phase, origin.where.module, origin.where.op) == ("backward", "body", "aten.sqrt")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -179,8 +179,8 @@ def test_a_birth_in_the_recomputation_alone(reentrant):
     model = Inline(
         lambda self, x: checkpoint(self.body, self.first(x), use_reentrant=reentrant), first=lin(), body=body
     )
-    births = births_of(model, lambda m, x: m(x).sum())
-    where = births[0].where
+    origins = births_of(model, lambda m, x: m(x).sum())
+    where = origins[0].where
     assert (where.phase, where.recompute, where.module, where.op) == ("forward", True, "body", "aten.div")
 
 
@@ -190,9 +190,9 @@ def test_in_a_double_backward():
         (g,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
         return (g - g.detach()).abs().sqrt().sum()  # ROOT OF ZERO
 
-    birth = births_of(lin(), harmful)[0]
-    assert (birth.where.phase, birth.where.op) == ("backward", "aten.sqrt")
-    assert birth.where.forward_source.line == line("ROOT OF ZERO")
+    origin = births_of(lin(), harmful)[0]
+    assert (origin.where.phase, origin.where.op) == ("backward", "aten.sqrt")
+    assert origin.where.forward_source.line == line("ROOT OF ZERO")
 
 
 def test_in_a_second_backward_it_is_the_op_of_the_forward():
@@ -202,9 +202,9 @@ def test_in_a_second_backward_it_is_the_op_of_the_forward():
         (g,) = torch.autograd.grad(later, m.weight, create_graph=True)
         return (g * 1).sum() + m(x).sum()
 
-    birth = births_of(lin(), penalty)[0]
-    assert (birth.where.phase, birth.where.op) == ("backward", "aten.pow")
-    assert birth.where.forward_source.line == line("POWER")
+    origin = births_of(lin(), penalty)[0]
+    assert (origin.where.phase, origin.where.op) == ("backward", "aten.pow")
+    assert origin.where.forward_source.line == line("POWER")
 
 
 def test_behind_the_in_place_ops_and_views_of_a_forward():
@@ -214,9 +214,9 @@ def test_behind_the_in_place_ops_and_views_of_a_forward():
         h[:1].sqrt_()  # IN PLACE
         return h.mul(2).sum()
 
-    birth = births_of(lin(), loss)[0]
-    assert (birth.where.phase, birth.where.op) == ("backward", "aten.sqrt_")
-    assert birth.where.forward_source.line == line("IN PLACE")
+    origin = births_of(lin(), loss)[0]
+    assert (origin.where.phase, origin.where.op) == ("backward", "aten.sqrt_")
+    assert origin.where.forward_source.line == line("IN PLACE")
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, on its way to compile
@@ -227,9 +227,9 @@ def test_in_a_compiled_function():
         return h.abs().sqrt()  # COMPILED
 
     body = Inline(lambda self, x: compiled(self.l(x)), l=lin())
-    birth = only_birth(nn.ModuleDict({"b": body}), lambda m, x: m["b"](x).sum())
-    assert (birth.where.module, birth.where.op) == ("b", "aten.sqrt")
-    assert birth.where.forward_source.line == line("COMPILED")
+    origin = only_birth(nn.ModuleDict({"b": body}), lambda m, x: m["b"](x).sum())
+    assert (origin.where.module, origin.where.op) == ("b", "aten.sqrt")
+    assert origin.where.forward_source.line == line("COMPILED")
 
 
 def test_the_users_line_of_an_update():
@@ -239,10 +239,10 @@ def test_the_users_line_of_an_update():
         optimizer.step()  # UPDATE
         return loss
 
-    birth = only_birth(lin(), None, step=step, optimizer=lambda m: torch.optim.RMSprop(m.parameters(), eps=0.0))
-    assert (birth.where.phase, birth.where.tensor) == ("optimizer", "weight")
-    assert birth.where.source.line == line("UPDATE")
-    assert birth.operand.made_by == "optimizer_state:weight:square_avg"
+    origin = only_birth(lin(), None, step=step, optimizer=lambda m: torch.optim.RMSprop(m.parameters(), eps=0.0))
+    assert (origin.where.phase, origin.where.tensor) == ("optimizer", "weight")
+    assert origin.where.source.line == line("UPDATE")
+    assert origin.operand.made_by == "optimizer_state:weight:square_avg"
 
 
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
@@ -251,8 +251,8 @@ def test_behind_a_recurrent_net(cell):
     model = Inline(
         lambda self, x: self.rnn((self.l(x) * 0).reciprocal().mul(0).unsqueeze(0))[0], rnn=cell(2, 3), l=lin()
     )
-    birth = births_of(model, lambda m, x: m(x).sum(), torch.ones(2, 2))[0]
-    assert (birth.where.module, birth.where.op) == ("", "aten.reciprocal")
+    origin = births_of(model, lambda m, x: m(x).sum(), torch.ones(2, 2))[0]
+    assert (origin.where.module, origin.where.op) == ("", "aten.reciprocal")
 
 
 def test_micro_batches_are_told_apart():
@@ -263,8 +263,8 @@ def test_micro_batches_are_told_apart():
     with session.watched(tracer):
         assert session.has_step(0)
         session.step(0)
-    birth = tracer.trace.births[0]
-    assert (birth.where.micro_batch, birth.where.phase, birth.where.op) == (2, "loss", "aten.div")
+    origin = tracer.trace.origins[0]
+    assert (origin.where.micro_batch, origin.where.phase, origin.where.op) == (2, "loss", "aten.div")
 
 
 # -- ancestry ----------------------------------------------------------------------------------------------------------
@@ -280,10 +280,10 @@ def test_in_place_ops_views_and_chunks_carry_ancestry():
         rows.add_(1.0).mul_(2.0)
         return rows.squeeze().flip(0)
 
-    birth = births_of(Inline(forward, l=lin()), lambda m, x: m(x).sum())[0]
-    assert birth.where.op == "aten.div_"
-    assert birth.where.source.line == line("VIEW")
-    assert "loss" in birth.harms
+    origin = births_of(Inline(forward, l=lin()), lambda m, x: m(x).sum())[0]
+    assert origin.where.op == "aten.div_"
+    assert origin.where.source.line == line("VIEW")
+    assert "loss" in origin.affected
 
 
 def test_an_expanded_view_of_a_clean_element_hides_nothing():
@@ -293,8 +293,8 @@ def test_an_expanded_view_of_a_clean_element_hides_nothing():
         wide = h[:1].expand(64)  # shows one clean element 64 times: fills nothing
         return wide.sum() + h.sum()
 
-    birth = births_of(lin(), loss)[0]
-    assert (birth.origin, birth.where.op) == ("op", "aten.div")
+    origin = births_of(lin(), loss)[0]
+    assert (origin.came_from, origin.where.op) == ("op", "aten.div")
 
 
 def test_freed_memory_mixes_no_ancestry():
@@ -309,8 +309,8 @@ def test_freed_memory_mixes_no_ancestry():
             total = total + (h * reused).sum()
         return total
 
-    births = births_of(lin(), loss)
-    assert {b.where.source.line for b in births if b.where.source} == {line("TRUE BIRTH")}
+    origins = births_of(lin(), loss)
+    assert {b.where.source.line for b in origins if b.where.source} == {line("TRUE BIRTH")}
 
 
 @pytest.mark.parametrize(
@@ -346,17 +346,17 @@ def test_what_is_added_to_unwritten_memory_is_born_there():
 
 
 def test_two_independent_births_are_both_there():
-    births = births_of(lin(), lambda m, x: (m(x)[0] / 0).abs() + (m(x)[1] * 0).log())
-    assert [b.where.op for b in births[:2]] == ["aten.div", "aten.log"]
-    assert all("loss" in b.harms for b in births[:2])
+    origins = births_of(lin(), lambda m, x: (m(x)[0] / 0).abs() + (m(x)[1] * 0).log())
+    assert [b.where.op for b in origins[:2]] == ["aten.div", "aten.log"]
+    assert all("loss" in b.affected for b in origins[:2])
 
 
 def test_a_birth_that_goes_nowhere_harms_nothing():
-    trace, sightings = trace_of(lin(), lambda m, x: m(x).sum() + (m(x).detach() / 0).tanh().sum())
-    assert [b.where.op for b in trace.births] == ["aten.div"]
-    assert trace.births[0].harms == ()
-    assert trace.births[0].departs < 1e-6
-    assert sightings.sinks == ()
+    trace, nonfinite = trace_of(lin(), lambda m, x: m(x).sum() + (m(x).detach() / 0).tanh().sum())
+    assert [b.where.op for b in trace.origins] == ["aten.div"]
+    assert trace.origins[0].affected == ()
+    assert trace.origins[0].departs < 1e-6
+    assert nonfinite.affected == ()
 
 
 def test_an_infinity_that_becomes_a_wrong_number_departs():
@@ -365,8 +365,8 @@ def test_an_infinity_that_becomes_a_wrong_number_departs():
         return (m(x) * big.float().rsqrt()).sum()
 
     trace, _ = trace_of(lin(), loss)
-    birth = next(b for b in trace.births if b.where.op in ("aten.square", "aten.mul"))
-    assert birth.departs == pytest.approx(1.0)
+    origin = next(b for b in trace.origins if b.where.op in ("aten.square", "aten.mul"))
+    assert origin.departs == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -379,9 +379,9 @@ def test_masks_absorbed_by_softmax_harm_nothing(dtype, value):
         added = masked + torch.zeros(3, 3, dtype=dtype).masked_fill(torch.ones(3, 3).triu(1).bool(), low)
         return (added.softmax(-1) @ m(x).to(dtype)).float().square().sum()
 
-    trace, sightings = trace_of(lin(), loss, torch.ones(3, 2))
-    assert all(not b.harms and b.departs < 0.5 for b in trace.births)
-    assert sightings.sinks == ()
+    trace, nonfinite = trace_of(lin(), loss, torch.ones(3, 2))
+    assert all(not b.affected and b.departs < 0.5 for b in trace.origins)
+    assert nonfinite.affected == ()
 
 
 def test_a_nan_beside_a_mask_is_the_one_to_follow():
@@ -391,18 +391,18 @@ def test_a_nan_beside_a_mask_is_the_one_to_follow():
         poison = (scores[1:] * 0) / (scores[1:] * 0)
         return torch.cat([scores[:1], poison]).softmax(-1).sum()
 
-    birth = births_of(lin(), loss)[0]
-    assert (birth.where.op, birth.where.nonfinite, birth.origin) == ("aten.div", "nan", "op")
-    assert all(b.origin == "op" for b in births_of(lin(), loss))
+    origin = births_of(lin(), loss)[0]
+    assert (origin.where.op, origin.where.nonfinite, origin.came_from) == ("aten.div", "nan", "op")
+    assert all(b.came_from == "op" for b in births_of(lin(), loss))
 
 
 # -- what was brought --------------------------------------------------------------------------------------------------
 
 
 def test_the_batch_brings_it():
-    birth = only_birth(lin(), lambda m, batch: m(batch["x"]).sum(), {"x": torch.tensor([1.0, math.nan])})
-    assert (birth.origin, birth.where.phase, birth.where.op, birth.where.tensor) == ("data", "data", "data", "x")
-    assert birth.order == -1
+    origin = only_birth(lin(), lambda m, batch: m(batch["x"]).sum(), {"x": torch.tensor([1.0, math.nan])})
+    assert (origin.came_from, origin.where.phase, origin.where.op, origin.where.tensor) == ("data", "data", "data", "x")
+    assert origin.order == -1
 
 
 @pytest.mark.parametrize("kind", ["param", "buffer"])
@@ -411,17 +411,17 @@ def test_the_state_brings_it(kind):
     model.eval()
     with torch.no_grad():
         (model[0].weight if kind == "param" else model[0].running_mean)[0] = math.nan
-    birth = births_of(model, lambda m, x: m(x).sum(), torch.ones(3, 2))[0]
+    origin = births_of(model, lambda m, x: m(x).sum(), torch.ones(3, 2))[0]
     leaf = "weight" if kind == "param" else "running_mean"
-    assert (birth.origin, birth.where.phase, birth.where.module) == (kind, "checkpoint", "0")
-    assert birth.where.op == f"state:{leaf}"
-    assert birth.where.tensor == f"0.{leaf}"
+    assert (origin.came_from, origin.where.phase, origin.where.module) == (kind, "checkpoint", "0")
+    assert origin.where.op == f"state:{leaf}"
+    assert origin.where.tensor == f"0.{leaf}"
 
 
 def test_a_constant_of_the_user():
     constant = torch.tensor([1.0, INF])
-    birth = births_of(lin(), lambda m, x: (m(x) * constant).sum())[0]
-    assert (birth.origin, birth.where.phase) == ("constant", "loss")
+    origin = births_of(lin(), lambda m, x: (m(x) * constant).sum())[0]
+    assert (origin.came_from, origin.where.phase) == ("constant", "loss")
 
 
 class FromNumpy(torch.autograd.Function):
@@ -435,8 +435,8 @@ class FromNumpy(torch.autograd.Function):
 
 
 def test_what_comes_from_outside_torch_is_a_constant_where_it_comes_in():
-    birth = births_of(lin(), lambda m, x: FromNumpy.apply(m(x)).sum())[0]
-    assert (birth.origin, birth.where.op, birth.where.nonfinite) == ("constant", "aten.lift_fresh", "nan")
+    origin = births_of(lin(), lambda m, x: FromNumpy.apply(m(x)).sum())[0]
+    assert (origin.came_from, origin.where.op, origin.where.nonfinite) == ("constant", "aten.lift_fresh", "nan")
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -446,14 +446,14 @@ def test_the_numbers_of_an_overflow():
     def loss(m, x):
         return (m(x).abs().add(1.0).half() * 60000.0).float().sum() + 0
 
-    birth = births_of(lin(), loss)[0]
-    assert birth.where.op == "aten.mul"
-    verdict = birth.recomputed
+    origin = births_of(lin(), loss)[0]
+    assert origin.where.op == "aten.mul"
+    verdict = origin.recomputed
     assert verdict.finite
     assert verdict.limit == 65504.0
     assert 65504.0 < verdict.amax < 600000.0
-    assert birth.inputs[0].dtype == "float16"
-    assert (birth.outputs[0].infs, birth.outputs[0].nans) == (2, 0)
+    assert origin.inputs[0].dtype == "float16"
+    assert (origin.outputs[0].infs, origin.outputs[0].nans) == (2, 0)
 
 
 def test_an_in_place_overflow_is_recomputed_from_what_was_there():
@@ -462,10 +462,10 @@ def test_an_in_place_overflow_is_recomputed_from_what_was_there():
         h.mul_(60000.0)
         return h.float().sum()
 
-    birth = births_of(lin(), loss)[0]
-    assert birth.where.op == "aten.mul_"
-    assert birth.recomputed.finite
-    assert birth.inputs[0].infs == 0
+    origin = births_of(lin(), loss)[0]
+    assert origin.where.op == "aten.mul_"
+    assert origin.recomputed.finite
+    assert origin.inputs[0].infs == 0
 
 
 def test_ctc_leaves_uninitialised_memory_and_no_birth():
@@ -473,22 +473,22 @@ def test_ctc_leaves_uninitialised_memory_and_no_birth():
         logits = m(x).log_softmax(-1).unsqueeze(1).repeat(1, 2, 1)
         return functional.ctc_loss(logits, torch.tensor([[1], [1]]), torch.tensor([4, 3]), torch.tensor([1, 1]))
 
-    trace, sightings = trace_of(lin(), loss, torch.ones(4, 2))
-    assert not [b for b in trace.births if b.harms]
+    trace, nonfinite = trace_of(lin(), loss, torch.ones(4, 2))
+    assert not [b for b in trace.origins if b.affected]
     assert trace.unattributed == ()
-    assert sightings.sinks == ()
+    assert nonfinite.affected == ()
 
 
 def test_sparse_gradients_are_followed():
     model = nn.EmbeddingBag(5, 2, sparse=True)
-    births = births_of(
+    origins = births_of(
         model,
         lambda m, x: (m(x) * 0).abs().sqrt().sum(),
         torch.tensor([[1, 2]]),
         optimizer=lambda m: torch.optim.SparseAdam(list(m.parameters())),
     )
-    assert births[0].where.op == "aten.sqrt"
-    assert "grad:weight" in births[0].harms
+    assert origins[0].where.op == "aten.sqrt"
+    assert "grad:weight" in origins[0].affected
 
 
 def test_a_trace_is_of_its_own_step_only():
@@ -499,11 +499,11 @@ def test_a_trace_is_of_its_own_step_only():
     with session.watched(tracer):
         assert session.has_step(0)
         session.step(0)
-        assert tracer.trace.births
+        assert tracer.trace.origins
         snapshot.restore()
         assert session.has_step(1)
         session.step(1)
-    assert tracer.trace.births == ()
+    assert tracer.trace.origins == ()
     assert tracer.trace.step == 1
     assert tracer.trace.ops > 3
 
@@ -527,8 +527,8 @@ def test_gradients_that_the_step_replaces_keep_their_names():
         assert session.has_step(0)
         session.step(0)
     session.close()
-    births = [birth.where.tensor for birth in tracer.trace.births if birth.where.op == "aten.div"]
-    assert births == [name for name, _ in model.named_parameters()]
+    origins = [origin.where.tensor for origin in tracer.trace.origins if origin.where.op == "aten.div"]
+    assert origins == [name for name, _ in model.named_parameters()]
 
 
 @pytest.mark.parametrize("where", ["parameter", "activation", "module", "node", "accumulated"])
@@ -555,10 +555,10 @@ def test_an_op_of_a_users_hook_has_its_own_name_and_line(where):
             hidden.grad_fn.register_prehook(lambda gradients: (unit(gradients[0]),))
         return 0 * m[1](hidden).sum()
 
-    birth = births_of(model, loss, torch.ones(3, 2))[0]
-    assert (birth.where.phase, birth.where.op, birth.kernel) == ("backward", "aten.div", "aten.div")
-    assert birth.where.source.line == line("IN A HOOK")
-    assert birth.where.module == ("0" if where in ("activation", "node") else birth.where.module)
+    origin = births_of(model, loss, torch.ones(3, 2))[0]
+    assert (origin.where.phase, origin.where.op, origin.kernel) == ("backward", "aten.div", "aten.div")
+    assert origin.where.source.line == line("IN A HOOK")
+    assert origin.where.module == ("0" if where in ("activation", "node") else origin.where.module)
 
 
 # -- whose memory it is, where several tensors lie in one --
@@ -579,11 +579,11 @@ class Flat(nn.Module):
 
 def test_a_sick_weight_is_not_taken_for_its_neighbour():
     for sick, name in enumerate(("first", "second")):
-        births = births_of(Flat(sick), lambda model, x: model(x), torch.ones(4))
-        assert {birth.where.tensor for birth in births if birth.origin == "param"} == {name}
+        origins = births_of(Flat(sick), lambda model, x: model(x), torch.ones(4))
+        assert {origin.where.tensor for origin in origins if origin.came_from == "param"} == {name}
 
 
-# -- an op that leaves its domain in the forward, and again in its derivative at the same operand, is one birth --
+# -- an op that leaves its domain in the forward, and again in its derivative at the same operand, is one origin --
 
 
 class Masked(nn.Module):
@@ -619,11 +619,11 @@ def main_birth(module):
 
 @pytest.mark.parametrize("func", [torch.sqrt, torch.log])
 def test_the_forward_is_named_also_where_its_own_value_is_masked_out(func):
-    birth = main_birth(Masked(func))
-    assert (birth.where.phase, birth.where.op) == ("forward", f"aten.{func.__name__}")
-    assert all(sink.startswith("grad:") for sink in birth.harms), "the loss is finite"
+    origin = main_birth(Masked(func))
+    assert (origin.where.phase, origin.where.op) == ("forward", f"aten.{func.__name__}")
+    assert all(target.startswith("grad:") for target in origin.affected), "the loss is finite"
 
 
 def test_a_division_by_zero_that_tanh_makes_finite():
-    birth = main_birth(Squashed())
-    assert (birth.where.phase, birth.where.op) == ("forward", "aten.div")
+    origin = main_birth(Squashed())
+    assert (origin.where.phase, origin.where.op) == ("forward", "aten.div")

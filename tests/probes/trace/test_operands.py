@@ -1,4 +1,4 @@
-"""What took an op out of its domain: decided from numbers, for births of the forward, the backward and the update."""
+"""What took an op out of its domain: decided from numbers, for origins of the forward, the backward and the update."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def lin():
 
 
 def operand(loss, model=None, batch=None, **changes) -> Operand:
-    births = births_of(model or lin(), loss, batch, **changes)
-    assert births
-    return births[0].operand
+    origins = births_of(model or lin(), loss, batch, **changes)
+    assert origins
+    return origins[0].operand
 
 
 # -- lost by the format ------------------------------------------------------------------------------------------------
@@ -223,9 +223,9 @@ def test_a_mask_that_is_added_up():
         scores = m(x).masked_fill(torch.tensor([False, True]), -math.inf)  # SMOOTHED
         return functional.cross_entropy(scores, torch.full((3,), target), label_smoothing=smoothing)
 
-    birth = only_birth(lin(), loss, batch=torch.ones(3, 2))
-    assert (birth.where.op, birth.origin, birth.operand.made_by) == ("aten.cross_entropy_loss", "op", "added_up")
-    assert birth.operand.source.line == line("SMOOTHED")
+    origin = only_birth(lin(), loss, batch=torch.ones(3, 2))
+    assert (origin.where.op, origin.came_from, origin.operand.made_by) == ("aten.cross_entropy_loss", "op", "added_up")
+    assert origin.operand.source.line == line("SMOOTHED")
     assert not births_of(lin(), lambda m, x: loss(m, x, 0.0), batch=torch.ones(3, 2))
     assert operand(lambda m, x: loss(m, x, 0.0, target=1), batch=torch.ones(3, 2)).made_by == "masked_target"
 
@@ -245,9 +245,9 @@ def test_a_number_that_was_read_from_a_tensor_leads_back_to_it(read):
         masked = m(x).masked_fill(torch.zeros(1, 2, dtype=torch.bool), float("-inf"))
         return (masked * read(ratio)).sum()
 
-    births = births_of(lin(), loss)
-    harmful = [birth for birth in births if birth.harms]
-    assert [(birth.where.op, birth.where.source.line) for birth in harmful] == [("aten.div", line("RATIO"))]
+    origins = births_of(lin(), loss)
+    harmful = [origin for origin in origins if origin.affected]
+    assert [(origin.where.op, origin.where.source.line) for origin in harmful] == [("aten.div", line("RATIO"))]
 
 
 def test_an_empty_input():
@@ -263,16 +263,16 @@ def test_a_backward_names_the_forward_op_that_flushed():
         h = (m(x) - m(x)).half().square() + 1e-8  # GUARDED
         return h.sqrt().float().sum()
 
-    birth = only_birth(lin(), loss)
-    assert birth.where.phase == "backward"
-    assert (birth.operand.made_by, birth.operand.op) == ("flushed_epsilon", "aten.add")
-    assert birth.operand.source.line == line("GUARDED")
+    origin = only_birth(lin(), loss)
+    assert origin.where.phase == "backward"
+    assert (origin.operand.made_by, origin.operand.op) == ("flushed_epsilon", "aten.add")
+    assert origin.operand.source.line == line("GUARDED")
 
 
 def test_a_backward_at_a_true_zero():
-    birth = only_birth(lin(), lambda m, x: (m(x) - m(x)).abs().sqrt().sum())
-    assert birth.where.phase == "backward"
-    assert (birth.operand.made_by, birth.operand.op) == ("computed", "aten.sub")
+    origin = only_birth(lin(), lambda m, x: (m(x) - m(x)).abs().sqrt().sum())
+    assert origin.where.phase == "backward"
+    assert (origin.operand.made_by, origin.operand.op) == ("computed", "aten.sub")
 
 
 def test_a_backward_of_a_cosine_that_is_rounded_to_one():
@@ -280,9 +280,9 @@ def test_a_backward_of_a_cosine_that_is_rounded_to_one():
         c = (m(x) * 0 + 1e-3).half().cos()  # COSINE
         return c.acos().float().sum()
 
-    birth = births_of(lin(), loss)[0]
-    assert birth.where.phase == "backward"
-    assert (birth.operand.made_by, birth.operand.source.line) == ("rounded_to_one", line("COSINE"))
+    origin = births_of(lin(), loss)[0]
+    assert origin.where.phase == "backward"
+    assert (origin.operand.made_by, origin.operand.source.line) == ("rounded_to_one", line("COSINE"))
 
 
 # -- update ------------------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_a_backward_of_a_cosine_that_is_rounded_to_one():
 
 @pytest.mark.parametrize("foreach", [True, False])
 def test_an_optimizers_epsilon(foreach):
-    births = births_of(
+    origins = births_of(
         lin().half(),
         lambda m, x: m.weight[0].float().sum(),
         torch.ones(2).half(),
@@ -298,33 +298,33 @@ def test_an_optimizers_epsilon(foreach):
         precision="fp16",
         autocast=False,
     )
-    assert {b.where.tensor for b in births} == {"weight"}
-    assert {b.operand.made_by for b in births} == {"flushed_epsilon"}
-    assert {(b.operand.op, b.operand.dtype) for b in births} == {("aten.add_", "float16")}
+    assert {b.where.tensor for b in origins} == {"weight"}
+    assert {b.operand.made_by for b in origins} == {"flushed_epsilon"}
+    assert {(b.operand.op, b.operand.dtype) for b in origins} == {("aten.add_", "float16")}
 
 
 def test_a_moment_that_is_zero():
-    births = births_of(
+    origins = births_of(
         lin(),
         lambda m, x: m.weight[0].sum(),
         optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=0.1, eps=0.0, foreach=False),
     )
-    assert births[0].operand.made_by == "optimizer_state:weight:exp_avg_sq"
+    assert origins[0].operand.made_by == "optimizer_state:weight:exp_avg_sq"
 
 
 # -- nothing to explain ------------------------------------------------------------------------------------------------
 
 
 def test_an_overflow_has_no_operand():
-    birth = births_of(lin(), lambda m, x: (m(x).abs().half() + 1).mul(60000.0).float().sum())[0]
-    assert birth.operand is None
-    assert birth.recomputed.finite32 is True
-    assert birth.recomputed.amax32 == pytest.approx(birth.recomputed.amax, rel=1e-3)
+    origin = births_of(lin(), lambda m, x: (m(x).abs().half() + 1).mul(60000.0).float().sum())[0]
+    assert origin.operand is None
+    assert origin.recomputed.finite32 is True
+    assert origin.recomputed.amax32 == pytest.approx(origin.recomputed.amax, rel=1e-3)
 
 
 def test_an_overflow_of_float32_as_well():
-    birth = births_of(lin(), lambda m, x: (m(x) * 0 + 100).half().exp().float().sum())[0]
-    assert (birth.recomputed.finite, birth.recomputed.finite32) == (True, False)
+    origin = births_of(lin(), lambda m, x: (m(x) * 0 + 100).half().exp().float().sum())[0]
+    assert (origin.recomputed.finite, origin.recomputed.finite32) == (True, False)
 
 
 def test_losses_that_do_no_harm_leave_no_birth():
@@ -332,9 +332,9 @@ def test_losses_that_do_no_harm_leave_no_birth():
         p = (m(x).half() * 100 - 50).softmax(-1)
         return ((p + 1e-8) * functional.dropout(p).relu()).float().sum()
 
-    trace, sightings = trace_of(lin(), loss)
-    assert trace.births == ()
-    assert sightings.sinks == ()
+    trace, nonfinite = trace_of(lin(), loss)
+    assert trace.origins == ()
+    assert nonfinite.affected == ()
 
 
 def test_records_are_bounded(monkeypatch):

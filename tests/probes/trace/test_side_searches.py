@@ -1,4 +1,4 @@
-"""What a trace looks for beside the births may fail; and ops that change a tensor's shape in place."""
+"""What a trace looks for beside the origins may fail; and ops that change a tensor's shape in place."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_op_that_changes_a_shape_in_place_is_a_view(name):
     model = Inline(lambda module, x: saturated(module, x, RESHAPES[name]), a=nn.Linear(4, 6))
     model.w = nn.Parameter(torch.ones(()))
     trace, _ = trace_of(model, loss, torch.randn(3, 4))
-    born = [birth for birth in trace.births if birth.harms]
+    born = [origin for origin in trace.origins if origin.affected]
     assert born[0].kernel == "aten.mul"
     assert born[0].where.nonfinite == "inf"
     assert trace.left_out == ()
@@ -75,8 +75,8 @@ def test_a_value_that_was_lost_is_known_behind_a_reshape(reshape):
 
     model = Inline(forward)
     model.w = nn.Parameter(torch.ones(()))
-    birth = only_birth(model, lambda m, x: m(x).float().sum(), torch.ones(2, 3))
-    assert (birth.where.op, birth.operand.made_by, birth.operand.op) == ("aten.log", "flushed", "aten.exp")
+    origin = only_birth(model, lambda m, x: m(x).float().sum(), torch.ones(2, 3))
+    assert (origin.where.op, origin.operand.made_by, origin.operand.op) == ("aten.log", "flushed", "aten.exp")
 
 
 def test_a_view_that_shows_more_than_its_input_makes_nothing():
@@ -86,8 +86,8 @@ def test_a_view_that_shows_more_than_its_input_makes_nothing():
 
     model = Inline(forward)
     model.w = nn.Parameter(torch.ones(()))
-    birth = only_birth(model, lambda m, x: m(x).sum(), torch.tensor([2.0, 2.0, -1.0, -1.0]))
-    assert birth.where.op == "aten.log"
+    origin = only_birth(model, lambda m, x: m(x).sum(), torch.tensor([2.0, 2.0, -1.0, -1.0]))
+    assert origin.where.op == "aten.log"
 
 
 PLANTED = [
@@ -95,11 +95,11 @@ PLANTED = [
     (Provenance, "inherited", "what made the operands"),
     (op_trace, "operand_of", "what made the operand"),
     (op_trace, "recompute", "the op in float64"),
-    (Ways, "carry", "the way of a birth"),
-    (Ways, "pass_finite", "the way to a birth"),
-    (Ways, "arrive", "the way of a birth"),
-    (Ways, "before", "the way to a birth"),
-    (Ways, "way", "the way of a birth"),
+    (Ways, "carry", "the way of an origin"),
+    (Ways, "pass_finite", "the way to an origin"),
+    (Ways, "arrive", "the way of an origin"),
+    (Ways, "before", "the way to an origin"),
+    (Ways, "way", "the way of an origin"),
     (Readings, "note", "what the step's code has read"),
     (Taint, "cast_shadow", "how far finite values depart"),
     (OpTraceProbe, "_follow_shadows", "how far finite values depart"),
@@ -138,8 +138,8 @@ def test_a_side_search_that_fails_costs_its_note_and_not_the_birth(monkeypatch, 
     trace = found(flushes=flushes)
     if name == "_look_for_flush" and not trace.left_out:
         pytest.skip("nothing of this backward is looked at for flushes")
-    assert [(b.where.op, b.where.phase, b.harms) for b in trace.births] == [
-        (b.where.op, b.where.phase, b.harms) for b in whole.births
+    assert [(b.where.op, b.where.phase, b.affected) for b in trace.origins] == [
+        (b.where.op, b.where.phase, b.affected) for b in whole.origins
     ]
     assert note in {one.what for one in trace.left_out}
     assert all("The size of tensor a (3)" in one.reason for one in trace.left_out)

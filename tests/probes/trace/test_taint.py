@@ -21,9 +21,9 @@ def test_a_mark_is_seen_through_every_view():
     taint = Taint()
     base = torch.zeros(4)
     taint.mark(base[1:2], ONE, added=False)
-    assert taint.births(base) == ONE
-    assert taint.births(base.view(2, 2)) == ONE
-    assert taint.births(torch.zeros(4)) == NONE
+    assert taint.origins(base) == ONE
+    assert taint.origins(base.view(2, 2)) == ONE
+    assert taint.origins(torch.zeros(4)) == NONE
 
 
 def test_writing_in_place_adds_and_a_new_result_replaces():
@@ -31,9 +31,9 @@ def test_writing_in_place_adds_and_a_new_result_replaces():
     tensor = torch.zeros(4)
     taint.mark(tensor, ONE, added=False)
     taint.mark(tensor, TWO, added=True)
-    assert taint.births(tensor) == ONE | TWO
+    assert taint.origins(tensor) == ONE | TWO
     taint.mark(tensor, TWO, added=False)
-    assert taint.births(tensor) == TWO
+    assert taint.origins(tensor) == TWO
 
 
 def test_only_a_result_that_fills_its_memory_cleans_it():
@@ -42,9 +42,9 @@ def test_only_a_result_that_fills_its_memory_cleans_it():
     for part in (base[:3], base[:1].expand(4), base[:1].expand(99), base[::2]):
         taint.mark(base, ONE, added=False)
         taint.clean(part)
-        assert taint.births(base) == ONE
+        assert taint.origins(base) == ONE
     taint.clean(base.view(2, 2).t())
-    assert taint.births(base) == NONE
+    assert taint.origins(base) == NONE
 
 
 def test_an_empty_or_scalar_result():
@@ -52,7 +52,7 @@ def test_an_empty_or_scalar_result():
     scalar = torch.zeros(())
     taint.mark(scalar, ONE, added=False)
     taint.clean(scalar)
-    assert taint.births(scalar) == NONE
+    assert taint.origins(scalar) == NONE
     taint.clean(torch.zeros(0))
 
 
@@ -77,16 +77,16 @@ def test_what_is_not_followed_is_forgotten():
     tensor = torch.empty(3)
     taint.mark(tensor, ONE, added=False)
     taint.forget(tensor)
-    assert taint.births(tensor) == NONE
+    assert taint.origins(tensor) == NONE
 
 
 def test_sparse_tensors_have_keys():
     sparse = torch.eye(2).to_sparse()
     taint = Taint()
     taint.mark(sparse, ONE, added=False)
-    assert taint.births(sparse) == ONE
+    assert taint.origins(sparse) == ONE
     taint.clean(sparse)
-    assert taint.births(sparse) == NONE
+    assert taint.origins(sparse) == NONE
     assert taint.shadow(sparse) is None
 
 

@@ -1,4 +1,4 @@
-"""The way of a birth: what fed it, which modules carried it on, and the first sink of each kind."""
+"""The way of an origin: what fed it, which modules carried it on, and the first target of each kind."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_views_and_casts_are_made_by_the_op_that_made_what_they_show():
 
 
 def test_a_constant_feeds_nothing_and_nothing_feeds_it():
-    birth = only_birth(lin(), lambda m, x: (torch.zeros(2) / torch.zeros(2)).sum() + m(x).sum())
-    assert birth.way.before == ()
+    origin = only_birth(lin(), lambda m, x: (torch.zeros(2) / torch.zeros(2)).sum() + m(x).sum())
+    assert origin.way.before == ()
 
 
 def test_a_module_that_carries_it_is_one_node_with_its_first_op_and_the_others_are_counted():
@@ -97,16 +97,16 @@ def test_two_calls_of_a_module_are_two_nodes():
 
 def test_the_way_ends_at_the_first_harm_and_has_the_first_sink_of_each_kind():
     model = nn.Sequential(lin(), overflow(), lin())
-    birth = only_birth(
+    origin = only_birth(
         model, lambda m, x: m(x).sum(), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, foreach=False)
     )
-    way = birth.way
-    assert [passage.where.op for passage in way.harms] == ["loss", "grad:2.weight", "param:2.weight"]
-    assert {passage.where.op for passage in way.harms} <= set(birth.harms)
-    assert all(passage.order <= way.harms[0].order for passage in way.carriers)
+    way = origin.way
+    assert [passage.where.op for passage in way.affected] == ["loss", "grad:2.weight", "param:2.weight"]
+    assert {passage.where.op for passage in way.affected} <= set(origin.affected)
+    assert all(passage.order <= way.affected[0].order for passage in way.carriers)
     assert {passage.where.phase for passage in way.carriers} == {"forward", "loss"}
-    assert [passage.order for passage in way.harms] == sorted(passage.order for passage in way.harms)
-    loss, gradient, parameter = way.harms
+    assert [passage.order for passage in way.affected] == sorted(passage.order for passage in way.affected)
+    loss, gradient, parameter = way.affected
     assert (loss.where.phase, gradient.where.phase, parameter.where.phase) == ("loss", "backward", "optimizer")
     assert (gradient.where.module, gradient.where.tensor) == ("2", "2.weight")
     assert (gradient.dtype, gradient.shape) == ("float32", (2, 2))
@@ -116,34 +116,34 @@ def test_the_way_ends_at_the_first_harm_and_has_the_first_sink_of_each_kind():
 def test_what_a_clamp_hides_from_the_loss_goes_on_into_the_backward():
     model = nn.Sequential(lin(), Inline(lambda self, x: self.l((x * 100.0).exp().clamp(max=10.0)), l=lin()))
     way = only_birth(model, lambda m, x: m(x).sum()).way
-    assert [passage.where.op for passage in way.harms] == ["grad:0.weight"]
+    assert [passage.where.op for passage in way.affected] == ["grad:0.weight"]
     assert ("backward", "1", "aten.exp") in ops(way.carriers)
 
 
 def test_a_backward_birth_is_fed_by_the_backward_and_carried_to_a_gradient():
     model = nn.Sequential(lin(), Inline(lambda _, x: (x * 0).abs().sqrt()), lin(3.0))
-    birth = only_birth(model, lambda m, x: m(x).sum())
-    assert (birth.where.phase, birth.where.op) == ("backward", "aten.sqrt")
-    assert ops(birth.way.before)[-1] == ("backward", "2", "aten.linear")
-    assert birth.way.before[-1].amax == 3.0
-    assert [passage.where.op for passage in birth.way.harms] == ["grad:0.weight"]
-    assert ops(birth.way.carriers)[0] == ("backward", "1", "aten.abs")
-    assert {passage.where.phase for passage in birth.way.carriers} == {"backward"}
+    origin = only_birth(model, lambda m, x: m(x).sum())
+    assert (origin.where.phase, origin.where.op) == ("backward", "aten.sqrt")
+    assert ops(origin.way.before)[-1] == ("backward", "2", "aten.linear")
+    assert origin.way.before[-1].amax == 3.0
+    assert [passage.where.op for passage in origin.way.affected] == ["grad:0.weight"]
+    assert ops(origin.way.carriers)[0] == ("backward", "1", "aten.abs")
+    assert {passage.where.phase for passage in origin.way.carriers} == {"backward"}
 
 
 def test_a_birth_in_the_optimizer_ends_in_the_parameter():
     def adam(model):
         return torch.optim.Adam(model.parameters(), lr=0.1, eps=0.0, foreach=False)
 
-    birth = births_of(lin(), lambda m, x: (m(x) * 0).sum(), optimizer=adam)[0]
-    assert birth.way.carriers == ()
-    assert [passage.where.op for passage in birth.way.harms] == ["param:weight"]
+    origin = births_of(lin(), lambda m, x: (m(x) * 0).sum(), optimizer=adam)[0]
+    assert origin.way.carriers == ()
+    assert [passage.where.op for passage in origin.way.affected] == ["param:weight"]
 
 
 def test_what_came_with_the_batch_has_a_way_but_nothing_before_it():
-    birth = only_birth(nn.Sequential(lin(), nn.ReLU()), lambda m, x: m(x).sum(), torch.tensor([1.0, math.nan]))
-    assert (birth.origin, birth.way.before) == ("data", ())
-    assert [passage.where.module for passage in birth.way.carriers] == ["0", "1", ""]
+    origin = only_birth(nn.Sequential(lin(), nn.ReLU()), lambda m, x: m(x).sum(), torch.tensor([1.0, math.nan]))
+    assert (origin.came_from, origin.way.before) == ("data", ())
+    assert [passage.where.module for passage in origin.way.carriers] == ["0", "1", ""]
 
 
 def test_a_number_that_the_step_returns_is_a_sink_without_a_tensor():
@@ -152,10 +152,10 @@ def test_a_number_that_the_step_returns_is_a_sink_without_a_tensor():
         loss.backward()
         return loss.item()
 
-    birth = births_of(lin(), None, step=step, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1), scaler=None)[
-        0
-    ]
-    loss = birth.way.harms[0]
+    origin = births_of(
+        lin(), None, step=step, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1), scaler=None
+    )[0]
+    loss = origin.way.affected[0]
     assert (loss.where.op, loss.dtype, loss.infs, loss.where.nonfinite) == ("loss", "", 1, "inf")
 
 
@@ -163,8 +163,8 @@ def test_two_births_have_ways_of_their_own():
     model = nn.ModuleDict(
         {"a": nn.Sequential(lin(), overflow(), nn.ReLU()), "b": nn.Sequential(lin(), overflow(), nn.Softplus())}
     )
-    births = births_of(model, lambda m, x: m["a"](x).sum() + m["b"](x).sum(), torch.ones(1, 2))
-    ways = {birth.where.module: [p.where.module for p in birth.way.carriers] for birth in births}
+    origins = births_of(model, lambda m, x: m["a"](x).sum() + m["b"](x).sum(), torch.ones(1, 2))
+    ways = {origin.where.module: [p.where.module for p in origin.way.carriers] for origin in origins}
     assert ways == {"a.1": ["a.2", ""], "b.1": ["b.2", ""]}
 
 

@@ -67,7 +67,7 @@ def in_a_list():
     return lambda: next(streams[0]) + next(streams[1])[1]
 
 
-def begun_anew():
+def rebuilt_run():
     loader = shuffled()
     stream = iter(loader)
 
@@ -93,7 +93,7 @@ def with_a_generator_of_its_own():
     return lambda: next(stream) + torch.rand(1, generator=generator)
 
 
-HABITS = (in_a_variable, in_an_attribute, in_a_list, begun_anew, several_at_once, with_a_generator_of_its_own)
+HABITS = (in_a_variable, in_an_attribute, in_a_list, rebuilt_run, several_at_once, with_a_generator_of_its_own)
 
 
 def drawing(draw):

@@ -124,7 +124,7 @@ def test_the_verdict_says_what_is_missing():
 def test_a_healthy_report_lists_what_was_checked():
     text = shown(HEALTHY)
     assert "verdict: healthy" in text
-    assert "finite weights: ok (binades=7.5)" in text
+    assert "finite weights: ok (log2=7.5)" in text
 
 
 def test_quiet_shows_findings_only():

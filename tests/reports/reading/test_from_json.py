@@ -70,9 +70,9 @@ def test_numbers_are_numbers_again_and_a_tensor_called_nan_is_none():
         ('{"a": 1}', "no report of ampdoctor"),
         ('{"a": NaN}', "NaN is no number of JSON"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"schema_version": "2"}', "schema version 2; this version of ampdoctor reads 1"),
-        ('{"schema_version": "1"}', "no report that this version reads: baseline is missing"),
-        ('{"schema_version": "1", "verdict": "sick", "verdict": "healthy"}', "the text has the key 'verdict' twice"),
+        ('{"schema_version": "3"}', "schema version 3; this version of ampdoctor reads 2"),
+        ('{"schema_version": "2"}', "no report that this version reads: baseline is missing"),
+        ('{"schema_version": "2", "verdict": "sick", "verdict": "healthy"}', "the text has the key 'verdict' twice"),
         ('{"type": "report", "a": {"b": 1, "b": 2}}\n{"type": "summary"}', "line 1 has the key 'b' twice"),
         (
             '{"type": "report"}\n{"type": "check", "type": "check"}\n{"type": "summary"}',

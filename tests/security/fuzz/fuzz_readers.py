@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 with atheris.instrument_imports(include=["ampdoctor.checkpoints"]):
     from ampdoctor.checkpoints.dcp import read_distributed
     from ampdoctor.checkpoints.dcp_metadata import METADATA
-    from ampdoctor.checkpoints.file_contents import sort_out
+    from ampdoctor.checkpoints.file_contents import classify_contents
     from ampdoctor.checkpoints.files import ByteSource
     from ampdoctor.checkpoints.safetensors_file import read_safetensors
     from ampdoctor.checkpoints.stored_tensor import StoredTensor
@@ -146,12 +146,12 @@ PARSERS: tuple[Callable[[bytes], None], ...] = (
 
 def _saved(read: Callable[[ByteSource], Any], data: bytes) -> None:
     saved = read(Memory(data))
-    sort_out(saved)
+    classify_contents(saved)
     found = dict(_tensors(saved.tree, (), StoredTensor))
     for stored in found.values():
         if 0 < stored.numel <= SMALL:
             list(stored.chunks())
-    if saved.foreign or sum(stored.numel for stored in found.values()) > SMALL:
+    if saved.unsafe_globals or sum(stored.numel for stored in found.values()) > SMALL:
         return
     try:
         theirs = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")

@@ -17,7 +17,7 @@ def recommended(name, **arguments):
     return recommend(ReplayRequest(factory=f"{own_steps.__file__}:{name}", arguments=arguments, device="cpu"))
 
 
-def harms(report):
+def harmful(report):
     return [finding.code for finding in report.findings if finding.severity in ("error", "warning")]
 
 
@@ -25,7 +25,7 @@ def harms(report):
 def test_gradients_inside_of_a_step_have_the_scale_of_their_own_loss(name):
     report = recommended(name)
     assert report.verdict == "healthy"
-    assert not harms(report)
+    assert not harmful(report)
     assert report.scaler.observed.relative_error < 0.01
 
 
@@ -34,7 +34,7 @@ UNDERFLOW = {"small": 2.0**-22, "loss_scale": 1.0}
 
 @pytest.mark.parametrize("name", ["maml", pytest.param("per_sample", marks=pytest.mark.slow)])
 def test_underflow_beside_gradients_inside_of_a_step_is_found(name):
-    assert harms(recommended(name, **UNDERFLOW)) == ["AMP301"]
+    assert harmful(recommended(name, **UNDERFLOW)) == ["AMP301"]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_underflow_beside_gradients_inside_of_a_step_is_found(name):
     ],
 )
 def test_a_departure_beside_gradients_inside_of_a_step_is_found(name, sick):
-    assert harms(recommended(name, **sick))
+    assert harmful(recommended(name, **sick))
 
 
 @pytest.mark.parametrize("name", ["maml", "checkpointed"])
@@ -77,7 +77,7 @@ def of_the_comparison(report):
 def test_a_step_that_does_not_come_back_is_not_held_beside_fp32(name):
     report = recommended(name)
     assert report.verdict == "healthy"
-    assert not harms(report)
+    assert not harmful(report)
     (reason,) = of_the_comparison(report)
     assert reason.endswith("the run keeps state that no snapshot holds")
     assert report.scaler.observed.relative_error is None
@@ -86,4 +86,4 @@ def test_a_step_that_does_not_come_back_is_not_held_beside_fp32(name):
 @pytest.mark.parametrize("name", SICK_WORLDS)
 def test_underflow_in_a_run_that_does_not_come_back_is_found(name):
     report = recommended(name, **UNDERFLOW)
-    assert harms(report) == ["AMP301"]
+    assert harmful(report) == ["AMP301"]

@@ -88,9 +88,9 @@ def test_a_spread_reaches_from_the_largest_value_to_the_one_that_may_be_lost():
     values = torch.cat([torch.ones(989), torch.full((10,), 2.0**-20), torch.full((1,), 2.0**6)])
     sites = (site("a.weight", "weight", values), site("a.weight", "weight_grad", torch.randn(100)))
     (tight,) = facts_of(measured(*sites), "h100", flushed=0.02).spreads
-    assert tight.binades == pytest.approx(6.0, abs=0.13)
+    assert tight.log2_span == pytest.approx(6.0, abs=0.13)
     (wide,) = facts_of(measured(*sites), "h100", flushed=0.005).spreads
-    assert wide.binades == pytest.approx(26.0, abs=0.13)
+    assert wide.log2_span == pytest.approx(26.0, abs=0.13)
     assert (wide.module, wide.kind) == ("a", "weight")
 
 

@@ -13,7 +13,7 @@ from ampdoctor.reports.html_report import render_html
 from ampdoctor.reports.human import render_human
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.reports.markdown import render_markdown
-from ampdoctor.workflows.measure import hand_scale
+from ampdoctor.workflows.measure import manual_loss_scale
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.requests import ReplayRequest
 from tests.corpus.reports import HEALTHY, of_case, profiled, sort_of
@@ -167,4 +167,4 @@ def test_a_run_without_gradients_is_refused(run, sentence):
     ],
 )
 def test_only_a_constant_factor_is_a_scale_made_by_hand(factors, expected):
-    assert hand_scale(factors) == expected
+    assert manual_loss_scale(factors) == expected

@@ -59,7 +59,7 @@ def test_the_view_of_a_file_is_the_report_of_the_run(written, check_report):
         (None, "does not exist"),
         (b"", "is no profile"),
         (b"not a profile", "is no profile"),
-        (b'{"schema_version": "1"}', "is a report, not a profile"),
+        (b'{"schema_version": "2"}', "is a report, not a profile"),
         (save({"w": np.ones(3)}), "without a profile"),
     ],
     ids=["missing", "empty", "text", "report", "safetensors"],

@@ -26,10 +26,10 @@ class _Counted(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    def __init__(self, index, birth=""):
+    def __init__(self, index, origin=""):
         super().__init__()
         self.index = index
-        self.birth = birth
+        self.origin = origin
         self.lin = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("seen", torch.zeros(()))
 
@@ -37,9 +37,9 @@ class Layer(nn.Module):
         CALLS.append(("forward", self.index))
         self.seen += 1
         h = _Counted.apply(functional.linear(x, self.lin.weight, self.lin.bias), self.index)
-        if self.birth == "forward":
+        if self.origin == "forward":
             return h + torch.log(h - h - 1)
-        if self.birth == "backward":
+        if self.origin == "backward":
             return h + (h - h.detach()).abs().sqrt()
         return h
 
@@ -88,22 +88,22 @@ class Beside(nn.Module):
         return self.head(self.layers(torch.nan_to_num(bad) + x) + bad)
 
 
-def tower(count, at, birth):
-    return nn.Sequential(*[Layer(i, birth if i == at else "") for i in range(count)])
+def tower(count, at, origin):
+    return nn.Sequential(*[Layer(i, origin if i == at else "") for i in range(count)])
 
 
-def make_run(kind: str = "tower", layers: int = 8, at: int = 3, birth: str = "forward"):
+def make_run(kind: str = "tower", layers: int = 8, at: int = 3, origin: str = "forward"):
     torch.manual_seed(0)
     if kind == "masked":  # a NaN that is dropped, then the culprit
-        model = Masked(Layer(50, "forward"), tower(layers, at, birth), reappears=False)
+        model = Masked(Layer(50, "forward"), tower(layers, at, origin), reappears=False)
     elif kind == "reappears":  # the dropped NaN is the culprit: it comes back behind the layers
         model = Masked(Layer(50, "forward"), tower(layers, -1, ""), reappears=True)
     elif kind == "beside":
         model = Beside(tower(layers, -1, ""))
     elif kind == "swallowing":
-        model = Swallowing(tower(layers, at, birth))
+        model = Swallowing(tower(layers, at, origin))
     else:
-        model = tower(layers, at, birth)
+        model = tower(layers, at, origin)
     return TrainingRun(
         model=model,
         batches=[torch.rand(3, WIDTH) + 0.5 for _ in range(3)],

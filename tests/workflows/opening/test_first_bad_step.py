@@ -133,10 +133,12 @@ def test_batches_that_are_too_large_to_keep_are_drawn_again(function, monkeypatc
 )
 def test_what_the_users_own_check_stops_is_traced(how, raised, phase):
     finding, *others = replay("guarded", how=how).findings
-    assert not others or phase is None, "only a backward has more than one birth here"
+    assert not others or phase is None, "only a backward has more than one origin here"
     assert (finding.where.step, finding.severity) == (2, "error")
     assert finding.evidence["raised"].startswith(raised)
-    assert "raised" in finding.evidence["harmed"] or how == "weights", "a sink of another birth, of the same backward"
+    assert "raised" in finding.evidence["harmed"] or how == "weights", (
+        "a target of another origin, of the same backward"
+    )
     if phase is not None:
         assert (finding.where.phase, finding.where.op) == (phase, "aten.log")
         assert finding.where.source.file.endswith("long_runs.py")
@@ -162,16 +164,16 @@ def test_a_healthy_run_names_its_tightest_layer():
     check = tightest(report)
     assert report.checks[0].headroom == {"steps": 8}
     assert check.headroom["format"] == "fp16"
-    assert check.headroom["binades"] == pytest.approx(math.log2(65504 / check.headroom["amax"]))
+    assert check.headroom["log2"] == pytest.approx(math.log2(65504 / check.headroom["amax"]))
     assert check.headroom["module"] in ("first", "last", "drop", "")
-    assert 5 < check.headroom["binades"] < 15
+    assert 5 < check.headroom["log2"] < 15
     assert f"a factor of {2 ** check.headroom['binades']:.3g}" in check.result
 
 
 @pytest.mark.parametrize("mask", [None, -math.inf])
 def test_a_mask_is_no_headroom(mask):
     check = tightest(replay("healthy", masked=True, mask=mask))
-    assert check.headroom["binades"] > 5
+    assert check.headroom["log2"] > 5
 
 
 def test_a_run_in_fp32_has_no_half_format():

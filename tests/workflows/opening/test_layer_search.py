@@ -38,8 +38,8 @@ pytestmark = [
 ]
 
 
-def address(birth):
-    where = birth.where
+def address(origin):
+    where = origin.where
     return (
         where.step,
         where.micro_batch,
@@ -50,7 +50,7 @@ def address(birth):
         where.nonfinite,
         where.source,
         where.forward_source,
-        cause_of(birth),
+        cause_of(origin),
     )
 
 
@@ -58,16 +58,16 @@ def address(birth):
 def harmed_step(request, steps=8):
     """The first step that leaves harm: (session, snapshot before it, outcome, the probe that saw it)."""
     with open_replay(request) as replay:
-        session, sentinel = replay.session(), NonFiniteProbe(locate=False)
+        session, nonfinite_probe = replay.session(), NonFiniteProbe(locate=False)
         try:
             for step in range(steps):
                 if not session.has_step(step):
                     break
                 snapshot = session.snapshot()
-                with session.watched(sentinel):
+                with session.watched(nonfinite_probe):
                     outcome = session.step(step)
-                if sentinel.sightings.sinks:
-                    yield session, snapshot, outcome, sentinel
+                if nonfinite_probe.report.affected:
+                    yield session, snapshot, outcome, nonfinite_probe
                     return
             yield None
         finally:
@@ -139,18 +139,18 @@ IN_BOTH = ("called_twice", "shared_submodule", "reentrant", "nonreentrant", "acc
 
 
 @pytest.mark.parametrize(
-    ("shape", "birth"),
+    ("shape", "origin"),
     [
-        pytest.param(shape, birth, marks=() if shape in IN_BOTH or i % 3 == 0 else pytest.mark.slow)
+        pytest.param(shape, origin, marks=() if shape in IN_BOTH or i % 3 == 0 else pytest.mark.slow)
         for i, shape in enumerate(SHAPES)
-        for j, birth in enumerate(BIRTHS)
+        for j, origin in enumerate(BIRTHS)
         if shape in IN_BOTH or (i + j) % 2 == 0
     ],
 )
-def test_both_strategies_agree_on_every_shape(shape, birth):
-    request = ReplayRequest(factory=f"{SHAPES_FILE}:make_run", arguments={"shape": shape, "birth": birth})
+def test_both_strategies_agree_on_every_shape(shape, origin):
+    request = ReplayRequest(factory=f"{SHAPES_FILE}:make_run", arguments={"shape": shape, "origin": origin})
     found, reason, traced = both(request)
-    if (shape, birth) == ("own_chunks", "backward"):
+    if (shape, origin) == ("own_chunks", "backward"):
         assert reason is not None, "the chunks of a loop of the user's own all harm the same gradients"
         return
     assert reason is None
@@ -194,16 +194,16 @@ def calls():
 
 
 @pytest.mark.parametrize(
-    ("birth", "layers"),
-    [(birth, layers) for birth in ("forward", "backward") for layers in (3, 7, 33)]
+    ("origin", "layers"),
+    [(origin, layers) for origin in ("forward", "backward") for layers in (3, 7, 33)]
     + [("backward", 4), ("forward", 16)],
 )
-def test_no_layer_past_the_probe_runs(layers, birth, monkeypatch):
+def test_no_layer_past_the_probe_runs(layers, origin, monkeypatch):
     at = random.Random(layers).randrange(layers)
-    search, trace, replays = calls_of(request_of(layers=layers, at=at, birth=birth), monkeypatch)
+    search, trace, replays = calls_of(request_of(layers=layers, at=at, origin=origin), monkeypatch)
     (culprit,) = culprits(trace)
     assert culprit.where.module == str(at)
-    assert culprit.where.phase == birth
+    assert culprit.where.phase == origin
     assert search.partial_replays == len(replays) <= math.ceil(math.log2(layers + 1)) + 2
     names = [name for name, _, _ in replays]
     assert names == ["OrderProbe", *["PointProbe"] * (len(names) - 2), "IntervalTrace"]
@@ -211,16 +211,16 @@ def test_no_layer_past_the_probe_runs(layers, birth, monkeypatch):
         layer = int(probe._point.name)
         forward = [index for kind, index in ran if kind == "forward"]
         backward = [index for kind, index in ran if kind == "backward"]
-        if birth == "forward":
+        if origin == "forward":
             assert forward == list(range(layer + 1))
             assert backward == []
         else:
             assert forward == list(range(layers))
             assert backward == list(range(layers - 1, layer, -1))
     _, _, ran = replays[-1]
-    if birth == "forward" and at < layers - 2:
+    if origin == "forward" and at < layers - 2:
         assert max(index for _, index in ran) <= at + 1
-    if birth == "backward":
+    if origin == "backward":
         assert min(index for kind, index in ran if kind == "backward") >= at - 1
 
 
@@ -295,10 +295,10 @@ def hooks_of(session):
     return modules, parameters
 
 
-@pytest.mark.parametrize("birth", ["forward", "backward"])
+@pytest.mark.parametrize("origin", ["forward", "backward"])
 @pytest.mark.parametrize("kind", ["tower", "swallowing"])
-def test_the_run_is_bit_by_bit_as_it_was(kind, birth):
-    with harmed_step(request_of(kind=kind, birth=birth)) as harmed:
+def test_the_run_is_bit_by_bit_as_it_was(kind, origin):
+    with harmed_step(request_of(kind=kind, origin=origin)) as harmed:
         session, _, _, _ = harmed
         before, replays, engine = state_of(session), session.replays, torch.autograd.Variable._execution_engine
         trace = LayerSearch(*harmed).trace()

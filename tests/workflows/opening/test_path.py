@@ -1,4 +1,4 @@
-"""The path of a report: from what fed a birth over the modules that carry it to the sinks, with the ranges on it."""
+"""The path of a report: from what fed an origin over the modules that carry it to what is affected, with ranges."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def nodes_of(path, role):
 
 
 @pytest.mark.parametrize(
-    ("case", "sink"),
+    ("case", "target"),
     [
         of_case("groupnorm_manual_square", "loss"),  # born in a forward
         of_case("softmax_then_log", "grad:"),  # born in the loss code, where the loss hides it
@@ -39,23 +39,23 @@ def nodes_of(path, role):
         of_case("static_loss_scale_overflow", "grad:"),
     ],
 )
-def test_the_birth_is_that_of_the_finding_and_the_last_node_is_a_sink(case, sink, check_report):
+def test_the_birth_is_that_of_the_finding_and_the_last_node_is_a_sink(case, target, check_report):
     report = diagnosed(case)
     text = render_json(report)
     path = check_report(text)["path"]
     finding = report.findings[0]
     assert path["fingerprint"] == finding.fingerprint
-    (birth,) = nodes_of(path, "birth")
+    (origin,) = nodes_of(path, "origin")
     where = finding.where
-    assert (birth["phase"], birth["module"], birth["op"]) == (where.phase, where.module, where.op)
+    assert (origin["phase"], origin["module"], origin["op"]) == (where.phase, where.module, where.op)
     assert path["step"] == where.step
-    assert birth["nan" if where.nonfinite == "nan" else "inf"] > 0
+    assert origin["nan" if where.nonfinite == "nan" else "inf"] > 0
     harms = nodes_of(path, "harm")
     assert path["nodes"][-1] is harms[-1]
-    assert {node["op"] for node in harms} <= set(path["sinks"])
-    assert harms[0]["op"].startswith(sink)
+    assert {node["op"] for node in harms} <= set(path["affected"])
+    assert harms[0]["op"].startswith(target)
     assert [node["role"] for node in path["nodes"]] == sorted(
-        (node["role"] for node in path["nodes"]), key=["before", "birth", "carrier", "harm"].index
+        (node["role"] for node in path["nodes"]), key=["before", "origin", "carrier", "affected"].index
     )
     assert all(node["nan"] == node["inf"] == 0 for node in nodes_of(path, "before"))
     assert all(node["nan"] + node["inf"] > 0 for node in path["nodes"] if node["role"] != "before")
@@ -66,19 +66,19 @@ def test_the_birth_is_that_of_the_finding_and_the_last_node_is_a_sink(case, sink
 @pytest.mark.xdist_group("groupnorm_manual_square")
 def test_the_ranges_on_the_way_are_those_that_the_finding_tells_of():
     path = to_plain(diagnosed("groupnorm_manual_square").path)
-    (birth,) = nodes_of(path, "birth")
-    assert (birth["type"], birth["dtype"], birth["limit"]) == ("ChannelGroupNorm", "float16", 65504.0)
-    assert birth["input_amax"] ** 2 > birth["limit"], "the square of its input is what does not fit"
-    assert nodes_of(path, "before")[-1]["output_amax"] == birth["input_amax"]
-    assert birth["source"]["file"].endswith("groupnorm_manual_square.py")
+    (origin,) = nodes_of(path, "origin")
+    assert (origin["type"], origin["dtype"], origin["limit"]) == ("ChannelGroupNorm", "float16", 65504.0)
+    assert origin["input_amax"] ** 2 > origin["limit"], "the square of its input is what does not fit"
+    assert nodes_of(path, "before")[-1]["output_amax"] == origin["input_amax"]
+    assert origin["source"]["file"].endswith("groupnorm_manual_square.py")
 
 
 @pytest.mark.xdist_group("groupnorm_manual_square")
 def test_a_search_by_halving_has_the_same_birth_on_its_path():
     request = ReplayRequest(factory=FACTORY, arguments={"case": "groupnorm_manual_square"}, strategy="bisect")
     traced, halved = (to_plain(r.path) for r in (diagnosed("groupnorm_manual_square"), bisect_nan(request)))
-    assert nodes_of(halved, "birth") == [
-        {**node, "order": nodes_of(halved, "birth")[0]["order"]} for node in nodes_of(traced, "birth")
+    assert nodes_of(halved, "origin") == [
+        {**node, "order": nodes_of(halved, "origin")[0]["order"]} for node in nodes_of(traced, "origin")
     ]
     assert nodes_of(halved, "harm")[0]["op"] == "loss"
     modules = [node["module"] for node in nodes_of(traced, "carrier")]
@@ -90,10 +90,10 @@ def test_an_overflow_that_leaves_only_finite_values_behind_has_a_way_but_no_sink
     report = diagnosed("rmsnorm_silent_zero")
     path = check_report(render_json(report))["path"]
     assert path["fingerprint"] == report.findings[0].fingerprint
-    (birth,) = nodes_of(path, "birth")
+    (origin,) = nodes_of(path, "origin")
     where = report.findings[0].where
-    assert (birth["module"], birth["op"], birth["inf"] > 0) == (where.module, where.op, True)
-    assert path["sinks"] == nodes_of(path, "harm") == []
+    assert (origin["module"], origin["op"], origin["inf"] > 0) == (where.module, where.op, True)
+    assert path["affected"] == nodes_of(path, "harm") == []
     assert nodes_of(path, "carrier")[0]["module"] == where.module
 
 
@@ -112,7 +112,7 @@ def passage(order, op="aten.add", **known):
 def born(**known):
     where = Where(step=3, phase="backward", module="fc", op="aten.sqrt", forward_source=Source("net.py", 7))
     return NonFiniteOrigin(
-        order=10, where=where, origin="op", kernel="aten.sqrt", harms=("loss", "grad:fc.weight"), **known
+        order=10, where=where, came_from="op", kernel="aten.sqrt", affected=("loss", "grad:fc.weight"), **known
     )
 
 
@@ -136,7 +136,7 @@ def test_a_birth_shows_its_first_non_finite_result_and_its_largest_input():
     (node,) = path["nodes"]
     assert (node["type"], node["input_amax"], node["output_amax"], node["nan"]) == ("Linear", 5.0, 3.0, 1)
     assert node["source"] == {"file": "net.py", "line": 7}
-    assert path["sinks"] == ["loss", "grad:fc.weight"]
+    assert path["affected"] == ["loss", "grad:fc.weight"]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_birth_shows_its_first_non_finite_result_and_its_largest_input():
     [("float16", 65504.0), ("bfloat16", torch.finfo(torch.bfloat16).max), ("float8_e5m2", 57344.0), ("", None)],
 )
 def test_the_limit_is_the_formats_largest_number(dtype, limit):
-    way = PropagationPath(harms=(passage(12, dtype=dtype, amax=math.pi),))
+    way = PropagationPath(affected=(passage(12, dtype=dtype, amax=math.pi),))
     assert path_section(born(way=way), "f" * 16, {}).nodes[-1].limit == limit
 
 

@@ -180,12 +180,12 @@ def test_a_change_that_stands_in_is_made_in_the_reference_too_where_fp32_alone_f
     session = session_of(loss=lambda m, x: (m(x).float() * 0).log().mean())
 
     @contextmanager
-    def put_right(session):
+    def fix_scaler_misuse(session):
         original, session.run.loss = session.run.loss, lambda m, x: m(x).float().mean()
         yield
         session.run.loss = original
 
-    result = attempt(trials_of(session), put_right, stands_in=True)
+    result = attempt(trials_of(session), fix_scaler_misuse, stands_in=True)
     assert (result.status, result.reason) == ("intervention", None)
 
 

@@ -69,7 +69,7 @@ def test_of_several_scalers_the_one_that_is_spoken_of_is_shown_else_the_lowest(t
     assert report.scaler is not None
     assert report.scaler.current["scale"] == shown
     (check,) = [check for check in report.checks if check.name == "loss scaler"]
-    assert check.headroom == ({"binades_above_dead": math.log2(shown) + 128} if shown else {})
+    assert check.headroom == ({"log2_above_dead": math.log2(shown) + 128} if shown else {})
 
 
 def test_the_file_of_a_run_that_lost_its_scaler_is_healthy(tmp_path):
@@ -124,7 +124,7 @@ def test_a_healthy_training_state_is_healthy_and_shows_its_headroom(tmp_path):
     checks = {check.name: check for check in report.checks}
     assert checks["finite weights"].result == checks["finite optimizer state"].result == "ok"
     assert checks["loss scaler"].result == "not in the file"
-    assert 14 < checks["fp16 range"].headroom["binades"] < 17
+    assert 14 < checks["fp16 range"].headroom["log2"] < 17
     assert 1e-4 < checks["fp16 cast of the weights"].headroom["relative_error"] < 4e-4
     assert 1e-3 < checks["bf16 cast of the weights"].headroom["relative_error"] < 2.5e-3
     assert report.target["global_step"] == 3

@@ -80,7 +80,7 @@ def test_foreign_names_and_what_is_skipped_are_shown(tmp_path, run_here):
         del globals()["Config"]
     report = list_structure(tmp_path / "c.pt")
     assert report.structure is not None
-    assert report.structure.foreign == ("tests.workflows.scanning.test_scan_list.Config",)
+    assert report.structure.unsafe_globals == ("tests.workflows.scanning.test_scan_list.Config",)
     assert "tests.workflows.scanning.test_scan_list.Config" in run_here("scan", str(tmp_path / "c.pt"), "--list").stdout
 
 

@@ -381,7 +381,7 @@ def test_no_canary_fires(tmp_path):
     for target in (rewrite(folder, change), extra):
         with open_checkpoint(target) as checkpoint:
             list(checkpoint)
-            assert EXEC & set(checkpoint.foreign)
+            assert EXEC & set(checkpoint.unsafe_globals)
     assert not (tmp_path / "fired").exists()
 
 
@@ -407,7 +407,7 @@ def test_a_canary_in_the_place_of_a_tensor_is_skipped(tmp_path):
     with open_checkpoint(folder) as checkpoint:
         assert [ref.name for ref in checkpoint] == ["b"]
         assert checkpoint.skipped[0].reason == "a tensor that was saved as __builtin__.exec is not read"
-        assert EXEC >= set(checkpoint.foreign) != set()
+        assert EXEC >= set(checkpoint.unsafe_globals) != set()
     assert not (tmp_path / "fired").exists()
 
 
