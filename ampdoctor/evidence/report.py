@@ -313,8 +313,8 @@ class Report:
         structure: What lies in a checkpoint, where a scan was asked to list it.
         tensors: Each tensor that a scan has examined of the checkpoint that the report is about, in its order; None
             for a listing and for other commands.
-        path: Of the first error of bisect-nan whose origin was traced: the way from the origin to the harm, or, of values
-            that stay finite behind it, to where it ends; None where there is none.
+        path: Of the first error of bisect-nan whose origin was traced: the way from the origin to the harm, or, of
+            values that stay finite behind it, to where it ends; None where there is none.
         proof: The replayed steps without and with the change of the first finding that has such a replay, and in fp32;
             of recommend also where it proposes a scaler without a finding.
         suppressed: Findings that an ignore or the baseline has taken out of `findings`, in the same order.
