@@ -183,7 +183,9 @@ CASES = {
     "AMP112.elements": (4096, scanned(tensor(**BLANK), tensor("out.weight", **BLANK))),
     "AMP201.departure": (
         0.5,
-        lambda thresholds: len(departing(Trace(step=3, ops=1, origins=(origin(harms=(), departs=0.3),)), thresholds)),
+        lambda thresholds: len(
+            departing(Trace(step=3, ops=1, origins=(origin(affected=(), departs=0.3),)), thresholds)
+        ),
     ),
     "AMP207.relative_error": (0.3, of_step(lambda c, t: severity(unexplained(c, t)), gradient_error=0.2)),
     "AMP207.wrong": (0.7, of_step(lambda c, t: severity(unexplained(c, t)), gradient_error=0.6)),

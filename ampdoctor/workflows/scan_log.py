@@ -17,6 +17,8 @@ from ampdoctor.evidence.paths import will_be_written
 from ampdoctor.evidence.report import Check, Finding, Skipped
 from ampdoctor.evidence.report_health import HealthRun
 from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.health.reading.event_files import is_event_file
+from ampdoctor.health.reading.log_files import is_log
 from ampdoctor.health.reading.opening import FoundLog, logs_in_folder
 from ampdoctor.health.reading.other_logs import TRANSFORMERS
 from ampdoctor.health.summary import LogSummary, look_again
@@ -103,7 +105,8 @@ def log_beside(
 def _logs_in(listing: Listing, prefix: str, skipped: list[Skipped]) -> list[FoundLog]:
     # a configuration (config.json) is never opened; of other formats a log is told by its name or its beginning
     names = [name for name in listing.names if name == TRAINER_STATE or not name.endswith(".json")]
-    names = [name for name in names if not will_be_written(listing.path / name)]  # this command's own reports
+    # what this command writes is no log of the training, but what is named like one is not written over
+    names = [n for n in names if is_log(n) or is_event_file(n) or not will_be_written(listing.path / n)]
     found, refused = logs_in_folder(listing.only(names))
     skipped += [_unread(prefix + name, why) for name, why in refused.items() if name != TRAINER_STATE]
     return found

@@ -145,13 +145,13 @@ def test_overflows_that_no_number_of_float64_shows(finite, words):
     assert words in finding.message
 
 
-@pytest.mark.parametrize("origin", ["param", "buffer", "optimizer_state"])
-def test_state_has_a_code_for_each_kind(origin):
-    finding = origin_finding(origin("checkpoint", came_from=origin, where={"tensor": "net.fc.weight"}))
-    assert finding.code == STATE_CODES[origin]
+@pytest.mark.parametrize("kind", ["param", "buffer", "optimizer_state"])
+def test_state_has_a_code_for_each_kind(kind):
+    finding = origin_finding(origin("checkpoint", came_from=kind, where={"tensor": "net.fc.weight"}))
+    assert finding.code == STATE_CODES[kind]
     where = Where(step=0, phase="checkpoint", module="net", op="state:weight", tensor="net.weight", nonfinite="nan")
-    before = state_finding(origin, where, stats(nans=2, infs=1))
-    assert before.code == STATE_CODES[origin]
+    before = state_finding(kind, where, stats(nans=2, infs=1))
+    assert before.code == STATE_CODES[kind]
     assert "net.weight (state:weight) holds 3 non-finite values before the first step" in before.message
     assert before.prescription.status == "not_run"
 

@@ -17,7 +17,7 @@ from ampdoctor.health.sinks.metrics import METRICS, PREFIX
 from ampdoctor.health.sinks.to_openmetrics import FAMILIES
 
 FOLDER = Path(__file__).parents[2] / "docs" / "prometheus"
-NAME = re.compile(rf"\b{PREFIX}_[a-z_]+")
+NAME = re.compile(rf"\b{PREFIX}_[a-z0-9_]+")
 SAMPLES = {
     f"{PREFIX}_{metric.name}{suffix}"
     for metric in FAMILIES

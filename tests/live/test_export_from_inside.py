@@ -65,7 +65,7 @@ def test_numbers_and_the_diagnosis_arrive_and_no_bit_of_the_training_changes(tmp
 @pytest.mark.parametrize(
     ("export", "sentence"),
     [
-        (["grafana=x"], "no such target"),
+        (["grafana=x"], "no such sink"),
         ("csv", "say where to"),
         ([3], "a int is neither text like tensorboard=DIR"),
         ([object()], "nor has it log, alert, flush and close"),

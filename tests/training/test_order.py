@@ -77,7 +77,7 @@ def test_a_half_model_trains_at_every_moment_and_ends_as_it_was(nested, changes)
 
 
 @pytest.mark.parametrize(
-    ("island", "copied", "dtype"),
+    ("fp32_module", "copied", "dtype"),
     [(ISLAND, True, WIDE), (ISLAND, False, BRAIN), (EMBEDDED, True, BRAIN), (EMBEDDED, False, WIDE)],
     ids=["linear-copied-float32", "linear-bfloat16", "embedding-copied-bfloat16", "embedding-float32"],
 )

@@ -332,7 +332,7 @@ def test_a_picture_is_as_large_as_its_window_and_no_larger(width):
             facts = "step 299  10 steps/s  10k tokens/s  30% of it waiting for data  3GB of memory at most"
             assert facts in lines[1]
             assert re.search(r"47.50% \S*19\.attention\.weight grad ", text)
-            assert "1.0 bits" in text
+            assert "2^1.0" in text
             assert "/some/where/200.pt is good" in text
         assert all(line.isprintable() for line in lines)
 

@@ -1,4 +1,4 @@
-"""A target that fails: one sentence, and the training goes on."""
+"""A sink that fails: one sentence, and the training goes on."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_one_that_raises_is_dropped_with_one_sentence_and_the_others_hear_on(beg
 def test_one_that_never_returns_costs_nothing(begin, said, tmp_path):
     go, heard = threading.Event(), []
     log = begin(hung_seconds=1.0, lines=150, heard_details=2, close_timeout=0.5)
-    hung = log.listen(lambda _: go.wait(60), name="a target")
+    hung = log.listen(lambda _: go.wait(60), name="a sink")
     log.listen(heard.append)
     longest = 0.0
     for step in range(400):
@@ -147,7 +147,7 @@ def test_one_that_never_returns_costs_nothing(begin, said, tmp_path):
     began = time.monotonic()
     assert log.close()
     assert time.monotonic() - began < 10
-    assert said == ["a target ends here: it has not come back for 1 s; the training goes on without it"]
+    assert said == ["a sink ends here: it has not come back for 1 s; the training goes on without it"]
     assert hung.dropped > 10
     assert steps_of(heard) == steps_of(read(tmp_path)) == list(range(400))
     go.set()
@@ -156,12 +156,12 @@ def test_one_that_never_returns_costs_nothing(begin, said, tmp_path):
 def test_one_that_does_not_finish_is_waited_for_as_long_as_was_said(begin, said):
     go = threading.Event()
     log = begin(close_timeout=0.4)
-    log.listen(lambda _: None, name="a target", end=lambda: go.wait(60))
+    log.listen(lambda _: None, name="a sink", end=lambda: go.wait(60))
     log.write(StepLine(step=0))
     began = time.monotonic()
     assert log.close()
     assert 0.3 < time.monotonic() - began < 10
-    assert said == ["a target ends here: it has not finished within 0.4 s; the training goes on without it"]
+    assert said == ["a sink ends here: it has not finished within 0.4 s; the training goes on without it"]
     go.set()
 
 
@@ -193,8 +193,8 @@ def test_of_lines_that_come_too_fast_the_oldest_go_and_the_names_stay(begin):
 def test_nobody_listens_to_a_log_that_is_closed(begin, said):
     log = begin()
     log.close()
-    assert log.listen(said.append, name="a target").failed
-    assert said == ["a target ends here: there is no log to listen to; the training goes on without it"]
+    assert log.listen(said.append, name="a sink").failed
+    assert said == ["a sink ends here: there is no log to listen to; the training goes on without it"]
 
 
 def test_a_thread_that_cannot_be_started(begin, said, monkeypatch):
@@ -204,8 +204,8 @@ def test_a_thread_that_cannot_be_started(begin, said, monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert log.listen(lambda _: None, name="a target").failed
-    assert said == ["a target ends here: can't start new thread; the training goes on without it"]
+    assert log.listen(lambda _: None, name="a sink").failed
+    assert said == ["a sink ends here: can't start new thread; the training goes on without it"]
     monkeypatch.undo()
     assert log.close()
 

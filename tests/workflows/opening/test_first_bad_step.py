@@ -167,7 +167,7 @@ def test_a_healthy_run_names_its_tightest_layer():
     assert check.headroom["log2"] == pytest.approx(math.log2(65504 / check.headroom["amax"]))
     assert check.headroom["module"] in ("first", "last", "drop", "")
     assert 5 < check.headroom["log2"] < 15
-    assert f"a factor of {2 ** check.headroom['binades']:.3g}" in check.result
+    assert f"a factor of {2 ** check.headroom['log2']:.3g}" in check.result
 
 
 @pytest.mark.parametrize("mask", [None, -math.inf])

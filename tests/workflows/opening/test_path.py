@@ -39,7 +39,7 @@ def nodes_of(path, role):
         of_case("static_loss_scale_overflow", "grad:"),
     ],
 )
-def test_the_birth_is_that_of_the_finding_and_the_last_node_is_a_sink(case, target, check_report):
+def test_the_birth_is_that_of_the_finding_and_the_last_node_is_affected(case, target, check_report):
     report = diagnosed(case)
     text = render_json(report)
     path = check_report(text)["path"]
@@ -50,7 +50,7 @@ def test_the_birth_is_that_of_the_finding_and_the_last_node_is_a_sink(case, targ
     assert (origin["phase"], origin["module"], origin["op"]) == (where.phase, where.module, where.op)
     assert path["step"] == where.step
     assert origin["nan" if where.nonfinite == "nan" else "inf"] > 0
-    harms = nodes_of(path, "harm")
+    harms = nodes_of(path, "affected")
     assert path["nodes"][-1] is harms[-1]
     assert {node["op"] for node in harms} <= set(path["affected"])
     assert harms[0]["op"].startswith(target)
@@ -80,7 +80,7 @@ def test_a_search_by_halving_has_the_same_birth_on_its_path():
     assert nodes_of(halved, "origin") == [
         {**node, "order": nodes_of(halved, "origin")[0]["order"]} for node in nodes_of(traced, "origin")
     ]
-    assert nodes_of(halved, "harm")[0]["op"] == "loss"
+    assert nodes_of(halved, "affected")[0]["op"] == "loss"
     modules = [node["module"] for node in nodes_of(traced, "carrier")]
     assert [node["module"] for node in nodes_of(halved, "carrier")] == modules
 
@@ -93,7 +93,7 @@ def test_an_overflow_that_leaves_only_finite_values_behind_has_a_way_but_no_sink
     (origin,) = nodes_of(path, "origin")
     where = report.findings[0].where
     assert (origin["module"], origin["op"], origin["inf"] > 0) == (where.module, where.op, True)
-    assert path["affected"] == nodes_of(path, "harm") == []
+    assert path["affected"] == nodes_of(path, "affected") == []
     assert nodes_of(path, "carrier")[0]["module"] == where.module
 
 
