@@ -131,6 +131,8 @@ class ProofSection:
 
 # -- a GradScaler refuses a call although the order of calls is right --
 
+FP32_CHECK = "gradients and updates agree with fp32"
+"""The check of a replay's steps beside the same steps in fp32."""
 HALF_WEIGHTS = (
     "make the trained weights in fp32 (no model.half(); from_pretrained(..., dtype=torch.float32)) and leave half to "
     "autocast; pure half needs no GradScaler"

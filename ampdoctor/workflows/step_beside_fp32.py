@@ -14,7 +14,7 @@ import torch
 from ampdoctor.diagnosis.replay.forward import error_of, unexplained
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Check, Finding, Skipped
-from ampdoctor.evidence.report_replay import ReplayedStep
+from ampdoctor.evidence.report_replay import FP32_CHECK, ReplayedStep
 from ampdoctor.evidence.trace import (
     Comparison,
     ModuleUpdate,
@@ -296,7 +296,7 @@ class ComparisonSummary:
         at_rest = {"steps_at_rest_in_fp32": rests} if rests else {}  # these show nothing about updates
         rising = {"moves_at_the_full_learning_rate": True} if self.known.warm_up else {}
         check = Check(
-            name="gradients and updates agree with fp32",
+            name=FP32_CHECK,
             result=self._result(sick=bool(findings or doubt)),
             headroom={"steps": steps, **worst, **chaotic, **at_rest, **rising},
         )
