@@ -140,15 +140,11 @@ def _add_file(into: CheckpointBuilder, level: FolderState, name: str) -> bool:
         if fnmatch.fnmatchcase(name, RANDOM_STATES):
             _take_step(into, path, shown)
         return False
-    try:
-        file = RegularFile(path, shown)
-    except CheckpointError as error:
-        into.refuse(shown, error)
-        return False
     if name != TRAINER_STATE:
-        return into.add(file, index=level.prefix + numbered_family(name) if is_numbered(name) else "") is not None
+        family = level.prefix + numbered_family(name) if is_numbered(name) else ""
+        return into.add_file(path, shown, family) is not None
     try:
-        with file:
+        with RegularFile(path, shown) as file:
             into.global_step = read_global_step(file)
     except CheckpointError as error:
         into.refuse(shown, error)
