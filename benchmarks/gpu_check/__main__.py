@@ -4,7 +4,7 @@ Run: python benchmarks/gpu_check [--part PART ...] [--device cuda:0] [--out FOLD
 
 ops         the output dtype of each op under CUDA's autocast
 cases       origin and cause of the corpus's runs
-products    what half products and attention give origin to
+products    what half products and attention give
 histograms  histograms and the non-finite check, bit for bit
 syncs       watching a step does not wait for the device
 overhead    what watching costs, as ratios

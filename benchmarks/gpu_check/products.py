@@ -1,4 +1,4 @@
-"""What half products, convolutions and attention give origin to on the device, beside the detour on the CPU.
+"""What half products, convolutions and attention give on the device, beside the detour on the CPU.
 
 The CPU multiplies through fp32 kernels and rounds once; attention rounds what flash attention rounds inside. Whether a
 value is born non-finite has to be the same; a value on the edge of fp16's range may fall to either side. Without a GPU
