@@ -51,7 +51,9 @@ def state_findings(replay: OpenReplay, session: Session, thresholds: Thresholds)
         summary = summarize(_as_saved(replay, session))
         replay.scanned = judge(replace(summary, log=None if replay.log is None else replay.log.looked.tail), thresholds)
     at_start = (replace(f, where=replace(f.where, step=0, phase="checkpoint", file=None)) for f in replay.scanned)
-    return [finding for finding in at_start if finding.code in _LOADED]
+    loaded = [finding for finding in at_start if finding.code in _LOADED]
+    # of state that the run has made itself, a note (parameters that joined late) says nothing about the step
+    return loaded if replay.resumed is not None else [finding for finding in loaded if finding.severity != "note"]
 
 
 def _as_saved(replay: OpenReplay, session: Session) -> LiveState:

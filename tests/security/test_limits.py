@@ -219,7 +219,7 @@ def logs():
         "commas": ("metrics.csv", b"step,loss\n" + b",\n" * 30_000_000),
         "one line": ("log.txt", "\U0001f600".encode() + b"a" * 60_000_000),
         "wide lines": ("metrics.csv", b"step,loss\n" + (b"," * 500_000 + b"\n") * 120),
-        "an honest log": ("x.jsonl", b"".join(b'{"step":%d,"loss":1}\n' % i for i in range(900_000))),
+        "an honest log": ("x.jsonl", b"".join(b'{"step":%d,"loss":1}\n' % i for i in range(300_000))),
         "the trainer's": ("trainer_state.json", b'{"log_history":[' + b'{"step":1,"loss":1},' * 200_000 + b"5]}"),
     }
 
