@@ -76,8 +76,8 @@ layouts: $(LAYOUTS)/.installed  ## Make the checkpoints of fixtures/checkpoints 
 scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: scalers, loops, and the pages about them
 	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal -m "not thorough" \
 		$(addprefix tests/scaling/,test_real_scalers.py test_emit_frameworks.py test_rules.py) \
-		tests/batching/test_emitting.py tests/batching/test_last_window.py tests/loops/frameworks tests/replay/frameworks \
-		$(addprefix tests/replay/bundles/,test_libraries.py test_nothing_is_fetched.py test_code_of.py) \
+		tests/batching/test_emitting.py tests/loops/frameworks tests/replay/frameworks \
+		$(addprefix tests/replay/bundles/,test_libraries.py test_nothing_is_fetched.py) \
 		tests/replay/positioning tests/precision/fake_gpu/test_heard_by_libraries.py tests/docs/test_pages.py \
 		-k "not test_pages or hf-trainer or lightning or accelerate or peft or trl"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -95,3 +96,10 @@ def test_help_lists_every_target(run_cli, checkout):
     ]
     for target in (*targets, "lint", "format", "types", "clean"):
         assert f"make {target} " in text
+
+
+def test_the_tests_that_a_target_names_exist(run_cli, checkout):
+    text = make(run_cli, checkout, "-n", "scalers", "sinks", "browser").stdout
+    named = set(re.findall(r"\btests/[\w/]+(?:\.py)?", text))
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).exists()] == []

@@ -3,8 +3,8 @@
 
 ampdoctor.path = (() => {
   const { data, real, number } = ampdoctor;
-  const SYMBOL = { before: "circle", origin: "diamond", carrier: "circle", harm: "triangle" };
-  const COLOR = { before: "series-1", origin: "overflow", carrier: "series-3", harm: "series-4" };
+  const SYMBOL = { before: "circle", origin: "diamond", carrier: "circle", affected: "triangle" };
+  const COLOR = { before: "series-1", origin: "overflow", carrier: "series-3", affected: "series-4" };
 
   const ORDER = { name: "order of execution", nameLocation: "middle", nameGap: 12,
     axisLabel: { show: false }, axisTick: { show: false }, axisLine: { onZero: false } };
