@@ -100,6 +100,6 @@ def test_help_lists_every_target(run_cli, checkout):
 
 def test_the_tests_that_a_target_names_exist(run_cli):
     text = make(run_cli, ROOT, "-n", "scalers", "sinks", "browser").stdout
-    named = set(re.findall(r"\btests/[\w/]+(?:\.py)?", text))
+    named = set(re.findall(r"\btests/[\w/]+(?:\.\w+)?", text))
     assert len(named) > 10
     assert [path for path in named if not (ROOT / path).exists()] == []
