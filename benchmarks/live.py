@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ampdoctor.hooks.callbacks import hearing  # the repository is on the path only now
+from ampdoctor.hooks.callbacks import on_clip  # the repository is on the path only now
 from ampdoctor.live.numbers.async_reader import AsyncReader
 from ampdoctor.live.numbers.step_numbers import EVERY, StepNumbers
 from benchmarks.overhead import Transformer, language_model_loss
@@ -96,7 +96,7 @@ class Ring(Monitor):
 
 @contextmanager
 def _clip_heard(_: Loop) -> Iterator[None]:
-    with hearing(lambda _: None):
+    with on_clip(lambda _: None):
         yield
 
 

@@ -149,7 +149,7 @@ class NonFiniteOrigin:
     outputs: tuple[TensorStats, ...] = ()
     recomputed: Recomputation | None = None  # None if it cannot run in float64
     operand: Operand | None = None  # that took the op out of its domain
-    affected: tuple[str, ...] = ()  # names of the affected that its values reached
+    affected: tuple[str, ...] = ()  # names of the values that it has made non-finite
     departs: float = 0.0
     way: PropagationPath = field(default_factory=PropagationPath)
     after_backward: bool = False
@@ -209,7 +209,7 @@ class Trace:
     origins: tuple[NonFiniteOrigin, ...]
     flushes: tuple[Flush, ...] = ()
     died: tuple[Died, ...] = ()  # where all-zero gradients arose
-    unattributed: tuple[str, ...] = ()  # affected whose non-finite values no recorded op made
+    unattributed: tuple[str, ...] = ()  # non-finite values that no recorded op made
     left_out: tuple[LeftOut, ...] = ()
 
 

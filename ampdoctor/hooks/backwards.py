@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ampdoctor.hooks.callbacks import Clip, hearing, on_gradient
+from ampdoctor.hooks.callbacks import Clip, on_clip, on_gradient
 from ampdoctor.hooks.torch_internals import Backward, replaced, seen_backwards, unseen, version_of
 
 # -- gradients that an optimizer has already used: no value is read, and no device is waited for --
@@ -212,7 +212,7 @@ class Backwards:
             hook()
             hooks.enter_context(self.used.watching())
             hooks.enter_context(seen_backwards(seen))
-            hooks.enter_context(hearing(self._clipping))
+            hooks.enter_context(on_clip(self._clipping))
             yield
 
     def watch_scaled(self, outputs: Any, scale: float) -> None:

@@ -350,42 +350,42 @@ class Clip:
     norm_type: float | None  # 2.0 for L2; None where the program computed the norm itself
 
 
-Hears = Callable[[Clip], None]
+OnClip = Callable[[Clip], None]
 """Called before each clipping; must not raise."""
 
 
 @contextmanager
-def hearing(*hears: Hears) -> Iterator[bool]:
-    """Calls each of `hears` before each clipping, and restores torch's functions afterwards.
+def on_clip(*listeners: OnClip) -> Iterator[bool]:
+    """Calls each of `listeners` before each clipping, and restores torch's functions afterwards.
 
     Yields whether this torch makes clippings visible. Computes nothing, and does not wait for a device.
     """
     if not all(hasattr(clip_grad, name) for name in (_NORM, _CLIP)):
         yield False
         return
-    ear = _Ear(hears)
+    hook = _ClipHook(listeners)
     with ExitStack() as stack:
-        stack.callback(ear.close)  # a program that has wrapped our wrapper still calls it
+        stack.callback(hook.close)  # a program that has wrapped our wrapper still calls it
         for module, norm, clip in _DOORS:
-            for name, wrap in ((norm, ear.norm), (clip, ear.clip)):
+            for name, wrap in ((norm, hook.norm), (clip, hook.clip)):
                 original = getattr(module, name, None)
                 if original is not None:
                     stack.enter_context(replaced(module, name, wrap(original)))
         yield True
 
 
-class _Ear:
-    def __init__(self, hears: tuple[Hears, ...]) -> None:
-        self.hears = hears
+class _ClipHook:
+    def __init__(self, listeners: tuple[OnClip, ...]) -> None:
+        self.listeners = listeners
         self._last: tuple[Any, float] | None = None  # the last computed norm, and its type
 
     def close(self) -> None:
-        self.hears, self._last = (), None
+        self.listeners, self._last = (), None
 
     def norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
             found = original(tensors, norm_type, *args, **kwargs)
-            if self.hears and not torch.compiler.is_compiling():
+            if self.listeners and not torch.compiler.is_compiling():
                 self._last = found, float(norm_type)
             return found
 
@@ -393,7 +393,7 @@ class _Ear:
 
     def clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def clip_grads_with_norm(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.hears or torch.compiler.is_compiling():
+            if not self.listeners or torch.compiler.is_compiling():
                 return original(parameters, max_norm, total_norm, *args, **kwargs)
             if not isinstance(parameters, torch.Tensor):
                 parameters = list(parameters)  # a generator runs only once
@@ -409,5 +409,5 @@ class _Ear:
         on_device = isinstance(max_norm, torch.Tensor) and max_norm.device.type != "cpu"
         if gradients and isinstance(total, torch.Tensor) and not on_device:
             clip = Clip(total=total, gradients=gradients, max_norm=float(max_norm), norm_type=norm_type)
-            for hear in self.hears:
-                hear(clip)
+            for listener in self.listeners:
+                listener(clip)

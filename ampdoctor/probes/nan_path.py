@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ampdoctor.probes.ops import Ran, Site
 
 
-# -- finite ops before an origin, modules that carry its values on, affected that they reach --
+# -- finite ops before an origin, modules that carry its values on, and what it affects --
 
 FEEDERS = 5  # finite ops before an origin that are kept, nearest last: a few show how an overflow grew
 MOST_CARRIERS = 1000  # places of a step that are measured as carriers; each costs some reductions
@@ -99,7 +99,7 @@ class Ways:
             self._fed.pop(key, None)
             self._written[key] = order
         if born or origins <= self._arrived:
-            return  # everything after the first affected target is a consequence of it
+            return  # everything after the first affected value is a consequence of it
         place = (origins, site.phase, site.module, site.call, site.micro_batch)
         views = next(_own_memory(ran), None) is None
         moves = views or ran.kernel in MOVES

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.hooks.callbacks import hearing
+from ampdoctor.hooks.callbacks import on_clip
 from ampdoctor.live.loop_watch import LoopWatch
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.reports.text import place
@@ -310,7 +310,7 @@ def test_what_only_clipping_has_changed_is_not_taken_for_the_loop_s_own_change()
             pass
 
     watch = LoopWatch(Listens())
-    with watch.watching(), hearing(lambda clip: watch.recorder.clipped(clip.gradients, clip.max_norm, 2.0)):
+    with watch.watching(), on_clip(lambda clip: watch.recorder.clipped(clip.gradients, clip.max_norm, 2.0)):
         for _ in range(3):
             optimizer.zero_grad(set_to_none=False)
             for _ in range(2):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampdoctor.evidence.log_records import DetailLine
-from ampdoctor.hooks.callbacks import Clip, Hears, hearing
+from ampdoctor.hooks.callbacks import Clip, OnClip, on_clip
 from ampdoctor.hooks.interfaces import harmless_while
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.numbers.activations import ActivationGrad, Activations, arrived, drawn_from, is_numbers
@@ -147,9 +147,9 @@ class StepNumbers:
         self.failed: str | None = None  # the error that ended the numbers
 
     @contextmanager
-    def watching(self, *others: Hears) -> Iterator[None]:
+    def watching(self, *others: OnClip) -> Iterator[None]:
         """Observes clippings inside, `others` too, and waits at the end for the numbers that have not arrived."""
-        with hearing(self._clip, *others):
+        with on_clip(self._clip, *others):
             try:
                 yield
             finally:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import ampdoctor
-from ampdoctor.hooks.callbacks import hearing
+from ampdoctor.hooks.callbacks import on_clip
 from ampdoctor.live.loop_watch import LoopWatch
 
 
@@ -60,7 +60,7 @@ class Loop:
 
 def watched(iteration, steps=3, **settings):
     told = Told()
-    with told.watch.watching(), hearing(told.clipped):
+    with told.watch.watching(), on_clip(told.clipped):
         loop = Loop(**settings)
         for _ in range(steps):
             iteration(loop)

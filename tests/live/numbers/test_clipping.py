@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import utils
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
-from ampdoctor.hooks.callbacks import hearing
+from ampdoctor.hooks.callbacks import on_clip
 
 NAMES = ((clip_grad, "_get_total_norm"), (clip_grad, "_clip_grads_with_norm_"))
 PUBLIC = ((utils, "get_total_norm"), (utils, "clip_grads_with_norm_"))
@@ -21,7 +21,7 @@ def parameters():
 def test_the_norm_is_heard_however_it_was_imported_and_the_clipping_is_the_same():
     watched, bare = parameters(), parameters()
     heard = []
-    with hearing(heard.append) as hears:
+    with on_clip(heard.append) as hears:
         before = clip_grad_norm_((p for p in watched), 1.0)
     assert hears
     expected = clip_grad_norm_(bare, 1.0)
@@ -35,7 +35,7 @@ def test_the_norm_is_heard_however_it_was_imported_and_the_clipping_is_the_same(
 
 def test_another_norm_says_so_and_a_norm_of_ones_own_is_of_an_unknown_type():
     made, heard = parameters(), []
-    with hearing(heard.append):
+    with on_clip(heard.append):
         clip_grad_norm_(made, 1.0, norm_type=float("inf"))
         utils.clip_grads_with_norm_(iter(made), 2.0, torch.tensor(5.0))
         utils.clip_grads_with_norm_(made[0], torch.tensor(2.0), utils.get_total_norm([made[0].grad]))
@@ -49,7 +49,7 @@ def test_nothing_is_left_behind_even_after_an_error():
     inside = []
 
     def interrupted():
-        with hearing(lambda _: None):
+        with on_clip(lambda _: None):
             inside.extend(getattr(module, name) for module, name in NAMES + PUBLIC)
             raise KeyboardInterrupt
 
@@ -62,7 +62,7 @@ def test_nothing_is_left_behind_even_after_an_error():
 def test_who_has_wrapped_the_wrapper_keeps_it_and_it_is_deaf(monkeypatch):
     monkeypatch.setattr(clip_grad, "_clip_grads_with_norm_", clip_grad._clip_grads_with_norm_)  # undone afterwards
     heard = []
-    with hearing(heard.append):
+    with on_clip(heard.append):
         inner = clip_grad._clip_grads_with_norm_
 
         def theirs(*args, **kwargs):
@@ -76,5 +76,5 @@ def test_who_has_wrapped_the_wrapper_keeps_it_and_it_is_deaf(monkeypatch):
 
 def test_a_torch_that_computes_it_inside_is_not_heard(monkeypatch):
     monkeypatch.delattr(clip_grad, "_get_total_norm")
-    with hearing(lambda _: None) as hears:
+    with on_clip(lambda _: None) as hears:
         assert not hears
