@@ -15,7 +15,7 @@ from ampdoctor.evidence.location import Place, Source, Where
 from ampdoctor.evidence.report_health import HealthSection
 from ampdoctor.evidence.report_plan import PlanSection
 from ampdoctor.evidence.report_profile import ProfileSection
-from ampdoctor.evidence.report_replay import PathSection, Proof, ProofSection
+from ampdoctor.evidence.report_replay import FP32_CHECK, NOT_COMPARED, PathSection, Proof, ProofSection
 from ampdoctor.evidence.report_scaler import ScalerSection
 from ampdoctor.evidence.report_scan import ChangeSection, StructureSection, TrendSection
 from ampdoctor.evidence.report_target import Run, Target
@@ -353,6 +353,12 @@ class Report:
     thresholds: tuple[MovedThreshold, ...] = ()
     configuration: Configuration | None = None
     elsewhere: tuple[tuple[Finding, ...], ...] = field(default=(), metadata=UNWRITTEN)
+
+    @property
+    def is_not_compared(self) -> bool:
+        """Whether no step of a run was held against fp32: what stays finite was not seen."""
+        compared = any(check.headroom.get("steps") for check in self.checks if check.name == FP32_CHECK)
+        return not compared and any(one.what == NOT_COMPARED for one in self.skipped)
 
     @property
     def found(self) -> tuple[Finding, ...]:

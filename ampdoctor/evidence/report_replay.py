@@ -131,6 +131,8 @@ class ProofSection:
 
 # -- a GradScaler refuses a call although the order of calls is right --
 
+NOT_COMPARED = "comparison with fp32"
+"""What a replay has left out if its steps are not held against fp32."""
 FP32_CHECK = "gradients and updates agree with fp32"
 """The check of a replay's steps beside the same steps in fp32."""
 HALF_WEIGHTS = (

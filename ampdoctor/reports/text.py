@@ -24,7 +24,6 @@ from ampdoctor.evidence.report import (
     Suppressed,
     Verdict,
 )
-from ampdoctor.evidence.report_replay import FP32_CHECK
 from ampdoctor.evidence.thresholds import MovedThreshold
 
 _MOVED_FIRST = {
@@ -93,13 +92,7 @@ def outcome(report: Report) -> str:
     steps = report.run.get("steps")
     what = "recorded step" if report.run.get("replays") == 0 else "replayed step"  # a profile or a log: nothing ran
     seen = f" in {count(steps, what)}" if isinstance(steps, int) else ""
-    return f"{of_verdict(report)}{seen}{_alone(report)}{', not compared with fp32' if _is_not_compared(report) else ''}"
-
-
-def _is_not_compared(report: Report) -> bool:
-    """Whether a run was asked about and no step of it held against fp32: what stays finite was not seen."""
-    compared = any(check.headroom.get("steps") for check in report.checks if check.name == FP32_CHECK)
-    return not compared and any(one.what == "comparison with fp32" for one in report.skipped)
+    return f"{of_verdict(report)}{seen}{_alone(report)}{', not compared with fp32' if report.is_not_compared else ''}"
 
 
 def _alone(report: Report) -> str:

@@ -38,6 +38,7 @@ from ampdoctor.evidence.report import (
     renumber_steps,
     verdict_of,
 )
+from ampdoctor.evidence.report_replay import NOT_COMPARED
 from ampdoctor.live.scaler_protocol import half_weights
 from ampdoctor.probes.user_code import as_source, own_line, raising_line
 from ampdoctor.workflows.checkpoint_state import (
@@ -427,7 +428,7 @@ class _Search:
             ahead = shrinking_headroom(self.near, self.thresholds)
             self.findings += [] if ahead is None else [ahead]
         elif self._sick:
-            self.skipped.append(Skipped(what="comparison with fp32", reason="a step that is set aside is not finite"))
+            self.skipped.append(Skipped(what=NOT_COMPARED, reason="a step that is set aside is not finite"))
         said = self.look.deterministic and (self.findings or self.judge.findings)  # more than that nothing was compared
         idle = None if said else never_updated(self.outcomes, moves=moves)
         self.errors += [] if idle is None else [idle]
@@ -516,7 +517,7 @@ class _Search:
         if self.until_sick:
             self.skipped += only_looked_at(len(self.outcomes), self._beside_at_the_end)
         elif wanted is not None and wanted < len(self.seen):
-            what = "comparison of further steps with fp32" if wanted else "comparison with fp32"
+            what = "comparison of further steps with fp32" if wanted else NOT_COMPARED
             reason = f"{wanted} were asked for (--compare-steps)" if wanted else "switched off (--no-compare)"
             self.skipped.append(Skipped(what=what, reason=reason))
         self.look.deterministic = self.look.deterministic and passed.deterministic

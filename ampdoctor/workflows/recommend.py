@@ -11,7 +11,7 @@ from ampdoctor.diagnosis.replay.scaler_state import run_scaler_findings
 from ampdoctor.diagnosis.replay.updates import stagnation_expected
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.report import Check, Finding, Prescription, Report, Skipped, finding_order, verdict_of
-from ampdoctor.evidence.report_replay import ProofSection
+from ampdoctor.evidence.report_replay import NOT_COMPARED, ProofSection
 from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerArguments, ScalerSection
 from ampdoctor.evidence.targets import target_named
 from ampdoctor.scaling.emit import emit
@@ -98,12 +98,14 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
         if other_cause(search, decided):
             return search
     findings = combined(report.findings, search.findings)
+    also = {NOT_COMPARED} if search.is_not_compared and not report.is_not_compared else set()
+    kept = [one for one in search.skipped if one.kind in _UNSETTLED or one.what in also]
     report = replace(
         report,
         verdict=search.verdict,
         complete=search.complete,
         findings=findings,
-        skipped=(*report.skipped, *(one for one in search.skipped if one.kind in _UNSETTLED)),
+        skipped=(*report.skipped, *kept),
         errors=search.errors,
         proof=proof_of(findings) or report.proof,
     )
@@ -299,7 +301,7 @@ class _Recommendation:
             return None, None, "ranges alone were given, not the run"
         now = self.replays.own()
         if now.unlike is not None:
-            self.skipped.append(Skipped(what="comparison with fp32", reason=not_compared(now.unlike)))
+            self.skipped.append(Skipped(what=NOT_COMPARED, reason=not_compared(now.unlike)))
         unusable = self._unusable()
         if unusable is None:
             then = self.replays.changed(advice)

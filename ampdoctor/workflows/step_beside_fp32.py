@@ -14,7 +14,7 @@ import torch
 from ampdoctor.diagnosis.replay.forward import error_of, unexplained
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Check, Finding, Skipped
-from ampdoctor.evidence.report_replay import FP32_CHECK, ReplayedStep
+from ampdoctor.evidence.report_replay import FP32_CHECK, NOT_COMPARED, ReplayedStep
 from ampdoctor.evidence.trace import (
     Comparison,
     ModuleUpdate,
@@ -300,7 +300,7 @@ class ComparisonSummary:
             result=self._result(sick=bool(findings or doubt)),
             headroom={"steps": steps, **worst, **chaotic, **at_rest, **rising},
         )
-        skipped = (Skipped(what="comparison with fp32", reason=cut),) if cut is not None else ()
+        skipped = (Skipped(what=NOT_COMPARED, reason=cut),) if cut is not None else ()
         return ReferencePass(
             findings=(*findings, *doubt),
             checks=(check,),

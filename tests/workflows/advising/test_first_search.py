@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.replay.session import Session
+from ampdoctor.reports.text import outcome
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.measure import measure
 from ampdoctor.workflows.recommend import SCALING, combined, recommend
@@ -149,3 +151,26 @@ NOTE = said("AMP405", "note", "grad_overflow")
 )
 def test_of_the_scale_the_recommendation_is_told_and_of_all_else_the_search(own, found, both):
     assert list(combined(own, found)) == both
+
+
+def test_a_run_that_is_not_compared_is_not_called_healthy_without_saying_so():
+    def make_run():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(run, batch):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                drawn = torch.tensor(list(os.urandom(4)), dtype=torch.float32) / 255  # comes back from no snapshot
+                loss = model(drawn[None]).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return TrainingRun(model=model, optimizer=optimizer, batches=[0] * 4, step=step, precision="bf16")
+
+    for command in (bisect_nan, recommend):
+        report = command(ReplayRequest(factory=make_run, steps=4))
+        assert report.is_not_compared
+        assert outcome(report) == "healthy in 4 replayed steps, not compared with fp32"
