@@ -182,7 +182,7 @@ def _what(where: Where) -> str:
         kind = {"nan": "NaN", "inf": "Inf"}[where.nonfinite]
         of_a_checkpoint = where.file is not None and where.source is None  # it has no code; a run's log has
         met = where.phase in _FOUND_NOT_MADE or of_a_checkpoint
-        parts.append(f"{kind} is {'there' if met else 'born here'}")
+        parts.append(f"{kind} is there" if met else f"first {kind} here")
     return ", ".join(parts)
 
 

@@ -51,7 +51,7 @@ def test_a_sick_test_fails_with_its_diagnosis(run):
         [
             "*test_overflow NONFINITE*",
             "ERROR AMP201 forward-overflow: step 0, forward: aten.pow in the model's own forward makes an",
-            "*where*step 0, *; forward;*aten.pow, Inf is born here;",
+            "*where*step 0, *; forward;*aten.pow, first Inf here;",
             "*test_it.py:13",
             "*why*forward overflow",
             "*proof*verified by replay*",

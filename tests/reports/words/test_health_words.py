@@ -100,7 +100,7 @@ def test_what_moved_first_is_a_line_of_its_own_in_every_form(first):
 def test_what_was_born_in_a_run_is_not_only_met_in_its_log():
     line = Source(file="train.py", line=14)
     born = Where(step=1, phase="forward", module="scores", file=RUN.source, nonfinite="inf", source=line)
-    assert "Inf is born here" in words.place(born)
+    assert "first Inf here" in words.place(born)
     assert "Inf is there" in words.place(replace(born, source=None, phase="checkpoint"))
 
 
