@@ -63,7 +63,7 @@ class _Installed:
         self.patches = Patches()
         self.replacements = Replacements()
         self.answers = Answers(self.active, self.reports_cuda, self.note)
-        self.stand_ins = StandIns(self.active, self.say)
+        self.stand_ins = StandIns(self.say)
         devices, kernels = DeviceRedirection(self.active, self.note), AttentionKernels(self.active)
         for part in (devices, self.answers, kernels, OneProcess(self.active), self.stand_ins):
             part.declare(self.replacements)
@@ -206,7 +206,7 @@ def emulate_cuda(*, reports_cuda: bool = True) -> Iterator[CudaEmulation]:
       not a copy.
     - `torch.cuda.is_available()` and other questions about the device are answered as by one device (`answers.py`), to
       the callers that are told of it (`replace.py`): for them every CPU tensor is on that device.
-    - Where flash_attn or xformers is imported and not installed, torch's own function is used
+    - Where flash_attn is imported and not installed, torch's own function is used
       (`missing_libraries.py`).
     - A process group of one process is joined with any backend (`processes.py`).
 

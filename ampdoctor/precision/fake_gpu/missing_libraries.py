@@ -29,22 +29,17 @@ _FLASH: Final = {
     for name in (
         "flash_attn_func",
         "flash_attn_qkvpacked_func",
-        "flash_attn_kvpacked_func",
         "flash_attn_varlen_func",
         "flash_attn_varlen_qkvpacked_func",
     )
 }
-_MASK: Final = {"LowerTriangularMask": ("", fused_attention.LowerTriangularMask)}
+
 STAND_INS: Final[Mapping[str, Mapping[str, tuple[str, Any]]]] = {
     "flash_attn": _FLASH,
     "flash_attn.flash_attn_interface": _FLASH,
     "flash_attn.bert_padding": {
         name: ("", getattr(fused_attention, name)) for name in ("unpad_input", "pad_input", "index_first_axis")
     },
-    "xformers": {},
-    "xformers.ops": {"memory_efficient_attention": (_SDPA, fused_attention.memory_efficient_attention), **_MASK},
-    "xformers.ops.fmha": {"memory_efficient_attention": (_SDPA, fused_attention.memory_efficient_attention)},
-    "xformers.ops.fmha.attn_bias": _MASK,
 }  # by module: each available name, with torch's counterpart for the note ("": no note) and the replacement
 
 INSTEAD: Final[Mapping[str, str]] = {
@@ -90,10 +85,9 @@ class _Module(ModuleType):
 class StandIns:
     """A finder of modules, and its own loader; `note` is called with the note on each name that is used."""
 
-    __slots__ = ("_active", "_modules", "_note")
+    __slots__ = ("_modules", "_note")
 
-    def __init__(self, active: Callable[[], bool], note: Callable[[str], None]) -> None:
-        self._active = active
+    def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._modules: dict[str, ModuleType] = {}
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -110,26 +106,9 @@ _PACKAGES: Final[dict[str, str]] = {}  # cached by file: torch reads a tensor's 
 _FOLDERS: Final = ((f"{FOLDER}{os.sep}", "ampdoctor"), (f"{Path(torch.__file__).parent}{os.sep}", "torch"))
 
 
-class _Heard:
-    """The packages that are told of a GPU now."""
-
-    packages: frozenset[str] = HEAR_YES
-
-
-@contextmanager
-def fake_cuda_for(*packages: str) -> Iterator[None]:
-    """Also tell these top-level packages of a GPU: frameworks ("lightning") that use nothing which only a GPU has."""
-    before = _Heard.packages
-    _Heard.packages = before | set(packages)
-    try:
-        yield
-    finally:
-        _Heard.packages = before
-
-
 def sees_cuda(frame: FrameType) -> bool:
     """Whether the code of this frame is told that there is a GPU."""
-    return package_of(frame) in _Heard.packages
+    return package_of(frame) in HEAR_YES
 
 
 def caller_sees_cuda(frame: FrameType) -> bool:
@@ -138,7 +117,7 @@ def caller_sees_cuda(frame: FrameType) -> bool:
     while asking is not None:
         package = package_of(asking)
         if package != _STANDARD:
-            return package in _Heard.packages
+            return package in HEAR_YES
         asking = asking.f_back
     return False
 
@@ -181,16 +160,14 @@ def _package(filename: str) -> str:
 _ASK: Final = ("transformers.utils.import_utils", "accelerate.utils.imports", "accelerate.utils.environment")
 """Modules whose functions ask about CUDA once in a process, and keep the answer."""
 _STATES: Final = ("PartialState", "AcceleratorState", "GradientState")
-_ABOUT: Final = frozenset({"cuda", "accelerator"})
 
 
 def forget_what_was_heard() -> None:
     """Clear the cached answers, which differ inside and outside of an emulation."""
     for name in _ASK:
-        module = sys.modules.get(name)
-        if module is not None:
-            for forget in _forgetting(module):
-                forget()
+        for value in vars(sys.modules[name]).values() if name in sys.modules else ():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
 
 
 def what_is_shared() -> Callable[[], None]:
@@ -209,20 +186,3 @@ def _shared() -> dict[str, dict[str, Any]]:
     module = sys.modules.get("accelerate.state")
     states = {name: getattr(module, name, None) for name in _STATES}
     return {name: state._shared_state for name, state in states.items() if state is not None}
-
-
-@functools.cache
-def _forgetting(module: ModuleType) -> tuple[Callable[[], None], ...]:
-    """The functions that clear the caches of functions which ask about CUDA, directly or through another one."""
-    kept = {name: value for name, value in vars(module).items() if hasattr(value, "cache_clear")}
-    asked: set[str] = set()
-    while True:
-        more = {name for name, value in kept.items() if _names(value) & (_ABOUT | asked)} - asked
-        if not more:
-            return tuple(kept[name].cache_clear for name in sorted(asked))
-        asked |= more
-
-
-def _names(function: Any) -> frozenset[str]:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return frozenset(code.co_names) if code is not None else frozenset()

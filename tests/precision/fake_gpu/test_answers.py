@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from ampdoctor.errors import ReplayError
 from ampdoctor.precision.fake_gpu.emulate import DEVICE_NOTE, YES_NOTE, emulate_cuda
-from ampdoctor.precision.fake_gpu.replace import fake_cuda_for
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and nothing is emulated")
 
@@ -82,13 +81,6 @@ def test_others_hear_the_truth(package):
         assert asked_by(package, "torch.accelerator.current_accelerator()") is None
     assert heard == truth
     assert emulation.notes == ()
-
-
-def test_an_adapter_lets_its_framework_hear_yes():
-    with emulate_cuda():
-        with fake_cuda_for("lightning"):
-            assert asked_by("lightning", "torch.cuda.device_count()") == 1
-        assert asked_by("lightning", "torch.cuda.device_count()") == 0
 
 
 def test_a_training_for_a_cpu_hears_the_truth_and_runs_all_the_same():
