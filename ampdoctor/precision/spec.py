@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -16,10 +16,6 @@ from ampdoctor.hooks import torch_internals
 from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.precision import kernels
 from ampdoctor.precision.tf32 import tf32
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 Compute = Literal["fp32", "tf32", "bf16", "fp16"]  # what matrix products compute in
 

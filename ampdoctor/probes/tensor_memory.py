@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,14 +13,11 @@ from torch.utils.weak import WeakIdRef
 
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.trace import Origin
+from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.tensors import is_plain, parts_of
 from ampdoctor.probes.nonfinite import is_mask, is_nonfinite, kind_of, state_tensors
+from ampdoctor.probes.ops import Site
 from ampdoctor.probes.recompute import doubled
-
-if TYPE_CHECKING:
-    from ampdoctor.hooks.interfaces import ObservedRun
-    from ampdoctor.probes.ops import Site
-
 
 # -- which origins a non-finite tensor descends from, and its values without them --
 
@@ -37,14 +34,6 @@ def storage_key(tensor: torch.Tensor) -> Memory:
         return StorageWeakRef(tensor.untyped_storage())
     except RuntimeError:  # sparse layouts have no storage of their own
         return WeakIdRef(tensor)
-
-
-def covers_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor covers its storage completely; False where that is not known."""
-    try:
-        return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    except RuntimeError:
-        return False
 
 
 class ByMemory(dict[Memory, _V]):
@@ -83,15 +72,11 @@ class Taint:
         self._shadows: ByMemory[dict[tuple[Any, ...], torch.Tensor]] = ByMemory()
 
     def clear(self) -> None:
-        """Forget everything."""
         self._origins.clear()
         self._shadows.clear()
 
     def origins(self, tensor: torch.Tensor) -> OriginIds:
-        """The origins that a tensor's memory descends from.
-
-        For a subclass, those of the tensors that it consists of.
-        """
+        """The origins that a tensor's memory (for a subclass, that of its parts) descends from."""
         if is_plain(tensor):
             return self._origins.get(storage_key(tensor), NONE)
         return union(self._origins.get(storage_key(part), NONE) for part in (parts_of(tensor) or [tensor]))
@@ -105,12 +90,11 @@ class Taint:
     def clean(self, tensor: torch.Tensor) -> None:
         """Note a finite result: if it fills its memory, nothing non-finite is left there."""
         key = storage_key(tensor)
-        if key in self._origins and _covers(tensor):
+        if key in self._origins and covers(tensor):
             del self._origins[key]
         self._lift_shadow(tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Drop the origins of a tensor's memory."""
         self._origins.pop(storage_key(tensor), None)
 
     def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -140,7 +124,7 @@ def union(origins: Iterable[OriginIds]) -> OriginIds:
     return frozenset().union(*origins)
 
 
-def _covers(tensor: torch.Tensor) -> bool:
+def covers(tensor: torch.Tensor) -> bool:
     """Whether the tensor fills its memory; an expanded dimension repeats elements and fills nothing."""
     try:
         distinct = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)

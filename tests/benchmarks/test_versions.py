@@ -76,12 +76,6 @@ def test_passed_skipped_and_failed_are_counted(tmp_path):
     assert [name.rpartition("::")[2] for name in counted["failed"]] == ["test_b"]
 
 
-@pytest.mark.slow
-def test_tests_that_cannot_be_collected_fail(tmp_path):
-    counted = versions.tested(Path(sys.executable), tmp_path, str(tmp_path / "none.py"))
-    assert counted["failed"]
-
-
 def test_the_readme_shows_what_was_measured_last():
     figures = json.loads(versions.FIGURES.read_text())
     assert versions.table(figures) in versions.README.read_text(encoding="utf-8")

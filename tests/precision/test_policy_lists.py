@@ -68,10 +68,6 @@ def rms_norm_under_the_policy(x):
         return torch.nn.functional.rms_norm(x, [4])
 
 
-def test_what_stays_with_the_cpu_is_registered_there():
-    assert registered("AutocastCPU") >= policy_ops.SAME_ON_CPU & cast_on_cuda()
-
-
 def test_the_cpus_key_gets_all_that_cuda_casts_and_loses_all_else():
     kernels = {kernel.op: kernel.fn for kernel in policy_kernels(WeightCache())}
     skipped = {op for op, fn in kernels.items() if fn is torch.library.fallthrough_kernel}
@@ -79,16 +75,3 @@ def test_the_cpus_key_gets_all_that_cuda_casts_and_loses_all_else():
     assert skipped == registered("AutocastCPU") - cast_on_cuda()
     assert len(kernels.keys() - skipped) > 80
     assert len(skipped) > 60
-
-
-def test_an_op_is_in_one_list_only():
-    lists = [
-        policy_ops.LOWER_PRECISION,
-        policy_ops.RECURRENT,
-        policy_ops.FP32,
-        policy_ops.FP32_SET_OPT_DTYPE,
-        policy_ops.FP32_APPEND_DTYPE,
-        policy_ops.PROMOTE,
-        policy_ops.BANNED,
-    ]
-    assert sum(len(each) for each in lists) == len(policy_ops.ALL)

@@ -12,14 +12,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ampdoctor.precision.fake_gpu import fused_attention
-from ampdoctor.precision.fake_gpu.replace import imported_by_user
-
-if TYPE_CHECKING:
-    from ampdoctor.precision.fake_gpu.replace import Patches, Replacements
-
+from ampdoctor.precision.fake_gpu.replace import Patches, Replacements, imported_by_user
 
 # -- libraries that need a GPU, and their replacements --
 
@@ -92,11 +88,9 @@ class StandIns:
         self._modules: dict[str, ModuleType] = {}
 
     def declare(self, replacements: Replacements) -> None:
-        """Make `find_spec` report the libraries as missing."""
         replacements.want(importlib.util, "find_spec", self._truth)
 
     def install(self, patches: Patches) -> None:
-        """Add the finder behind all others."""
         sys.meta_path.append(self)
         patches.after(self._remove)
 
@@ -117,7 +111,6 @@ class StandIns:
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module, the same at each import, so that classes stay the same."""
         return self._module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:

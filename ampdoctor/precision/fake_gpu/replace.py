@@ -8,15 +8,12 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import FrameType
+from typing import Any, Final
 
 import torch
 
 from ampdoctor.package import FOLDER
-
-if TYPE_CHECKING:
-    from types import FrameType
-
 
 # -- temporary replacement of attributes --
 
@@ -38,11 +35,9 @@ class Patches:
         setattr(owner, name, value)
 
     def after(self, undo: Callable[..., None], *arguments: Any) -> None:
-        """Register a further function to call on `undo()`."""
         self._done.append((undo, arguments))
 
     def undo(self) -> None:
-        """Restore everything; a second call does nothing."""
         while self._done:
             undo, arguments = self._done.pop()
             undo(*arguments)
@@ -66,12 +61,7 @@ class _Wanted:
 
 
 class Replacements:
-    """The attributes to replace, and their replacements.
-
-    User code may bind a replaced function by name (`from torch import zeros`) and call it after the patch was undone.
-    So a replacement calls the original when nothing is emulated. Each is made once and installed many times, around
-    every piece of user code, so that references held by a run stay valid.
-    """
+    """The attributes to replace, each made once, as a run may hold it; outside an emulation it calls the original."""
 
     __slots__ = ("_wanted",)
 
@@ -84,7 +74,6 @@ class Replacements:
             self._wanted.append(_Wanted(owner, name, make, details))
 
     def install(self, patches: Patches) -> None:
-        """Replace them all, until the patches are undone."""
         for wanted in self._wanted:
             original = getattr(wanted.owner, wanted.name)
             if original is not wanted.original:
