@@ -81,11 +81,9 @@ class Unseen:
 
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 SPARSE_LAYOUTS = _COMPRESSED | {torch.sparse_coo}  # layouts that store fewer elements than `numel()`
-E8M0: tuple[torch.dtype, ...] = tuple(dtype for dtype in [getattr(torch, "float8_e8m0fnu", None)] if dtype is not None)
-"""The dtype of MX scales, which torch has from 2.7 on; else none."""
-E2M1_PAIRS: tuple[torch.dtype, ...] = tuple(
-    dtype for dtype in [getattr(torch, "float4_e2m1fn_x2", None)] if dtype is not None
-)  # the dtype of two FP4 numbers in a byte, which torch has from 2.8 on; else none
+E8M0 = tuple(getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name))  # of MX scales, from 2.7 on
+E2M1_PAIRS = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name))
+"""The dtype of two FP4 numbers in a byte, which torch has from 2.8 on and whose elements cannot be read; else none."""
 
 
 def dense_elements(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Literal, get_args
 
 import torch
@@ -259,13 +259,12 @@ class AutocastPolicy:
 
 
 class _Installed:
-    """The stack of active policies, and the overlay that the top one needs."""
+    """The stack of active policies, and the kernels that the top one needs."""
 
     def __init__(self) -> None:
         self.active: list[AutocastPolicy] = []
-        self.overlay: Overlay | None = None
         self.cache = WeightCache()
-        self.clear_autocast_cache: Callable[[], None] | None = None
+        self.installed: ExitStack | None = None
 
     def enter(self, policy: AutocastPolicy) -> None:
         with LOCK:
@@ -279,34 +278,29 @@ class _Installed:
 
     def _settle(self) -> None:
         wanted = bool(self.active) and self.active[-1].name == "cuda"
-        if wanted and self.overlay is None:
-            self.overlay = Overlay([*policy_kernels(self.cache), *half_kernels(self._note)])
-            self._hook_cache()
-        elif not wanted and self.overlay is not None:
-            self.overlay.remove()
-            self.overlay = None
-            self._unhook_cache()
+        if wanted and self.installed is None:
+            overlay = Overlay([*policy_kernels(self.cache), *half_kernels(self._note)])
+            self.installed = ExitStack()
+            self.installed.callback(overlay.remove)
+            self.installed.callback(self.cache.clear)
+            # torch.autocast clears the C++ weight cache with this call when its outermost region ends; ours must be
+            # cleared then, too, and there is no other hook.
+            self.installed.callback(setattr, torch, "clear_autocast_cache", torch.clear_autocast_cache)
+            torch.clear_autocast_cache = self._clearing(torch.clear_autocast_cache)
+        elif not wanted and self.installed is not None:
+            self.installed.close()
+            self.installed = None
 
     def _note(self, op: str) -> None:
         for policy in tuple(self.active):
             policy._note(op)  # noqa: SLF001 - its own class's keeper
 
-    def _hook_cache(self) -> None:
-        # torch.autocast clears the C++ weight cache with this call when its outermost region ends; ours must be cleared
-        # then, too, and there is no other hook.
-        original = self.clear_autocast_cache = torch.clear_autocast_cache
-
+    def _clearing(self, original: Callable[[], None]) -> Callable[[], None]:
         def clear_autocast_cache() -> None:
             self.cache.clear()
             original()
 
-        torch.clear_autocast_cache = clear_autocast_cache
-
-    def _unhook_cache(self) -> None:
-        self.cache.clear()
-        if self.clear_autocast_cache is not None:
-            torch.clear_autocast_cache = self.clear_autocast_cache
-            self.clear_autocast_cache = None
+        return clear_autocast_cache
 
 
 _INSTALLED = _Installed()

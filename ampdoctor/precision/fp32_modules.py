@@ -113,11 +113,6 @@ def fp32_module_of(module: nn.Module) -> Fp32Module | None:
     return next((owner for owner in owners if isinstance(owner, Fp32Module)), None)
 
 
-def fp32_module_on(module: nn.Module) -> bool:
-    """Whether `module` has the hooks of an island."""
-    return fp32_module_of(module) is not None
-
-
 def _set_autocast(enabled: tuple[bool, ...]) -> None:
     for device, was in zip(_DEVICE_TYPES, enabled, strict=True):
         torch.set_autocast_enabled(device, was)

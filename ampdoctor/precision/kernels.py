@@ -182,10 +182,8 @@ DeviceContext = _device.DeviceContext
 
 def known_to_scripts(replacement: Any, original: Any) -> None:
     """Let TorchScript call `original` for its `replacement`, which it cannot compile."""
-    try:
-        from torch.jit import _builtins
-    except ImportError:
-        return
+    from torch.jit import _builtins
+
     builtin = _builtins._find_builtin(original)
     if builtin is not None:
         _builtins._register_builtin(replacement, builtin)

@@ -129,10 +129,8 @@ class Provenance:
         self._gradients: ByMemory[None] = ByMemory()
 
     def clear(self) -> None:
-        self._lost.clear()
-        self._zeros.clear()
-        self._makers.clear()
-        self._gradients.clear()
+        for known in (self._lost, self._zeros, self._makers, self._gradients):
+            known.clear()
 
     def forget(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)

@@ -358,11 +358,7 @@ class FiniteBeside:
     def harmed(self) -> Iterator[tuple[str, torch.Tensor]]:
         own = list(self._run.model.parameters())
         for name, tensor in self.now():
-            if (
-                is_watched(tensor)
-                and not bool(torch.isfinite(tensor.detach()).all())
-                and not is_written_mask(tensor, own)
-            ):
+            if is_nonfinite(tensor) and not is_written_mask(tensor, own):
                 yield name, tensor
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.trace import NonFiniteOrigin
@@ -307,7 +307,7 @@ class Intervention(FunctionNames):
                 return place.copy_(_held(result, place.dtype))
         if not self._narrow:
             return result
-        reduced = [t.dtype for t in _floats((args, kwargs)) if t.dtype.itemsize < wide.itemsize]
+        reduced = [t.dtype for t in tree_leaves((args, kwargs)) if _is_float(t) and t.dtype.itemsize < wide.itemsize]
         if not reduced:
             return result
         return tree_map(lambda t: _held(t, reduced[0]) if _is_float(t) else t, result)
@@ -342,12 +342,6 @@ def calling_line() -> Source | None:
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _floats(value: Any) -> Iterator[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    tree_map(lambda item: found.append(item) if _is_float(item) else None, value)
-    yield from found
 
 
 def _widened(value: Any, wide: torch.dtype) -> Any:

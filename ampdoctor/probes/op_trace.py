@@ -345,7 +345,8 @@ class OpTraceProbe(OpProbe):
         if ran.bad:
             origins = self._inherited(ran.bad, site)
             spoiled = kind_of(ran.results) == "nan" or ran.kernel in SUMS
-            if not (self._meant(origins) and spoiled and kind_of(ran.bad) == "inf"):
+            written = all(self._origins[index].came_from == "constant" for index in origins)  # by the user
+            if not (written and spoiled and kind_of(ran.bad) == "inf"):
                 return origins, None
             # intended infinities (a mask) became NaN or were added up here: this op is the origin
         if site.phase == "backward" and site.sequence in self._forward_origins:
@@ -359,10 +360,6 @@ class OpTraceProbe(OpProbe):
         if site.sequence is not None and site.phase in ("forward", "loss"):
             self._forward_origins[site.sequence] = index
         return frozenset({index}), wide
-
-    def _meant(self, origins: OriginIds) -> bool:
-        """Whether all origins are constants that the user wrote: an infinity among them is a mask's."""
-        return all(self._origins[index].came_from == "constant" for index in origins)
 
     def _inherited(self, bad: Sequence[torch.Tensor], site: Site) -> OriginIds:
         """The origins behind non-finite inputs; if some hold NaN, those that hold only infinities are ignored."""

@@ -475,9 +475,7 @@ def _bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Yields the tensors that an op changes in place, by its schema."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+    yield from (t for _, is_write, value in _bind(func, args, kwargs) if is_write for t in tensors_in(value))
 
 
 def _is_tensor_list(value: Any) -> bool:

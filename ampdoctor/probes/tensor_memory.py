@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdRef
 
-from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.trace import Origin
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.tensors import is_plain, parts_of
@@ -135,7 +135,7 @@ def covers(tensor: torch.Tensor) -> bool:
 
 # -- tensors that came with the step --
 
-_STATE: dict[str, Origin] = {"param": "param", "buffer": "buffer", "optimizer_state": "optimizer_state"}
+_STATE: dict[str, Origin] = {"param": "param", "buffer": "buffer", "optimizer_state": "optimizer_state", "grad": "grad"}
 
 
 @dataclass(slots=True)
@@ -247,28 +247,14 @@ class Belongings:
         if kind in _STATE:
             parameter, _, entry = name.partition(":")
             module, _, leaf = parameter.rpartition(".")
-            op = f"optimizer_state:{entry}" if kind == "optimizer_state" else f"state:{leaf}"
-            where = Where(
-                step=self.step, phase="checkpoint", module=module, op=op, nonfinite=nonfinite, tensor=parameter
-            )
+            op = {"optimizer_state": f"optimizer_state:{entry}", "grad": "zero_grad"}.get(kind, f"state:{leaf}")
+            phase: Phase = "optimizer" if kind == "grad" else "checkpoint"
+            where = Where(step=self.step, phase=phase, module=module, op=op, nonfinite=nonfinite, tensor=parameter)
             return where, _STATE[kind]
-        if kind == "grad":
-            module = name.rpartition(".")[0]
-            where = Where(
-                step=self.step, phase="optimizer", module=module, op="zero_grad", nonfinite=nonfinite, tensor=name
-            )
-            return where, "grad"
         path = self._path_in_batch(key)
         if path is not None:
-            where = Where(
-                step=self.step,
-                micro_batch=site.micro_batch,
-                phase="data",
-                op="data",
-                nonfinite=nonfinite,
-                tensor=path,
-            )
-            return where, "data"
+            where = Where(step=self.step, phase="data", op="data", nonfinite=nonfinite, tensor=path)
+            return replace(where, micro_batch=site.micro_batch), "data"
         return site.where(self.step, nonfinite), "constant"
 
     def _owner(self, key: Memory) -> tuple[str, str]:

@@ -147,9 +147,8 @@ class OldCastsProbe(OpProbe):
 
     def _casts(self, weight: torch.Tensor, copy: Any) -> None:
         """Note autocast's copies: it keeps those of fp32 leaves that need a gradient, and no others."""
-        if id(weight) not in self._names or copy.dtype not in REDUCED:
-            return
-        if not (memory_of(weight) and memory_of(copy)):
+        named = id(weight) in self._names and copy.dtype in REDUCED
+        if not (named and memory_of(weight) and memory_of(copy)):
             return
         known = _Copy(copy, weight, weight.data_ptr())
         self._by_memory[memory_of(copy)] = known

@@ -103,7 +103,6 @@ TWIN = [1.0] * 100
     ("sick", "applied", "harm"),
     [
         ([1.0] * 31 + [1.2] * 69, None, 30),
-        ([1.0] * 31 + [1.11] * 69, None, None),
         ([1.0] * 31 + [1.2] * (STAYS - 1) + [1.0] * 30, None, None),
         ([1.0] * 31 + [1.2] * STAYS + [1.0] * 29, None, 30),
         ([1.0] * 81 + [math.nan] * 19, None, 80),
@@ -173,13 +172,6 @@ def test_alarms_that_follow_each_other_are_one():
     score = Score()
     scoring.add_healthy(score, [Alarm(1), Alarm(2)], 1000)
     assert (score.false_alarms, score.healthy_steps) == (1, 1000)
-
-
-def test_bounds_are_those_of_the_tables():
-    assert scoring.wilson(9, 10) == pytest.approx((0.5958, 0.9821), abs=1e-4)
-    assert scoring.wilson(0, 0) == (0.0, 1.0)
-    assert scoring.poisson(0) == pytest.approx((0.0, 3.689), abs=1e-3)
-    assert scoring.poisson(3) == pytest.approx((0.619, 8.767), abs=1e-3)
 
 
 def test_a_training_is_collected_once_and_judged(tmp_path, monkeypatch, capsys):

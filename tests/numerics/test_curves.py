@@ -84,14 +84,6 @@ def test_powers_are_sums_of_squares(size):
     assert powers(counts_of(values))[0] == pytest.approx(values.double().square().sum().item(), rel=1e-2)
 
 
-def test_rows_do_not_disturb_each_other():
-    tensors = [normal(-30, seed=1), normal(20, seed=2), torch.zeros(5), torch.tensor([2.0**-12])]
-    together = counts_of(*tensors)
-    apart = [counts_of(t) for t in tensors]
-    for curve in (lambda c: flushed_counts(c, "fp16", SCALES), lambda c: squared_errors(c, "fp16", SCALES), powers):
-        np.testing.assert_allclose(curve(together), np.concatenate([curve(c) for c in apart]), rtol=1e-12)
-
-
 def fitted(values, fmt):
     """(flushed, subnormal, squared error) of real casts at the largest power of two that fits, found by trying."""
     values, format_ = values.double(), FORMATS[fmt]

@@ -12,7 +12,6 @@ from ampdoctor.errors import UsageError
 from ampdoctor.numerics import counting
 from ampdoctor.numerics.counting import count
 from ampdoctor.numerics.histogram import Histogram
-from ampdoctor.numerics.rounding_error import EDGES
 from tests.numerics.data import DTYPES, HALF, WIDE, brute_counts, close_tensors, finite_magnitudes, tensors
 
 any_tensor = st.sampled_from(DTYPES).flatmap(tensors)
@@ -151,24 +150,6 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2])
-def test_ten_million_elements_in_chunks_on_threads(dtype, threads):
-    generator = torch.Generator().manual_seed(0)
-    tensor = torch.randn(10_000_000 if dtype == torch.float32 else 1_500_000, generator=generator).mul_(1e-4).to(dtype)
-    flat = tensor.view(integer_of(tensor))
-    flat[[0, 7, -1]] = flat[1].clone()
-    threads(3)
-    threaded = count(tensor)
-    threads(1)
-    assert threaded == count(tensor)
-    magnitudes = finite_magnitudes(tensor)
-    expected = np.bincount(np.searchsorted(EDGES[1:], magnitudes, side="left"), minlength=2048)
-    np.testing.assert_array_equal(threaded.counts, expected)
-    assert (threaded.amin, threaded.amax) == (magnitudes.min(), magnitudes.max())
-    assert threaded.numel == tensor.numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])

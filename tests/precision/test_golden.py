@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from ampdoctor.evidence.location import Where
-from ampdoctor.probes.nonfinite import NonFiniteProbe
 from benchmarks.gpu_check import __main__ as gpu_check
-from benchmarks.gpu_check import golden, histograms, ops, products, syncs
+from benchmarks.gpu_check import golden, histograms, ops, products
 from fixtures.corpus import runs
 from tests.corpus.judging import wrong_in
 
@@ -95,22 +94,6 @@ def test_a_planted_answer_is_caught(planted, said, rehearsed):
     found = golden.Golden(device=read.device, torch=read.torch, sections={part: rows})
     (sentence,) = broken_by(found)
     assert sentence.startswith(said)
-
-
-@pytest.mark.parametrize("kind", ["output_grad", "loss"])
-def test_a_probe_that_waits_is_found(kind, monkeypatch):
-    check = NonFiniteProbe._check
-
-    def waiting(self, seen, name, tensor):
-        check(self, seen, name, tensor)
-        if seen == kind:
-            self._flags[-1].item()
-
-    monkeypatch.setattr(NonFiniteProbe, "_check", waiting)
-    found = syncs.measure(CPU, **gpu_check.SMALL)
-    assert set(found.rows["a watched step"]) == {"aten::_local_scalar_dense"}
-    assert found.rows["a bare step"] == []
-    assert found.differences[0].startswith("a watched step waits for the device, ")
 
 
 def test_a_disagreement_ends_with_exit_code_1(monkeypatch, capsys):

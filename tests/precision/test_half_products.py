@@ -282,15 +282,3 @@ def test_regions_nest_and_the_last_one_brings_everything_back(monkeypatch):
     assert len(called) == 2
     assert torch.equal(a @ a.t(), plain)
     assert len(called) == 2
-
-
-def test_what_is_small_stays_plain(monkeypatch):
-    monkeypatch.undo()
-    a = torch.randn(8, 16).half()
-    called = []
-    monkeypatch.setattr(module, "narrowed", lambda value: called.append(value) or value.to(HALF))
-    with half_products():
-        a @ a.t()
-        assert called == []
-        torch.randn(64, 64).half() @ torch.randn(64, 64).half()
-    assert len(called) == 1

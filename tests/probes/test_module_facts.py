@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from ampdoctor import TrainingRun
 from ampdoctor.evidence.run_facts import OVERFLOWED
 from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.probes.formats_seen import FormatsProbe
@@ -91,30 +89,6 @@ def test_a_product_is_seen_before_it_is_scaled_down():
     assert facts["attn"].product_amax >= expected * 0.99  # what is masked afterwards counts as well
     assert facts["norm"].product_amax is None
     assert facts["attn.qkv"].product_amax < 10.0
-
-
-def test_multihead_attention_of_torch_is_seen_inside_its_python_function():
-    torch.manual_seed(0)
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mha = nn.MultiheadAttention(16, 2, batch_first=True)
-
-        def forward(self, x):
-            return self.mha(x, x, x, need_weights=False)[0]
-
-    run = TrainingRun(
-        model=Net(),
-        batches=[torch.randn(2, 8, 16)],
-        loss=lambda m, b: m(b).float().square().mean(),
-        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-        precision="bf16",
-    )
-    facts = facts_of(run)["mha"]
-    assert facts.ops["scaled_dot_product_attention"] == "bf16"
-    assert facts.logits_amax is None
-    assert facts.gemm_multiple_of_16 is True
 
 
 def test_a_convolutional_net_has_no_product_of_a_linear_layer_but_its_head():

@@ -88,30 +88,23 @@ def test_a_gradient_that_no_optimizer_uses_harms_nothing():
     assert seen.affected == ()
 
 
-@pytest.mark.parametrize("where", ["param", "buffer", "optimizer_state"])
-def test_state_that_turns_non_finite(where):
+@pytest.mark.parametrize("harmed", ["param:weight", "buffer:running_mean", "optimizer_state:bias:exp_avg_sq"])
+def test_state_that_turns_non_finite(harmed):
     model = nn.BatchNorm1d(3)
 
     def poison(session):
+        state = session.optimizers["optimizer"].state
         with torch.no_grad():
-            if where == "param":
-                model.weight[0] = NAN
-            elif where == "buffer":
-                model.running_mean[0] = INF
+            if harmed.startswith("optimizer"):
+                for entry in [state[model.bias]["exp_avg_sq"]] if state else ():
+                    entry[0] = INF
             else:
-                state = session.optimizers["optimizer"].state
-                if state:
-                    state[model.bias]["exp_avg_sq"][0] = INF
+                model.state_dict()[harmed.partition(":")[2]][0] = INF
 
     seen = sightings_of(
         model, lambda m, x: m(x).sum(), steps=2, before=poison, optimizer=lambda m: torch.optim.Adam(m.parameters())
     )
-    expected = {
-        "param": "param:weight",
-        "buffer": "buffer:running_mean",
-        "optimizer_state": "optimizer_state:bias:exp_avg_sq",
-    }
-    assert expected[where] in seen.affected
+    assert harmed in seen.affected
 
 
 def test_what_was_infinite_before_is_no_sink_and_nan_is():

@@ -354,7 +354,7 @@ class Answers:
 
     def install_version(self, patches: Patches) -> None:
         """Make `torch.version.cuda` depend on the caller, by a property of the module's class."""
-        patches.after(setattr, torch.version, "__class__", type(torch.version))
+        patches.callback(setattr, torch.version, "__class__", type(torch.version))
         torch.version.__class__ = self._version
 
     def _cuda_version(self, module: Any) -> str | None:

@@ -62,7 +62,7 @@ class DeviceRedirection:
         for module, name in ((torch.fft, "fftfreq"), (torch.fft, "rfftfreq"), (torch.nested, "nested_tensor")):
             replace(module, name, self._factory)
         replace(torch.Tensor, "type", self._type)
-        replace(torch, "set_default_tensor_type", self._default_type)
+        replace(torch, "set_default_tensor_type", self._type)
         replace(torch, "Generator", self._generator)
         replace(torch, "load", self._load)
         replace(DeviceContext, "__init__", self._context)
@@ -111,17 +111,10 @@ class DeviceRedirection:
 
     def _type(self, original: Any) -> Any:
         @functools.wraps(original)
-        def type_of(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(tensor, *map(self._named, args), **kwargs)
+        def type_of(*args: Any, **kwargs: Any) -> Any:
+            return original(*map(self._named, args), **kwargs)
 
         return type_of
-
-    def _default_type(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def set_default_tensor_type(kind: Any) -> None:
-            original(self._named(kind))
-
-        return set_default_tensor_type
 
     def _named(self, kind: Any) -> Any:
         return kind.replace("torch.cuda.", "torch.") if self._active() and isinstance(kind, str) else kind

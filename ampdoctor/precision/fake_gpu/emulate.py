@@ -89,7 +89,7 @@ class _Installed:
                     self.stand_ins.install(self.patches)
                     self._install_amp()
                 except BaseException:
-                    self.patches.undo()
+                    self.patches.close()
                     raise
             self.regions.append(region)
             forget_what_was_heard()
@@ -98,7 +98,7 @@ class _Installed:
         with LOCK:
             self.regions.remove(region)
             if not self.regions:
-                self.patches.undo()
+                self.patches.close()
                 forget_what_was_heard()
                 if self.cuda_state is not None:
                     _set_cuda_state(*self.cuda_state)

@@ -92,7 +92,7 @@ class StandIns:
 
     def install(self, patches: Patches) -> None:
         sys.meta_path.append(self)
-        patches.after(self._remove)
+        patches.callback(self._remove)
 
     def _remove(self) -> None:
         sys.meta_path.remove(self)

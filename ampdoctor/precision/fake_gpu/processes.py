@@ -34,9 +34,8 @@ _LAUNCHED: Final = {
 
 
 class _Group:
-    """The process group that was made here."""
-
-    ours: Any = None
+    ours: Any = None  # the process group that was made here
+    users: int = 0  # the number of open contexts
 
 
 def leave_group() -> None:
@@ -134,21 +133,15 @@ def _refuse_others(world_size: int) -> None:
 # -- process-wide state of emulated code --
 
 
-class _Needed:
-    """The number of open contexts."""
-
-    times: int = 0
-
-
 @contextmanager
 def lasting_emulation() -> Iterator[None]:
     """Keep the process group that code joins inside, and Accelerate's state, until the outermost context ends."""
-    put_back = what_is_shared() if not _Needed.times else None
-    _Needed.times += 1
+    put_back = what_is_shared() if not _Group.users else None
+    _Group.users += 1
     try:
         yield
     finally:
-        _Needed.times -= 1
+        _Group.users -= 1
         if put_back is not None:
             leave_group()
             put_back()

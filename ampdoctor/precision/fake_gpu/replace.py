@@ -7,6 +7,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -17,68 +18,38 @@ from ampdoctor.package import FOLDER
 
 # -- temporary replacement of attributes --
 
-_ABSENT: Final = object()
 
-
-class Patches:
-    """Replaced attributes; `undo()` restores each, in reverse order."""
-
-    __slots__ = ("_done",)
-
-    def __init__(self) -> None:
-        self._done: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+class Patches(ExitStack):
+    """Replaced attributes; `close()` restores each, in reverse order."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace `owner.name`; an inherited attribute is inherited again afterwards."""
-        before = vars(owner).get(name, _ABSENT)
-        self.after(*((delattr, owner, name) if before is _ABSENT else (setattr, owner, name, before)))
+        if name in vars(owner):
+            self.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            self.callback(delattr, owner, name)
         setattr(owner, name, value)
-
-    def after(self, undo: Callable[..., None], *arguments: Any) -> None:
-        self._done.append((undo, arguments))
-
-    def undo(self) -> None:
-        while self._done:
-            undo, arguments = self._done.pop()
-            undo(*arguments)
-
-
-class _Wanted:
-    """An attribute to replace, with the last original and its replacement."""
-
-    __slots__ = ("details", "made", "make", "name", "original", "owner", "replacement")
-
-    def __init__(self, owner: Any, name: str, make: Callable[..., Any], details: tuple[Any, ...]) -> None:
-        self.owner, self.name, self.make, self.details = owner, name, make, details
-        self.made: dict[Any, Any] = {}
-        self.original: Any = None
-        self.replacement: Any = None
-
-    def replace(self, original: Any) -> None:
-        if original not in self.made:
-            self.made[original] = self.make(original, *self.details)
-        self.original, self.replacement = original, self.made[original]
 
 
 class Replacements:
     """The attributes to replace, each made once, as a run may hold it; outside an emulation it calls the original."""
 
-    __slots__ = ("_wanted",)
-
     def __init__(self) -> None:
-        self._wanted: list[_Wanted] = []
+        self._wanted: list[tuple[Any, str, Callable[..., Any], tuple[Any, ...]]] = []
+        self._made: dict[tuple[int, str, Any], Any] = {}
 
     def want(self, owner: Any, name: str, make: Callable[..., Any], *details: Any) -> None:
         """Replace `owner.name` by `make(original, *details)`, made once an original; skip what this torch lacks."""
         if hasattr(owner, name):
-            self._wanted.append(_Wanted(owner, name, make, details))
+            self._wanted.append((owner, name, make, details))
 
     def install(self, patches: Patches) -> None:
-        for wanted in self._wanted:
-            original = getattr(wanted.owner, wanted.name)
-            if original is not wanted.original:
-                wanted.replace(original)
-            patches.set(wanted.owner, wanted.name, wanted.replacement)
+        for owner, name, make, details in self._wanted:
+            original = getattr(owner, name)
+            key = id(owner), name, original
+            if key not in self._made:
+                self._made[key] = make(original, *details)
+            patches.set(owner, name, self._made[key])
 
 
 # -- which callers are told that there is a GPU: user code, transformers and accelerate, but no other library --

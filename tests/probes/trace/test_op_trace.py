@@ -58,17 +58,6 @@ def test_a_pole_of_the_forward_is_one_birth_with_its_derivative():
     assert [b.where.phase for b in origins] == ["loss"]
 
 
-def test_in_the_optimizer():
-    def adam(model):
-        return torch.optim.Adam(model.parameters(), lr=0.1, eps=0.0, foreach=False)
-
-    origins = births_of(lin(), lambda m, x: m.weight[0].sum() * x.sum() + m.bias[0], optimizer=adam)
-    assert [(b.where.phase, b.where.op, b.where.nonfinite, b.where.tensor) for b in origins] == [
-        ("optimizer", "aten.addcdiv_", "nan", "weight"),
-        ("optimizer", "aten.addcdiv_", "nan", "bias"),
-    ]
-
-
 @pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}])
 def test_foreach_optimizers_name_the_parameter(how):
     model = nn.ModuleDict({"fine": lin(), "stuck": lin()})

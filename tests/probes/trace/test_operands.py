@@ -31,28 +31,17 @@ def operand(loss, model=None, batch=None, **changes) -> Operand:
 # -- lost by the format ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["add", "clamp", "maximum", "cast"])
-def test_a_flushed_epsilon(how):
-    def loss(m, x):
-        h = (m(x) * 0).half()
-        if how == "add":
-            h = h + 1e-8  # EPS add
-        elif how == "clamp":
-            h = h.clamp(min=1e-8)  # EPS clamp
-        elif how == "maximum":
-            h = torch.maximum(h, torch.tensor(1e-8))  # EPS maximum
-            h = h.half()
-        else:
-            h = (h.float() + 1e-8).half()  # EPS cast
-        return (m(x).half() / h).float().sum()
-
-    found = operand(loss)
-    assert found.made_by == {"add": "flushed_epsilon", "clamp": "flushed_epsilon"}.get(how, found.made_by)
-    assert found.made_by.startswith("flushed")
-    if how != "maximum":
-        assert found.source.line == line(f"EPS {how}")
-        assert found.op == {"add": "aten.add", "clamp": "aten.clamp", "cast": "aten._to_copy"}[how]
-    assert (found.here, found.dtype) == (0.0, "float16")
+@pytest.mark.parametrize(
+    ("guard", "made_by", "op"),
+    [
+        (lambda h: h + 1e-8, "flushed_epsilon", "aten.add"),
+        (lambda h: h.clamp(min=1e-8), "flushed_epsilon", "aten.clamp"),
+        (lambda h: (h.float() + 1e-8).half(), "flushed", "aten._to_copy"),
+    ],
+)
+def test_a_flushed_epsilon(guard, made_by, op):
+    found = operand(lambda m, x: (m(x).half() / guard((m(x) * 0).half())).float().sum())
+    assert (found.made_by, found.op, found.here, found.dtype) == (made_by, op, 0.0, "float16")
     assert found.float64 == pytest.approx(1e-8, rel=1e-6)
     assert found.fraction == 1.0
 

@@ -63,13 +63,6 @@ def test_a_module_that_carries_it_is_one_node_with_its_first_op_and_the_others_a
     assert way.omitted == 2, "the multiplication and the exponential"
 
 
-def test_an_op_that_only_moves_values_gives_way_to_one_that_does_more():
-    body = Inline(lambda _, x: x.clone().t().contiguous().abs())
-    model = nn.Sequential(lin(), overflow(), body)
-    way = only_birth(model, lambda m, x: m(x).sum(), torch.ones(1, 2)).way
-    assert ops(way.carriers)[0] == ("forward", "2", "aten.abs")
-
-
 def test_the_way_ends_at_the_first_harm_and_has_the_first_sink_of_each_kind():
     model = nn.Sequential(lin(), overflow(), lin())
     origin = only_birth(
@@ -97,12 +90,6 @@ def test_a_backward_birth_is_fed_by_the_backward_and_carried_to_a_gradient():
     assert [passage.where.op for passage in origin.way.affected] == ["grad:0.weight"]
     assert ops(origin.way.carriers)[0] == ("backward", "1", "aten.abs")
     assert {passage.where.phase for passage in origin.way.carriers} == {"backward"}
-
-
-def test_what_came_with_the_batch_has_a_way_but_nothing_before_it():
-    origin = only_birth(nn.Sequential(lin(), nn.ReLU()), lambda m, x: m(x).sum(), torch.tensor([1.0, math.nan]))
-    assert (origin.came_from, origin.way.before) == ("data", ())
-    assert [passage.where.module for passage in origin.way.carriers] == ["0", "1", ""]
 
 
 def test_a_number_that_the_step_returns_is_a_sink_without_a_tensor():
