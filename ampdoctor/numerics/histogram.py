@@ -270,11 +270,12 @@ class Histogram:
         version = data.get("version")
         if version != SERIAL_VERSION:
             raise UsageError(f"histogram data have version {version!r}; this ampdoctor reads version {SERIAL_VERSION}")
-        bins, amounts = data.get("bins"), data.get("counts")
-        inside = _are_counts(bins) and bins == sorted(set(bins)) and max(bins, default=0) <= BEYOND_FP32
+        bins: Any = data.get("bins")
+        amounts: Any = data.get("counts")
+        inside = _are_counts(bins) and list(bins) == sorted(set(bins)) and max(bins, default=0) <= BEYOND_FP32
         if not (inside and _are_counts(amounts) and len(bins) == len(amounts) and 0 not in amounts):
             raise UsageError("histogram data: bins must ascend from 0 to 2040, each with a positive count")
-        whole = {key: data.get(key) for key in ("zeros", "nans", "pos_infs", "neg_infs", "significand_bits")}
+        whole: Any = {key: data.get(key) for key in ("zeros", "nans", "pos_infs", "neg_infs", "significand_bits")}
         if not _are_counts([*whole.values()]):
             raise UsageError(f"histogram data: {whole} are not counts")
         counts = np.zeros(BINS, dtype=np.int64)
@@ -302,7 +303,7 @@ def _positive(scale: float) -> float:
 
 
 def _are_counts(values: Any) -> bool:
-    whole = isinstance(values, list) and all(type(value) is int for value in values)
+    whole = isinstance(values, list | tuple) and all(type(value) is int for value in values)
     return whole and all(0 <= value <= _LARGEST_COUNT for value in values)
 
 

@@ -81,8 +81,9 @@ class Unseen:
 
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 SPARSE_LAYOUTS = _COMPRESSED | {torch.sparse_coo}  # layouts that store fewer elements than `numel()`
-E8M0 = tuple(getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name))  # of MX scales, from 2.7 on
-E2M1_PAIRS = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name))
+Dtypes = tuple[torch.dtype, ...]
+E8M0: Dtypes = tuple(getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name))  # from 2.7 on
+E2M1_PAIRS: Dtypes = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name))
 """The dtype of two FP4 numbers in a byte, which torch has from 2.8 on and whose elements cannot be read; else none."""
 
 

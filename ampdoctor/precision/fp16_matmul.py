@@ -56,8 +56,7 @@ PRODUCTS: Final = {
 
 def _is_half(args: tuple[Any, ...]) -> bool:
     """Whether every tensor argument is half: the plain kernel rejects mixed formats."""
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    return all(tensor.dtype is HALF for tensor in tensors)
+    return all(arg.dtype is HALF for arg in args if isinstance(arg, torch.Tensor))
 
 
 def _kernel(name: str, multiplications: Callable[..., int], least: int) -> Kernel | None:

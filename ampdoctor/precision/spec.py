@@ -130,6 +130,6 @@ def as_plain_linears(modules: Iterable[nn.Module]) -> Iterator[None]:
         for module in modules:
             library = type(module).__module__.partition(".")[0]
             if isinstance(module, nn.Linear) and library in _LIBRARIES and "forward" not in vars(module):
-                module.forward = MethodType(nn.Linear.forward, module)
+                module.forward = MethodType(nn.Linear.forward, module)  # type: ignore[method-assign]  # for a while
                 stack.callback(vars(module).pop, "forward", None)
         yield

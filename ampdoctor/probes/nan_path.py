@@ -118,7 +118,7 @@ class Ways:
             phase=_PHASES.get(kind, "optimizer"),
             module=owner.rpartition(".")[0],
             op=target,
-            nonfinite=_kind(value),
+            nonfinite="none" if value is None else kind_of([torch.as_tensor(value)]),
             tensor=owner or None,
         )
         passage = passage_of(value, order, where)
@@ -155,7 +155,7 @@ class Ways:
                 for (index, kind), harm in self._affected.items()
                 if index == origin
             ),
-            key=_rank,
+            key=lambda passage: (passage.order, passage.where.op != "loss"),  # a loss comes before its gradients
         )
         end = affected[0].order if affected else math.inf
         shown: dict[tuple[Any, ...], PathOp] = {}
@@ -210,17 +210,6 @@ def _own_memory(ran: Ran) -> Iterator[torch.Tensor]:
     """The results that are no views of the op's inputs."""
     read = set() if ran.call.in_place else {storage_key(t) for t in tensors_in([*ran.call.args, ran.call.kwargs])}
     return (tensor for tensor in ran.results if storage_key(tensor) not in read)
-
-
-def _kind(value: torch.Tensor | float | None) -> Any:
-    if isinstance(value, torch.Tensor):
-        return kind_of([value])
-    return "none" if value is None else "nan" if math.isnan(value) else "inf"
-
-
-def _rank(passage: PathOp) -> tuple[int, bool]:
-    """Sort key: the order of the ops; a loss comes before its gradients."""
-    return passage.order, passage.where.op != "loss"
 
 
 # -- non-finite values that the step's Python code reads --

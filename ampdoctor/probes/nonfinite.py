@@ -172,10 +172,8 @@ class NonFiniteProbe(Probe):
 
     def _is_made_as_mask(self, buffer: str) -> bool:
         """Whether the step made a buffer as a mask (-inf, else 0), as a causal mask is made at the first call."""
-        for kind, name, tensor in state_tensors(self._run):
-            if (kind, name) == ("buffer", buffer):
-                return is_made_mask(tensor)
-        return False
+        buffers = {name: tensor for kind, name, tensor in state_tensors(self._run) if kind == "buffer"}
+        return is_made_mask(buffers[buffer])
 
     def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         if is_watched(tensor):

@@ -255,8 +255,6 @@ _MEMORY_QUERIES: Final[Mapping[str, Callable[..., Any]]] = {
             "empty_cache",
             "reset_peak_memory_stats",
             "reset_accumulated_memory_stats",
-            "reset_max_memory_allocated",
-            "reset_max_memory_cached",
             "set_per_process_memory_fraction",
             "_record_memory_history",
             "_dump_snapshot",

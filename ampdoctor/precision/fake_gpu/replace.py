@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import os
 import sys
 import sysconfig
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -120,14 +122,25 @@ def _package(filename: str) -> str:
 _ASK: Final = ("transformers.utils.import_utils", "accelerate.utils.imports", "accelerate.utils.environment")
 """Modules whose functions ask about CUDA once in a process, and keep the answer."""
 _STATES: Final = ("PartialState", "AcceleratorState", "GradientState")
+_ABOUT: Final = frozenset({"cuda", "accelerator"})
 
 
 def forget_what_was_heard() -> None:
     """Clear the cached answers, which differ inside and outside of an emulation."""
     for name in _ASK:
-        for value in vars(sys.modules[name]).values() if name in sys.modules else ():
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
+        for forget in _forgetting(sys.modules[name]) if name in sys.modules else ():
+            forget()
+
+
+@functools.cache
+def _forgetting(module: ModuleType) -> tuple[Callable[[], None], ...]:
+    """What clears the caches of functions that ask about CUDA, directly or through another one: others are slow."""
+    kept = {name: inspect.unwrap(value) for name, value in vars(module).items() if hasattr(value, "cache_clear")}
+    names = {name: set(value.__code__.co_names) for name, value in kept.items() if hasattr(value, "__code__")}
+    asked: set[str] = set()
+    while more := {name for name, used in names.items() if used & (_ABOUT | asked)} - asked:
+        asked |= more
+    return tuple(vars(module)[name].cache_clear for name in sorted(asked))
 
 
 def what_is_shared() -> Callable[[], None]:
