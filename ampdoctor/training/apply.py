@@ -24,7 +24,6 @@ from ampdoctor.precision.dtype_overrides import AutocastOverride
 from ampdoctor.precision.fp32_modules import (
     Fp32Module,
     fp32_module_of,
-    fp32_module_on,
     half_dtype,
     half_tensors,
     resolve_fp32_modules,
@@ -111,7 +110,7 @@ def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Trai
     for module in modules:
         below = (inner for inner in module.modules() if inner is not module)
         _set_bases(below, None, undo)  # the code around these islands is fp32 now: their outputs stay fp32
-        if not fp32_module_on(module):
+        if fp32_module_of(module) is None:
             Fp32Module(None if id(module) in inside else half_dtype(module)).attach(module)
             undo.callback(_unhook, module, Fp32Module)
     hold_dtype(halves, torch.float32, training.model, training.optimizers, undo=undo)

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision.casting import InPlaceCast, moments
+from ampdoctor.precision.casting import cast_in_place, moments
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -80,7 +80,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype, optimizers: Iterable[Any], apart: 
     for optimizer in optimizers:
         state = optimizer.state.get(tensor, {})
         moved.append((state, {key: m.to(dtype) for key, m in moments(state).items() if key not in apart}))
-    InPlaceCast([tensor], dtype)
+    cast_in_place(tensor, dtype)
     for state, cast in moved:
         state.update(cast)
 
