@@ -21,7 +21,6 @@ from ampdoctor.evidence.log_records import (
     LookLine,
     RunLine,
     StepLine,
-    table_of,
 )
 from ampdoctor.evidence.report import SEVERITIES, Finding
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
@@ -180,7 +179,7 @@ class Judge:
         if courses.moment.seen and line.step < courses.moment.line.step:  # a step's details come before its own line
             courses = self._tensors[line.optimizer] = TensorCourses()
         self._heard[line.optimizer, True] += 1
-        courses.hear(table_of(line))
+        courses.hear(line)
         courses.moment.names, courses.moment.of_steps = self._names, self._steps.get(line.optimizer)
         found: list[Finding] = []
         for find in self._on_tensors:
