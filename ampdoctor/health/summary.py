@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import math
@@ -11,9 +10,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -71,11 +69,10 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
     """Reads a log; raises NoStepError where it has no step, and CheckpointError where it cannot be read."""
     noticed = ReadIssues()
     reader = _Reader(thresholds)
-    with _no_search_for_cycles():
-        for number, whole in enumerate(found.lines(noticed)):
-            reader.hear(whole)
-            if told is not None and number % _EVERY == 0:
-                told(number)
+    for number, whole in enumerate(found.lines(noticed)):
+        reader.hear(whole)
+        if told is not None and number % _EVERY == 0:
+            told(number)
     reader.ends()
     source = shown_path(found.folder)
     kind = found.kind.format
@@ -114,19 +111,6 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
         unplaced=noticed.unplaced,
         unread=noticed.unread.checks(),
     )
-
-
-@contextmanager
-def _no_search_for_cycles() -> Iterator[None]:
-    """Stops Python's search for garbage cycles, which runs after every few hundred new objects."""
-    # Lines make no cycles, and the search takes an eighth of the time of a long log
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def grown_lately(found: FoundLog) -> bool:

@@ -79,10 +79,10 @@ def test_no_log_of_a_folder_goes_unjudged(tmp_path, monkeypatch, well, sick):
 def test_logs_of_one_run_in_several_forms_are_one_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole = rows(200)
-    for step in (100, 200):
-        state(tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json", whole[:step])
     table(tmp_path / "out" / "csv" / "metrics.csv", [row | {"step": row["step"] + 1} for row in whole])
     printed(tmp_path / "out" / "train.log", whole[::10])
+    for step in (100, 200):
+        state(tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json", whole[:step])
     report = health(["out"])
     (run,) = report.health.runs
     assert (report.verdict, report.complete, run.steps, run.format, run.source) == (

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import math
 import os
 from dataclasses import replace
@@ -122,18 +121,6 @@ def test_optimizers_of_one_process_are_no_ranks_and_their_steps_are_the_runs(tmp
     found = [(one.code, one.evidence["optimizer"], one.evidence.get("ranks")) for one in report.findings]
     assert found == [("AMP722", "optimizer", None), ("AMP722", "optimizer2", None)]
     assert report.checks[0].headroom["steps"] == 41
-
-
-@pytest.mark.parametrize("was_on", [True, False])
-def test_the_search_for_cycles_is_as_it_was_after_a_look_and_after_an_error(tmp_path, was_on):
-    write(tmp_path / "good" / "log.jsonl", [HEADER, *steps(0, 50)])
-    write(tmp_path / "bad" / "log.jsonl", [HEADER])
-    (gc.enable if was_on else gc.disable)()
-    try:
-        assert len(health([tmp_path / "good", tmp_path / "bad"]).errors) == 1
-        assert gc.isenabled() is was_on
-    finally:
-        gc.enable()
 
 
 def test_a_threshold_is_moved(tmp_path):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import merge
-from itertools import chain, groupby, islice, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,11 @@ from ampdoctor.health.reading.log_files import (
 from ampdoctor.health.reading.log_kind import (
     OF_A_NETWORK,
     Epochs,
+    LineRows,
     LogKind,
     LogLocation,
     ReadIssues,
     Row,
-    SkipCount,
     Unread,
     kind_of_one_file,
     lines_of,
@@ -62,14 +61,12 @@ _BETWEEN = " - "  # separates the name of a run and that of a metric: "ruby-sun-
 _LISTED = 4
 
 
-def metrics_of(header: Sequence[str], name: str) -> Mapping[str, str]:
-    """Returns the metric of each column, "" for ranges, {} for another table; CheckpointError for several runs."""
+def _metrics_of(header: Sequence[str], name: str) -> Sequence[str]:
+    """Returns the metrics of columns, "" for ranges, the names of another table; CheckpointError for several runs."""
     ranges = {column for column in header if column.endswith(_RANGES)}
     found = {
         column: column.rpartition(_BETWEEN) for column in header if column + _RANGES[0] in ranges and _BETWEEN in column
     }
-    if not found:
-        return {}
     runs = list(dict.fromkeys(run for run, _, _ in found.values()))
     if len(runs) > 1:
         more = ", ..." if len(runs) > _LISTED else ""
@@ -77,7 +74,7 @@ def metrics_of(header: Sequence[str], name: str) -> Mapping[str, str]:
             f"{name} is W&B's export of {len(runs)} runs ({', '.join(runs[:_LISTED])}{more}), and a log is of one: "
             "export each by itself."
         )
-    return dict.fromkeys(ranges, "") | {column: metric for column, (_, _, metric) in found.items()}
+    return ["" if column in ranges else found[column][2] if column in found else column for column in header]
 
 
 _LIGHTNING = "metrics.csv"
@@ -100,19 +97,18 @@ def _is_table(name: str) -> bool:
     return Path(name).suffix in _TABLES
 
 
-def _delimiter(name: str, header: bytes) -> str:
-    if Path(name).suffix == ".tsv" or (b"\t" in header and b"," not in header):
+def _delimiter(name: str, header: str) -> str:
+    if Path(name).suffix == ".tsv" or ("\t" in header and "," not in header):
         return "\t"
-    return ";" if b";" in header and b"," not in header else ","
+    return ";" if ";" in header and "," not in header else ","
 
 
-def _is_header(line: bytes) -> bool:
-    names = line.decode("utf-8", "replace").split(_delimiter("", line))
-    fields = {field_of(name.strip(' "')) for name in names}
-    return len(names) > 1 and "step" in fields and not fields.isdisjoint(_SOMETHING)
+def _is_header(line: str) -> bool:
+    fields = {field_of(name.strip(' "')) for name in line.split(_delimiter("", line))}
+    return len(fields) > 1 and "step" in fields and not fields.isdisjoint(_SOMETHING)
 
 
-class TableRows:
+class TableRows(LineRows):
     """Makes rows from the lines of a table, or from lines that are JSON objects.
 
     The beginning of the file decides the columns. Raises CheckpointError where it cannot be read, has more columns than
@@ -127,16 +123,11 @@ class TableRows:
     def __init__(self, file: RegularFile) -> None:
         self._name = file.name
         head = _head_lines(file)
-        self._table = _is_table(file.name) or (bool(head) and _is_header(head[0]))
-        self._header: list[bytes] | None = None
-        self._delimiter = ","
-        self._metrics: Mapping[str, str] = {}
+        self._table = _is_table(file.name) or (bool(head) and _is_header(head[0].decode("utf-8", "replace")))
         self._epochs = Epochs()
         self._count = 0
-        self._skips = SkipCount()
         self._unread = Unread()
         tried = list(islice(self._parsed(iter(head), SkippedLines()), _TRIED))
-        self._header = None
         fields = [_fields(row) for row in tried]
         self.says_something = any(map(_says_something, fields))
         self._step: Callable[[_Values, dict[str, float]], int | None] = self._by_step
@@ -159,11 +150,7 @@ class TableRows:
             fields = _fields(values)
             step = self._step(values, fields)
             if step is not None:
-                yield Row(step, self._skips.of_a_step({name: one for name, one in fields.items() if name != "step"}))
-
-    def end(self) -> EndLine | None:
-        """As in `LineRows`: a table does not say."""
-        return None
+                yield Row(step, {name: one for name, one in fields.items() if name != "step"})
 
     def rest(self, noticed: ReadIssues) -> Iterator[Row]:
         """As in `LineRows`."""
@@ -180,20 +167,9 @@ class TableRows:
 
     def _parsed(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[_Values]:
         if not self._table:
-            yield from json_rows(lines, left)
-            return
-        if self._header is None:
-            self._header = [next(lines, b"")]
-            self._delimiter = _delimiter(self._name, self._header[0])
-            columns = next(csv.reader([self._header[0].decode("utf-8", "replace")], delimiter=self._delimiter), [])
-            self._metrics = metrics_of(columns, self._name)
-        rows = csv_rows(chain(self._header, lines), self._name, delimiter=self._delimiter, left=left)
-        if not self._metrics:
-            yield from rows
-            return
-        for row in rows:
-            named = ((self._metrics.get(column, column), value) for column, value in row.items())
-            yield {metric: value for metric, value in named if metric}
+            return json_rows(lines, left)
+        name = self._name
+        return csv_rows(lines, name, left, partial(_delimiter, name), partial(_metrics_of, name=name))
 
     def _by_step(self, values: _Values, fields: dict[str, float]) -> int | None:
         step = step_of(fields)
@@ -305,7 +281,7 @@ def _json_lines(place: LogLocation, name: str) -> bool:
     return bool(ended) and first.lstrip().startswith(b"{") and first.rstrip().endswith(b"}")
 
 
-LIGHTNING = LogKind(format="lightning", claims=_claims_lightning, read=reading(TableRows), begin=TableRows)
+LIGHTNING = LogKind(format="lightning", claims=_claims_lightning, read=reading(TableRows))
 ANY_TABLE = kind_of_one_file("table", _logs_of, TableRows)
 
 
@@ -379,7 +355,6 @@ def _read_events(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Ite
 
 def _rows_of(files: Sequence[RegularFile], damaged: list[Skipped]) -> Iterator[Row]:
     """Yields a row for the events of a step, by time: a run may have several writers, and a restart comes later."""
-    skips = SkipCount()
     events = merge(*(scalars_in(file, damaged) for file in files), key=lambda event: event.wall_time)
     for step, together in groupby(events, key=lambda event: event.step):
         values: dict[str, float] = {}
@@ -389,7 +364,7 @@ def _rows_of(files: Sequence[RegularFile], damaged: list[Skipped]) -> Iterator[R
         fields = known_fields({**values, "step": step})
         del fields["step"]
         if fields:
-            yield Row(step, skips.of_a_step(fields), milliseconds(written))
+            yield Row(step, fields, milliseconds(written))
 
 
 TENSORBOARD = LogKind(format="tensorboard", claims=_claims_events, read=_read_events)

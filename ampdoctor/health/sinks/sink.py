@@ -63,11 +63,8 @@ class SinkType:
     begin: Callable[[str, RunFacts], Sink]  # it alone imports the library
     module: str | None = None  # the library that it needs
     is_path: bool = False  # the target is a path, relative to where the command was typed
-    takes_urls: bool = False  # the target may also be a URL, which the library understands
     often: bool = True  # takes each step; False: one a second, which stands for those since the last
     writes: Callable[[str, str], tuple[str, ...]] = lambda _target, _run: ()  # files of a path, for a run's name
-    refuse: Callable[[str], str | None] = lambda _target: None  # why a target is invalid
-    is_endpoint: Callable[[str], bool] = lambda _target: False  # it answers requests while a training runs
 
 
 def title_of(finding: Finding) -> str:

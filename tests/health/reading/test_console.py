@@ -367,24 +367,6 @@ def test_text_that_is_no_log_is_not_taken_for_one(tmp_path):
                 find_log(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "where"),
-    [
-        (
-            "LOCAL_RANK: 0 - CUDA_VISIBLE_DEVICES: [0]\nEpoch 0: 100%|█| 5/5 [00:01<00:00, 4it/s, v_num=0]\n",
-            "metrics.csv",
-        ),
-        ("Ultralytics 8.3.0 Python-3.11 torch-2.6\n      1/100      2.1G      1.2      0.9\n", "results.csv"),
-        ("***** Running training *****\n  Num examples = 100\n" + bar(5, 50), "checkpoint-N/trainer_state.json"),
-    ],
-)
-def test_a_refusal_says_where_the_log_of_that_framework_lies(tmp_path, text, where):
-    (tmp_path / "job.out").write_text(text)
-    for path in (tmp_path, tmp_path / "job.out"):
-        with pytest.raises(CheckpointError, match=where):
-            find_log(path)
-
-
 def test_a_folder_of_a_thousand_outputs_is_not_read_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(log_kind, "LOOKED_THROUGH", 200_000)
     monkeypatch.setattr(log_kind.Budget.__init__, "__defaults__", (200_000, 0))

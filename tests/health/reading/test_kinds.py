@@ -225,7 +225,7 @@ def test_a_folder_of_runs_stands_for_the_run_that_was_written_last(tmp_path):
         os.utime(path, (1_700_000_000 + at, 1_700_000_000 + at))
     found = find_log(tmp_path)
     assert found.folder.name == "a-new"
-    assert [(one.what, one.reason) for one in found.skipped] == [("b-old", "a log that was written before a-new's")]
+    assert [(one.what, one.reason) for one in found.skipped] == [("b-old", "another log than a-new's")]
 
 
 @pytest.mark.parametrize(
@@ -246,6 +246,6 @@ def test_of_several_logs_in_a_folder_the_latest_is_read_and_the_others_are_named
     found = find_log(tmp_path)
     assert found.names == (f"a-new.{suffix}",)
     assert [(one.what, one.reason) for one in found.skipped] == [
-        (f"{name}.{suffix}", f"a log that was written before a-new.{suffix}") for name in ("c-older", "b-old")
+        (f"{name}.{suffix}", f"another log than a-new.{suffix}") for name in ("c-older", "b-old")
     ]
     assert find_log(tmp_path / f"b-old.{suffix}").skipped == ()
