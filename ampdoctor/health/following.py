@@ -16,13 +16,12 @@ from typing import BinaryIO
 
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, LogRecord, StepLine
-from ampdoctor.evidence.log_text import kind_of, parse_line_fast
+from ampdoctor.evidence.log_text import parse_line_fast
 from ampdoctor.evidence.paths import logs_in, rank_and_number
 from ampdoctor.health.reading.log_files import MAX_BYTES
 from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import AMPDOCTOR, FileState, FoundLog, find_log
 
-_ENOUGH = 2 * 1024 * 1024  # a late reader begins so many bytes before the end: some ten thousand steps, read in 1 s
 _AT_ONCE = 1024 * 1024
 _OUTPUTS = frozenset({".log", ".out", ".err"})
 _BEGINS_S = 600.0  # seconds without a change after which an output is no starting job: the longest a start takes
@@ -97,17 +96,12 @@ class _Ours:
         self._names: Sequence[str] = found.names
         self._finished: set[str] = set()
         self._place: _Place | None = None
-        self._begun = False
-        self._passed_by = 0  # bytes of the first file that are skipped, except for its tables of names
 
     def new(self) -> Iterator[LogRecord]:
         with ExitStack() as stack:
             files = self._opened(stack)
-            if not self._begun:
-                self._begin_late(files)
             for at, (name, file) in enumerate(files):
                 yield from self._read(file)
-                self._passed_by = 0
                 if at < len(files) - 1:  # nobody writes there any more, so a torn last line stays torn
                     self._finished.add(name)
                     self._place = None
@@ -139,20 +133,6 @@ class _Ours:
         # opening a FIFO would block, and a broken link would be listed again each time
         return [name for name in names if name not in self._finished and (self._folder / name).is_file()]
 
-    def _begin_late(self, files: list[tuple[str, BinaryIO]]) -> None:
-        """Skips what lies before the last `_ENOUGH` bytes."""
-        self._begun = bool(files)
-        enough = 0
-        for at in reversed(range(len(files))):
-            enough += os.fstat(files[at][1].fileno()).st_size
-            if enough >= _ENOUGH:
-                self._passed_by = enough - _ENOUGH
-                for name, file in files[:at]:
-                    self._finished.add(name)
-                    file.close()
-                del files[:at]
-                return
-
     def _read(self, file: BinaryIO) -> Iterator[LogRecord]:
         size = os.fstat(file.fileno()).st_size
         first = file.readline(MAX_BYTES)
@@ -167,8 +147,6 @@ class _Ours:
                 if not text.endswith(b"\n"):
                     return
                 place.offset += len(text)
-                if place.offset <= self._passed_by and kind_of(text) != "run":
-                    continue
                 try:
                     whole = parse_line_fast(text)
                 except ValueError:
@@ -178,11 +156,10 @@ class _Ours:
 
 
 class _Others:
-    """A log of another tool, which is read anew after each change.
+    """A log of another tool, which is read anew after each change; lines given before are skipped.
 
-    Lines given before are skipped. If a step has got a new number since, as where the learning rate is written after
-    the loss, the steps from it on are given again. To make this rare, a last step with fewer numbers than the one
-    before is held back.
+    If a step has got a new number since, the steps from it on are given again. To make this rare, a last step with
+    fewer numbers than the one before is held back.
     """
 
     def __init__(self, found: FoundLog) -> None:

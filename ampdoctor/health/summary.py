@@ -153,8 +153,8 @@ class _Reader:
                 self._add(whole, line.finding)
         elif kind is LookLine and isinstance(line, LookLine):
             self._judge.knows(line)
-            for finding in line.findings:
-                self._add(whole, _at(finding, line.step))
+            for finding in line.findings:  # which have the step of the replay
+                self._add(whole, replace(finding, where=replace(finding.where, step=line.step)))
         elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine | EndLine):
             for finding in found:
                 self._add(whole, finding)
@@ -221,11 +221,6 @@ def _as_written(finding: Finding, zeros: AbstractSet[int]) -> Finding:
     return replace(finding, message=f"{finding.message.removesuffix('.')}; {said}.")
 
 
-def _at(finding: Finding, step: int) -> Finding:
-    """Returns a look's finding with the step of the run, not of its replay."""
-    return replace(finding, where=replace(finding.where, step=step))
-
-
 def _of_ranks(finding: Finding, ranks: int) -> Finding:
     return finding if ranks == 1 else replace(finding, evidence={**finding.evidence, "ranks": ranks})
 
@@ -258,10 +253,9 @@ def look_again(found: FoundLog, thresholds: Thresholds, told: OnProgress | None 
 
 
 def _folder() -> Path | None:
-    """Returns the folder; None for a user without a home. XDG ignores a relative path."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    """Returns the folder; None for a user without a home, or where it is a relative path."""
     try:
-        cache = named if named.is_absolute() else Path("~/.cache").expanduser()
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError:
         return None
     return cache / "ampdoctor" / "health" if cache.is_absolute() else None

@@ -137,8 +137,7 @@ def csv_rows(
 ) -> Iterator[Mapping[str, Any]]:
     """Yields the rows of a table by the names in its first line; columns whose name is "" are left out.
 
-    `left` counts lines that form no row: a quote that nothing closes in its line, or a cell beyond the csv module's
-    limit.
+    `left` counts lines that form no row: a quote that nothing closes in its line, or a huge cell.
     """
     header: Sequence[str] | None = None
     delimiter = ","

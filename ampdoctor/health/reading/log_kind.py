@@ -91,7 +91,6 @@ class StepOrder:
 # -- rows of other tools' logs as lines of a run's log --
 
 _SAYS_SOMETHING = frozenset({"loss", "gradient_norm", "loss_scale", "seconds", "skipped"})
-OF_A_NETWORK = "loss/"  # prefix of a loss that belongs to one of several networks; each network is a series of its own
 _LARGEST = 2.0**63
 _MOST_STEPS = 2**53  # larger values are not steps: numbers are kept as floats, which cannot tell such steps apart
 
@@ -101,7 +100,7 @@ class Row:
     """A row of a log: a step and some of its numbers."""
 
     step: int  # as the log counts
-    values: dict[str, float] = field(default_factory=dict)  # names as in `StepLine`, or `loss/NETWORK`
+    values: dict[str, float] = field(default_factory=dict)  # names as in `StepLine`
     time_ms: int = 0  # since 1970; 0 where the log does not say
 
 
@@ -184,11 +183,7 @@ class _RunLines:
                 if _hides_a_nan(row.values):
                     self._order.zeros.add(row.step)
                 self.last = row.time_ms
-                if not self._run.optimizers and (networks := _networks(row.values)):
-                    self._run = replace(self._run, optimizers=networks)
-                    yield self.stamped(self._run, row.time_ms)
-                for one in _of_networks(line, row.values, self._run.optimizers) or (line,):
-                    yield self.stamped(one, row.time_ms)
+                yield self.stamped(line, row.time_ms)
 
     def stamped(self, line: Line, time_ms: int) -> LogRecord:
         """Returns a line of the current attempt."""
@@ -208,22 +203,7 @@ def _same(one: float, other: float) -> bool:
 
 def says_something(values: Mapping[str, float]) -> bool:
     """Whether one of these numbers belongs to a step."""
-    return not values.keys().isdisjoint(_SAYS_SOMETHING) or bool(_networks(values))
-
-
-def _networks(values: Mapping[str, float]) -> tuple[str, ...]:
-    return tuple(name.removeprefix(OF_A_NETWORK) for name in values if name.startswith(OF_A_NETWORK))
-
-
-def _of_networks(line: StepLine, values: Mapping[str, float], networks: Sequence[str]) -> list[StepLine]:
-    """Returns a step of each network that has a loss; other values of the row go to the first."""
-    losses = {at: loss for at, name in enumerate(networks) if (loss := values.get(OF_A_NETWORK + name)) is not None}
-    return [
-        replace(line, loss=loss, optimizer=at)
-        if at == min(losses)
-        else StepLine(step=line.step, optimizer=at, loss=loss)
-        for at, loss in losses.items()
-    ]
+    return not values.keys().isdisjoint(_SAYS_SOMETHING)
 
 
 def _step(row: Row) -> StepLine | None:
@@ -233,7 +213,7 @@ def _step(row: Row) -> StepLine | None:
     rate, skipped = values.get("learning_rate"), values.get("skipped")
     return StepLine(
         step=row.step,
-        loss=_loss(values),
+        loss=math.nan if _hides_a_nan(values) else values.get("loss"),
         gradient_norm=values.get("gradient_norm"),
         max_norm=values.get("max_norm"),
         loss_scale=values.get("loss_scale"),
@@ -247,12 +227,8 @@ def _step(row: Row) -> StepLine | None:
     )
 
 
-def _loss(values: Mapping[str, float]) -> float | None:
-    """Returns the loss; NaN for a 0.0 beside a norm that is not finite, as the Trainer and its trackers write it."""
-    return math.nan if _hides_a_nan(values) else values.get("loss")
-
-
 def _hides_a_nan(values: Mapping[str, float]) -> bool:
+    """Whether the loss is 0.0 beside a norm that is not finite, as the Trainer and its trackers write a NaN."""
     norm = values.get("gradient_norm")
     return values.get("loss") == 0 and norm is not None and not math.isfinite(norm)
 
@@ -430,10 +406,6 @@ Begin: TypeAlias = Callable[[RegularFile], LineRows]
 Read: TypeAlias = Callable[[Path, Sequence[str], ReadIssues], Iterator[LogRecord]]
 
 
-def _nothing(place: LogLocation) -> Iterator[ErrorNote | Skipped]:  # noqa: ARG001 - the signature of `lacks`
-    yield from ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogKind:
     """A kind of log.
@@ -448,24 +420,19 @@ class LogKind:
     format: str
     claims: Callable[[LogLocation], Sequence[Sequence[str]]]
     read: Read
-    lacks: Callable[[LogLocation], Iterator[ErrorNote | Skipped]] = _nothing
+    lacks: Callable[[LogLocation], Iterator[ErrorNote | Skipped]] = lambda _: iter(())
 
 
 def kind_of_one_file(
     format: str,  # noqa: A002
     of_place: Callable[[LogLocation], Iterable[str]],
     begin: Begin,
-    matters: Callable[[bytes], bool] = lambda _: True,
 ) -> LogKind:
-    """Returns a kind where each file is a log; `matters` says if a last line without newline would be a row."""
-    return LogKind(
-        format=format,
-        claims=lambda place: [[name] for name in of_place(place)],
-        read=reading(begin, matters),
-    )
+    """Returns a kind where each file is a log; `begin` makes rows of its lines."""
+    return LogKind(format=format, claims=lambda place: [[name] for name in of_place(place)], read=reading(begin))
 
 
-def reading(begin: Begin, matters: Callable[[bytes], bool] = lambda _: True) -> Read:
+def reading(begin: Begin) -> Read:
     """Returns a function that reads a log of one file; `begin` makes rows of its lines."""
 
     def read(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:
@@ -475,8 +442,6 @@ def reading(begin: Begin, matters: Callable[[bytes], bool] = lambda _: True) -> 
             made = begin(file)
             rows = chain(made.rows(lines_in(file, left=left), left), _rest(made, noticed))
             yield from lines_of(rows, run_of(folder, name), noticed.order, ended=made.end)
-        if not matters(left.unfinished):
-            left.unfinished = b""
 
     return read
 

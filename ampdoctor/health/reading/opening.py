@@ -231,19 +231,13 @@ class FoundLog:
         """Returns the current state of each file; raises CheckpointError where one is gone."""
         found = []
         for name in self.names:
+            path = self.folder / name
             try:
-                of_file = (self.folder / name).stat()
+                of_file = path.stat()
             except OSError as error:
                 raise CheckpointError(f"{name} cannot be read: {(error.strerror or str(error)).lower()}.") from None
-            found.append(
-                FileState(
-                    os.fspath((self.folder / name).absolute()),
-                    of_file.st_size,
-                    of_file.st_mtime_ns,
-                    of_file.st_ctime_ns,
-                    of_file.st_ino,
-                )
-            )
+            times = (of_file.st_mtime_ns, of_file.st_ctime_ns)
+            found.append(FileState(os.fspath(path.absolute()), of_file.st_size, *times, of_file.st_ino))
         return found
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache, partial
+from functools import partial
 from heapq import merge
 from itertools import groupby, islice, pairwise
 from pathlib import Path
@@ -38,7 +37,6 @@ from ampdoctor.health.reading.log_files import (
     unread_in,
 )
 from ampdoctor.health.reading.log_kind import (
-    OF_A_NETWORK,
     Epochs,
     LineRows,
     LogKind,
@@ -58,7 +56,6 @@ from ampdoctor.health.reading.log_kind import (
 
 _RANGES = ("__MIN", "__MAX")
 _BETWEEN = " - "  # separates the name of a run and that of a metric: "ruby-sun-12 - train/loss"
-_LISTED = 4
 
 
 def _metrics_of(header: Sequence[str], name: str) -> Sequence[str]:
@@ -69,20 +66,16 @@ def _metrics_of(header: Sequence[str], name: str) -> Sequence[str]:
     }
     runs = list(dict.fromkeys(run for run, _, _ in found.values()))
     if len(runs) > 1:
-        more = ", ..." if len(runs) > _LISTED else ""
         raise CheckpointError(
-            f"{name} is W&B's export of {len(runs)} runs ({', '.join(runs[:_LISTED])}{more}), and a log is of one: "
-            "export each by itself."
+            f"{name} is W&B's export of {len(runs)} runs, and a log is of one: export each by itself."
         )
     return ["" if column in ranges else found[column][2] if column in found else column for column in header]
 
 
 _LIGHTNING = "metrics.csv"
 _SOMETHING = frozenset({"loss", "gradient_norm", "loss_scale"})
-_NETWORKS = {"g": "g", "gen": "g", "generator": "g", "d": "d", "disc": "d", "discriminator": "d", "critic": "d"}
-"""Names of the networks of an adversarial training, and which of the two each one is."""
-_BESIDE = frozenset({"loss", "losses", "train", "training", "total", "a", "b"})
-"""Words that may stand beside such a name in the column of the network's whole loss; `loss_d_real` is only a part."""
+_ADVERSARIES = frozenset({"g", "gen", "generator", "d", "disc", "discriminator", "critic"})
+"""Parts that are no part of one loss: networks that train against each other."""
 _TRIED = 1000  # rows in which a log must have a loss, a norm or a scale
 _HEAD = 1024 * 1024  # bytes in which these rows must stand
 _TABLES = frozenset({".csv", ".tsv"})
@@ -109,15 +102,9 @@ def _is_header(line: str) -> bool:
 
 
 class TableRows(LineRows):
-    """Makes rows from the lines of a table, or from lines that are JSON objects.
+    """Makes rows from the lines of a table, or from lines that are JSON objects; its beginning decides the columns.
 
-    The beginning of the file decides the columns. Raises CheckpointError where it cannot be read, has more columns than
-    a log, or is W&B's export of several runs.
-
-    Attributes:
-        has_steps: Whether the beginning has steps, or epochs that rise.
-        wrong_steps: Whether it has a column of invalid steps.
-        says_something: Whether it has a loss, a norm or a scale.
+    Raises CheckpointError where it cannot be read, has more columns than a log, or is W&B's export of several runs.
     """
 
     def __init__(self, file: RegularFile) -> None:
@@ -205,12 +192,6 @@ def _fields(values: _Values) -> dict[str, float]:
     if _is_of_an_evaluation(values):
         return {}
     fields = known_fields(values)
-    networks = (
-        {} if "loss" in fields else {key: side for key in values if isinstance(key, str) and (side := _network(key))}
-    )
-    if len(set(networks.values())) > 1:  # losses of two networks that train against each other are not summed
-        losses = {f"{OF_A_NETWORK}{key}": as_number(values[key]) for key in networks}
-        return fields | {name: loss for name, loss in losses.items() if loss is not None}
     if "loss" not in fields:
         parts = [as_number(value) for key, value in values.items() if _is_part(key)]
         known = [part for part in parts if part is not None]
@@ -220,17 +201,7 @@ def _fields(values: _Values) -> dict[str, float]:
 
 
 def _says_something(fields: Mapping[str, float]) -> bool:
-    return not fields.keys().isdisjoint(_SOMETHING) or any(name.startswith(OF_A_NETWORK) for name in fields)
-
-
-@lru_cache(maxsize=1024)
-def _network(column: str) -> str:
-    """Returns the network whose loss a column is, as `G_loss`, `loss_D`, `train/gen_loss`; "" for none."""
-    words = re.findall(r"[a-z]+|[A-Z](?![a-z])|[A-Z][a-z]+", column)
-    lower = [word.lower() for word in words]
-    sides = {_NETWORKS[word] for word in lower if word in _NETWORKS}
-    whole = "loss" in lower or "losses" in lower
-    return sides.pop() if whole and len(sides) == 1 and {*lower} <= _BESIDE | _NETWORKS.keys() else ""
+    return not fields.keys().isdisjoint(_SOMETHING)
 
 
 def _is_of_an_evaluation(values: _Values) -> bool:
@@ -239,7 +210,7 @@ def _is_of_an_evaluation(values: _Values) -> bool:
 
 def _is_part(key: object) -> bool:
     name = key.strip().lower() if isinstance(key, str) else ""
-    return name.startswith("train/") and name.endswith("_loss")
+    return name.startswith("train/") and name.endswith("_loss") and name[6:-5] not in _ADVERSARIES
 
 
 def _is_a_log(place: LogLocation, name: str) -> bool:

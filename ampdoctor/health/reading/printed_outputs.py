@@ -13,7 +13,6 @@ from ampdoctor.evidence.log_records import EndLine
 from ampdoctor.health.reading.log_files import SkippedLines, as_number, lines_in
 from ampdoctor.health.reading.log_kind import LineRows, LogLocation, ReadIssues, Row, kind_of_one_file
 from ampdoctor.health.reading.printed_console import OVERFLOW, ConsoleRows, Layout, OverflowRows, layout_of, overflow_in
-from ampdoctor.health.reading.printed_line import printed
 
 # -- how a job ended: an uncaught exception at the end of its output --
 
@@ -231,10 +230,6 @@ class _DeepSpeedRows(LineRows):
         return Row(self._step, values)
 
 
-def _is_overflow_or_step(line: bytes) -> bool:
-    return _STEP.search(line) is not None or OVERFLOW.search(line) is not None
-
-
 class _Text:
     """Finds in the beginning of a text whose output it is."""
 
@@ -310,14 +305,10 @@ def _logs_of(format: str) -> Callable[[LogLocation], list[str]]:  # noqa: A002
     return logs_of
 
 
-def _tells_of_overflows(file: RegularFile) -> bool:
-    return any(overflow_in(line) is not None for line in lines_in(file))
-
-
 def _console(file: RegularFile) -> PrintedRows:
     text, _ = _text(file)
     layout = None if text is None else text.layout
-    if layout is not None and layout.place == "epoch" and _tells_of_overflows(file):
+    if layout is not None and layout.place == "epoch" and any(map(overflow_in, lines_in(file))):
         layout = replace(layout, counted=True)
     if layout is None:
         raise CheckpointError(f"{file.name} no longer has a line with a step and a loss.")
@@ -329,11 +320,6 @@ def _deepspeed(file: RegularFile) -> PrintedRows:
     return PrintedRows(OverflowRows() if text is not None and not text.steps_of_deepspeed else _DeepSpeedRows())
 
 
-MEGATRON = kind_of_one_file(
-    "megatron",
-    _logs_of("megatron"),
-    lambda _: PrintedRows(_MegatronRows()),
-    lambda line: _ITERATION.search(line) is not None,
-)
-CONSOLE = kind_of_one_file("console", _logs_of("console"), _console, lambda line: printed(line) is not None)
-DEEPSPEED = kind_of_one_file("deepspeed", _logs_of("deepspeed"), _deepspeed, _is_overflow_or_step)
+MEGATRON = kind_of_one_file("megatron", _logs_of("megatron"), lambda _: PrintedRows(_MegatronRows()))
+CONSOLE = kind_of_one_file("console", _logs_of("console"), _console)
+DEEPSPEED = kind_of_one_file("deepspeed", _logs_of("deepspeed"), _deepspeed)

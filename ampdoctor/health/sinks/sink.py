@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol, runtime_checkable
 
 from ampdoctor.evidence.report import Finding
@@ -44,13 +44,8 @@ class RunFacts:
 
     def as_config(self) -> dict[str, str | int]:
         """Returns the known facts as a run's configuration, under names of ours."""
-        known: dict[str, str | int] = {
-            "run_id": self.run_id,
-            "version": self.version,
-            "precision": self.precision,
-            "world_size": self.world_size,
-        }
-        return {f"ampdoctor/{key}": value for key, value in known.items() if value != ""}
+        known = asdict(self).items()
+        return {f"ampdoctor/{key}": value for key, value in known if key != "name" and value != ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,10 +155,6 @@ class OpenMetricsFile:
             yield metric.name, labels, value
 
 
-def _writes(target: str, _run: str) -> tuple[str, ...]:
-    return (target,)
-
-
 KIND = SinkType(
     name="openmetrics",
     target="FILE",
@@ -166,5 +162,5 @@ KIND = SinkType(
     begin=OpenMetricsFile,
     module="prometheus_client",
     is_path=True,
-    writes=_writes,
+    writes=lambda target, _run: (target,),
 )

@@ -54,10 +54,6 @@ def test_a_skipped_step_that_is_tried_again_is_none():
     assert [f.code for f in findings if f.code == "AMP735"] == []
 
 
-def another_unit(at, value):
-    return value * 5 if at >= BAD else value
-
-
 @pytest.mark.parametrize("factor", [5.0, 0.2])
 def test_inputs_in_another_unit(factor):
     (finding,) = judged(steps(batch_rms=lambda at, value: value * factor if at >= BAD else value))
@@ -96,18 +92,10 @@ def test_batches_of_another_size_begin_anew():
     def longer(at, value):
         return value * 4 if at >= BAD else value
 
-    def elements(at, value):
-        return value * 4 if at >= BAD else value
-
-    assert judged(steps(900, loss=longer, gradient_norm=longer, batch_elements=elements)) == []
-    (finding,) = judged(
-        steps(
-            900,
-            loss=longer,
-            gradient_norm=lambda at, value: longer(at, value) * (30 if at == 700 else 1),
-            batch_elements=elements,
-        )
-    )
+    grown = {"loss": longer, "batch_elements": longer}
+    assert judged(steps(900, gradient_norm=longer, **grown)) == []
+    jumps = lambda at, value: longer(at, value) * (30 if at == 700 else 1)  # noqa: E731
+    (finding,) = judged(steps(900, gradient_norm=jumps, **grown))
     assert (finding.code, finding.where.step) == ("AMP720", 700)
 
 
