@@ -104,9 +104,7 @@ def test_the_means_of_epochs_are_read_where_there_is_nothing_finer(tmp_path):
     "line",
     [
         "04/21 21:03:53 - mmengine - INFO - Epoch(train)  [{epoch}][{at:3d}/90]  lr: 1.0e-02  eta: 0:25  loss: {loss}",
-        "Epoch [{epoch}/4], Step [{at}/90], Loss: {loss}",
         "Train Epoch: {epoch} [{at}/90 (12%)]\tLoss: {loss}",
-        "epoch {epoch} | batch {at} | loss {loss}",
         "[{epoch}, {at:5d}] loss: {loss}",
         "Epoch {epoch}:  67%|██████▋   | {at}/90 [00:53<00:18, 15.76s/it, loss={loss}, v_num=1]",
     ],
@@ -121,13 +119,12 @@ def test_steps_that_are_counted_anew_in_each_epoch_go_on(tmp_path, line):
     assert set(read(tmp_path)[2]) == {0}
 
 
-@pytest.mark.parametrize("described", [True, False])
-def test_a_bar_that_is_drawn_twice_at_each_step_and_begins_anew_in_each_epoch(tmp_path, described):
+def test_a_bar_that_is_drawn_twice_at_each_step_and_begins_anew_in_each_epoch(tmp_path):
     text, before = "", 9.0
     for at in range(1, 201):
         place, epoch = (at - 1) % 50 + 1, (at - 1) // 50
         for shown in (before, loss(at)):  # update() draws it with the loss of the step before, set_postfix() anew
-            text += "\r" + f"Epoch {epoch}: " * described + bar(place, 50, f", loss={shown}")[1:]
+            text += f"\rEpoch {epoch}: " + bar(place, 50, f", loss={shown}")[1:]
         before = loss(at)
         text += "\n" if place == 50 else ""
     assert steps_of(tmp_path, text) == [(at, loss(at)) for at in range(1, 201)]
@@ -290,10 +287,8 @@ def test_overflows_between_counted_rows_are_of_no_known_step(tmp_path):
     ("said", "line", "each"),
     [
         ("deepspeed", "dictionaries", 1),
-        ("deepspeed", "dictionaries", 10),
         ("deepspeed", "epochs", 5),
         ("deepspeed", "steps", 1),
-        ("apex", "dictionaries", 1),
         ("apex", "steps", 1),
         ("fairseq", "dictionaries", 1),
     ],

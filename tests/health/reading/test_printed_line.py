@@ -88,7 +88,6 @@ def test_a_line_of_a_training(line):
         "validation loss at iteration 2 | lm loss value: 1.0E+01 | lm loss PPL: 2.2E+04 |",
         "Validation: 50%|█████     | 2/4 [00:01<00:01, 15.76it/s, loss=0.4]",
         "{'eval_loss': 2.4, 'eval_runtime': 0.1, 'epoch': 1.0}",
-        "Test set: Average loss: 0.0500, Accuracy: 9800/10000 (98%)",
         "step 5: box loss 2.0, kl_loss 1.0",
     ],
 )
@@ -132,10 +131,8 @@ def test_a_line_that_is_made_to_take_long_takes_none():
     "line",
     [
         "step " + "9" * 5000 + ": loss 2.0",
-        "epoch inf: loss 2.0",
         "epoch nan step nan loss 2.0",
         "step -5 epoch -1 loss 2.0",
-        "[" + "9" * 5000 + "][1/2] loss: 2.0",
         "50%|x| " + "9" * 5000 + "/5 [00:01<00:01, 2it/s, loss=2.0]",
     ],
 )

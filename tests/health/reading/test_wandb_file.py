@@ -80,13 +80,6 @@ def test_a_damaged_block_costs_no_more_than_its_rest(tmp_path):
     assert "damaged" in noticed.skipped[0].reason
 
 
-def test_a_file_that_is_being_written_ends_where_it_ends(tmp_path):
-    (tmp_path / "run-abc.wandb").write_bytes(framed([history(at, loss=1.0) for at in range(9)])[:-5])
-    lines, noticed = read(tmp_path)
-    assert [one.line.step for one in lines if isinstance(one.line, StepLine)] == list(range(8))
-    assert not noticed.skipped
-
-
 @pytest.mark.parametrize(
     "odd", [{"_step": 10**400}, {"_step": 2**53}, {"_timestamp": math.inf}, {"_timestamp": math.nan}]
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import replace
 
 import pytest
 
-from ampdoctor.evidence.log_records import ActionLine, AlertLine, CheckpointLine, DetailLine, RunLine, StepLine
+from ampdoctor.evidence.log_records import ActionLine, CheckpointLine, RunLine, StepLine
 from ampdoctor.health.sinks.metrics import METRICS, Alert, Projection, Row, name_of, parts_of, together
-from tests.health.sinks.lines import a_run, finding, stamped, tensor
+from tests.health.sinks.lines import a_run, stamped
 
 
 def said(lines):
@@ -95,13 +95,6 @@ def test_a_look_is_one_row_however_many_lines_it_takes():
     assert not [name for name in found if name.startswith("zero_ratio/")]  # a series for what is zero is none
 
 
-def test_a_header_amid_a_look_does_not_end_it():
-    header = RunLine(name="small", tensors=("a", "b"))
-    parts = [DetailLine(step=5, tensors=(replace(tensor(i), flushed_share=0.1 + i),)) for i in (0,)]
-    second = DetailLine(step=5, tensors=(replace(tensor(1), flushed_share=0.5),))
-    assert len(rows(map(stamped, [header, *parts, header, second]))) == 1
-
-
 def test_a_second_optimizer_has_names_of_its_own():
     header = RunLine(name="gan", optimizers=("optimizer", "optimizer2"))
     assert values(StepLine(step=0, loss=1.0), header).keys() == {"step_total", "loss", "loss_finite"}
@@ -129,18 +122,9 @@ def test_the_facts_of_the_run_come_from_its_newest_header():
     assert (facts.name, facts.precision, facts.version, facts.world_size) == ("a", "bf16", "1.0", 4)
 
 
-def test_a_log_without_a_header_is_shown_as_well():
-    projection = Projection()
-    assert list(projection.of(stamped(AlertLine(step=0, finding=finding()))))
-    assert projection.facts.name == "5c1f0e6bd2f7a390"
-
-
-@pytest.mark.parametrize("optimizer", ["", "optimizer2"])
-@pytest.mark.parametrize("metric", METRICS)
-def test_names_can_be_taken_apart_again(metric, optimizer):
-    for label in ("", "model/layers.0.weight"):
-        name = name_of(metric, label, optimizer)
-        assert parts_of(name) == (METRICS[metric], label, optimizer)
+def test_names_can_be_taken_apart_again():
+    for metric, optimizer, label in itertools.product(METRICS, ("", "optimizer2"), ("", "model/layers.0.weight")):
+        assert parts_of(name_of(metric, label, optimizer)) == (METRICS[metric], label, optimizer)
 
 
 def test_what_stands_for_several_steps_is_the_last_the_worst_or_what_is_not_finite():

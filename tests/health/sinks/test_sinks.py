@@ -415,10 +415,3 @@ def test_an_alert_waits_for_nothing_and_comes_after_what_it_is_about():
     assert [step for step, _ in order] == [0, 9, 7, 7, 9]
     assert [told for _, told in order][2:4] == ["AMP721", "AMP201"]
     assert math.isnan(order[1][1]["loss"])
-
-
-def test_a_run_that_says_nothing_opens_nothing():
-    exporter = Exporter(lambda _: pytest.fail("opened"), often=True)
-    exporter.hear(stamped(RunLine(name="small")))
-    exporter.idle()
-    exporter.close()
