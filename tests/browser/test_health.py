@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.reports.html_report import render_html
-from tests.browser.conftest import DESK, PATIENCE, wait_until
+from tests.browser.conftest import DESK, wait_until
 from tests.browser.health_pages import alert, health_report, health_run
 from tests.browser.pages import EVERY_VIEW, HOSTILE
 
@@ -137,15 +136,6 @@ def test_the_values_of_every_panel_are_read_at_one_place_by_mouse_and_by_keyboar
     assert "not finite" in readout(page, "loss")
 
 
-def test_steps_samples_and_tokens_are_axes(visit, settle):
-    page = visit("watched")
-    settle(page)
-    page.get_by_label("Axis", exact=True).select_option("tokens")
-    wait_until(page, lambda: {high for _, high in windows(page)} == {RUN.axis.tokens[-1]})
-    page.get_by_label("Axis", exact=True).select_option("samples")
-    wait_until(page, lambda: {high for _, high in windows(page)} == {RUN.axis.samples[-1]})
-
-
 def test_a_flag_and_the_list_open_the_alerts_finding_and_its_command(visit, settle):
     page = visit("watched", permissions=["clipboard-read", "clipboard-write"])
     settle(page)
@@ -182,24 +172,6 @@ def test_a_flag_and_the_list_open_the_alerts_finding_and_its_command(visit, sett
     assert high - low < 0.1 * RUN.last_step
 
 
-def test_an_alert_is_shown_at_its_step_on_every_chart_also_on_those_not_yet_in_view(visit):
-    page = visit("watched", viewport={"width": 1280, "height": 500})
-    page.get_by_role("button", name=re.compile("open AMP721")).click()
-    page.get_by_role("button", name="Show on the charts").click()
-    step = next(f.where.step for f in EVERY_VIEW["watched"].findings if f.code == "AMP721")
-    for chart in page.locator("#lanes-view .chart").all():
-        chart.scroll_into_view_if_needed()
-        chart.and_(page.locator("[data-drawn]")).wait_for()
-    off = page.evaluate(
-        """(step) => [...document.querySelectorAll("#lanes-view .chart")].map((chart) => {
-            const cross = chart.querySelector(".cross");
-            const wanted = echarts.getInstanceByDom(chart).convertToPixel({ xAxisIndex: 0 }, step);
-            return cross.hidden ? 1e6 : Math.abs(parseFloat(cross.style.left) - wanted); })""",
-        step,
-    )
-    assert max(off) <= 1
-
-
 def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_alert_that_is_shown(drawn):
     run = health_run()
     about = {name: run.maps[0].tensors[row] for name, row in (("flushed_share", 3), ("log2_headroom", 5))}
@@ -213,16 +185,6 @@ def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_a
     page.get_by_role("button", name="Show on the charts").click()
     assert chosen.inner_text() == "headroom in powers of two of gradients"
     assert about["log2_headroom"] in page.locator("#map-about").inner_text()
-
-
-def test_a_bundle_stands_under_the_alert_of_its_own_step_and_under_no_other(drawn):
-    run = health_run()
-    before = alert(run, 0.3)
-    at_it = replace(before, code="AMP722", where=replace(before.where, step=run.looks[0].step))
-    page = drawn(health_report(run, findings=(at_it, before)), DESK)
-    commands = page.locator("#findings article")
-    assert run.looks[0].command in commands.nth(0).inner_text()
-    assert run.looks[0].command not in commands.nth(1).inner_text()
 
 
 def test_runs_lie_on_each_other_and_can_be_taken_away(visit, settle):
@@ -292,24 +254,3 @@ def test_the_tables_say_what_the_panels_draw(visit, settle):
     row = lane.locator("tbody tr").first.locator("td").all_inner_texts()
     curve = RUN.curves[0]
     assert row == ["A", "0", "24", *(f"{v[0]:.3g}" for v in (curve.low, curve.middle, curve.high)), "0"]
-
-
-@pytest.fixture(scope="module")
-def largest(tmp_path_factory):
-    """The largest report that the page is made for: three runs of 2,000 spans, six maps of 200 tensors by 400 steps."""
-    big = health_run("big", seed=1, spans=2000, width=500, tensors=200, columns=400)
-    others = [replace(health_run(f"run{n}", seed=n, spans=2000, width=500), maps=()) for n in (2, 3)]
-    path = tmp_path_factory.mktemp("largest") / "report.html"
-    path.write_text(render_html(health_report(big, *others, findings=[alert(big, n / 200) for n in range(200)])))
-    return path
-
-
-def test_the_largest_page_is_small_and_draws_soon(largest, chromium):
-    assert largest.stat().st_size < 6e6
-    page = chromium.new_page(viewport=DESK)
-    page.goto(largest.as_uri())
-    page.locator("#lane-loss .chart").scroll_into_view_if_needed()
-    page.locator("#lane-loss .chart[data-drawn]").wait_for()
-    took = page.evaluate("performance.now()") / 1e3
-    page.close()
-    assert took < PATIENCE / 2, "2 s on a machine of its own"

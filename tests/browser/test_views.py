@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 from dataclasses import replace
 
 import pytest
 
-from ampdoctor.numerics.counting import count
 from ampdoctor.numerics.histogram import Histogram
 from tests.browser.conftest import AXE, DESK, PHONE, harmless, wait_until
 from tests.browser.pages import EVERY_VIEW, FITTING, HOSTILE, LAYERS, PROFILED, RUN_SCALE, SITES
@@ -90,30 +87,6 @@ def test_a_request_and_a_foreign_script_are_refused_by_the_page_itself(chromium,
     page.close()
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float64", "tiny", "beyond"])
-def test_the_scripts_read_histograms_of_every_source(kind, visit):
-    import torch
-
-    generator = torch.Generator().manual_seed(5)
-    values = torch.randn(500, generator=generator, dtype=torch.float64) * torch.exp2(
-        8 * torch.randn(500, generator=generator, dtype=torch.float64) - 9
-    )
-    special = {"tiny": values * 2.0**-140, "beyond": values * 2.0**130}
-    source = special.get(kind, values)
-    histogram = count(source.to(getattr(torch, kind)) if kind not in special else source)
-    page = visit("profiled")
-    for name, exponent in itertools.product(("fp16", "bf16", "e4m3fn", "e5m2"), (-8, 0, 5, 16)):
-        figures = page.evaluate(
-            """([data, name, exponent]) => ampdoctor.histogram.figures(
-                ampdoctor.histogram.read(data), ampdoctor.data.formats[name], 2 ** exponent)""",
-            [histogram.to_dict(), name, exponent],
-        )
-        assert figures["flushed"] == pytest.approx(histogram.flushed(name, 2.0**exponent), abs=1e-12)
-        assert figures["subnormal"] == pytest.approx(histogram.subnormal(name, 2.0**exponent), abs=1e-12)
-        assert figures["overflowed"] == pytest.approx(histogram.overflowed(name, 2.0**exponent), abs=1e-12)
-        assert figures["headroom"] == pytest.approx(histogram.headroom(name, 2.0**exponent), abs=1e-9)
-
-
 def merged(kind, name, scale):
     histogram = Histogram.empty()
     for site in half(kind):
@@ -142,29 +115,6 @@ def test_the_slider_says_what_each_loss_scale_does(visit, settle):
     page.get_by_label("Tensors", exact=True).select_option("weight")
     assert slider.is_disabled()
     assert "does not act on these" in page.locator("output").inner_text()
-
-
-@pytest.mark.parametrize(("run", "shown"), [(2.0**-18, "2^-18 = 3.815e-6"), (1000.0, "1000")])
-def test_the_slider_begins_and_comes_back_at_the_runs_own_scale_wherever_that_is(run, shown, drawn):
-    page = drawn(replace(PROFILED, profile={**PROFILED.profile, "loss_scale": run}), DESK)
-    slider, output, shares = (
-        page.get_by_label("Loss scale", exact=True),
-        page.locator("output"),
-        page.locator(".shares"),
-    )
-    page.get_by_label("Tensors", exact=True).select_option("weight_grad")
-
-    def at_the_runs():
-        flushed = re.search(r"flushed ([^,]+),", shares.inner_text())[1]
-        return output.inner_text() == shown and 100 * merged("weight_grad", "fp16", run)[0] == share(flushed)
-
-    assert at_the_runs()
-    slider.fill("0")
-    assert output.inner_text() == "2^0 = 1"
-    page.get_by_role("button", name=re.compile("^run ")).click()
-    assert at_the_runs()
-    assert slider.get_attribute("aria-valuetext") == shown
-    assert int(slider.input_value()) == round(math.log2(run))
 
 
 def test_the_histogram_of_a_layer_and_its_table_agree_with_the_counts(visit, settle):
@@ -303,10 +253,7 @@ def test_the_trend_shows_each_measure(visit, settle):
     assert SHOWN in page.locator("#change-view").inner_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "chart"),
-    [("bisected", "#path-view"), ("profiled", "#heatmap-view")],
-)
+@pytest.mark.parametrize(("name", "chart"), [("bisected", "#path-view"), ("profiled", "#heatmap-view")])
 def test_hovering_shows_hostile_names_as_text(name, chart, visit, settle):
     page = visit(name)
     settle(page)
@@ -391,14 +338,3 @@ def test_the_charts_open_on_what_the_first_finding_is_about(drawn):
     assert page.get_by_label("Share", exact=True).input_value() == "flushed"
     page = drawn(replace(PROFILED, findings=(replace(gradient, cause="grad_overflow"),)), DESK)
     assert page.get_by_label("Share", exact=True).input_value() == "overflowed"
-
-
-def test_the_dots_of_the_path_say_what_they_are(visit, settle):
-    page = visit("bisected")
-    settle(page)
-    said = page.locator("#path-view .chart").evaluate_all(
-        """(charts) => charts.map((chart) => echarts.getInstanceByDom(chart).getZr().storage.getDisplayList(true)
-            .filter((shape) => !shape.ignore && shape.style.text).map((shape) => shape.style.text))"""
-    )
-    assert {"origin: linear", "affected: cross_entropy_loss", "relu", "add"} <= set(said[0])
-    assert {"6000", "3 Inf", "16 NaN"} <= set(said[1])

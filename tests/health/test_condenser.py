@@ -7,14 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ampdoctor.evidence.log_records import (
-    ActionLine,
-    CheckpointLine,
-    EndLine,
-    LookLine,
-    LostLine,
-    StepLine,
-)
+from ampdoctor.evidence.log_records import ActionLine, CheckpointLine, EndLine, LookLine, LostLine, StepLine
 from ampdoctor.health.condense import RunSummarizer
 from ampdoctor.health.curves import MOST_SPANS, Spans, curve_of, spans_of
 from tests.health.logs import HEADER, detail, stamped, steps
@@ -86,19 +79,8 @@ def test_what_a_rollback_or_a_restart_has_undone_is_not_shown():
     assert curve(run, "loss").middle == (*[1.0] * 6, 2.0, 3.0, 3.0)
 
 
-def test_norms_are_unscaled_and_shown_before_and_after_clipping():
-    lines = [
-        StepLine(step=0, gradient_norm=65536.0, norm_scaled=True, loss_scale=32768.0, max_norm=1.0),
-        StepLine(step=1, gradient_norm=0.5, max_norm=1.0, loss_scale=32768.0),
-        StepLine(step=2, gradient_norm=0.75, norm_clipped=True, loss_scale=32768.0),
-        StepLine(step=3, gradient_norm=math.inf, max_norm=1.0),
-    ]
-    run = one([HEADER, *lines])
-    assert curve(run, "gradient_norm").middle == (2.0, 0.5, None, None)
-    assert curve(run, "clipped_norm").middle == (1.0, 0.5, 0.75, None)
-
-
 def test_throughput_is_what_was_counted_between_two_steps():
+    # the seconds of a line are those of one step, however many lie between two lines
     lines = [StepLine(step=at, seconds=0.5, samples=16 * at, tokens=1024 * at) for at in (1, 2, 4)]
     run = one([HEADER, *lines])
     assert curve(run, "samples_per_second").middle == (None, 32.0, 32.0)

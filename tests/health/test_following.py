@@ -145,13 +145,6 @@ def test_what_is_not_there_yet(tmp_path):
     assert steps(follower) == [0]
 
 
-def test_what_is_no_log_is_said(tmp_path):
-    path = tmp_path / "notes.txt"
-    path.write_text("buy milk\nand bread\n")
-    with pytest.raises(CheckpointError, match="is no log that is read here"):
-        list(Follower(path).new())
-
-
 def test_the_output_of_a_job_that_has_no_step_yet_is_waited_for(tmp_path):
     path, follower = tmp_path / "job.out", Follower(tmp_path / "job.out")
     path.write_text("world size 8\ncompiling\n")

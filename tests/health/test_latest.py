@@ -19,7 +19,7 @@ from ampdoctor.evidence.log_records import (
     TensorDetail,
 )
 from ampdoctor.evidence.report import Finding
-from ampdoctor.health.latest import STEPS, Latest, Rates
+from ampdoctor.health.latest import Latest, Rates
 
 
 class Log:
@@ -38,13 +38,6 @@ class Log:
 
 def step(number, **fields):
     return StepLine(**{"step": number, "loss": 2.0, "gradient_norm": 1.0, **fields})
-
-
-def test_memory_does_not_grow_with_the_run():
-    log = Log()
-    log.put(*(step(number) for number in range(STEPS + 10)))
-    assert len(log.latest.steps) == STEPS
-    assert (log.latest.first_step, log.latest.last.step) == (0, STEPS + 9)
 
 
 def test_rates_are_of_the_last_steps():

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue import thresholds_from
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.log_records import AlertLine, EndLine, LookLine, StepLine
@@ -106,14 +105,6 @@ def test_optimizers_of_one_process_are_no_ranks_and_their_steps_are_the_runs(tmp
     found = [(one.code, one.evidence["optimizer"], one.evidence.get("ranks")) for one in report.findings]
     assert found == [("AMP722", "optimizer", None), ("AMP722", "optimizer2", None)]
     assert report.checks[0].headroom["steps"] == 41
-
-
-def test_a_threshold_is_moved(tmp_path):
-    gentle = [StepLine(step=at, loss=2.0 + 0.01 * (at % 3), gradient_norm=0.5 + 0.01 * (at % 5)) for at in range(400)]
-    jump = StepLine(step=400, loss=2.0, gradient_norm=5.0)
-    write(tmp_path / "log.jsonl", [HEADER, *gentle, jump])
-    assert codes(health([tmp_path])) == [("AMP720", 400)]
-    assert health([tmp_path], thresholds=thresholds_from({"AMP720": {"deviations": 100}})).findings == ()
 
 
 def test_several_logs_stand_side_by_side_and_one_that_cannot_be_read_is_said(tmp_path, monkeypatch, check_report):

@@ -44,16 +44,6 @@ def test_batches_that_come_again_in_health():
         assert (name, judged(steps(1200, batch_fingerprint=fingerprint))) == (name, [])
 
 
-def test_a_skipped_step_that_is_tried_again_is_none():
-    findings = judged(
-        steps(
-            batch_fingerprint=lambda at, value: BAD if BAD <= at < BAD + 8 else value,
-            skipped=lambda at, _: BAD <= at < BAD + 7,
-        )
-    )
-    assert [f.code for f in findings if f.code == "AMP735"] == []
-
-
 @pytest.mark.parametrize("factor", [5.0, 0.2])
 def test_inputs_in_another_unit(factor):
     (finding,) = judged(steps(batch_rms=lambda at, value: value * factor if at >= BAD else value))

@@ -119,12 +119,12 @@ def test_a_scaler_that_is_new_in_each_epoch_is_told_when_it_starts_over_again(ba
     assert "Make it once, before the epochs" in first.message
 
 
-def test_and_where_each_epoch_loses_its_first_steps_that_is_a_warning():
-    assert heard(scaler_anew(30, 6, taken_from=7)) == [("AMP740", "warning", 60)]
-
-
-def test_a_scaler_that_starts_over_once_was_not_loaded():
-    assert heard(scaler_anew(60, 2, taken_from=7)) == []
+@pytest.mark.parametrize(
+    ("batches", "epochs", "found"),
+    [(30, 6, [("AMP740", "warning", 60)]), (60, 2, [])],  # one that starts over once was not loaded
+)
+def test_and_where_each_epoch_loses_its_first_steps_that_is_a_warning(batches, epochs, found):
+    assert heard(scaler_anew(batches, epochs, taken_from=7)) == found
 
 
 def none_taken(count, *, told=True):
@@ -195,9 +195,7 @@ def quiet(count, loss=None, norm=None):
     """A run whose loss does not fall, as in its first steps."""
     level = lambda at, v: 4.0 + 0.2 * (v - math.floor(v))  # noqa: E731 - the digits of a random number
     return steps(
-        count,
-        loss=lambda at, v: (loss or (lambda _, v: v))(at, level(at, v)),
-        gradient_norm=norm or (lambda _, v: v),
+        count, loss=lambda at, v: (loss or (lambda _, v: v))(at, level(at, v)), gradient_norm=norm or (lambda _, v: v)
     )
 
 

@@ -66,14 +66,6 @@ def test_weights_are_moved_by_the_settings_only_where_these_have_changed(factor)
     assert breaks_of(change, loss=lambda at, value: value * 3 if at >= sick - 10 else value) == {"data"}
 
 
-def test_weights_of_batches_of_another_size_begin_anew():
-    lines = details(change=changed("norm", 2, "parameter", since(1.1)))
-    size = steps(610, batch_elements=lambda at, value: value * 4 if at >= SICK * 20 - 10 else value)
-    both = sorted([*lines, *size], key=lambda line: line.step)
-    assert "AMP733" not in [f.code for f in judged(both)]
-    assert "AMP733" in [f.code for f in judged(sorted([*lines, *steps(610)], key=lambda line: line.step))]
-
-
 def rounded_away(look, one):
     """A model in bf16 whose updates are too small for most weights from a look on."""
     if one.role == "gradient":

@@ -46,6 +46,8 @@ def test_what_is_not_plain_goes_the_checked_way(text, change):
         (PLAIN, {"step": 2**64}),
         (PLAIN, {"skipped": 1}),
         (PLAIN, {"loss": "high"}),
+        (PLAIN, {"step": None}),
+        (PLAIN, {"run_id": 5}),
         (PLAIN, {"learning_rates": 5}),
         (PLAIN, {"rank": -1}),
         (DETAIL, {"tensors": [{"tensor": 1, "role": "hero"}]}),

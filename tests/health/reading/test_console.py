@@ -201,14 +201,6 @@ def test_a_log_with_nothing_but_overflows_says_that_steps_were_taken_in_between(
     assert [one.what for one in noticed.skipped] == ["steps that were taken"]
 
 
-def test_a_log_of_overflows_alone_that_falls_to_the_floor(tmp_path):
-    text = "".join(overflow(2 * at, 2 ** (10 - at), max(2 ** (9 - at), 1)) for at in range(11))
-    (tmp_path / "job.out").write_text(text + "Exception: Current loss scale already at minimum.\n")
-    assert [(one.step, one.skipped, one.loss_scale) for one in read(tmp_path)[0]] == [
-        (at + 1, True, 2.0 ** (10 - at)) for at in range(11)
-    ]
-
-
 def dictionaries(first, last):
     return "".join(f"{ {'loss': loss(at), 'grad_norm': 1.5, 'epoch': at / 100} }\n" for at in range(first, last + 1))
 
@@ -271,16 +263,6 @@ def overflows_in(tmp_path, text):
 
 def errors(report):
     return {one.code for one in report.findings if one.severity == "error"}
-
-
-def test_overflows_between_counted_rows_are_of_no_known_step(tmp_path):
-    text = dictionaries(1, 20) + overflow(0, 2**14, 2**13) + dictionaries(21, 40)
-    report, checks = overflows_in(tmp_path, text)
-    lines, noticed, _ = read(tmp_path)
-    assert [one.step for one in lines] == list(range(1, 41))
-    assert [one.what for one in noticed.skipped] == ["the numbers of the steps", "an overflow"]
-    assert checks == ("not judged: which step was skipped is not known",) * 2
-    assert (report.findings, report.health.runs[0].skipped) == ((), 1)
 
 
 @pytest.mark.parametrize(

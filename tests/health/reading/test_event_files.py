@@ -14,12 +14,10 @@ from safetensors.torch import save_file
 from ampdoctor.checkpoints.files import list_folder
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import StepLine
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.health.reading.event_files import masked_crc
 from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import logs_in_folder
 from ampdoctor.workflows.scan import scan
-from ampdoctor.workflows.scan_log import log_beside
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "logs" / "tensorboard"
 WRITTEN = json.loads((FIXTURE / "written.json").read_text(encoding="utf-8"))
@@ -142,10 +140,7 @@ def test_two_writers_of_one_run_add_to_each_other(tmp_path):
     assert [(line.loss, line.loss_scale) for line in log] == [(2.0, 512.0)] * 9
 
 
-@pytest.mark.parametrize(
-    ("tag", "expected"),
-    [("Loss/train", True), ("lm loss", True), ("Loss/test", False)],
-)
+@pytest.mark.parametrize(("tag", "expected"), [("Loss/train", True), ("lm loss", True), ("Loss/test", False)])
 def test_tags_are_read_as_the_columns_of_other_logs(tmp_path, tag, expected):
     assert losses(read(tmp_path, record(event(3, tag, 0.5)))[0]) == ([(3, 0.5)] if expected else [])
 
@@ -205,16 +200,6 @@ def test_a_scan_judges_by_the_event_files_beside_the_weights(tmp_path):
     report = scan(tmp_path)
     assert [(f.code, f.where.global_step) for f in report.findings] == [("AMP722", 0)]
     assert report.skipped == ()
-
-
-def test_the_longest_run_of_a_folder_of_runs_is_the_log(tmp_path):
-    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
-    for name, steps in (("Jan01_host", 3), ("Jan02_host", 7), ("Jan03_host", 2)):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / NAME).write_bytes(b"".join(record(event(step)) for step in range(steps)))
-    (tmp_path / "runs" / "loop").symlink_to(tmp_path / "runs")
-    beside, skipped = log_beside([(list_folder(tmp_path), "")], DEFAULT_THRESHOLDS)
-    assert (beside.run.steps, skipped) == (7, ())
 
 
 def test_links_and_folders_in_place_of_event_files(tmp_path):

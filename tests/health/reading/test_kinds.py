@@ -11,8 +11,6 @@ from ampdoctor.evidence.log_records import EndLine, StepLine
 from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
 from ampdoctor.workflows.health import health
-from tests.health.logs import HEADER, write
-from tests.health.logs import steps as of_steps
 
 
 def read(path):
@@ -152,16 +150,6 @@ def test_deepspeeds_monitor_has_a_table_for_each_number(tmp_path):
     assert found == [(0, 1, 2.0, 65536.0), (0, 2, 1.5, 32768.0), (0, 3, 1.0, None), (1, 2, 1.75, None)]
 
 
-def test_any_table_and_any_lines_with_a_step_and_a_loss(tmp_path):
-    (tmp_path / "a.csv").write_text("iteration,lm loss,grad-norm,step_time\n1,2.0,0.5,0.25\n2,nan,inf,0.25\n")
-    (tmp_path / "b.jsonl").write_text('starting\n{"update": 1, "loss": 2.0}\n{"update": 2, "loss": "nan"}\n')
-    for name in ("a.csv", "b.jsonl"):
-        kind, lines, _ = read(tmp_path / name)
-        first, second = steps(lines)
-        assert (kind, first.step, first.loss) == ("table", 1, 2.0)
-        assert math.isnan(second.loss)
-
-
 def test_what_is_no_log_is_refused_with_what_is_read(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing of a training\n")
     (tmp_path / "data.csv").write_text("step,price\n1,2.0\n")
@@ -176,22 +164,7 @@ def test_what_is_no_log_is_refused_with_what_is_read(tmp_path):
         find_log(tmp_path / "gone")
 
 
-def test_a_folder_of_runs_stands_for_the_run_that_was_written_last(tmp_path):
-    for at, name in enumerate(("b-old", "a-new")):
-        path = write(tmp_path / name / "log.jsonl", [HEADER, *of_steps(0, at + 1)])
-        os.utime(path, (1_700_000_000 + at, 1_700_000_000 + at))
-    found = find_log(tmp_path)
-    assert found.folder.name == "a-new"
-    assert [(one.what, one.reason) for one in found.skipped] == [("b-old", "another log than a-new's")]
-
-
-@pytest.mark.parametrize(
-    ("suffix", "text"),
-    [
-        ("csv", "step,loss\n1,2.0\n"),
-        ("log", DEEPSPEED),
-    ],
-)
+@pytest.mark.parametrize(("suffix", "text"), [("csv", "step,loss\n1,2.0\n"), ("log", DEEPSPEED)])
 def test_of_several_logs_in_a_folder_the_latest_is_read_and_the_others_are_named(tmp_path, suffix, text):
     for at, name in enumerate(("b-old", "c-older", "a-new")):
         path = tmp_path / f"{name}.{suffix}"

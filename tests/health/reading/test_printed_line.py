@@ -103,7 +103,6 @@ def test_the_loss_of_an_evaluation_or_of_a_part_is_none_of_the_training(line):
         "The loss of 2.1 at epoch 3/10, see page 5.",
         "Table 4 compares step 100 (loss 2.2) with step 200 (loss 2.1); both are from the paper.",
         "INFO - Saving the model of the best loss to /x at step 500",
-        "In step 5 it had fallen to a loss of 2",
     ],
 )
 def test_a_sentence_with_numbers_is_no_line_of_a_training(line):

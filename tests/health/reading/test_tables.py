@@ -34,11 +34,6 @@ def entry(step, loss=None, norm=None, scale=None, rate=None):
     return (step, loss, norm, scale, rate)
 
 
-def test_lightnings_csv_has_rows_of_one_step_that_belong_together(tmp_path):
-    text = "epoch,lr-AdamW,step,train_loss,val_loss,grad_norm\n0,,9,0.5,,\n0,,9,,0.7,2.5\n0,0.01,19,0.25,,nan\n"
-    assert repr(read(tmp_path, "metrics.csv", text)) == repr([entry(9, 0.5, 2.5), entry(19, 0.25, math.nan, rate=0.01)])
-
-
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
@@ -117,8 +112,7 @@ def test_a_stray_quote_and_a_huge_cell_cost_no_more_than_the_lines_that_they_tak
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [("metrics.csv", "step,loss\n1,2.0\n"), ("log.jsonl", '{"step": 1, "loss": 2.0}\n')],
+    ("name", "text"), [("metrics.csv", "step,loss\n1,2.0\n"), ("log.jsonl", '{"step": 1, "loss": 2.0}\n')]
 )
 def test_a_byte_order_mark_is_no_part_of_a_log(tmp_path, name, text):
     assert read(tmp_path, name, b"\xef\xbb\xbf" + text.encode()) == [entry(1, 2.0)]

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -16,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import OutputError, UsageError
 from ampdoctor.evidence.log_records import RunLine, StepLine
+from ampdoctor.health.reading.event_files import framed_records
 from ampdoctor.health.sinks.export import KINDS, Exporter, export, export_of
 from ampdoctor.health.sinks.sink import RunFacts
 from tests.health.sinks.lines import BEGAN_MS, NAMES, a_run, stamped
@@ -97,23 +98,14 @@ def test_a_runs_name_is_a_folder_and_no_way_out_of_it(tmp_path):
 
 
 def records(folder):
-    """The records of W&B's own file: LevelDB's log, of which its library no longer has a reader."""
+    """The records of W&B's own file, of which its library no longer has a reader."""
     pb = needs("wandb.proto.wandb_internal_pb2")
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    data, at, held = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:
-            at += left
-            continue
-        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
-        held += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+    with RegularFile(path, path.name) as file:
+        for data in framed_records(file, 7, []):
             record = pb.Record()
-            record.ParseFromString(held)
+            record.ParseFromString(data)
             yield record
-            held = b""
 
 
 def test_wandb_offline(tmp_path):
