@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 
@@ -44,9 +45,13 @@ def test_batches_that_come_again_in_health():
         assert (name, judged(steps(1200, batch_fingerprint=fingerprint))) == (name, [])
 
 
+def another_unit(at, value, factor=5):
+    return value * factor if at >= BAD else value
+
+
 @pytest.mark.parametrize("factor", [5.0, 0.2])
 def test_inputs_in_another_unit(factor):
-    (finding,) = judged(steps(batch_rms=lambda at, value: value * factor if at >= BAD else value))
+    (finding,) = judged(steps(batch_rms=partial(another_unit, factor=factor)))
     assert codes([finding]) == [("AMP736", "warning", BAD)]
     assert finding.evidence["rms"] / finding.evidence["usual_rms"] == pytest.approx(factor, rel=0.2)
 

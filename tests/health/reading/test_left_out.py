@@ -100,13 +100,6 @@ def test_a_number_that_is_no_steps_makes_no_row(tmp_path, digits):
         assert repr(read(tmp_path / name)[0]) == repr(known)
 
 
-def test_the_trainers_state_may_begin_with_a_byte_order_mark(tmp_path):
-    text = json.dumps({"log_history": [{"step": 1, "loss": 2.0}]})
-    for name in ("trainer_state.json", "state.json"):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
-        assert [step.step for step in read(tmp_path / name)[0]] == [1]
-
-
 def test_a_log_that_may_not_be_read_is_said(tmp_path, monkeypatch):
     opened = RegularFile.__init__
 
