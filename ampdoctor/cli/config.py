@@ -348,7 +348,7 @@ def _exported(file: ConfigFile, place: str, text: str) -> str:
     kind = next((kind for kind in KINDS if kind.name == name), None)
     if kind is None or not target.strip():
         return text  # the option itself reports it
-    if kind.is_path and not kind.is_endpoint(target) and "://" not in target:
+    if kind.is_path and "://" not in target and not target.startswith(":"):
         return f"{name}{equals}{_one(file, place, os.path.expanduser(target), writes=True)}"  # noqa: PTH111 - a text
     if file.found:
         raise UsageError(f"{place}: {text} sends the run's numbers to where it says, and {_because(file)}")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
-from math import isfinite, nan
-from operator import attrgetter
+from math import isfinite
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -90,67 +88,6 @@ class DetailLine:
     optimizer: Count = 0
     loss_scale: float | None = None
     tensors: tuple[TensorDetail, ...] = ()
-
-
-# -- a line of details by columns, which a pipe carries in one piece --
-
-MEASURES = (
-    "norm",
-    "amax",
-    "nonfinite",
-    "flushed_share",
-    "zero_share",
-    "log2_headroom",
-    "update_ratio",
-    "unmoved_share",
-    "elements",
-    "scale",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class DetailTable:
-    """Tensors of a step, as in `DetailLine`, by columns: each sequence has one entry for each tensor.
-
-    `measures` holds the values of each of `MEASURES` in turn, as float64; NaN if not measured.
-    """
-
-    step: int
-    reason: str
-    optimizer: int
-    loss_scale: float | None
-    tensors: tuple[int, ...]
-    roles: tuple[str, ...]
-    parts: tuple[str, ...]
-    calls: tuple[int, ...]
-    formats: tuple[str | None, ...]
-    measures: bytes
-
-
-_ADDRESS = ("tensor", "role", "part", "call", "format")
-_COLUMNS = attrgetter(*_ADDRESS, *MEASURES)
-
-
-def table_of(line: DetailLine) -> DetailTable:
-    """Returns a line by columns."""
-    columns: list[Any] = list(zip(*map(_COLUMNS, line.tensors), strict=True)) or [()] * len((*_ADDRESS, *MEASURES))
-    tensors, roles, parts, calls, formats, *measures = columns
-    return DetailTable(
-        step=line.step,
-        reason=line.reason,
-        optimizer=line.optimizer,
-        loss_scale=line.loss_scale,
-        tensors=tensors,
-        roles=roles,
-        parts=parts,
-        calls=calls,
-        formats=formats,
-        measures=b"".join(map(_numbers, measures)),
-    )
-
-
-def _numbers(column: Sequence[float | None]) -> bytes:
-    return array("d", [nan if value is None else value for value in column]).tobytes()
 
 
 SCHEMA_VERSION = 2

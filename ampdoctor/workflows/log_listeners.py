@@ -37,9 +37,8 @@ _ENOUGH_BYTES = 4 * 2**20
 class Alerting:
     """Judges the lines of a log; each finding becomes a line of the log, a sentence, and a call of the user's function.
 
-    `say` gets no notes; `on_alert` does. What `on_alert` raises is reported once, and it is not called again. `earlier`
-    are the steps of the process that this one replaces, read on the judge's thread. `fired` is the name of the last
-    rule that fired loudly and was not yet taken, and `errors` has the last error of each rule by its code.
+    `say` gets no notes. What `on_alert` raises is reported once, and it is not called again. `earlier` are the steps of
+    the process that this one replaces, read on the judge's thread. `errors` has the last of each rule by its code.
     """
 
     def __init__(
@@ -108,13 +107,7 @@ def steps_before(folder: str, *, rank: int, restarts: int) -> Iterator[StepLine]
 
 
 class LogOfRank:
-    """The log of this process, and its listeners.
-
-    Attributes:
-        log: The log.
-        place: This process among the others, as far as it is known by now.
-        alerting: The judge, from `take_place` on.
-    """
+    """The log of this process, its place among the others, and its listeners; `alerting` comes with `take_place`."""
 
     def __init__(self, request: WatchRequest, say: Callable[[str], None], on_alert: OnAlert | None) -> None:
         self.place, self._restarts = launched(), restarts()
@@ -178,9 +171,5 @@ def export_while_it_runs(log: RunLog, exports: Iterable[Export | Sink]) -> None:
             far = Apart(one)
             log.listen(far.hear, name=f"the export {one}", end=far.close, dropped=far.abandon)
         else:
-            near = _near(one)
+            near = Exporter(lambda _, sink=one: sink, often=True)  # type: ignore[misc]
             log.listen(near.hear, name=f"the export {type(one).__name__}", idle=near.idle, end=near.close)
-
-
-def _near(sink: Sink) -> Exporter:
-    return Exporter(lambda _: sink, often=True)

@@ -21,7 +21,6 @@ from ampdoctor.evidence.log_records import (
     LookLine,
     RunLine,
     StepLine,
-    table_of,
 )
 from ampdoctor.evidence.report import SEVERITIES, Finding
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
@@ -140,9 +139,9 @@ class Judge:
 
     def _hear_step(self, line: StepLine) -> tuple[Finding, ...]:
         moment = self._steps.get(line.optimizer)
+        if moment is None and len(self._steps) >= _ROOT:
+            return ()
         if moment is None:
-            if len(self._steps) >= _ROOT:
-                return ()
             moment = self._steps[line.optimizer] = StepState()
         elif line.step <= moment.line.step:  # a rollback, or another run: earlier lines are not its past
             moment = self._steps[line.optimizer] = StepState()
@@ -180,7 +179,7 @@ class Judge:
         if courses.moment.seen and line.step < courses.moment.line.step:  # a step's details come before its own line
             courses = self._tensors[line.optimizer] = TensorCourses()
         self._heard[line.optimizer, True] += 1
-        courses.hear(table_of(line))
+        courses.hear(line)
         courses.moment.names, courses.moment.of_steps = self._names, self._steps.get(line.optimizer)
         found: list[Finding] = []
         for find in self._on_tensors:
@@ -195,7 +194,7 @@ class Judge:
         if finding.where.tensor is None:
             return replace(finding, message=finding.message.replace(TENSOR, "the model"))
         where, *also = (
-            replace(place, tensor=name, module=_module(name))
+            replace(place, tensor=name, module=(name or "").rpartition(".")[0])
             for place in (finding.where, *finding.also)
             for name in [self._name(place.tensor)]
         )
@@ -236,10 +235,6 @@ class Judge:
             return finding
         name = self._optimizers[optimizer] if optimizer < len(self._optimizers) else str(optimizer)
         return replace(finding, evidence={**finding.evidence, "optimizer": name})
-
-
-def _module(name: str | None) -> str:
-    return name.rpartition(".")[0] if name else ""
 
 
 def _finders(evidence: type) -> list[_Find]:

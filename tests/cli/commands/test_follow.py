@@ -79,7 +79,6 @@ class Terminal:
             stderr=self.other,
             env={**clean, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", **dict(env)},
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # noqa: PLW1509 - under nohup it is ignored
         )
         self.seen = ""
 
@@ -177,21 +176,6 @@ def test_ctrl_c_gives_the_terminal_back(tmp_path):
     assert terminal.seen.count("\x1b[?25h") >= terminal.seen.count("\x1b[?25l")  # the cursor is there again
     assert has("step 2")(after)
     assert has("ampdoctor: interrupted")(after)
-    assert "Traceback" not in terminal.seen
-
-
-@pytest.mark.parametrize("told", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_a_kill_gives_the_terminal_back_and_kills(tmp_path, told):
-    log = Log(tmp_path / "run")
-    log.steps(3)
-    with Terminal("health", tmp_path / "run", "--follow") as terminal:
-        terminal.until(has("step 2"))
-        terminal.process.send_signal(told)
-        code, after = terminal.ends()
-    assert code == -told
-    assert terminal.seen.count("\x1b[?1049h") == terminal.seen.count("\x1b[?1049l") == 1
-    assert terminal.seen.count("\x1b[?25h") >= terminal.seen.count("\x1b[?25l")
-    assert has("step 2")(after)
     assert "Traceback" not in terminal.seen
 
 
@@ -331,7 +315,7 @@ def test_a_picture_is_as_large_as_its_window_and_no_larger(width):
         if height >= 24 and width >= 120:
             facts = "step 299  10 steps/s  10k tokens/s  30% of it waiting for data  3GB of memory at most"
             assert facts in lines[1]
-            assert re.search(r"47.50% \S*19\.attention\.weight grad ", text)
+            assert "47.50% model.layers.19.attention.weight grad" in text
             assert "2^1.0" in text
             assert "/some/where/200.pt is good" in text
         assert all(line.isprintable() for line in lines)
@@ -340,10 +324,6 @@ def test_a_picture_is_as_large_as_its_window_and_no_larger(width):
 def test_silence_is_said():
     assert "silent for 2 min" in view(FULL, name="x", width=80, height=5, now=NOW + 150.0).plain
     assert "running" in view(FULL, name="x", width=80, height=5, now=NOW + 40.0).plain
-
-
-def test_a_terminal_of_ascii_gets_ascii():
-    assert view(FULL, name="x", width=80, height=40, plain=True, now=NOW).plain.isascii()
 
 
 @pytest.mark.parametrize(

@@ -259,9 +259,9 @@ def test_no_part_of_its_own_log_is_written_over_also_of_one_that_is_yet_to_be(ru
 
 
 def test_where_the_log_goes_is_said_before_the_script_and_refused_before_it_runs(run, watch, tmp_path):
-    code, _, err = run("--export", "csv=out", "--export", "openmetrics=:9105", "train.py", "")
+    code, _, err = run("--export", "csv=out", "--export", "csv=more", "train.py", "")
     assert (code, err) == (0, "")
-    assert [str(one) for one in watch.requests[0].export] == [f"csv={tmp_path}/out", "openmetrics=:9105"]
+    assert [str(one) for one in watch.requests[0].export] == [f"csv={tmp_path}/out", f"csv={tmp_path}/more"]
     code, out, err = run("--export", "grafana=x", "train.py", "")
     assert (code, out) == (2, "")
     assert err.startswith("ampdoctor: error: --export grafana=x: no such sink; there are tensorboard=DIR")
