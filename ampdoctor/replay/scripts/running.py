@@ -24,7 +24,6 @@ from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.adapters import ADAPTERS
 from ampdoctor.replay.reachable_state import PLAIN, is_installed
-from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.files import Files, nothing_at_exit, out_of_the_records, registrations_of
 from ampdoctor.replay.scripts.loop_hooks import Body, Items, LoopHooks, OnArrival, StopScript
 from ampdoctor.replay.scripts.loops import (
@@ -279,9 +278,7 @@ class Runner:
             if run.arrived is None and next(visits) < visit:
                 return
             if run.arrived is None:
-                run.arrived = Loop(
-                    items, body, seen_from(frame), run.made.anew(around, frame), Copies.of(place, around, frame, body)
-                )
+                run.arrived = Loop(items, body, seen_from(frame), run.made.anew(around, frame))
             raise StopScript
 
         run = self._new(place.edits, arrives)

@@ -19,7 +19,6 @@ from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.torch_internals import Backward, replaced, seen_backwards, unseen
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.adapters import adapter_of
-from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.files import COPY, Files
 from ampdoctor.replay.scripts.loop_hooks import Body, Turn, bound_by, entered, read_by
 from ampdoctor.replay.scripts.loops import SCALER_EACH_ROUND, Anew, LoopPlace
@@ -47,7 +46,7 @@ class Stepping:
     scalers: tuple[Any, ...]
     files: Files
     seen: Any  # variables of the functions around the loop: kept alive as long as this
-    anew: Callable[[], None]  # makes objects of a round anew
+    anew: Anew
     over: list[bool]  # not empty after the loop has ended
 
 
@@ -64,6 +63,8 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
     with _backwards_in(losses, stepping), stepping.files.saving_nothing(), entered(around):
         for item in batch:
             if item is Turn.NEXT_ROUND:
+                if stepping.anew.scaled:
+                    stepping.files.note("scaler", SCALER_EACH_ROUND)
                 stepping.anew()
                 continue
             said = body(item)
@@ -249,19 +250,6 @@ class Script:
             )
         return learnt.around is not None
 
-    def _anew(self, anew: Anew, copies: Copies, model: torch.nn.Module) -> Callable[[], None]:
-        copies.find(model)
-
-        def make() -> None:
-            if anew.scaled:
-                self._files.note("scaler", SCALER_EACH_ROUND)
-            anew()
-            said = copies()
-            if said:
-                self._files.note("copies", said)
-
-        return make
-
     def _of_framework(self, made: Any) -> TrainingRun:
         adapter = adapter_of(made)
         if adapter is None:
@@ -284,7 +272,7 @@ class Script:
             name = variables.name_of(one, "optimizer")
             named[name if name not in named else f"{name}{len(named)}"] = one
         own = format_of_weights(model)
-        stepping = Stepping(scalers, self._files, loop.seen, self._anew(loop.anew, loop.copies, model), [])
+        stepping = Stepping(scalers, self._files, loop.seen, loop.anew, [])
         step = partial(take, loop.body, tuple(run.seam.around), stepping)
         with self.user_code(f"the loop at {learnt.place}"), eagerly():
             behind = passed(loop.items, lesson.before, step)

@@ -18,7 +18,6 @@ from ampdoctor.hooks.torch_internals import Backward, replaced, seen_backwards
 from ampdoctor.precision.casting import HALVES
 from ampdoctor.replay.batches import ORDER_UNKNOWN, epochs_known_by, shuffles_by_the_process
 from ampdoctor.replay.reachable_state import cell_contents
-from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.loop_hooks import Body, Items, Turn, entered
 from ampdoctor.replay.scripts.loops import Anew, CreatedObjects, on_optimizer_step, on_training_call
 
@@ -56,7 +55,6 @@ class Loop:
     body: Body
     seen: list[tuple[str, Any]]  # the variables that it sees
     anew: Anew  # resets objects of a round
-    copies: Copies
 
 
 def tried(  # noqa: C901 one loop, and its listeners
