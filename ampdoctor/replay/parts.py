@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -72,24 +71,21 @@ def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
         return torch.amp.GradScaler(device.type, enabled=False)
     if isinstance(made, Mapping):
         try:
-            return _with_plain_numbers(torch.amp.GradScaler(device.type, **made))
+            return _with_a_plain_scale(torch.amp.GradScaler(device.type, **made))
         except (TypeError, ValueError, AssertionError) as error:  # GradScaler asserts the bounds of its factors
             raise FactoryError(f"TrainingRun(scaler=...): {error}") from None
     if callable(made) and not hasattr(made, "unscale_"):
         made = made()
     if not hasattr(made, "unscale_"):
         raise FactoryError(f"TrainingRun(scaler=...) gave {type(made).__name__}, not a GradScaler")
-    return _with_plain_numbers(made)
+    return _with_a_plain_scale(made)
 
 
-def _with_plain_numbers(scaler: Any) -> Any:
-    """Makes a number of an `init_scale` that is a tensor or a bool; raises FactoryError for an endless interval."""
+def _with_a_plain_scale(scaler: Any) -> Any:
+    """Makes a number of an `init_scale` that is a tensor."""
     scale: Any = getattr(scaler, "_init_scale", None)
-    interval = getattr(scaler, "_growth_interval", None)
-    if isinstance(scale, bool) or is_one_element(scale):
+    if is_one_element(scale):
         scaler._init_scale = float(scale)  # noqa: SLF001 - there is no public way
-    if isinstance(interval, float) and not math.isfinite(interval):
-        raise FactoryError(f"TrainingRun(scaler=...): growth_interval is {interval}, which no count of steps reaches")
     return scaler
 
 

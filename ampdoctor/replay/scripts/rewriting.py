@@ -44,6 +44,7 @@ class BoundNames:
         self.declared: set[str] = set()  # in a `global` statement
         self.outer: set[str] = set()  # in a `nonlocal` statement
         self.suspends = self.everything = False  # has a `yield` or `await` of its own; has an `import *`
+        self.by_text: set[str] = set()  # functions that it calls and that read variables by name
         for node in nodes:
             self._look_at(node)
 
@@ -74,6 +75,8 @@ class BoundNames:
             case ast.ImportFrom(names=names):
                 self.everything |= names[0].name == "*"
                 self.bound |= {alias.asname or alias.name: None for alias in names}
+            case ast.Call(func=ast.Name(id="locals" | "eval" | "exec" as name)):
+                self.by_text.add(name)
             case ast.Global(names=declared):
                 self.declared |= set(declared)
             case ast.Nonlocal(names=declared):
@@ -245,10 +248,7 @@ class _Rewriting(ast.NodeTransformer):
         shared = [name for name in names.bound if of_module or name in scope.declared]
         own = [name for name in names.bound if name not in shared]
         body = _OfBody(self._function)
-        round_of = _one_round(loop, body)
-        if body.asks_for_names and scope.bound:  # never run: a function's `locals()` has only the names in its code
-            round_of.insert(0, _if(ast.Constant(0), *(ast.Expr(_load(name)) for name in scope.bound)))
-        made: list[ast.AST] = [_function(_BODY, [_ITEM], [*_declared(shared, own), *round_of])]
+        made: list[ast.AST] = [_function(_BODY, [_ITEM], [*_declared(shared, own), *_one_round(loop, body)])]
         if items is not None:
             in_head = BoundNames([items]).bound
             declared = _declared([n for n in shared if n in in_head], [n for n in own if n in in_head])
@@ -272,22 +272,22 @@ class _Rewriting(ast.NodeTransformer):
             why = "has a yield or an await in it"
         elif names.everything:
             why = "has an `import *` in it"
+        elif names.by_text - ({"eval"} if self._function is None else set()):  # of a module, all names are globals
+            why = "has a locals(), eval() or exec() in it"
         if why is not None:
             raise FactoryError(f"the training loop at {self._file}:{loop.lineno} {why}: its body is no step of its own")
 
 
 class _OfBody(ast.NodeTransformer):
-    """Changes code for a function of its own: `return`, `global`, annotations, `super()`, `locals()`.
+    """Changes code for a function of its own: `return`, `global`, annotations, `super()`.
 
-    `function` is the function around the loop; None at the top of a file. `returns` and `asks_for_names` tell whether
-    there was a `return`, and a call that reads variables by name.
+    `function` is the function around the loop; None at the top of a file.
     """
 
     def __init__(self, function: Any) -> None:
-        self.returns = self.asks_for_names = False
+        self.returns = False
         arguments = [*function.args.posonlyargs, *function.args.args] if isinstance(function, FUNCTIONS) else []
         self._first = arguments[0].arg if arguments else None
-        self._of_module = function is None
 
     def visit(self, node: ast.AST) -> Any:
         """Returns the replacement of a node."""
@@ -306,25 +306,7 @@ class _OfBody(ast.NodeTransformer):
                 return ast.copy_location(plain, node)
             case ast.Call(func=ast.Name(id="super"), args=[], keywords=[]) if self._first is not None:
                 node.args = [ast.copy_location(_load(name), node) for name in ("__class__", self._first)]
-            case ast.Call(func=ast.Name(id="locals" | "vars" | "dir" | "eval" | "exec")):
-                self.asks_for_names = True
-                if self._of_module:
-                    return ast.copy_location(_of_globals(node), node)
         return node
-
-
-def _of_globals(call: Any) -> ast.Call:
-    """Returns the call for the top of a file, where the variables are the globals."""
-    there = ast.Call(_load("globals"), [], [])
-    name, given = call.func.id, len(call.args) + len(call.keywords)
-    if name in ("locals", "vars") and not given:
-        return there
-    if name == "dir" and not given:
-        return ast.Call(_load("sorted"), [there], [])
-    if name in ("eval", "exec") and given == 1:
-        call.args.append(there)
-    made: ast.Call = call
-    return made
 
 
 def _one_round(loop: Any, of_body: _OfBody) -> list[ast.stmt]:
