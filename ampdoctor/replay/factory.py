@@ -25,10 +25,7 @@ Environment = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedFactory:
-    """An imported factory, which can be called repeatedly for fresh runs.
-
-    `instead` is advice for the end of the "your code writes this file" note.
-    """
+    """An imported factory, which can be called repeatedly for fresh runs."""
 
     instead: ClassVar[str] = "leave that out of what the factory returns, or replay in a copy of the folder"
 
@@ -42,11 +39,7 @@ class LoadedFactory:
 
     @contextlib.contextmanager
     def user_code(self, what: str) -> Iterator[None]:
-        """Run the user's code in its environment, with its argv and import path; its output goes to stderr.
-
-        It also surrounds the run's callbacks (loss, batches, step), which may import modules late. `what` is the
-        subject of an error's sentence ("the loss"). Raises UserCodeError if the code raised.
-        """
+        """Run the user's code in its environment, with its argv and import path; its output goes to stderr."""
         entered = user_code(self.argv0, what=what, path=self.path, arguments=self.script_arguments)
         with self.environment(), entered:
             yield
@@ -58,11 +51,7 @@ class LoadedFactory:
         batches: str | Any | None = None,
         loss: str | Callable[..., Any] | None = None,
     ) -> TrainingRun:
-        """Call the factory with keyword `arguments` for a fresh run.
-
-        If the factory returns a bare model, `batches` and `loss` are the arguments of `TrainingRun`, or their
-        `module:attribute`. Raises FactoryError if arguments or result do not fit, UserCodeError if the factory raised.
-        """
+        """Call the factory with keyword `arguments` for a fresh run."""
         arguments = dict(arguments or {})
         check_arguments(self.function, arguments, self.name)
         what = f"the factory {self.name!r}"
@@ -118,14 +107,7 @@ def load_factory(
     environment: Environment | None = None,
     script_arguments: Sequence[str] = (),
 ) -> LoadedFactory:
-    """Import a factory without calling it.
-
-    `factory` is `package.module:function`, `path/to/file.py:function`, or the function itself. `app_dir` is the first
-    folder of the import path after a file's own (None: the working folder). `environment` surrounds the import and each
-    later call; `script_arguments` follow the file in `sys.argv` while its code runs.
-
-    Raises FactoryError if the name is malformed, does not exist or is not callable, UserCodeError if the import raised.
-    """
+    """Import a factory without calling it."""
     around = environment or contextlib.nullcontext
     forget_working_folder()
     if not isinstance(factory, str):

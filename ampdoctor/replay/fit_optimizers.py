@@ -139,11 +139,7 @@ def _pairs(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> li
 
 
 def _in_run_order(optimizer: Optimizer, state: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """Puts a state whose parameters have names (distributed checkpoints) into the run's order.
-
-    `load_state_dict` pairs by position, and ranks may write in another order. A state with names other than those of
-    the run's groups is returned unchanged.
-    """
+    """Puts a state whose parameters have names (distributed checkpoints) into the run's order."""
     groups = state.get("param_groups")
     own = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
     if not isinstance(groups, list):

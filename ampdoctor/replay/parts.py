@@ -40,10 +40,7 @@ _WRAPPERS = {
 
 
 def torch_optimizer_of(made: Any) -> Any:
-    """Returns torch's optimizer or scheduler inside a framework's wrapper; another object is returned unchanged.
-
-    torch does not call the hooks of a wrapper.
-    """
+    """Returns torch's optimizer or scheduler inside a framework's wrapper, whose hooks torch does not call."""
     while (held := _WRAPPERS.get(type(made).__name__)) is not None and hasattr(made, held):
         made = getattr(made, held)
     return made
@@ -60,10 +57,7 @@ def as_given(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimizer]) 
 
 
 def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
-    """Returns the run's GradScaler; a disabled one if the run has none or the precision needs none.
-
-    Raises FactoryError if `TrainingRun(scaler=...)` is no GradScaler, or has arguments that GradScaler refuses.
-    """
+    """Returns the run's GradScaler; a disabled one if the run has none or the precision needs none."""
     made = run.scaler if run.scaler is not None else getattr(run.optimizer, "scaler", None)  # of Accelerate's wrapper
     if made is not None and not enabled:
         made = None

@@ -251,10 +251,7 @@ class Reached:
                 exchange(place, lambda kind: issubclass(kind, ReplayableIterator), operator.attrgetter("source"))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) for tensors that are restored, with the names of the run's code if they are known.
-
-        "EMA.module.out.weight" is in a module in a global, "shadow.out.weight" in a dict in an attribute.
-        """
+        """Yields (name, tensor) for tensors that are restored, with the names of the run's code if they are known."""
         names: dict[int, str] = {}
         for place, put_back in self._places():
             for name, tensor in _named_tensors(place):

@@ -77,10 +77,9 @@ def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
 
 
 def reached(roots: Iterable[Any], stop: Iterable[int] = ()) -> Iterator[tuple[Any, bool]]:
-    """Yields each changeable place that the roots reach, nearest first, once; objects with ids in `stop` are left out.
+    """Yields each changeable place that the roots reach, nearest first, once, and whether it can be restored.
 
-    Places are cells, `Names`, containers, dicts of attributes, tensors, arrays, generators and iterators. Each comes
-    with whether it can be restored. Objects reachable only through an iterator cannot: iterators do not rewind.
+    Objects with ids in `stop` are left out; what only an iterator leads to cannot be restored.
     """
     seen, ahead, within = set(stop), deque(roots), deque[Any]()
     met = []  # keeps objects alive whose ids could be reused otherwise
@@ -394,10 +393,7 @@ def _same(here: Any, there: Any) -> bool:
 
 
 def exchange(place: Any, wanted: Callable[[type], bool], other: Callable[[Any], Any]) -> None:
-    """Replace values in a variable, in names or in a container; other places are left alone.
-
-    `wanted` selects types of values. `other` returns the replacement of a value, or the value itself to keep it.
-    """
+    """Replace values in a variable, in names or in a container; other places are left alone."""
     if not any(map(wanted, map(type, itertools.islice(_values(place), LISTED)))):
         return
     table = place.table if is_a(place, Names) else place

@@ -202,11 +202,7 @@ def _in_mode(mode: Mode, device: str) -> Iterator[None]:
 
 
 def run_of(program: Program) -> TrainingRun:
-    """Returns a `TrainingRun` with the program as its only step.
-
-    Its only batch holds the step's input tensors, so that a change of precision casts them like any batch; each has the
-    name of the argument that first uses it. The step first clears gradients and restores the buffers.
-    """
+    """Returns a `TrainingRun` of the one step; its batch is the step's input tensors, which a new precision casts."""
     optimizer = None if program.optimizer is None else {program.optimizer_name: program.optimizer}
     precision, autocast = format_of(program)
     step = RecordedStep(program)
@@ -277,10 +273,7 @@ class LeadUp:
         self._settings = () if program.optimizer is None else tuple(map(_settings, program.optimizer.param_groups))
 
     def __call__(self, loaded: Collection[str], say: Callable[[str], None]) -> Iterator[EarlierStep]:
-        """See `TrainingRun.lead_up`; `loaded` has the loaded parts as in `ResumeReport`, `say` gets the position.
-
-        Raises CheckpointError if the checkpoint was saved before the recorded updates or after the step.
-        """
+        """See `TrainingRun.lead_up`; `loaded` has the loaded parts as in `ResumeReport`, `say` gets the position."""
         optimizer = self._program.optimizer
         if optimizer is None:
             return

@@ -124,10 +124,7 @@ _AUTOCASTS = ("cpu", "cuda")
 
 
 class ProcessState:
-    """Saves and restores process settings that user code may change.
-
-    Default dtype and device, deterministic algorithms, gradient mode, autocast, the working directory, the import path.
-    """
+    """Saves and restores process settings that user code may change."""
 
     def __init__(self) -> None:
         self._dtype = torch.get_default_dtype()
@@ -242,10 +239,7 @@ def _put_back(tensor: torch.Tensor, values: Values) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _StateTensor:
-    """A plain tensor of an optimizer's state, held by a weak reference, as an optimizer may make a new one each step.
-
-    A restore writes into its memory if it still exists, which is cheaper than new memory.
-    """
+    """A plain tensor of an optimizer's state, which may make a new one each step; else its own memory is restored."""
 
     tensor: weakref.ref[torch.Tensor]
     pointer: int
@@ -311,11 +305,7 @@ def weights_of(model: nn.Module) -> Callable[[], None]:
 
 
 class Snapshot:
-    """The state of model, optimizers, scaler, schedulers and random generators at one moment.
-
-    It has parameters, all buffers, `.grad` and train/eval flags of the model, and the optimizers' state, settings and
-    parameters outside the model (fp32 masters, EMA copies).
-    """
+    """The state of model, optimizers, scaler, schedulers and random generators at one moment."""
 
     def __init__(
         self,
@@ -362,10 +352,7 @@ class Snapshot:
         self._known = {}
 
     def restore(self) -> None:
-        """Restore everything: same objects, same storages, same bits. It can be called repeatedly.
-
-        Raises UserCodeError if an object of the user's could not be restored; all others were.
-        """
+        """Restore everything: same objects, same storages, same bits. It can be called repeatedly."""
         failed: BaseException | None = None
         with torch.no_grad(), user_code(what="putting the run's state back"):
             others = [

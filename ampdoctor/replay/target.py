@@ -22,10 +22,7 @@ from ampdoctor.replay.user_modules import sure_factories_in
 
 
 class BundleTarget:
-    """Makes fresh runs of a bundle's step; see `Target`.
-
-    Raises CheckpointError if it is no bundle, FactoryError or UserCodeError if the code of `--model` cannot be loaded.
-    """
+    """Makes fresh runs of a bundle's step; see `Target`."""
 
     instead: ClassVar[str] = "replay in a copy of the folder, if that file is to stay as it is"
 
@@ -97,14 +94,7 @@ def load_target(
     notes: list[str] | None = None,
     model: str | None = None,
 ) -> Target:
-    """Returns the maker of the runs; a factory is imported, a script is not run yet.
-
-    `target` is a factory, as for `load_factory`, a script's path or module, or a bundle's folder or manifest; `notes`
-    gets sentences about a script's replay; `model` names the code that makes a bundle's model.
-
-    Raises UsageError if `model` is given without a bundle, FactoryError if there is no such factory or a script has one
-    that must be named, UserCodeError if the import raised.
-    """
+    """Returns the maker of the runs; a factory is imported, a script is not run yet."""
     if isinstance(target, str) and bundle_at(target) is not None:
         around = environment or contextlib.nullcontext
         return BundleTarget(target, model=model, app_dir=app_dir, environment=around)

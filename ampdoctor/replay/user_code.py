@@ -53,10 +53,7 @@ _OURS, _TORCH = f"{FOLDER}{os.sep}", str(Path("site-packages", "torch")) + os.se
 
 
 def explained(error: BaseException) -> str | None:
-    """Returns line, reason and remedy of an error that comes from mixed precision; None for other errors.
-
-    For an ImportError it explains packages that need a GPU, and relative imports.
-    """
+    """Returns line, reason and remedy of an error that comes from mixed precision; None for other errors."""
     if isinstance(error, ImportError):
         if "attempted relative import" in str(error):
             return "The file belongs to a package: name it as a module, from the folder above, as in `package.train`."

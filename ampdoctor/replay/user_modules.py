@@ -107,14 +107,7 @@ def load_object(
     reuse: bool = False,
     arguments: Sequence[str] = (),
 ) -> Any:
-    """Import the module that `spec` names and return its object.
-
-    `path` holds folders for the start of `sys.path` meanwhile, `arguments` the rest of `sys.argv`; `what` is the
-    object's purpose, for errors ("the factory", "--loss"). Without `reuse` a file outside packages is executed anew;
-    with it only if it is not loaded yet, so that two objects of one file share its classes.
-
-    Raises FactoryError if module or attribute do not exist, UserCodeError if the import raised.
-    """
+    """Import the module that `spec` names and return its object; without `reuse` a file is executed anew."""
     importing = f"importing {what} {spec.text!r}"
     entered = user_code(spec.argv0, what=importing, path=path, arguments=arguments)
     with entered, forbid_training_and_writes(importing, (Path.cwd(), *path), imports=True):

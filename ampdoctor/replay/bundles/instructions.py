@@ -47,10 +47,7 @@ _END = 2**62
 
 
 def instruction_out(one: Instruction, state: Callable[[RandomState], int]) -> Tree:
-    """Returns an instruction as a tree.
-
-    `state` returns the index of a random state's entry. Raises NotSerializableError if an argument has no JSON form.
-    """
+    """Returns an instruction as a tree."""
 
     def special(value: Any) -> Tree | None:
         if isinstance(value, RandomState):
@@ -86,10 +83,7 @@ def relative(file: str) -> str:
 
 
 class InstructionsIn:
-    """Reads instructions; each may only use inputs, parameters, buffers, and results of instructions before it.
-
-    `find` finds classes of values, `given` is the number of input tensors, `name` is the manifest's file for errors.
-    """
+    """Reads instructions; each may only use inputs, parameters, buffers, and results of instructions before it."""
 
     def __init__(self, find: FindClass, states: Sequence[RandomState], given: int, name: str) -> None:
         self._find = find

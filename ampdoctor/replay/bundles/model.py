@@ -74,10 +74,7 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
 
 
 def code_of(said: Any) -> str | None:
-    """Returns what `--model` has to name: a file, or a function of one; None if no code is needed.
-
-    `said` is the manifest's entry and is not trusted.
-    """
+    """Returns what `--model` has to name: a file, or a function of one; None if no code is needed."""
     said = said if isinstance(said, Mapping) else {}
     kind = said.get("kind")
     if kind == "several":
@@ -189,10 +186,7 @@ _TORCHS = ("sdpa", "eager", "flex_attention")
 
 
 class ModelBuilder:
-    """Builds models from a manifest.
-
-    `name` is the bundle's, for errors; `code` is what `--model` names; `say` gets a sentence for each difference.
-    """
+    """Builds models from a manifest."""
 
     def __init__(self, name: str, code: NamedCode | None, say: Callable[[str], None]) -> None:
         self._name = name
@@ -212,11 +206,7 @@ class ModelBuilder:
             self._say(f"of the bundle: the script's {', '.join(given[:8])}{' and more' if len(given) > 8 else ''}")
 
     def model(self, said: Any) -> nn.Module:
-        """Returns a fresh model with its constructor's weights; the entry `said` is not trusted.
-
-        Raises FactoryError if code is missing or makes no model, ReplayError if a library is missing, and
-        CheckpointError if `said` is malformed.
-        """
+        """Returns a fresh model with its constructor's weights; the entry `said` is not trusted."""
         try:
             return self._model(said, 0)
         except UnreadableTreeError as error:

@@ -37,10 +37,7 @@ _FINITE_HERE = (
 
 
 class Bundle:
-    """A bundle on the disk; `path` is its folder or its manifest.
-
-    Raises CheckpointError if it is no bundle or its manifest is malformed.
-    """
+    """A bundle on the disk; `path` is its folder or its manifest."""
 
     def __init__(self, path: str) -> None:
         folder = bundle_at(path)
@@ -70,11 +67,7 @@ class Bundle:
         return self.folder.name or str(self.folder)
 
     def run(self, code: NamedCode | None, user_code: UserCode = lambda _what: nullcontext()) -> TrainingRun:
-        """Returns a fresh run of its step; `code` is what `--model` names, `user_code` surrounds the model's building.
-
-        Raises CheckpointError if a file is malformed, FactoryError if code is missing or makes another model, and
-        ReplayError if the step cannot be run again from this bundle or on this machine.
-        """
+        """Returns a fresh run of its step; `code` is what `--model` names, `user_code` surrounds it."""
         said = self.manifest
         cannot = _listed(said, "cannot")
         if cannot:
@@ -132,10 +125,7 @@ class Bundle:
             raise CheckpointError(f"{name} is malformed ({type(error).__name__}: {str(error)[:80]}).") from None
 
     def _leading(self, program: Program, calls: _Tensors, find: Callable[[str, str], Any]) -> PriorSteps:
-        """Returns the updates before the step.
-
-        Raises CheckpointError if they are malformed, FactoryError if they use what the model does not have.
-        """
+        """Returns the updates before the step."""
         said, made, name = self.manifest.get("earlier", []), self.manifest.get("updates"), f"{self.name}/manifest.json"
         groups = 0 if program.optimizer is None else len(program.optimizer.param_groups)
         try:
@@ -191,11 +181,7 @@ class _Steps:
         self._known: dict[str, torch.Tensor] = {}  # by entry: a tensor that enters several steps is loaded once
 
     def made(self, said: Mapping[str, Any]) -> _Step:
-        """Returns instructions, inputs and buffers.
-
-        Raises CheckpointError or one of Python's own errors if an entry is malformed, FactoryError if the model lacks a
-        tensor or module of the step.
-        """
+        """Returns instructions, inputs and buffers."""
         given = tuple(map(self._tensor, said["given"]))
         before = {str(key): self._tensor(entry) for key, entry in said["before"].items()}
         reader = InstructionsIn(self._find, self._random, len(given), self._name)

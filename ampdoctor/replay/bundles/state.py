@@ -23,11 +23,7 @@ def optimizer_out(
     tensor: Callable[[str, torch.Tensor], Entry | None],
     settings: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Returns the manifest's entry of an optimizer.
-
-    `names` has the parameters' names by id. `tensor` stores a state tensor under a name and returns its entry, or None
-    if it is left out. `settings` replace those of the groups.
-    """
+    """Returns the manifest's entry of an optimizer."""
     lost: list[str] = []
     groups = [
         {"params": [names.get(id(p)) for p in group["params"]], "settings": _settings(kept, lost)}

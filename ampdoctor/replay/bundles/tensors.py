@@ -161,11 +161,7 @@ def put_weights(
     stored: Callable[[Mapping[str, Any]], torch.Tensor | None],
     whose: str,
 ) -> None:
-    """Give `model` the bundle's parameters and buffers, dtypes, tied and frozen parameters, and training modes.
-
-    `stored` makes the tensor of an entry, or returns None if it was left out; `whose` names the maker of the model, as
-    the subject of an error. Raises FactoryError if parameters differ, CheckpointError if the manifest is malformed.
-    """
+    """Give `model` the bundle's parameters and buffers, dtypes, tied and frozen parameters, and training modes."""
     try:
         _put_parameters(model, manifest["parameters"], stored, whose)
         _put_buffers(model, manifest["buffers"], stored)

@@ -37,11 +37,7 @@ _MOST_TEXT = 4 << 20  # characters of all earlier steps in a manifest: its reade
 
 
 class CollectedStep:
-    """The data of one step in a bundle.
-
-    `name` is the prefix of its tensors' names in the file; `known` holds the entries of tensors by their `id`, so that
-    a tensor that enters several steps is stored once.
-    """
+    """The data of one step in a bundle."""
 
     def __init__(self, program: Program, name: str, states: StatesOut, known: dict[int, dict[str, Any]]) -> None:
         self.cannot: list[str] = []  # sentences: why it cannot be run again
@@ -156,10 +152,7 @@ class BundleContents:
         return code_of(self._model)
 
     def fit(self, max_bytes: int) -> tuple[str, ...]:
-        """Leave out what exceeds the limit; returns what is left out, as sentences.
-
-        Raises OutputError if the calls alone exceed it.
-        """
+        """Leave out what exceeds the limit; returns what is left out, as sentences."""
         room = self._room(max_bytes)
         weights, moments = bytes_of(self.state) - self._buffer_bytes(), bytes_of(self.moments)
         said = list(self._lacking)
@@ -176,10 +169,7 @@ class BundleContents:
         return tuple(said)
 
     def lead(self, leading: PriorSteps, max_bytes: int) -> tuple[str, ...]:
-        """Add the steps before this one, newest first, until the room ends; weights and optimizer state are left out.
-
-        Returns what is left out, as sentences; raises OutputError as `fit` does.
-        """
+        """Add the steps before this one, newest first, until the room ends; returns what is left out, as sentences."""
         self._leave_out_moments()
         self._leave_out_weights()
         room, text = self._room(max_bytes), _MOST_TEXT

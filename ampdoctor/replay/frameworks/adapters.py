@@ -29,10 +29,7 @@ class Adapter(Protocol):
         """Returns the run with the framework's own step; raises FactoryError if it cannot be replayed."""
 
     def at_entry(self, reached: Callable[[object], None]) -> AbstractContextManager[None]:
-        """Inside, a script's call of the framework's entry (`Trainer.train`, `Trainer.fit`) trains nothing.
-
-        Instead it calls `reached`, which raises, with an object that `claims` accepts.
-        """
+        """Inside, a script's call of the framework's entry (`Trainer.train`, `Trainer.fit`) trains nothing."""
 
 
 # -- Accelerate: the results of `Accelerator.prepare`, with the Accelerator --

@@ -1,8 +1,4 @@
-"""The parts of a run whose step is that of Lightning's Trainer, and the devices that the Trainer sees.
-
-`fit()` sets up strategy, precision plugin, the optimizers of `configure_optimizers`, and the hooks of callbacks and
-module up to the start of the first epoch. It is stopped where that epoch's loop begins.
-"""
+"""The parts of a run whose step is that of Lightning's Trainer, and the devices that the Trainer sees."""
 
 from __future__ import annotations
 
@@ -42,11 +38,7 @@ class _Launcher:
 
 
 def lightning_parts(module: Any, trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `TrainingRun` for a module and a Trainer, which stay attached to each other.
-
-    `arguments` are further ones of `fit()`; `trainer` None means a default one for fp16. Raises FactoryError if the
-    training is not replayed.
-    """
+    """Returns the arguments of `TrainingRun` for a module and a Trainer, which stay attached to each other."""
     notes: list[str] = []
     if trainer is None:
         trainer = _package_of(module, "LightningModule").Trainer(
@@ -147,10 +139,7 @@ def _without_validation(trainer: Any) -> Iterator[str]:
 
 
 def _attach(trainer: Any, module: Any, arguments: dict[str, Any]) -> RandomPlace:
-    """Call `fit()` up to its first epoch's loop; returns the generators' states when its iterator was made.
-
-    Raises FactoryError if `fit()` ended before.
-    """
+    """Call `fit()` up to its first epoch's loop; returns the generators' states when its iterator was made."""
     loop = trainer.fit_loop
     places: list[RandomPlace] = []
     reached: list[bool] = []
@@ -258,10 +247,7 @@ _GPUS = ("auto", "gpu", "cuda")
 
 @contextmanager
 def one_device(note: Callable[[str], None], *, pretended: bool) -> Iterator[None]:
-    """Inside, a new Trainer trains on one device: a CUDA device that need not exist if `pretended`, else the CPU.
-
-    `note` gets a sentence if the Trainer gets something else than it asked for.
-    """
+    """Inside, a new Trainer trains on one device: a CUDA device that need not exist if `pretended`, else the CPU."""
 
     def stand_in(package: str, original: Original) -> Original:
         signature = inspect.signature(original)

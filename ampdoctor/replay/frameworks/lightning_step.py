@@ -36,10 +36,7 @@ class Position:
     number: int = 0  # updates that it counts
 
     def updates(self, loader: Any, start: int = 0) -> Iterator[Update]:
-        """Yields the updates from the Trainer's combined loader; raises FactoryError if the training ends before them.
-
-        `start` counts the optimizer steps in a checkpoint; 0: those that the Trainer itself has resumed.
-        """
+        """Yields the updates from the Trainer's combined loader; `start` counts the optimizer steps in a checkpoint."""
         epoch, index, number, skipped = self.epoch, self.index, self.number, 0
         begin = start // self.steps if start else number
         if start and math.isinf(self.length):
@@ -173,11 +170,7 @@ def take_update(
     scaler: Any,
     autocast: Any,
 ) -> torch.Tensor | None:
-    """Take one optimizer step by the Trainer's own loops, with all hooks of module and callbacks.
-
-    The replay's `scaler` replaces the plugin's, and its `autocast` is used if the plugin enters none. Returns the sum
-    of the micro-batches' losses, each divided by their number as Lightning does; None if there is none.
-    """
+    """Take one optimizer step by the Trainer's own loops, with all hooks of module and callbacks."""
     plugin, loop = trainer.precision_plugin, trainer.fit_loop
     if getattr(plugin, "scaler", None) is not None:
         plugin.scaler = scaler

@@ -1,8 +1,4 @@
-"""The parts of a run with the Hugging Face Trainer's own step and batches.
-
-`train()` sets up optimizer, scheduler and what Accelerate prepares, and calls the callbacks' start. It is stopped where
-it fetches the batches of its first update.
-"""
+"""The parts of a run with the Hugging Face Trainer's own step and batches."""
 
 from __future__ import annotations
 
@@ -35,10 +31,7 @@ class Position:
 
 
 def updates(loader: Any, position: Position, start: int = 0) -> Iterator[Update]:
-    """Yields the updates as the Trainer's loop makes them, by its own rules for a resumed training.
-
-    `loader` was prepared by Accelerate; `start` counts the updates in a checkpoint (0: those that the Trainer resumed).
-    """
+    """Yields the updates as the Trainer's loop makes them, by its own rules for a resumed training."""
     trainer = position.trainer
     args, state = trainer.args, trainer.state
     resumed = None if start else position.resumed
@@ -104,10 +97,7 @@ _SCREEN = {"ProgressCallback", "PrinterCallback", "NotebookProgressCallback"}
 
 
 def trainer_parts(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `TrainingRun` for a Trainer, which stays at the start of its training.
-
-    `arguments` are those of `train()`. Raises FactoryError if the training is not replayed.
-    """
+    """Returns the arguments of `TrainingRun` for a Trainer, which stays at the start of its training."""
     _refuse(trainer)
     notes = _without_reports(trainer)
     asks = _enter(trainer, arguments)
@@ -165,10 +155,7 @@ def _without_reports(trainer: Any) -> tuple[str, ...]:
 
 
 def _enter(trainer: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """Call `train()` up to its first update; returns its arguments for `get_batch_samples` after iterator and count.
-
-    Raises FactoryError if `train()` ended before.
-    """
+    """Call `train()` up to its first update; returns its arguments for `get_batch_samples` after iterator and count."""
     asks: list[tuple[Any, ...]] = []
 
     def stop(_iterator: Any, _count: int, *rest: Any) -> None:
@@ -208,12 +195,7 @@ def _precision(trainer: Any) -> tuple[str, bool]:
 
 
 def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torch.Tensor:
-    """Take one update as the Trainer's loop does: `training_step` for each micro-batch, then clip and step.
-
-    Logging, evaluation and saving are left out; callbacks are called. The replay's `scaler` replaces Accelerate's, and
-    its `autocast` is used if the Trainer enters none. Returns the sum of the results of `training_step`, as the Trainer
-    logs it.
-    """
+    """Take one update as the Trainer's loop does: `training_step` for each micro-batch, then clip and step."""
     accelerator, model = trainer.accelerator, trainer.model_wrapped
     if accelerator.scaler is not None:
         accelerator.scaler = trainer.optimizer.scaler = scaler

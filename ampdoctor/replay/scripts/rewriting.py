@@ -119,10 +119,7 @@ def way_to(tree: ast.AST, line: int, end: tuple[type[ast.AST], ...] = ()) -> lis
 
 
 def loops_around(tree: ast.Module, line: int, *, head: bool = False) -> list[int]:
-    """Returns the first lines of the loops around a line in its function, the innermost first.
-
-    With `head` the line is in the head of the loop instead of its body.
-    """
+    """Returns the first lines of the loops around a line in its function, the innermost first."""
     found: list[int] = []
     for node in way_to(tree, line):
         if isinstance(node, SCOPES):
@@ -182,10 +179,7 @@ class Edits:
 
 
 def rewritten(source: bytes | str, file: str, edits: Edits) -> CodeType:
-    """Compiles a file, which keeps its name, with its edits.
-
-    Raises SyntaxError if it is no Python, FactoryError if the loop's body cannot be a function.
-    """
+    """Compiles a file, which keeps its name, with its edits."""
     try:
         tree = ast.parse(source, file)
     except (SyntaxError, ValueError) as error:
@@ -213,11 +207,7 @@ def _renamed(code: CodeType, of: CodeType | None = None) -> CodeType:
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Rewrites the loop, and `with` and `try` around it.
-
-    `function` is the function around it (None at the top of the file); `kept` has the ids of the `with` and `try`
-    statements that stay open when the loop is left (None for all).
-    """
+    """Rewrites the loop, and `with` and `try` around it."""
 
     def __init__(self, file: str, loop: ast.AST | None, function: Any, kept: set[int] | None) -> None:
         self._file, self._loop, self._function, self._kept = file, loop, function, kept
@@ -279,10 +269,7 @@ class _Rewriting(ast.NodeTransformer):
 
 
 class _OfBody(ast.NodeTransformer):
-    """Changes code for a function of its own: `return`, `global`, annotations, `super()`.
-
-    `function` is the function around the loop; None at the top of a file.
-    """
+    """Changes code for a function of its own: `return`, `global`, annotations, `super()`."""
 
     def __init__(self, function: Any) -> None:
         self.returns = False
@@ -398,11 +385,7 @@ _MAIN = "__main__"
 
 
 class MainModule:
-    """One run of a script, without modules of its folder that an earlier run or the caller has loaded.
-
-    `edits` has the changes by file, `otherwise` those in the user's other files; `seam` is called by rewritten parts;
-    `package` is set for a run as by `python -m`.
-    """
+    """One run of a script, without modules of its folder that an earlier run or the caller has loaded."""
 
     def __init__(
         self,

@@ -101,10 +101,7 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def model_of(variables: Variables, optimizers: Sequence[torch.optim.Optimizer], where: str) -> nn.Module:
-    """Returns the model that the optimizers train: the outermost module, or a parent of several.
-
-    `where` is the loop's place, for FactoryError if no visible module has a parameter of the optimizers.
-    """
+    """Returns the model that the optimizers train: the outermost module, or a parent of several."""
     trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     holds = {id(module): {id(p) for p in module.parameters()} & trained for _, module in variables.modules}
     inside = {id(part) for _, module in variables.modules for part in module.modules() if part is not module}
@@ -176,11 +173,7 @@ class ScriptRun:
 
 
 class Runner:
-    """Runs a script repeatedly, each time in a process with the first run's initial state; output is shown once.
-
-    `name` is the user's spelling, for errors; `package` is set for a run as by `python -m`; `arguments` follow the file
-    in `sys.argv`; `path` has folders for the start of `sys.path`; `files` guards the files that it writes.
-    """
+    """Runs a script repeatedly, each time in a process with the first run's initial state; output is shown once."""
 
     def __init__(
         self,
@@ -216,11 +209,9 @@ class Runner:
             yield
 
     def to_first_step(self) -> ScriptRun:
-        """Run the unchanged script until an optimizer steps in a loop of the user's, or a framework's entry is called.
+        """Run the unchanged script until an optimizer steps in the user's loop, or a framework's entry is called.
 
-        A script that ends before a step, as at a non-finite loss, has shown its loop if it has called a model of its
-        optimizers in training mode. Raises FactoryError if it reaches none of these or would change a file,
-        UserCodeError if it raised.
+        One that ends before a step, as at a non-finite loss, has shown its loop by calling a model in training mode.
         """
         marked = marks_a_loop(self._file)
 
@@ -268,10 +259,7 @@ class Runner:
         run.loops = loops
 
     def to_loop(self, place: LoopPlace, visit: int, around: LoopPlace | None = None) -> ScriptRun:
-        """Run the script to its loop `place`, after `visit` earlier visits; `around` is the loop that repeats it.
-
-        Raises FactoryError if the script does not reach the loop or would change a file, UserCodeError if it raised.
-        """
+        """Run the script to its loop `place`, after `visit` earlier visits; `around` is the loop that repeats it."""
         visits = itertools.count()
 
         def arrives(items: Items | None, body: Body, frame: FrameType) -> None:
@@ -301,11 +289,7 @@ class Runner:
         return run
 
     def _execute(self, run: ScriptRun) -> None:
-        """Run the script to its end, or until it is left; errors after that do not matter.
-
-        Raises FactoryError if the script ended the program or would change a file, UserCodeError if it raised or is no
-        Python.
-        """
+        """Run the script to its end, or until it is left; errors after that do not matter."""
         try:
             with (
                 self.user_code(f"the script {self._name}"),

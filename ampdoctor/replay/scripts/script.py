@@ -157,11 +157,7 @@ class _Learnt:
 
 
 class Script:
-    """A script in place of a factory.
-
-    `name` is the user's spelling; `package` is set for a run as by `python -m`; `arguments` follow the file in
-    `sys.argv`; `path` has folders for the start of `sys.path`; `notes` gets sentences about its replay.
-    """
+    """A script in place of a factory."""
 
     instead = COPY
 
@@ -194,10 +190,7 @@ class Script:
         return self._runner.user_code(what)
 
     def make(self, arguments: Mapping[str, Any] | None = None, *, batches: Any = None, loss: Any = None) -> TrainingRun:
-        """Run the script up to its training loop and return a fresh run.
-
-        Raises FactoryError if it reaches no loop or its parts are not found, UserCodeError if it raised.
-        """
+        """Run the script up to its training loop and return a fresh run."""
         given = {"--arg": bool(arguments), "--batches": batches is not None, "--loss": loss is not None}
         extra = [option for option, is_given in given.items() if is_given]
         if extra:
@@ -214,11 +207,7 @@ class Script:
         )
 
     def _lessons(self, loops: Sequence[LoopPlace], again: Callable[[], None], ended: FactoryError | None) -> _Learnt:
-        """Returns the innermost loop with enough items, else the innermost; `loops` start with the innermost.
-
-        `again` restores the random state; `ended` says why the script ended before a step, None if it took one. Raises
-        FactoryError if nothing was trained in the loop.
-        """
+        """Returns the innermost loop with enough items, else the innermost; `loops` start with the innermost."""
         learnt: list[_Learnt] = []
         for place, around in zip(loops, (*loops[1:], None), strict=True):
             learnt.append(self._lesson(place, again, around=around, never_steps=ended is not None))

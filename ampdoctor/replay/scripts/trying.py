@@ -60,10 +60,7 @@ class Loop:
 def tried(  # noqa: C901 one loop, and its listeners
     loop: Loop, around: Sequence[Callable[[], Any]], made: CreatedObjects, *, never_steps: bool = False
 ) -> LoopShape:
-    """Runs a loop's body until an optimizer has stepped; `around` make the contexts around it.
-
-    With `never_steps` the script has ended before a step: a training call of a model then counts as a step.
-    """
+    """Runs a loop's body until an optimizer has stepped; `around` make the contexts around it."""
     stepped: dict[int, None] = {}
     scalers: dict[int, None] = {}
     regions: set[torch.dtype] = set()
@@ -164,10 +161,7 @@ class RecordedEpochs:
     say: Callable[[str], None]  # gets a sentence if the data may differ from the training's
 
     def drawn(self) -> Iterator[Any]:
-        """Yields the items, round after round, with `Turn.NEXT_ROUND` before each later round.
-
-        A source without items in the second round was an iterator.
-        """
+        """Yields the items, round after round, with `Turn.NEXT_ROUND` before each later round."""
         if self.items is None:
             yield from itertools.repeat(None)
             return
@@ -194,13 +188,13 @@ def loaders_of(read: Sequence[Any], file: str) -> tuple[DataLoader[Any], ...]:
 
 
 def steps(
-    rounds: RecordedEpochs, _read: object, lesson: LoopShape, over: Sequence[bool], start: int = 0
+    rounds: RecordedEpochs,
+    _read: object,  # what the header reads: as an argument, it counts as reached by drawing
+    lesson: LoopShape,
+    over: Sequence[bool],  # not empty after the loop has ended
+    start: int = 0,
 ) -> Iterator[list[Any]]:
-    """Yields, for each step, its items, as the loop draws them; `start` optimizer steps are skipped.
-
-    `_read` is what the header reads, as an argument, so that what it reaches counts as reached by drawing. `over` is
-    not empty after the loop has ended.
-    """
+    """Yields, for each step, its items, as the loop draws them; `start` optimizer steps are skipped."""
     drawn = rounds.drawn()
     if rounds.items is not None:
         _next_items(drawn, rounds.behind + start * lesson.together)
@@ -236,10 +230,7 @@ def passed(items: Items | None, before: int, run: Callable[[list[Any]], Any]) ->
 
 
 def set_counters(body: Body, saved: Mapping[str, float]) -> dict[str, float]:
-    """Set the loop's numeric variables to a checkpoint's numbers of the same names; returns those that were set.
-
-    They are variables that the body uses, or attributes of the object whose method it is.
-    """
+    """Set the loop's numeric variables to a checkpoint's numbers of the same names; returns those that were set."""
     put: dict[str, float] = {}
     code, known = body.__code__, body.__globals__
     cells: dict[str, CellType] = dict(zip(code.co_freevars, body.__closure__ or (), strict=True))
