@@ -147,9 +147,6 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature: the call itself raises
         return
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    if positional:
-        raise FactoryError(f"the factory {name!r} takes {', '.join(positional)} by position only: --arg gives keywords")
     known = [p.name for p in parameters if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         _check_unknown(arguments, known, name)
@@ -165,21 +162,17 @@ def _check_unknown(arguments: Mapping[str, Any], known: list[str], name: str) ->
     for argument in arguments:
         if argument in known:
             continue
-        same = [name for name in known if name.lower() == argument.lower()]
-        near = same or difflib.get_close_matches(argument, known, n=3)
+        near = difflib.get_close_matches(argument, known, n=3)
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise FactoryError(f"the factory {name!r} has no argument {argument!r}: {hint}{takes}")
 
 
 def _wrong_return(made: Any) -> str:
-    """Says, as a predicate, why a factory may not return `made`."""
     from torch import nn
 
     if made is None:
         return "returned nothing: did you forget `return`?"
-    if inspect.iscoroutine(made):
-        made.close()  # or Python warns that it was never awaited
     values = made.values() if isinstance(made, Mapping) else made if isinstance(made, tuple | list) else ()
     if any(isinstance(value, nn.Module) for value in values):
         kind = type(made).__name__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -133,7 +132,6 @@ def _refusal(
     file_keys: Sequence[str],
     own_keys: Sequence[str],
 ) -> str:
-    """Returns one sentence on all differences."""
     parts = []
     if missing:
         parts.append(f"{len(missing)} of {len(own_keys)} tensors of the model are missing ({_some(missing)})")
@@ -156,14 +154,11 @@ def _some(names: Sequence[str], separator: str = ", ") -> str:
 
 
 def _hint(missing: Sequence[str], unexpected: Sequence[str], file_keys: Sequence[str], own_keys: Sequence[str]) -> str:
-    if not missing or not unexpected:
+    prefix = common_prefix_fit(file_keys, own_keys) if missing and unexpected else None
+    if prefix is None:
         return ""
-    prefix = common_prefix_fit(file_keys, own_keys)
-    if prefix is not None:
-        change = f"with {prefix[1:]!r} put before the file's keys" if prefix[0] == "+" else f"without {prefix!r}"
-        return f"; they fit {change}"
-    near = difflib.get_close_matches(missing[0], unexpected, n=1, cutoff=0.75)
-    return f"; is {near[0]!r} the model's {missing[0]!r}?" if near else ""
+    change = f"with {prefix[1:]!r} put before the file's keys" if prefix[0] == "+" else f"without {prefix!r}"
+    return f"; they fit {change}"
 
 
 def _cast_notes(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterable[str]:

@@ -65,8 +65,6 @@ class DrawHooks:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """One draw from an iterator."""
-
     item: Any  # at the end: the generator's return value
     ended: bool
     is_data: bool  # the item is a copy, and the step gets copies of it
@@ -131,7 +129,6 @@ class ReplayableIterator:
         return type(self.source)
 
     def _drawn(self) -> tuple[Any, _Draw]:
-        """Draw the next item; returns it and its record."""
         ended = False
         with as_written(), without_overrides():
             try:
@@ -272,7 +269,6 @@ class Reached:
         return found
 
     def _places(self) -> Iterator[tuple[Any, bool]]:
-        """Yields each changeable place, and whether it is restored."""
         if self._drawing is None:
             stop = (*self.stop(), *self.steps_own())
             self._drawing = frozenset(_known(place) for place, _ in reached([self.batches], stop))
@@ -359,7 +355,6 @@ def _state_of(generator: Any) -> int:
 
 
 def _named(values: Iterable[Any]) -> int:
-    """Hashes plain values by value, other objects by identity."""
     return hash(tuple(value if type(value) in PLAIN else id(value) for value in values))
 
 

@@ -210,7 +210,6 @@ def _of_object(value: Any) -> Iterator[Any]:
 
 
 def _attributes(value: Any) -> Iterator[Any]:
-    """Yields the object's dict, and its slots as `Names`."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -388,7 +387,6 @@ def _refill(place: Any, base: Any, items: list[Any]) -> None:
 
 
 def _same(here: Any, there: Any) -> bool:
-    """Are these the same objects in the same order?"""
     return len(here) == len(there) and all(map(operator.is_, here, there))
 
 

@@ -99,8 +99,6 @@ class RecordedStep:
 
 
 class _Run:
-    """One run of the instructions."""
-
     def __init__(
         self, model: nn.Module, scaler: Any, program: Program, named: Callable[[Reference], torch.Tensor]
     ) -> None:
@@ -124,7 +122,6 @@ class _Run:
                 yield place, one
 
     def one(self, instruction: Instruction) -> Mapping[int, torch.Tensor]:
-        """Run one instruction; returns its results by their numbers."""
         with recorded_at(instruction.line):
             match instruction:
                 case Call() | Op():

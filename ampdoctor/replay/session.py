@@ -166,7 +166,6 @@ class Session:
         return roots_of(functions, self.model.modules(), self.optimizers.values())
 
     def _parts(self) -> Iterator[int]:
-        """Yields the ids of objects that a snapshot saves as parts of the run."""
         parts = self.run, self.scaler, *self.optimizers.values(), *self.schedulers
         yield from map(id, (*parts, *self.model.modules(), *(tensor for _, tensor in tensors_of(self.model))))
 
@@ -458,7 +457,6 @@ class Session:
 
     @contextmanager
     def _with_precision(self, precision: Precision) -> Iterator[None]:
-        """Switch to another precision; the loss is scaled in fp16 only."""
         kept = self.precision, self._overridden
         self.precision, self._overridden = precision, True
         try:
@@ -502,7 +500,6 @@ def _counted_by_steps() -> Iterator[int]:
 
 
 def _is_state(tensor: torch.Tensor) -> bool:
-    """Is it a floating-point leaf with memory of its own?"""
     return tensor.is_floating_point() and tensor.is_leaf and tensor._base is None  # noqa: SLF001
 
 

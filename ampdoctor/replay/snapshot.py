@@ -166,7 +166,6 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same_view(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    """Do both tensors show the same elements of the same memory?"""
     if tensor.dtype != data.dtype or tensor.shape != data.shape or tensor.layout is not data.layout:
         return False
     if data.layout is not torch.strided:
@@ -208,7 +207,6 @@ class _Tensor:
         self._restore_the_rest()
 
     def restore_what_changed(self) -> None:
-        """Like `restore`, but write values only if they differ."""
         _put_back(self.data, self.values)
         self._restore_the_rest()
 
@@ -425,7 +423,6 @@ class Snapshot:
 
 
 def _restored(value: Any) -> Any:
-    """Returns the optimizer's state from a copy by `_of_state`."""
     if isinstance(value, _StateTensor):
         return value.restored()
     if type(value) is dict:

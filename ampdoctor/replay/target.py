@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from ampdoctor.errors import FactoryError, UsageError
 from ampdoctor.package import working_folder
 from ampdoctor.replay.bundles.classes import NamedCode
 from ampdoctor.replay.bundles.manifest import bundle_at
 from ampdoctor.replay.bundles.read import Bundle
-from ampdoctor.replay.factory import Environment, load_factory
+from ampdoctor.replay.factory import Environment, LoadedFactory, load_factory
 from ampdoctor.replay.scripts.script import Script
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.replay.user_code import forget_working_folder, user_code
@@ -44,13 +44,13 @@ class BundleTarget:
 
     @contextlib.contextmanager
     def user_code(self, what: str) -> Iterator[None]:
-        """See `Target`."""
+        """See `LoadedFactory.user_code`."""
         argv0 = None if self._code is None else self._code.argv0
         with self._environment(), user_code(argv0, what=what, path=self.path):
             yield
 
     def make(self, arguments: Mapping[str, Any] | None = None, *, batches: Any = None, loss: Any = None) -> TrainingRun:
-        """See `Target`, and `Bundle.run` for errors; a bundle takes no arguments (FactoryError)."""
+        """See `Bundle.run`; a bundle takes no arguments (FactoryError)."""
         given = {"--arg": arguments, "--batches": batches, "--loss": loss}
         extra = [option for option, value in given.items() if value]
         if extra:
@@ -63,26 +63,8 @@ class BundleTarget:
             yield
 
 
-class Target(Protocol):
-    """Makes fresh runs; a Protocol, because a factory is called, a script is run to its loop, and a bundle is read."""
-
-    @property
-    def name(self) -> str:
-        """The target as the user wrote it."""
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        """Folders that are first on `sys.path` while user code runs."""
-
-    @property
-    def instead(self) -> str:
-        """Advice appended to the "your code writes this file" note."""
-
-    def user_code(self, what: str) -> AbstractContextManager[None]:
-        """Surrounds user code and the run's callbacks; `what` is the subject of an error's sentence."""
-
-    def make(self, arguments: Mapping[str, Any] | None = None, *, batches: Any = None, loss: Any = None) -> TrainingRun:
-        """Returns a fresh run."""
+Target = LoadedFactory | Script | BundleTarget
+"""Makes fresh runs: a factory is called, a script is run to its loop, a bundle is read."""
 
 
 def load_target(
@@ -132,7 +114,6 @@ def _script_named(target: str, app_dir: str | None) -> tuple[Path, str | None] |
 
 
 def _folder(app_dir: str | None) -> Path:
-    """Returns the folder in which modules are looked up first; raises FactoryError if it does not exist."""
     folder = Path.cwd() if app_dir is None else Path(app_dir).resolve()
     if not folder.is_dir():
         raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")

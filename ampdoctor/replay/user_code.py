@@ -70,7 +70,6 @@ def explained(error: BaseException) -> str | None:
 
 
 def _place(error: BaseException) -> str:
-    """Returns the innermost line outside torch and ampdoctor."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

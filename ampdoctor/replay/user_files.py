@@ -150,7 +150,6 @@ def _name(file: Any) -> str:
 
 
 def _contents(file: Any) -> Path | None:
-    """Returns the path of a file's content, after links; None for a descriptor."""
     return Path(_name(file)).resolve() if _name(file) else None
 
 
@@ -173,7 +172,6 @@ def _apart() -> Iterator[Path]:
 
 
 def _lies_below(place: Path, roots: Iterable[Path], apart: Iterable[Path]) -> bool:
-    """Is the path below one of the folders, and not hidden, temporary, cached or installed?"""
     for root in roots:
         if place.is_relative_to(root):
             below = place.relative_to(root).parts

@@ -81,22 +81,14 @@ class Spec:
 
 def _existing_file(target: str) -> Path:
     path = Path(target).expanduser()
-    if path.is_dir():
-        raise FactoryError(f"{target!r} is a folder: name a Python file in it, as in 'path/to/file.py:function'")
-    if not path.exists():
-        with_suffix = path.with_name(path.name + ".py")
-        if with_suffix.is_file():
-            raise FactoryError(f"there is no file {target!r}: did you mean {target + '.py'!r}?")
-        raise FactoryError(f"there is no file {target!r}{_near(path.name, _siblings(path))}")
-    if path.suffix != ".py":
-        raise FactoryError(f"{target!r} is not a Python file: its name must end in .py")
-    if not path.is_file():
-        raise FactoryError(f"{target!r} is not a regular file")
-    return path.resolve()
-
-
-def _siblings(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.parent.glob("*.py")) if path.parent.is_dir() else []
+    if path.is_file() and path.suffix == ".py":
+        return path.resolve()
+    if path.exists():
+        kind = "a folder" if path.is_dir() else "not a Python file"
+        raise FactoryError(f"{target!r} is {kind}: name a Python file, as in 'path/to/file.py:function'")
+    raise FactoryError(
+        f"there is no file {target!r}{_near(path.name, (file.name for file in path.parent.glob('*.py')))}"
+    )
 
 
 def load_object(
@@ -204,17 +196,13 @@ def syntax_sentence(error: SyntaxError) -> str:
 
 
 def _raise_if_spec_is_missing(spec: Spec, error: ModuleNotFoundError) -> None:
-    """Raises FactoryError if the module itself does not exist; returns if an import inside it failed."""
     missing = error.name or ""
     if spec.file is not None or has_user_frames(error) or not f"{spec.module}.".startswith(f"{missing}."):
         return
-    parent = missing.rpartition(".")[0]
-    if parent and not hasattr(sys.modules.get(parent), "__path__"):
-        raise FactoryError(f"there is no module {spec.module!r}: {parent!r} is a module, not a package") from error
-    places = list(getattr(sys.modules.get(parent), "__path__", ())) if parent else sys.path[:2]
-    known = sorted(f"{parent}.{entry.name}".lstrip(".") for entry in pkgutil.iter_modules(places))
-    where = f"in package {parent!r}" if parent else "on the import path (--app-dir sets its first folder)"
-    raise FactoryError(f"there is no module {missing!r} {where}{_near(missing, known)}") from error
+    known = [entry.name for entry in pkgutil.iter_modules(sys.path[:2])]
+    raise FactoryError(
+        f"there is no module {missing!r} on the import path (--app-dir sets its first folder){_near(missing, known)}"
+    ) from error
 
 
 def _attribute(module: ModuleType, spec: Spec) -> Any:
@@ -224,9 +212,8 @@ def _attribute(module: ModuleType, spec: Spec) -> Any:
         try:
             value = getattr(value, part)
         except AttributeError as error:
-            owner = ".".join([spec.argv0, *parts[:depth]]) if spec.file is None else spec.text.rpartition(":")[0]
-            if depth:
-                owner = f"{'.'.join(parts[:depth])} of {owner}"
+            module_name = spec.text.rpartition(":")[0]
+            owner = f"{'.'.join(parts[:depth])} of {module_name}" if depth else module_name
             names = [name for name in dir(value) if not name.startswith("_")]
             known = factories_in(Path(getattr(module, "__file__", None) or ""))
             raise FactoryError(f"{owner} has no {part!r}{_near(part, names)}{_list(known)}") from error
@@ -297,7 +284,6 @@ def _trains(function: ast.FunctionDef) -> bool:
 
 
 def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Yields the nodes of a function without the bodies of functions and classes inside it."""
     todo: list[ast.AST] = list(function.body)
     while todo:
         node = todo.pop()
@@ -314,7 +300,6 @@ def dotted_factory(target: str) -> str | None:
 
 
 def _candidates_of(target: str, file: Path | None) -> str:
-    """Returns the factories of a file, for an error, if the user named no function."""
     if file is None:
         meant = dotted_factory(target)
         return f"; did you mean {meant!r}, with a colon?" if meant else ""

@@ -100,7 +100,6 @@ class NamedCode:
         return any(resolved.is_relative_to(folder) for folder in self.path)
 
     def _trimmed(self, file: Path, tree: ast.Module) -> ModuleType:
-        """Runs the file's definitions without the code that trains."""
         module = ModuleType(f"{file.stem}_definitions_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}")
         module.__file__ = str(file)
         sys.modules[module.__name__] = module  # dataclasses look their module up

@@ -92,7 +92,6 @@ def code_of(said: Any) -> str | None:
 
 
 def _classes(tree: Any) -> Iterator[str]:
-    """Yields the names of the classes in an entry."""
     if isinstance(tree, Mapping):
         yield from (value for key, value in tree.items() if key == "class" and isinstance(value, str))
     if isinstance(tree, Mapping | list):
@@ -329,7 +328,6 @@ class ModelBuilder:
         return found
 
     def _to_type(self, said: Any) -> str:
-        """Returns the option to add to the command, for the end of a sentence."""
         said = said if isinstance(said, dict) else {}
         if said.get("kind") == "several":
             children = said.get("children")
@@ -428,7 +426,6 @@ class _Passing(nn.Module):
         self.add_module(attribute, inner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
         return getattr(self, self._attribute)(*args, **kwargs)
 
 

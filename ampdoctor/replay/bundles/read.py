@@ -125,7 +125,6 @@ class Bundle:
             raise CheckpointError(f"{name} is malformed ({type(error).__name__}: {str(error)[:80]}).") from None
 
     def _leading(self, program: Program, calls: _Tensors, find: Callable[[str, str], Any]) -> PriorSteps:
-        """Returns the updates before the step."""
         said, made, name = self.manifest.get("earlier", []), self.manifest.get("updates"), f"{self.name}/manifest.json"
         groups = 0 if program.optimizer is None else len(program.optimizer.param_groups)
         try:
@@ -181,7 +180,6 @@ class _Steps:
         self._known: dict[str, torch.Tensor] = {}  # by entry: a tensor that enters several steps is loaded once
 
     def made(self, said: Mapping[str, Any]) -> _Step:
-        """Returns instructions, inputs and buffers."""
         given = tuple(map(self._tensor, said["given"]))
         before = {str(key): self._tensor(entry) for key, entry in said["before"].items()}
         reader = InstructionsIn(self._find, self._random, len(given), self._name)
@@ -200,7 +198,6 @@ class _Steps:
 
 
 def _earlier(program: Program, said: Mapping[str, Any], made: _Step, find: Callable[[str, str], Any]) -> Program:
-    """Returns an earlier step, with the same model and optimizer as `program`."""
     instructions, given, before = made
     if type(said["step"]) is not int:
         raise TypeError("step")
@@ -216,8 +213,6 @@ def _earlier(program: Program, said: Mapping[str, Any], made: _Step, find: Calla
 
 
 class _Tensors:
-    """The tensors of a safetensors file, by their entries in the manifest."""
-
     def __init__(self, path: Path) -> None:
         self._file = RegularFile(path, f"{path.parent.name}/{path.name}")
         try:
@@ -233,7 +228,6 @@ class _Tensors:
         self._file.close()
 
     def made(self, entry: Mapping[str, Any]) -> torch.Tensor | None:
-        """Returns the tensor of an entry; None if the file does not have it."""
         key = entry.get("key") if isinstance(entry, dict) else None
         names = [name for name in (key, f"{key}/indices", f"{key}/values") if name in self._stored]
         if not names or key is None:
@@ -241,7 +235,6 @@ class _Tensors:
         return tensor_of(entry, {name: self._stored[name].load() for name in names}, self._file.name)
 
     def all(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Returns the tensors whose names start with `prefix`."""
         return {name: one.load() for name, one in self._stored.items() if name.startswith(prefix)}
 
 
@@ -250,7 +243,6 @@ def _is_count(value: Any) -> bool:
 
 
 def _listed(said: Any, key: str) -> list[Any]:
-    """Returns the list under a key; an empty one if there is none."""
     found = said.get(key) if isinstance(said, dict) else None
     return found if isinstance(found, list) else []
 
@@ -262,7 +254,6 @@ def _there(tensor: torch.Tensor | None, name: str) -> torch.Tensor:
 
 
 def _scaler(said: Any) -> Callable[[], torch.amp.GradScaler] | None:
-    """Returns a function that makes the scaler with its recorded state; None without a state."""
     state = {} if said is None else {str(key): read(one, lambda _m, _q: None) for key, one in said["state"].items()}
     if not state:
         return None

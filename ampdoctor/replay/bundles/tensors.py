@@ -198,28 +198,11 @@ def _put_parameters(
         if own[name] is not own[first]:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, own[first])
-    _untie(model, entries, stored, tied)
-
-
-def _untie(
-    model: nn.Module,
-    entries: Mapping[str, Any],
-    stored: Callable[[Mapping[str, Any]], torch.Tensor | None],
-    tied: Mapping[str, str],
-) -> None:
-    """Separate parameters that are shared in the fresh model, but not in the bundle."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(parameter), name)
-        if known == name or tied.get(name, name) == tied.get(known, known):
-            continue
-        tensor = stored(entries[name])
-        parent, _, last = name.rpartition(".")
-        value = parameter.detach().clone() if tensor is None else tensor.detach()
-        setattr(model.get_submodule(parent), last, nn.Parameter(value, requires_grad=entries[name]["requires_grad"]))
-        before = stored(entries[known])  # the second one's values were written last
-        if before is not None:
-            parameter.data = before.detach()
+        if tied.get(name, name) != tied.get(known, known):
+            raise FactoryError(f"{whose} makes a model that ties {name} to {known}, and the bundle's does not")
 
 
 def _put_buffers(

@@ -190,7 +190,6 @@ class BundleContents:
         return (*self._lacking, _weights_of(leading, len(self.earlier)), *ended)
 
     def _room(self, max_bytes: int) -> int:
-        """Returns the bytes that remain beside calls and buffers."""
         taken = bytes_of(self.calls) + self._buffer_bytes()
         if taken > max_bytes - MANIFEST_ROOM:
             raise OutputError(
@@ -360,8 +359,6 @@ def _versions() -> dict[str, str]:
 
 
 def _exact(manifest: Mapping[str, Any], collected: BundleContents) -> dict[str, list[str]]:
-    """Returns which parts are exact in a replay, and which are not, as sentences."""
-    yes = ["what entered the models, buffers, autocast and the order of calls and backwards"]
     no = list(manifest["unexplained"])
     if "updates" in manifest and (manifest["scaler"] or {}).get("state"):
         no.append("the loss scale is the one behind the step")
@@ -378,15 +375,11 @@ def _exact(manifest: Mapping[str, Any], collected: BundleContents) -> dict[str, 
             "the weights are made again by the recorded updates since the checkpoint: exact where the machine, its "
             "kernels and the updates are those of the training, and near them elsewhere"
         )
-    if manifest["weights"] == "before the step":
-        yes.append("the weights, which are those before the step")
-    elif manifest["weights"] == "after the step":
+    if manifest["weights"] == "after the step":
         no.append("the weights are those after the step: where it changed them, the replay may say otherwise")
     if collected.draws_on_gpu():
         no.append("random numbers that a GPU drew (dropout) are other ones on a machine without it")
-    else:
-        yes.append("random numbers")
-    return {"yes": yes, "no": no}
+    return {"no": no}
 
 
 def _write_whole(folder: Path, collected: BundleContents, manifest: str, log: Sequence[str]) -> int:

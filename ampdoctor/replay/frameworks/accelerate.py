@@ -81,7 +81,6 @@ def _refuse(accelerator: Any, optimizer: Any) -> None:
 
 
 def _precision(accelerator: Any, model: Any) -> tuple[str, bool]:
-    """Returns the real compute format, and whether it comes from autocast."""
     if accelerator.native_amp:
         return accelerator.mixed_precision, True
     weights = format_of_weights(model)
@@ -140,7 +139,6 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _ahead(batches: Any) -> Iterator[tuple[Any, bool]]:
-    """Yields each batch, and whether it is the last."""
     waiting: list[Any] = []
     for batch in batches:
         if waiting:

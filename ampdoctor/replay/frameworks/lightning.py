@@ -30,7 +30,6 @@ class _Launcher:
     is_interactive_compatible = True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:  # noqa: ARG002 - the seam's signature
-        """See Lightning's launchers."""
         try:
             return function(*args, **kwargs)
         except Reached:
@@ -82,7 +81,6 @@ def _package_of(made: Any, base: str) -> Any:
 
 
 def _refuse(trainer: Any) -> None:
-    """Raises FactoryError for trainings with several processes or devices."""
     strategy = type(trainer.strategy).__name__
     if trainer.world_size > 1:
         what = f"{trainer.world_size} processes"
@@ -123,7 +121,6 @@ def _left_out(callback: Any) -> str | None:
 
 
 def _without_validation(trainer: Any) -> Iterator[str]:
-    """Leave out validation and the reload of loaders; yields notes."""
     loop = trainer.fit_loop
     if trainer.enable_validation:
         trainer.limit_val_batches = 0
@@ -173,7 +170,6 @@ def _attach(trainer: Any, module: Any, arguments: dict[str, Any]) -> RandomPlace
 
 @contextmanager
 def _changed(of: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces a method of an object while inside."""
     setattr(of, name, value)
     try:
         yield
@@ -188,7 +184,6 @@ def _refuse_fetching_steps(trainer: Any) -> None:
 
 
 def _fetcher(trainer: Any) -> Any:
-    """Returns a new data fetcher of the Trainer's kind."""
     module = sys.modules[type(trainer.fit_loop).__module__]
     return module._select_data_fetcher(trainer, module.RunningStage.TRAINING)  # noqa: SLF001 what fit itself calls
 
@@ -222,7 +217,6 @@ def _position(trainer: Any, package: Any, random: RandomPlace, *, resumed: bool)
 
 
 def _precision(trainer: Any) -> tuple[str, bool]:
-    """Returns the compute format, and whether it comes from autocast; raises FactoryError for other formats."""
     plugin = trainer.precision_plugin
     kind = type(plugin).__name__
     found = {"16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}.get(plugin.precision)

@@ -82,7 +82,6 @@ class Position:
         raise AssertionError("an endless count has ended")
 
     def _fetched(self, loader: Any, epoch: int, skipped: int, *, anew: bool) -> Any:
-        """Returns the fetcher of an epoch's batches, after the skipped ones."""
         loaders = loader.flattened
         for one in loaders:
             self.set_epoch(one, epoch)
@@ -129,7 +128,6 @@ class _Given:
 
     @property
     def done(self) -> bool:
-        """Was the epoch's last batch drawn?"""
         return self._closes and not self._batches
 
     def __iter__(self) -> _Given:
@@ -155,7 +153,6 @@ def counted(trainer: Any) -> tuple[Any, ...]:
 
 
 def _leaves(progress: Any) -> Iterator[dict[str, Any]]:
-    """Yields the counters' tables in a nested progress of Lightning's."""
     yield vars(progress)
     for field in dataclasses.fields(progress):
         value = getattr(progress, field.name)
@@ -214,7 +211,6 @@ def _step_after_backward(plugin: Any, optimizer: Any, model: Any, closure: Calla
 
 
 def _place(trainer: Any, update: Update) -> None:
-    """Set the loops and the schedules to the start of the update."""
     loop = trainer.fit_loop
     batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
     for counter in ("ready", "started", "processed", "completed"):

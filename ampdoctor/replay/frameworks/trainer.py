@@ -120,7 +120,6 @@ def trainer_parts(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(trainer: Any) -> None:
-    """Raises FactoryError for DeepSpeed, FSDP, several devices, FP8 and old releases."""
     args = trainer.args
     several = args.world_size if args.world_size > 1 else args.n_gpu
     what = None
@@ -175,7 +174,6 @@ def _enter(trainer: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _resumed_from(trainer: Any, arguments: dict[str, Any]) -> str | None:
-    """Returns the folder that `train()` itself has resumed, or None."""
     folder = arguments.get("resume_from_checkpoint")
     if folder is True:
         from transformers.trainer_utils import get_last_checkpoint
@@ -219,7 +217,6 @@ def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torc
 
 
 def _place(trainer: Any, update: Update) -> None:
-    """Set the Trainer's state and schedule to the start of the update."""
     trainer.state.global_step, trainer.state.epoch = update.number, update.epoch
     trainer.current_gradient_accumulation_steps = len(update.batches)
     scheduler = trainer.lr_scheduler

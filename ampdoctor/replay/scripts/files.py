@@ -192,7 +192,6 @@ class Files:
 
 
 def _opened_nowhere(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Opens the null device instead of the file."""
     others = {name: value for name, value in kwargs.items() if name not in ("file", "path")}
     return original(os.devnull, *args[1:], **others)
 
@@ -301,7 +300,6 @@ def _by_user(frame: FrameType | None) -> bool:
 
 
 def _registries() -> Iterator[MutableMapping[Any, Any]]:
-    """Yields each registry of the loaded packages once."""
     seen: set[int] = set()
     for name, module in sys.modules.copy().items():
         if name.partition(".")[0] not in _OF:

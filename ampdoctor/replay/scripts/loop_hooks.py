@@ -176,7 +176,6 @@ def _variables(part: Items | Body) -> dict[str, Any]:
 
 
 def _own(value: Any) -> dict[str, Any]:
-    """Returns the attributes in an object's own dict."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -64,7 +64,6 @@ class BoundNames:
             self._look_at(one)
 
     def _name(self, node: ast.AST) -> None:
-        """Record the names that a node itself binds."""
         match node:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
                 self._bind(name)
@@ -214,7 +213,6 @@ class _Rewriting(ast.NodeTransformer):
         self._scope: Any = None
 
     def visit(self, node: ast.AST) -> Any:
-        """Returns the replacement of a node."""
         if node is self._loop:
             return self._parted(node)
         around, self._scope = self._scope, node if isinstance(node, SCOPES) else self._scope
@@ -277,7 +275,6 @@ class _OfBody(ast.NodeTransformer):
         self._first = arguments[0].arg if arguments else None
 
     def visit(self, node: ast.AST) -> Any:
-        """Returns the replacement of a node."""
         if isinstance(node, (*SCOPES, ast.Lambda)):
             return node
         self.generic_visit(node)

@@ -125,7 +125,6 @@ def model_of(variables: Variables, optimizers: Sequence[torch.optim.Optimizer], 
 
 
 def _together(named: Sequence[tuple[str, nn.Module]]) -> nn.Module:
-    """Returns a module that is never called, with the others as its named children."""
     together = nn.Module()
     for name, module in named:
         free = name.replace(".", "_") or "module"
@@ -277,7 +276,6 @@ class Runner:
         return run
 
     def _new(self, edits: Mapping[str, Edits], arrives: OnArrival, otherwise: Edits | None = None) -> ScriptRun:
-        """Returns a run that is about to start, in a process with the first run's initial state."""
         if self._process is None:
             self._process = ProcessState()
         self._process.restore()

@@ -80,7 +80,6 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
 
 
 def _loss_among(variables: Iterable[Any]) -> Any:
-    """Returns the last scalar tensor with a gradient function; None if there is none."""
     numbers = [
         one for one in variables if isinstance(one, torch.Tensor) and one.grad_fn is not None and _is_scalar(one)
     ]
@@ -117,7 +116,6 @@ def _backwards_in(losses: list[Any], stepping: Stepping) -> Iterator[None]:
 
 
 def _told_of_new_scalers(stepping: Stepping) -> AbstractContextManager[None]:
-    """Inside, a new scaler leads to a note."""
     original = torch.amp.GradScaler.__init__
 
     def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
@@ -248,7 +246,6 @@ class Script:
             return adapter.run_of(made)
 
     def _run_of(self, learnt: _Learnt, run: ScriptRun) -> TrainingRun:
-        """Returns the run whose step is the loop's body."""
         lesson, loop = learnt.lesson, run.loop
         variables = Variables(loop.seen)
         optimizers = [run.made.at(number) for number in lesson.optimizers]

@@ -209,7 +209,6 @@ def steps(
 
 
 def _next_items(drawn: Iterator[Any], many: int) -> list[Any]:
-    """Returns the next items, with the turns before them; none if there are not enough."""
     taken: list[Any] = []
     while many and (item := next(drawn, Turn)) is not Turn:
         taken.append(item)
