@@ -64,8 +64,10 @@ def assert_same(model, state):
     assert all(torch.equal(own[key], state[key]) for key in own)
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-@pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel, lambda m: torch.compile(m, backend="eager")])
+@pytest.mark.parametrize(
+    ("prefix", "wrap"),
+    [("module._orig_mod.", lambda m: m), ("", nn.DataParallel), ("", lambda m: torch.compile(m, backend="eager"))],
+)
 def test_weights_and_buffers_are_loaded_whatever_wraps_them(prefix, wrap):
     state, model = weights(), Net()
     report = resume(make_run(wrap(model)), {}, None, State({prefix + k: v for k, v in state.items()}, global_step=7))
@@ -88,12 +90,7 @@ def test_weights_and_buffers_are_loaded_whatever_wraps_them(prefix, wrap):
             lambda s: s.update({"out.weight": torch.ones(2, 9)}),
             r"1 shape is different \(out.weight: \(2, 9\) in the file, \(2, 3\) in the model\)",
         ),
-        (lambda s: s.update({"out.wieght": s.pop("out.weight")}), "is 'out.wieght' the model's 'out.weight'"),
         (lambda s: [s.update({f"model.{k}": s.pop(k)}) for k in list(s)], "they fit without 'model.'"),
-        (
-            lambda s: [s.update({f"e{i}": torch.ones(1)}) for i in range(5)],
-            r"5 keys of the file are unknown to the model \(e0, e1, e2, \.\.\.\)",
-        ),
     ],
 )
 def test_what_does_not_fit_is_one_sentence_and_nothing_is_loaded(change, sentence):
@@ -275,14 +272,6 @@ def test_capturable_state_is_usable_on_a_cpu():
     optimizer.step()
 
 
-def test_fp32_moments_of_a_half_model_are_cast_as_torch_does_and_that_is_said():
-    saved, model = trained(Net()).state_dict(), Net().bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    report = resume(make_run(model), {"optimizer": optimizer}, None, State(model.state_dict(), {"optimizer": saved}))
-    assert optimizer.state[model.enc.weight]["exp_avg"].dtype is torch.bfloat16
-    assert "exp_avg is float32 in the checkpoint and cast to its parameter's bfloat16, as torch does" in report.notes
-
-
 def test_a_scaler_given_as_arguments_gets_the_files_state():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     report = resume(make_run(scaler={"init_scale": 8.0}), {}, scaler, State(weights(), scaler=dict(SETTLED)))
@@ -317,14 +306,6 @@ def test_a_run_without_a_scaler_does_not_continue_the_files():
         assert resume(run, {}, disabled, State(weights(), scaler=dict(SETTLED))).scaler_continued
 
 
-def test_a_scale_that_has_not_settled_is_not_lost():
-    scaler = torch.amp.GradScaler("cpu")
-    moving = SETTLED | {"_growth_tracker": 0}
-    report = resume(make_run(scaler=lambda: scaler), {}, scaler, State(weights(), scaler=moving))
-    assert not report.scaler_continued
-    assert report.lost_scaler is None
-
-
 @pytest.mark.parametrize(
     ("scale", "lost"), [(math.inf, False), (math.nan, False), (0.0, False), (2.0**-128, False), (2.0**-127, True)]
 )
@@ -334,14 +315,6 @@ def test_a_dead_scale_is_none_to_go_on_with(scale, lost):
     assert not report.scaler_continued
     assert (report.lost_scaler is not None) is lost
     assert report.file_scaler.dead is not lost
-
-
-def test_dead_scales_are_loaded_as_they_are():
-    for scale in (0.0, float("nan"), float("inf")):
-        scaler = torch.amp.GradScaler("cpu")
-        report = resume(make_run(scaler={}), {}, scaler, State(weights(), scaler=SETTLED | {"scale": scale}))
-        assert str(scaler.get_scale()) == str(scale)
-        assert report.scaler_continued
 
 
 def test_reading_a_scaler_state():
@@ -406,13 +379,3 @@ def test_a_load_hook_that_raises_is_the_users_error():
 
     with pytest.raises(UserCodeError, match="the run's load hook raised KeyError: 'mine'"):
         resume(make_run(load=load), {}, None, State(weights()))
-
-
-def test_a_model_that_refuses_by_itself_is_one_sentence():
-    class Picky(Net):
-        def _load_from_state_dict(self, *arguments):
-            errors = arguments[-1]
-            errors.append("not today")
-
-    with pytest.raises(CheckpointError, match="the model refuses the checkpoint's weights: not today"):
-        resume(make_run(Picky()), {}, None, State(weights()))

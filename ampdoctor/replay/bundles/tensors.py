@@ -198,9 +198,9 @@ def _put_parameters(
         if own[name] is not own[first]:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, own[first])
-    first: dict[int, str] = {}
+    first_name: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
+        known = first_name.setdefault(id(parameter), name)
         if tied.get(name, name) != tied.get(known, known):
             raise FactoryError(f"{whose} makes a model that ties {name} to {known}, and the bundle's does not")
 

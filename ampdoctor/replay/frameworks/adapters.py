@@ -1,7 +1,7 @@
 """The frameworks whose objects a factory may return or a script may enter, each with an adapter, and their table.
 
-An adapter `claims` what its framework makes, importing nothing; `run_of` returns the run with the framework's own step, or
-raises FactoryError; inside `at_entry` a call of the framework's entry calls `reached`, which raises, and trains nothing.
+An adapter `claims` what its framework makes, importing nothing; `run_of` returns the run with the framework's own step,
+or raises FactoryError; inside `at_entry` a call of the framework's entry only calls `reached`, which raises.
 """
 
 from __future__ import annotations
