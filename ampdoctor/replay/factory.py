@@ -88,7 +88,6 @@ class LoadedFactory:
         return TrainingRun(model=made, batches=self._part(batches, "--batches"), loss=self._part(loss, "--loss"))
 
     def _started(self, adapter: Adapter, made: Any) -> TrainingRun:
-        """Starts a framework's training, which is user code too, and stops it at its first step."""
         what = f"the start of {adapter.name}'s training"
         with self.user_code(what), forbid_training_and_writes(what, (Path.cwd(), *self.path), may_step=True):
             return adapter.run_of(made)

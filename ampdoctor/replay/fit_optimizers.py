@@ -233,7 +233,6 @@ def _entry_problem(entry: Any, parameter: torch.Tensor, name: str) -> str | None
 
 
 def _usable(optimizer: Optimizer, state: dict[str, Any], *, own_settings: bool) -> tuple[dict[str, Any], list[str]]:
-    """Returns the state in a form for this device, and its differences from the factory's settings."""
     notes = []
     # load_state_dict keeps tensors that need no cast: without a copy the replay would train the checkpoint's tensors
     state = copy_batch(state)

@@ -162,7 +162,6 @@ def _hint(missing: Sequence[str], unexpected: Sequence[str], file_keys: Sequence
 
 
 def _cast_notes(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterable[str]:
-    """Describes casts that `load_state_dict` does not report, above all values that become infinite."""
     casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
     beyond = []
     for key, value in given.items():

@@ -142,7 +142,6 @@ def resume(
 
 
 def _file_scaler(state: LoadedCheckpoint, *, fresh: bool) -> tuple[ScalerState | None, tuple[str, ...]]:
-    """Returns the file's scaler, and notes if it is unreadable but not needed."""
     try:
         return read_scaler_state(state.scaler), ()
     except CheckpointError as error:
@@ -252,11 +251,11 @@ def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -
 
 def _torch_state(state: ScalerState, saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> dict[str, Any]:
     """Returns the argument of `scaler.load_state_dict`; settings that the file lacks (Apex's) stay the run's."""
-    if math.isfinite(state.scale) and abs(state.scale) > torch.finfo(torch.float32).max:
-        raise CheckpointError(f"the checkpoint's loss scale is {state.scale:g}, which no float32 holds")
-    if abs(state.growth_tracker) > torch.iinfo(torch.int32).max:
+    too_large = math.isfinite(state.scale) and abs(state.scale) > torch.finfo(torch.float32).max
+    if too_large or abs(state.growth_tracker) > torch.iinfo(torch.int32).max:
         raise CheckpointError(
-            f"the checkpoint's scaler counts {state.growth_tracker} clean steps, which no int32 holds"
+            f"the checkpoint's loss scale is {state.scale:g} after {state.growth_tracker} clean steps: "
+            f"torch's scaler holds a float32 and an int32"
         )
     read = {
         "growth_factor": state.growth_factor,

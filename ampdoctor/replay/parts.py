@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,6 @@ def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
 
 
 def _with_a_plain_scale(scaler: Any) -> Any:
-    """Makes a number of an `init_scale` that is a tensor."""
     scale: Any = getattr(scaler, "_init_scale", None)
     if is_one_element(scale):
         scaler._init_scale = float(scale)  # noqa: SLF001 - there is no public way
@@ -117,12 +117,9 @@ def choose_device(name: str) -> torch.device:
     """Returns the device that `--device` names; raises ReplayError if the machine does not have it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ReplayError(f"--device {name!r} is not auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise ReplayError(f"--device {name!r} is not auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:

@@ -287,7 +287,6 @@ def has_moved(before: Beyond, after: Beyond) -> bool:
 
 
 def _named_tensors(place: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields tensors by name: those in a namespace, and in its modules, lists and dicts."""
     table = place.table if is_a(place, Names) else dict(place) if is_a(place, dict) else {}
     for key, value in table.items():
         if is_a(value, torch.Tensor):
@@ -338,7 +337,6 @@ def _told(place: Any) -> Hashable:
 
 
 def _left(iterator: Any) -> int:
-    """Returns how many items a builtin iterator has left; -1 if unknown."""
     if type(iterator).__module__ not in ("builtins", "itertools"):
         return -1
     return operator.length_hint(iterator, -1)

@@ -132,7 +132,6 @@ def _entered(value: Any) -> Iterator[Any]:
 
 
 def _items(value: Any) -> Iterator[Any]:
-    """Returns a container's first items or a mapping's first values, without the methods of a subclass."""
     for kind in (dict, list, tuple, set, frozenset, deque):
         if is_a(value, kind):
             items = dict.values(value) if kind is dict else kind.__iter__(value)
@@ -183,7 +182,6 @@ def _names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def _of_class(cls: type) -> Iterator[Any]:
-    """Yields a user class's methods, and its class attributes as `Names`."""
     for one in cls.__mro__:
         if is_installed(one.__module__):
             continue

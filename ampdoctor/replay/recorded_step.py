@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,7 +27,6 @@ from ampdoctor.hooks.program import (
     Ended,
     InputRef,
     Instruction,
-    Line,
     Mode,
     Op,
     ParamRef,
@@ -217,21 +217,20 @@ def run_of(program: Program) -> TrainingRun:
 
 def _names_of_given(program: Program) -> list[str]:
     names: dict[int, str] = {}
-    taken: set[str] = set()
+    taken = Counter[str]()
     for one in program.instructions:
         if not isinstance(one, Call | Op):
             continue
         for path, reference in iter_kind(Reference, (one.args, one.kwargs)):
             if isinstance(reference, InputRef) and reference.index not in names:
-                name = f"{_argument(program.model, one, path)}{_at(one.line)}"
-                number = 1 + sum(known == name or known.startswith(f"{name}, ") for known in taken)
-                names[reference.index] = name if number == 1 else f"{name}, {number}"
-                taken.add(names[reference.index])
+                at = "" if one.line is None else f" at {Path(one.line[0]).name}:{one.line[1]}"
+                name = f"{_argument(program.model, one, path)}{at}"
+                taken[name] += 1
+                names[reference.index] = name if taken[name] == 1 else f"{name}, {taken[name]}"
     return [names.get(index, str(index)) for index in range(len(program.given))]
 
 
 def _argument(model: nn.Module, one: Call | Op, path: str) -> str:
-    """Describes the use of a tensor; for a call the forward's argument name."""
     if isinstance(one, Op):
         return f"what {getattr(one.function, '__name__', 'an op')} takes"
     kind, _, rest = path.partition(".")
@@ -240,10 +239,6 @@ def _argument(model: nn.Module, one: Call | Op, path: str) -> str:
         names = list(signature(model.get_submodule(one.model).forward).parameters)
         first = names[int(first)] if int(first) < len(names) else f"argument {first}"
     return f"{first}.{inside}" if inside else first
-
-
-def _at(line: Line) -> str:
-    return "" if line is None else f" at {Path(line[0]).name}:{line[1]}"
 
 
 def format_of(program: Program) -> tuple[str, bool]:
@@ -291,7 +286,6 @@ class LeadUp:
         return 0 if "optimizer" in loaded and not optimizer.state else updates_made(optimizer)
 
     def _from(self, stands: int | None, say: Callable[[str], None]) -> tuple[Program, ...]:
-        """Returns the updates after a checkpoint whose optimizer had made `stands` updates."""
         steps, made, step = self._leading.steps, self._leading.made, self._program.step
         if stands is None or made is None:
             who = "the optimizer" if made is None else "the checkpoint"
@@ -326,7 +320,6 @@ def _counted(updates: int) -> str:
 def _again(
     program: Program, then: float | None, differs: Callable[[float], None], model: nn.Module, scaler: Any
 ) -> None:
-    """Runs an update again; `differs` gets the relative difference of its loss from the recorded one."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if program.optimizer is not None:
         _put(program.optimizer, program.settings)

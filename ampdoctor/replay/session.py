@@ -116,7 +116,6 @@ class Session:
         self._drawn: list[Any] = []
 
     def _build(self, precision: str | None) -> None:
-        """Move the model to device and dtype and make the other parts; the exit stack undoes the changes."""
         run, device = self.run, self.device
         casts = precision is not None and precision != run.precision and not run.autocast
         if casts or device.type != "cpu":
@@ -260,7 +259,6 @@ class Session:
         return batch if self._cast_to is None else cast_floats(batch, self._cast_to)
 
     def _handed_out(self, item: Any) -> Any:
-        """Cast an item that the step draws itself, and record it as one of the step's batches."""
         item = self._cast_batch(item)
         self._drawn.append(item)
         return item
@@ -444,7 +442,6 @@ class Session:
 
     @contextmanager
     def _cast(self, dtype: torch.dtype) -> Iterator[None]:
-        """Cast model, optimizer state and batches to `dtype`; the caller's snapshot restores the values."""
         with ExitStack() as stack:
             own = [t for _, t in self.own_state() if t.dtype in REDUCED] if dtype is torch.float32 else []
             stack.enter_context(cast_model(self.model, dtype, self.optimizers.values()))

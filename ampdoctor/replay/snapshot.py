@@ -371,7 +371,6 @@ class Snapshot:
         self._restores.append(_Tensor.capture(tensor, self._kept(tensor), gradient=self._gradients).restore)
 
     def _alone(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Save a tensor outside the run's parts; returns a function that writes its values back."""
         values = self._kept(tensor)
         if not tensor.is_leaf:
             return partial(_put_back, tensor, values)
@@ -412,7 +411,6 @@ class Snapshot:
         self._restores.append(restore)
 
     def _of_state(self, value: Any) -> Any:
-        """Returns a copy of an optimizer's state, with `_StateTensor` for plain tensors."""
         if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
             return _StateTensor.capture(value, self._kept(value))
         if type(value) is dict:

@@ -18,7 +18,7 @@ from ampdoctor.replay.scripts.script import Script
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.replay.user_code import forget_working_folder, user_code
 from ampdoctor.replay.user_files import forbid_training_and_writes
-from ampdoctor.replay.user_modules import sure_factories_in
+from ampdoctor.replay.user_modules import folder_of, sure_factories_in
 
 
 class BundleTarget:
@@ -87,9 +87,11 @@ def load_target(
         return load_factory(target, app_dir, environment=environment, script_arguments=script_arguments)
     forget_working_folder()
     file, package = script
-    folders = [str(file.parent)] if package is None else [str(_folder(app_dir))]  # as `python FILE`, `python -m MODULE`
+    folders = (
+        [str(file.parent)] if package is None else [str(folder_of(app_dir))]
+    )  # as `python FILE`, `python -m MODULE`
     if app_dir is not None:
-        folders.append(str(_folder(app_dir)))
+        folders.append(str(folder_of(app_dir)))
     return Script(
         target,
         file,
@@ -102,19 +104,11 @@ def load_target(
 
 
 def _script_named(target: str, app_dir: str | None) -> tuple[Path, str | None] | None:
-    """Returns the script that a target names, and its package if it is named as a module; None for other targets."""
     path = Path(target.strip()).expanduser()
     if path.suffix == ".py":
         return (path.resolve(), None) if path.is_file() else None
     parts = target.strip().split(".")
-    file = _folder(app_dir).joinpath(*parts).with_suffix(".py")
+    file = folder_of(app_dir).joinpath(*parts).with_suffix(".py")
     if not all(part.isidentifier() for part in parts) or not file.is_file():
         return None
     return file, ".".join(parts[:-1])
-
-
-def _folder(app_dir: str | None) -> Path:
-    folder = Path.cwd() if app_dir is None else Path(app_dir).resolve()
-    if not folder.is_dir():
-        raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")
-    return folder

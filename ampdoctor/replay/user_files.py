@@ -154,7 +154,6 @@ def _contents(file: Any) -> Path | None:
 
 
 def _entry(file: Any) -> Path | None:
-    """Returns the path of a folder's entry, which may itself be a link."""
     path = Path(_name(file))
     return path.parent.resolve() / path.name if _name(file) else None
 
@@ -183,7 +182,6 @@ def _lies_below(place: Path, roots: Iterable[Path], apart: Iterable[Path]) -> bo
 
 
 def _is_work(place: Path) -> bool:
-    """Is it, or would it be, a file or link with content, or a folder with a file?"""
     if place.is_symlink():
         return True
     if place.is_dir():
@@ -210,8 +208,6 @@ def _unaudited() -> Iterator[tuple[Any, str]]:
 
 
 def _audited(original: Any) -> Any:
-    """Wraps a function so that it raises the event of an opened file for each path in its arguments."""
-
     @functools.wraps(original)
     def opening(*args: Any, **kwargs: Any) -> Any:
         for argument in (*args, *kwargs.values()):

@@ -72,11 +72,17 @@ class Spec:
 
     def search_path(self, app_dir: str | None) -> tuple[str, ...]:
         """Returns folders for `sys.path`: a file's package root, its own (as in `python file.py`), then `app_dir`."""
-        folder = Path(app_dir) if app_dir is not None else Path.cwd()
-        if not folder.is_dir():
-            raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")
+        folder = folder_of(app_dir)
         first = [] if self.file is None else [str(_package_root(self.file)[0]), str(self.file.parent)]
-        return tuple(dict.fromkeys([*first, str(folder.resolve())]))
+        return tuple(dict.fromkeys([*first, str(folder)]))
+
+
+def folder_of(app_dir: str | None) -> Path:
+    """Returns the folder in which modules are looked up first; raises FactoryError if it does not exist."""
+    folder = Path.cwd() if app_dir is None else Path(app_dir)
+    if not folder.is_dir():
+        raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")
+    return folder.resolve()
 
 
 def _existing_file(target: str) -> Path:
@@ -176,7 +182,6 @@ def _package_root(file: Path) -> tuple[Path, str]:
 
 
 def _is_from(module: ModuleType | None, place: Path) -> bool:
-    """Is the name free, or in use by the module at `place` (a file, or a package's folder)?"""
     if module is None:
         return True
     file = getattr(module, "__file__", None)
@@ -278,7 +283,6 @@ def _likeness(function: ast.FunctionDef) -> int:
 
 
 def _trains(function: ast.FunctionDef) -> bool:
-    """Does it train itself? A step function that it only defines does not count."""
     calls = (node.func for node in _own_nodes(function) if isinstance(node, ast.Call))
     return any(isinstance(called, ast.Attribute) and called.attr in ("backward", "step", "fit") for called in calls)
 

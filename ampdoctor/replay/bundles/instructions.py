@@ -165,7 +165,6 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _without_gpu(one: Op) -> Op:
-    """Replaces the name of a GPU among an op's arguments by "cpu"."""
     if one.function == torch.Tensor.cuda:
         return replace(one, function=torch.Tensor.to, args=(*one.args[:1], "cpu"), kwargs={})
     kwargs = {name: _here(value) for name, value in one.kwargs.items()}

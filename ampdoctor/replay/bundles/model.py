@@ -24,6 +24,7 @@ from ampdoctor.hooks.json_values import (
 )
 from ampdoctor.hooks.names import wrapped_as
 from ampdoctor.replay.bundles.classes import NamedCode, configuration, finding, library_of, lora_fields
+from ampdoctor.replay.bundles.instructions import relative
 from ampdoctor.replay.training_run import kind_of
 from ampdoctor.replay.user_files import network_closed
 
@@ -58,7 +59,8 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
         return library
     noted = made(model)
     if noted is not None and "why" not in noted:
-        return {"kind": "made", "made": dict(noted)}
+        file = noted.get("file")
+        return {"kind": "made", "made": {**noted, "file": None if file is None else relative(file)}}
     parameters = getattr(model, "hparams", None)
     if isinstance(parameters, Mapping) and any(base.__name__ == "LightningModule" for base in cls.__mro__):
         return _of_lightning(model, parameters)
@@ -143,7 +145,6 @@ def _of_transformers(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _head(model: nn.Module) -> dict[str, Any] | None:
-    """Returns which of `HEADS` was applied to the model, and its arguments; None for its class's own forward."""
     own = vars(model)
     forward = getattr(own.get("_original_forward", own.get("forward")), "__func__", None)  # the first is Accelerate's
     for name, (module, function) in HEADS.items():
@@ -174,7 +175,7 @@ def _file_of(cls: type) -> str | None:
     """Returns the file that defines a class; for torch's own layers the script, which combines them."""
     module = "__main__" if cls.__module__.startswith("torch.") else cls.__module__
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file if isinstance(file, str) else None
+    return relative(file) if isinstance(file, str) else None
 
 
 T = TypeVar("T")
@@ -283,7 +284,6 @@ class ModelBuilder:
             return _checked(cls(*args, **kwargs), self._name)
 
     def _entry(self, said: Mapping[str, Any], key: str, kind: type[T]) -> T:
-        """Returns the entry of a key after its type is checked: it may go to library code."""
         found = said[key]
         if not isinstance(found, kind):
             raise CheckpointError(f"{self._name}: the entry of the model is malformed ({key!r}).")

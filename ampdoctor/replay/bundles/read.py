@@ -143,7 +143,6 @@ class Bundle:
         return PriorSteps(steps=steps, losses=losses, made=made)
 
     def _finite_again(self) -> str | None:
-        """Returns the recorded message about a step that was finite when it was run again in its loop."""
         told = self.manifest.get("diagnosis")
         errors = told.get("errors") if isinstance(told, dict) else None
         notes = [one for one in errors if isinstance(one, dict)] if isinstance(errors, list) else []
@@ -168,8 +167,6 @@ class Bundle:
 
 
 class _Steps:
-    """Reads one step of a manifest: its instructions, their input tensors, and the buffers before them."""
-
     def __init__(
         self, bundle: Bundle, model: torch.nn.Module, calls: _Tensors, find: Callable[[str, str], Any]
     ) -> None:
@@ -228,11 +225,10 @@ class _Tensors:
         self._file.close()
 
     def made(self, entry: Mapping[str, Any]) -> torch.Tensor | None:
-        key = entry.get("key") if isinstance(entry, dict) else None
-        names = [name for name in (key, f"{key}/indices", f"{key}/values") if name in self._stored]
-        if not names or key is None:
+        key = str(entry.get("key")) if isinstance(entry, dict) else ""
+        if key not in self._stored:
             return None
-        return tensor_of(entry, {name: self._stored[name].load() for name in names}, self._file.name)
+        return tensor_of(entry, self._stored[key].load(), self._file.name)
 
     def all(self, prefix: str) -> dict[str, torch.Tensor]:
         return {name: one.load() for name, one in self._stored.items() if name.startswith(prefix)}

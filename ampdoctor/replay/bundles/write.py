@@ -22,11 +22,11 @@ from ampdoctor.errors import OutputError
 from ampdoctor.hooks.json_values import NotSerializableError, class_name, constants_of, written
 from ampdoctor.hooks.program import PriorSteps, Program
 from ampdoctor.package import version
-from ampdoctor.replay.bundles.instructions import instruction_out, line_out, relative
+from ampdoctor.replay.bundles.instructions import instruction_out, line_out
 from ampdoctor.replay.bundles.manifest import CALLS, LOG, MANIFEST, SCHEMA, STATE
 from ampdoctor.replay.bundles.model import Made, code_of, described
 from ampdoctor.replay.bundles.state import StatesOut, optimizer_out, settings_out
-from ampdoctor.replay.bundles.tensors import StoredTensor, stored_tensor, write_safetensors
+from ampdoctor.replay.bundles.tensors import stored_tensor, write_safetensors
 from ampdoctor.replay.recorded_step import format_of, prepared_models, with_inner_autocast
 
 # -- what goes into a bundle, and what is left out where it would be too large --
@@ -67,9 +67,9 @@ class CollectedStep:
         if isinstance(stored, str):
             self.cannot.append(f"a tensor that entered the step {stored}")
             return None
-        self.tensors.update(stored.parts)
-        self._known[id(tensor)] = stored.entry
-        return stored.entry
+        entry, self.tensors[key] = stored
+        self._known[id(tensor)] = entry
+        return entry
 
 
 class BundleContents:
@@ -94,20 +94,7 @@ class BundleContents:
         self._parameters = self._named(dict(model.named_parameters(remove_duplicate=False)), "parameter")
         self._buffers = self._named(dict(model.named_buffers(remove_duplicate=False)), "buffer")
         self._model = described(model, made)
-        self._made_file()
         self._optimizer = self._of_optimizer()
-
-    def _made_file(self) -> None:
-        """Make paths of files relative, as the user would type them."""
-        todo: list[Any] = [self._model]
-        while todo:
-            part = todo.pop()
-            if isinstance(part, dict):
-                if isinstance(part.get("file"), str) and isinstance(part.get("class"), str):
-                    part["file"] = relative(part["file"])
-                todo += part.values()
-            elif isinstance(part, list):
-                todo += part
 
     def _named(self, tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, Any]:
         first: dict[int, str] = {}
@@ -116,14 +103,14 @@ class BundleContents:
             if first.setdefault(id(tensor), name) != name:
                 entries[name] = {"same_as": first[id(tensor)]}
                 continue
-            stored = stored_tensor(f"{what}/{name}", tensor)
-            if isinstance(stored, StoredTensor):
-                entries[name] = stored.entry
-                self.state.update(stored.parts)
-                if what == "parameter":
-                    self._weights |= stored.parts.keys()
-            else:
+            key = f"{what}/{name}"
+            stored = stored_tensor(key, tensor)
+            if isinstance(stored, str):
                 self._lacking.append(f"the {what} {name} {stored}: it stays as the model is made")
+                continue
+            entries[name], self.state[key] = stored
+            if what == "parameter":
+                self._weights.add(key)
         return entries
 
     def _of_optimizer(self) -> dict[str, Any] | None:
@@ -137,8 +124,8 @@ class BundleContents:
             if isinstance(stored, str):
                 self._lacking.append(f"{key} {stored}")
                 return None
-            self.moments.update(stored.parts)
-            return stored.entry
+            entry, self.moments[key] = stored
+            return entry
 
         said = optimizer_out(_bare(optimizer), names, tensor, self._program.settings)
         if said["lost"]:

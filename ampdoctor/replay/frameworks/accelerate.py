@@ -88,7 +88,6 @@ def _precision(accelerator: Any, model: Any) -> tuple[str, bool]:
 
 
 def _loss(model: Any, batch: Any) -> torch.Tensor:
-    """Returns the loss in a model's output, as models of transformers return it; raises FactoryError without one."""
     made = (
         model(**batch)
         if isinstance(batch, Mapping)

@@ -47,7 +47,6 @@ def _is_accelerator(value: object) -> bool:
 
 
 def _sorted_out(values: list[Any]) -> dict[str, Any]:
-    """Returns the arguments of `TrainingRun.from_accelerate` from parts in any order, or raises FactoryError."""
     import torch
     from torch import nn
 
@@ -119,13 +118,11 @@ class _Lightning:
 
 
 def _is(value: object, cls: str) -> bool:
-    """Is it an object of this class of Lightning's? Nothing is imported."""
     classes = (getattr(sys.modules.get(package), cls, None) for package in PACKAGES)
     return any(isinstance(found, type) and isinstance(value, found) for found in classes)
 
 
 def _fitted(made: tuple[Any, ...] | list[Any]) -> Fitted:
-    """Returns the call of `fit` for a factory's parts, in any order; raises FactoryError for two of a kind."""
     kinds: dict[str, Any] = {}
     for part in made:
         kind = next((kind for kind in ("LightningModule", "Trainer") if _is(part, kind)), "data")

@@ -72,7 +72,6 @@ def lightning_parts(module: Any, trainer: Any, arguments: dict[str, Any]) -> dic
 
 
 def _package_of(made: Any, base: str) -> Any:
-    """Returns the package (`PACKAGES`) whose class an object has; raises FactoryError if it has neither."""
     for package in PACKAGES:
         found = sys.modules.get(package)
         if isinstance(getattr(found, base, None), type) and isinstance(made, getattr(found, base)):
@@ -94,7 +93,6 @@ def _refuse(trainer: Any) -> None:
 
 
 def _without_reports(trainer: Any, package: Any) -> Iterator[str]:
-    """Remove what writes files, displays progress, profiles or ends a training; yields notes."""
     left = [name for callback in trainer.callbacks if (name := _left_out(callback)) is not None]
     connector = trainer._callback_connector  # noqa: SLF001 there is no public place between a module's callbacks and fit
     attach = connector._attach_model_callbacks  # noqa: SLF001
@@ -115,7 +113,6 @@ def _without_reports(trainer: Any, package: Any) -> Iterator[str]:
 
 
 def _left_out(callback: Any) -> str | None:
-    """Returns the class's name if the callback, or a base of it, is left out of a replay."""
     kinds = {cls.__name__ for cls in type(callback).__mro__ if "lightning" in cls.__module__.partition(".")[0]}
     return type(callback).__name__ if kinds & set(_LEFT_OUT) else None
 
@@ -290,9 +287,7 @@ def _count(devices: Any) -> int:
     """Returns the number of devices that a Trainer's argument means; "auto" and -1 count as 1."""
     if isinstance(devices, str):
         listed = [part for part in devices.split(",") if part.strip()]
-        if len(listed) > 1 or devices.endswith(","):
-            return len(listed)
-        devices = int(devices) if devices.strip().isdigit() else 1
+        devices = listed if "," in devices else int(devices) if devices.strip().isdigit() else 1
     if isinstance(devices, list | tuple):
         return len(devices)
     return max(devices, 1) if isinstance(devices, int) else 1
@@ -300,7 +295,6 @@ def _count(devices: Any) -> int:
 
 @functools.cache
 def _accelerator_class(package: Any) -> Any:
-    """Makes the class of a CUDA device that does nothing."""
     methods = {
         **dict.fromkeys(("setup_device", "setup", "teardown"), lambda *_, **__: None),
         "get_device_stats": lambda *_: {},

@@ -73,7 +73,6 @@ class Position:
         return 0 <= self.max_epochs <= epoch or 0 <= self.max_steps <= number * self.steps
 
     def _place(self, number: int) -> tuple[int, int]:
-        """Returns the epoch of an update, and the index of its first batch in it."""
         for epoch in itertools.count():
             per_epoch = math.ceil(self.length / self.accumulate(epoch))
             if number < per_epoch:
@@ -96,7 +95,6 @@ class Position:
         return fetcher
 
     def _pass_over(self, loader: Any, epochs: int) -> None:
-        """Advance the loaders' generators as in the earlier epochs."""
         self.random.restore_own()
         for epoch in range(epochs):
             for one in loader.flattened:
@@ -241,7 +239,6 @@ def _place_schedules(trainer: Any, update: Update) -> None:
 
 @contextmanager
 def _losses(trainer: Any) -> Iterator[list[torch.Tensor]]:
-    """Collects the loss of each micro-batch from the loop's optimization."""
     epoch = trainer.fit_loop.epoch_loop
     automatic = trainer.lightning_module.automatic_optimization
     optimization = epoch.automatic_optimization if automatic else epoch.manual_optimization

@@ -149,8 +149,6 @@ class SkippingSampler:
 
 
 class _Left:
-    """Skips the first `count` items, lazily or when `begin()` is called."""
-
     def __init__(self, sampler: Any, count: int) -> None:
         self._sampler = sampler
         self._count = count

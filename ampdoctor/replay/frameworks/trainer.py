@@ -139,7 +139,6 @@ def _refuse(trainer: Any) -> None:
 
 
 def _without_reports(trainer: Any) -> tuple[str, ...]:
-    """Remove callbacks that write to a tracker or the screen; returns a note about trackers."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     trackers = tuple(INTEGRATION_TO_CALLBACK.values())
@@ -183,7 +182,6 @@ def _resumed_from(trainer: Any, arguments: dict[str, Any]) -> str | None:
 
 
 def _precision(trainer: Any) -> tuple[str, bool]:
-    """Returns the real compute format, and whether it comes from autocast: fp16 without a GPU is plain fp32."""
     if trainer.accelerator.native_amp:
         return trainer.accelerator.mixed_precision, True
     weights = format_of_weights(trainer.model)
@@ -225,7 +223,6 @@ def _place(trainer: Any, update: Update) -> None:
 
 
 def _step(trainer: Any, model: Any) -> None:
-    """Clip, step, clear the gradients, and step the schedule unless the scaler skipped the step."""
     accelerator, args = trainer.accelerator, trainer.args
     norm = None
     if args.max_grad_norm is not None and args.max_grad_norm > 0:

@@ -317,7 +317,6 @@ def _registries() -> Iterator[MutableMapping[Any, Any]]:
 
 
 def _is_users(value: Any) -> bool:
-    """Is it a class or function of a script, or of a module beside it?"""
     parts = value if isinstance(value, tuple) else (value,)  # transformers: a slow and a fast tokenizer
     return any(_module_of(part) == _MAIN or is_users_file(_file_of(part)) for part in parts)
 

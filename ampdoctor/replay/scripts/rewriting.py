@@ -294,7 +294,6 @@ class _OfBody(ast.NodeTransformer):
 
 
 def _one_round(loop: Any, of_body: _OfBody) -> list[ast.stmt]:
-    """Returns the loop over a single item, with a return value that says how the loop goes on."""
     body = [of_body.visit(one) for one in loop.body]
     target: ast.expr = ast.Name(_ITEM, ast.Store())
     if isinstance(loop, ast.For):
@@ -319,7 +318,6 @@ def _keep_contexts(node: ast.With, scope: Any, *, once: bool) -> None:
 
 
 def _keep_from_ending(node: ast.Try) -> None:
-    """Skip the statement's handlers and `finally` when the script is left."""
     if node.handlers:
         passed = ast.ExceptHandler(type=_attribute("StopScript"), name=None, body=[ast.Raise()])
         node.handlers.insert(0, ast.copy_location(passed, node))
@@ -329,7 +327,6 @@ def _keep_from_ending(node: ast.Try) -> None:
 
 
 def _inside(function: Any) -> Sequence[ast.AST]:
-    """Returns the nodes that bind names in a function: its parameters and its body."""
     taken = function.args
     parameters = (*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg)
     return [*(ast.Name(one.arg, ast.Store()) for one in parameters if one is not None), *function.body]

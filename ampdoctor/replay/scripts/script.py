@@ -88,7 +88,6 @@ def _loss_among(variables: Iterable[Any]) -> Any:
 
 @contextmanager
 def _backwards_in(losses: list[Any], stepping: Stepping) -> Iterator[None]:
-    """Inside, each loss of an outermost backward is added to `losses`, unscaled."""
     unscaled: dict[int, tuple[Any, Any]] = {}
     depth = 0
 
@@ -146,8 +145,6 @@ _VISITS = 8  # visits of a loop until an optimizer steps in it: it may run an ev
 
 @dataclass(frozen=True, slots=True)
 class _Learnt:
-    """A loop, the visit of it, what its steps consist of, and the loop around it that repeats it."""
-
     place: LoopPlace
     visit: int
     lesson: LoopShape
