@@ -209,11 +209,7 @@ _GONE = object()  # replaces a released batch
 
 
 class BatchBuffer:
-    """The run's batches, drawn on demand.
-
-    A loader may use the same random generators as the training. So the first pass draws each batch at the moment at
-    which the user's loop would draw it.
-    """
+    """The run's batches, each drawn when the user's loop would: a loader may use the training's random generators."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.cut = False  # a batch was released to stay within `ROOM`; `rewind` draws from the start again

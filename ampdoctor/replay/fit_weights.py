@@ -50,11 +50,10 @@ class WeightPlan:
 def plan_weights(
     model: nn.Module, weights: Mapping[str, torch.Tensor] | None, *, allow_partial: bool = False
 ) -> WeightPlan:
-    """Match a file's keys to the model's, and check shapes; nothing is loaded yet.
+    """Match a file's keys to the model's, and check shapes as torch does; nothing is loaded yet.
 
-    Wrappers' prefixes are removed on both sides, and the model's own load hooks (which rename keys of older versions)
-    are applied. As in torch, a missing `num_batches_tracked` and a one-element tensor of another shape are no errors; a
-    tied tensor is needed only once. Raises CheckpointError if keys or shapes differ, unless `allow_partial` is set.
+    Wrappers' prefixes are removed on both sides, the model's own load hooks are applied, and a tied tensor is needed
+    only once. Raises CheckpointError if keys or shapes differ, unless `allow_partial` is set.
     """
     if not weights:
         return WeightPlan(model=model)

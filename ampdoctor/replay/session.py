@@ -59,9 +59,7 @@ def _size(model: nn.Module) -> int:
 class Session:
     """A training run with its parts resolved: model on the device, optimizers by name, scaler, precision, batches.
 
-    `precision` is the precision to replay in (None: the run's own). `user_code` surrounds each call of the user's code;
-    its argument describes the call. `spill` is a folder for the values of snapshots (None: they stay in memory).
-    Raises FactoryError if a part of the run is of the wrong kind.
+    `user_code` surrounds each call of the user's code; `spill` is a folder for the values of snapshots.
     """
 
     def __init__(

@@ -82,8 +82,6 @@ def optimizer_in(
     """Returns the optimizer over a model's parameters (by name); the entry `said` is not trusted.
 
     If its class is not available, SGD at learning rate 0 replaces it: gradients are unscaled and checked as before.
-    `tensor` makes the tensor of an entry, `find` returns the user's class or None, `say` gets a sentence for each
-    difference. Raises CheckpointError if the entry is malformed or names parameters that the model lacks.
     """
     try:
         module, _, name = said["class"].partition(":")
