@@ -377,7 +377,6 @@ class Snapshot:
         return _Tensor.capture(tensor, values, gradient=True).restore_what_changed
 
     def _kept(self, tensor: torch.Tensor) -> Values:
-        """Returns the tensor's values, shared with the earlier snapshot if they are unchanged."""
         values = self._keeper.keep(_memory(tensor.data), self._known.get(id(tensor)))
         self._values[id(tensor)] = values
         return values

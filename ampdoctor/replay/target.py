@@ -87,9 +87,7 @@ def load_target(
         return load_factory(target, app_dir, environment=environment, script_arguments=script_arguments)
     forget_working_folder()
     file, package = script
-    folders = (
-        [str(file.parent)] if package is None else [str(folder_of(app_dir))]
-    )  # as `python FILE`, `python -m MODULE`
+    folders = [str(file.parent if package is None else folder_of(app_dir))]  # as `python FILE`, `python -m MODULE`
     if app_dir is not None:
         folders.append(str(folder_of(app_dir)))
     return Script(

@@ -80,8 +80,7 @@ def _same(value: Any) -> Callable[[], Any]:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch, as the Trainer does, of the loader and of a sampler inside Accelerate's wrapper."""
-    hidden = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    hidden = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)  # inside Accelerate's wrapper
     for one in (loader, hidden):
         go_to = getattr(one, "set_epoch", None)
         if go_to is not None:
