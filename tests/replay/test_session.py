@@ -175,26 +175,6 @@ def test_a_replay_is_the_hand_written_loop_bit_for_bit(recipe, watched):
     assert same(state(ours), state(hand))
 
 
-def test_pure_half():
-    hand, ours = (nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)).half() for _ in range(2))
-    ours.load_state_dict(hand.state_dict())
-    data = [torch.randn(3, 4, generator=torch.Generator().manual_seed(s)).half() for s in range(STEPS)]
-    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1)
-    for x in data:
-        optimizer.zero_grad()
-        hand(x).float().square().mean().backward()
-        optimizer.step()
-    run = TrainingRun(
-        model=ours,
-        batches=data,
-        loss=lambda m, x: m(x).float().square().mean(),
-        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-        autocast=False,
-    )
-    replayed(run, *probes())
-    assert same(state(ours), state(hand))
-
-
 def test_master_weights():
     torch.manual_seed(0)
     wide = nn.Linear(4, 2)

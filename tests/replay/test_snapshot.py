@@ -88,13 +88,9 @@ def disturb(model, optimizer, scaler, scheduler):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p: torch.optim.AdamW(p, lr=1e-2),
         lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, foreach=True),
         lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
-        lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2)),
-        lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
-        torch.optim.Rprop,
-        torch.optim.Adadelta,
+        lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2), fused=True),
     ],
 )
 def test_every_bit_comes_back_repeatedly(make, warm):
@@ -141,20 +137,6 @@ def test_identity_aliases_and_views_survive():
     assert model.whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     model.whole[2] = 9.0
     assert model.part[0] == 9.0
-
-
-def test_a_parameter_whose_data_was_replaced_or_cast_comes_back():
-    model = nn.Linear(2, 2)
-    kept = model.weight.detach().clone()
-    memory = model.weight.data_ptr()
-    snapshot = Snapshot(model, {}, None)
-    model.half()
-    model.weight.data = torch.zeros(3, 3)
-    snapshot.restore()
-    assert model.weight.dtype is torch.float32
-    assert model.bias.dtype is torch.float32
-    assert torch.equal(model.weight, kept)
-    assert model.weight.data_ptr() == memory
 
 
 @pytest.mark.parametrize("kind", ["none", "dense", "sparse"])
@@ -235,29 +217,6 @@ def test_parameters_that_only_an_optimizer_holds():
     snapshot.restore()
     assert master.tolist() == [1.0, 1.0, 1.0]
     assert master.grad is None
-
-
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # torch 2.8, of its own LBFGS
-def test_lbfgs_whose_state_is_lists_of_tensors():
-    torch.manual_seed(0)
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.LBFGS(model.parameters(), history_size=3)
-    x = torch.randn(5, 2)
-
-    def closure():
-        optimizer.zero_grad()
-        value = (model(x) - x.sum(1, keepdim=True)).square().mean()
-        value.backward()
-        return value
-
-    optimizer.step(closure)
-    snapshot = Snapshot(model, {"o": optimizer}, None)
-    results = []
-    for _ in range(2):
-        optimizer.step(closure)
-        results.append(bits(model.weight))
-        snapshot.restore()
-    assert results[0] == results[1]
 
 
 def test_every_generator_comes_back():

@@ -292,22 +292,6 @@ def test_numbers_that_arrive_some_updates_later_are_of_their_own_step(net, tmp_p
     assert not any("another loss" in note for note in notes)
 
 
-def test_an_optimizer_in_anothers_place_begins_anew(net, tmp_path):
-    training = Training(net)
-    update = training.update
-
-    def replaced():
-        update()
-        if len(training.states) == 7:
-            training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3)
-
-    training.update = replaced
-    late(training, tmp_path / "health")
-    said = manifest(tmp_path)
-    assert (said["updates"], [one["step"] for one in said["earlier"]]) == (2, [7, 8])
-    assert "another optimizer had its place" in said["left_out"][-1]
-
-
 def test_batches_that_were_overwritten_are_named(net, tmp_path):
     training = Training(net)
     place = torch.empty(16, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 import types
 from types import SimpleNamespace
 
@@ -62,11 +61,6 @@ def in_an_attribute():
     return lambda: next(trainer.dl)
 
 
-def in_a_list():
-    streams = [cycle(shuffled()), enumerate(cycle(shuffled()))]
-    return lambda: next(streams[0]) + next(streams[1])[1]
-
-
 def rebuilt_run():
     loader = shuffled()
     stream = iter(loader)
@@ -82,18 +76,13 @@ def rebuilt_run():
     return draw
 
 
-def several_at_once():
-    stream = cycle(shuffled())
-    return lambda: torch.cat(list(itertools.islice(stream, 2)))
-
-
 def with_a_generator_of_its_own():
     generator = torch.Generator().manual_seed(3)
     stream = cycle(DataLoader(Noisy(), batch_size=2, shuffle=True, generator=generator))
     return lambda: next(stream) + torch.rand(1, generator=generator)
 
 
-HABITS = (in_a_variable, in_an_attribute, in_a_list, rebuilt_run, several_at_once, with_a_generator_of_its_own)
+HABITS = (in_a_variable, in_an_attribute, rebuilt_run, with_a_generator_of_its_own)
 
 
 def drawing(draw):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import sys
 import textwrap
 import threading
@@ -374,26 +373,6 @@ def test_what_a_script_registers_for_the_end_of_the_process_is_not_done(write, m
     assert not registered
 
 
-def test_a_context_around_the_loop_that_is_let_go_of_writes_nothing(write, tmp_path):
-    body = f"""
-        import contextlib
-
-        @contextlib.contextmanager
-        def saved():
-            try:
-                yield
-            finally:
-                open({str(tmp_path / "last.txt")!r}, "w").write("lost")  # also at the end of the tests, from elsewhere
-
-        with saved():
-        """
-    write(textwrap.dedent(body) + textwrap.indent(LOOP, "    "))
-    (tmp_path / "last.txt").write_text("mine")
-    steps_of()
-    gc.collect()
-    assert (tmp_path / "last.txt").read_text() == "mine"
-
-
 def test_a_loop_in_a_thread_ends_without_a_traceback(write, monkeypatch):
     said = []
     monkeypatch.setattr(threading, "excepthook", said.append)
@@ -401,26 +380,6 @@ def test_a_loop_in_a_thread_ends_without_a_traceback(write, monkeypatch):
     write(body + "thread = threading.Thread(target=train)\nthread.start()\nthread.join()\n")
     assert len(steps_of()[0]) == 3
     assert not said
-
-
-def test_what_a_script_would_do_in_the_end_is_not_done(write, tmp_path):
-    write(
-        """
-        try:
-            for i in range(20):
-                model(torch.randn(8, 4)).mean().backward()
-                optimizer.step()
-        except BaseException:
-            open("crash.txt", "w").close()
-            raise
-        finally:
-            torch.save(model.state_dict(), "last.pt")
-        """
-    )
-    (tmp_path / "last.pt").write_text("mine")
-    steps_of()
-    assert (tmp_path / "last.pt").read_text() == "mine"
-    assert not (tmp_path / "crash.txt").exists()
 
 
 @pytest.mark.parametrize(
@@ -513,23 +472,6 @@ def test_options_of_a_factory_are_refused(write):
     write(LOOP)
     with pytest.raises(FactoryError, match=r"train.py is a script and no factory: leave out --arg and --loss"):
         load_target("train.py").make({"a": 1}, loss="train:loss")
-
-
-def test_a_checkpoint_is_loaded_and_its_steps_passed_over(write, tmp_path):
-    write(LOOP.replace("torch.randn(8, 4)", "torch.full((8, 4), float(i))"))
-    with open_replay(ReplayRequest(factory="train.py")) as replay:
-        session = replay.session()
-        for step in range(3):
-            assert session.has_step(step)
-            session.step(step)
-        state = {"model": session.model.state_dict(), "optimizer": session.optimizers["optimizer"].state_dict()}
-        torch.save(state, tmp_path / "last.pt")
-    run = load_target("train.py").make()
-    assert next(run.batches(start=3)) == [3]
-    with open_replay(ReplayRequest(factory="train.py", checkpoint="last.pt")) as replay:
-        session = replay.session()
-        model = torch.load("last.pt")["model"]
-        assert all(torch.equal(a, b) for a, b in zip(session.model.parameters(), model.values(), strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:can't resolve package:ImportWarning")

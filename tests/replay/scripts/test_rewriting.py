@@ -58,28 +58,6 @@ IN_FUNCTIONS = {
                 ys = [last := y for y in range(x)]
             return last, ys
         """,
-    "names of comprehensions are their own": """
-        def f(xs):
-            y = "mine"
-            for x in xs:  # the loop
-                z = [y for y in range(x)]
-                z = {a: b for a, b in enumerate(z)}
-            return y, z
-        """,
-    "a walrus in the head": """
-        def f(xs):
-            for x in (all_of := list(xs)):  # the loop
-                all_of[0] += x
-            return all_of
-        """,
-    "with as": """
-        import io
-        def f(xs):
-            for x in xs:  # the loop
-                with io.StringIO(str(x)) as file, io.StringIO("b") as other:
-                    text = file.read() + other.read()
-            return text, file.closed, other.closed
-        """,
     "except as": """
         def f(xs):
             failed = []
@@ -192,17 +170,6 @@ IN_FUNCTIONS = {
                 return __last, self._Mine__mine
         def f(xs):
             return Mine().run(xs)
-        """,
-    "a while with else": """
-        def f(xs):
-            i = 0
-            while i < 3:  # the loop
-                i += 1
-                if i == 10:
-                    break
-            else:
-                i = -i
-            return i
         """,
     "a while that is left by break": """
         def f(xs):
