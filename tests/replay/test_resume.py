@@ -165,16 +165,6 @@ def test_casts_are_noted_above_all_those_that_make_infinities():
     assert any("float16 in the file" in note for note in report.notes)
 
 
-def test_what_the_file_lacks_is_said():
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
-    report = resume(make_run(model, scaler={}), {"optimizer": optimizer}, scaler, State(weights()))
-    assert report.lacks == ("optimizer", "scaler")
-    scaler_only = State(scaler=dict(SETTLED))
-    assert resume(make_run(model), {}, None, scaler_only, allow_partial=True).lacks == ("weights",)
-
-
 def test_optimizer_state_is_loaded_and_the_file_is_not_trained():
     source = Net()
     saved = trained(source).state_dict()
@@ -246,17 +236,6 @@ def test_several_optimizers_are_paired_by_name_and_else_in_order():
         resume(make_run(model), optimizers(), None, State(model.state_dict(), {"optimizer": states["g"]}))
     with pytest.raises(CheckpointError, match="agree only in part"):
         resume(make_run(model), optimizers(), None, State(model.state_dict(), {"g": states["g"], "x": states["d"]}))
-
-
-def test_capturable_state_is_usable_on_a_cpu():
-    saved = trained(Net()).state_dict()
-    saved["param_groups"][0]["capturable"] = True
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    report = resume(make_run(model), {"optimizer": optimizer}, None, State(weights(), {"optimizer": saved}))
-    assert any("capturable" in note for note in report.notes)
-    model(torch.randn(4, 2)).sum().backward()
-    optimizer.step()
 
 
 def test_a_scaler_given_as_arguments_gets_the_files_state():

@@ -291,18 +291,6 @@ def test_a_plateau_is_looked_for_in_losses_that_there_are(returns, rate):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
-def test_without_an_optimizer_gradients_are_made_and_nothing_moves():
-    model = network()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    run = TrainingRun(model=model, batches=batches(), loss=loss, precision="bf16")
-    session = Session(run, device=CPU)
-    assert session.has_step(0)
-    outcome = session.step(0)
-    assert (outcome.optimizer_steps, outcome.skipped, outcome.scale_before) == (0, False, None)
-    assert all(p.grad is not None for p in model.parameters())
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
 def leftovers(model):
     hooks = (
         "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
@@ -411,19 +399,6 @@ def test_the_reference_is_fp32_throughout_and_leaves_no_trace():
     assert seen.get_nowait() == (torch.float16, torch.float16, False)
     snapshot.restore()
     assert same(state(model), before)
-
-
-def test_computing_in_another_format_needs_no_scaler():
-    run = run_of(network(), precision="fp16", scale=64.0)
-    session = Session(run, device=CPU)
-    assert session.has_step(0)
-    scaler = session.scaler
-    with session.computing_in("bf16"):
-        outcome = session.step(0)
-        assert (session.precision.compute, outcome.scale_before) == ("bf16", None)
-    assert session.precision.compute == "fp16"
-    assert session.scaler is scaler
-    assert session.step(0).scale_before == 64.0
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")

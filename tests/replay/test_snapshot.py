@@ -158,19 +158,6 @@ def test_gradients_come_back_as_they_were(kind):
             assert torch.equal(model.weight.grad.to_dense(), values)
 
 
-def test_modes_and_wanted_gradients_come_back():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    model[1].eval()
-    model[0].bias.requires_grad_(requires_grad=False)
-    snapshot = Snapshot(model, {}, None)
-    model.train()
-    model[0].weight.requires_grad_(requires_grad=False)
-    model[0].bias.requires_grad_()
-    snapshot.restore()
-    assert (model.training, model[0].training, model[1].training) == (True, True, False)
-    assert (model[0].weight.requires_grad, model[0].bias.requires_grad) == (True, False)
-
-
 def test_a_lazy_scaler_is_lazy_again_and_an_unfinished_one_unfinished():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -205,18 +192,6 @@ def test_groups_and_members_of_an_optimizer_come_back():
     assert "extra" not in group
     assert len(group["params"]) == 1
     assert group["params"][0] is model.weight
-
-
-def test_parameters_that_only_an_optimizer_holds():
-    model = nn.Linear(2, 2)
-    master = torch.ones(3, requires_grad=True)
-    optimizer = torch.optim.SGD([master], lr=1.0)
-    snapshot = Snapshot(model, {"o": optimizer}, None)
-    master.sum().backward()
-    optimizer.step()
-    snapshot.restore()
-    assert master.tolist() == [1.0, 1.0, 1.0]
-    assert master.grad is None
 
 
 def test_every_generator_comes_back():

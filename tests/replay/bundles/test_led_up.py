@@ -235,21 +235,6 @@ def test_an_optimizer_that_does_not_count_is_taken_to_stand_before_the_first(net
     assert any(note.startswith("2 of the 2 recorded updates have another loss here") for note in notes)
 
 
-def test_a_checkpoint_without_moments_does_not_count(adam, net, tmp_path):
-    torch.save({"model": adam.training.states[5]["model"]}, tmp_path / "weights.pt")
-    _, notes = led_to(asked(adam.folder, net, str(tmp_path / "weights.pt")))
-    assert any("the checkpoint does not count its updates" in note for note in notes)
-
-
-def test_the_first_step_goes_on_from_a_checkpoint_of_nothing(net, tmp_path):
-    """Adam's state is empty before its first update, and that is a count."""
-    training = Training(net)
-    late(training, tmp_path / "health", record_batches=100)
-    assert manifest(tmp_path)["earlier"][0]["step"] == 0
-    session, _ = led_to(asked(tmp_path, net, saved(training, tmp_path, 0)))
-    same(session.model.state_dict(), training.states[SICK]["model"])
-
-
 def test_a_single_update_has_no_earlier_ones(net, tmp_path):
     training = Training(net)
     late(training, tmp_path / "health", record_batches=1)
@@ -342,15 +327,6 @@ def test_all_is_let_go_of(net, tmp_path):
             assert alive(batches) == 2 * 2
         gc.collect()
         assert alive(batches) == 0
-
-
-def test_more_than_a_bundle_may_have_is_let_go_of(net, tmp_path):
-    training = Training(net)
-    training.batch = lambda _step: torch.randn(16_000, 4)  # 256 kB, twice a step
-    late(training, tmp_path / "health", bundle_max=3_000_000)
-    said = manifest(tmp_path)
-    assert 0 < len(said["earlier"]) < 4
-    assert "(--bundle-max)" in said["left_out"][-1] or "more than a bundle may have" in said["left_out"][-1]
 
 
 def test_of_several_ranks_it_is_said_that_the_gradients_are_ones_own(net, tmp_path, monkeypatch):

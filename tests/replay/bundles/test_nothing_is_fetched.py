@@ -56,16 +56,12 @@ SAID = {
     "the manifest's attention": of("GPT2LMHeadModel", HUB, **TINY),
     "flash attention, whose kernel the hub has": of("LlamaForCausalLM", "flash_attention_2", **LLAMA),
     "the library's own key": of("GPT2LMHeadModel", **TINY, _attn_implementation=HUB),
-    "a table of parts": of("LlamaForCausalLM", **LLAMA, attn_implementation={"": HUB}),
     "a nested configuration": llava({"attn_implementation": HUB, "_attn_implementation": HUB}, {}),
     "experts": of("LlamaForCausalLM", **LLAMA, experts_implementation=HUB, _experts_implementation=HUB),
     "kernels": of("LlamaForCausalLM", **LLAMA, use_kernels=True, kernel_config={"kernel_mapping": {"RMSNorm": HUB}}),
     "remote code": of("GPT2LMHeadModel", **TINY, auto_map={"AutoConfig": f"{HUB}--c.C"}, trust_remote_code=True),
-    "where it came from": of("GPT2LMHeadModel", **TINY, _name_or_path=HUB, name_or_path=HUB),
     "a backbone of the hub's": of("DetrForObjectDetection", backbone=HUB, backbone_config=None),
-    "one of timm's by an address": of("DetrForObjectDetection", backbone="hf-hub:somebody/x", use_timm_backbone=True),
     "timm below": of("DetrForObjectDetection", backbone_config={"model_type": "timm_backbone", "backbone": HUB}),
-    "a wrapper of timm's": of("TimmWrapperModel", architecture="hf-hub:somebody/x", label_names=["a"]),
     "weights of a speaker": of(
         "Wav2Vec2ForCTC", target_lang="eng", adapter_attn_dim=4, hidden_size=16, num_attention_heads=2
     ),

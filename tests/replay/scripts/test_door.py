@@ -10,7 +10,6 @@ import threading
 import pytest
 import torch
 
-import ampdoctor
 from ampdoctor.errors import FactoryError, UserCodeError
 from ampdoctor.replay.target import load_target
 from ampdoctor.workflows.bisect_nan import bisect_nan
@@ -236,12 +235,6 @@ def test_which_loop_it_is(write, loops, items):
         assert ("begins anew" in str(replay.notes)) == (len(set(items)) < len(items))
 
 
-def test_steps_are_nothing_but_the_iterable_elsewhere():
-    batches = [1, 2]
-    assert ampdoctor.steps(batches) is batches
-    assert [step for step, _ in zip(ampdoctor.steps(), range(3), strict=False)] == [0, 1, 2]
-
-
 def test_a_region_of_autocast_around_the_loop_shows_its_old_casts(write):
     write(
         """
@@ -456,16 +449,6 @@ def test_a_file_with_a_sure_factory_is_not_run(write):
     write("def make_run() -> 'TrainingRun':\n    return None\nraise SystemExit\n")
     with pytest.raises(FactoryError, match=r"names no function: .*has make_run"):
         load_target("train.py")
-
-
-def test_arguments_are_a_factorys_too(write):
-    write(
-        "import sys\nfrom ampdoctor import TrainingRun\nSEEN = list(sys.argv)\ndef make_run():\n    assert "
-        "sys.argv == SEEN\n    return torch.nn.Linear(*map(int, sys.argv[1:]))\n",
-        head="import torch\n",
-    )
-    target = load_target("train.py:make_run", script_arguments=("3", "5"))
-    assert target.make(batches=[1], loss=lambda model, batch: None).model.out_features == 5
 
 
 def test_options_of_a_factory_are_refused(write):

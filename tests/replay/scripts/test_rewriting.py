@@ -72,13 +72,6 @@ IN_FUNCTIONS = {
                     last = x
             return failed, fine, last
         """,
-    "import": """
-        def f(xs):
-            for x in xs:  # the loop
-                import os.path as p, sys
-                from math import sqrt as root, pi
-            return p.join("a", "b"), root(4), pi, sys.maxsize
-        """,
     "del": """
         def f(xs):
             for x in xs:  # the loop
@@ -97,15 +90,6 @@ IN_FUNCTIONS = {
                     return x * k + d
                 made.append(g)
             return [g(2) for g in made], x
-        """,
-    "a class in the body": """
-        def f(xs):
-            for x in xs:  # the loop
-                class C:
-                    y = x
-                    def z(self):
-                        return x
-            return C.y, C().z()
         """,
     "an annotation": """
         def f(xs):
@@ -183,19 +167,6 @@ IN_FUNCTIONS = {
             else:
                 i = None
             return i
-        """,
-    "an iterator that the body draws from": """
-        def f(xs):
-            it, pairs = iter(xs), []
-            for x in it:  # the loop
-                pairs.append((x, next(it, None)))
-            return pairs
-        """,
-    "StopIteration out of the body": """
-        def f(xs):
-            it = iter(())
-            for x in xs:  # the loop
-                next(it)
         """,
     "an unbound name": """
         def f(xs):
