@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
-from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
 from ampdoctor.replay.user_code import explained
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
@@ -121,12 +120,3 @@ def test_a_large_mask_in_a_step_is_explained_with_its_line():
     with pytest.raises(UserCodeError) as caught:
         bisect_nan(ReplayRequest(factory=f"{__file__}:attention", arguments={"precision": "fp16"}))
     assert caught.value.explained.startswith(f"test_refusals.py:{line}: a number in this call")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_fsdp_wants_a_gpu():
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    with emulate_cuda():
-        torch.distributed.init_process_group("nccl")
-        assert "FSDP shards over GPUs" in refusal(lambda: FullyShardedDataParallel(nn.Linear(2, 2), device_id=0))

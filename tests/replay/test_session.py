@@ -268,29 +268,6 @@ def test_a_step_that_returns_something_else_is_told_so():
         replayed(run, steps=1)
 
 
-@pytest.mark.parametrize(("returns", "rate"), [(False, 0.1), (True, 0.001)])
-def test_a_plateau_is_looked_for_in_losses_that_there_are(returns, rate):
-    def step(model, optimizer):
-        model(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
-        return 1.0 if returns else None
-
-    run = TrainingRun(
-        model=nn.Linear(1, 1),
-        batches=[1] * 12,
-        step=step,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=3),
-        precision="fp32",
-    )
-    session = Session(run, device=CPU)
-    for index in range(12):
-        assert session.has_step(index)
-        session.step(index)
-    (optimizer,) = session.optimizers.values()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
-
-
 def leftovers(model):
     hooks = (
         "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",

@@ -208,20 +208,6 @@ def test_every_generator_comes_back():
     assert draw() == first
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
-def test_a_scripted_module():
-    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
-    kept = bits(dict(model.named_parameters()))
-    snapshot = Snapshot(model, {}, None)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    model.eval()
-    snapshot.restore()
-    assert bits(dict(model.named_parameters())) == kept
-    assert model[0].training
-
-
 class Stubborn:
     """A scheduler of the user's own that cannot go back."""
 

@@ -41,13 +41,6 @@ def test_without_an_optimizer_the_scaler_still_learns_of_an_overflow(gradient, s
     assert torch.equal(model.weight.grad.nan_to_num(), before.nan_to_num())
 
 
-def test_sparse_gradients_are_looked_at_too():
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    model = nn.Embedding(3, 2, sparse=True)
-    scaler.scale(model(torch.tensor([1])).sum() * float("inf")).backward()
-    assert update_scaler_without_optimizer(model, scaler)
-
-
 def test_a_loss_without_a_gradient_has_nothing_to_train():
     with pytest.raises(FactoryError, match="does not depend on any parameter"):
         stepped(run_of(lambda _, x: x.sum()), [torch.ones(1, 2)])

@@ -288,18 +288,6 @@ def test_batches_that_were_overwritten_are_named(net, tmp_path):
     assert f"of 4 of the 4 updates before it: {what} after its update" in said["exact"]["no"]
 
 
-def test_the_training_is_the_same_with_and_without(net, tmp_path):
-    bare, watched = Training(net), None
-    bare(SICK)
-    after = torch.get_rng_state()
-    watched = Training(net)
-    late(watched, tmp_path / "health", steps=SICK)
-    assert torch.equal(after, torch.get_rng_state())
-    same(watched.model.state_dict(), bare.model.state_dict())
-    for mine, theirs in zip(watched.states, bare.states, strict=True):
-        same(mine["model"], theirs["model"])
-
-
 def alive(references):
     return sum(there() is not None for there in references)
 
@@ -327,13 +315,6 @@ def test_all_is_let_go_of(net, tmp_path):
             assert alive(batches) == 2 * 2
         gc.collect()
         assert alive(batches) == 0
-
-
-def test_of_several_ranks_it_is_said_that_the_gradients_are_ones_own(net, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    late(Training(net), tmp_path / "health")
-    assert any("this rank's gradients alone" in doubt for doubt in manifest(tmp_path)["exact"]["no"])
 
 
 @pytest.mark.parametrize("settings", [{"bundle": False}, {"record_batches": 0}])

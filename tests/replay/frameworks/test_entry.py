@@ -32,9 +32,3 @@ def test_it_stands_in_only_inside(module, imported):
         inside = importlib.import_module(module).Trainer().train(3)
     assert (inside, sys.modules[module].Trainer().train(3)) == (6, 3)
     assert sys.meta_path == finders
-
-
-def test_nothing_is_imported_for_it(module):
-    with standing_in(module, "Trainer", "train", twice):
-        assert module not in sys.modules
-    assert importlib.import_module(module).Trainer().train(3) == 3

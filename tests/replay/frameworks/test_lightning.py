@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.adapters import LIGHTNING, Fitted
+from ampdoctor.replay.frameworks.adapters import Fitted
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 from tests.replay.frameworks.beside import Seen, bare, machine, replayed, same
@@ -241,18 +240,6 @@ def test_a_factory_returns_its_parts_in_any_order(kinds):
         assert session.has_step(2)
         assert (session.precision.compute, session.scaler.is_enabled()) == ("fp16", True)
         assert any("no Trainer was given" in note for note in replay.notes) == ("trainer" not in kinds)
-
-
-def test_two_modules_are_refused():
-    with machine(lambda: (Net(), Net())) as replay, pytest.raises(FactoryError, match="two of a kind"):
-        replay.session()
-
-
-def test_what_is_none_of_lightnings_is_not_claimed():
-    assert not LIGHTNING.claims((nn.Linear(1, 1), shuffled()))
-    assert not LIGHTNING.claims(Net())
-    with pytest.raises(FactoryError, match="takes a LightningModule"):
-        TrainingRun.from_lightning(nn.Linear(1, 1))
 
 
 def test_the_sick_script_is_diagnosed_as_it_is(tmp_path, monkeypatch):

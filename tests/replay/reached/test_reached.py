@@ -278,36 +278,6 @@ def test_what_cannot_be_put_back_is_seen_to_move(make):
     assert not has_moved(before, session.reached.beyond()), "nothing has moved"
 
 
-def test_what_draws_the_batches_is_not_turned_back():
-    """They are drawn once; a position that went back would draw the same batch twice."""
-    data = SimpleNamespace(at=0)
-
-    def batches():
-        for at in range(3):
-            data.at = at
-            yield torch.full((1, 4), float(at))
-
-    session = session_of(lambda model, optimizer: lambda batch: data.at, batches=batches)
-    assert session.has_step(0)
-    start = session.snapshot()
-    assert session.has_step(1)
-    assert data.at == 1
-    start.restore()
-    assert data.at == 1
-
-
-def test_tensors_beyond_the_room_are_not_kept_but_seen_to_move(monkeypatch):
-    large = torch.zeros(1000)
-    session = session_of(lambda model, optimizer: lambda batch: large.add_(1))
-    session.reached.room = 100
-    assert session.has_step(0)
-    start, before = session.snapshot(), session.reached.beyond()
-    session.step(0)
-    start.restore()
-    assert large[0] == 1
-    assert has_moved(before, session.reached.beyond())
-
-
 def test_libraries_are_not_entered():
     def make_step(model, optimizer):
         def step(batch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import types
 from types import SimpleNamespace
 
@@ -159,21 +158,6 @@ def test_an_iterator_passes_for_itself():
     start.restore()
     assert len(list(copy.copy(plain[0]))) == 0, "a copy is the iterator's own, and that is at its end"
     assert bool(plain[0])
-
-
-def test_what_no_snapshot_leads_to_is_gone():
-    stream = ({"x": torch.zeros(4)} for _ in range(9))
-    session = session_of(lambda batch: next(stream)["x"][0])
-    assert session.has_step(5)
-    snapshots = [session.snapshot()]
-    for index in range(4):
-        session.step(index)
-    held = stream._held
-    assert [place() is not None for place, _ in held] == [True] * 4
-    snapshots[:] = [session.snapshot()]
-    gc.collect()
-    session.step(4)
-    assert [place() is not None for place, _ in held] == [True]
 
 
 def test_beyond_the_room_the_first_do_not_come_again(monkeypatch):

@@ -251,13 +251,6 @@ def test_a_region_of_autocast_around_the_loop_shows_its_old_casts(write):
     assert "AMP210" in [finding.code for finding in bisect_nan(ReplayRequest(factory="train.py")).findings]
 
 
-def test_what_a_script_prints_before_its_loop_is_heard_once(write, capsys):
-    write("print('loading')\nout = sys.stdout\n" + LOOP + "    out.write('stepping')\n")
-    assert len(steps_of()[0]) == 3
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("loading")) == ("", 1)
-
-
 # -- files -----------------------------------------------------------------------------------------------------------
 
 

@@ -45,13 +45,6 @@ IN_FUNCTIONS = {
                     if x * y == 6:
                         return x, y
         """,
-    "a parameter in a star": """
-        def f(xs, *rest, **named):
-            for x in xs:  # the loop
-                rest = (*rest, x)
-                named[str(x)] = x
-            return rest, named
-        """,
     "a walrus in a comprehension": """
         def f(xs):
             for x in xs:  # the loop
@@ -98,15 +91,6 @@ IN_FUNCTIONS = {
                 z: float
                 z = y / 2
             return y, z
-        """,
-    "unpacking, stars, attributes": """
-        class Box: pass
-        def f(xs):
-            box, table = Box(), {}
-            for box.last, (table["b"], *rest) in [(x, (x, x + 1, x + 2)) for x in xs]:  # the loop
-                first, *others = rest
-                box.sum = table["b"] + sum(others)
-            return box.last, box.sum, table, rest, first, others
         """,
     "a match": """
         def f(xs):
