@@ -74,8 +74,8 @@ class BoundNames:
             case ast.ImportFrom(names=names):
                 self.everything |= names[0].name == "*"
                 self.bound |= {alias.asname or alias.name: None for alias in names}
-            case ast.Call(func=ast.Name(id="locals" | "eval" | "exec" as name)):
-                self.by_text.add(name)
+            case ast.Call(func=ast.Name(id="locals" | "eval" | "exec" | "vars" | "dir" as name), args=args):
+                self.by_text |= {name} if name not in ("vars", "dir") or not args else set()
             case ast.Global(names=declared):
                 self.declared |= set(declared)
             case ast.Nonlocal(names=declared):
@@ -261,7 +261,7 @@ class _Rewriting(ast.NodeTransformer):
         elif names.everything:
             why = "has an `import *` in it"
         elif names.by_text - ({"eval"} if self._function is None else set()):  # of a module, all names are globals
-            why = "has a locals(), eval() or exec() in it"
+            why = f"reads names by text, with {min(names.by_text)}()"
         if why is not None:
             raise FactoryError(f"the training loop at {self._file}:{loop.lineno} {why}: its body is no step of its own")
 
