@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
-    """As `Tensor.register_hook`, but does not call the hook where there is no gradient.
-
-    A node with several outputs of which the loss needs one (a compiled model's, an unused chunk's, a function with
-    `set_materialize_grads(False)`) gives the others an undefined gradient, and torch calls their hooks with None.
-    """
+    """As `Tensor.register_hook`, but without the call where the gradient is undefined: torch gives None there."""
 
     def told(gradient: torch.Tensor | None) -> torch.Tensor | None:
         return None if gradient is None else hook(gradient)
@@ -45,10 +41,7 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tenso
 
 
 class OptimizerHooks:
-    """Hooks before and after the `step` of every optimizer.
-
-    torch calls them as it calls those of `register_optimizer_step_pre_hook` and `register_optimizer_step_post_hook`.
-    """
+    """Hooks before and after the `step` of every optimizer."""
 
     def __init__(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         self._hung = (
@@ -131,12 +124,7 @@ _HOOKS = (
 
 
 class UncopiedHooks:
-    """Forward hooks that `copy`, `pickle` and `torch.save` leave out.
-
-    A loop copies its best model and saves whole models; those would contain the hooks and, through them, the watch.
-    Copying and pickling look in `copyreg.dispatch_table` before they ask the object itself. While hooks are installed,
-    the classes of their modules have an entry there. A class with its own `__deepcopy__` is not looked up there.
-    """
+    """Forward hooks that `copy`, `pickle` and `torch.save` leave out, by entries in `copyreg.dispatch_table`."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
@@ -226,10 +214,7 @@ Wraps = Callable[[Callable[..., Any], str], Callable[..., Any]]
 
 @contextmanager
 def wrapped_in_each_class(methods: Iterable[str], wraps: Wraps) -> Iterator[None]:
-    """Wraps these methods in GradScaler and in each subclass that overrides them.
-
-    A later subclass is wrapped when its first scaler is made. Where a method calls `super()`, both wrappers run.
-    """
+    """Wraps these methods in GradScaler and each subclass that overrides them, later ones at their first scaler."""
     names, base = tuple(methods), torch.amp.GradScaler
     seen: set[type] = set()
     making: Any = base.__init__
@@ -279,10 +264,7 @@ makes the call, and returns its result."""
 def on_scaler_call(
     called: ScalerCall, *others: Any, methods: Iterable[str] = _METHODS, disabled: bool = False
 ) -> Iterator[None]:
-    """Hands each call on a `torch.amp.GradScaler`, or on a subclass, to `called` once; on `disabled` ones if asked.
-
-    `others` are scalers of other classes with the same methods; torch's own may be among them.
-    """
+    """Hands each call on a GradScaler, a subclass or one of `others` to `called` once; on `disabled` ones if asked."""
     running: list[tuple[int, int, str]] = []
     told: ScalerCall | None = called
 
@@ -356,10 +338,7 @@ OnClip = Callable[[Clip], None]
 
 @contextmanager
 def on_clip(*listeners: OnClip) -> Iterator[bool]:
-    """Calls each of `listeners` before each clipping, and restores torch's functions afterwards.
-
-    Yields whether this torch makes clippings visible. Computes nothing, and does not wait for a device.
-    """
+    """Calls `listeners` before each clipping, without waiting; yields whether this torch makes clippings visible."""
     if not all(hasattr(clip_grad, name) for name in (_NORM, _CLIP)):
         yield False
         return

@@ -84,20 +84,12 @@ class Probe(Protocol):
         ...
 
     def finish(self, step: int, loss: Any) -> None:
-        """Ends a step; a host sync belongs here.
-
-        `loss` is what the step returned: a 0-dim tensor, a number or None. If the user's code ended the step with an
-        exception, perhaps because of a non-finite value, it is that `UserCodeError`.
-        """
+        """Ends a step, where a host sync belongs; `loss` is what it returned, or the `UserCodeError` that ended it."""
         ...
 
 
 class StepHalted(BaseException):
-    """Raised by a probe to end the running step early.
-
-    It is not an `Exception`, so that a user's `except Exception` in a forward or around a step does not catch it. The
-    code that attached the probe catches it, and restores the snapshot from before the step.
-    """
+    """Raised by a probe to end the running step early; no `Exception`, so that a user's code does not catch it."""
 
 
 # -- exceptions of training code --
@@ -148,10 +140,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def harmless_while(
     works: Callable[[Any], bool], failed: Callable[[Any, Exception], None]
 ) -> Callable[[Method], Method]:
-    """Returns a decorator of methods that run inside a user's loop, and must raise nothing into it.
-
-    The method does nothing where `works` is false for its object; `failed` gets its error.
-    """
+    """Returns a decorator of methods that raise nothing into a loop, and do nothing where `works` is false."""
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)
@@ -208,10 +197,7 @@ def on_marked_loop(tell: _Told) -> Iterator[None]:
 def when_imported(
     name: str, then: Callable[[], None], failed: Callable[[Exception], None] | None = None
 ) -> Iterator[None]:
-    """Calls `then` once inside the block, as soon as the module `name` has been imported, or at once.
-
-    `then` runs in the importing thread, before its next line. An error in it goes to `failed`, if that is given.
-    """
+    """Calls `then` once inside, as soon as the module `name` is imported, or at once; its error goes to `failed`."""
 
     def begin() -> None:
         try:

@@ -80,14 +80,7 @@ _METHODS = ("scale", "unscale_", "step", "update")
 
 
 class StepEvents:
-    """Records the calls of a step, and which part of the step is running.
-
-    Every GradScaler of torch's is observed, and other scalers where they are given. A replay, whose parts are known,
-    clears the record before each step.
-
-    `parameters` returns those whose gradients are watched, anew at each backward. `optimizers` that are present when
-    `watching` begins are hooked. `scaler` is the run's own, enabled or not; None for the one that scaled a loss last.
-    """
+    """Records a step's calls on scalers and `optimizers`, and which part runs; `scaler` is the run's own, or None."""
 
     def __init__(
         self,

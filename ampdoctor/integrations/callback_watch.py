@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class WatchCallback:
-    """Watches each training between two events of a framework.
-
-    Args:
-        settings: Those of `ampdoctor.watch`, by keyword.
-    """
+    """Watches each training between two events of a framework, with the `settings` of `ampdoctor.watch`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings

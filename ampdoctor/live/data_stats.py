@@ -46,12 +46,7 @@ _UNKNOWN = SampleCount(None, None)
 
 
 class Batches:
-    """Counts the batch of the first call before each backward of a step, over `world_size` processes.
-
-    Uncertain batches are not counted, nor any after them: a step whose backwards begin with calls of different models
-    (a GAN's critic); a call with tensors whose first dimensions differ, with lists of tensors, or of a model whose
-    batch dimension is the second; on several processes, any model that is not replicated over all of them.
-    """
+    """Counts the batch of the first call before each backward of a step; after an uncertain one, nothing is counted."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -66,10 +61,7 @@ class Batches:
     def called(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backwards: int
     ) -> Tensor | None:
-        """Counts a call of a model after `backwards` backwards of the running step.
-
-        Returns the tensor that represents the batch; None where that is not certain, or it was returned before.
-        """
+        """Counts a call after `backwards` backwards of the step; returns the batch's tensor if new and certain."""
         if self._over:
             self._step, self._over, self._counted_at = SampleCount(), False, None
             self._model = self._batch = None
@@ -204,10 +196,7 @@ class DataWait:
                 listens.clear()  # a program that has wrapped our function still calls it
 
     def since(self, optimizer: str) -> float | None:
-        """Returns the seconds that this thread has waited since the last call for this optimizer.
-
-        None where it has loaded nothing since, or at the first call: the loop may have other data.
-        """
+        """Returns the seconds that this thread has waited since the last call for this optimizer; None if unknown."""
         here = self._here
         seconds, batches = self._marks.get(optimizer, (0.0, here.batches))
         self._marks[optimizer] = here.seconds, here.batches

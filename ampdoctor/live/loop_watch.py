@@ -175,10 +175,7 @@ class LoopWatch:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Does not watch inside; a collective raises `CollectiveError`, because the other processes do not run it.
-
-        The random states are restored afterwards: writing a report in colours draws random numbers too.
-        """
+        """Does not watch inside; a collective raises `CollectiveError`, and random states are restored afterwards."""
         busy, away = self._busy, self.recorder.away
         self._busy = self.recorder.away = True
         random = RandomState.capture()
@@ -363,10 +360,7 @@ class LoopWatch:
             self.recorder.fail(error)
 
     def _steps_again(self, optimizer: Any, *, inside: int = 0) -> bool:
-        """Whether an optimizer is about to use its gradients again; reports that, unless it is part of its own step.
-
-        `inside` is the number of its calls that are running: 1 inside a closure.
-        """
+        """Whether an optimizer uses its gradients again; reports that. `inside`: its running calls (1 in a closure)."""
         known = self._optimizers.get(id(optimizer))
         if known is None or known.there() is not optimizer or not self.recorder.used.are_used(optimizer):
             return False
@@ -441,11 +435,7 @@ class LoopWatch:
         return known
 
     def _followed_by(self, trained: dict[int, weakref.ref[torch.Tensor]]) -> _Known | None:
-        """Returns the record of an optimizer that trained these parameters before; None without one.
-
-        A loop that unfreezes a layer makes a new optimizer and goes on. Two optimizers that alternate over the same
-        parameters are different: each makes its first update before the other makes its second.
-        """
+        """Returns the record of an optimizer that this one replaces (it trained these parameters before), or None."""
         for known in self._optimizers.values():
             shared = (there for key, there in known.trained.items() if key in trained)
             if known.attempts > 1 and any((p := there()) is not None and trained[id(p)]() is p for there in shared):

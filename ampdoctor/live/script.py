@@ -62,11 +62,7 @@ _IMPORTING = "<frozen importlib._bootstrap"
 
 
 def cut_our_frames(error: BaseException) -> None:
-    """Removes ampdoctor's frames from the tracebacks of an error, of its causes and of the errors in a group.
-
-    Frames before the script's first one are removed, and those between two frames of others: a hook through which the
-    script calls itself. Frames after the script's last one stay: there, the script has called ampdoctor.
-    """
+    """Removes our frames before the script's last one from the tracebacks of an error, its causes and its group."""
     for one in _all_of(error):
         kept = _kept(list(_frames(_behind_the_start(one.__traceback__))))
         for frame, following in pairwise([*kept, None]):
@@ -131,12 +127,7 @@ class _Replaced:
 
 
 def run_script(script: Script) -> BaseException | None:
-    """Runs a script from its first line to its last, in the process's main thread.
-
-    Returns the error that ended it, without our frames, or None. Raises UsageError where the module cannot be run.
-    `sys.argv`, `sys.path[0]` and `sys.modules["__main__"]` stay the script's: its threads, exit handlers and pickles
-    may outlive it.
-    """
+    """Runs a script in the main thread; returns the error that ended it, without our frames. Raises UsageError."""
     try:
         if script.kind == "file":
             _run_file(script)

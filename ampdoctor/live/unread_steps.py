@@ -45,11 +45,7 @@ def too_late(news: LateFailure) -> str:
 
 
 def ways_out(bundle: str | None, model: str | None, *, records: bool) -> str:
-    """Returns what to do after a sick step that was known only after its update.
-
-    `bundle` is its bundle, and `model` the value of `--model` for it, if there are such. `records`: the batches of the
-    last updates are kept.
-    """
+    """Returns what to do after a sick step that was known late; `model` is the `--model` of its `bundle`."""
     there = "from which the training is run again" if records else RECORD
     if bundle is not None:
         option = f" --model {model}" if model is not None else ""
@@ -125,12 +121,7 @@ class SkipNonFiniteUpdate:
         self._held: list[Any] = []
 
     def hold(self, optimizer: torch.optim.Optimizer, losses: list[torch.Tensor], norm: torch.Tensor | None) -> bool:
-        """Lets the optimizer's next step, without a scaler, be held back if its numbers are not finite.
-
-        Returns whether that is possible: the optimizer is fused, its gradients have a `norm` of their own, and all of
-        them are in this process. The losses are ignored where several processes share a step, which would decide
-        differently then.
-        """
+        """Has a fused optimizer's next step, without a scaler, held back if it is sick; returns whether it can."""
         self.release()
         if not getattr(optimizer, "_step_supports_amp_scaling", False) or hasattr(optimizer, _FLAG) or norm is None:
             return False

@@ -153,11 +153,7 @@ class TrainingWatcher:
         optimizers: Iterable[torch.optim.Optimizer] = (),
         scalers: Iterable[Any] = (),
     ) -> Iterator[None]:
-        """Install the hooks, and remove them afterwards whatever happens.
-
-        Models and optimizers that are not given are found at their first call or step; of scalers, only other classes
-        than torch's own need to be given.
-        """
+        """Install the hooks, and remove them afterwards whatever happens; scalers of other classes need to be given."""
         with ExitStack() as stack:
             entry = os.getpid(), self
             _standing.append(entry)

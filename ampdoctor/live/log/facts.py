@@ -114,11 +114,7 @@ def exit_code_ends_others() -> bool:
 
 
 def run_id_of_all() -> str:
-    """Returns an id of the run, the same in all of its processes.
-
-    The first process that asks puts it into the store of the process group: no collective is run, and no process waits
-    for another. Without a group it is a hash of the launcher's variables; for a single process it is random.
-    """
+    """Returns an id, the same in all processes of a run: from the group's store, or of the launcher's variables."""
     made = secrets.token_hex(8)
     distributed = _distributed()
     if distributed is not None and distributed.get_world_size() > 1:

@@ -1,8 +1,4 @@
-"""The files of a log and their size: one that grows, and finished ones, of which the oldest lose their details.
-
-Only the process that began a file appends to it: the file of a killed process, with its torn last line, stays unchanged
-under the next number.
-"""
+"""The files of a log and their size: one that grows, and finished ones, of which the oldest lose their details."""
 
 from __future__ import annotations
 

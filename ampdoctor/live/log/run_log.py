@@ -124,14 +124,7 @@ class RunLog:
         dropped: Callable[[], None] = _nothing,
         answers: bool = False,
     ) -> Listening:
-        """Calls a listener for each line written from now on, the header first, on a thread of its own.
-
-        Only `close` waits for listeners, for all of them together as long as the limits allow. A listener that raises
-        or hangs is dropped with a sentence, in which `name` describes it. On the same thread, `idle` is called several
-        times a second while no line waits, and `end` as the last call. `dropped` is called once instead, on any thread,
-        where the listener is dropped: it may stop what the listener waits for. With `answers`, the listener may answer
-        with lines: `close` lets it finish before the other listeners.
-        """
+        """Calls a listener for each line from now on, the header first, on its own thread, as a `Listening`."""
         limits, say = self._limits, self._say
         one = Listening(hear, name=name, idle=idle, end=end, dropped=dropped, limits=limits, say=say)
         if self._idle():
@@ -183,11 +176,7 @@ class RunLog:
             one.heard(deadline - monotonic())
 
     def close(self, timeout: float = 2.0) -> bool:
-        """Writes the waiting lines within `timeout` seconds, and ends the thread; later lines are dropped.
-
-        Listeners get `close_timeout` more, all of them together. Returns whether the log is complete; False in a
-        forked process.
-        """
+        """Writes the waiting lines within `timeout` seconds; returns whether the log is complete (False in a fork)."""
         here = os.getpid() == self._process and threading.current_thread() is not self._writer
         if here and self._held:
             self._start()

@@ -181,10 +181,7 @@ class QueuedLine:
 
 
 class LogQueue:
-    """Holds the waiting lines, within its bounds; when it is full, the oldest of a kind are dropped.
-
-    `origin` is the stamp of every line without the time; `header` begins each file.
-    """
+    """Holds the waiting lines, within its bounds; when it is full, the oldest of a kind are dropped."""
 
     def __init__(self, origin: Stamp, header: RunLine, limits: Limits) -> None:
         self.origin = origin  # replaced after a rollback

@@ -40,11 +40,7 @@ class Activation:
 
 
 class Activations:
-    """Hooks the parts of a model during one of its calls, and samples their outputs.
-
-    The hooks exist only in these calls, and in no compiled module, where they would become part of the graph. The
-    model's own output comes from the caller's hook. An error goes to `fail`, and is not raised into the model.
-    """
+    """Hooks the uncompiled parts of a model during one of its calls, and samples their outputs; errors go to `fail`."""
 
     def __init__(self, fail: Callable[[Exception], None]) -> None:
         self.taken: list[Activation] = []  # in the running step
@@ -182,10 +178,7 @@ NO_BATCH = BatchReading()
 
 
 def drawn_from(batch: Tensor) -> Tensor | None:
-    """Returns a copy of at most `MOST` elements, evenly over memory, in float32 on the batch's device.
-
-    None for a batch that is not dense, or has neither numbers nor ids.
-    """
+    """Returns at most `MOST` elements in float32 on the batch's device; None for one without dense numbers or ids."""
     if not is_plain(batch) or batch.is_meta or batch.layout is not torch.strided or not batch.numel():
         return None
     if batch.is_complex() or batch.dtype is torch.bool:

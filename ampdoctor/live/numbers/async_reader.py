@@ -39,10 +39,7 @@ buffer and its arrival."""
 
 
 def send(tensor: Tensor, buffer: Tensor | None) -> tuple[Tensor, CopyDone]:
-    """Starts to copy a CUDA tensor into pinned memory on the current stream.
-
-    With unpinned memory, a copy that does not wait races with its reader (torchrec#4421: norms of 1e-22).
-    """
+    """Starts to copy a CUDA tensor into pinned memory; from unpinned memory a reader may be early (torchrec#4421)."""
     if buffer is None:
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     buffer.copy_(tensor, non_blocking=True)
@@ -70,10 +67,7 @@ class AsyncReader(Generic[Tag]):
         self.lost = 0  # readings that found the ring full
 
     def put(self, tag: Tag, tensors: Sequence[Tensor]) -> bool:
-        """Starts to read one-dimensional tensors, which must not be written to any more; False where the ring is full.
-
-        CPU tensors are there at once. `ready` yields the reading with its tag.
-        """
+        """Starts to read one-dimensional tensors, not to be written to any more; False where the ring is full."""
         if len(self._waiting) >= self._ahead:
             self.lost += 1
             return False

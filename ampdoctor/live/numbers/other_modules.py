@@ -1,8 +1,4 @@
-"""Checks, at intervals and without waiting, what a loop keeps beside its models: modules, and copies of weights.
-
-Both are found from the loop's frames. A copy is a tensor of the shape of one of the models' tensors, or of all weights
-in one vector: in a variable, a container or an attribute (`shadow["out.weight"]`, `ema.shadow_params[3]`).
-"""
+"""Checks, without waiting, modules and copies of weights that a loop keeps beside its models, found from its frames."""
 
 from __future__ import annotations
 

@@ -230,11 +230,7 @@ IndexOf = Callable[[str], int]
 
 @unseen()
 def detail_of(sent: PendingReading, sections: Sections, optimizers: Mapping[str, int], index_of: IndexOf) -> DetailLine:
-    """Returns the line of a step's samples, which are on the CPU; counting takes some 0.2 ms a tensor.
-
-    Its tensors are the gradients, then the parameters, each in the optimizer's order; then activations and their
-    gradients.
-    """
+    """Returns the line of a step's samples, which are on the CPU; counting takes some 0.2 ms a tensor."""
     scale = _scale(sent, sections)
     half = _half_of(sent, scale)
     tensors = (
@@ -321,10 +317,7 @@ def _returned(sent: PendingReading, sections: Sections, index_of: IndexOf) -> li
 
 
 def _half_of(sent: PendingReading, scale: float | None) -> str | None:
-    """Returns the half format that the step's gradients pass through; None where none is seen.
-
-    It is the format of the modules' outputs or of the gradients; else fp16 where there is a loss scale.
-    """
+    """Returns the half format of the modules' outputs or gradients; else fp16 where there is a loss scale, or None."""
     seen = {FORMATS[one.sampled.dtype] for one in sent.returned} | {
         FORMATS[row.dtype] for row in sent.sampled if row.dtype in HALF
     }

@@ -26,10 +26,7 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 def add_norms(sent: PendingReading, gradients: Named) -> Tensor | None:
-    """Adds the gradients' norms: clipping's, and their own where it computed none or single tensors are looked at.
-
-    Returns the norm of all, 0-dim and on their device, as clipping saw it or as they are; None where it is in parts.
-    """
+    """Adds the gradients' norms; returns the norm of all, as clipping saw it, or None where it is in parts."""
     parts = sent.clips.parts
     sent.shards = any(hasattr(gradient, "to_local") for _, gradient in gradients)
     for part in parts:
@@ -172,10 +169,7 @@ class StepNumbers:
 
     @_harmless
     def begin_step(self, step: int) -> None:
-        """Begins a step before its first forward, and drops the remains of an earlier one.
-
-        A step that another thread is about to take stays, until its optimizer is about to step again.
-        """
+        """Begins a step before its first forward, and drops the remains of an earlier one."""
         self._step = step
         self._losses.clear()
         self._batches.clear()
@@ -213,10 +207,7 @@ class StepNumbers:
 
     @_harmless
     def cleared(self, parameters: Iterable[Tensor], by_hand: bool) -> None:  # noqa: FBT001 - the caller's signature
-        """Called before gradients are cleared, or after (`by_hand`): their clippings belong to no step.
-
-        Gradients that the loop has cleared itself may be gone, and their ids reused.
-        """
+        """Called before gradients are cleared, or after (`by_hand`): their clippings belong to no step."""
         if self._clips:
             gradients = {id(p.grad) for p in parameters if p.grad is not None}
             self._clips.forget(None if by_hand and not gradients else gradients)

@@ -135,10 +135,7 @@ class Gradients:
         return any(count > moment for _, count in self._cleared.values())
 
     def began(self, held: set[int], optimizer: Any) -> int:
-        """Returns the moment since which the gradients of these parameters (`id`s) add up: their last use or clearing.
-
-        `optimizer` is the optimizer that uses them; None for any.
-        """
+        """Returns the moment since which these parameters' gradients add up; `optimizer` uses them, None for any."""
         if optimizer is None:
             begun = max((count for _, count in self._stepped.values()), default=0)
         else:
@@ -179,11 +176,7 @@ def _any(gradient: torch.Tensor) -> bool:
 
 
 def prefixed(roots: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields each model with the prefix of its names in `together`.
-
-    Where several share a name, the newest gets it: the loop's variable refers to that one, as in a function that trains
-    twice.
-    """
+    """Yields each model with its prefix in `together`; of several of a name, the newest gets it, as in the loop."""
     if len(roots) == 1:
         yield "", roots[0][1]
         return
@@ -257,10 +250,7 @@ def named_groups(optimizer_name: str, optimizer: Any, names: Mapping[int, str]) 
 
 
 def sliced(instructions: Sequence[Instruction], wanted: Iterable[int]) -> list[Instruction]:
-    """Returns the instructions at the places `wanted` and all that they depend on, in order.
-
-    A function without a result (an assignment into a tensor) belongs to the tensor that it writes to.
-    """
+    """Returns the instructions at the places `wanted`, all that they depend on, and writes to these, in order."""
     needed: set[int] = set()
     places = set(wanted)
     for place in range(len(instructions) - 1, -1, -1):
@@ -276,11 +266,7 @@ def sliced(instructions: Sequence[Instruction], wanted: Iterable[int]) -> list[I
 def leads_to(
     instructions: Sequence[Instruction], backward: Backward, grad: set[int], holds: Callable[[Call], bool]
 ) -> bool:
-    """Whether a backward reaches a call for which `holds` is true.
-
-    `instructions` are those before the backward; `grad` are the numbers of the tensors that require a gradient, because
-    gradients flow through no others.
-    """
+    """Whether a backward, through tensors that require a gradient (`grad`), reaches a call that `holds` accepts."""
     needed = {made.index for made in _made(backward)} & grad
     for one in reversed(instructions):
         if {made.index for made in results(one)} & needed:
@@ -320,10 +306,7 @@ class _Entry:
 
 
 class RecordedInstructions:
-    """Adds to the tape, and drops instructions that cannot be used any more.
-
-    An error of ours goes to `failed`, because it must not reach the loop; `asked` is as in `Tape`.
-    """
+    """Adds to the tape, and drops instructions that cannot be used any more; errors of ours go to `failed`."""
 
     def __init__(
         self,
@@ -402,10 +385,7 @@ class RecordedInstructions:
         return self._entries[id(call)].buffers
 
     def last_nonfinite(self, *, signed: bool) -> torch.Tensor | None:
-        """The last non-finite tensor since the last update that a model, or an op under autograd, has returned.
-
-        Only tensors that the loop still holds are checked. With `signed`, infinities of one sign alone count too.
-        """
+        """The last non-finite tensor since the last update that a model, or an op under autograd, has returned."""
         for one in reversed(self.tape.instructions):
             if self._entries[id(one)].age != self._updates:
                 break
@@ -420,10 +400,7 @@ class RecordedInstructions:
         return None
 
     def lost_behind(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The NaN or +Inf from which a number that the loop reads was computed; None without one.
-
-        For `torch.isfinite(loss).all()` it is the loss. Call it after the device was waited for.
-        """
+        """The NaN or +Inf from which a number that the loop reads was computed; None without one."""
         if not self.tape.is_live(tensor):
             return None
         waiting = [self.tape.reference(tensor)]
@@ -482,10 +459,7 @@ class RecordedInstructions:
     # -- dropping ----------------------------------------------------------------------------------------------------
 
     def _forget_unused(self) -> None:
-        """Drops calls without a backward whose results the loop has dropped; then the oldest backwards.
-
-        What the loop itself holds stays, and is searched again only once there is twice as much.
-        """
+        """Drops calls without a backward whose results the loop has dropped; then the oldest backwards."""
         self._keep(self.tape.instructions)
         backwards = [one for one in self.tape.instructions if isinstance(one, Backward)]
         while len(backwards) > 1 and self._holds_much():

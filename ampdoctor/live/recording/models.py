@@ -24,12 +24,7 @@ from ampdoctor.probes.user_code import user_frames
 
 
 class OutermostModels:
-    """Finds the modules that a loop itself calls, and reports their calls to the listener, a `StepRecorder`.
-
-    A global hook costs about a microsecond for each module of a model, and becomes part of a compiled model's graph. So
-    it is installed only outside the calls of outermost modules, and until an optimizer has stepped whose models are
-    known. It returns with an optimizer whose models are not known.
-    """
+    """Finds the modules that a loop itself calls, by global hooks until all are known; tells a `StepRecorder`."""
 
     def __init__(self, listener: Any) -> None:
         self._listener = listener
@@ -154,10 +149,7 @@ class OutermostModels:
             self._leave(module, args, kwargs, output)
 
     def _is_redirected(self, module: nn.Module) -> bool:
-        """Whether a wrapper is called, or calls its module, to run another part of the loop instead of the forward.
-
-        Lightning lets DDP call its module's `training_step` this way. The calls inside are recorded, as without DDP.
-        """
+        """Whether a wrapper runs another part of the loop instead of the forward, as Lightning lets DDP do."""
         wrapped = _wrapped_in(module)
         if wrapped is None or not _has_another_forward(wrapped):
             return False
@@ -269,10 +261,7 @@ def _is_made_in_passing(module: nn.Module) -> bool:
 
 
 def _root_of(module: nn.Module) -> tuple[str, nn.Module]:
-    """Returns the outermost module in the loop's variables that contains this one, after its name in the loop.
-
-    A loop may call a part of its model, as a LightningModule's step does.
-    """
+    """Returns the outermost module in the loop's variables that contains this one, after its name in the loop."""
     best, name = module, ""
     for frame in user_frames():
         for variable, value in (*frame.f_locals.items(), *frame.f_globals.items()):
@@ -297,11 +286,7 @@ class Constructions:
         self._codes: weakref.WeakKeyDictionary[type, frozenset[CodeType]] = weakref.WeakKeyDictionary()
 
     def of(self, module: nn.Module) -> Mapping[str, Any] | None:
-        """Returns the class of a module and its arguments; None for a module whose construction was not seen.
-
-        `{"class": "module:qualname", "file": str | None}` and either `args` and `kwargs` (trees, as `hooks.json_values`
-        makes them) or `why`, which names the value that could not be written.
-        """
+        """Returns a module's class and file, and its `args` and `kwargs` as trees, or `why` not; None if unseen."""
         try:
             return self._made.get(module)
         except TypeError:  # a module that cannot be hashed
@@ -404,12 +389,7 @@ SEVERAL = "several threads train at once"
 
 
 class Trainers:
-    """Tracks the threads that train: those that run backwards and updates.
-
-    A step begins with a backward, or where a model in training mode is called, and ends with an update. Threads that
-    only evaluate, read data or write logs begin no step. Threads are identified by their objects, because thread ids
-    are reused.
-    """
+    """Tracks the threads that train: a step begins with a backward or a call in training mode, an update ends it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -65,11 +65,7 @@ class StepPrograms:
         failed: str | None,
         raised: Call | None = None,
     ) -> Program:
-        """As `StepRecorder.program`, with all buffers of the models that it calls; does not wait for a device.
-
-        `raised` is a call that has not returned, to which the program leads up. `failed` is what ended the recording,
-        or None.
-        """
+        """As `StepRecorder.program`, with all buffers; leads up to `raised`, a call that has not returned, if given."""
         tape, roots = self._journal.tape, self._models.roots
         model = together(roots)
         instructions = tape.instructions
@@ -114,11 +110,7 @@ class StepPrograms:
         )
 
     def _doubts(self, model: nn.Module, given: Iterable[int], calls: list[Call], failed: str | None) -> Iterator[str]:
-        """Yields what the instructions of a step leave out.
-
-        `given` are the indices of the given tensors that it takes, `calls` its calls; `failed` is what ended the
-        recording.
-        """
+        """Yields what the instructions of a step leave out; `failed` is what ended the recording."""
         tape, given = self._journal.tape, list(given)
         changed = sum(map(tape.is_changed, given))
         if changed:
@@ -237,10 +229,7 @@ class KeptUpdate:
         )
 
     def program_of(self, model: nn.Module, roots: Iterable[tuple[str, nn.Module]]) -> Program | None:
-        """Returns the program as it was recorded; None where the loop has other models now, or the optimizer is gone.
-
-        `model` holds the loop's present models, `roots`, as in `of`.
-        """
+        """Returns the program as it was recorded; None where the loop has other models now, or no such optimizer."""
         optimizer = None if self.optimizer is None else self.optimizer()
         then = [(name, there()) for name, there in self.roots]
         if then != list(roots) or (optimizer is None) != (self.optimizer is None):
@@ -267,11 +256,7 @@ class KeptUpdate:
 
 
 class KeptUpdates:
-    """Keeps the last updates that were made before their numbers had arrived.
-
-    `most` counts the sick update too, but no update whose numbers have not arrived. Above `max_bytes` the oldest are
-    dropped.
-    """
+    """Keeps the last `most` updates whose numbers have arrived, and those on the way, within `max_bytes`."""
 
     def __init__(self, most: int, max_bytes: int) -> None:
         self._most, self._max_bytes = most, max_bytes
@@ -304,10 +289,7 @@ class KeptUpdates:
     def leading_to(
         self, optimizer: str, step: int, program_of: Callable[[KeptUpdate], Program | None]
     ) -> tuple[Program, PriorSteps] | None:
-        """Returns the program of a step, and the updates before it; None where it was not kept. Waits for a device.
-
-        `program_of` makes the program of a kept update, or returns None where that is no longer possible.
-        """
+        """Returns the program of a step, and the updates before it; None where it was not kept. Waits for a device."""
         updates = list(self._updates)
         last = next((place for place, one in enumerate(updates) if _is(one, optimizer, step)), None)
         sick = None if last is None else program_of(updates[last])

@@ -1,8 +1,4 @@
-"""`StepRecorder`: records the running step, so that it can be run again.
-
-Model inputs are kept by reference until the optimizer has stepped. Only the random state and buffers that a call
-changes are copied.
-"""
+"""`StepRecorder`: records the running step by reference, so that it can be run again."""
 
 from __future__ import annotations
 
@@ -394,10 +390,7 @@ class StepRecorder:
         return self.backwards if begun is None else sum(count in begun for count, _ in self._losses)
 
     def _adding_up(self, optimizer: Any) -> set[int] | None:
-        """The moments at which the backwards of an optimizer's gradients began; None for all since the last update.
-
-        A loop that leaves a batch out clears the gradients after its backward.
-        """
+        """The moments at which the backwards of an optimizer's gradients began; None for all since the last update."""
         first = self._losses[0][0] if self._losses else self._journal.count
         if not self._gradients.were_cleared_after(first):
             return None
@@ -484,12 +477,7 @@ class StepRecorder:
         step: int,
         root: torch.Tensor | None = None,
     ) -> Program:
-        """Returns the running step of an optimizer, before its update.
-
-        `optimizer` is None where the loop ends before the update. The program has none either where the optimizer holds
-        tensors of its own, to which the loop copies the models' gradients. `root` is a value that was not
-        differentiated; without an optimizer the program leads up to it.
-        """
+        """Returns the running step before its update; without an optimizer it leads up to `root`, if that is given."""
         return with_changed_buffers(self._all_of(optimizer, name=name, scaler=scaler, step=step, root=root))
 
     def keepable(self, optimizer: torch.optim.Optimizer, *, name: str, scaler: Any, step: int) -> KeptUpdate:
@@ -520,10 +508,7 @@ class StepRecorder:
             self._left_out = program, self._journal.count
 
     def left_out(self, step: int) -> Program | None:
-        """Returns, once, the training-mode calls behind a NaN or +Inf that the loop has read and then left out.
-
-        No backward has used an earlier call. An evaluation (`eval()`, `no_grad`) does not count.
-        """
+        """Returns, once, the training-mode calls behind a NaN or +Inf that the loop has read and then left out."""
         left, self._left_out = self._left_out, None
         return None if left is None else replace(left[0], step=step)
 
@@ -535,11 +520,7 @@ class StepRecorder:
         return self.program(None, name="", scaler=None, step=step, root=root) if sick or root is not None else None
 
     def interrupted(self, error: BaseException, step: int) -> Program | None:
-        """Returns the running step up to a forward that returned, or was about to return, non-finite values.
-
-        Waits for a device. `error` is the error of the loop's own code. An infinity of one sign alone, which masks
-        contain, counts where the error is about numbers.
-        """
+        """Returns the step up to a forward that returned, or was about to return, non-finite values; waits."""
         about_numbers = is_about_numbers(error)
         root = self._journal.last_nonfinite(signed=about_numbers)
         if root is not None:

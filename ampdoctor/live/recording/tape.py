@@ -277,10 +277,7 @@ def mode_now() -> Mode:
 
 
 def _known(function: Callable[..., Any]) -> tuple[bool, bool, bool, bool]:
-    """Whether a function writes to its first argument, draws random numbers, is repeatable, gives a Python number.
-
-    Repeatable means that it computes, and has a name by which a bundle finds it again (`torch.as_tensor` has none).
-    """
+    """Whether a function writes to its first argument, draws random numbers, is repeatable, gives a Python number."""
     name = str(getattr(function, "__name__", ""))
     writes = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
         name.endswith("_") and not name.endswith("__")
