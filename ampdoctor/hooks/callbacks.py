@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn import utils
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ampdoctor.hooks.torch_internals import put_outermost, replaced, seen_scripting, take_away
@@ -35,38 +34,6 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tenso
         return None if gradient is None else hook(gradient)
 
     return tensor.register_hook(told)  # type: ignore[no-any-return]
-
-
-# -- optimizers: a program may clear these hooks together with its own --
-
-
-class OptimizerHooks:
-    """Hooks before and after the `step` of every optimizer."""
-
-    def __init__(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        self._hung = (
-            (register_optimizer_step_pre_hook, before),
-            (register_optimizer_step_post_hook, after),
-        )
-        self._handles: list[Any] = []
-
-    def hang(self) -> None:
-        """Installs the hooks, again if a program has cleared them."""
-        if not self._handles or not all(map(is_in_place, self._handles)):
-            self.remove()
-            self._handles = [register(hook) for register, hook in self._hung]
-
-    def remove(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
-def is_in_place(handle: Any) -> bool:
-    """Whether the hook of a `RemovableHandle` is still in its table."""
-    table = handle.hooks_dict_ref()
-    return table is not None and handle.id in table
 
 
 # -- reads of numbers: without one, a loop's decisions cannot depend on what it has computed --

@@ -274,26 +274,6 @@ def unwarned_of_hooks() -> Iterator[None]:
         yield
 
 
-class CallersOfForwards:
-    """The two lines of torch that call a forward, with hooks and without.
-
-    A forward that warns of its caller (`stacklevel=2`) is remembered with that line, and would be shown once for each.
-    """
-
-    def __init__(self) -> None:
-        self._lines: dict[int, int] = {}
-        if not any(getattr(modules, name, {}) for name in _GLOBAL):  # with global hooks, torch uses one line for all
-            plain, hooked = (_line_that_calls(hooked=hooked) for hooked in (False, True))
-            self._lines = {plain: hooked, hooked: plain}
-
-    def remember(self) -> None:
-        """Marks a warning that was shown for one line as shown for the other."""
-        shown = vars(modules).get("__warningregistry__") or {}
-        for key in list(shown):
-            if isinstance(key, tuple) and key[-1] in self._lines:
-                shown.setdefault((*key[:-1], self._lines[key[-1]]), shown[key])
-
-
 def is_ours(hook: Any) -> bool:
     """Whether a hook is ampdoctor's."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
@@ -301,19 +281,6 @@ def is_ours(hook: Any) -> bool:
 
 def _has_hooks_of_others() -> bool:
     return any(not is_ours(hook) for name in _GLOBAL for hook in getattr(modules, name, {}).values())
-
-
-def _line_that_calls(*, hooked: bool) -> int:
-    asked = _Asked()
-    if hooked:
-        asked.register_forward_pre_hook(lambda *_: None)
-    line: int = asked()
-    return line
-
-
-class _Asked(modules.Module):
-    def forward(self) -> int:
-        return sys._getframe(1).f_lineno  # noqa: SLF001 - a traceback would be slow
 
 
 def _filters() -> list[Any]:

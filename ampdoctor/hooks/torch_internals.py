@@ -123,7 +123,7 @@ def seen_scripting(seen: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[No
 
 @contextmanager
 def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
-    """Sets `owner.name` to `ours` inside, and restores it unless others have replaced it; contexts may end in any order."""
+    """Sets `owner.name` to `ours` inside; restores it unless others have replaced it. Contexts may end in any order."""
     own: Any = getattr(owner, "__dict__", {})
     layer = _Replacement(ours, own[name] if name in own else getattr(owner, name), owned=name in own)
     setattr(owner, name, ours)

@@ -12,9 +12,10 @@ from time import monotonic  # bound here, because a script may patch it
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampdoctor.hooks.backwards import inside_own_step
-from ampdoctor.hooks.callbacks import OptimizerHooks, on_scaler_call
+from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.hooks.interfaces import harmless_while
 from ampdoctor.hooks.process_state import RandomState, refused
 from ampdoctor.hooks.program import Program
@@ -151,10 +152,8 @@ class LoopWatch:
         with ExitStack() as stack:
             stack.enter_context(self.recorder.watching())
             stack.enter_context(on_scaler_call(self.scaler_called, *scalers))
-            hooks = OptimizerHooks(self._before_step, self._after_step)
-            stack.callback(hooks.remove)
-            hooks.hang()
-            self.recorder.stay = hooks.hang
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(self._over)
             yield
 
@@ -213,7 +212,6 @@ class LoopWatch:
         """As in `ScalerCall`."""
         if self._is_not_ours():
             return run()
-        self.recorder.stays()
         call = _Call(run)
         try:
             return self._heard(scaler, method, argument, call)

@@ -207,12 +207,8 @@ class RunLog:
             one.left(deadline, self._limits.close_timeout)
 
     def _hand_over(self, what: Line | Make) -> None:
-        writer = self._writer
-        if writer.failed is not None or self._closed or os.getpid() != self._process:
-            return
-        self._tray.put(QueuedLine(self._tray.origin, time_ns(), what))
-        if writer.hangs:
-            writer.give_up("its disk hangs")
+        if self.failed is None and not self._closed and os.getpid() == self._process:
+            self._tray.put(QueuedLine(self._tray.origin, time_ns(), what))
 
     def _idle(self) -> bool:
         """Whether there is no thread to wait for, or this is that thread."""

@@ -7,9 +7,8 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread
@@ -61,7 +60,6 @@ class Listening(Thread):
         self._lines: deque[_Waiting] = deque(maxlen=limits.lines)
         self._details: deque[_Waiting] = deque(maxlen=limits.heard_details)
         self._names: LogRecord | None = None  # a header that was dropped, but that later lines refer to
-        self._busy_since: float | None = None
 
     def put(self, whole: LogRecord) -> None:
         """Queues a line; never waits."""
@@ -74,9 +72,6 @@ class Listening(Thread):
                 oldest = waiting[0][1]
                 self._names = oldest if isinstance(oldest.line, RunLine) else self._names
         waiting.append((next(self._count), whole))
-        since = self._busy_since
-        if since is not None and monotonic() - since > self._limits.hung_seconds:
-            self.give_up(f"it has not come back for {self._limits.hung_seconds:g} s")
 
     def run(self) -> None:
         """Runs on the thread."""
@@ -86,13 +81,13 @@ class Listening(Thread):
                 call = self._nap()
                 going = call is not None
                 while self.failed is None and (whole := self._take()) is not None:
-                    self._timed(partial(self._hear, whole))
+                    self._hear(whole)
                 if isinstance(call, SimpleQueue):
                     call.put(True)
                 elif going:
-                    self._timed(self._idle)
+                    self._idle()
             if self.failed is None:
-                self._timed(self._end)
+                self._end()
         except Exception as error:  # noqa: BLE001 - the training goes on after any error
             named = "" if isinstance(error, AmpdoctorError) else type(error).__name__
             self.give_up(": ".join(part for part in (named, str(error)) if part))
@@ -148,13 +143,6 @@ class Listening(Thread):
             return names
         heads = [(waiting[0][0], waiting) for waiting in (self._lines, self._details) if waiting]
         return min(heads, key=lambda head: head[0])[1].popleft()[1] if heads else None
-
-    def _timed(self, work: Callable[[], None]) -> None:
-        self._busy_since = monotonic()
-        try:
-            work()
-        finally:
-            self._busy_since = None
 
 
 # -- the queue between training and writer --
@@ -297,14 +285,11 @@ class Writer(Thread):
         self._facts: Mapping[str, Any] = tray.facts
         self._lost = LostLine()
         self._told_lost = monotonic()
-        self._busy_since: float | None = None
-        self._suspected: float | None = None
 
     def run(self) -> None:
         """Runs on the thread."""
         try:
-            with self._at_the_sink():
-                self._segments = Segments(self._folder, self._tray.origin.rank, self._limits)
+            self._segments = Segments(self._folder, self._tray.origin.rank, self._limits)
             going = True
             while going and self.failed is None:
                 call = self._nap()
@@ -329,16 +314,6 @@ class Writer(Thread):
         self._tray.clear()
         with suppress(Exception):
             self._say(self.failed)
-
-    @property
-    def hangs(self) -> bool:
-        """Whether the sink hangs at a second check too: after a sleep of the whole process, one check is not enough."""
-        since, now = self._busy_since, monotonic()
-        if since is None or now - since < self._limits.hung_seconds:
-            return False
-        if self._suspected is None or self._suspected < since:
-            self._suspected = now
-        return now - self._suspected > self._limits.hung_seconds / 10
 
     def _nap(self) -> Reply | bool | None:
         try:
@@ -368,8 +343,7 @@ class Writer(Thread):
     def _begin(self, segments: Segments) -> None:
         """Begins a file with its header, and writes the header again where it has grown."""
         if segments.full:
-            with self._at_the_sink():
-                segments.next()
+            segments.next()
             self._header = None
         header = self._tray.header
         if header is not self._header:
@@ -377,11 +351,7 @@ class Writer(Thread):
             self._write_now(segments, replace(header, segment=segments.number))
 
     def _write(self, segments: Segments, whole: LogRecord, text: str) -> None:
-        self._busy_since = monotonic()  # as `_at_the_sink`, but faster: it runs for each line
-        try:
-            segments.write(text.encode("ascii"))
-        finally:
-            self._busy_since = None
+        segments.write(text.encode("ascii"))
         for listener in self.listeners:
             listener.put(whole)
 
@@ -405,16 +375,7 @@ class Writer(Thread):
         except (TypeError, ValueError):
             self._tray.unmade()
             return
-        with self._at_the_sink():
-            segments.describe(text.encode("ascii") + b"\n")
-
-    @contextmanager
-    def _at_the_sink(self) -> Iterator[None]:
-        self._busy_since = monotonic()
-        try:
-            yield
-        finally:
-            self._busy_since = None
+        segments.describe(text.encode("ascii") + b"\n")
 
 
 def _parts(line: Line | None) -> list[Line]:

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ampdoctor.hooks.callbacks import UncopiedHooks, is_in_place
+from ampdoctor.hooks.callbacks import UncopiedHooks
 from ampdoctor.hooks.json_values import NotSerializableError, class_name, written
 from ampdoctor.hooks.names import wrapped_as
-from ampdoctor.hooks.process_state import CallersOfForwards, unwarned_of_hooks
+from ampdoctor.hooks.process_state import unwarned_of_hooks
 from ampdoctor.hooks.torch_internals import forget_hook, in_backward, replaced, transforms, under_fake_tensors
 from ampdoctor.probes.user_code import user_frames
 
@@ -33,7 +33,6 @@ class OutermostModels:
         self._hooks = UncopiedHooks()
         self._global: list[Any] = []
         self._inside = _Inside()
-        self._callers = CallersOfForwards()
         self._redirected: dict[int, weakref.ref[nn.Module]] = {}  # modules whose wrapper has called a replaced forward
         self.unseen: list[str] = []  # what cannot be watched, in sentences
         self.searching = False  # every module's calls are observed
@@ -78,17 +77,10 @@ class OutermostModels:
         """Observes every module's calls."""
         self.searching = True
         if not self._global:
-            self._callers.remember()
             self._global = [
                 register_module_forward_pre_hook(self._enter_found),
                 register_module_forward_hook(self._leave_found, with_kwargs=True, always_call=True),
             ]
-
-    def stay(self) -> None:
-        """Reinstalls hooks that a program has cleared with its own."""
-        if self.searching and not self._inside.modules and not all(map(is_in_place, self._global)):
-            self._unhook()
-            self.search()
 
     def settle(self) -> None:
         """Observes the calls of the known models alone."""
@@ -96,8 +88,6 @@ class OutermostModels:
         self._unhook()
 
     def _unhook(self) -> None:
-        if self._global:
-            self._callers.remember()
         for hook in self._global:
             hook.remove()
             forget_hook(hook)

@@ -86,7 +86,6 @@ class StepRecorder:
         self.listener: CallListener | None = None
         # called with parameters whose gradients are about to be cleared, or (True) were cleared by the loop's own code
         self.cleared: Callable[[list[torch.Tensor], bool], None] | None = None
-        self.stay: Callable[[], None] | None = None  # reinstalls hooks that the program has cleared
         self.failed: str | None = None  # what ended the recording
         self.used = UsedGradients()  # the gradients that an optimizer has used, on any thread
         self.samples = GradientSamples()  # in a loop that scales its losses
@@ -132,7 +131,7 @@ class StepRecorder:
         self._left_out = None
         self.samples.clear()
         self.stop_observing()
-        self._entering = self._inside = self._raised = self.listener = self.cleared = self.stay = None
+        self._entering = self._inside = self._raised = self.listener = self.cleared = None
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -290,16 +289,7 @@ class StepRecorder:
             self._scaled_losses[made.index] = loss.detach()
             self._journal.add(Scaled(loss=taken, result=made, line=user_line()))
 
-    @_harmless
-    def stays(self) -> None:
-        """Reinstalls hooks that the program has cleared with its own, in the watched process only."""
-        if os.getpid() == self._process and not in_backward():
-            self.models.stay()
-            if self.stay is not None:
-                self.stay()
-
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
-        self.stays()
         self.used.engine_runs()
         if in_backward() or transforms() or os.getpid() != self._process:
             return run()
@@ -559,7 +549,6 @@ class StepRecorder:
     def _zeroed(self, owner: Any, *, by_hand: bool = False) -> None:
         if self._is_elsewhere():
             return
-        self.stays()
         if self.cleared is not None:
             self.cleared(parameters_of(owner), by_hand)
         self._gradients.cleared(owner, self._journal.count)

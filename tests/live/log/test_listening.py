@@ -133,35 +133,18 @@ def test_one_that_raises_is_dropped_with_one_sentence_and_the_others_hear_on(beg
 
 def test_one_that_never_returns_costs_nothing(begin, said, tmp_path):
     go, heard = threading.Event(), []
-    log = begin(hung_seconds=1.0, lines=150, heard_details=2, close_timeout=0.5)
+    log = begin(lines=150, heard_details=2, close_timeout=0.5)
     hung = log.listen(lambda _: go.wait(60), name="a sink")
     log.listen(heard.append)
-    longest = 0.0
     for step in range(400):
-        began = time.perf_counter()
         log.write(StepLine(step=step))
-        longest = max(longest, time.perf_counter() - began)
-        time.sleep(0.004)
-    until(lambda: hung.failed)
-    assert longest < 10
+        time.sleep(0.001)
     began = time.monotonic()
     assert log.close()
     assert time.monotonic() - began < 10
-    assert said == ["a sink ends here: it has not come back for 1 s; the training goes on without it"]
+    assert said == ["a sink ends here: it has not finished within 0.5 s; the training goes on without it"]
     assert hung.dropped > 10
     assert steps_of(heard) == steps_of(read(tmp_path)) == list(range(400))
-    go.set()
-
-
-def test_one_that_does_not_finish_is_waited_for_as_long_as_was_said(begin, said):
-    go = threading.Event()
-    log = begin(close_timeout=0.4)
-    log.listen(lambda _: None, name="a sink", end=lambda: go.wait(60))
-    log.write(StepLine(step=0))
-    began = time.monotonic()
-    assert log.close()
-    assert 0.3 < time.monotonic() - began < 10
-    assert said == ["a sink ends here: it has not finished within 0.4 s; the training goes on without it"]
     go.set()
 
 
@@ -169,12 +152,15 @@ def test_of_lines_that_come_too_fast_the_oldest_go_and_the_names_stay(begin):
     go, heard = threading.Event(), []
     log = begin(lines=50, heard_details=3)
 
+    begun = threading.Event()
+
     def hear(whole):
+        begun.set()
         go.wait(30)
         heard.append(whole)
 
     slow = log.listen(hear)
-    until(lambda: slow._busy_since)
+    assert begun.wait(10)
     log.index_of("layer.weight")
     for step in range(200):
         log.write(StepLine(step=step))

@@ -164,9 +164,6 @@ print(__name__, __package__, __file__, __cached__, __spec__.name, __spec__.origi
 from . import sibling
 raise ValueError(sibling.NAME)
 """
-ARCHIVED = (
-    "import sys\nprint(__name__, __package__, __file__, __spec__.name, sys.argv, sys.path)\nimport inside\n1 / 0\n"
-)
 WORKERS = """
 import os, sys
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import py_compile
 import subprocess
 import sys
-import zipfile
 
 import pytest
 
@@ -79,12 +77,11 @@ def test_a_file(pair, tmp_path, source, arguments, code):
 
 
 @OTHER
-@pytest.mark.parametrize("typed", ["./sub/../sub/train.py", "link.py", "sub/compiled.pyc", "ABSOLUTE"])
+@pytest.mark.parametrize("typed", ["./sub/../sub/train.py", "link.py", "ABSOLUTE"])
 def test_names_of_a_file(pair, tmp_path, typed):
     script = tmp_path / "sub" / "train.py"
     script.parent.mkdir()
     script.write_text(scripts.WORLD + "\nraise ValueError(1)")
-    py_compile.compile(str(script), str(tmp_path / "sub" / "compiled.pyc"))
     (tmp_path / "link.py").symlink_to(script)
     plain, watched = pair(str(script) if typed == "ABSOLUTE" else typed)
     assert watched == plain
@@ -114,23 +111,6 @@ def test_a_module(pair, tmp_path, typed, code):
     plain, watched = pair("-m", typed, *([] if typed.startswith("package") else ["spawn"]))
     assert watched == plain
     assert plain[2] == code
-
-
-@OTHER
-@pytest.mark.each_value_once
-@pytest.mark.parametrize("options", [[], ["-P"]])
-@pytest.mark.parametrize("typed", ["folder", "./folder/", "archive.zip"])
-def test_a_folder_and_an_archive(pair, tmp_path, typed, options):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "__main__.py").write_text(scripts.ARCHIVED)
-    (tmp_path / "folder" / "inside.py").write_text("print(__name__)")
-    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
-        for name in ("__main__.py", "inside.py"):
-            archive.write(tmp_path / "folder" / name, name)
-    pair(typed, options=options)  # what it compiles is there for both afterwards
-    plain, watched = pair(typed, "-x", options=options)
-    assert watched == plain
-    assert plain[2] == 1
 
 
 @OTHER

@@ -24,14 +24,14 @@ class Model(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 
     def forward(self, x):
-        warnings.warn("in the forward", FutureWarning, stacklevel=2)
+        warnings.warn("in the forward", FutureWarning)
         if torch.is_autocast_enabled("cpu"):
             warnings.warn("under autocast")
         return self.layers(old(x))
 
 class Loss(nn.Module):
     def forward(self, x):
-        warnings.warn("of the loss", stacklevel=2)
+        warnings.warn("of the loss")
         return x.square().mean()
 
 torch.manual_seed(0)
