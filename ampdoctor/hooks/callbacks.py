@@ -16,9 +16,8 @@ import torch
 from torch import nn
 from torch.nn import utils
 from torch.nn.utils import clip_grad
-from torch.overrides import TorchFunctionMode
 
-from ampdoctor.hooks.torch_internals import put_outermost, replaced, seen_scripting, take_away
+from ampdoctor.hooks.torch_internals import FunctionMode, put_outermost, replaced, seen_scripting, take_away
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -52,7 +51,7 @@ class NumberReads:
 
     def __init__(self) -> None:
         self.any = False  # a number was read since the last `listen`
-        self._mode = _Listening(self)
+        self._mode = FunctionMode(self._called)
 
     def listen(self) -> None:
         """Starts to observe."""
@@ -64,18 +63,10 @@ class NumberReads:
         """Stops observing."""
         take_away(self._mode)
 
-
-class _Listening(TorchFunctionMode):
-    def __init__(self, reads: NumberReads) -> None:
-        super().__init__()
-        self._reads = reads
-
-    def __torch_function__(
-        self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in READS:
-            self._reads.any = True
-        return func(*args, **(kwargs or {}))
+    def _called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(function, "__name__", "") in READS:
+            self.any = True
+        return function(*args, **kwargs)
 
 
 # -- module hooks that copies, pickles and scripts of a model do not have --

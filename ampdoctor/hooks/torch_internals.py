@@ -204,6 +204,19 @@ def version_of(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+class FunctionMode(TorchFunctionMode):
+    """Hands each of torch's functions, with its arguments, to `called`, which calls it."""
+
+    def __init__(self, called: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._called = called
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self._called(func, args, kwargs or {})
+
+
 def put_outermost(mode: TorchFunctionMode) -> None:
     """Puts a mode around the active ones; only that of `torch.set_default_device` stays farther out."""
     inner = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import monotonic  # bound here, because a script may patch it
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,7 +23,7 @@ from ampdoctor.hooks.scaler_events import raised_by_scaler
 from ampdoctor.hooks.torch_internals import under_fake_tensors, unseen
 from ampdoctor.live.recording.programs import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.probes.user_code import own_line, user_frames
+from ampdoctor.probes.user_code import own_line
 
 harmless = harmless_while(lambda watcher: not watcher.broken, lambda watcher, error: watcher.failed(error))
 """For methods of a watcher: `failed` handles its first error and sets `broken`."""
@@ -56,31 +56,6 @@ class RepeatedUpdate:
     scaled: bool  # a scaler made that update, or skipped it
     held_back: bool  # the scaler skipped it
     line: tuple[str, int] | None  # the user's line that makes the call, as Python names it
-
-
-class LoopListener(Protocol):
-    """Receives a loop's updates. An exception that it raises ends the loop; it has no other effect on the loop."""
-
-    def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before a scaler divides an optimizer's gradients by its scale."""
-
-    def about_to_step(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
-        """Called before an update; the weights are unchanged."""
-
-    def held_back(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
-        """Called after a scaler has skipped an update; the weights are unchanged."""
-
-    def attempted(self, attempt: UpdateAttempt, *, skipped: bool | None) -> None:
-        """Called after the update was made or skipped; `skipped` is None where the answer is still on a device."""
-
-    def refused(self, method: str, optimizer: Any, error: Exception) -> None:
-        """Called after a scaler's "unscale_", "step" or "update" raised an error; `optimizer` may be None."""
-
-    def stepping_again(self, again: RepeatedUpdate) -> None:
-        """Called before an optimizer steps on gradients that it has used, or after its scaler has skipped that."""
-
-    def failed(self, error: Exception) -> None:
-        """Called when the watch itself has failed; no other call follows."""
 
 
 @dataclass(slots=True)
@@ -127,13 +102,13 @@ class _Call:
 
 
 class LoopWatch:
-    """Watches the loops of this process for as long as `watching` lasts.
+    """Watches the loops of this process for as long as `watching` lasts, and tells a `TrainingWatcher`.
 
     Hooks tell scalers and optimizers apart. Where a scaler skips an update, the optimizer is not called. A closure is
     judged after it has run, and before the update that it is for.
     """
 
-    def __init__(self, listener: LoopListener) -> None:
+    def __init__(self, listener: Any) -> None:
         self.recorder = StepRecorder()
         self.scalers = ScalerFacts()
         self._listener = listener
@@ -199,12 +174,11 @@ class LoopWatch:
         return known.name if known is not None and known.there() is optimizer else ""
 
     def whose(self, name: str) -> str | None:
-        """Returns the loop's variable and the class of the optimizer of this name; None where it is the only one."""
+        """Returns the name and the class of the optimizer of this name; None where it is the only one."""
         living = {known.name: there for known in self._optimizers.values() if (there := known.there()) is not None}
         if name not in living or len(living) == 1:
             return None
-        kind, variable = type(living[name]).__name__, _variable_of(living[name])
-        return f"{name} ({kind})" if variable in (None, name) else f"{variable} ({kind}, {name} in the log)"
+        return f"{name} ({type(living[name]).__name__})"
 
     # -- scalers -----------------------------------------------------------------------------------------------------
 
@@ -477,15 +451,6 @@ def _holds_back(optimizer: Any) -> bool | None:
         return None
     with unseen():
         return bool(found)
-
-
-def _variable_of(optimizer: Any) -> str | None:
-    for frame in user_frames():
-        for variables in (frame.f_globals, frame.f_locals):
-            for variable, value in variables.items():
-                if value is optimizer:
-                    return variable
-    return None
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

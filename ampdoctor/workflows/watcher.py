@@ -206,12 +206,12 @@ class TrainingWatcher:
 
     @harmless
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
-        """As in `LoopListener`."""
+        """Called before a scaler divides an optimizer's gradients by its scale."""
         self._numbers.unscaling([p for group in optimizer.param_groups for p in group["params"]])
 
     @harmless
     def about_to_step(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
-        """As in `LoopListener`."""
+        """Called before an update; the weights are unchanged."""
         self._rank.take_place(self._intake)
         self._look_at_what_was_left_out()
         norm = self._measured(attempt, losses)
@@ -235,7 +235,7 @@ class TrainingWatcher:
 
     @harmless
     def held_back(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
-        """As in `LoopListener`."""
+        """Called after a scaler has skipped an update; the weights are unchanged."""
         self._rank.take_place(self._intake)
         self._look_at_what_was_left_out()
         self._measured(attempt, losses)
@@ -253,7 +253,7 @@ class TrainingWatcher:
 
     @harmless
     def attempted(self, attempt: UpdateAttempt, *, skipped: bool | None) -> None:
-        """As in `LoopListener`."""
+        """Called after an update was made or skipped; `skipped` is None where the answer is still on a device."""
         self._guard.release()
         if self._test is not None and self.report is None and skipped is not True:
             self._look_at_the_update(self._test, attempt)
@@ -287,20 +287,20 @@ class TrainingWatcher:
 
     @harmless
     def stepping_again(self, again: RepeatedUpdate) -> None:
-        """As in `LoopListener`."""
+        """Called before an optimizer steps on gradients that it has used, or after its scaler has skipped that."""
         source = as_source(again.line)
         finding = stepped_again_finding(again.step, source, held_back=again.held_back, scaled=again.scaled)
         self._is_misused(finding, again.name, key=f"again {again.name} {again.held_back}")
 
     @harmless
     def refused(self, method: str, optimizer: Any, error: Exception) -> None:
-        """As in `LoopListener`; if the loop catches the error, it is no failure."""
+        """Called after a scaler's method has raised; if the loop catches the error, it is no failure."""
         finding = self._protocol.refused(method, optimizer, error, self._lines.turn)
         # the error itself would keep the loop's frames alive
         self._refused = (id(error), describe(error)), finding, self._watch.name_of(optimizer)
 
     def failed(self, error: Exception) -> None:
-        """As in `LoopListener`."""
+        """Called when the watch itself has failed; no other call follows."""
         self.broken, self.failure = True, describe(error)
         self._watch.recorder.fail(error)
         self._say(f"the training is watched no more: {self.failure}")
@@ -353,17 +353,17 @@ class TrainingWatcher:
 
     @harmless
     def entering(self, model: torch.nn.Module) -> None:
-        """As in `CallListener`."""
+        """Called before a model of the loop runs."""
         if self._numbers.looking:
             self._numbers.entering(self._watch.recorder.name_of(model) or "", model)
 
     def left(self) -> None:
-        """As in `CallListener`."""
+        """Called after the model has returned or raised."""
         self._numbers.left()
 
     @harmless
     def returned(self, model: torch.nn.Module, name: str, call: int, *, given: tuple[Any, Any], output: Any) -> None:
-        """As in `CallListener`."""
+        """Called after a model has returned; `call` is its number in the step, from 0, and `given` its arguments."""
         if self._test is not None:
             self._test.hold(model, *(root for _, root in self._watch.recorder.models.roots))
         batch = self._intake.batches.called(model, *given, backwards=self._watch.recorder.backwards)

@@ -26,28 +26,19 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 def add_norms(sent: PendingReading, gradients: Named) -> Tensor | None:
-    """Adds the gradients' norms; returns the norm of all, as clipping saw it, or None where it is in parts."""
-    parts = sent.clips.parts
+    """Adds the gradients' norms; returns the norm of all, as clipping saw it, or None on several devices."""
+    clip = sent.clips.whole
     sent.shards = any(hasattr(gradient, "to_local") for _, gradient in gradients)
-    for part in parts:
-        sent.parcel.add("clip", part.clip.total)
-    if parts and sent.reason is None:
-        return _one([local(part.clip.total) for part in parts])
-    every = norms_of(gradients)
-    for norms in every:
-        sent.norms += norms.names
-        sent.parcel.add("norms", norms.vector)
-    if parts:
-        return _one([local(part.clip.total) for part in parts])
-    return _one([total(norms.vector) for norms in every])
-
-
-def _one(norms: list[Tensor]) -> Tensor | None:
-    """Returns the norm of all, from those of parts; None without a part, or where they are on several devices."""
-    if len(norms) < 2 or len({norm.device for norm in norms}) > 1:
-        return norms[0] if len(norms) == 1 else None
-    with Unseen(norms[0]):
-        return total(torch.stack([norm.to(torch.float32) for norm in norms]))
+    if clip is not None:
+        sent.parcel.add("clip", clip.clip.total)
+    if clip is None or sent.reason is not None:
+        every = norms_of(gradients)
+        for norms in every:
+            sent.norms += norms.names
+            sent.parcel.add("norms", norms.vector)
+        if clip is None:
+            return total(every[0].vector) if len(every) == 1 else None
+    return local(clip.clip.total)
 
 
 def add_gradients(sent: PendingReading, gradients: Named) -> None:
@@ -181,18 +172,13 @@ class StepNumbers:
         self._asked = max(self._asked - 1, 0)
 
     @_harmless
-    def loss(self, tensor: Tensor, scale: Tensor | float | None = None) -> None:
-        """Called at a backward's start with its root: a loss if it has one element, divided by `scale` on a device."""
+    def loss(self, tensor: Tensor) -> None:
+        """Called with an unscaled loss of the step; only a tensor of one element is one."""
         if tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
             return
         own = local(tensor)
         with Unseen(own):
-            value = own.detach().reshape(1).to(torch.promote_types(own.dtype, torch.float32), copy=True)
-            if isinstance(scale, Tensor):
-                if scale.device != value.device and "cpu" in {scale.device.type, value.device.type}:
-                    return  # a copy between the two would wait, or race
-                scale = scale.detach().reshape(1).to(value.device, non_blocking=True)
-            self._losses.append(value if scale is None else value / scale)
+            self._losses.append(own.detach().reshape(1).to(torch.promote_types(own.dtype, torch.float32), copy=True))
 
     @_harmless
     def batch(self, tensor: Tensor) -> None:

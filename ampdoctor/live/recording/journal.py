@@ -287,8 +287,6 @@ _MOST_BYTES = 512 * 1024**2
 pictures has a hundred times as much."""
 _IN_A_ROW = 64
 """Calls without a backward, as in an evaluation, after which calls are dropped whose results the loop has dropped."""
-_MAGNITUDES = frozenset({"abs", "absolute", "square", "norm", "pow", "vector_norm", "__abs__", "__pow__"})
-"""torch's functions that turn the -inf of a mask into +Inf."""
 _BEHIND = 8
 """Tensors that are searched behind a number that the loop reads: a check is two or three functions."""
 _RING = 4
@@ -407,50 +405,19 @@ class RecordedInstructions:
         for _ in range(_BEHIND):
             made = waiting.pop(0) if waiting else None
             value = self.tape.lives(made) if isinstance(made, ResultRef) else None
-            if isinstance(made, ResultRef) and value is not None and value.is_floating_point():
+            if value is not None and value.requires_grad:  # not the magnitude of a mask's -inf, that is only looked at
                 if is_lost(value, signed=False):
-                    return None if self._is_size_of_mask(made, value) else value
+                    return value
             elif isinstance(made, ResultRef):  # the tensor itself may be gone: search its inputs
                 maker = next((one for one in reversed(self.tape.instructions) if made in results(one)), None)
                 waiting += [] if maker is None or isinstance(maker, Call) else references(maker)
         return None
-
-    def _is_size_of_mask(self, made: ResultRef, value: torch.Tensor) -> bool:
-        """Whether a +Inf is the magnitude of a mask's -inf, which no gradient passes: `scores.detach().abs().max()`."""
-        with unseen():
-            if bool(value.detach().isnan().any()):
-                return False
-        measured = False
-        for _ in range(_BEHIND):
-            maker = next((one for one in reversed(self.tape.instructions) if made in results(one)), None)
-            behind = [one for one in references(maker) if isinstance(one, ResultRef)] if isinstance(maker, Op) else []
-            if not isinstance(maker, Op) or len(behind) != 1:
-                return False
-            name = getattr(maker.function, "__name__", "")
-            measured |= name in _MAGNITUDES and made.index not in self.tape.grad
-            (made,) = behind
-            source = self.tape.lives(made)
-            if measured and source is not None and is_lost(source, signed=True):
-                return not is_lost(source, signed=False)
-        return False
 
     def calls_behind(self, tensor: torch.Tensor) -> list[Call]:
         """Returns the calls from which a tensor of the tape was computed."""
         made, instructions = self.tape.reference(tensor), self.tape.instructions
         places = [place for place, one in enumerate(instructions) if made in results(one)]
         return [one for one in sliced(instructions, places) if isinstance(one, Call)]
-
-    def last_value(self) -> torch.Tensor | None:
-        """Returns the last non-finite number on the tape that the loop still holds; None without one."""
-        for one in reversed(self.tape.instructions):
-            for made in results(one):
-                value = self.tape.lives(made)
-                if value is not None and value.numel() == 1 and value.is_floating_point():
-                    with unseen():
-                        finite = bool(value.isfinite())
-                    if not finite:
-                        return value
-        return None
 
     def clear(self) -> None:
         """Drops everything."""

@@ -107,7 +107,7 @@ class OutermostModels:
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module) -> None:
         inside = self._inside
         if inside.modules:
             inside.modules.append(module)
@@ -117,21 +117,18 @@ class OutermostModels:
         try:
             if not _has_parameters(module) or self._is_redirected(module):
                 return
-            if id(module) not in self._known:
-                if _is_made_in_passing(module):
-                    return
-                self._meet(module)
+            self.meet(module)
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
             self._listener.fail(error)
             return
         inside.modules.append(module)
         self._unhook()
-        self._listener.entered(module, args, kwargs)
+        self._listener.entered(module)
 
-    def _enter_found(self, module: nn.Module, args: Any) -> None:
+    def _enter_found(self, module: nn.Module, _args: Any) -> None:
         if not torch.compiler.is_compiling():  # otherwise it becomes part of the graph
             self._inside.told = module if id(module) in self._known else None
-            self._enter(module, args, None)
+            self._enter(module)
 
     def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Ends a call; after an error torch gives a global hook no keywords: a known module's own hook ends it then."""
@@ -159,14 +156,14 @@ class OutermostModels:
                 self.search()
             self._listener.left(module, args, kwargs, output)
 
-    def _enter_known(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_known(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if (
             torch.compiler.is_compiling() or id(module) not in self._known
         ):  # a copy of the module, with a copy of the hook
             return
         told, self._inside.told = self._inside.told, None
         if told is not module:
-            self._enter(module, args, kwargs)
+            self._enter(module)
 
     def _leave_known(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -233,21 +230,6 @@ def _has_another_forward(module: nn.Module) -> bool:
     """Whether a function replaces the forward, rather than wraps it (`torch.autocast(...)(model.forward)`)."""
     forward = vars(module).get("forward")
     return isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
-
-
-def _is_made_in_passing(module: nn.Module) -> bool:
-    """Whether it is a slice made for one call, of a model that the loop's variables refer to (`model[2:](x)`).
-
-    It is freed before the step is made, and does nothing by itself: the calls of its parts are recorded instead.
-    """
-    if type(module) is not nn.Sequential:
-        return False
-    tables = (table for frame in user_frames() for table in (frame.f_locals, frame.f_globals))
-    led_to = [value for table in tables for value in table.values() if isinstance(value, nn.Module)]
-    if any(part is module for value in led_to for part in value.modules()):
-        return False
-    held = {id(parameter) for value in led_to for parameter in value.parameters()}
-    return all(id(parameter) in held for parameter in module.parameters())
 
 
 def _root_of(module: nn.Module) -> tuple[str, nn.Module]:

@@ -301,7 +301,7 @@ class KeptUpdates:
         for update in reversed(updates[:last]):
             one = program_of(update) if update.program.optimizer_name == optimizer else None
             if one is None or one.optimizer is None or one.optimizer is not sick.optimizer or not one.calls_models:
-                left_out = [f"what was before that is not in it: {_why_not(update, one, optimizer)}"]
+                left_out = ["what was before that is not in it: the loop's models or its optimizer were others there"]
                 break
             steps.insert(0, one)
             losses.insert(0, update.loss)
@@ -329,17 +329,6 @@ class KeptUpdates:
 
 def _is(update: KeptUpdate, optimizer: str, step: int) -> bool:
     return update.program.optimizer_name == optimizer and update.program.step == step
-
-
-def _why_not(update: KeptUpdate, program: Program | None, optimizer: str) -> str:
-    """Why the updates before a step cannot begin with this one."""
-    if update.program.optimizer_name != optimizer:
-        return f"an update of another optimizer ({update.program.optimizer_name}) comes between"
-    if program is None:
-        return "the loop's models or their names were others"
-    if program.optimizer is None:
-        return "the optimizer steps tensors of its own"
-    return "another optimizer had its place" if program.calls_models else "no call of a model was recorded"
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

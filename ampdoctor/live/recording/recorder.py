@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,19 +63,6 @@ _harmless = harmless_while(lambda recorder: not recorder.away, lambda recorder, 
 """The first error ends the recording."""
 
 
-class CallListener(Protocol):
-    """Receives the recorded calls, so that a listener needs no hooks of its own."""
-
-    def entering(self, model: nn.Module) -> None:
-        """Called before the model runs."""
-
-    def left(self) -> None:
-        """Called after the model has returned or raised."""
-
-    def returned(self, model: nn.Module, name: str, call: int, *, given: tuple[Any, Any], output: Any) -> None:
-        """Called after the model has returned; `call` is its number in the step, from 0, and `given` its arguments."""
-
-
 class StepRecorder:
     """Records the steps of a loop."""
 
@@ -83,7 +70,7 @@ class StepRecorder:
         self.models = OutermostModels(self)
         self.backwards = 0  # since the last update
         self.away = False  # the code that runs is not the loop's
-        self.listener: CallListener | None = None
+        self.listener: Any = None  # a `TrainingWatcher`: gets `entering`, `left` and `returned`
         # called with parameters whose gradients are about to be cleared, or (True) were cleared by the loop's own code
         self.cleared: Callable[[list[torch.Tensor], bool], None] | None = None
         self.failed: str | None = None  # what ended the recording
@@ -104,7 +91,6 @@ class StepRecorder:
         self._process = os.getpid()
         self._trainers = Trainers()
         self._raised: tuple[Call, dict[str, torch.Tensor]] | None = None  # the last call, if it raised
-        self._inside: tuple[nn.Module, Any, Any] | None = None  # the model that runs, and its arguments
         self._entering: tuple[RandomState, Any, bool, dict[str, torch.Tensor], Line] | None = None
         self._losses: list[tuple[int, list[torch.Tensor]]] = []  # of backwards since the last update: moment, losses
         self._scaled_losses: dict[int, torch.Tensor] = {}  # by number of the scaled loss; not differentiated yet
@@ -131,7 +117,7 @@ class StepRecorder:
         self._left_out = None
         self.samples.clear()
         self.stop_observing()
-        self._entering = self._inside = self._raised = self.listener = self.cleared = None
+        self._entering = self._raised = self.listener = self.cleared = None
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -147,8 +133,8 @@ class StepRecorder:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     @_harmless
-    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Called before an outermost model runs, under autograd; `kwargs` is None where they are not known."""
+    def entered(self, module: nn.Module) -> None:
+        """Called before an outermost model runs, under autograd."""
         if module.training:
             self._trainers.called()
         if self._is_elsewhere():
@@ -159,14 +145,12 @@ class StepRecorder:
         if self.listener is not None:
             self.listener.entering(module)
         self._entering = RandomState.capture(), mode_now(), module.training, self._buffers.now(), user_line()
-        self._inside = None if kwargs is None else (module, args, kwargs)
 
     @_harmless
     def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Called after an outermost model has run; `output` is None where it raised."""
         if self._is_elsewhere() or self._entering is None:
             return
-        self._inside = None
         if self.listener is not None:
             self.listener.left()
         name = self.name_of(module)
@@ -503,11 +487,10 @@ class StepRecorder:
         return None if left is None else replace(left[0], step=step)
 
     def ended(self, step: int) -> Program | None:
-        """Returns the running step if it, or the last number that the loop holds, is not finite; waits for a device."""
+        """Returns the running step if a loss of it is not finite; waits for a device."""
         with unseen():
             sick = any(not bool(loss.isfinite().all()) for loss in self.losses(None))
-        root = None if sick else self._journal.last_value()
-        return self.program(None, name="", scaler=None, step=step, root=root) if sick or root is not None else None
+        return self.program(None, name="", scaler=None, step=step) if sick else None
 
     def interrupted(self, error: BaseException, step: int) -> Program | None:
         """Returns the step up to a forward that returned, or was about to return, non-finite values; waits."""
@@ -515,10 +498,6 @@ class StepRecorder:
         root = self._journal.last_nonfinite(signed=about_numbers)
         if root is not None:
             return self.program(None, name="", scaler=None, step=step, root=root)
-        if self._inside is not None:  # torch calls no hook where a call ends by a BaseException that is no Exception
-            module, args, kwargs = self._inside
-            running, before = self._call(self.name_of(module), args, kwargs, None)
-            self._raised = None if running is None else (running, before)
         if self._raised is None or not (about_numbers or holds_nonfinite(error)):
             return None
         call, buffers = self._raised
@@ -537,7 +516,7 @@ class StepRecorder:
         self._tape.close()
         self._losses.clear()
         self._scaled_losses.clear()
-        self._raised = self._inside = None
+        self._raised = None
         self._gradients.updated(optimizer, self._journal.count)
         self.samples.updated(optimizer)
         self.scaled_again = None

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode
 
 from ampdoctor.hooks.callbacks import READS
+from ampdoctor.hooks.interfaces import causes_of
 from ampdoctor.hooks.json_values import name_of
 from ampdoctor.hooks.nested import iter_tensors, map_tensors
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.program import InputRef, Instruction, Mode, Op, ParamRef, Reference, ResultRef, results
-from ampdoctor.hooks.torch_internals import put_outermost, replaced, take_away, unseen, version_of
+from ampdoctor.hooks.torch_internals import FunctionMode, put_outermost, replaced, take_away, unseen, version_of
 from ampdoctor.numerics.tensors import is_plain
 from ampdoctor.probes.user_code import user_line
 
@@ -66,7 +66,7 @@ class Tape:
         self.names: dict[int, str] = {}  # of parameters and buffers, by their id
         self._next = 0
         self._known: dict[Any, tuple[bool, bool, bool, bool]] = {}
-        self._mode = _Listening(self)
+        self._mode = FunctionMode(self.function)
         self._open: int | None = None  # the recorded thread: each thread has its own modes
 
     # -- names -------------------------------------------------------------------------------------------------------
@@ -246,17 +246,6 @@ class Tape:
             self.given[known[1]], self._versions[known[1]] = copy, version_of(copy)
 
 
-class _Listening(TorchFunctionMode):
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._tape = tape
-
-    def __torch_function__(
-        self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return self._tape.function(func, args, kwargs or {})
-
-
 def _is_arithmetic(args: tuple[Any, ...], *, writes: bool) -> bool:
     """Whether a call is arithmetic on data, which may be part of a loss."""
     return not writes and torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) for value in args)
@@ -382,14 +371,10 @@ _MOST = 64
 
 def is_about_numbers(error: BaseException) -> bool:
     """Whether an error, or one of its causes, is an ArithmeticError or mentions numbers."""
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        if isinstance(one, ArithmeticError) or _ABOUT_NUMBERS.search("".join(traceback.format_exception_only(one))):
-            return True
-        one = one.__cause__ or one.__context__
-    return False
+    return any(
+        isinstance(one, ArithmeticError) or _ABOUT_NUMBERS.search("".join(traceback.format_exception_only(one)))
+        for one in causes_of(error)
+    )
 
 
 def holds_nonfinite(error: BaseException) -> bool:
