@@ -71,8 +71,6 @@ def trained(tmp_path, monkeypatch, *, fault, watched=True):
                 x[0, 0] = float("nan")
             with torch.autocast("cpu", torch.float16):
                 out = model(x)
-                if fault == "loss" and step == 3:
-                    out = out.half() * 1000 * 1000
                 if fault == "backward" and step == 3:
                     out = out + (out - out.detach()).abs().sqrt()
                 loss = F.cross_entropy(out.float(), y)
@@ -96,7 +94,6 @@ def trained(tmp_path, monkeypatch, *, fault, watched=True):
     ("fault", "expected"),
     [
         ("data", ("AMP204", "data", "data")),
-        pytest.param("loss", ("AMP201", "loss", "aten.mul"), marks=pytest.mark.slow),
         ("backward", ("AMP202", "backward", "aten.sqrt")),
     ],
 )

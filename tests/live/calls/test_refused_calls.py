@@ -121,8 +121,7 @@ def test_another_error_is_no_refusal(tmp_path):
     assert seen[0].reports == []
 
 
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize(("asks", "divides"), [(False, False), (True, True)])
 def test_a_step_past_the_scaler_is_why_it_refuses_the_update(tmp_path, asks, divides):
     seen = []
 

@@ -66,20 +66,6 @@ def test_a_listener_hears_what_is_written_in_its_order_on_a_thread_of_its_own(be
     assert threads.isdisjoint({threading.get_ident(), log._writer.ident})
 
 
-def test_one_that_comes_late_hears_the_header_first(begin):
-    heard = []
-    log = begin()
-    log.index_of("layer.weight")
-    log.write(StepLine(step=0))
-    assert log.flush()
-    log.listen(heard.append)
-    log.write(StepLine(step=1))
-    log.close()
-    assert isinstance(heard[0].line, RunLine)
-    assert heard[0].line.tensors == ("layer.weight",)
-    assert steps_of(heard) == [1]
-
-
 def test_what_a_listener_answers_is_in_the_log_and_heard_by_the_others(begin, tmp_path):
     heard = []
     log = begin()
@@ -183,19 +169,6 @@ def test_nobody_listens_to_a_log_that_is_closed(begin, said):
     assert said == ["a sink ends here: there is no log to listen to; the training goes on without it"]
 
 
-def test_a_thread_that_cannot_be_started(begin, said, monkeypatch):
-    log = begin()
-
-    def refuse(_):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert log.listen(lambda _: None, name="a sink").failed
-    assert said == ["a sink ends here: can't start new thread; the training goes on without it"]
-    monkeypatch.undo()
-    assert log.close()
-
-
 def test_a_listener_may_close_the_log(begin):
     closed = []
     log = begin()
@@ -222,16 +195,3 @@ for step in range(300):
     code, out, err = ended(tmp_path, script)
     assert (code, err) == (0, "")
     assert out in {"300\n", "301\n"}  # with the header that was written after the listener came
-
-
-def test_lines_written_before_an_os_exit_were_heard(tmp_path):
-    script = """
-log.listen(lambda whole: print(getattr(whole.line, "step", ""), flush=True))
-for step in range(100):
-    log.write(StepLine(step=step))
-time.sleep(1.0)
-os._exit(3)
-"""
-    code, out, _ = ended(tmp_path, script)
-    assert code == 3
-    assert [line for line in out.split("\n") if line] == [str(step) for step in range(100)]

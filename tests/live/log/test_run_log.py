@@ -54,17 +54,6 @@ def test_what_is_handed_over_is_on_the_disk_a_moment_later(start, tmp_path):
         jsonschema.validate(json.loads(text), schema())
 
 
-def test_handing_over_costs_microseconds(start):
-    log = start()
-    line = StepLine(step=1, loss=1.0)
-    took = []
-    for _ in range(2000):
-        began = time.perf_counter()
-        log.write(line)
-        took.append(time.perf_counter() - began)
-    assert sorted(took)[1000] < 20e-6
-
-
 def test_a_new_name_stands_in_the_log_before_the_line_that_speaks_of_it(start, tmp_path):
     log = start(RunLine(name="test", tensors=("a",)))
     assert [log.index_of(name) for name in ("a", "b", "b")] == [0, 1, 1]
@@ -166,14 +155,6 @@ def test_the_oldest_details_go_and_steps_and_the_newest_stay(start, tmp_path):
     assert 400 - len(kept) == lines(tmp_path, LostLine)[-1].thinned > 100
 
 
-def test_it_ends_where_only_steps_are_left(start, tmp_path):
-    log = start(limits=Limits(file_bytes=2000, detail_bytes=0))
-    for step in range(100):
-        log.write(StepLine(step=step))
-    assert log.close()
-    assert steps(tmp_path) == list(range(100))
-
-
 def test_what_a_killed_process_has_left_is_set_aside(start, tmp_path):
     first = start(run_id="one")
     first.write(StepLine(step=0))
@@ -203,18 +184,6 @@ def test_two_logs_in_one_folder_lose_nothing(start, tmp_path):
     assert one.close()
     assert two.close()
     assert sorted(steps(tmp_path)) == [*range(60), *range(101, 160)]
-
-
-def test_other_ranks_have_files_of_their_own(start, tmp_path):
-    for rank in (0, 12):
-        log = start(run_id="r", rank=rank, world_size=16)
-        log.write(StepLine(step=rank))
-        log.describe(x=rank)
-        assert log.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("log.jsonl", "log.rank12.jsonl", "run.json", "run.rank12.json"),
-    ]
-    assert (steps(tmp_path), steps(tmp_path, 12)) == ([0], [12])
 
 
 def test_the_last_steps_are_remembered(start):
@@ -250,13 +219,6 @@ def test_facts_are_added_up(start, tmp_path):
         "loss": "Infinity",
     }
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def test_facts_that_are_no_json_are_counted(start, tmp_path):
-    log = start()
-    log.describe(model=object())
-    assert log.close()
-    assert lines(tmp_path, LostLine) == [LostLine(unmade=1)]
 
 
 def test_a_link_that_lay_in_the_folder_leads_no_facts_out_of_it(start, tmp_path):

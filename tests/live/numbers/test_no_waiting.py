@@ -73,7 +73,7 @@ def loop(numbers, mode, *, steps, max_norm=None, unscaled=True, scaled=True):
         numbers.begin_step(step)
         for name, p in named:
             p.grad = None if name == "none" else on_gpu(mode, *p.shape, dtype=p.dtype)
-        numbers.loss(on_gpu(mode, dtype=torch.float16), scale)
+        numbers.loss(on_gpu(mode, dtype=torch.float16))
         if numbers.looking:
             numbers.incoming("", on_gpu(mode, 4, 300, dtype=torch.float16))
         if unscaled:

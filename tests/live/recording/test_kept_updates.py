@@ -79,14 +79,6 @@ def test_the_oldest_go_for_what_they_take():
     assert steps(kept) == []
 
 
-def test_a_buffer_that_stays_is_counted_once():
-    kept = KeptUpdates(100, 1000)
-    mask = torch.zeros(200)
-    for step in range(8):
-        kept.keep(update(step, buffers={"mask": mask}))
-    assert len(steps(kept)) == 8
-
-
 def test_a_graph_behind_what_is_given_is_not_kept_and_writes_are_still_seen():
     weight = torch.ones(2, requires_grad=True)
     state = weight * 2

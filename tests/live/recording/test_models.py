@@ -21,7 +21,7 @@ class Heard:
     def __init__(self):
         self.calls = []
 
-    def entered(self, module, args, kwargs):
+    def entered(self, module):
         pass
 
     def left(self, module, _args, _kwargs, output):
@@ -83,8 +83,8 @@ def saved(model):
 @pytest.mark.parametrize("kind", [nn.Linear, CopiesItself, KeepsState])
 @pytest.mark.parametrize(
     "again",
-    [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-    ids=["copy", "deepcopy", "pickle"],
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
 )
 def test_a_copy_of_a_watched_model_is_not_watched(kind, again):
     model = kind(2, 2)
@@ -119,24 +119,6 @@ def test_what_a_loop_registers_for_its_models_pickles_stays_registered():
         assert isinstance(copy.deepcopy(model), nn.ReLU)
     finally:
         del copyreg.dispatch_table[nn.Linear]
-
-
-def test_a_model_of_torch_fx_that_is_watched_is_copied_and_saved():
-    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
-    heard = Heard()
-    with OutermostModels(heard).watching():
-        model(torch.zeros(1, 2))
-        copied, loaded = copy.deepcopy(model), torch.load(io.BytesIO(saved(model)), weights_only=False)
-        assert copied(torch.ones(1, 2)).equal(model(torch.ones(1, 2)))
-    assert loaded(torch.ones(1, 2)).equal(model(torch.ones(1, 2)))
-
-
-def test_no_class_is_registered_after_a_watch():
-    before = dict(copyreg.dispatch_table)
-    with OutermostModels(Heard()).watching():
-        nn.Linear(2, 2)(torch.zeros(1, 2))
-        assert nn.Linear in copyreg.dispatch_table
-    assert copyreg.dispatch_table == before
 
 
 class Lends(nn.Module):

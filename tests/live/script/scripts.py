@@ -119,17 +119,7 @@ print(sys.stdin.read())
 print("caf\\u00e9")
 argparse.ArgumentParser().parse_args()
 """
-LATIN = '# -*- coding: latin-1 -*-\nprint(ascii("caf\xe9"))\nraise ValueError("caf\xe9")\n'.encode("latin-1")
 SYNTAX = "def broken(:\n    pass\n"
-INDENT = "if True:\nprint(1)\n"
-ANNOTATED = """
-def f(x: 1 + 1): ...
-print(f.__annotations__, __annotations__)
-y: 3 = 1
-print(__annotations__)
-"""
-IMPORTS = "import broken_neighbour\n"
-NEIGHBOUR = "def fails():\n    raise OSError('at import')\nfails()\n"
 PROCESSES = """
 import multiprocessing, sys
 class Item:

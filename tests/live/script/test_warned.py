@@ -5,8 +5,6 @@ import subprocess
 
 import pytest
 
-from tests.pairwise import THOROUGH
-
 SCRIPT = """
 import sys, warnings
 import torch
@@ -87,10 +85,6 @@ SLOW = pytest.mark.slow
         pytest.param("sick+compiled+global", ("-W", "once"), marks=SLOW),
         pytest.param("healthy", ("-W", "error"), marks=SLOW),
         pytest.param("sick", ("-W", "error", "-W", "default::FutureWarning", "-W", "always::UserWarning"), marks=SLOW),
-        pytest.param("healthy", (), marks=THOROUGH),
-        pytest.param("sick+error", (), marks=THOROUGH),
-        pytest.param("healthy+compiled", (), marks=THOROUGH),
-        pytest.param("sick", ("-W", "error"), marks=THOROUGH),
     ],
 )
 def test_the_warnings_are_those_of_the_bare_script(python, tmp_path, kind, options):
