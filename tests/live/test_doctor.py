@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.hooks.callbacks import on_clip
-from ampdoctor.live.loop_watch import LoopWatch
 from ampdoctor.reports.json_report import render_json
-from ampdoctor.reports.text import place
 from ampdoctor.workflows import watcher
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest, WatchRequest
@@ -286,37 +283,6 @@ def test_gradients_that_the_loop_has_changed_are_no_fault_of_the_hardware(edit, 
     assert (replayed.verdict, replayed.errors[0].message) == ("not_reproduced", error.message)
 
 
-def test_what_only_clipping_has_changed_is_not_taken_for_the_loop_s_own_change():
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    edited = []
-
-    class Listens:
-        def unscaling(self, optimizer):
-            pass
-
-        def about_to_step(self, attempt, losses):
-            edited.append(watch.program(attempt).edited)
-
-        held_back = about_to_step
-
-        def attempted(self, attempt, *, skipped):
-            pass
-
-    watch = LoopWatch(Listens())
-    with watch.watching(), on_clip(lambda clip: watch.recorder.clipped(clip.gradients, clip.max_norm, 2.0)):
-        for _ in range(3):
-            optimizer.zero_grad(set_to_none=False)
-            for _ in range(2):
-                scaler.scale(model(torch.randn(8, 4)).pow(2).mean()).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-    assert edited == [(), (), ()]
-
-
 def with_lr(model, optimizer):
     optimizer.param_groups[0]["lr"] = float("inf")
 
@@ -392,19 +358,6 @@ def test_gradients_that_were_not_read_are_not_called_finite(attended, monkeypatc
     assert "after step 1: the gradients were not read; its update (SGD, lr=0.1" in finding.message
 
 
-def test_a_weight_that_no_update_has_touched_is_not_put_down_to_one(attended):
-    def loop():
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with torch.no_grad():
-            model.weight[0, 0] = float("nan")
-        model(torch.randn(8, 4)).mean().backward()
-        optimizer.step()
-
-    _, watching = attended(loop)
-    assert {one.where.phase for one in watching.report.findings} == {"checkpoint"}
-
-
 def test_a_penalty_on_gradients_is_replayed_from_its_bundle_as_in_place(attended, tmp_path):
     def loop():
         torch.manual_seed(0)
@@ -444,20 +397,6 @@ def test_a_batch_is_bad_as_a_whole_and_its_parts_go_by_what_takes_them(tmp_path)
     assert finding.evidence["also_count"] == len(finding.evidence["also"]) == 1
     assert all(one["tensor"].startswith("what mul takes at test_doctor.py:") for one in finding.evidence["also"])
     assert finding.prescription.detail.startswith("Check or drop this batch")
-
-
-def test_an_op_whose_derivative_fails_may_be_the_loops(tmp_path):
-    told = []
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
-    with watching.attending():
-        (model(torch.ones(3, 4)) * 0).sqrt().sum().backward()
-        optimizer.step()
-    watching.ended(None)
-    (finding,) = told[0].findings
-    assert (finding.where.phase, finding.where.module) == ("backward", "")
-    assert "the root module's own code or the loop's" in place(finding.where)
 
 
 def test_of_an_optimizer_that_calls_its_closure_itself_the_last_backward_is_run_again(attended, tmp_path):

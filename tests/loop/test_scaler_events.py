@@ -83,41 +83,6 @@ def test_the_right_order():
     assert (outcome.optimizer_steps, outcome.skipped) == (1, False)
 
 
-def test_without_unscaling_by_hand_the_scaler_does_it():
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    events = outcome_of(step).events
-    assert [event.kind for event in events if event.kind == "optimizer_step"] == ["optimizer_step"]
-    assert next(event for event in events if event.kind == "optimizer_step").unscaled
-
-
-def test_a_step_on_scaled_gradients():
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        optimizer.step()
-        scaler.update(1.0)
-
-    outcome = outcome_of(step)
-    (stepped,) = [event for event in outcome.events if event.kind == "optimizer_step"]
-    assert not stepped.unscaled
-    assert stepped.scale == 16.0
-    assert not outcome.skipped
-
-
-def test_clipping_before_unscaling():
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        clip(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-
-    unscale = next(event for event in outcome_of(step).events if event.kind == "unscale")
-    assert unscale.edited == 4
-
-
 def misscaled(outcome):
     return [(event.kind, event.misscaled) for event in outcome.events if event.kind in ("unscale", "optimizer_step")]
 
@@ -183,34 +148,6 @@ def test_a_scaler_of_the_steps_own_is_watched(made):
     assert outcome.events[1].scale == 2.0**127
     assert outcome.skipped
     assert outcome.scale_before is None
-
-
-def test_nothing_stays_wrapped():
-    before = torch.autograd.backward, dict(vars(torch.amp.GradScaler))
-    outcome_of(lambda: None)
-    assert (torch.autograd.backward, dict(vars(torch.amp.GradScaler))) == before
-
-
-def test_unscaling_twice_is_torchs_own_error():
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        scaler.unscale_(optimizer)
-        scaler.unscale_(optimizer)
-
-    with pytest.raises(UserCodeError, match=r"unscale_\(\) has already been called"):
-        outcome_of(step)
-
-
-def test_a_skipped_step():
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    outcome = outcome_of(step, scaler=2.0**127, factor=1e3)
-    assert outcome.skipped
-    assert outcome.optimizer_steps == 0
-    assert outcome.scale_after == outcome.scale_before / 2
 
 
 def test_two_optimizers_are_told_apart():

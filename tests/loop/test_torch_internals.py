@@ -14,12 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ampdoctor.hooks.torch_internals import (
-    default_device,
     replaced,
-    reset_default_device,
     seen_backwards,
     shims,
-    under_fake_tensors,
 )
 
 
@@ -60,23 +57,6 @@ def test_torch_is_as_it_was_also_after_an_exception():
         loss.backward()
     assert vars(Variable)["_execution_engine"] is engine
     leaf().sum().backward()
-
-
-def test_nested_contexts_ask_the_inner_one_first():
-    said = []
-
-    def named(name):
-        def look(_backward, run):
-            said.append(f"{name} begins")
-            result = run()
-            said.append(f"{name} ends")
-            return result
-
-        return look
-
-    with seen_backwards(named("outer")), seen_backwards(named("inner")):
-        leaf().sum().backward()
-    assert said == ["inner begins", "outer begins", "outer ends", "inner ends"]
 
 
 def test_other_threads_and_callbacks_of_the_engine():
@@ -133,26 +113,6 @@ def test_without_the_engines_name_a_loop_runs_unseen(monkeypatch):
     assert list(shims()) == ["backwards-unseen"]
 
 
-def test_nothing_stands_in_for_the_engine_here():
-    assert shims() == {}
-
-
-def test_the_default_device_after_it_was_reset():
-    torch.set_default_device("cpu")
-    torch.set_default_device(None)
-    assert default_device() == torch.device("cpu")
-    reset_default_device()
-    assert torch.get_default_device() == torch.device("cpu")
-
-
-def test_fake_tensors_are_told_apart():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    assert not under_fake_tensors()
-    with FakeTensorMode():
-        assert under_fake_tensors()
-
-
 class Owner:
     """Has one method of its own, and inherits none."""
 
@@ -170,7 +130,7 @@ def around(what):
 
 
 @pytest.mark.parametrize("owner", [Owner, Heir, Owner()], ids=["class", "heir", "object"])
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 def test_what_was_replaced_is_back_in_whatever_order_those_end_that_replaced_it(owner, order):
     before = dict(vars(owner))
     contexts = []

@@ -93,18 +93,6 @@ def test_a_call_out_of_turn_is_named_at_its_own_line(tmp_path):
     assert "float16" not in finding.message
 
 
-def test_a_refusal_that_the_loop_lives_with_is_no_finding(tmp_path):
-    def twice(parts):
-        for _ in range(2):
-            unscales(parts)
-            with pytest.raises(RuntimeError):
-                parts.scaler.unscale_(parts.optimizer)
-            parts.scaler.step(parts.optimizer)
-            parts.scaler.update()
-
-    assert Refused(tmp_path, twice).reports == []
-
-
 def test_another_error_is_no_refusal(tmp_path):
     seen = []
 

@@ -101,12 +101,6 @@ def by_a_scheduler(loop):
     Scheduler(loop.optimizer).step()
 
 
-def before_the_backward(loop):
-    loop.optimizer.step()
-    loop.backward()
-    loop.step()
-
-
 def by_a_closure_without_a_backward(loop):
     loop.backward()
     loop.step()
@@ -121,11 +115,6 @@ def test_a_second_step_is_told_and_does_not_count(iteration):
     told = watched(iteration, fused=True)
     assert told.steps == [("optimizer", step) for step in range(3)]
     assert told.again == [(step, True, False) for step in range(3)]
-
-
-def test_one_at_the_head_of_the_next_iteration_is_one_of_the_step_before():
-    told = watched(before_the_backward)  # at first there are no gradients
-    assert told.again == [(1, True, False), (2, True, False)]
 
 
 def test_a_skip_that_is_bypassed_is_said():
@@ -266,29 +255,6 @@ def test_the_inner_optimizer_is_the_one_that_steps(again):
                 loop.optimizer.step()
     assert told.steps == [("optimizer", 0), ("optimizer", 1)]
     assert told.again == [(0, True, False), (1, True, False)] * again
-
-
-def test_several_optimizers_on_one_backward_and_closures_step_once_each():
-    told = Told()
-    with told.watch.watching():
-        loop = Loop()
-        first, second = (torch.optim.AdamW(part.parameters()) for part in loop.model)
-        whole = torch.optim.LBFGS(loop.parameters, max_iter=4)
-
-        def closure():
-            whole.zero_grad()
-            loss = loop.loss()
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            loop.optimizer.zero_grad()
-            loop.loss().backward()
-            first.step()
-            second.step()
-            loop.optimizer.step()
-            whole.step(closure)
-    assert told.again == []
 
 
 def test_optimizers_in_the_backward_step_once_each():

@@ -6,13 +6,11 @@ import errno
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.live.log import files
-from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
 from tests.live.log.logs import HEADER, steps, until
 
@@ -80,21 +78,6 @@ def test_a_full_disk(begin, said, tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_made(begin, said, tmp_path):
     (tmp_path / "file").write_text("")
     goes_on(begin(tmp_path / "file" / "log"), said, "Not a directory")
-
-
-def test_a_file_that_cannot_be_finished(begin, said, tmp_path, monkeypatch):
-    log = begin(limits=Limits(file_bytes=500))
-    log.write(StepLine(step=0))
-    assert log.flush()
-
-    def refuse(*_):
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    for step in range(1, 10):
-        log.write(StepLine(step=step))
-    goes_on(log, said, "Permission denied")
-    assert steps(tmp_path)[0] == 0
 
 
 def test_a_close_waits_for_a_bounded_time_and_says_what_is_missing(begin, said, monkeypatch):

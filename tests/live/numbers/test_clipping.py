@@ -57,24 +57,3 @@ def test_nothing_is_left_behind_even_after_an_error():
         interrupted()
     assert not set(inside) & set(originals)
     assert [getattr(module, name) for module, name in NAMES + PUBLIC] == originals
-
-
-def test_who_has_wrapped_the_wrapper_keeps_it_and_it_is_deaf(monkeypatch):
-    monkeypatch.setattr(clip_grad, "_clip_grads_with_norm_", clip_grad._clip_grads_with_norm_)  # undone afterwards
-    heard = []
-    with on_clip(heard.append):
-        inner = clip_grad._clip_grads_with_norm_
-
-        def theirs(*args, **kwargs):
-            return inner(*args, **kwargs)
-
-        clip_grad._clip_grads_with_norm_ = theirs
-    assert clip_grad._clip_grads_with_norm_ is theirs
-    clip_grad_norm_(parameters(), 1.0)
-    assert heard == []
-
-
-def test_a_torch_that_computes_it_inside_is_not_heard(monkeypatch):
-    monkeypatch.delattr(clip_grad, "_get_total_norm")
-    with on_clip(lambda _: None) as hears:
-        assert not hears

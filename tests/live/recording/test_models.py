@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
 import functools
 import io
 import pickle
@@ -108,19 +107,6 @@ def test_a_model_that_is_saved_under_watch_is_saved_as_it_is_bare(kind):
     own.remove()
 
 
-def test_what_a_loop_registers_for_its_models_pickles_stays_registered():
-    model = nn.Linear(2, 2)
-    copyreg.pickle(nn.Linear, lambda _: (nn.ReLU, ()))
-    try:
-        models = OutermostModels(Heard())
-        with models.watching():
-            model(torch.zeros(1, 2))
-            assert isinstance(copy.deepcopy(model), nn.ReLU)
-        assert isinstance(copy.deepcopy(model), nn.ReLU)
-    finally:
-        del copyreg.dispatch_table[nn.Linear]
-
-
 class Lends(nn.Module):
     """Has its wrapper call a part of the loop, as Lightning does; `given` calls the module itself, or parts of it."""
 
@@ -196,18 +182,3 @@ def test_a_watched_model_is_compiled_by_torch_jit_as_it_is_bare(compiled):
         assert sum(map(len, hooks)) == 2
         inner.remove()
     assert torch.equal(exported(torch.ones(1, 2)), model(torch.ones(1, 2)))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_hooks_of_the_user_s_own_are_scripted_under_watch():
-    model = nn.Linear(2, 2)
-    model.register_forward_hook(doubled)
-    models = OutermostModels(Heard())
-    with models.watching():
-        model(torch.ones(1, 2))
-        exported = torch.jit.script(model)
-    assert torch.equal(exported(torch.ones(1, 2)), model(torch.ones(1, 2)))
-
-
-def doubled(self, input: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's names
-    return output * 2

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import nn
 
 from ampdoctor.hooks.callbacks import on_scaler_call
-from ampdoctor.hooks.program import Call, Clipped
+from ampdoctor.hooks.program import Call
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.replay.recorded_step import run_of
 from ampdoctor.replay.session import Session
@@ -125,24 +125,6 @@ def test_accumulation_with_a_clip_and_a_scaler():
     loop.run(body)
 
 
-def test_parts_that_are_clipped_apart_are_clipped_apart_again():
-    loop, model = Loop(), Net()
-    optimizer = adam(model)
-
-    def body(step):
-        optimizer.zero_grad()
-        F.cross_entropy(model(torch.randn(16, 6)), torch.randint(0, 4, (16,))).backward()
-        for part, norm in ((model.a, 1e-2), (model.b, 1e-3)):
-            nn.utils.clip_grad_norm_(part.parameters(), norm)
-            loop.recorder.clipped({id(p.grad) for p in part.parameters()}, norm, 2.0)
-        program = loop.stepped(optimizer, step, last=step == 3)
-        if program is not None:
-            clipped = [one.parameters for one in program.instructions if isinstance(one, Clipped)]
-            assert [[held.name for held in one] for one in clipped] == [["a.weight", "a.bias"], ["b.weight", "b.bias"]]
-
-    loop.run(body)
-
-
 def test_what_is_written_to_afterwards_is_kept_as_it_was():
     loop, model = Loop(), Net()
     optimizer = adam(model)
@@ -216,22 +198,6 @@ def test_a_gan_keeps_what_one_step_made_for_the_next():
             assert program.unexplained == ()
 
     loop.run(body)
-
-
-def test_values_that_the_loop_keeps_do_not_keep_its_past():
-    loop, model = Loop(), Net()
-    optimizer, losses = adam(model), []
-
-    def body(step):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(torch.randn(16, 6)), torch.randint(0, 4, (16,)))
-        losses.append(loss)  # with its graph, as a beginner's loop does
-        loss.backward()
-        loop.stepped(optimizer, step, last=False)
-        assert len(loop.recorder._tape.instructions) <= 2 * 4
-        assert len(loop.recorder._tape.given) <= 2 * 4
-
-    loop.run(body, steps=12)
 
 
 @pytest.mark.parametrize("skipping", [False, True])
