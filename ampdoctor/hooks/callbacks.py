@@ -249,11 +249,7 @@ def on_scaler_call(
                 if isinstance(scaler, torch.amp.GradScaler) and method not in vars(scaler):
                     continue
                 call = wrapped(_unbound(getattr(scaler, method)), method)
-                try:
-                    stack.enter_context(replaced(scaler, method, MethodType(call, scaler)))
-                except AttributeError:  # it has slots: wrap the method of its class
-                    original = getattr(type(scaler), method)
-                    stack.enter_context(replaced(type(scaler), method, wrapped(original, method)))
+                stack.enter_context(replaced(scaler, method, MethodType(call, scaler)))
         try:
             yield
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -13,7 +13,6 @@ from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.loop_watch import UpdateAttempt
 from ampdoctor.live.numbers.readings import StepReading
 
-State = Literal["changed", "intact"]
 _MOST = 64
 """Updates that may wait for numbers; numbers of older ones will not come."""
 TOO_LATE = (
@@ -64,7 +63,7 @@ class LateFailure:
     step: int
     optimizer: str  # its name
     what: str  # what was not finite
-    weights: State  # the update was made ("changed"), or held back on the device ("intact")
+    intact: bool  # the update was held back on the device
     unread: int = 0  # steps just before it whose numbers were lost: one of them may have been the first sick one
 
 
@@ -98,13 +97,7 @@ class UnreadSteps:
         if what is None:
             return None
         intact = held or reading.skipped is True
-        return LateFailure(
-            step=reading.step,
-            optimizer=reading.optimizer,
-            what=what,
-            weights="intact" if intact else "changed",
-            unread=len(lost),
-        )
+        return LateFailure(step=reading.step, optimizer=reading.optimizer, what=what, intact=intact, unread=len(lost))
 
 
 # -- a fused optimizer that holds a sick update back, on its device --

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from time import monotonic  # a script may replace time.monotonic
 from typing import TYPE_CHECKING, Any
@@ -69,7 +68,6 @@ class StepDiagnosis:
 
     report: Report | None
     backoffs: int = 0  # how often the scaler backs off until the step is taken
-    uncovered: tuple[str, ...] = ()  # parameters whose gradient the recorded calls do not explain
     failed: bool = False  # the step could not be replayed here
     elsewhere: bool = False  # finite here: the cause is another process, or lies after the reduction of gradients
     seconds: float = 0.0
@@ -130,9 +128,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     findings = tuple(_unproved(finding, uncovered) for finding in report.findings) if uncovered else report.findings
     report = replace(report, command="run", findings=findings, skipped=left_out)
     seconds = monotonic() - began
-    return StepDiagnosis(
-        report=report, uncovered=uncovered, failed=failed is not None, elsewhere=elsewhere, seconds=seconds
-    )
+    return StepDiagnosis(report=report, failed=failed is not None, elsewhere=elsewhere, seconds=seconds)
 
 
 def not_looked_at(program: Program, what: str, why: str) -> StepDiagnosis:
@@ -162,28 +158,23 @@ def bundled(
     log: Sequence[str],
     leading: PriorSteps | None,
 ) -> Written | None:
-    """Write the bundle of a sick step into the watch's health folder; None where it could not be written."""
+    """Write a sick step's bundle into the health folder and say what it lacks; None where it could not be written."""
     rank = place.rank
     folder = Path(request.health) / (f"bundle-{program.step}" + (f".rank{rank}" if rank else ""))
-    write = partial(
-        write_bundle,
-        made=made,
-        rank=rank,
-        world=place.world,
-        policy="cuda" if policy_in_force() == "cuda" else None,
-        leading=leading,
-        diagnosis=to_plain(report),
-        log=log,
-        max_bytes=request.bundle_max,
-    )
-    return kept_bundle(lambda: write(folder, program), program, say)
-
-
-def kept_bundle(write: Callable[[], Written], program: Program, say: Callable[[str], None]) -> Written | None:
-    """Write a sick step's bundle and report through `say` what it lacks; None where it could not be written."""
     try:
         with unwarned():
-            written = write()
+            written = write_bundle(
+                folder,
+                program,
+                made=made,
+                rank=rank,
+                world=place.world,
+                policy="cuda" if policy_in_force() == "cuda" else None,
+                leading=leading,
+                diagnosis=to_plain(report),
+                log=log,
+                max_bytes=request.bundle_max,
+            )
     except Exception as error:  # noqa: BLE001 - the diagnosis stands without it
         why = str(error) if isinstance(error, AmpdoctorError) else describe(error)
         say(f"no bundle of step {program.step} was kept: {why}")

@@ -653,7 +653,7 @@ class TrainingWatcher:
         news, self._late = self._late, None
         if news is None or self.report is not None or self._request.look == "off":
             return
-        if news.weights == "intact":
+        if news.intact:
             if not self._attentive:
                 self._attentive = self._request.every
                 if news.what != SKIPPED:

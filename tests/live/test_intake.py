@@ -251,15 +251,15 @@ def test_memory_is_read_now_and_then_and_never_begun_anew(monkeypatch):
     monkeypatch.setattr(data_stats, "monotonic", lambda: now[0])
     on_gpu = SimpleNamespace(device=torch.device("cuda:1"))
     optimizer = SimpleNamespace(param_groups=[{"params": []}, {"params": [on_gpu]}])
-    readings = data_stats.MemoryReadings()
+    stats = data_stats.DataStats(1)
     found = []
     for _ in range(6):
-        found.append(readings.of(optimizer))
+        found.append(stats.stepping("o", optimizer))
         now[0] += 0.02
     assert asked == [torch.device("cuda:1")] * 2
-    assert [one.most_bytes for one in found] == [12345, None, None, 12345, None, None]
-    assert found[3].retries == 3
-    assert data_stats.MemoryReadings().of(sgd(nn.Linear(1, 1))) == data_stats.Memory()
+    assert [one.get("memory_bytes") for one in found] == [12345, None, None, 12345, None, None]
+    assert found[3]["memory_retries"] == 3
+    assert "memory_bytes" not in stats.stepping("o", sgd(nn.Linear(1, 1)))
 
 
 class Block(nn.Module):

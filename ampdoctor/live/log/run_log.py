@@ -98,13 +98,10 @@ class RunLog:
         """The sentence with which the log was given up, if it was."""
         return self._writer.failed
 
-    def write(self, line: Line) -> None:
-        """Hands a line over."""
-        self._hand_over(line)
-
-    def defer(self, make: Make) -> None:
-        """Hands over a function that makes a line, or None, on the writer's thread; it waits among the details."""
-        self._hand_over(make)
+    def write(self, what: Line | Make) -> None:
+        """Hands a line over, or a function that makes one, or None, on the writer's thread."""
+        if self.failed is None and not self._closed and os.getpid() == self._process:
+            self._tray.put(QueuedLine(self._tray.origin, time_ns(), what))
 
     def lose(self, steps: int) -> None:
         """Counts steps without a line, because their numbers never arrived."""
@@ -205,10 +202,6 @@ class RunLog:
             one.let_go()
         for one in listeners:
             one.left(deadline, self._limits.close_timeout)
-
-    def _hand_over(self, what: Line | Make) -> None:
-        if self.failed is None and not self._closed and os.getpid() == self._process:
-            self._tray.put(QueuedLine(self._tray.origin, time_ns(), what))
 
     def _idle(self) -> bool:
         """Whether there is no thread to wait for, or this is that thread."""

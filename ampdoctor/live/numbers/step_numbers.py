@@ -129,7 +129,6 @@ class StepNumbers:
         self._incoming: list[ActivationGrad] = []
         self._activations = Activations(self.fail)
         self._open: dict[str, PendingReading] = {}  # by optimizer: the steps that are about to be taken
-        self._step = 0
         self._asked, self._asked_for = 0, SAMPLED
         self._reason: str | None = None
         self.failed: str | None = None  # the error that ended the numbers
@@ -161,7 +160,6 @@ class StepNumbers:
     @_harmless
     def begin_step(self, step: int) -> None:
         """Begins a step before its first forward, and drops the remains of an earlier one."""
-        self._step = step
         self._losses.clear()
         self._batches.clear()
         self._incoming.clear()
@@ -227,7 +225,7 @@ class StepNumbers:
         optimizer: str,
         parameters: Sequence[tuple[str, Tensor]],
         *,
-        number: int | None = None,
+        number: int,
         scale: Tensor | float | None = None,
         found_inf: Tensor | None = None,
         growth_tracker: Tensor | None = None,
@@ -251,7 +249,7 @@ class StepNumbers:
         if not unscaled and scale is not None:
             self._clips.carry_scale(gradients)
         step = PendingReading(
-            number=self._step if number is None else number,
+            number=number,
             optimizer=optimizer,
             reason=self._reason,
             clips=self._clips.norm_of(gradients),

@@ -326,7 +326,7 @@ class RecordedInstructions:
     def add(
         self, instruction: Instruction, optimizer: int | None = None, buffers: dict[str, torch.Tensor] | None = None
     ) -> None:
-        """Records an instruction; `optimizer` is the `id` of the optimizer whose gradients it unscales."""
+        """Records an instruction; `optimizer`: `id` of the one that it unscales for, `buffers`: those before a call."""
         self.tape.instructions.append(instruction)
         self._entries[id(instruction)] = _Entry(self.count, self._updates, optimizer, buffers or {})
         self.count += 1
@@ -334,10 +334,6 @@ class RecordedInstructions:
             self._in_a_row = 0
         if self.count % MOST == 0 and len(self.tape.instructions) > MOST:
             self._forget_unused()
-
-    def called(self, call: Call, buffers: dict[str, torch.Tensor]) -> None:
-        """Records a call, and the buffers as they were before it."""
-        self.add(call, buffers=buffers)
 
     def spare(self) -> None:
         """Drops unused instructions where the tape holds much, or after many calls without a backward."""
@@ -365,10 +361,6 @@ class RecordedInstructions:
             entry.buffers = {renamed(name): value for name, value in entry.buffers.items()}
 
     # -- queries -----------------------------------------------------------------------------------------------------
-
-    def placed(self) -> Iterator[tuple[int, Instruction]]:
-        """Yields the instructions with their places on the tape, oldest first."""
-        return iter(enumerate(self.tape.instructions))
 
     def moment(self, instruction: Instruction) -> int:
         """Returns how many instructions were recorded before it."""

@@ -18,7 +18,6 @@ from ampdoctor.hooks.program import (
     Clipped,
     Ended,
     InputRef,
-    Op,
     ParamRef,
     PriorSteps,
     Program,
@@ -61,8 +60,8 @@ class StepPrograms:
         name: str,
         scaler: Any,
         step: int,
-        root: torch.Tensor | None,
         failed: str | None,
+        root: torch.Tensor | None = None,
         raised: Call | None = None,
     ) -> Program:
         """As `StepRecorder.program`, with all buffers; leads up to `raised`, a call that has not returned, if given."""
@@ -148,7 +147,9 @@ class StepPrograms:
             trained = {id(p) for p in model.parameters() if p.requires_grad}
             begun = self._gradients.began(trained, None)
             return [
-                place for place, one in journal.placed() if isinstance(one, Backward) and journal.moment(one) >= begun
+                place
+                for place, one in enumerate(tape.instructions)
+                if isinstance(one, Backward) and journal.moment(one) >= begun
             ]
         held = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
         names = {name for key, name in tape.names.items() if key in held}
@@ -166,7 +167,7 @@ class StepPrograms:
         begun = self._gradients.began(held, optimizer)
         return [
             place
-            for place, one in journal.placed()
+            for place, one in enumerate(tape.instructions)
             if journal.moment(one) >= begun
             and (
                 (isinstance(one, Backward) and adds(place, one))
@@ -199,8 +200,6 @@ def _needs_closure(optimizer: Any) -> bool:
 
 _ON_THE_WAY = 16
 """More updates that are kept, because their numbers may still be on a device."""
-_OF_A_STATE = 25_000
-"""Bytes of Python's and numpy's generators in a random state; torch's generator states are tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -246,13 +245,9 @@ class KeptUpdate:
         return replace(self.program, model=model, optimizer=optimizer, unexplained=unexplained)
 
     def parts(self) -> Iterator[tuple[int, int]]:
-        """Yields the `id` and the bytes of each part that it holds."""
+        """Yields the `id` and the bytes of each tensor that it holds."""
         for tensor in (*self.program.given, *self.program.buffers.values()):
             yield id(tensor), tensor.numel() * tensor.element_size()
-        for one in self.program.instructions:
-            state = one.random if isinstance(one, Call | Op) else None
-            if state is not None:
-                yield id(state), _OF_A_STATE + sum(held.nbytes for held in (state.torch_cpu, *state.torch_cuda))
 
 
 class KeptUpdates:

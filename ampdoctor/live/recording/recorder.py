@@ -160,7 +160,7 @@ class StepRecorder:
         if output is None:
             self._raised = call, buffers
             return
-        self._journal.called(call, buffers)
+        self._journal.add(call, buffers=buffers)
         if self.listener is not None:
             self.listener.returned(module, name, self._calls, given=(args, kwargs), output=output)
         self._calls += 1
@@ -452,11 +452,13 @@ class StepRecorder:
         root: torch.Tensor | None = None,
     ) -> Program:
         """Returns the running step before its update; without an optimizer it leads up to `root`, if that is given."""
-        return with_changed_buffers(self._all_of(optimizer, name=name, scaler=scaler, step=step, root=root))
+        return with_changed_buffers(
+            self._programs.program(optimizer, name=name, scaler=scaler, step=step, root=root, failed=self.failed)
+        )
 
     def keepable(self, optimizer: torch.optim.Optimizer, *, name: str, scaler: Any, step: int) -> KeptUpdate:
         """As `program`, to be kept after the update; does not wait for a device."""
-        program = self._all_of(optimizer, name=name, scaler=scaler, step=step, root=None)
+        program = self._programs.program(optimizer, name=name, scaler=scaler, step=step, failed=self.failed)
         return KeptUpdate.of(program, prefixed(self.models.roots))
 
     def kept(self, update: KeptUpdate) -> Program | None:
@@ -464,11 +466,6 @@ class StepRecorder:
         roots = self.models.roots
         found = update.program_of(together(roots), prefixed(roots)) if roots else None
         return None if found is None else with_changed_buffers(found)
-
-    def _all_of(
-        self, optimizer: torch.optim.Optimizer | None, *, name: str, scaler: Any, step: int, root: torch.Tensor | None
-    ) -> Program:
-        return self._programs.program(optimizer, name=name, scaler=scaler, step=step, root=root, failed=self.failed)
 
     @_harmless
     def _asked(self, tensor: torch.Tensor) -> None:
@@ -501,9 +498,9 @@ class StepRecorder:
         if self._raised is None or not (about_numbers or holds_nonfinite(error)):
             return None
         call, buffers = self._raised
-        self._journal.called(call, buffers)
+        self._journal.add(call, buffers=buffers)
         return with_changed_buffers(
-            self._programs.program(None, name="", scaler=None, step=step, root=None, raised=call, failed=self.failed)
+            self._programs.program(None, name="", scaler=None, step=step, raised=call, failed=self.failed)
         )
 
     @_harmless

@@ -39,7 +39,7 @@ def goes_on(log, said, *words):
     began = time.monotonic()
     for step in range(1000):
         log.write(StepLine(step=step))
-        log.defer(lambda: None)
+        log.write(lambda: None)
     log.describe(late=True)
     log.head(precision="bf16")
     assert log.index_of("late") == 0

@@ -66,8 +66,8 @@ def test_a_line_is_made_on_the_writers_thread(start, tmp_path):
         made_by.append(threading.current_thread())
         return detail(3, log.index_of("made"))
 
-    log.defer(make)
-    log.defer(lambda: None)
+    log.write(make)
+    log.write(lambda: None)
     assert log.close()
     assert made_by != [threading.current_thread()]
     assert [line.step for line in lines(tmp_path, DetailLine)] == [3]
@@ -76,7 +76,7 @@ def test_a_line_is_made_on_the_writers_thread(start, tmp_path):
 
 def test_a_line_that_cannot_be_made_is_counted_and_costs_no_other(start, tmp_path, said):
     log = start()
-    log.defer(lambda: 1 / 0)
+    log.write(lambda: 1 / 0)
     log.write(StepLine(step=0, loss=object()))
     log.write(StepLine(step=1))
     assert log.close()
@@ -98,7 +98,7 @@ def test_where_lines_come_too_fast_the_oldest_details_go_first_and_are_counted(s
         running.set()
         go.wait(10)
 
-    log.defer(hold)
+    log.write(hold)
     assert running.wait(10)
     for step in range(10):
         log.write(detail(step, 0))

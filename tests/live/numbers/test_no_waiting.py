@@ -81,7 +81,7 @@ def loop(numbers, mode, *, steps, max_norm=None, unscaled=True, scaled=True):
         if max_norm:
             clip_grad_norm_([p for _, p in named], max_norm)
         flag = on_gpu(mode, 1) if scaled else None
-        norm = numbers.about_to_step("o", named, scale=scale, found_inf=flag, unscaled=unscaled)
+        norm = numbers.about_to_step("o", named, number=step, scale=scale, found_inf=flag, unscaled=unscaled)
         assert norm.device.type == "cuda"
         numbers.stepped("o")
 

@@ -65,6 +65,7 @@ def train(
             numbers.about_to_step(
                 "optimizer",
                 named,
+                number=step,
                 scale=scaler and scaler._scale,
                 found_inf=found and next(iter(found.values())),
                 growth_tracker=scaler and scaler._growth_tracker,
@@ -143,7 +144,7 @@ def test_clipping_of_a_part_is_not_the_norm_of_all():
         told.numbers.begin_step(0)
         model(torch.ones(4, 6)).pow(2).mean().backward()
         clip_grad_norm_(model[0].parameters(), 1e-3)
-        told.numbers.about_to_step("optimizer", named)
+        told.numbers.about_to_step("optimizer", named, number=0)
         told.numbers.stepped("optimizer")
     assert told.steps[0].norm_clipped
 
@@ -183,7 +184,7 @@ def test_what_half_loses_is_said_of_the_half_that_the_run_computes_in(dtype, hal
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told.numbers.begin_step(0)
     model(torch.ones(8, 6, dtype=dtype)).pow(2).mean().backward()
-    told.numbers.about_to_step("optimizer", list(model.named_parameters()))
+    told.numbers.about_to_step("optimizer", list(model.named_parameters()), number=0)
     optimizer.step()
     told.numbers.stepped("optimizer")
     for one in told.details[0].tensors:
@@ -227,7 +228,7 @@ def test_a_closure_that_is_evaluated_several_times():
         loss = model(torch.ones(2, 3)).sub(3.0).pow(2).mean()
         told.numbers.loss(loss)
         loss.backward()
-        told.numbers.about_to_step("optimizer", named)
+        told.numbers.about_to_step("optimizer", named, number=0)
         return loss
 
     optimizer.step(closure)
@@ -242,7 +243,7 @@ def test_no_gradient_no_norm_and_a_step_that_was_never_announced_is_none():
     told = Told(every=1)
     told.numbers.stepped("optimizer")
     parameter = nn.Parameter(torch.ones(2))
-    assert told.numbers.about_to_step("optimizer", [("w", parameter)]) is None
+    assert told.numbers.about_to_step("optimizer", [("w", parameter)], number=0) is None
     told.numbers.stepped("optimizer")
     assert [s.gradient_norm for s in told.steps] == [None]
     assert told.numbers.failed is None
@@ -282,7 +283,7 @@ def test_a_mode_of_the_user_s_sees_nothing_of_it():
                 told.numbers.begin_step(0)
                 told.numbers.incoming("", model[0].bias)
                 told.numbers.loss(model[0].bias.grad[:1])
-                told.numbers.about_to_step("o", list(model.named_parameters()), scale=4.0)
+                told.numbers.about_to_step("o", list(model.named_parameters()), number=0, scale=4.0)
             else:
                 _ = model[0].bias.grad[:1]
             optimizer.step()
@@ -303,7 +304,7 @@ def test_a_compiled_step_is_left_alone():
     @torch.compile(backend="eager", fullgraph=True)
     def step(x):
         told.numbers.begin_step(0)
-        told.numbers.about_to_step("o", [("w", parameter)])
+        told.numbers.about_to_step("o", [("w", parameter)], number=0)
         return x + 1
 
     step(torch.ones(1))
