@@ -345,7 +345,7 @@ class _Job:
     def is_one_of_several(self) -> bool:
         """Whether a launcher or other processes take an exit code other than 0 for a crash."""
         doctor = None if self.watch is None else self.watch.doctor
-        return exit_code_ends_others() or (doctor is not None and doctor.world > 1)
+        return exit_code_ends_others() or (doctor is not None and doctor.place.world > 1)
 
     def _told(self, report: Report) -> None:
         doctor = None if self.watch is None else self.watch.doctor

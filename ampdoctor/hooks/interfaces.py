@@ -30,43 +30,34 @@ class ObservedRun(Protocol):
     @property
     def model(self) -> nn.Module:
         """The model with the run's parameters, buffers and modules."""
-        ...
 
     @property
     def module_names(self) -> Mapping[str, str]:
         """Maps names of `model.named_modules()` to the names to show."""
-        ...
 
     @property
     def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
         """The optimizers by name."""
-        ...
 
     @property
     def events(self) -> StepEvents:
         """Shows which part of the step is running."""
-        ...
 
     @property
     def micro_batch(self) -> int:
         """The micro-batch's index inside an accumulated step."""
-        ...
 
     def beside(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor) of weights that the run's own code keeps outside the model: averages, teachers."""
-        ...
 
     def parameter_names(self) -> dict[int, str]:
         """Returns names by `id(parameter)`; "NAME.group0.param0" for one that only the optimizer NAME has."""
-        ...
 
     def clean_name(self, name: str) -> str:
         """Returns the name to show for a parameter or buffer."""
-        ...
 
     def current_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (path, tensor) of the running step's batches."""
-        ...
 
 
 # -- probes: the replay does not depend on what they look for --
@@ -77,15 +68,12 @@ class Probe(Protocol):
 
     def attach(self, run: ObservedRun) -> AbstractContextManager[None]:
         """Installs hooks for the time of this context; they are removed afterwards, also after an exception."""
-        ...
 
     def during(self, step: int) -> AbstractContextManager[None]:
         """Surrounds one step; modes that must see every op are entered here."""
-        ...
 
     def finish(self, step: int, loss: Any) -> None:
         """Ends a step, where a host sync belongs; `loss` is what it returned, or the `UserCodeError` that ended it."""
-        ...
 
 
 class StepHalted(BaseException):

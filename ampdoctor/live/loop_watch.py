@@ -23,7 +23,6 @@ from ampdoctor.hooks.scaler_events import raised_by_scaler
 from ampdoctor.hooks.torch_internals import under_fake_tensors, unseen
 from ampdoctor.live.recording.programs import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.probes.user_code import own_line
 
 harmless = harmless_while(lambda watcher: not watcher.broken, lambda watcher, error: watcher.failed(error))
 """For methods of a watcher: `failed` handles its first error and sets `broken`."""
@@ -45,17 +44,6 @@ class UpdateAttempt:
     def is_called_either_way(self) -> bool:
         """Whether the scaler calls the optimizer even after an overflow: a fused optimizer skips on its device."""
         return self.scaler is not None and getattr(self.optimizer, "grad_scale", None) is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedUpdate:
-    """An optimizer, or its scaler, steps again on the gradients of its last update. This is not a new step."""
-
-    step: int  # the number of that update
-    name: str  # the optimizer's
-    scaled: bool  # a scaler made that update, or skipped it
-    held_back: bool  # the scaler skipped it
-    line: tuple[str, int] | None  # the user's line that makes the call, as Python names it
 
 
 @dataclass(slots=True)
@@ -102,11 +90,7 @@ class _Call:
 
 
 class LoopWatch:
-    """Watches the loops of this process for as long as `watching` lasts, and tells a `TrainingWatcher`.
-
-    Hooks tell scalers and optimizers apart. Where a scaler skips an update, the optimizer is not called. A closure is
-    judged after it has run, and before the update that it is for.
-    """
+    """Watches the loops of this process while `watching` lasts, by hooks, and tells a `TrainingWatcher`."""
 
     def __init__(self, listener: Any) -> None:
         self.recorder = StepRecorder()
@@ -337,15 +321,8 @@ class LoopWatch:
         if known is None or known.there() is not optimizer or not self.recorder.used.are_used(optimizer):
             return False
         if not inside_own_step(optimizer, known=inside):
-            self._listener.stepping_again(
-                RepeatedUpdate(
-                    step=known.attempts - 1,
-                    name=known.name,
-                    scaled=known.scaled,
-                    held_back=known.held_back,
-                    line=own_line(),
-                )
-            )
+            step = known.attempts - 1  # the number of its last update
+            self._listener.stepping_again(step, known.name, scaled=known.scaled, held_back=known.held_back)
         return True
 
     def _find_models(self, attempt: UpdateAttempt, *, first: bool) -> None:
@@ -377,6 +354,7 @@ class LoopWatch:
     def _attempt_of(self, optimizer: Any, scaler: Any) -> tuple[UpdateAttempt, list[torch.Tensor]]:
         """Returns the coming update, and the recorded losses that its gradients come from."""
         known, recorded = self._known_as(optimizer), self.recorder.trains()
+        unscaled = known.unscaled or (-1, None)
         attempt = UpdateAttempt(
             step=known.attempts,
             optimizer=optimizer,
@@ -384,13 +362,9 @@ class LoopWatch:
             scaler=scaler,
             micro_steps=self.recorder.micro_steps(optimizer),
             seconds=None if known.last is None else monotonic() - known.last,
-            unscaled_by=None if scaler is not None else self._unscaled_by(known),
+            unscaled_by=unscaled[1] if scaler is None and unscaled[0] == self.recorder.used.runs else None,
         )
         return attempt, self.recorder.losses(optimizer) if recorded else []
-
-    def _unscaled_by(self, known: _Known) -> Any:
-        """Returns the scaler on which the loop itself called `unscale_` for the present gradients; None without one."""
-        return None if known.unscaled is None or known.unscaled[0] != self.recorder.used.runs else known.unscaled[1]
 
     def _known_as(self, optimizer: Any) -> _Known:
         known = self._optimizers.get(id(optimizer))

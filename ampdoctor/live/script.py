@@ -26,11 +26,6 @@ class Script:
     arguments: tuple[str, ...] = ()
     is_module: bool = False
 
-    @property
-    def path(self) -> str:
-        """The absolute path as in Python's `__file__`: the working directory and the typed path."""
-        return self.named if os.path.isabs(self.named) else f"{os.getcwd()}{os.sep}{self.named}"  # noqa: PTH109, PTH117
-
 
 def script_at(path: str, arguments: tuple[str, ...] = ()) -> Script:
     """Returns the script at a path; raises UsageError where it is no Python source."""
@@ -132,7 +127,8 @@ def _run_file(script: Script) -> None:
     main = _new_main()
     sys.argv = [script.named, *script.arguments]
     _search_first(os.path.dirname(os.path.realpath(script.named)))  # noqa: PTH120 - a link's target
-    path = script.path
+    # as in Python's `__file__`: the working directory and the typed path
+    path = script.named if os.path.isabs(script.named) else f"{os.getcwd()}{os.sep}{script.named}"  # noqa: PTH109, PTH117
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     main.__file__ = path
     main.__dict__["__cached__"] = None

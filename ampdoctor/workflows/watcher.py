@@ -28,7 +28,7 @@ from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.data_stats import DataStats
 from ampdoctor.live.log.facts import RankInJob, hardware, models_of, software
 from ampdoctor.live.log.step_lines import StepLines
-from ampdoctor.live.loop_watch import LoopWatch, RepeatedUpdate, UpdateAttempt, harmless
+from ampdoctor.live.loop_watch import LoopWatch, UpdateAttempt, harmless
 from ampdoctor.live.numbers.other_modules import OtherModules
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
@@ -47,7 +47,7 @@ from ampdoctor.live.unread_steps import (
     ways_out,
 )
 from ampdoctor.precision.cuda_autocast import policy_in_force
-from ampdoctor.probes.user_code import as_source
+from ampdoctor.probes.user_code import as_source, own_line
 from ampdoctor.replay.bundles.write import Written
 from ampdoctor.replay.recorded_step import lies_in_parts, with_inner_autocast
 from ampdoctor.workflows.diagnose_step import (
@@ -85,19 +85,7 @@ def standing() -> TrainingWatcher | None:
 
 
 class TrainingWatcher:
-    """Watches the loops of this process while `attending` lasts.
-
-    `tell` gets the diagnosis at the sick step, `say` gets sentences for the user, and `on_alert` gets each alert on its
-    own thread.
-
-    Attributes:
-        report: The diagnosis of the first sick step, or None.
-        folder: Folder of the log and the bundles.
-        broken: Whether the watch itself has failed.
-        failure: The error with which it failed, or None.
-        skipped: Updates that scalers have held back, as far as the host knows.
-        speaks: Whether this process shows its diagnosis: rank 0, or a rank that is itself sick.
-    """
+    """Watches the loops of this process while `attending` lasts; `tell` gets the diagnosis, `say` sentences."""
 
     def __init__(
         self,
@@ -134,11 +122,6 @@ class TrainingWatcher:
         self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
         self._said: set[str] = set()
         self._test: WatchedTest | None = None
-
-    @property
-    def world(self) -> int:
-        """The number of processes of the job."""
-        return self._rank.place.world
 
     @property
     def trained(self) -> bool:
@@ -286,11 +269,10 @@ class TrainingWatcher:
                 self._say(UNREAD.format(step=attempt.step))
 
     @harmless
-    def stepping_again(self, again: RepeatedUpdate) -> None:
-        """Called before an optimizer steps on gradients that it has used, or after its scaler has skipped that."""
-        source = as_source(again.line)
-        finding = stepped_again_finding(again.step, source, held_back=again.held_back, scaled=again.scaled)
-        self._is_misused(finding, again.name, key=f"again {again.name} {again.held_back}")
+    def stepping_again(self, step: int, name: str, *, scaled: bool, held_back: bool) -> None:
+        """Called before an optimizer uses the gradients of its update `step` again, or after its scaler has skipped."""
+        finding = stepped_again_finding(step, as_source(own_line()), held_back=held_back, scaled=scaled)
+        self._is_misused(finding, name, key=f"again {name} {held_back}")
 
     @harmless
     def refused(self, method: str, optimizer: Any, error: Exception) -> None:
@@ -499,12 +481,7 @@ class TrainingWatcher:
         raised: BaseException | None = None,
         if_shown: bool = False,
     ) -> None:
-        """Replay a step and report what is found.
-
-        `what` says why it is examined, and `name` is its optimizer's. With `settles` the step is healthy if its scaler
-        backs off to where it is taken. `raised` is the exception that ended it; with it, or with `if_shown`, nothing is
-        reported unless the replay shows where the step became non-finite. `advice` is added to the findings.
-        """
+        """Replay a step and report what is found; with `raised` or `if_shown`, only if the replay shows an error."""
         request = self._request
         if request.look == "off":
             return

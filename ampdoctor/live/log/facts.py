@@ -55,7 +55,6 @@ _NUMBER = re.compile("[0-9]{1,9}")
 _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("mpirun", "PMI_RANK", "PMI_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 """Launchers, with the variables of a process's rank and of their number.

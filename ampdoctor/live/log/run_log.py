@@ -29,18 +29,7 @@ def _nothing() -> None:
 
 
 class RunLog:
-    """Writes a run's log in `folder`, on a thread of its own.
-
-    No method raises or waits because of the disk, except `flush` and `close`, which wait at most for their timeout. A
-    line is on its way to the disk within 0.2 seconds, however the process ends. A forked process does not write to its
-    parent's log.
-
-    The thread makes the folder. `header` begins each file; ampdoctor's version and the file's number are filled in.
-    `run_id` is the same on all ranks; None for a new one. `restarts` is how often the run's processes were started
-    again. `say` gets at most one sentence if the log is given up, and one for each dropped listener, on a thread of the
-    log or on the one that hands over a line. With `held`, nothing is written before `begin`, which may still change run
-    and rank.
-    """
+    """Writes a run's log in `folder` on a thread; only `flush` and `close` wait. With `held`, not before `begin`."""
 
     def __init__(
         self,

@@ -33,11 +33,7 @@ _Waiting = tuple[int, LogRecord]
 
 
 class Listening(Thread):
-    """Calls a listener with each line, in the order in which they were written.
-
-    Where it is too slow, the oldest lines are dropped, and nothing waits for it. A listener that raises or hangs gets
-    nothing any more, after one sentence to `say`. The arguments are as in `RunLog.listen`.
-    """
+    """Calls `hear` with each line in order, `idle` where none waits, `end` last; `dropped` instead, if it fails."""
 
     def __init__(
         self,

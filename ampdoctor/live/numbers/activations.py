@@ -142,10 +142,9 @@ def _uncompiled(name: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
 class ActivationGrad:
     """The gradient of a module's output or input."""
 
-    module: str  # "" is the model itself
     part: str  # "output" or "input"
     call: int  # number of the module's call in the step, from 0
-    sampled: Sampled  # describes `values`
+    sampled: Sampled  # describes `values`; its name is the module's
     values: Tensor  # a copy of its sampled elements, one-dimensional and on its device; carries the loss scale
 
 
@@ -154,7 +153,7 @@ def arrived(module: str, gradient: Tensor, *, part: str = "output", call: int = 
     if not (gradient.is_floating_point() or gradient.is_complex()) or gradient.is_meta or not gradient.numel():
         return None
     (samples,) = sample([(module, gradient)])
-    return ActivationGrad(module=module, part=part, call=call, sampled=samples.plan[0], values=samples.buffer)
+    return ActivationGrad(part=part, call=call, sampled=samples.plan[0], values=samples.buffer)
 
 
 # -- batches --

@@ -143,15 +143,10 @@ def _joined(rows: Sequence[tuple[Sampled, Tensor]]) -> Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """One parameter in one step, by its sampled elements.
+    """One parameter in one step, by its sampled elements."""
 
-    `ratio` is the L2 norm of the update over that of the parameter before; None where the parameter is zero there, or
-    one of the two is not finite. `unmoved` is the share of elements that the step left unchanged; None where the
-    optimizer draws random numbers: stochastic rounding leaves most weights unchanged, and loses nothing.
-    """
-
-    ratio: float | None
-    unmoved: float | None
+    ratio: float | None  # norm of the update over that before; None where that is 0, or one of them is not finite
+    unmoved: float | None  # share that stayed; None where random numbers were drawn: stochastic rounding loses nothing
 
 
 class Updates:

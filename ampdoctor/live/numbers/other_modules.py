@@ -53,12 +53,7 @@ class _Known:
 
 
 class OtherModules:
-    """Checks tensors beside the watched models, and keeps none of them alive.
-
-    A look is made after the steps 0, 1, 2, 4, 8 and so on, then after each `every` steps (0: only at powers of two). A
-    tensor that was never finite at a look (memory that nothing has written to, `best = inf`) is not reported. A copy is
-    checked only where neither the last step nor the one before was skipped by a scaler.
-    """
+    """Checks tensors beside the models after steps 0, 1, 2, 4 ... and each `every`; once finite, they must stay."""
 
     def __init__(self, every: int, later: AsyncReader[tuple[int, tuple[int, ...]]] | None = None) -> None:
         self._every = every

@@ -67,12 +67,7 @@ def tensor_detail(
     part: str = "",
     call: int = 0,
 ) -> TensorDetail:
-    """Returns the figures of a tensor; `values` is its sample, float32 or float64 on the CPU, `index` its name's.
-
-    `half` is the half format that its numbers pass through, and `factor` their multiplier before that, so that its
-    shares and headroom are those before clipping; None where there is none or it is unknown. `extremes` are its
-    smallest and largest element. `norm` is of the whole tensor.
-    """
+    """Returns a tensor's figures by its sample; `factor` multiplied its numbers when they passed `half`."""
     counted = count(values.to(row.dtype))  # exact: the values were widened from this dtype
     times = factor if factor is not None and 0.0 < factor < math.inf else None
     amax = _amax(counted, extremes)

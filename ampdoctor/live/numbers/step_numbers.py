@@ -103,14 +103,7 @@ _harmless = harmless_while(_works, lambda numbers, error: numbers.fail(error))
 
 
 class StepNumbers:
-    """Takes the numbers of a loop's steps; the watcher of the loop calls its methods.
-
-    Nothing waits for a device until `finish`, nothing is changed, and nothing raises. On a CPU a reading is reported
-    before `stepped` returns; on a device at a later `stepped` or `poll`, in the order of the steps.
-
-    `on_step` gets each step; `on_detail` gets each look at single tensors. `every` is the steps between looks; 0 for
-    none but the requested ones.
-    """
+    """Takes the numbers of a loop's steps without waiting before `finish`; `every` is the steps between looks, or 0."""
 
     def __init__(
         self,
@@ -231,18 +224,7 @@ class StepNumbers:
         growth_tracker: Tensor | None = None,
         unscaled: bool = True,
     ) -> Tensor | None:
-        """Called before an optimizer uses its gradients, or a scaler skips them; after the closure, if there is one.
-
-        It may be called again before `stepped` (a closure that is evaluated several times): then the gradients are
-        those of the last call, and the parameters those of the first.
-
-        `number` is that of the attempted step; None for the one of `begin_step`. `scale` is `scaler._scale` itself, on
-        its device, `found_inf` the scaler's flag if it exists already, `growth_tracker` is `scaler._growth_tracker`
-        itself. `unscaled` is False for a fused optimizer, which divides by the scale itself.
-
-        Returns the norm of the gradients, 0-dim and on their device. It carries the scale where clipping saw it or the
-        gradients still do. None without gradients, or where clipping has computed it in parts.
-        """
+        """Called before an optimizer uses its gradients; returns their norm on their device, or None."""
         parameters = [(name, p) for name, p in parameters if _has_numbers(p)]
         named = [(name, p.grad) for name, p in parameters if p.grad is not None]
         gradients = {id(grad) for _, grad in named}

@@ -47,11 +47,10 @@ from ampdoctor.live.recording.programs import KeptUpdate, StepPrograms, with_cha
 from ampdoctor.live.recording.samples import GradientSamples
 from ampdoctor.live.recording.tape import (
     Buffers,
-    before_backwards,
+    before_each,
     holds_nonfinite,
     is_about_numbers,
     mode_now,
-    on_zeroed_gradients,
 )
 from ampdoctor.probes.user_code import user_line
 
@@ -104,8 +103,9 @@ class StepRecorder:
             stack.enter_context(self.models.watching())
             stack.enter_context(self.used.watching())
             stack.enter_context(seen_backwards(self._backward))
-            stack.enter_context(before_backwards(self._tape.close))
-            stack.enter_context(on_zeroed_gradients(self._zeroed))
+            # a mode cannot be left from within itself: it is left before a backward reaches it
+            stack.enter_context(before_each((torch.Tensor, torch.autograd), "backward", lambda _: self._tape.close()))
+            stack.enter_context(before_each((nn.Module, torch.optim.Optimizer), "zero_grad", self._zeroed))
             yield
 
     def _let_go(self) -> None:

@@ -37,15 +37,7 @@ _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Tape:
-    """The instructions of a loop, and the names of the tensors in them.
-
-    A `TorchFunctionMode` observes functions from the return of a model's call to the next backward. Where all tensors
-    of a function come from outside (data, noise), it is recorded only if it may be part of a loss. The results of
-    others count as given: of functions without gradients, of those that take a part of their tensor, or that write.
-
-    `recorded` adds a function that uses tensors of the tape to the instructions. `failed` gets an error of ours, which
-    must not reach the loop. `asked` gets a tensor from which the loop has read a number that is not a finite float.
-    """
+    """A loop's instructions, and its tensors' names; functions are observed from a model's return to a backward."""
 
     def __init__(
         self,
@@ -317,39 +309,19 @@ def _own(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
 
 
 @contextmanager
-def before_backwards(tell: Callable[[], None]) -> Iterator[None]:
-    """Calls `tell` before a backward reaches a mode: a mode cannot be left from within itself."""
-    to: Callable[[], None] | None = tell
+def before_each(owners: Iterable[Any], name: str, tell: Callable[[Any], None]) -> Iterator[None]:
+    """Calls `tell` with the first argument of each call of the owners' function of this name, before the call."""
+    to: Callable[[Any], None] | None = tell
     with ExitStack() as stack:
-        for owner in (torch.Tensor, torch.autograd):
-            original = getattr(owner, "backward")  # noqa: B009 - the types of the two differ
+        for owner in owners:
+            original = getattr(owner, name)
 
-            def backward(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            def called(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
                 if to is not None:
-                    to()
+                    to(args[0] if args else None)
                 return _original(*args, **kwargs)
 
-            stack.enter_context(replaced(owner, "backward", functools.wraps(original)(backward)))
-        try:
-            yield
-        finally:
-            to = None
-
-
-@contextmanager
-def on_zeroed_gradients(told: Callable[[Any], None]) -> Iterator[None]:
-    """Calls `told` at each `zero_grad` of a model or an optimizer, whatever it sets gradients to."""
-    to: Callable[[Any], None] | None = told
-    with ExitStack() as stack:
-        for owner in (nn.Module, torch.optim.Optimizer):
-            original = owner.zero_grad
-
-            def zero_grad(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                if to is not None:
-                    to(self)
-                return _original(self, *args, **kwargs)
-
-            stack.enter_context(replaced(owner, "zero_grad", zero_grad))
+            stack.enter_context(replaced(owner, name, functools.wraps(original)(called)))
         try:
             yield
         finally:

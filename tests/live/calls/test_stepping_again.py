@@ -32,8 +32,8 @@ class Told:
     def clipped(self, clip):
         self.watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type)
 
-    def stepping_again(self, again):
-        self.again.append((again.step, again.scaled, again.held_back))
+    def stepping_again(self, step, _name, *, scaled, held_back):
+        self.again.append((step, scaled, held_back))
 
 
 class Loop:
