@@ -214,21 +214,14 @@ def test_what_was_thrown_away_of_one_model_hides_nothing_of_another(attended):
     assert [verdict for verdict, _ in told] == ["sick"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"init_scale": 2.0**24, "backoff_factor": 0.999},
-        {"init_scale": 16.0, "growth_factor": 1e30, "growth_interval": 1},
-    ],
-)
-def test_a_scale_with_which_one_step_is_well_is_no_verified_setting(settings, attended):
+def test_a_scale_with_which_one_step_is_well_is_no_verified_setting(attended):
     """Where the scaler goes from there, its own settings decide, and no step after this one was replayed."""
 
     def loop():
         torch.manual_seed(0)
         model = nn.Linear(8, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        scaler = torch.amp.GradScaler("cpu", **settings)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, backoff_factor=0.999)
         for _ in range(3):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
@@ -295,11 +288,6 @@ def with_no_eps(model, optimizer):
         model[0].bias.fill_(-1e4)
 
 
-def with_eps_too_small(model, optimizer):
-    with_no_eps(model, optimizer)
-    optimizer.param_groups[0]["eps"] = 1e-60
-
-
 def by_writing(model, optimizer):
     """What the loop does to the weights once they are updated."""
     optimizer.register_step_post_hook(lambda *_: model[0].bias.data.fill_(float("nan")))
@@ -310,7 +298,6 @@ def by_writing(model, optimizer):
     [
         (with_lr, "made the weights so: lr is inf"),
         (with_no_eps, "its exp_avg_sq is 0 in 4 places where the weights are lost, and eps is 0"),
-        (with_eps_too_small, "and eps=1e-60 is 0 in float32"),
         (by_writing, "made the weights so, or what the loop did to the weights after it"),
     ],
 )
@@ -324,7 +311,7 @@ def test_an_update_that_makes_the_weights_non_finite_is_named(fault, reason, att
             model(torch.randn(8, 4)).pow(2).mean().backward()
             if step == 1:
                 fault(model, optimizer)
-                if fault in (with_no_eps, with_eps_too_small):
+                if fault is with_no_eps:
                     model[0].bias.grad.zero_()
                     optimizer.state[model[0].bias]["exp_avg"].zero_()
             optimizer.step()
@@ -338,24 +325,6 @@ def test_an_update_that_makes_the_weights_non_finite_is_named(fault, reason, att
     assert (finding.where.step, finding.where.phase, finding.where.op) == (1, "optimizer", "Adam.step")
     assert "after step 1: the gradients of that step were finite, and its update (Adam, lr=" in finding.message
     assert finding.message.endswith(reason)
-
-
-def test_gradients_that_were_not_read_are_not_called_finite(attended, monkeypatch):
-    monkeypatch.setattr(watcher.StepNumbers, "about_to_step", lambda *_, **__: None)
-
-    def loop():
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).mean().backward()
-            if step == 1:
-                model.bias.grad.fill_(float("inf"))
-            optimizer.step()
-
-    _, watching = attended(loop)
-    (finding,) = [one for one in watching.report.findings if one.where.tensor == "bias"]
-    assert "after step 1: the gradients were not read; its update (SGD, lr=0.1" in finding.message
 
 
 def test_a_penalty_on_gradients_is_replayed_from_its_bundle_as_in_place(attended, tmp_path):
@@ -377,26 +346,6 @@ def test_a_penalty_on_gradients_is_replayed_from_its_bundle_as_in_place(attended
     replayed = bisect_nan(ReplayRequest(factory=str(tmp_path / "bundle-1"), device="cpu", compare_steps=0))
     assert [one.message for one in replayed.findings] == [one.message for one in watching.report.findings]
     assert replayed.findings[0].where.op == "aten.sqrt"
-
-
-def test_a_batch_is_bad_as_a_whole_and_its_parts_go_by_what_takes_them(tmp_path):
-    """Returns and advantages are made of the same rewards: one cause, and one error."""
-    told = []
-    model = nn.Bilinear(4, 4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rewards = torch.full((3, 1), torch.nan)
-    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
-    with watching.attending():
-        values = model(torch.ones(3, 4), torch.ones(3, 4).fill_(torch.nan))
-        (values * rewards).sum().backward(retain_graph=True)
-        (values * (rewards - 1)).sum().backward()
-        optimizer.step()
-    watching.ended(None)
-    (finding,) = told[0].findings
-    assert (finding.code, finding.where.tensor[:19]) == ("AMP204", "input2 at test_doct")
-    assert finding.evidence["also_count"] == len(finding.evidence["also"]) == 1
-    assert all(one["tensor"].startswith("what mul takes at test_doctor.py:") for one in finding.evidence["also"])
-    assert finding.prescription.detail.startswith("Check or drop this batch")
 
 
 def test_of_an_optimizer_that_calls_its_closure_itself_the_last_backward_is_run_again(attended, tmp_path):

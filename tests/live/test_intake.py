@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine
 from ampdoctor.evidence.log_text import line_of
 from ampdoctor.live import data_stats
-from ampdoctor.live.data_stats import Batches, DataWait
+from ampdoctor.live.data_stats import Batches
 from ampdoctor.workflows.requests import WatchRequest
 from ampdoctor.workflows.watcher import TrainingWatcher
 
@@ -108,17 +108,6 @@ def test_what_a_step_s_batches_are_like(watched):
     assert len({first, second, third}) == 3
 
 
-def test_ids_have_a_fingerprint_and_no_size_of_their_numbers(watched):
-    model = Tokens()
-    optimizer, ids = sgd(model), torch.arange(10).reshape(2, 5)
-    with watched() as seen:
-        for batch in (ids, ids + 1, ids):
-            step(model, optimizer, batch)
-    assert {(line.batch_elements, line.batch_rms, line.batch_zero_share) for line in seen.steps} == {(10, None, None)}
-    first, second, third = (line.batch_fingerprint for line in seen.steps)
-    assert first == third != second
-
-
 def test_settings_of_each_parameter_group(watched):
     model = nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(
@@ -129,18 +118,6 @@ def test_settings_of_each_parameter_group(watched):
         step(model, optimizer, torch.ones(2, 3))
     assert [(line.learning_rates, line.weight_decays) for line in seen.steps] == [((0.25, 0.5), (0.1, 0.0))]
     assert [[seen.names[i] for i in group] for group in seen.groups[0]] == [["weight"], ["bias"]]
-
-
-def test_two_optimizers_of_one_backward_share_its_batch_and_a_turn_s_are_their_own(watched):
-    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 1))
-    one, two = sgd(model[0]), sgd(model[1])
-    with watched() as seen:
-        for _ in range(2):
-            model(torch.randn(6, 7)).sum().backward()
-            one.step()
-            two.step()
-        step(model, one, torch.randn(5, 7))
-    assert [(line.optimizer, line.samples) for line in seen.steps] == [(0, 6), (1, 6), (0, 12), (1, 12), (0, 17)]
 
 
 def counted(model, *calls, world=1):
@@ -222,26 +199,6 @@ def test_the_wait_for_data_is_that_of_the_training_thread(watched):
     for waited, line in ((second, seen.steps[1]), (third, seen.steps[2])):
         assert 0.04 <= waited <= line.seconds
     assert sum((second, third)) < 0.4
-
-
-class Nested(Slow):
-    """Draws from a loader of its own."""
-
-    def __getitem__(self, index):
-        return next(iter(DataLoader(Slow(0.02), batch_size=1)))[0]
-
-
-def test_a_loader_inside_a_loader_is_not_counted_twice():
-    wait = DataWait()
-    with wait.watching():
-        wait.since("o")
-        began = time.perf_counter()
-        batches = list(DataLoader(Nested(count=4), batch_size=2))
-        took = time.perf_counter() - began
-    waited = wait.since("o")
-    assert len(batches) == 2
-    assert 0.08 <= waited <= took
-    assert wait.since("o") is None
 
 
 def test_memory_is_read_now_and_then_and_never_begun_anew(monkeypatch):

@@ -153,60 +153,13 @@ def test_transforms_and_tracing_are_no_part_of_a_step(watched):
     assert seen.said == []
 
 
-class _Unhashable(nn.Module):
-    __hash__ = None
-
-    def __init__(self):
-        super().__init__()
-        self.inner = network()
-
-    def __eq__(self, other):
-        raise RuntimeError("not to be compared")
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-class _Shapeless(_Unhashable):
-    __hash__ = nn.Module.__hash__
-
-    def __len__(self):
-        return 0
-
-    def __bool__(self):
-        raise RuntimeError("neither")
-
-    def __eq__(self, other):
-        return torch.zeros(3)
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit")
-@pytest.mark.parametrize("made", [_Unhashable, lambda: torch.jit.script(network())], ids=["unhashable", "scripted"])
-def test_a_model_that_cannot_be_recorded_is_trained_and_that_is_said(watched, made):
+def test_a_model_that_cannot_be_recorded_is_trained_and_that_is_said(watched):
     with watched() as seen:
-        model = made()
-        train(model, torch.optim.SGD([*getattr(model, "inner", model).parameters()], 1e-2), bad=3)
+        train(torch.jit.script(network()), bad=3)
     assert steps_of(seen) == [0, 1, 2, 3, 4]
     assert "recorded no more" in seen.said[0]
     assert [(report.verdict, report.findings) for report in seen.told] == [("inconclusive", ())]
-
-
-@pytest.mark.parametrize("form", [lambda out: None, lambda out: "text"])
-def test_a_forward_that_returns_no_tensor(watched, form):
-    class Model(_Shapeless):
-        def forward(self, x):
-            self.out = self.inner(x)
-            return form(self.out)
-
-    def call(model, x):
-        model(x)
-        return model.out
-
-    with watched() as seen:
-        model = Model()
-        train(model, torch.optim.SGD(model.inner.parameters(), 1e-2), call=call)
-    assert len(steps_of(seen)) == 5
-    assert seen.said == seen.told == []
 
 
 def test_a_forward_that_raises_or_is_interrupted_is_forgotten(watched, recwarn):
@@ -325,9 +278,9 @@ def a_scaled_loop(scaled, states, *, bad=3):
 
 @pytest.mark.parametrize(
     ("ops", "scaled", "error"),
-    [(7, True, KeyboardInterrupt), (200, False, KeyboardInterrupt), (60, True, RuntimeError)],
+    [(10**9, True, None), (7, True, KeyboardInterrupt), (200, False, KeyboardInterrupt), (60, True, RuntimeError)],
 )
-def test_a_look_that_is_interrupted_or_finds_no_memory_leaves_all_as_it_was(watched, monkeypatch, ops, scaled, error):
+def test_a_look_leaves_all_as_it_was_however_it_ends(watched, monkeypatch, ops, scaled, error):
     states, real = {}, watcher.look
 
     def look(*args, **kwargs):
@@ -355,28 +308,9 @@ def test_a_look_that_is_interrupted_or_finds_no_memory_leaves_all_as_it_was(watc
         assert len(steps_of(seen)) == 5
         if report.errors:
             assert f"ampdoctor bisect-nan {seen.health / 'bundle-3'}" in seen.said[-1]
-    assert states["raised"]
+        assert error is not None or [finding.code for finding in report.findings] == ["AMP204"]
+    assert states["raised"] == (error is not None)
     assert states["changed"] == []
-
-
-def test_a_skip_that_cannot_be_looked_at_may_be_health(watched, monkeypatch):
-    real = watcher.look
-
-    def look(*args, **kwargs):
-        with _After(1, RuntimeError):
-            return real(*args, **kwargs)
-
-    monkeypatch.setattr(watcher, "look", look)
-    with watched() as seen:
-        model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=2.0**127)
-        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        for _ in range(6):
-            optimizer.zero_grad()
-            scaler.scale((model(torch.randn(4, 8)) * 100).pow(2).mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert seen.told == []
-    assert [said for said in seen.said if "may be health" in said] == seen.said != []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])

@@ -166,14 +166,6 @@ def test_a_guard_holds_a_sick_update_back_and_nothing_else(optimizer, tmp_path):
     assert not hasattr(loop.optimizer, "grad_scale")
 
 
-def test_an_optimizer_that_is_not_fused_is_left_alone_by_the_guard(tmp_path):
-    loop = Loop()
-    with ampdoctor.watch(folder=tmp_path, guard=True, tell=lambda _: None) as watch:
-        loop()
-    assert watch.report.run["step"] == 5
-    assert not all(p.isfinite().all() for p in loop.model.parameters())
-
-
 def test_what_is_known_too_late_is_said_once_with_the_ways_out(unreadable, tmp_path):
     told = []
     with ampdoctor.watch(folder=tmp_path, tell=told.append) as watch:
@@ -340,38 +332,3 @@ def test_readings_that_are_lost_are_told_and_a_sick_one_among_them_is_not_passed
         (note,) = watch.report.errors
         assert "step 5 was sick" in note.message
         assert "one of the 3 steps just before it" in note.message
-
-
-class Partial:
-    """A loss scaler with some of the methods alone, one of which is an instance's own."""
-
-    def __init__(self):
-        self.scales = 0
-        self.scale = self.scaled
-
-    def scaled(self, loss):
-        self.scales += 1
-        return loss * 4.0
-
-    def step(self, optimizer):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad.div_(4.0)
-        optimizer.step()
-
-
-def test_a_scaler_that_lacks_methods_or_has_its_own_is_watched_and_left_as_it_was(tmp_path, caplog):
-    loop, scaler = Loop(), Partial()
-    own, classes = dict(vars(scaler)), dict(vars(Partial))
-    with ampdoctor.watch(scaler=scaler, folder=tmp_path) as watch:
-        for _ in range(3):
-            loss = loop.model(torch.randn(16, 4), 1e-3).pow(2).mean()
-            loop.optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(loop.optimizer)
-            last = float(loss.detach())
-    assert (caplog.records, watch.report, scaler.scales) == ([], None, 3)
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in lines if line["kind"] == "step"][-1] == pytest.approx(last)
-    assert vars(scaler) == {**own, "scales": 3}
-    assert dict(vars(Partial)) == classes

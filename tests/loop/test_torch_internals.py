@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
-from torch import nn
 from torch.autograd import Variable
 from torch.autograd import backward as bound_backward
 from torch.autograd import grad as bound_grad
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from ampdoctor.hooks.torch_internals import (
     replaced,
@@ -57,51 +52,6 @@ def test_torch_is_as_it_was_also_after_an_exception():
         loss.backward()
     assert vars(Variable)["_execution_engine"] is engine
     leaf().sum().backward()
-
-
-def test_other_threads_and_callbacks_of_the_engine():
-    seen, called = [], []
-
-    def look(backward, run):
-        seen.append(threading.current_thread().name)
-        return run()
-
-    def step():
-        x = leaf()
-        x.register_hook(lambda _gradient: Variable._execution_engine.queue_callback(lambda: called.append(True)))
-        x.sum().backward()
-
-    with seen_backwards(look):
-        thread = threading.Thread(target=step, name="other")
-        thread.start()
-        thread.join()
-    assert (seen, called) == (["other"], [True])
-
-
-def test_a_mode_can_be_entered_again_for_what_grad_recomputes():
-    class Names(TorchFunctionMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            self.seen.append(getattr(func, "__name__", ""))
-            return func(*args, **(kwargs or {}))
-
-    names = Names()
-    layer = nn.Linear(3, 3)
-    x = leaf()
-
-    def again(_backward, run):
-        with names:
-            return run()
-
-    with names, seen_backwards(again):
-        loss = checkpoint(lambda y: torch.sigmoid(layer(y)), x, use_reentrant=False).sum()
-        before = names.seen.count("sigmoid")
-        torch.autograd.grad(loss, x)
-    assert before == 1
-    assert names.seen.count("sigmoid") == 2
 
 
 def test_without_the_engines_name_a_loop_runs_unseen(monkeypatch):

@@ -92,13 +92,6 @@ def test_an_overflow_that_a_scaler_would_have_skipped_reaches_the_weights(tmp_pa
     assert ("scaler.step(optimizer) would have skipped the step" in finding.message) is logs
 
 
-def test_a_skip_that_is_bypassed_behind_an_unscaling(tmp_path):
-    (report,) = told(tmp_path, unscaled_first, steps=1, scale=2.0**24)
-    (finding,) = report.findings
-    assert (finding.code, finding.where.op) == ("AMP407", "optimizer.step")
-    assert "would have skipped the step" in finding.message
-
-
 def without_update(loop):
     loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     loop.backward()
@@ -179,13 +172,6 @@ def without_the_scaler(loop):
     loop.loss().backward()
     loop.clip()
     loop.optimizer.step()
-
-
-def unscaled_first(loop):
-    loop.backward()
-    loop.scaler.unscale_(loop.optimizer)
-    loop.optimizer.step()
-    loop.scaler.update()
 
 
 def saved(loop):

@@ -231,28 +231,11 @@ def divides_by_tokens(loop):
     loop.step()
 
 
-def divides_by_tokens_that_vary(loop):
-    loop.optimizer.zero_grad()
-    tokens = int(torch.randint(100, 1000, ()))
-    loop.scaler.scale(loop.loss() * tokens).backward()
-    loop.divide(tokens)
-    loop.step()
-
-
 def checks_by_itself(loop):
     loop.backward()
     loop.unscale()
     norm = clip_grad_norm_(loop.parameters, 1.0)
     if torch.isfinite(norm):
-        loop.optimizer.step()
-    loop.scaler.update()
-
-
-def checks_what_the_scaler_has_found(loop):
-    loop.backward()
-    loop.unscale()
-    states = loop.scaler._per_optimizer_states[id(loop.optimizer)]
-    if not sum(found.item() for found in states["found_inf_per_device"].values()):
         loop.optimizer.step()
     loop.scaler.update()
 
@@ -272,15 +255,6 @@ def penalises_its_gradients(loop):
     inverse = 1.0 / loop.scaler.get_scale()
     penalty = sum((gradient * inverse).pow(2).sum() for gradient in scaled)
     loop.scaler.scale(loop.loss() + penalty).backward()
-    loop.step()
-
-
-def scales_two_losses(loop):
-    loop.optimizer.zero_grad()
-    shared = loop.model(torch.randn(8, 4))
-    first, second = loop.scaler.scale([shared.pow(2).mean(), shared.abs().mean()])
-    first.backward(retain_graph=True)
-    (second + loop.scaler.scale(loop.loss())).backward()
     loop.step()
 
 
@@ -334,12 +308,9 @@ def two_optimizers(loop):
         unscales_by_hand,
         averages,
         divides_by_tokens,
-        divides_by_tokens_that_vary,
         checks_by_itself,
-        checks_what_the_scaler_has_found,
         unscales_and_leaves_the_step_out,
         penalises_its_gradients,
-        scales_two_losses,
         scales_twice_and_divides,
         keeps_masters,
         two_optimizers,

@@ -130,17 +130,3 @@ def test_a_step_past_the_scaler_is_why_it_refuses_the_update(tmp_path, asks, div
     (finding,) = report.findings
     assert (finding.code, finding.where.op, finding.where.source.line) == ("AMP407", "optimizer.step", line_of("PAST"))
     assert finding.prescription.detail == "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()"
-
-
-def test_a_folder_that_the_loop_deletes_is_no_matter_of_the_watch(tmp_path, monkeypatch):
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-
-    def deletes(parts):
-        (tmp_path / "work").rmdir()
-        parts.backward()
-        parts.optimizer.step()
-
-    parts = Refused(tmp_path, deletes)
-    assert [said for said in parts.sentences if "no more" in said] == []
-    assert [report.findings[0].where.op for report in parts.reports] == ["optimizer.step"]

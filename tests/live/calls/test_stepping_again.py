@@ -85,29 +85,13 @@ def by_the_scaler(loop):
     loop.step()
 
 
-class Scheduler:
-    """As those of some frameworks, which step the optimizer as well."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def step(self):
-        self.optimizer.step()
-
-
-def by_a_scheduler(loop):
-    loop.backward()
-    loop.step()
-    Scheduler(loop.optimizer).step()
-
-
 def by_a_closure_without_a_backward(loop):
     loop.backward()
     loop.step()
     loop.optimizer.step(lambda: 0.0)
 
 
-SICK = [by_hand, after_a_clipping, by_the_scaler, by_a_scheduler, by_a_closure_without_a_backward]
+SICK = [by_hand, after_a_clipping, by_the_scaler, by_a_closure_without_a_backward]
 
 
 @pytest.mark.parametrize("iteration", SICK, ids=lambda one: one.__name__)
@@ -162,15 +146,6 @@ def evolution(loop):
     loop.optimizer.step()
 
 
-def written_anew(loop):
-    loop.loss().backward()
-    loop.optimizer.step()
-    for parameter in loop.parameters:
-        parameter.grad = torch.randn_like(parameter)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-
-
 def sam(loop):
     loop.loss().backward()
     with torch.no_grad():
@@ -197,7 +172,7 @@ def gradients_are_none(loop):
 
 @pytest.mark.parametrize(
     "iteration",
-    [heavy_ball, zeroed_in_place, two_backwards, asked_for_by_grad, evolution, written_anew, sam, gradients_are_none],
+    [heavy_ball, zeroed_in_place, two_backwards, asked_for_by_grad, evolution, sam, gradients_are_none],
     ids=lambda one: one.__name__,
 )
 def test_what_is_no_second_step_is_not_told(iteration):
@@ -224,37 +199,6 @@ def test_a_step_of_several_parts_is_one():
             optimizer.step()
     assert told.again == []
     assert told.steps == [("optimizer", 0), ("optimizer", 1)]
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Wraps another optimizer, and goes back towards slow weights."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.slow = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
-        super().__init__(optimizer.param_groups, {})
-
-    def step(self, closure=None):
-        self.optimizer.step(closure)
-        with torch.no_grad():
-            for slow, fast in zip(self.slow, (p for g in self.param_groups for p in g["params"]), strict=True):
-                fast.copy_(slow.lerp_(fast, 0.5))
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_the_inner_optimizer_is_the_one_that_steps(again):
-    told = Told()
-    with told.watch.watching():
-        loop = Loop()
-        wrapper = Lookahead(loop.optimizer)
-        for _ in range(2):
-            loop.backward()
-            loop.scaler.step(wrapper)
-            loop.scaler.update()
-            if again:
-                loop.optimizer.step()
-    assert told.steps == [("optimizer", 0), ("optimizer", 1)]
-    assert told.again == [(0, True, False), (1, True, False)] * again
 
 
 def test_optimizers_in_the_backward_step_once_each():

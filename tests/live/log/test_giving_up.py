@@ -96,20 +96,6 @@ def test_a_close_waits_for_a_bounded_time_and_says_what_is_missing(begin, said, 
     go.set()
 
 
-def test_whoever_is_told_may_close_the_log(tmp_path):
-    (tmp_path / "file").write_text("")
-    closed, known = [], threading.Event()
-
-    def say(_):
-        known.wait(5)
-        closed.append(log.close())
-
-    log = RunLog(tmp_path / "file" / "log", HEADER, say=say)
-    known.set()
-    until(lambda: closed)
-    assert closed == [False]
-
-
 def test_a_thread_that_cannot_be_started(tmp_path, said, monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")

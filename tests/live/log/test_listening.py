@@ -13,7 +13,6 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
 from tests.live.log.logs import HEADER, read, until
-from tests.live.log.test_processes import ended
 
 ALERT = Finding(
     code="AMP720", name="loss-spike", severity="warning", message="It rises.", where=Where(phase="optimizer")
@@ -162,36 +161,9 @@ def test_of_lines_that_come_too_fast_the_oldest_go_and_the_names_stay(begin):
     assert slow.dropped == 348 + 1  # of steps, details, and the header that was kept nevertheless
 
 
-def test_nobody_listens_to_a_log_that_is_closed(begin, said):
-    log = begin()
-    log.close()
-    assert log.listen(said.append, name="a sink").failed
-    assert said == ["a sink ends here: there is no log to listen to; the training goes on without it"]
-
-
 def test_a_listener_may_close_the_log(begin):
     closed = []
     log = begin()
     log.listen(lambda _: closed.append(log.close()))
     until(lambda: closed)
     assert set(closed) == {True}
-
-
-def test_a_forked_process_has_no_listeners_and_an_end_in_order_waits_for_them(tmp_path):
-    script = """
-import warnings
-warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, for any fork beside a thread
-heard = []
-log.listen(lambda whole: (time.sleep(0.001), heard.append(whole)), end=lambda: print(len(heard) - 1, flush=True))
-log.flush()
-child = os.fork()
-if child == 0:
-    log.write(StepLine(step=10_000))
-    sys.exit(0)
-assert os.waitpid(child, 0)[1] == 0
-for step in range(300):
-    log.write(StepLine(step=step))
-"""
-    code, out, err = ended(tmp_path, script)
-    assert (code, err) == (0, "")
-    assert out in {"300\n", "301\n"}  # with the header that was written after the listener came

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from ampdoctor.evidence.log_records import DetailLine, EndLine, LostLine, RunLine, StepLine, TensorDetail
-from ampdoctor.evidence.log_text import line_of, text_of
+from ampdoctor.evidence.log_text import line_of
 from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.log.thread import AT_ONCE
@@ -156,16 +156,6 @@ def test_what_a_killed_process_has_left_is_set_aside(start, tmp_path):
     assert [line_of(text).stamp.run_id for text in (tmp_path / "log.jsonl").read_text().splitlines()] == ["two", "two"]
     assert json.loads((tmp_path / "run.1.json").read_text())["model"] == "first"
     assert json.loads((tmp_path / "run.json").read_text()) == {"run_id": "two", "model": "second"}
-
-
-def test_the_last_steps_are_remembered(start):
-    log = start(limits=Limits(last=3))
-    for step in range(5):
-        log.write(StepLine(step=step))
-        log.write(detail(step))
-    assert [whole.line.step for whole in log.last()] == [2, 3, 4]
-    assert [whole.line.step for whole in log.last(2)] == [3, 4]
-    assert (log.last(0), line_of(text_of(log.last(1)[0])).line.step) == ((), 4)
 
 
 def test_the_end_is_the_last_line_and_nothing_is_taken_after_it(start, tmp_path):

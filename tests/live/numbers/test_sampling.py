@@ -19,21 +19,6 @@ def test_small_tensors_are_counted_whole_and_large_ones_in_all_columns():
     assert len(large.unique()) > 900  # a stride of 250 would show 512 columns of 1024
 
 
-def test_samples_of_every_kind_of_tensor():
-    rows = torch.tensor([[1, 1]])
-    named = [
-        ("half", torch.tensor([2.0**-24], dtype=torch.float16)),
-        ("double", torch.tensor([1e-300], dtype=torch.float64)),
-        ("complex", torch.tensor([1 + 2j])),
-        ("sparse", torch.sparse_coo_tensor(rows, torch.tensor([1.0, 2.0]), (6,), check_invariants=True)),
-        ("nothing", torch.empty(0)),
-        ("number", torch.tensor(4.0)),
-    ]
-    (samples,) = sample(named)
-    assert samples.buffer.tolist() == [2.0**-24, 1e-300, 1.0, 2.0, 3.0, 4.0]
-    assert [row.count for row in samples.plan] == [1, 1, 2, 1, 0, 1]
-
-
 def test_a_gradient_s_figures_are_the_histogram_s_at_the_loss_scale():
     values = torch.tensor([0.0, 0.0, 2.0**-30, 2.0**-20, 1.0, 4.0, math.inf, -1.0])
     (samples,) = sample([("w", values)])
@@ -45,18 +30,6 @@ def test_a_gradient_s_figures_are_the_histogram_s_at_the_loss_scale():
     assert reading.amax == 8.0  # the sample's is 4
     assert reading.log2_headroom == pytest.approx(math.log2(65504 / 128))
     assert reading.format == "fp32"
-
-
-def test_what_is_not_finite_is_left_to_the_sample():
-    values = torch.tensor([1.0, math.nan])
-    (samples,) = sample([("w", values)])
-    row, counted = samples.plan[0], samples.buffer
-    reading = tensor_detail("gradient", row, counted, 0, half="fp16", factor=1.0, extremes=torch.tensor([math.nan] * 2))
-    assert reading.amax == 1.0
-    unknown = tensor_detail("gradient", row, counted, 0, half="fp16", factor=None)
-    assert (unknown.flushed_share, unknown.log2_headroom) == (None, None)
-    zero = tensor_detail("gradient", row, torch.zeros(2), 0, half="fp16", factor=1.0, extremes=torch.zeros(2))
-    assert (zero.amax, zero.log2_headroom, zero.zero_share) == (None, None, 1.0)
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])

@@ -169,14 +169,6 @@ def test_details_are_the_tensors_own():
     assert told.numbers.failed is None
 
 
-def test_a_fused_optimizer_s_gradients_carry_the_scale():
-    told = Told(every=1)
-    train(1, *model_and(fused=True), told.numbers, scaler=scaler_of(1024.0), fused=True)
-    gradient = next(t for t in told.details[0].tensors if t.role == "gradient")
-    assert gradient.scale == 1024.0
-    assert gradient.log2_headroom == pytest.approx(math.log2(65504 / gradient.amax))
-
-
 @pytest.mark.parametrize(("dtype", "half"), [(torch.float32, None), (torch.bfloat16, "bf16"), (torch.float16, "fp16")])
 def test_what_half_loses_is_said_of_the_half_that_the_run_computes_in(dtype, half):
     told = Told(every=1)
@@ -213,40 +205,6 @@ def test_a_skipped_step_moves_nothing_and_says_no_ratio():
     assert {t.update_ratio for t in parameters} == {None}
     assert {t.nonfinite for t in parameters} == {0}
     assert any(t.nonfinite for t in told.details[0].tensors if t.role == "gradient")
-
-
-def test_a_closure_that_is_evaluated_several_times():
-    told = Told(every=1)
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
-    named = list(model.named_parameters())
-    before = model.weight.detach().clone()
-    told.numbers.begin_step(0)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 3)).sub(3.0).pow(2).mean()
-        told.numbers.loss(loss)
-        loss.backward()
-        told.numbers.about_to_step("optimizer", named, number=0)
-        return loss
-
-    optimizer.step(closure)
-    told.numbers.stepped("optimizer")
-    assert told.steps[0].micro_steps > 1
-    weight = next(t for t in told.details[0].tensors if t.tensor == "weight" and t.role == "parameter")
-    moved = float((model.weight.detach() - before).norm() / before.norm())
-    assert weight.update_ratio == pytest.approx(moved, rel=1e-5)
-
-
-def test_no_gradient_no_norm_and_a_step_that_was_never_announced_is_none():
-    told = Told(every=1)
-    told.numbers.stepped("optimizer")
-    parameter = nn.Parameter(torch.ones(2))
-    assert told.numbers.about_to_step("optimizer", [("w", parameter)], number=0) is None
-    told.numbers.stepped("optimizer")
-    assert [s.gradient_norm for s in told.steps] == [None]
-    assert told.numbers.failed is None
 
 
 def test_an_error_ends_the_numbers_and_not_the_loop(monkeypatch):

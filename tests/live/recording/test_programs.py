@@ -235,24 +235,6 @@ def test_masters_that_no_backward_reaches_take_all_of_the_step(skipping):
     session.close()
 
 
-def test_a_leaf_of_the_loops_own_is_no_master_weight():
-    """As the temperature of soft actor-critic is: a backward reaches what its optimizer holds."""
-    loop, model, temperature = Loop(), nn.Linear(4, 2), torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.Adam([temperature])
-    programs = []
-
-    def body(step):
-        entropy = model(torch.ones(3, 4)).detach().mean()
-        optimizer.zero_grad()
-        (temperature * (entropy - 1)).sum().backward()
-        programs.append(loop.recorder.program(optimizer, name="temperature", scaler=None, step=step))
-        loop.stepped(optimizer, step, last=False)
-
-    loop.run(body, steps=2)
-    assert all(program.optimizer is optimizer for program in programs)
-    assert not any("master weights" in sentence for program in programs for sentence in program.unexplained)
-
-
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_function_that_trains_again_has_the_names_of_its_own_variables(kept):
     """Also where the new model lies in memory where the last one did."""

@@ -40,7 +40,6 @@ CASES = [
     pytest.param(scripts.INTERRUPTED, ["twice"], -2, id="interrupted"),
     pytest.param(scripts.FORKED, ["exit"], 0, id="forked"),
     pytest.param(scripts.OBJECTS, ["-m"], 2, id="objects"),
-    pytest.param(scripts.GROUP, [], 1, id="group", marks=OTHER),
     *(
         pytest.param(scripts.EXITS, [how], code, id=f"exits {how}", marks=OTHER)
         for how, code in (("3", 3), ("text", 1), ("odd", 1))
@@ -115,32 +114,3 @@ def test_a_reader_that_goes(tmp_path, child_environment):
         process.stderr.close()
     assert answers[0] == answers[1]
     assert b"BrokenPipeError" in answers[0][1]
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "lines"),
-    [
-        pytest.param("plain", 0, 40, marks=OTHER),
-        pytest.param("sick, looked at", 1, 40, marks=OTHER),
-    ],
-)
-def test_what_the_script_leaves_alive_ends_when_and_as_it_would(tmp_path, child_environment, how, code, lines):
-    (tmp_path / "train.py").write_text(scripts.LIFE)
-    said, looks = [], how.endswith(", looked at")
-    options = [] if looks else ["--look", "off"]
-    for command in ["train.py"], ["-m", "ampdoctor", "run", *options, "train.py"]:
-        done = subprocess.run(
-            [sys.executable, *command, how.removesuffix(", looked at")],
-            capture_output=True,
-            check=False,
-            cwd=tmp_path,
-            env=child_environment,
-            timeout=100,
-            text=True,
-        )
-        assert (tmp_path / "lines.csv").read_text().split() == [str(step) for step in range(lines)]
-        said.append(done.stdout.splitlines())
-    assert done.returncode == code
-    if looks:  # a look reads objects, and what is in them is freed in another order
-        said = [[line for line in one if not line.startswith("del in")] + sorted(one) for one in said]
-    assert said[1] == said[0]
