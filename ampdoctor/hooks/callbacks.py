@@ -92,6 +92,8 @@ class UncopiedHooks:
 
     def add(self, module: nn.Module, *handles: Any) -> None:
         """Registers the handles of forward hooks on a module."""
+        while self._handles and self._handles[-1].hooks_dict_ref() is None:  # of a module that was made for one call
+            self._keys.discard(self._handles.pop().id)
         self._handles += handles
         self._keys.update(handle.id for handle in handles)
         kind = type(module)

@@ -62,6 +62,7 @@ class OtherModules:
         self._fine: dict[int | str, int] = {}  # by id, or by name where it is made anew: when it was last finite
         self._modules: set[str] = set()  # the modules of the loop's frames
         self._skipped: tuple[bool | None, bool | None] = (False, False)  # of the last two steps
+        self._doubted: set[int | str] = set()  # copies that may be of a skipped step, and finite at the next look
 
     def stepped(self, *, skipped: bool | None) -> None:
         """Called after a step; `skipped` is None where only a device knows."""
@@ -121,7 +122,7 @@ class OtherModules:
         for key in [key for key, known in self._known.items() if known.there() is None]:
             del self._known[key]
             self._fine.pop(key, None)
-        copies = self._skipped == (False, False)
+        copies = True not in self._skipped
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
         for key, known in self._known.items():
             tensor = known.there()
@@ -151,6 +152,7 @@ class OtherModules:
         name: int | str = known.name if known.lasts else key
         if fine:
             self._fine[key] = self._fine[name] = step
+            self._doubted.discard(name)
             return None
         since, tensor = self._fine.get(key, self._fine.get(name)), known.there()
         if since is None or tensor is None:
@@ -158,6 +160,9 @@ class OtherModules:
         with unseen(), torch.no_grad():
             if known.copy and is_written_mask(tensor, own):
                 return None
+        if known.copy and None in self._skipped and name not in self._doubted:
+            self._doubted.add(name)
+            return None
         return Lost(name=known.name, tensor=tensor, since=since, step=step)
 
 
