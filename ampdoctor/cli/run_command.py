@@ -345,7 +345,7 @@ class _Job:
     def is_one_of_several(self) -> bool:
         """Whether a launcher or other processes take an exit code other than 0 for a crash."""
         doctor = None if self.watch is None else self.watch.doctor
-        return exit_code_ends_others() or (doctor is not None and doctor.world > 1)
+        return exit_code_ends_others() or (doctor is not None and doctor.place.world > 1)
 
     def _told(self, report: Report) -> None:
         doctor = None if self.watch is None else self.watch.doctor
@@ -367,7 +367,7 @@ class _Job:
         interrupt.release()
         try:
             ended = run_script(self.script)
-            if self.script.kind == "file":
+            if not self.script.is_module:
                 flush()
             self.code = answer(ended)
             if watch is not None and os.getpid() == process:
@@ -450,7 +450,7 @@ class WatchedRun(ReportCommand):
 
 def watched_run(script: Script, request: WatchRequest, output: OutputOptions, gates: GateOptions) -> WatchedRun:
     """Return the action that runs the script under the watch, then judges and delivers the report."""
-    files = () if script.kind == "module" else (script.named,)
+    files = () if script.is_module else (script.named,)
     job = _Job(script=script, request=request)
     exports = files_of(one for one in request.export if isinstance(one, Export))
     return WatchedRun(work=job, output=output, gates=gates, inputs=files, also=exports, log=request.health)

@@ -141,7 +141,7 @@ def _named(script: str, arguments: tuple[str, ...], *, is_module: bool) -> Scrip
     if is_module:
         if script.endswith(".py"):
             raise UsageError(f"-m {script}: a module is named without .py; a file without -m")
-        return Script(named=script, arguments=arguments, kind="module")
+        return Script(named=script, arguments=arguments, is_module=True)
     other = no_script(script, arguments)
     if other is not None:
         raise UsageError(other)

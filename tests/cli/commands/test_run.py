@@ -195,7 +195,7 @@ REFUSED = [
     ([""], "SCRIPT is empty"),
     (["trian.py"], "there is no file trian.py; is train.py meant?"),
     (["nothing.py"], "there is no file nothing.py"),
-    (["folder"], "folder is a folder without a __main__.py: name a script in it"),
+    (["folder"], "folder is a folder: name a script in it"),
     (["-m", "train.py"], "-m train.py: a module is named without .py; a file without -m"),
     (["-m", "no_such_module"], "cannot run no_such_module: No module named no_such_module"),
     (["book.ipynb"], "book.ipynb is a notebook: `jupyter nbconvert --to script book.ipynb` makes a script of it"),
