@@ -43,10 +43,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def state_findings(replay: OpenReplay, session: Session, thresholds: Thresholds) -> list[Finding]:
-    """Returns what scan would say of a checkpoint with the run's present state, which is that before step 0.
-
-    All that scan says of it is kept in `replay.scanned`.
-    """
+    """Returns what scan would say of a checkpoint with the run's present state, which is that before step 0."""
     with suppress(CheckpointError):  # nothing to measure
         summary = summarize(_as_saved(replay, session))
         replay.scanned = judge(replace(summary, log=None if replay.log is None else replay.log.looked.tail), thresholds)
@@ -100,10 +97,7 @@ def holds_nonfinite(session: Session) -> bool:
 
 
 def with_trials(findings: Sequence[Finding], trials: Trials) -> list[Finding]:
-    """Returns findings of `state_findings` with the result of a replay in which the state is repaired.
-
-    Where values are non-finite or impossible, nothing else is tried: no other change helps alone.
-    """
+    """Returns findings of `state_findings` with a replay in which the state is repaired; broken values first."""
     broken = [f for f in findings if f.severity == "error" and f.code not in (FLUSHED.code, COUNTERS.code)]
     if broken:
         cure = repair([where for finding in broken for where in (finding.where, *finding.also)], trials)

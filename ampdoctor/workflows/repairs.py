@@ -36,11 +36,7 @@ LOWER = (0, 2, 4, 6, 8, 12, 16)
 
 
 def unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
-    """Divide gradients by the scale when they reach their parameters; unscaling then only checks for infinities.
-
-    So all that the step does with gradients afterwards, in any order, is done to unscaled ones. The division is exact:
-    a scale is a power of two unless the user set another one.
-    """
+    """Divide gradients by the scale when they reach their parameters; unscaling then only checks for infinities."""
     return _arriving(session, divided=lambda scaler: scaler.get_scale())
 
 
@@ -128,7 +124,6 @@ def cleared_of_others(session: Session) -> Iterator[None]:
 
 @contextmanager
 def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None) -> Iterator[None]:
-    """Make unscaling only check for infinities, and divide arriving gradients by the result of `divided`, if any."""
     scalers = [session.scaler]
     unscaling = torch.amp.GradScaler._unscale_grads_
 
@@ -169,11 +164,7 @@ def _hooked_first(parameter: torch.Tensor, hook: Callable[[torch.Tensor], torch.
 
 
 def fix_scaler_misuse(misuse: str, trials: Trials, session: Session, *, overflowed: bool = False) -> Prescription:
-    """Returns the prescription for a misuse of the scaler, after a replay of the corrected step.
-
-    `misuse` is the finding's `where.op`, a key of `MISUSE_ADVICE`. `overflowed`: gradients overflowed under the scale,
-    which a correctly used scaler would have lowered.
-    """
+    """Returns the prescription for a misuse (a key of `MISUSE_ADVICE`), after a replay of the corrected step."""
     advice = MISUSE_ADVICE.get(misuse, HELP["scaler_misuse"])
     changes: dict[str, Change] = {
         "optimizer.step": unscaled_on_arrival,
@@ -228,13 +219,7 @@ def after_refusal(session: Session, halves: HalfWeights | None) -> str:
 
 
 def repaired(places: Sequence[Where]) -> Callable[[Session], AbstractContextManager[Any]]:
-    """Returns a change: the broken elements of the tensors at `places` are replaced, and those of any moment.
-
-    A weight or a buffer gets the median of the tensor's other elements: near 0 for weights that are drawn around 0,
-    near 1 for the scale of a normalisation, a usual variance for a running variance. If no element is sound, it gets 0,
-    a variance 1. An optimizer's moment becomes 0, and so do the parameter's other moments at those elements, as before
-    the first step: 0 in the second moment alone would make the update as large as 1/epsilon.
-    """
+    """Returns a change: broken elements at `places` become the median of the others, and all broken moments 0."""
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:

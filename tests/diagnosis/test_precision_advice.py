@@ -300,18 +300,15 @@ def test_a_run_in_pure_bf16_is_told_how_to_keep_its_updates_and_one_under_autoca
 
 
 def test_the_targets_are_as_their_makers_say():
-    has = {
-        name: {f for f in ("fp16", "bf16", "tf32", "fp8", "mxfp8", "nvfp4") if getattr(t, f)}
-        for name, t in TARGETS.items()
-    }
+    has = {name: {f for f in ("fp16", "bf16", "tf32", "fp8", "mxfp8") if getattr(t, f)} for name, t in TARGETS.items()}
     assert has["v100"] == has["t4"] == {"fp16"}
     assert has["a100"] == {"fp16", "bf16", "tf32"}
     assert has["h100"] == has["l4"] == {"fp16", "bf16", "tf32", "fp8"}
-    assert has["b200"] == {"fp16", "bf16", "tf32", "fp8", "mxfp8", "nvfp4"}
+    assert has["b200"] == {"fp16", "bf16", "tf32", "fp8", "mxfp8"}
     assert has["gtx10"] == set()
     assert has["gtx16"] == has["rtx20"] == {"fp16"}
     assert (has["rtx30"], has["rtx40"]) == (has["a100"], has["l4"])
-    assert has["rtx50"] == {"fp16", "bf16", "tf32", "fp8", "nvfp4"}
+    assert has["rtx50"] == {"fp16", "bf16", "tf32", "fp8"}
     assert has["mi200"] == {"fp16", "bf16"}
     assert [name for name, t in TARGETS.items() if t.flushes_subnormals] == ["mi200"]
     assert all(t.source and t.name == name for name, t in TARGETS.items())

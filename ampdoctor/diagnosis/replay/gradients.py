@@ -55,11 +55,7 @@ def underflow_seen(
     prescription: Prescription | None,
     thresholds: Thresholds,
 ) -> Finding | None:
-    """Judges AMP301 from a replay.
-
-    `now` holds `relative_error`, `activation_grad`, `weight_grad` (flushed shares) as replayed with the run's own
-    scaling, `then` the same with the recommended scaling, if that was replayed.
-    """
+    """Judges AMP301 from a replay's shares: `now` with the run's own scaling, `then` with the recommended."""
     error = now["relative_error"]
     severity = severity_of_error(error, thresholds)
     if severity is None or (then is not None and error < thresholds[CLEARLY_BETTER] * then["relative_error"]):
@@ -79,7 +75,6 @@ def underflow_seen(
 
 
 def _severity_of_share(flushed: float, thresholds: Thresholds) -> Severity | None:
-    """Judges flushed activation gradients whose effect was not measured."""
     if flushed > thresholds[SHARE_BAD]:
         return "error"
     return "warning" if flushed > thresholds[SHARE_WARNING] else None
@@ -99,11 +94,7 @@ def underflow_expected(
     *,
     measured: float | None = None,
 ) -> Finding | None:
-    """Judges AMP301 from histograms, whose error is a lower bound, and from shadow steps.
-
-    `activation` and `weight` are gradients in fp16 at the run's loss scale. `measured` is the relative error of the
-    weight gradients in the shadow steps at this scale, if there are any.
-    """
+    """Judges AMP301 from histograms, and from the error that shadow steps `measured` at this scale."""
     # a normal number is rounded by 2^-11 at most: a larger error than the note's is of zeros and subnormals
     harmful = not weight.overflowed and weight.relative_error > thresholds[ERROR_NOTE]
     if activation.flushed <= thresholds[FLUSHED] and not harmful:
@@ -192,11 +183,7 @@ NAMED = 16  # parameters that the evidence names
 
 
 def starved(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[ParameterVsFp32, ...]:
-    """Returns the parameters that get no gradient in any step and would move in fp32, with their first values.
-
-    Steps before fp32 gives a parameter its first gradient do not count: behind a layer that starts at zero, no gradient
-    arrives until that layer moves.
-    """
+    """Returns the parameters that get no gradient in any step since fp32 gives one, with their first values."""
     share = thresholds[STARVED_LOST]
     first: dict[str, ParameterVsFp32] = {}
     fed: set[str] = set()
@@ -251,11 +238,7 @@ def starved_finding(
     flush: Flush | None,
     saturated: Where | None = None,
 ) -> Finding:
-    """Makes one finding for starved parameters, as they share a cause; `parameters` are as in the first step.
-
-    `flush` is the op of the backward whose result is wrongly zero. `saturated` is the op whose derivative is zero
-    because the forward has rounded its input, which no loss scale changes.
-    """
+    """Makes one finding for starved parameters; `flush` or `saturated` is the op that loses their gradients."""
     first, names = compared[0], [p.name for p in parameters]
     scale = next((event.scale for event in first.events if event.scale is not None), None)
     scaled = "without a loss scale" if scale is None else f"at loss scale {scale:g}"

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.diagnosis.replay.updates import (
-    counting,
-    counting_finding,
     far_from,
     frozen,
     goes_one_way,
@@ -137,15 +135,6 @@ def test_a_moment_may_be_at_rest_and_a_mean_that_is_pushed_one_way_is_not():
     assert [state.name for state in stuck(states(MEAN, MEAN, MEAN, MEAN))[1]] == ["norm.running_mean"]
     turned = replace(MEAN, course=tuple(-move for move in MEAN.course))
     assert stuck(states(MEAN, turned, MEAN, turned))[1] == ()
-
-
-def test_a_count_that_goes_on_is_foreseen():
-    going = [replace(COUNT, moved=1, value=value) for value in (40.0, 41.0, 42.0)]
-    assert counting(states(*going)) == (going[-1],)
-    finding = counting_finding(states(*going), [going[-1]])
-    assert (finding.severity, finding.evidence["stands_still_from_step"]) == ("note", 2008)
-    assert counting(states(*[replace(state, value=2 * state.value) for state in going])) == ()  # by two
-    assert counting(states(*[replace(state, looked_at=2) for state in going])) == ()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from ampdoctor.cli.run_command import judge
 from ampdoctor.diagnosis.health.loss_rules import STEPS_NOT_FINITE
-from ampdoctor.diagnosis.replay.outcome import Here, differences, known_failure
+from ampdoctor.diagnosis.replay.outcome import known_failure
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.location import Where
 from ampdoctor.reports.json_report import render_json
@@ -158,34 +158,20 @@ def test_a_scale_that_is_coming_down(scale, tracker, known):
 @pytest.mark.parametrize(
     ("step", "sentence"),
     [
-        (90, "before this checkpoint was saved at step 100"),
-        (104, "which was replayed, but not with that step's data"),
-        (150, "steps 101 to 108 were replayed (--steps 50 reaches it)"),
-        (None, "only 8 steps were replayed"),
+        (490, "before this checkpoint was saved at step 500"),
+        (502, "which was replayed, but not with that step's data"),
+        (550, "steps 501 to 502 were replayed (--steps 50 reaches it)"),
     ],
 )
-def test_which_steps_differ(step, sentence):
-    known = known_failure([of_log(step, NAN)] if step else [], None, None, said=True)
-    here = Here(
-        steps=8, device="cpu", policy="cuda", precision="fp16", scaled=True, torch="2", checkpoint=True, global_step=100
-    )
-    assert sentence in differences(known, here)[0]
+def test_which_steps_differ(step, sentence, tmp_path):
+    (note,) = replay(folder(tmp_path, [{"step": step, "loss": NAN}])).findings
+    assert sentence in note.evidence["differences"][0]
+    assert "the checkpoint holds no optimizer" in " ".join(note.evidence["differences"])
 
 
-def test_a_precision_that_differs():
-    known = known_failure([], None, None, said=True)
-    here = Here(
-        steps=8,
-        device="cuda:0",
-        policy="native",
-        precision="fp32",
-        scaled=False,
-        torch="2",
-        checkpoint=True,
-        lacks=("optimizer",),
-        file_scaler=ScalerState(scale=1024.0),
-    )
-    said = differences(known, here)
-    assert "the checkpoint holds no optimizer" in said
-    assert any("replayed in fp32 without one" in clause for clause in said)
-    assert any("cuda:0" in clause for clause in said)
+def test_a_precision_that_differs(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()
+    torch.save({"model": long_runs.run(1).model.state_dict(), "scaler": scaler, "loss": NAN}, path)
+    (note,) = replay(path, arguments={"precision": "fp32"}, fresh_scaler=True).findings
+    assert any("replayed in fp32" in clause for clause in note.evidence["differences"])
