@@ -168,10 +168,6 @@ def shuffled_loader_and_dropout():
     return _run(batches=DataLoader(data, batch_size=16, shuffle=True))
 
 
-def plateau():
-    return _run(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
-
-
 def scaler_in_a_closure():
     scaler = torch.amp.GradScaler("cpu")
 
@@ -187,20 +183,6 @@ def scaler_in_a_closure():
         return loss.item()
 
     return _run(loss=None, step=step, scaler=scaler)
-
-
-def per_sample_gradients():
-    """vmap and grad inside the loss."""
-
-    def loss(model, batch):
-        weight = model[0].weight
-
-        def one(x):
-            return functional.linear(x, weight).square().mean()
-
-        return _loss(model, batch) + torch.func.vmap(one)(batch[0]).mean()
-
-    return _run(loss=loss)
 
 
 def unscaled_twice():
