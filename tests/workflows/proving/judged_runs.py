@@ -74,21 +74,6 @@ def skipping_throughout():
     return plain(scaler={"init_scale": 2.0**40})
 
 
-def clipping_scaled_gradients():
-    return plain(step=_clips_scaled, loss=None, scaler={"init_scale": 1024.0})
-
-
-def _clips_scaled(model, batch, optimizer, scaler, autocast):
-    optimizer.zero_grad()
-    with autocast():
-        loss = functional.mse_loss(model(batch[0]), batch[1])
-    scaler.scale(loss).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    scaler.step(optimizer)
-    scaler.update()
-    return loss
-
-
 def without_batches():
     return plain(batches=[])
 

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional
 
 from ampdoctor import TrainingRun
-from ampdoctor.replay.scripts.files import Registrations
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 
@@ -85,15 +84,14 @@ def error_of(report):
     return errors[0]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_backward_of_the_users_own_that_is_wrong_for_one_shape(library, precision):
+def test_a_backward_of_the_users_own_that_is_wrong_for_one_shape(library):
     library.define("sin_backward(Tensor g, Tensor x) -> Tensor")
     library.impl(
         "sin_backward",
         lambda g, x: spoiled(g * torch.cos(x.float()).to(g.dtype), wrong=half(g) and g.shape[0] == 3),
         "CompositeExplicitAutograd",
     )
-    finding = error_of(report_of(ByFunction.apply, precision=precision))
+    finding = error_of(report_of(ByFunction.apply, precision="fp16"))
     assert finding.cause == "kernel_defect"
     assert finding.where.step == 2
     assert finding.where.phase == "backward"
@@ -164,8 +162,7 @@ def test_memory_that_was_asked_for_and_not_written(monkeypatch):
     assert "torch.zeros" in finding.help
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_memory_that_is_written_behind_the_back_of_torch(phase):
+def test_memory_that_is_written_behind_the_back_of_torch():
     """As a kernel of Triton's does it, or one that ctypes calls: no op of torch's runs."""
 
     def behind(made, *, wrong):
@@ -176,15 +173,15 @@ def test_memory_that_is_written_behind_the_back_of_torch(phase):
     class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            return behind(x * 2, wrong=phase == "forward" and half(x) and x.shape[0] == 3)
+            return x * 2
 
         @staticmethod
         def backward(ctx, gradient):
-            return behind(gradient * 2, wrong=phase == "backward" and half(gradient) and len(gradient) == 3)
+            return behind(gradient * 2, wrong=half(gradient) and len(gradient) == 3)
 
     finding = error_of(report_of(Fused.apply))
     assert finding.cause == "kernel_defect"
-    assert (finding.where.op, finding.where.phase) == ("aten.mul", phase)
+    assert (finding.where.op, finding.where.phase) == ("aten.mul", "backward")
     assert finding.where.source.file.endswith("test_kernel_defects.py")
     assert "code that torch does not see" in finding.message
 
@@ -225,12 +222,6 @@ def test_an_attention_kernel_that_is_wrong_is_cured_by_another(monkeypatch, libr
     assert "SDPBackend.MATH" in finding.prescription.detail
 
 
-def test_an_epsilon_that_the_format_loses_stays_an_invalid_op():
-    finding = error_of(report_of(lambda x: (x - x.detach()) / ((x - x.detach()).abs() + 1e-9), precision="fp16"))
-    assert finding.cause == "invalid_op"
-    assert "1e-09" in finding.message
-
-
 def test_a_constant_of_the_op_that_its_format_loses(library):
     library.define("normalised(Tensor x, float eps) -> Tensor")
     library.impl(
@@ -249,11 +240,3 @@ def test_a_healthy_operator_is_left_alone(library):
     library.define("sin_backward(Tensor g, Tensor x) -> Tensor")
     library.impl("sin_backward", lambda g, x: g * torch.cos(x.float()).to(g.dtype), "CompositeExplicitAutograd")
     assert report_of(ByFunction.apply).verdict == "healthy"
-
-
-def test_registrations_of_a_package_are_kept():
-    kept = Registrations()
-    with kept.watching():
-        made = torch.library.Library("ampdoctor_tests", "FRAGMENT")
-    made._destroy()
-    kept.undo()

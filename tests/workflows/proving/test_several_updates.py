@@ -120,10 +120,8 @@ def report_of(factory, **arguments):
 
 
 HEALTHY = {
-    "the first epoch is skipped": (epochs, {"init": 2.0**17}),
     "whole steps, and a part of one": (epochs, {"init": 2.0**24}),
     "one scaler for two": (adversaries, {"init": 2.0**17}),
-    "one scaler for two, from high above": (adversaries, {"init": 2.0**22}),
     "a scaler each": (adversaries, {"init": 2.0**12, "own_init": 2.0**20}),
     "the maker's backward overflows the judge's gradients": (adversaries, {"init": 2.0**17, "own_init": 2.0**10}),
 }
@@ -137,14 +135,9 @@ def test_updates_that_are_skipped_until_a_scale_settles_are_healthy(case):
     assert report.verdict == "healthy"
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param("the first epoch is skipped", marks=pytest.mark.slow), "one scaler for two"]
-)
-def test_updates_that_are_skipped_until_a_scale_settles_need_no_other_scale(case):
-    factory, arguments = HEALTHY[case]
-    report = recommend(ReplayRequest(factory=factory, arguments=arguments))
-    assert [finding.message for finding in report.findings] == []
-    assert report.verdict == "healthy"
+def test_updates_that_are_skipped_until_a_scale_settles_need_no_other_scale():
+    report = recommend(ReplayRequest(factory=adversaries, arguments={"init": 2.0**17}))
+    assert (report.verdict, [finding.message for finding in report.findings]) == ("healthy", [])
 
 
 def test_a_scaler_in_the_loops_own_code_that_starts_too_high_is_that_and_no_collapse():
@@ -153,9 +146,8 @@ def test_a_scaler_in_the_loops_own_code_that_starts_too_high_is_that_and_no_coll
     assert report.findings[0].prescription.verified
 
 
-@pytest.mark.parametrize("init", [1024.0, pytest.param(2.0**18, marks=pytest.mark.slow)])
-def test_an_epoch_whose_gradient_is_lost_at_every_scale_is_sick_though_the_others_are_taken(init):
-    finding = report_of(epochs, init=init, lost=(2,)).findings[0]
+def test_an_epoch_whose_gradient_is_lost_at_every_scale_is_sick_though_the_others_are_taken():
+    finding = report_of(epochs, init=1024.0, lost=(2,)).findings[0]
     assert (finding.code, finding.severity, finding.where.phase) == ("AMP202", "error", "backward")
     assert finding.where.nonfinite == "nan"
 
