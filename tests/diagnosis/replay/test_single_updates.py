@@ -53,10 +53,6 @@ def far(*each):
     return since, [run[0].name for run in runs]
 
 
-def test_what_stands_still_in_every_step_is_frozen():
-    assert frozen(parameters(STILL)) == (STILL,)
-
-
 def test_a_state_of_one_element_needs_six_signs_that_are_alike_or_moves_that_are_the_same():
     pushed = [replace(MEAN, looked_at=1, meant_to_move=1, course=(0.1 + 0.01 * step,)) for step in range(6)]
     assert [state.name for state in stuck(states(*pushed))[1]] == ["norm.running_mean"]
