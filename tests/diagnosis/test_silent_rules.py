@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue import thresholds_from
 from ampdoctor.diagnosis.replay.forward import unexplained
 from ampdoctor.diagnosis.replay.gradients import (
     common_module,
@@ -16,7 +15,7 @@ from ampdoctor.diagnosis.replay.gradients import (
     starved_finding,
     underflow,
 )
-from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse, used_while_scaled
+from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse
 from ampdoctor.diagnosis.replay.updates import stagnation
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterVsFp32, StepEvent
@@ -85,20 +84,6 @@ def test_what_to_suspect_where_gradients_depart(events, error, ops):
     assert [finding.where.op for finding in found] == ops
     assert {finding.code for finding in found} <= {"AMP407"}
     assert all("1024" in finding.message for finding in found)
-
-
-@pytest.mark.parametrize(
-    ("events", "error", "op"),
-    [
-        ((StepEvent(kind="scale"), UNSCALE), 0.11, "Tensor.grad"),
-        ((StepEvent(kind="scale"), UNSCALE), 0.1, None),
-        ((StepEvent(kind="scale"), SCALED_STEP), 0.5, None),
-        ((UNSCALE,), 0.5, None),
-    ],
-)
-def test_the_last_suspicion_needs_a_scaled_loss_that_is_unscaled_in_time(events, error, op):
-    finding = used_while_scaled(compared(events=events, gradient_error=error))
-    assert (finding and finding.where.op) == op
 
 
 @pytest.mark.parametrize(
@@ -210,12 +195,6 @@ def test_nothing_arrives_behind_a_layer_that_begins_at_zero_before_it_has_moved(
 )
 def test_what_gets_nothing_in_fp32_either_or_would_not_move_is_healthy(healthy):
     assert names(held(0, FED, healthy)) == []
-
-
-def test_how_much_has_to_be_lost_can_be_moved():
-    near = replace(HUNGRY, flushed_error=0.9e-8)
-    assert names(held(0, near)) == []
-    assert names(held(0, near), thresholds=thresholds_from({"AMP304": {"lost": 0.8}})) == ["gate.weight"]
 
 
 def test_a_whole_module_is_an_error_and_a_part_of_one_a_warning():

@@ -65,12 +65,6 @@ def test_uneven_steps_are_weighed_by_their_distance():
     assert finding.evidence["meets_at"] == pytest.approx(700 + 100 * (math.log2(65504) - 12))
 
 
-def test_points_without_a_step_do_not_count():
-    known = points([2.0**7, 2.0**9, 2.0**11, 2.0**13])
-    lost = TrendPoint(name="best", step=None, largest=known[0].largest)
-    assert trending([*known, lost]) == trending(known)
-
-
 @pytest.mark.parametrize(
     ("scales", "found"),
     [

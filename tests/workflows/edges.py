@@ -146,37 +146,6 @@ def preprocessing_micro_batch():
     return run(batches=many, accumulation_steps=2, loss=prepare)
 
 
-def ema_overflows():
-    class WithEma(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(3, 2)
-            self.register_buffer("average", torch.full((3,), 2.0))
-
-        def forward(self, x):
-            return self.net(x)
-
-    def after_step(run, step):
-        if step == 1:
-            run.model.average.mul_(1e38).mul_(1e38)  # EMA
-
-    return run(model=WithEma(), after_step=after_step)
-
-
-def masters_poisoned():
-    def poisoned(model, x):
-        out = model(x)
-        return ((out - out.detach()).abs().sqrt() + out).float().mean()  # MASTERS
-
-    return run(
-        model=nn.Sequential(nn.Linear(3, 2)).half(),
-        batches=[b.half() for b in batches()],
-        loss=poisoned,
-        autocast=False,
-        master_weights=True,
-    )
-
-
 class Remembering(nn.Linear):
     """Buffers that start out non-finite on purpose, and that no op of a step reads."""
 

@@ -75,17 +75,6 @@ class Checkpointed(Plain):
         return self.head(checkpoint(self.culprit, self.first(x), use_reentrant=self.reentrant))
 
 
-class InPlace(Plain):
-    def __init__(self, origin):
-        super().__init__(origin)
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        h = self.culprit(self.act(self.first(x)))
-        h += 1.0
-        return self.head(self.act(h))
-
-
 class CalledTwice(nn.Module):
     """Only the second call is sick."""
 
@@ -122,30 +111,6 @@ def tied_and_loud(origin):
     with torch.no_grad():
         model.embed.weight[0, 0] = 1e5
     return model
-
-
-class Wrapped(nn.Module):
-    """Hands its output on in a container."""
-
-    def __init__(self, origin, wrap):
-        super().__init__()
-        self.culprit = Block(origin)
-        self.wrap = wrap
-
-    def forward(self, x):
-        return self.wrap(self.culprit(x))
-
-
-class Containers(nn.Module):
-    def __init__(self, origin, wrap, unwrap):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.body = Wrapped(origin, wrap)
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.unwrap = unwrap
-
-    def forward(self, x):
-        return self.head(self.unwrap(self.body(self.first(x))))
 
 
 class FrozenBackbone(Plain):
@@ -219,26 +184,6 @@ class Scripted(Plain):
         self.culprit = torch.jit.script(ScriptedInner(origin))
 
 
-class Attention(nn.Module):
-    """Self-attention, added to its input so that what is loud stays loud."""
-
-    def __init__(self, origin, layer):
-        super().__init__()
-        self.first, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.layer = layer()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.culprit = Block(origin)
-
-    def forward(self, x):
-        h = self.first(x)
-        sequence = self.norm(h).unsqueeze(0)
-        if isinstance(self.layer, nn.MultiheadAttention):
-            attended, _ = self.layer(sequence, sequence, sequence)
-        else:
-            attended = self.layer(sequence)
-        return self.head(self.culprit(h + attended[0]))
-
-
 class FastPath(nn.Module):
     """A frozen encoder in eval mode and without gradients, as feature extractors are: torch fuses it into one op."""
 
@@ -254,18 +199,6 @@ class FastPath(nn.Module):
         with torch.no_grad():
             h = x + self.encoder(x.unsqueeze(0))[0]
         return self.head(self.culprit(h))
-
-
-class Listed(nn.Module):
-    def __init__(self, origin):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(""), Block(origin), Block("")])
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        for index, block in enumerate(self.blocks):
-            x = block(x if index == 1 else x * 0.5)
-        return self.head(x)
 
 
 class Holder(nn.Module):
@@ -321,12 +254,6 @@ class Recurrent(nn.Module):
         return self.head(self.culprit(out.sum(1) * big))
 
 
-def model_output(h):
-    from transformers.modeling_outputs import BaseModelOutput
-
-    return BaseModelOutput(last_hidden_state=h)
-
-
 def loud_cell(cell):
     """A recurrent weight has grown beyond what fp16 holds."""
     model = Recurrent("", cell)
@@ -338,18 +265,13 @@ def loud_cell(cell):
 MODELS = {
     "reentrant": lambda origin: Checkpointed(origin, reentrant=True),
     "nonreentrant": lambda origin: Checkpointed(origin, reentrant=False),
-    "in_place": InPlace,
     "called_twice": CalledTwice,
     "tied": Tied,
-    "model_output": lambda origin: Containers(origin, model_output, lambda o: o.last_hidden_state),
     "frozen_backbone": FrozenBackbone,
     "weight_norm": lambda origin: Normed(origin, parametrizations.weight_norm),
-    "spectral_norm": lambda origin: Normed(origin, parametrizations.spectral_norm),
     "custom_function": CustomFunction,
     "scripted_child": Scripted,
-    "attention": lambda origin: Attention(origin, lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
     "fast_path": lambda origin: FastPath(origin).half(),
-    "module_list": Listed,
     "shared_submodule": Shared,
     "user_hooks": Hooked,
     "tied_and_loud": tied_and_loud,

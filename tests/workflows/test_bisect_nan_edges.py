@@ -134,19 +134,6 @@ def test_another_precision_overrides_the_runs():
     assert (well.verdict, well.run["precision"], well.scaler) == ("healthy", "bf16", None)
 
 
-def test_an_average_that_overflows_after_the_step():
-    (finding,) = replay("ema_overflows").findings
-    assert (finding.where.step, finding.where.phase, finding.where.op) == (1, "optimizer", "aten.mul_")
-    assert finding.where.source.line == line_of("EMA")
-    assert finding.evidence["harmed"] == ["buffer:average"]
-
-
-def test_gradients_that_masters_collect_are_seen():
-    (finding,) = replay("masters_poisoned").findings
-    assert (finding.cause, finding.where.phase, finding.where.op) == ("invalid_op", "backward", "aten.sqrt")
-    assert finding.where.forward_source.line == line_of("MASTERS")
-
-
 @pytest.mark.parametrize("function", ["meant_buffers", "frozen_mask_parameter"])
 def test_infinities_that_are_meant(function):
     report = replay(function)

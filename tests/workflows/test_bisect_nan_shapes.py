@@ -26,19 +26,14 @@ SHAPES = (
     "plain",
     "reentrant",
     "nonreentrant",
-    "in_place",
     "called_twice",
     "tied",
-    "model_output",
     "frozen_backbone",
     "weight_norm",
-    "spectral_norm",
     "custom_function",
     "compiled_model",
     "lstm",
-    "attention",
     "fast_path",
-    "module_list",
     "shared_submodule",
     "user_hooks",
     "data_parallel",
@@ -49,8 +44,6 @@ SHAPES = (
     "loader_workers",
 )
 MODULES = {
-    "model_output": "body.culprit",
-    "module_list": "blocks.1",
     "shared_submodule": "left.inner",
     "user_hooks": "first",
 }
@@ -67,7 +60,6 @@ UPDATED = (
     "weight_norm",
     "compiled_model",
     "fast_path",
-    "module_list",
     "two_optimizers",
 )
 """Shapes in which parameters have other names or owners, or another step: what the name of a sick update hangs on."""

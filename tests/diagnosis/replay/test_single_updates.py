@@ -10,7 +10,6 @@ from ampdoctor.diagnosis.replay.updates import (
     far_from,
     frozen,
     goes_one_way,
-    owner_of,
     severity_of_frozen,
     stuck,
     stuck_finding,
@@ -74,11 +73,6 @@ def test_what_moves_or_has_another_cause_or_does_not_count_is_not_frozen(healthy
     assert frozen(parameters(healthy)) == ()
 
 
-def test_two_steps_show_nothing_and_one_that_moves_is_enough():
-    assert frozen(parameters(STILL, steps=2)) == ()
-    assert frozen([*parameters(STILL), held(STEPS, FED, replace(STILL, moved=2, course=()))]) == ()
-
-
 def test_to_and_fro_is_rest():
     there, back = STILL, replace(STILL, course=(-0.4, 0.3))
     assert frozen([held(step, FED, there if step % 2 else back) for step in range(STEPS)]) == ()
@@ -131,11 +125,3 @@ def test_a_moment_may_be_at_rest_and_a_mean_that_is_pushed_one_way_is_not():
     assert [state.name for state in stuck(states(MEAN, MEAN, MEAN, MEAN))[1]] == ["norm.running_mean"]
     turned = replace(MEAN, course=tuple(-move for move in MEAN.course))
     assert stuck(states(MEAN, turned, MEAN, turned))[1] == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "owner"),
-    [("norm.count", "norm"), ("count", ""), ("optimizer:a.fc.weight.step", "a.fc"), ("optimizer:scale.step", "")],
-)
-def test_whose_a_state_is(name, owner):
-    assert owner_of(name) == owner

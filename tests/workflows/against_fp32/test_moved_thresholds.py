@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from ampdoctor.diagnosis.catalogue import thresholds_from
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
-from ampdoctor.workflows.scan_against import compare
 
 FILE = Path(__file__).with_name("silent_runs.py")
 
@@ -23,27 +21,6 @@ def codes(report):
 def listed(report, check_report):
     """Of a report that follows the schema, what it says was moved."""
     return {f"{one['code']}.{one['name']}": one["value"] for one in check_report(render_json(report))["thresholds"]}
-
-
-def small(path, values, step):
-    """A checkpoint of one matrix."""
-    torch.save({"model": {"fc.weight": values}, "step": step}, path)
-    return path
-
-
-def test_of_two_checkpoints(tmp_path, check_report):
-    torch.manual_seed(0)
-    values = torch.randn(8, 8)
-    old = small(tmp_path / "old.pt", values, 100)
-    values[0, 0] = 40.0
-    middle = small(tmp_path / "middle.pt", values, 200)
-    values[0, 0] = 20000.0
-    new = small(tmp_path / "new.pt", values, 300)
-    assert codes(compare(new, old)) == []  # out of its start
-    assert codes(compare(new, middle)) == [("AMP710", "warning")]
-    report = compare(new, middle, thresholds=thresholds_from({"AMP710": {"start": 100.0}}))
-    assert (codes(report), report.change.growth) == ([], ())
-    assert listed(report, check_report) == {"AMP710.start": 100.0}
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,7 @@ def test_updates_that_round_away(optimizer, precision):
     assert (finding.prescription.kind, finding.prescription.status) == ("dtype", "verified")
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "lr", "precision"), [("sgd", 0.1, "fp16"), ("lion", 1e-2, "bf16"), ("adafactor", 1e-2, "bf16")]
-)
+@pytest.mark.parametrize(("optimizer", "lr", "precision"), [("sgd", 0.1, "fp16"), ("adafactor", 1e-2, "bf16")])
 def test_updates_that_arrive(optimizer, lr, precision):
     report = replay("pure_half", optimizer=optimizer, lr=lr, precision=precision)
     assert (report.verdict, report.findings) == ("healthy", ())
@@ -75,20 +73,6 @@ def test_no_scaler_is_tried_where_it_would_refuse_the_gradients():
 @pytest.mark.parametrize(("factor", "scale"), [(1e-6, 2.0**20), (1.0, 1024.0)])
 def test_gradients_that_are_scaled(factor, scale):
     report = replay("small_loss", factor=factor, scale=scale)
-    assert (report.verdict, report.findings) == ("healthy", ())
-
-
-def test_an_overflow_that_a_root_absorbs():
-    finding = replay("normed", gain=3000.0).findings[0]
-    assert (finding.code, finding.where.module, finding.where.op) == ("AMP201", "norm", "aten.mul")
-    lines = FILE.read_text().splitlines()
-    assert lines[finding.where.source.line - 1].endswith("# SQUARE")
-    assert finding.evidence["departs"] > 0.5
-    assert finding.prescription.status == "verified"
-
-
-def test_squares_that_fit():
-    report = replay("normed", gain=3.0)
     assert (report.verdict, report.findings) == ("healthy", ())
 
 

@@ -64,29 +64,6 @@ def inner_loop(context: str, lr: float = 0.1, updates: int = 3) -> TrainingRun:
     )
 
 
-def networks_in_one_context() -> TrainingRun:
-    """Two networks, each updated once: the second's loss goes through the first, whose update is small."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"critic": net(1), "actor": net(16)})
-    optimizers = {name: torch.optim.Adam(part.parameters(), lr=1e-4) for name, part in model.items()}
-
-    def step(model, batch, optimizer, scaler):
-        with torch.autocast("cpu", dtype=torch.float16):
-            real, made = model["critic"](batch[0]), model["critic"](model["actor"](batch[0]).detach())
-            loss = functional.softplus(-real).mean() + functional.softplus(made).mean()
-            optimizer["critic"].zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer["critic"])
-            other = functional.softplus(-model["critic"](model["actor"](batch[0]))).mean()
-            optimizer["actor"].zero_grad()
-            scaler.scale(other).backward()
-            scaler.step(optimizer["actor"])
-            scaler.update()
-        return loss
-
-    return TrainingRun(model=model, batches=data(), step=step, optimizer=optimizers, scaler={"init_scale": 1024.0})
-
-
 def replay(name, **arguments):
     return bisect_nan(ReplayRequest(factory=f"{__file__}:{name}", arguments=arguments))
 
@@ -118,10 +95,6 @@ def test_a_first_step_in_which_old_copies_hardly_matter_does_not_end_the_compari
 @pytest.mark.parametrize("context", ["each", "without a cache"])
 def test_a_context_for_each_forward_and_one_without_a_cache_are_well(context):
     assert replay("inner_loop", context=context).findings == ()
-
-
-def test_small_updates_of_several_networks_are_no_harm():
-    assert {finding.severity for finding in replay("networks_in_one_context").findings} <= {"note"}
 
 
 def swapped(write: str, healthy: str = "") -> TrainingRun:
@@ -228,34 +201,3 @@ def test_old_copies_that_are_equal_in_the_first_step_are_found_in_a_later_one():
 @pytest.mark.parametrize("healthy", ["cache cleared", "a context each"])
 def test_weights_that_are_swapped_and_cast_anew_are_well(healthy):
     assert replay("swapped", write="copy_ of .data", healthy=healthy).findings == ()
-
-
-def test_half_copies_that_a_run_keeps_on_purpose_are_not_blamed():
-    assert replay("kept_on_purpose").findings == ()
-
-
-def kept_on_purpose() -> TrainingRun:
-    """A first layer's half copy from before the run: frozen by hand."""
-    torch.manual_seed(0)
-    model = net()
-
-    def step(model, batch, optimizer, scaler):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            frozen = model[0].weight.bfloat16().detach()
-            with torch.no_grad():
-                model[0].weight.mul_(0.999)
-            out = model(batch[0]) + functional.linear(batch[0].bfloat16(), frozen)[:, :4]
-            loss = functional.cross_entropy(out.float(), batch[1])
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return TrainingRun(
-        model=model,
-        batches=data(),
-        step=step,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
-        precision="bf16",
-        scaler=None,
-    )

@@ -71,21 +71,6 @@ def tempered(
     return run
 
 
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.norm, self.head = nn.Linear(8, 32), nn.LayerNorm(32, bias=False), nn.Linear(32, 4)
-
-    def forward(self, x):
-        return self.head(self.norm(torch.tanh(self.body(x)))).float()
-
-
-def normed() -> TrainingRun:
-    torch.manual_seed(0)
-    model = Normed().bfloat16()
-    return _run(model, torch.optim.Adam(model.parameters(), lr=1e-3), torch.bfloat16, classes)
-
-
 def stepped(eps: float, *, gain: float = 1.0) -> TrainingRun:
     """Gradients whose squares, a thousandth of them, fp16 cannot hold; with the gain it can."""
     torch.manual_seed(0)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import io
 import math
 import re
-import weakref
 
 import pytest
 from rich.console import Console
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.replay import batches
-from ampdoctor.replay.snapshot import Snapshot
 from ampdoctor.reports.human import render_human
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows import close_look
@@ -36,22 +34,6 @@ def test_the_way_back_is_short_and_exact(bad):
     assert report.run["deterministic"]
     # pass 1, the way back, the trace and at most 3 trials of 4 steps and a reference: never from the start
     assert report.run["replays"] - (bad + 1) <= close_look.stretch(steps) - 1 + 1 + 1 + 3 * 4
-
-
-def test_few_snapshots_are_taken_and_a_handful_lives(monkeypatch):
-    taken, most, living = 0, 0, weakref.WeakSet()
-    original = Snapshot.__init__
-
-    def counted(self, *args, **keywords):
-        nonlocal taken, most
-        original(self, *args, **keywords)
-        living.add(self)
-        taken, most = taken + 1, max(most, len(living))
-
-    monkeypatch.setattr(Snapshot, "__init__", counted)
-    replay("large_at", 120, bad=103, compare_steps=0)
-    assert taken <= 1 + math.ceil(104 / close_look.stretch(120)) + 4
-    assert most <= 4
 
 
 def test_skips_in_a_row_are_gone_back_to_without_a_replay():

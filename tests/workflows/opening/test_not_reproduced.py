@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.cli.run_command import judge
-from ampdoctor.diagnosis.health.loss_rules import STEPS_NOT_FINITE
 from ampdoctor.diagnosis.replay.outcome import known_failure
 from ampdoctor.evidence.checkpoint_stats import ScalerState
-from ampdoctor.evidence.location import Where
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
@@ -117,24 +115,6 @@ def test_a_comparison_that_was_cut_comes_before_all_else(wanted, option, said, c
     (left_out,) = [one.what for one in report.skipped if "fp32" in one.what]
     assert left_out == ("comparison of further steps with fp32" if wanted else "comparison with fp32")
     assert bisect_nan(replace(request, compare_steps=None)).verdict == "sick"
-
-
-def of_log(step, loss=None, norm=None, severity="error"):
-    evidence = {"loss": loss, "gradient_norm": norm}
-    return STEPS_NOT_FINITE.finding(severity, "said", where=Where(phase="loss", global_step=step), evidence=evidence)
-
-
-@pytest.mark.parametrize(
-    ("found", "step"),
-    [
-        ([of_log(2, NAN)], 2),
-        ([of_log(2, NAN, severity="warning")], 2),
-        ([of_log(2, NAN, severity="note"), of_log(7, 1.0, INF)], 7),
-    ],
-)
-def test_the_first_step_that_fails(found, step):
-    assert known_failure(found, None, None, said=False).step == step
-    assert known_failure([of_log(3, 1.0, INF, "warning")], None, None, said=False) is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.evidence.location import Source, Where
-from ampdoctor.evidence.trace import NonFiniteOrigin, PathOp, PropagationPath, TensorStats
+from ampdoctor.evidence.trace import NonFiniteOrigin, PathOp, PropagationPath
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.report_notes import MOST_CARRIERS, path_section
 from tests.corpus.reports import diagnosed, of_case
@@ -103,17 +103,3 @@ def test_a_long_path_keeps_both_of_its_ends_and_counts_the_rest():
     assert len(shown) == MOST_CARRIERS
     assert (shown[0], shown[-1]) == (11, carriers[-1].order)
     assert path["omitted"] == 5 + 7
-
-
-def test_a_birth_shows_its_first_non_finite_result_and_its_largest_input():
-    stats = [
-        TensorStats(dtype="float16", shape=(2,), amax=amax, nans=nans, infs=0, zeros=0)
-        for amax, nans in ((1.0, 0), (5.0, 0), (3.0, 1))
-    ]
-    path = to_plain(
-        path_section(born(inputs=tuple(stats[:2]), outputs=(stats[0], stats[2])), "f" * 16, {"fc": "Linear"})
-    )
-    (node,) = path["nodes"]
-    assert (node["type"], node["input_amax"], node["output_amax"], node["nan"]) == ("Linear", 5.0, 3.0, 1)
-    assert node["source"] == {"file": "net.py", "line": 7}
-    assert path["affected"] == ["loss", "grad:fc.weight"]

@@ -132,11 +132,6 @@ def test_a_scale_below_1_that_the_gradients_need_is_to_be_loaded(tmp_path):
     assert (lost.code, lost.severity, lost.prescription.verified) == ("AMP407", "error", True)
 
 
-def test_a_fresh_scaler_of_a_run_without_one(tmp_path):
-    report = resumed_at(2.0**-9, tmp_path, factor=1.0, scaled=False, fresh=True)
-    assert any("is not loaded (--fresh-scaler): the run has no scaler" in one.reason for one in report.skipped)
-
-
 @pytest.mark.parametrize("load", [None, loaded_by_hand])
 def test_a_fresh_scaler_is_the_factorys(tmp_path, load):
     report = resumed_at(2.0**-9, tmp_path, SICK, load=load, fresh=True)

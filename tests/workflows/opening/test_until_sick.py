@@ -10,7 +10,6 @@ import torch
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.reports.next_step import next_step
-from ampdoctor.workflows import close_look
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.requests import ReplayRequest
@@ -135,22 +134,6 @@ def test_single_skips_of_a_scaler_at_work_do_not_end_it():
     skips = next(check for check in report.checks if check.name == "steps skipped by the scaler")
     assert int(skips.result.split()[0]) > 2
     assert (report.verdict, report.run["steps"]) == ("healthy", 60)
-
-
-def test_only_two_snapshots_are_held_on_the_way_and_little_of_what_was_seen(monkeypatch):
-    held = []
-    passes = close_look.SnapshotRing.passes
-
-    def watched(self, session, step, **options):
-        passes(self, session, step, **options)
-        held.append((len(self._ring), len(self._states)))
-
-    monkeypatch.setattr(close_look.SnapshotRing, "passes", watched)
-    options = {"rate": 0.01}
-    bisect_nan(ReplayRequest(factory=FACTORY, arguments=options, until_sick=True, max_steps=80))
-    assert len(held) == 80
-    assert max(ring for ring, _ in held) == 2
-    assert max(states for _, states in held) <= 2 * max(close_look.stretch(80), 8)
 
 
 @pytest.mark.parametrize("at", [13, 0])

@@ -89,38 +89,6 @@ def updated_by_hand():
     return plain(precision="bf16", scaler=None, after_step=after)
 
 
-def normalised_by_hand():
-    """The user's own step divides gradients by their norm, which is 0 in step 2."""
-
-    def step(model, batch, optimizer, autocast):
-        optimizer.zero_grad()
-        with autocast():
-            loss = batch[2] * functional.mse_loss(model(batch[0]).float(), batch[1])
-        loss.backward()
-        for parameter in model.parameters():
-            parameter.grad = parameter.grad / parameter.grad.norm()  # NORMALISED
-        optimizer.step()
-        return loss
-
-    run = plain()
-    batches = [(*batch, float(index != 2)) for index, batch in enumerate(run.batches)]
-    return plain(precision="bf16", scaler=None, loss=None, step=step, batches=batches)
-
-
-def divided_by_state():
-    """The forward divides by a buffer that the user's own schedule brings to 0 in step 2 and on beyond it."""
-    model = nn.Sequential(nn.Linear(8, 1))
-    model.register_buffer("temperature", torch.tensor(0.5))
-
-    def loss(model, batch):
-        return functional.mse_loss(model(batch[0]).float() / model.temperature, batch[1])  # BY STATE
-
-    def after(run, step):
-        run.model.temperature -= 0.25
-
-    return plain(model=model, precision="bf16", scaler=None, loss=loss, after_step=after)
-
-
 class Gated(nn.Module):
     """A recurrent cell with an exponential gate beyond fp32 itself; what it gives meets weights again."""
 
@@ -148,37 +116,4 @@ def gated():
         loss=lambda model, batch: functional.mse_loss(model(batch[0], batch[2]).float(), batch[1]),
         precision="bf16",
         scaler=None,
-    )
-
-
-class Masked(nn.Module):
-    """Adds a mask that is written in fp32's range, in the format of what it masks."""
-
-    def forward(self, x, mask):
-        return (x + mask.to(x.dtype)).softmax(-1)
-
-
-class Attending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.attention, self.last = nn.Linear(8, 16), Masked(), nn.Linear(16, 1)
-
-    def forward(self, x, mask):
-        return self.last(self.attention(self.first(x), mask))
-
-
-def wholly_masked():
-    """Every batch has fp32's lowest number in its mask; that of step 3 fills a row with it."""
-    lowest = torch.finfo(torch.float32).min
-    batches = []
-    for step, batch in enumerate(plain().batches):
-        mask = torch.zeros(4, 16)
-        mask[0, 0 if step == 3 else 8 :] = lowest
-        batches.append((*batch, mask))
-    torch.manual_seed(0)
-    return plain(
-        model=Attending(),
-        batches=batches,
-        loss=lambda model, batch: functional.mse_loss(model(batch[0], batch[2]).float(), batch[1]),
-        scaler={"init_scale": 1024.0},
     )

@@ -131,23 +131,6 @@ def scaled_twice(*, divided=False):
     return _run(step)
 
 
-def weighted():
-    """Losses are weighed before, and after, they are scaled."""
-
-    def step(model, batch, optimizer, scaler, autocast):
-        optimizer.zero_grad()
-        with autocast():
-            out = model(batch[0])
-            first, second = functional.mse_loss(out, batch[1]), functional.l1_loss(out, batch[1])
-        scaled = scaler.scale(0.3 * first + 5.0 * second)
-        (scaled / 4).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return first
-
-    return _run(step)
-
-
 def regularised_after_unscaling():
     """The penalty on the weights is fp32 and unscaled, and joins gradients that are unscaled as well."""
 
@@ -205,28 +188,6 @@ def cached_gradients(factor=1.0, scale=SCALE):
         return loss
 
     return _run(step, scaler=scale)
-
-
-def two_scalers(scale=SCALE):
-    """Each optimizer has one, and both are the step's own; their calls interleave."""
-    model = nn.ModuleDict({"a": Net(), "b": Net()})
-    scalers = {name: torch.amp.GradScaler("cpu", init_scale=scale) for name in model}
-
-    def step(model, batch, optimizer, autocast):
-        for name, scaler in scalers.items():
-            optimizer[name].zero_grad()
-            with autocast():
-                loss = _loss(model[name], *batch)
-            scaler.scale(loss).backward()
-        scalers["b"].unscale_(optimizer["b"])
-        scalers["a"].step(optimizer["a"])
-        scalers["a"].update()
-        _clip(model["b"])
-        scalers["b"].step(optimizer["b"])
-        scalers["b"].update()
-        return loss
-
-    return _run(step, model=model, optimizer=_one_each, scaler=None, count=8)
 
 
 # -- sick --------------------------------------------------------------------------------------------------------

@@ -148,14 +148,6 @@ def adapter(half, trained):
     )
 
 
-def masked_row():
-    def loss(m, x):
-        scores = m(x).float().masked_fill(torch.ones(3, 4, dtype=torch.bool), float("-inf"))
-        return scores.softmax(-1).square().mean() + m(x).float().square().mean()  # MASKED
-
-    return line(loss)
-
-
 def norm_of_a_zero_row():
     """0 / 0 as the epsilon is flushed, and behind it a root whose derivative at 0 is infinite."""
 
@@ -220,17 +212,6 @@ def _backward(model, batch, optimizer, scaler, autocast):
         loss = model(batch).square().mean()
     scaler.scale(loss).backward()
     return loss
-
-
-def never_updates():
-    """torch refuses the second step; the first one's gradients overflowed, and so do the second one's."""
-
-    def step(model, batch, optimizer, scaler, autocast):
-        loss = _backward(model, batch, optimizer, scaler, autocast)
-        scaler.step(optimizer)
-        return loss.detach()
-
-    return protocol(step, scale=2.0**22)
 
 
 def steps_past_an_overflow():

@@ -63,13 +63,6 @@ def test_a_healthy_step_is_verified_and_nothing_is_left_behind():
     assert session.replays == 5, "four steps and the reference of the first"
 
 
-def test_what_is_still_non_finite_fails():
-    session = session_of(loss=lambda m, x: (m(x) * 1e6).float().mean(), scaler=None)
-    result = attempt(trials_of(session), change.no_change)
-    assert result.status == "failed"
-    assert result.reason.startswith("step 0 is still non-finite (")
-
-
 def test_a_later_step_that_fails_is_no_proof():
     def loss(m, x):
         return m(x).float().mean() / (0.0 if bool(m.last.bias.grad is None) and bool(x[0, 0] == MARK) else 1.0)
