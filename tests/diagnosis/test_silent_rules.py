@@ -8,7 +8,6 @@ import pytest
 
 from ampdoctor.diagnosis.replay.forward import unexplained
 from ampdoctor.diagnosis.replay.gradients import (
-    common_module,
     deserves_a_look,
     shown_in,
     starved,
@@ -201,17 +200,6 @@ def test_a_whole_module_is_an_error_and_a_part_of_one_a_warning():
     part = replace(HUNGRY, name="body.bias")
     assert starved_finding([held(0, FED, HUNGRY)], [HUNGRY], None).severity == "error"
     assert starved_finding([held(0, FED, part)], [part], None).severity == "warning"
-
-
-def test_one_finding_names_the_module_that_all_share():
-    inner = [replace(HUNGRY, name=f"encoder.{at}.weight") for at in range(20)]
-    finding = starved_finding([held(0, FED, *inner), held(1, FED, *inner)], inner, None)
-    assert finding.where.module == "encoder"
-    assert finding.evidence["parameters_count"] == 20
-    assert len(finding.evidence["parameters"]) == 16
-    assert finding.evidence["steps"] == [0, 1]
-    assert common_module(["a.b.weight", "a.c.bias"]) == "a"
-    assert common_module(["weight", "a.c.bias"]) == ""
 
 
 @pytest.mark.parametrize(

@@ -176,19 +176,6 @@ def masked_overflow():
     return run(model=MaskedOverflow(), loss=lambda m, x: (m(x)[:, 0] - 1).float().square().mean())
 
 
-class ExpandedBuffer(nn.Linear):
-    def __init__(self):
-        super().__init__(3, 2)
-        self.register_buffer("scale", torch.tensor(1.0).expand(2))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
-
-
-def expanded_buffer():
-    return run(model=ExpandedBuffer())
-
-
 def frozen_mask_parameter():
     class Masked(nn.Module):
         def __init__(self):
@@ -200,22 +187,6 @@ def frozen_mask_parameter():
             return (self.lin(x) + self.mask).softmax(-1)
 
     return run(model=Masked())
-
-
-def sparse_gradients():
-    class Words(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words = nn.EmbeddingBag(5, 3, sparse=True)
-
-        def forward(self, x):
-            return self.words(x)
-
-    return run(
-        model=Words(),
-        batches=[torch.tensor([[1, 2], [2, 4]]) for _ in range(2)],
-        optimizer=lambda m: torch.optim.SparseAdam(list(m.parameters())),
-    )
 
 
 def lazy_module():
@@ -246,17 +217,6 @@ def spectrum(*, sick: bool = False):
         return (values / (values * 0) if sick else values).abs().mean()
 
     return run(loss=of_spectrum)
-
-
-def fully_padded_attention():
-    model = nn.ModuleDict({"into": nn.Linear(3, 4), "attention": nn.MultiheadAttention(4, 2, batch_first=True)})
-
-    def attend(model, x):
-        h = model["into"](x).unsqueeze(0)
-        padding = torch.ones(1, 4).bool()
-        return model["attention"](h, h, h, key_padding_mask=padding)[0].float().mean()
-
-    return run(model=model, loss=attend)
 
 
 def anomaly_mode():

@@ -191,36 +191,3 @@ def test_a_model_that_was_cast_is_given_back_in_its_own_dtype(callback):
         with pytest.raises(UserCodeError):
             replay(WELL, function, precision="bf16")
     assert_untouched(function="half_of_its_own")
-
-
-PROCESS = """
-import os, signal, sys, time
-import torch
-from tests.workflows import interruptible
-def make_run():
-    calls = []
-    def loss(model, x):
-        calls.append(1)
-        if len(calls) == 2:
-            {act}
-        return interruptible.loss(model, x)
-    return interruptible.make_run(loss=loss)
-"""
-
-
-@pytest.mark.parametrize(
-    ("act", "code", "sentence"),
-    [
-        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(5)", 130, "ampdoctor: interrupted"),
-        ("torch.empty(1 << 50)", 2, "step 1 ran out of memory"),
-        ("raise ValueError('mine')", 2, "step 1 raised ValueError: mine"),
-        ("assert torch.isfinite(torch.log(-x.abs()).sum()), 'the loss is NaN'", 1, ""),
-    ],
-)
-def test_on_the_command_line(act, code, sentence, run_here, tmp_path):
-    file = tmp_path / "run.py"
-    file.write_text(PROCESS.format(act=act))
-    done = run_here("bisect-nan", f"{file}:make_run", "--steps", "3", "--no-progress")
-    assert (done.returncode, sentence in done.stderr) == (code, True), done.stderr
-    assert "internal error" not in done.stderr
-    assert bool(done.stdout) == (code == 1)

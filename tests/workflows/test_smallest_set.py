@@ -62,12 +62,6 @@ def test_a_likely_element_is_tried_by_itself_and_saves_the_search(n):
         assert check(n, needed, given=[5]) <= trials_bound(n, len(needed)) + 1, "not needed: dropped again"
 
 
-@pytest.mark.parametrize(("n", "k", "most"), [(30, 2, 14), (100, 3, 27), (300, 5, 50)])
-def test_with_one_right_guess_few_trials_are_needed(n, k, most):
-    draws = [random.Random(seed).sample(range(n), k) for seed in range(30)]
-    assert sum(check(n, needed, given=needed[:1]) for needed in draws) / 30 <= most
-
-
 @pytest.mark.parametrize("elements", [range(9), []])
 def test_where_everything_treated_does_not_cure_there_is_no_set(elements):
     assert smallest_set(elements, lambda treated: False) == ((), False)

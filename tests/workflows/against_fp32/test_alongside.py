@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import time
 from queue import SimpleQueue
 
 import pytest
@@ -15,7 +13,6 @@ from ampdoctor import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 
-LOG = logging.getLogger("training")
 STEPS = 5
 
 
@@ -182,25 +179,6 @@ def test_an_optimizer_that_counts_its_steps_finds_its_count():
     assert report.verdict == "healthy"
     seen = [counts.get_nowait() for _ in range(counts.qsize())]
     assert seen == [1, *(count for count in range(1, STEPS + 1) for _ in range(2))], "each step, its twin, the proof"
-
-
-def test_what_a_library_keeps_is_no_state_of_the_run():
-    """Loggers, caches and compiled patterns come and go with any step."""
-
-    def factory():
-        run, loss = make_run(), make_run().loss
-
-        def logging_loss(model, batch):
-            LOG.getChild(f"at {time.monotonic_ns()}").debug("a step")
-            return loss(model, batch)
-
-        run.loss = logging_loss
-        return run
-
-    known = len(LOG.manager.loggerDict)
-    report = bisect_nan(ReplayRequest(factory=factory, steps=STEPS))
-    assert (report.verdict, report.run["replays"]) == ("healthy", 2 * STEPS + 1)
-    assert len(LOG.manager.loggerDict) > known + 2 * STEPS
 
 
 def test_a_failing_step_is_the_one_that_fails():

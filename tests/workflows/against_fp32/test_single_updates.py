@@ -30,15 +30,6 @@ def test_a_temperature_that_stands_still():
     assert (finding.prescription.kind, finding.prescription.status) == ("dtype", "verified")
 
 
-def test_steps_of_a_warm_up_at_learning_rate_0_show_nothing_and_are_counted():
-    report = report_of("tempered", warmup=2)
-    assert found(report) == [("AMP506", "error", "optimizer_precision", 2, "", "aten.addcdiv_")]
-    assert report.findings[0].evidence["steps"] == [2, 3, 4, 5]
-    quiet = report_of("tempered", warmup=6)
-    assert (quiet.verdict, found(quiet)) == ("healthy", [])
-    assert quiet.checks[-1].headroom["steps_at_rest_in_fp32"] == 6
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
 
 import pytest
-from rich.console import Console
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.replay import batches
-from ampdoctor.reports.human import render_human
-from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows import close_look
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
@@ -127,18 +122,3 @@ def test_where_nothing_was_looked_at_the_headroom_is_not_measured(function, argu
     request = ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, strategy=strategy)
     check = tightest(bisect_nan(request))
     assert (check.headroom, check.result.startswith("not measured: "), said in check.result) == ({}, True, True)
-
-
-def test_a_person_reads_how_many_steps_and_how_near():
-    console = Console(file=io.StringIO(), width=200, no_color=True)
-    render_human(replay("healthy"), console)
-    text = console.file.getvalue()
-    assert "verdict: healthy in 8 replayed steps" in text
-    assert re.search(r"tightest headroom: a factor of [\d.e+]+: .* and fp16 ends at 65504\s*$", text, re.MULTILINE)
-
-
-def test_misuse_is_looked_for_in_steps_whose_batches_were_let_go_of(monkeypatch):
-    request = ReplayRequest(factory="tests/workflows/habits.py:past_the_scaler", steps=8)
-    kept = bisect_nan(request)
-    monkeypatch.setattr(batches, "ROOM", 1)
-    assert render_json(bisect_nan(request)) == render_json(kept)

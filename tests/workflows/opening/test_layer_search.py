@@ -273,21 +273,6 @@ def test_the_run_is_bit_by_bit_as_it_was(kind, origin):
         assert torch.is_grad_enabled()
 
 
-def test_ctrl_c_in_the_middle_leaves_the_run_as_it_was(monkeypatch):
-    with harmed_step(request_of()) as harmed:
-        session = harmed[0]
-        before = state_of(session)
-
-        def interrupted(*_):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr("ampdoctor.probes.halving.is_nonfinite", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            LayerSearch(*harmed).trace()
-        assert same(before, state_of(session))
-        assert hooks_of(session) == (0, [])
-
-
 # -- the command line ------------------------------------------------------------------------------------------------
 
 

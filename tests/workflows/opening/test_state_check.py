@@ -123,14 +123,3 @@ def test_what_a_factory_loads_by_itself_is_judged_too(case, tmp_path):
     report = bisect_nan(ReplayRequest(factory=made, arguments={"loaded": saved(tmp_path / "checkpoint.pt", spoil)}))
     assert graded(report, {code for code, _ in DEFECT_CODES}) == expected
     assert [(f.where.phase, f.where.step, f.cause) for f in report.findings] == [("checkpoint", 0, "bad_checkpoint")]
-
-
-def test_infinities_on_purpose_are_left_alone():
-    def factory():
-        run = made()
-        run.model.register_buffer("best", torch.tensor(math.inf))
-        run.model.mask = nn.Parameter(torch.tensor([0.0, -math.inf]), requires_grad=False)
-        return run
-
-    report = bisect_nan(ReplayRequest(factory=factory))
-    assert (report.verdict, [f.message for f in report.findings]) == ("healthy", [])

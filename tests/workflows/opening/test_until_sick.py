@@ -101,29 +101,6 @@ def test_a_run_that_stays_finite_says_what_was_not_looked_at(tmp_path, check_rep
     assert "only 20 steps were replayed (--max-steps)" in note.help
 
 
-def test_a_function_that_takes_start_is_told_it_even_without_until_sick(tmp_path):
-    file, starts = str(tmp_path / "last.pt"), []
-
-    def make_run():
-        run = late_runs.make_run(rate=0.01)
-
-        def batches(start):
-            starts.append(start)
-            return iter([[torch.arange(4), torch.full((4, 8), float(start + step))] for step in range(3)])
-
-        run.batches = batches
-        return run
-
-    late_runs.train(7, 7, file, rate=0.01)
-    for checkpoint, start in ((file, 7), (None, 0)):
-        with open_replay(ReplayRequest(factory=make_run, checkpoint=checkpoint)) as replay:
-            session = replay.session()
-            assert session.has_step(0)
-            assert float(session.batches_of(0)[0][1][0, 0]) == start
-            session.close()
-    assert starts == [7, 0]
-
-
 def test_single_skips_of_a_scaler_at_work_do_not_end_it():
     def make_run():
         run = late_runs.make_run(rate=0.01)

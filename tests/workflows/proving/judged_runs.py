@@ -35,47 +35,15 @@ def diverging(rate=20.0):
     return plain(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=rate))
 
 
-def overflowing_before_a_bad_batch():
-    """The loss of step 1 is beyond fp16, and the batch of step 2 is not finite in any format."""
+def broken_weight():
     run = plain()
-    batches = [(inputs, targets, 1e6 if step else 1.0) for step, (inputs, targets) in enumerate(run.batches)]
-    batches[2][0][0] = float("nan")
-    return plain(loss=lambda model, batch: (model(batch[0]) * batch[2]).float().square().mean(), batches=batches)
-
-
-def broken_weight(factor=1.0):
-    run = plain(loss=lambda model, batch: factor * functional.mse_loss(model(batch[0]), batch[1]))
     with torch.no_grad():
         run.model[2].weight[0, 3] = float("nan")
     return run
 
 
-def broken_weight_beyond_every_scale():
-    return broken_weight(factor=1e6)
-
-
-class Overflowing(nn.Module):
-    """Beyond fp16 on the way, and an ordinary number at its end."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 16)
-
-    def forward(self, x):
-        return ((self.inner(x) * 1e3) * 1e3).relu() / 1e6
-
-
-def overflowing_at_a_scale_too_high():
-    torch.manual_seed(0)
-    return plain(model=nn.Sequential(Overflowing(), nn.Linear(16, 1)))
-
-
 def skipping_throughout():
     return plain(scaler={"init_scale": 2.0**40})
-
-
-def without_batches():
-    return plain(batches=[])
 
 
 def updated_by_hand():

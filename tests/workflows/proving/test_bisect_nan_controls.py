@@ -13,9 +13,7 @@ FILE = Path(__file__).with_name("controls.py")
 MASKS = (
     "inf_filled",
     "inf_added",
-    "min_filled",
     "min_added",
-    "min_added_twice",
     "fp32_min_added",
     "where",
     "buffer",
