@@ -55,7 +55,6 @@ from ampdoctor.workflows.open_replay import OpenReplay, open_replay, scaler_afte
 from ampdoctor.workflows.repairs import after_refusal
 from ampdoctor.workflows.report_notes import (
     LAST_COMPARED,
-    elsewhere,
     failed_run,
     headroom_check,
     interrupted,
@@ -601,7 +600,9 @@ class _Search:
 
     def _elsewhere(self, verdict: Verdict) -> Iterator[Skipped]:
         if self.until_sick and verdict != "sick":
-            yield elsewhere(self.session.device.type)
+            here = f"one process ran it on this machine's {self.session.device.type}"
+            reason = f"{here}: a failure that hangs on either may not come back here"
+            yield Skipped(what="other hardware and other numbers of ranks", reason=reason)
 
     def _path(self, findings: Sequence[Finding]) -> PathSection | None:
         for finding in findings:

@@ -75,14 +75,6 @@ class _Skip:
 
 
 @dataclass(slots=True)
-class _Pending:
-    """Non-finite gradients of a step that only accumulates; kept until an optimizer uses them or a scaler skips."""
-
-    snapshot: Snapshot
-    origins: tuple[NonFiniteOrigin, ...]
-
-
-@dataclass(slots=True)
 class Judge:
     """Judges the steps of a run one by one, and its scaler at the end."""
 
@@ -99,7 +91,8 @@ class Judge:
     _replayed: list[ReplayedStep] = field(default_factory=list)
     _unsettled: _Skip | None = None
     _unexplained: _Skip | None = None
-    _pending: _Pending | None = None
+    _pending: tuple[Snapshot, tuple[NonFiniteOrigin, ...]] | None = None
+    """Of a step that only accumulates: kept until an optimizer uses its gradients or a scaler skips."""
     _raised: str | None = None
 
     def is_sick(self, snapshot: Snapshot, outcome: StepOutcome, nonfinite_probe: NonFiniteProbe) -> bool:
@@ -129,11 +122,11 @@ class Judge:
                 origin for origin in origins if any(not harm.startswith("grad:") for harm in origin.affected)
             )
         if not used and origins and all(target.startswith("grad:") for target in affected):
-            self._pending = _Pending(snapshot, origins)
+            self._pending = snapshot, origins
             return False
         if pending is not None:
             new = tuple(origin for origin in origins if origin.came_from not in ("constant", "grad"))
-            origins, snapshot = (*pending.origins, *new), pending.snapshot
+            origins, snapshot = (*pending[1], *new), pending[0]
         return self._judge(trace, origins, outcome, nonfinite, snapshot)
 
     def _keep_unexplained(self) -> None:
@@ -305,8 +298,8 @@ class Judge:
         pending = self._pending
         if pending is None or last < min(PERSISTS, steps):
             return
-        origin, *rest = pending.origins
-        trials = self._trials(pending.snapshot, origin.where.step or 0, steps)
+        snapshot, (origin, *rest) = pending
+        trials = self._trials(snapshot, origin.where.step or 0, steps)
         cause = cause_of(origin)
         lower = scale_cure(origin, trials, self.look.session) if cause == "backward_overflow" else None
         cured = lower is not None and lower.verified

@@ -404,7 +404,10 @@ def modules_in_fp32(origins: Sequence[NonFiniteOrigin], trials: Trials) -> Itera
     together = list(dict.fromkeys(origin.where.module for origin in origins))
     elements = [*ran.modules, *(name for name in together if name not in ran.modules)]
     found, minimal = smallest_set(
-        elements, lambda names: attempt(_ordered(elements, names)).verified, given=together, limit=MOST_TRIALS
+        elements,
+        lambda names: attempt([name for name in elements if name in names]).verified,
+        given=together,
+        limit=MOST_TRIALS,
     )
     if not found:
         everything = known[frozenset(elements)]
@@ -413,10 +416,6 @@ def modules_in_fp32(origins: Sequence[NonFiniteOrigin], trials: Trials) -> Itera
     proof = "none can be left out" if minimal else "perhaps not the smallest set"
     cure = attempt(found)
     yield replace(cure, detail=f"{cure.detail} ({proof}: {len(known)} trials among {len(elements)} modules)")
-
-
-def _ordered(elements: Sequence[str], names: frozenset[str]) -> list[str]:
-    return [name for name in elements if name in names]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -129,12 +129,6 @@ def only_looked_at(steps: int, compared: int) -> Iterator[Skipped]:
         yield Skipped(what="comparison of every step with fp32", reason=reason)
 
 
-def elsewhere(device: str) -> Skipped:
-    """Returns the note that a run that stays finite here may still fail on other hardware or with other ranks."""
-    reason = f"one process ran it on this machine's {device}: a failure that hangs on either may not come back here"
-    return Skipped(what="other hardware and other numbers of ranks", reason=reason)
-
-
 def interrupted(replay: OpenReplay, outcomes: Sequence[StepOutcome], fired: int | None) -> ErrorNote:
     """Returns what is known where Ctrl-C ends the search; `fired` is the non-finite step that was being examined."""
     well = len(outcomes) if fired is None else fired
