@@ -32,7 +32,6 @@ class Target:
     tf32: bool = False  # fp32 matrix products may read 10 mantissa bits
     fp8: bool = False  # E4M3 and E5M2 with a scale for each tensor
     mxfp8: bool = False  # a power-of-two scale for each 32 elements
-    nvfp4: bool = False  # E2M1 with an E4M3 scale for each 16 elements
     fp16_flush: float = FP16_FLUSH
     bf16_backward: bool = False
     source: str
@@ -88,8 +87,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 tf32=True,
                 fp8=True,
                 mxfp8=True,
-                nvfp4=True,
-                source=f"{_MATRIX}: MXFP8 and NVFP4; fp16 subnormals taken as on the A100, not measured",
+                source=f"{_MATRIX}: MXFP8; fp16 subnormals taken as on the A100, not measured",
             ),
             Target(
                 name="gtx10",
@@ -128,8 +126,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 hardware="NVIDIA RTX 50 (compute capability 12.0)",
                 tf32=True,
                 fp8=True,
-                nvfp4=True,
-                source=f"{_MATRIX}: NVFP4 from 10.0 on, MXFP8 not on 12.0; fp16 subnormals taken as on the A100",
+                source=f"{_MATRIX}: no MXFP8 on 12.0; fp16 subnormals taken as on the A100",
             ),
             Target(
                 name="mi200",

@@ -39,11 +39,7 @@ _OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16",
 
 
 def is_profile(target: str) -> bool:
-    """Whether a target names a saved profile rather than a factory, which has a colon after its file or module.
-
-    A run's log counts as a profile, because its details add up to one. These do not: a script without a function name,
-    a bundle's folder or manifest, and a function with a dot in place of its colon.
-    """
+    """Whether a target names a saved profile or a run's log rather than a factory, a script or a bundle."""
     path = Path(target)
     if path.name == "manifest.json":
         return False
@@ -191,7 +187,6 @@ class ReplayRequest:
         return {"advice_options": options} if options else {}
 
     def _options(self, names: Iterable[str]) -> dict[str, Any]:
-        """Returns the options that differ from their defaults, each with its values; a flag has none."""
         usual = {field.name: field.default for field in fields(self) if field.default is not MISSING}
         given = {name: getattr(self, name) for name in names if getattr(self, name) != usual[name]}
         return {f"--{name.replace('_', '-')}": [] if value is True else [str(value)] for name, value in given.items()}
@@ -234,7 +229,6 @@ class ReplayRequest:
 
 
 def _typed(name: str, value: Any) -> str | None:
-    """Returns a factory's argument as the user types it; None for a value that cannot be typed."""
     try:
         return f"{name}={json.dumps(value, allow_nan=False)}"
     except (TypeError, ValueError):

@@ -173,19 +173,6 @@ def test_a_spilled_diagnosis_is_the_same(tmp_path, monkeypatch):
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
 
 
-@pytest.mark.parametrize("serves", [False, True])
-def test_a_folder_that_does_not_serve_is_named_with_the_one_that_does(serves, tmp_path, monkeypatch):
-    named = tmp_path if serves else tmp_path / "none"
-    monkeypatch.setenv("TMPDIR", str(named))
-    monkeypatch.setenv("TMP", str(tmp_path))
-    monkeypatch.delenv("TEMP", raising=False)
-    monkeypatch.setattr(tensor_store.tempfile, "tempdir", None)
-    run = bisect_nan(ReplayRequest(factory=big_run, steps=1, spill=True)).run
-    notes = [note for note in run["notes"] if note.startswith("--spill keeps the state")]
-    said = f"--spill keeps the state in {tmp_path}: TMPDIR names {named}, which does not serve"
-    assert notes == ([] if serves else [said])
-
-
 def test_no_room_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_store.tempfile, "tempdir", str(tmp_path))
     run = big_run()

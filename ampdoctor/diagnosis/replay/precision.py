@@ -58,11 +58,7 @@ def table(
     islands: Mapping[str, str],
     eighth: Mapping[str, tuple[RowPrecision, str]],
 ) -> Iterator[PrecisionRow]:
-    """Yields the rows of a run in half precision.
-
-    `half` is for what is neither kept in fp32 nor taken by FP8. `islands` are the modules to keep in fp32 and `eighth`
-    the modules that FP8 takes or leaves ({} without FP8), each with the reason.
-    """
+    """Yields the rows of a run in half precision; `islands` stay in fp32, `eighth` is what FP8 takes or leaves."""
     for module in facts.modules:
         yield from _own_ops(module, half)
         if module.name in islands:
@@ -119,7 +115,6 @@ def loss_remedies(facts: PrecisionFacts) -> Iterator[str]:
 
 
 def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
-    """Yields one row for each op of the module's own forward that has a precision of its own."""
     for op, computed in module.ops.items():
         kept = "autocast does so" if computed == "fp32" else f"it computes in {computed} now"
         if op in _NORMS:
@@ -186,8 +181,6 @@ def _row(module: ModuleFacts, part: str, precision: RowPrecision, reason: str) -
 # -- FP8: which matrix products fit, and in which of its formats, by range, shape and place --
 
 
-NVFP4_BINADES = math.log2(6.0 / 0.25) + math.log2(448.0) + 9.0
-"""22.4: E2M1 within a block of 16, and the range of the blocks' E4M3 scales under one scale for the tensor."""
 MARGIN = 1.0
 """Powers of two for growth of the largest value between the step that sets the scale and the step that uses it."""
 SMALLEST = 1024
@@ -206,7 +199,6 @@ class Fp8Fit:
 
     rows: Mapping[str, tuple[RowPrecision, str]] = field(default_factory=dict)
     share: float = 0.0  # share of these modules' parameters that FP8 takes
-    nvfp4: int = 0  # number of these modules within NVFP4's range
 
 
 def fp8_fit(facts: PrecisionFacts, other: RowPrecision) -> Fp8Fit:
@@ -226,8 +218,7 @@ def fp8_fit(facts: PrecisionFacts, other: RowPrecision) -> Fp8Fit:
     weight = {m.name: m.parameters for m in products}
     taken = sum(weight[name] for name, (precision, _) in rows.items() if precision != other)
     total = sum(weight.values())
-    within = [name for name in rows if _widest(spreads, name, FORWARD | BACKWARD) + MARGIN <= NVFP4_BINADES]
-    return Fp8Fit(rows, taken / total if total else 0.0, len(within))
+    return Fp8Fit(rows, taken / total if total else 0.0)
 
 
 def _against(module: ModuleFacts, routed: set[str]) -> str | None:
@@ -274,7 +265,6 @@ def _by_module(spreads: Sequence[Spread]) -> Mapping[str, list[Spread]]:
 
 
 def _widest(spreads: Mapping[str, Sequence[Spread]], name: str, kinds: frozenset[str]) -> float:
-    """Returns the widest range of the module's tensors of these kinds; inf where none was measured."""
     return max((s.log2_span for s in spreads.get(name, ()) if s.kind in kinds), default=math.inf)
 
 
@@ -340,7 +330,6 @@ def advise_precision(facts: PrecisionFacts, thresholds: Thresholds = DEFAULT_THR
 
 
 def _half(facts: PrecisionFacts, fp16: _Fp16, *, near: bool) -> tuple[RunPrecision, str, RunPrecision | None]:
-    """Returns FP16, BF16 or a wide format; why; and an equally good alternative."""
     target = facts.target
     wide: RunPrecision = "tf32" if target.tf32 else "fp32"
     kept = f" with {_listed(fp16.islands)} ({fp16.share:.1%} of the parameters) in fp32" if fp16.islands else ""
@@ -395,7 +384,6 @@ def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], thresholds: Thr
 
 
 def _near(facts: PrecisionFacts, thresholds: Thresholds) -> dict[str, float]:
-    """Returns the largest magnitude of each module whose outputs or inner products are near fp16's limit or beyond."""
     inside = {m.name: m.product_amax for m in facts.modules if m.product_amax is not None}
     largest = {
         name: max(facts.forward.get(name, 0.0), inside.get(name, 0.0)) for name in sorted(facts.forward.keys() | inside)
@@ -412,7 +400,6 @@ def _reach(amax: float, thresholds: Thresholds) -> str:
 
 
 def _share(facts: PrecisionFacts, names: Mapping[str, str]) -> float:
-    """Returns the share of the parameters in these modules and their children."""
     total = sum(m.parameters for m in facts.modules)
     inside = tuple(f"{name}." for name in names)
     held = sum(m.parameters for m in facts.modules if m.name in names or m.name.startswith(inside))
@@ -460,10 +447,5 @@ def _notes(facts: PrecisionFacts, precision: RunPrecision, eighth: Fp8Fit) -> It
         )
     if precision == "fp8":
         yield "an activation counts by the module that makes it: what a product reads is what the one before it wrote"
-        if target.nvfp4 and eighth.nvfp4:
-            yield (
-                f"{eighth.nvfp4} products lie within NVFP4's range, a factor of 2^{NVFP4_BINADES:.1f}, but E2M1 has "
-                "one mantissa bit: a matter of a trial, not of range"
-            )
     if precision in {"bf16", "fp8"} and not (facts.pure and facts.own == "bf16"):
         yield from update_notes(all_updates(facts.updates))
