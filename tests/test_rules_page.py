@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.diagnosis import catalogue as page_module
-from ampdoctor.diagnosis.catalogue import FORMER, rules
+from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.health.rolling import MOST
 from ampdoctor.diagnosis.health.step_state import SETTLING
 from ampdoctor.evidence.location import Where
@@ -48,17 +48,10 @@ def index():
         f"| {escaped(rule.title)} |"
         for rule in rules().values()
     ]
-    former = [
-        f"| {code} | {name} | {'nothing' if now is None else f'[{now}](rules/{now}.md)'} |"
-        for code, (name, now) in FORMER.items()
-    ]
     return (
         "# Rules\n\n"
         "One page for each code that a finding can have. `ampdoctor rule CODE` shows the same in a terminal.\n\n"
         "| code | name | worst severity | in a line |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n\n"
-        "## Codes of earlier versions\n\n"
-        "They are still understood: in the configuration, in a baseline, and by `ampdoctor rule`.\n\n"
-        "| code | name | now found under |\n| --- | --- | --- |\n" + "\n".join(former) + "\n\n"
         "```{toctree}\n:hidden:\n:glob:\n\nrules/*\n```\n"
     )
 

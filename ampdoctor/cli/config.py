@@ -24,9 +24,6 @@ from ampdoctor.diagnosis.catalogue import (
     UNUSED_IGNORE,
     check_threshold,
     find_rule,
-    former,
-    is_gone,
-    rules,
 )
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Source
@@ -105,15 +102,11 @@ def _kind(annotated: Any) -> tuple[Kind, tuple[str, ...]]:
 
 RULES_KEY, IGNORE_KEY = "rules", "ignore"
 OWN, SHARED = "ampdoctor.toml", "pyproject.toml"  # the first takes precedence; in the second: `[tool.ampdoctor]`
-_FEW = 8  # most keys that an error lists; for more it names a command that shows them
 MAX_BYTES = 512 * 1024
-_LOOKED_AT = 64 * MAX_BYTES  # most bytes of a pyproject.toml in which our table is looked for
 _WHAT = "the configuration"
 _MAX_DOTS = 500
 """Per line. Python's parser takes time and memory with the square of the parts of a dotted key: 40 kB took it 4 s, and
 400 kB took more memory than the machine had."""
-_HEADER = re.compile(r"""^[ \t]*\[\[?[ \t]*tool[ \t]*\.[ \t]*["']?ampdoctor["']?[ \t]*[.\]]""", re.MULTILINE)
-"""The header of one of our tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,14 +164,12 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a pyproject.toml has our table. Errors in a file without it are ignored."""
+    """Whether a pyproject.toml has our table."""
     try:
-        text = read_text(str(path), limit=_LOOKED_AT, what=_WHAT, lenient=True)
-        if _HEADER.search(text):
-            return True  # also where it is too large: reading it reports the size
-        tool = _parse(text, str(path)).get("tool") if "ampdoctor" in text and len(text) <= MAX_BYTES else None
-    except UsageError:
-        return False
+        text = read_text(str(path), limit=MAX_BYTES, what=_WHAT, lenient=True)
+        tool = _parse(text, str(path)).get("tool") if "ampdoctor" in text else None
+    except UsageError:  # of one of the user's own, reading it says why
+        return not _foreign(path)
     return isinstance(tool, dict) and "ampdoctor" in tool
 
 
@@ -238,11 +229,8 @@ def _ignore_lines(text: str, *, shared: bool) -> tuple[int, ...]:
 
 def unknown_key(place: str, key: str, known: Collection[str]) -> UsageError:
     """Return the error for an unknown key, with the nearest known one."""
-    near = get_close_matches(key.replace("_", "-"), list(known), n=1)
-    few = (
-        f"there are {', '.join(sorted(known))}" if len(known) <= _FEW else "--isolated --show-config lists a command's"
-    )
-    return UsageError(f"{place}: there is no such key; {f'did you mean {near[0]}?' if near else few}")
+    near = get_close_matches(key, sorted(known), n=1)
+    return UsageError(f"{place}: there is no such key{f'; did you mean {near[0]}?' if near else ''}")
 
 
 def wrong_value(place: str, expected: str, value: Any) -> UsageError:
@@ -325,14 +313,6 @@ def placed(file: ConfigFile, place: str, key: str, value: Any) -> Any:
             return _one(file, place, value)
         case _:
             return value
-
-
-def paths_in(key: str, value: Any) -> list[str]:
-    """Return the files that a setting's value names; an error may mention them instead of the option."""
-    use = USES.get(key, "neither")
-    if use in ("writes forms", "exports"):
-        return [path for text in value if (path := text.partition("=")[2])]
-    return [value] if value and use in ("writes", "reads") else []
 
 
 def _with_path(file: ConfigFile, place: str, text: str) -> str:
@@ -487,13 +467,9 @@ def read_rules(file: ConfigFile, table: Any) -> Mapping[str, RuleSettings]:
     if not isinstance(table, dict):
         raise wrong_value(file.place(RULES_KEY), "a table", table)
     rules: dict[str, RuleSettings] = {}
-    for name in sorted(table, key=lambda name: former(name) is not None):  # earlier versions' codes come last
-        place, settings = file.place(f"{RULES_KEY}.{name}"), table[name]
-        if is_gone(name):
-            continue
+    for name, settings in table.items():
+        place = file.place(f"{RULES_KEY}.{name}")
         code = _rule_code(place, name)
-        if code in rules and former(name) is not None:  # several have become one
-            continue
         if code in rules:
             raise UsageError(f"{place}: {code} is there twice, by its code and by its name")
         if not isinstance(settings, dict):
@@ -514,7 +490,6 @@ def read_ignores(file: ConfigFile, tables: Any) -> tuple[Ignore, ...]:
     return tuple(
         _ignore(file.place(f"{IGNORE_KEY}[{index}]"), table, Source(file.name, lines[index]))
         for index, table in enumerate(tables)
-        if not (isinstance(table, dict) and isinstance(table.get("rule"), str) and is_gone(table["rule"]))
     )
 
 
@@ -525,11 +500,6 @@ def _rule(place: str, code: str, settings: Mapping[str, Any]) -> RuleSettings:
         raise UsageError(f"{place}.severity: expected one of {', '.join(known)}")
     thresholds = {key: value for key, value in settings.items() if key != "severity"}
     for key, value in thresholds.items():
-        movable = any(threshold.name == key for threshold in rules()[code].thresholds)
-        if not movable and get_close_matches(key, ["severity"]):
-            raise unknown_key(f"{place}.{key}", key, ["severity"])
-        if movable and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise wrong_value(f"{place}.{key}", "a number", value)
         try:
             check_threshold(code, key, value)
         except UsageError as error:

@@ -215,13 +215,9 @@ def _value(pair: str, key: str, text: str) -> Any:
 
     try:
         return json.loads(text, parse_constant=refuse)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         quoted = json.dumps(text)
         raise UsageError(f"--arg {key}: the value is not JSON; a string needs quotes: '{key}={quoted}'") from None
-    except RecursionError:
-        raise UsageError(f"--arg {key}: the value is nested too deeply") from None
-    except ValueError:  # Python reads no integer of more than some thousand digits
-        raise UsageError(f"--arg {key}: a number in the value has too many digits") from None
 
 
 # -- one Typer option per field of an options dataclass --

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -266,22 +266,11 @@ def repository_root(folder: Path) -> Path | None:
 
 def place_in_repository() -> dict[str, Any]:
     """Return the working directory's place for a report's target; {} at the root, or outside any repository."""
-    # In a job of GitHub Actions the root is the workspace, which may not be a clone
     try:
         here = Path.cwd()
     except OSError:  # the folder was deleted
         return {}
-    root = next((root for root in _roots(here) if here.is_relative_to(root)), here)
-    if root == here:
+    root = repository_root(here)
+    if root is None or root == here:
         return {}
     return {"repository": {"root": root.as_posix(), "folder": here.relative_to(root).as_posix()}}
-
-
-def _roots(here: Path) -> Iterator[Path]:
-    """Yield possible roots, the likeliest first, with links resolved."""
-    workspace = Path(os.environ.get("GITHUB_WORKSPACE", ""))
-    if workspace.is_absolute():
-        yield Path(os.path.realpath(workspace))
-    nearest = repository_root(here)
-    if nearest is not None:
-        yield nearest

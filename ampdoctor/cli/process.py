@@ -53,7 +53,6 @@ def claim_stdout() -> None:
     out = sys.stdout
     if _StreamClaim.made or out is not sys.__stdout__:
         return
-    _open_missing_stderr()
     try:
         if out is not None:
             out.flush()
@@ -120,17 +119,6 @@ def discard(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
-
-
-def _open_missing_stderr() -> None:
-    """Open a missing stderr: else the next file would get its number, and the examined code's output."""
-    try:
-        os.fstat(_STDERR)
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        if nowhere != _STDERR:
-            os.dup2(nowhere, _STDERR)
-            os.close(nowhere)
 
 
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # set how OpenMP's threads wait

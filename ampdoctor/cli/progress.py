@@ -5,7 +5,6 @@ It refreshes at the calls alone: Rich's thread would draw beside user code, whic
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
-from ampdoctor.cli.process import note
 from ampdoctor.reports.escape import sanitise
 from ampdoctor.workflows.requests import Progress
 
@@ -82,15 +80,6 @@ class ProgressLine:
         return bar
 
 
-def duration(seconds: float) -> str:
-    """Returns a time in words: "12 s", "7 min 05 s", "2 h 10 min"."""
-    whole = math.ceil(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 @contextmanager
 def progress_line(*, wanted: bool) -> Iterator[Progress | None]:
     """Yield a progress line where one is wanted and stderr is a terminal that can rewrite a line, else None."""
@@ -103,33 +92,3 @@ def progress_line(*, wanted: bool) -> Iterator[Progress | None]:
         yield line
     finally:
         line.clear()
-
-
-# -- an estimate for thousands of steps: printed once, on stderr, after the first steps --
-
-TIMED = 3  # steps that are timed. The first one also creates the optimizer's state, so the median counts
-
-
-class Estimate:
-    """A `Progress` that times the first steps, prints an estimate for all, and passes everything on to `onto`."""
-
-    def __init__(self, onto: Progress | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._onto = onto
-        self._clock = clock
-        self._times: list[float] = []
-
-    def __call__(self, what: str, done: int, total: int | None, *, unit: str = "") -> None:
-        """Pass the progress of `what` on."""
-        if total is not None and done == len(self._times) <= TIMED:
-            self._times.append(self._clock())
-            if done == TIMED < total:
-                self._say(total)
-        if self._onto is not None:
-            self._onto(what, done, total, unit=unit)
-
-    def _say(self, total: int) -> None:
-        each = sorted(end - begin for begin, end in zip(self._times, self._times[1:], strict=False))[TIMED // 2]
-        if isinstance(self._onto, ProgressLine):
-            self._onto.clear()
-        left = duration(each * (total - TIMED))
-        note(f"ampdoctor: {total:,} steps at {each:.2g} s: {left} if none fails; Ctrl-C reports what is known by then")

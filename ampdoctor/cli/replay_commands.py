@@ -19,7 +19,6 @@ from ampdoctor.cli.options import (
 )
 from ampdoctor.cli.output import own_file, rank_of
 from ampdoctor.cli.process import keep_freed_memory, loading
-from ampdoctor.cli.progress import Estimate
 from ampdoctor.cli.run_command import Action, ReportCommand
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
@@ -136,8 +135,6 @@ def bisect_nan(
         with loading():
             from ampdoctor.workflows import bisect_nan as workflow
 
-        if request.until_sick and not output.quiet:
-            progress = Estimate(progress)
         return workflow.bisect_nan(request, progress=progress, set_aside=gates.lived_with(set_aside))
 
     return ReportCommand(work, output, gates, replay.inputs(factory))

@@ -295,22 +295,12 @@ def _show(error: BaseException) -> int | None:
     """Call the script's `sys.excepthook`, or Python's; return an exit code where the hook ends the process."""
     told = (type(error), error, error.__traceback__)
     sys.last_type, sys.last_value, sys.last_traceback = told
-    if sys.version_info >= (3, 12):  # it clears last_exc at the end of the process; older versions do not
-        sys.last_exc = error
-    hook = getattr(sys, "excepthook", None)
-    sys.audit("sys.excepthook", hook, *told)
-    if hook is None:
-        _write("sys.excepthook is missing\n")
     try:
-        (hook or sys.__excepthook__)(*told)
+        sys.excepthook(*told)
     except SystemExit as asked:
         return _asked(asked)
     except BaseException as failed:  # noqa: BLE001 - as Python does
-        _write("Error in sys.excepthook:\n")
-        ours = failed.__traceback__  # its first frame is this function's
-        failed.__traceback__ = ours and ours.tb_next
         sys.__excepthook__(type(failed), failed, failed.__traceback__)
-        _write("\nOriginal exception was:\n")
         sys.__excepthook__(*told)
     return None
 

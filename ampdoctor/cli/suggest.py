@@ -1,18 +1,14 @@
-"""Says what fits in the place of a refused target: what can be replayed, a launcher, a similar name."""
+"""Says what fits in the place of a refused target: what can be replayed, a launcher's form; paths as typed."""
 
 from __future__ import annotations
 
-import ast
-import difflib
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.user_modules import factories_in, sure_factories_in
 
 # -- Typer's errors: it does not export their types, so they are recognised by attributes --
 
@@ -34,71 +30,9 @@ def said_of_the_value(error: Any) -> str:
     return str(error.message).replace(_PYDANTICS, "", 1)
 
 
-# -- what a file trains with, for a command without a target: Python files are read as text, never run --
+# -- what can be replayed, for a command without a target --
 
 REPLAYING = ("bisect-nan", "profile", "recommend")  # the commands that replay a run
-_LONGEST = 1_000_000  # largest file that is read, in bytes
-_LISTED = 200  # most Python files that are read in a folder
-_SHOWN = 5  # most files that are listed
-_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
-_NOT_REPLAYED = {
-    "deepspeed": "DeepSpeed's engine, which is not replayed: hand over its model, loss and optimizer as a TrainingRun",
-    "jax": "JAX, which is not PyTorch",
-    "tensorflow": "TensorFlow, which is not PyTorch",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
-    """How a Python file trains, judged by its text."""
-
-    what: str  # what trains, as a phrase
-    line: int | None = None  # None where no single line shows it
-    target: str | None = None  # what to name on the command line; None where nothing fits
-
-
-def door_of(file: Path) -> Door | None:
-    """Return how a file trains; None if nothing in it trains, or it cannot be read as Python."""
-    try:
-        if not file.is_file() or file.stat().st_size > _LONGEST:
-            return None
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    calls = _calls(tree)
-    packages = set(_packages(tree))
-    updates = {"backward", "step"} <= calls.keys()
-    for package, what in _NOT_REPLAYED.items():
-        if package in packages and ("torch" not in packages or (package == "deepspeed" and "initialize" in calls)):
-            return Door(what=what, line=calls.get("initialize"))
-    if factories := sure_factories_in(file):
-        return Door(what=f"the factory {factories[0]}", target=f"{file}:{factories[0]}")
-    if "fit" in calls and packages & {*_LIGHTNING}:
-        return Door(what="Lightning's Trainer.fit()", line=calls["fit"], target=str(file))
-    if "train" in calls and packages & {"transformers", "trl", "sentence_transformers"} and not updates:
-        return Door(what="a Hugging Face Trainer", line=calls["train"], target=str(file))
-    if "backward" in calls and "accelerate" in packages:
-        return Door(what="a loop with Accelerate", line=calls["backward"], target=str(file))
-    if updates:
-        return Door(what="a training loop", line=calls["backward"], target=str(file))
-    return None
-
-
-def _calls(tree: ast.AST) -> dict[str, int]:
-    called = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
-    lines: dict[str, int] = {}
-    for node in called:
-        assert isinstance(node.func, ast.Attribute)  # noqa: S101 for the type checker
-        lines[node.func.attr] = min(node.lineno, lines.get(node.func.attr, node.lineno))
-    return lines
-
-
-def _packages(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
 
 
 def doors(arguments: Sequence[str], error: BaseException) -> list[str]:
@@ -108,16 +42,12 @@ def doors(arguments: Sequence[str], error: BaseException) -> list[str]:
     if not arguments or arguments[0] not in REPLAYING:
         return []
     if _is_missing(error):
-        return [*_all_of(arguments[0]), *_in_folder(arguments[0], Path())]
-    named = [Path(word) for word in arguments[1:] if not word.startswith("-")]
-    if not isinstance(error, FactoryError) or not named:
+        return _all_of(arguments[0])
+    notebook = next((word for word in arguments[1:] if word.endswith(".ipynb") and Path(word).is_file()), None)
+    if not isinstance(error, FactoryError) or notebook is None:
         return []
-    if any(file.suffix == ".ipynb" and file.is_file() for file in named):
-        notebook = shlex.quote(next(str(file) for file in named if file.suffix == ".ipynb"))
-        return [f"A notebook is no Python file: jupyter nbconvert --to script {notebook} makes one; name that."]
-    scripts = [file for file in named if file.suffix == ".py" and file.is_file()]
-    fits_none = all(door_of(file) is None and not factories_in(file) for file in scripts)
-    return _all_of(arguments[0]) if scripts and fits_none else []
+    made = f"jupyter nbconvert --to script {shlex.quote(notebook)}"
+    return [f"A notebook is no Python file: {made} makes one; name that."]
 
 
 def _is_missing(error: Any) -> bool:
@@ -146,107 +76,31 @@ def _all_of(command: str) -> list[str]:
     ]
 
 
-def _in_folder(command: str, folder: Path) -> list[str]:
-    try:
-        files = sorted(folder.glob("*.py"))[:_LISTED]
-    except OSError:
-        return []
-    found = [(file, door) for file in files if (door := door_of(file)) is not None]
-    lines = []
-    for file, door in found[:_SHOWN]:
-        where = f"{file}, line {door.line}" if door.line is not None else str(file)
-        typed = "" if door.target is None else f": ampdoctor {command} {shlex.quote(door.target)}"
-        lines.append(f"  {where}, {door.what}{typed}")
-    more = [f"  and {len(found) - _SHOWN} more files"] if len(found) > _SHOWN else []
-    return ["In this folder:", *lines, *more] if lines else []
-
-
-# -- similar names: words, files --
-
-_NEAR = 0.75  # similarity from which two names count as spellings of one: about one letter moved, missing or added
-
-
-def close_match(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that begins with the word, if there is only one, or the most similar name."""
-    known = sorted(set(names))
-    begun = [name for name in known if name.startswith(word)]
-    if len(begun) == 1:
-        return begun[0]
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=_NEAR)), None)
-
-
-def close_file(path: str) -> str | None:
-    """Return the file or folder with the most similar name in the folder of a path that does not exist."""
-    wanted = Path(path)
-    try:
-        names = sorted(entry.name for entry in wanted.parent.iterdir() if entry.suffix == wanted.suffix)
-    except OSError:
-        return None
-    near = difflib.get_close_matches(wanted.name, names, n=1, cutoff=_NEAR)
-    return str(wanted.with_name(near[0])) if near and near[0] != wanted.name else None
-
-
 # -- a target of `run` that is no Python script: a launcher, a notebook, a shell script --
 
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun")
-_INTERPRETERS = ("python", "python3", "ipython", "uv", "poetry", "pipenv")
-_AS_A_MODULE = {"accelerate": "--module", "deepspeed": "--module", "torchrun": "-m"}
-"""The option with which each launcher starts a module instead of a file."""
+_STARTERS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun")
 _SHELLS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch")
-_HEAD = 128  # the first line names its interpreter within these bytes
 
 
-def no_script(named: str, arguments: Sequence[str]) -> str | None:
+def no_script(named: str) -> str | None:
     """Return a sentence that says what to write instead; None where `named` may be a script."""
     file = Path(named)
-    name = file.name
     if file.suffix == ".ipynb" and file.is_file():
         made = f"jupyter nbconvert --to script {shlex.quote(named)}"
         return f"{named} is a notebook: `{made}` makes a script of it; run that"
-    if file.is_file() and (file.suffix in _SHELLS or _is_of_a_shell(file)):
+    if file.suffix in _SHELLS and file.is_file():
         return (
             f"{named} is a script of the shell: write `ampdoctor run` in it, where it starts Python, in python's place"
         )
-    if os.sep not in named and file.exists():
+    if file.name not in _STARTERS or (os.sep not in named and file.exists()):
         return None
-    if name in _INTERPRETERS or name.startswith("python3."):
-        return f"{name} is left out: write `{_joined(['ampdoctor', 'run', *_from_script(arguments)])}`"
-    if name in _LAUNCHERS:
-        before = arguments[: len(arguments) - len(_from_script(arguments))]
-        ours = (
-            ["-m", "ampdoctor", "run"]
-            if name == "torchrun"
-            else [_AS_A_MODULE.get(name, "python -m"), "ampdoctor", "run"]
-        )
-        typed = _joined([name, *before, *ours, *_from_script(arguments)])
-        return f"{name} starts the processes, and each of them runs ampdoctor: write `{typed}`"
-    return None
-
-
-def _from_script(arguments: Sequence[str]) -> list[str]:
-    """Return the words from the first that names a script, or `-m`; all of them where none does."""
-    for at, word in enumerate(arguments):
-        if word.endswith(".py") or word in ("-m", "--module"):
-            return list(arguments[at:])
-    return list(arguments)
-
-
-def _joined(words: Sequence[str]) -> str:
-    return " ".join(word if word == "python -m" else shlex.quote(word) for word in words)
-
-
-def _is_of_a_shell(file: Path) -> bool:
-    try:
-        with file.open("rb") as opened:
-            first = opened.read(_HEAD).partition(b"\n")[0]
-    except OSError:
-        return False
-    return first.startswith(b"#!") and first.rstrip().endswith(b"sh")
+    return (
+        f"{file.name} is no script: write `ampdoctor run train.py`; of several processes `torchrun -m ampdoctor run "
+        "train.py`, `accelerate launch --module ampdoctor run train.py` or `srun python -m ampdoctor run train.py`"
+    )
 
 
 # -- paths in errors as the user typed them: deeper code only has the file's name --
-
-_MISSING = " does not exist."
 
 
 def full_path(said: str, arguments: Sequence[str]) -> str:
@@ -254,12 +108,6 @@ def full_path(said: str, arguments: Sequence[str]) -> str:
     for argument in arguments:
         path = argument.partition("=")[2] if argument.startswith("--") else argument
         name = PurePath(path).name
-        if not name or not said.startswith(f"{name} "):
-            continue
-        missing = said == f"{name}{_MISSING}"
-        if missing and "://" in path:
-            return f"{path} is a URL, and none is fetched: download the file and name that."
-        if missing and set("*?[") & set(path):
-            return f"{path} does not exist: the shell has found no file that this pattern matches."
-        return path + said.removeprefix(name)
+        if name and said.startswith(f"{name} "):
+            return path + said.removeprefix(name)
     return said

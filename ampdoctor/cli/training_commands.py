@@ -23,7 +23,7 @@ from ampdoctor.cli.options import (
 from ampdoctor.cli.plan_command import bytes_of
 from ampdoctor.cli.process import loading
 from ampdoctor.cli.run_command import Action, ReportCommand, watched_run
-from ampdoctor.cli.suggest import close_file, no_script
+from ampdoctor.cli.suggest import no_script
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import Thresholds
@@ -142,14 +142,10 @@ def _named(script: str, arguments: tuple[str, ...], *, is_module: bool) -> Scrip
         if script.endswith(".py"):
             raise UsageError(f"-m {script}: a module is named without .py; a file without -m")
         return Script(named=script, arguments=arguments, kind="module")
-    other = no_script(script, arguments)
+    other = no_script(script)
     if other is not None:
         raise UsageError(other)
-    try:
-        return script_at(script, arguments)
-    except UsageError as error:
-        near = close_file(script)
-        raise UsageError(f"{error}; is {near} meant?" if near is not None else str(error)) from None
+    return script_at(script, arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import FORMER, rules, today
+from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.json_records import DuplicateKeyError, MismatchError, RecordReader, unique_keys
 from ampdoctor.evidence.location import Where
@@ -222,17 +222,9 @@ def _no_baseline(file: str, why: str) -> UsageError:
 
 def _read_entry(item: Any, index: int, file: str) -> Entry:
     try:
-        entry = _READER.read(Entry, item)
+        return _READER.read(Entry, item)
     except MismatchError:
         raise _no_baseline(file, f"findings[{index}] is not what --write-baseline writes") from None
-    return _renamed(entry) if entry.code in FORMER else entry
-
-
-def _renamed(entry: Entry) -> Entry:
-    """Return an entry of a code of an earlier version as it would be written today."""
-    op = None if entry.op == "scaler_state" else entry.op  # a log's scale is no state of a checkpoint
-    code, where = today(entry.code), Where(phase="loss", module=entry.module, op=op, tensor=entry.tensor)
-    return replace(entry, code=code, op=op, fingerprint=fingerprint_at(code, where))
 
 
 def _command(report: Report) -> str:

@@ -6,8 +6,7 @@
   its file says which one it belongs to.
 - `checks`, `skipped`, `errors`, `tensors`, `thresholds`: those of all reports, equal ones once.
 - `run`: what all agree on. `target`: the common one; if there are several, what all agree on, with the `paths` of all,
-  and in `merged` the target and verdict of each. Paths are relative to the repository's root if the reports were made
-  in several of its folders.
+  and in `merged` the target and verdict of each.
 - `health`: the runs of all reports in their order, equal ones once.
 - every other section describes one run or checkpoint and cannot be merged: the first one is kept, and a note in `run`
   says if another report has a different one.
@@ -16,14 +15,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.checkpoint_stats import TensorRow
-from ampdoctor.evidence.location import Source, Where
-from ampdoctor.evidence.paths import path_in_repository
 from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order, with_files
 from ampdoctor.evidence.report_health import HealthSection
 from ampdoctor.reports import text
@@ -83,12 +80,10 @@ def _placed(reports: Sequence[Report]) -> list[Report]:
     if not _differ(reports):
         return list(reports)
 
-    shown = _shown(reports)
-
     def named(finding: Finding, target: Mapping[str, Any]) -> Finding:
-        if finding.where.source is None:
-            finding = with_files(finding, lambda file: shown(file_in(file, target), target))
-        return _with_lines(finding, lambda file: shown(file, target))
+        if finding.where.source is not None:
+            return finding
+        return with_files(finding, lambda file: file_in(file, target))
 
     return [
         replace(
@@ -98,22 +93,6 @@ def _placed(reports: Sequence[Report]) -> list[Report]:
         )
         for report in reports
     ]
-
-
-def _shown(reports: Sequence[Report]) -> Callable[[str, Mapping[str, Any]], str]:
-    """Return a function that shows a path of one report: relative to the root if the reports have different folders."""
-    folders = {_key(report.target.get("repository")) for report in reports}
-    return path_in_repository if len(folders) > 1 else lambda path, _: path
-
-
-def _with_lines(finding: Finding, shown: Callable[[str], str]) -> Finding:
-    def line(source: Source | None) -> Source | None:
-        return None if source is None else replace(source, file=shown(source.file))
-
-    def at(where: Where) -> Where:
-        return replace(where, source=line(where.source), forward_source=line(where.forward_source))
-
-    return replace(finding, where=at(finding.where), also=tuple(map(at, finding.also)))
 
 
 def _findings(reports: Iterable[Report]) -> tuple[Finding, ...]:
@@ -160,8 +139,7 @@ def _target(reports: Sequence[Report]) -> dict[str, Any]:
     if not _differ(reports):
         return dict(targets[0])
     agreed = {key: value for key, value in _agreed(targets).items() if key not in ("path", "location")}
-    shown = _shown(reports)
-    paths = list(dict.fromkeys(shown(target_file(target), target) for target in targets))
+    paths = list(dict.fromkeys(map(target_file, targets)))
     merged = [{"target": report.target, "verdict": report.verdict} for report in reports]
     return {"path": text.count(len(reports), "report"), "paths": paths, **agreed, "merged": merged}
 

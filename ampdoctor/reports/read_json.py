@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from ampdoctor.errors import ReportError
 from ampdoctor.evidence.json_records import DuplicateKeyError, MismatchError, RecordReader, unique_keys
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import NOT_IN_HALF, SCHEMA_VERSION, STEPS_AFTER, Finding, Report, Skipped, SkippedKind
+from ampdoctor.evidence.report import (
+    NOT_IN_HALF,
+    SCHEMA_VERSION,
+    STEPS_AFTER,
+    Finding,
+    Report,
+    Skipped,
+    SkippedKind,
+    Verdict,
+)
 from ampdoctor.evidence.report_scaler import ScalerSection
 from ampdoctor.reports.json_report import DERIVED
 from ampdoctor.reports.jsonl import HEADER, LISTS, SUMMARY
@@ -53,8 +61,6 @@ def report_from_dict(data: Any) -> Report:
         report = _completed(_READER.read(Report, {**_CAME_LATER, **data}))
     except MismatchError as mismatch:
         raise ReportError(f"no report that this version reads: {mismatch}") from None
-    if any(_contradicts_its_status(one.get("prescription")) for one in _findings_of(data)):
-        raise ReportError("no report that this version reads: a change is not verified as its status says")
     _refuse_contradictions(report)
     return report
 
@@ -70,18 +76,6 @@ def _completed(read: Report) -> Report:
         skipped=tuple(replace(one, kind=_kind(one)) for one in read.skipped),
         suppressed=tuple(replace(one, finding=_finding(one.finding)) for one in read.suppressed),
     )
-
-
-def _findings_of(data: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    yield from data["findings"]
-    yield from (one["finding"] for one in data["suppressed"])
-
-
-def _contradicts_its_status(change: Mapping[str, Any] | None) -> bool:
-    if change is None:
-        return False
-    other = any(map(_contradicts_its_status, change["alternatives"]))
-    return other or (change["status"] == "verified") is not change["verified"]
 
 
 def _finding(read: Finding) -> Finding:
@@ -111,21 +105,14 @@ def _scaler(read: ScalerSection | None) -> ScalerSection | None:
 
 def _refuse_contradictions(report: Report) -> None:
     """Refuse a report that no run can have produced, since it will decide an exit code."""
-    # A suppressed finding counts as any other. A watched run that died is sick and may have no finding, but then it is
-    # incomplete.
-    found = (*report.findings, *(one.finding for one in report.suppressed))
-    errors = any(finding.severity == "error" for finding in found)
-    said = None
+    # A watched run that died is sick and may have no finding, but then it is incomplete
+    errors = any(finding.severity == "error" for finding in report.found)
     if report.complete and report.errors:
-        said = "it is complete, and something could not be examined"
-    elif errors and report.verdict not in ("sick", "not_judged"):
-        said = f"its verdict is {report.verdict}, and an error was found"
-    elif report.verdict == "sick" and report.complete and not errors:
-        said = "its verdict is sick, and no error was found"
-    elif report.complete and not found and any(check.result == "found" for check in report.checks):
-        said = "a check has found something, and no finding says what"
-    if said is not None:
-        raise ReportError(f"a report that contradicts itself: {said}")
+        raise ReportError("a report that contradicts itself: it is complete, and something could not be examined")
+    allowed = ("sick", "not_judged") if errors else get_args(Verdict)
+    if report.verdict not in allowed or (report.verdict == "sick" and report.complete and not errors):
+        said = "an error was found" if errors else "no error was found"
+        raise ReportError(f"a report that contradicts itself: its verdict is {report.verdict}, and {said}")
 
 
 def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
@@ -134,11 +121,6 @@ def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
     if not isinstance(summary, dict) or summary.get("type") != SUMMARY:
         raise ReportError("the report has been cut: its last line is no summary")
     summary = _loaded(last, "the last line")
-    for said in ("verdict", "complete"):
-        if summary.get(said) != header.get(said):
-            raise ReportError(
-                f"a report that contradicts itself: the {said} of its summary is not that of its first line"
-            )
     lines = [_loaded(text, f"line {number}") for number, text in enumerate(texts, 2)]
     lists: dict[str, list[Any]] = {key: [] for key in LISTS.values()}
     for number, line in enumerate(lines, 2):

@@ -218,12 +218,3 @@ def test_a_comparison_of_two_checkpoints_has_a_baseline_of_its_own():
 def test_what_was_not_examined_makes_no_baseline(fields):
     with pytest.raises(UsageError, match="no baseline was written"):
         baseline_of(scanned(finding(), **fields))
-
-
-def test_an_entry_of_a_code_of_an_earlier_version_stands_for_todays():
-    of_log = {"module": "", "tensor": None, "file": None, "severity": "error", "fingerprint": "0" * 16}
-    entries = [{**of_log, "code": "AMP706", "op": "scaler_state"}, {**of_log, "code": "AMP732", "op": None}]
-    known = from_text(HEAD + json.dumps(entries) + "}", "base.json")
-    report = apply_baseline(scanned(finding(None, code="AMP723")), known, "base.json")
-    assert (report.findings, report.baseline.known) == ((), 1)
-    assert [one.code for one in report.baseline.fixed] == ["AMP732"]

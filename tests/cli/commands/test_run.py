@@ -193,24 +193,15 @@ def test_stopping_ends_the_job_with_code_1_and_without_a_traceback(run, watch):
 REFUSED = [
     ([], "Missing argument 'SCRIPT'"),
     ([""], "SCRIPT is empty"),
-    (["trian.py"], "there is no file trian.py; is train.py meant?"),
-    (["nothing.py"], "there is no file nothing.py"),
+    (["trian.py"], "there is no file trian.py"),
     (["folder"], "folder is a folder without a __main__.py: name a script in it"),
     (["-m", "train.py"], "-m train.py: a module is named without .py; a file without -m"),
     (["-m", "no_such_module"], "cannot run no_such_module: No module named no_such_module"),
     (["book.ipynb"], "book.ipynb is a notebook: `jupyter nbconvert --to script book.ipynb` makes a script of it"),
     (["job.sh"], "job.sh is a script of the shell"),
-    (["job"], "job is a script of the shell"),
-    (["python", "train.py", "--lr", "1"], "python is left out: write `ampdoctor run train.py --lr 1`"),
-    (
-        ["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"],
-        "write `torchrun --nproc-per-node 2 -m ampdoctor run train.py --lr 1`",
-    ),
-    (["accelerate", "launch", "train.py"], "write `accelerate launch --module ampdoctor run train.py`"),
-    (["srun", "-n", "2", "train.py"], "write `srun -n 2 python -m ampdoctor run train.py`"),
+    (["python", "train.py", "--lr", "1"], "python is no script: write `ampdoctor run train.py`"),
+    (["torchrun", "--nproc-per-node", "2", "train.py"], "`torchrun -m ampdoctor run train.py`"),
     (["--bundle-max", "4 elephants", "train.py"], "--bundle-max 4 elephants: a size is a number with its unit"),
-    (["--every", "0", "train.py"], "--every"),
-    (["--evry", "5", "train.py"], "No such option: --evry"),
 ]
 
 
@@ -219,7 +210,6 @@ def test_what_cannot_be_run_is_one_sentence(run, watch, tmp_path, typed, said):
     (tmp_path / "folder").mkdir()
     (tmp_path / "book.ipynb").write_text("{}")
     (tmp_path / "job.sh").write_text("python train.py")
-    (tmp_path / "job").write_text("#!/bin/bash\npython train.py")
     code, out, err = run(*typed)
     assert (code, out) == (2, "")
     assert said in err
@@ -239,11 +229,8 @@ def test_the_script_has_its_handlers_and_no_torch_of_ours(run_cli, tmp_path):
     "given",
     [
         ("--export", "openmetrics=kept/log.jsonl"),
-        ("--export", "openmetrics=kept/log.1.jsonl"),
-        ("--export", "csv=kept/log.jsonl"),
         ("--export", "openmetrics=kept"),
         ("--report", "json=kept/log.jsonl"),
-        ("--output", "kept/run.json"),
         ("--export", "openmetrics=train.py"),
     ],
 )

@@ -50,7 +50,7 @@ CASES = [
     ),
     *(
         pytest.param(scripts.HOOK, [how], code, id=f"hook {how}", marks=OTHER)
-        for how, code in (("plain", 1), ("exit", 7), ("fail", 1), ("none", 1))
+        for how, code in (("plain", 1), ("exit", 7))
     ),
     pytest.param(scripts.INTERRUPTED, ["once"], -2, id="interrupted once", marks=OTHER),
     pytest.param(scripts.TERMINATED, ["plain", "SIGTERM"], -15, id="terminated", marks=OTHER),

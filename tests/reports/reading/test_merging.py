@@ -13,7 +13,7 @@ from ampdoctor.reports.merge import merge_reports
 from ampdoctor.reports.read_json import report_from_text
 from ampdoctor.reports.sarif import render_sarif
 from tests.reports.full_sample import full
-from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW, renderer
+from tests.samples import HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW, renderer
 
 
 def of_rank(finding, rank, **where):
@@ -22,11 +22,6 @@ def of_rank(finding, rank, **where):
 
 def scan_of(path, **changes):
     return replace(HEALTHY, target={"path": path, "location": f"runs/{path}", "format": "safetensors"}, **changes)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_one_report_stays_as_it_is(name):
-    assert merge_reports([EVERY[name]]) is EVERY[name]
 
 
 def test_a_finding_of_several_ranks_is_there_once_with_its_ranks():
@@ -78,21 +73,6 @@ def uris(report):
     return [result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for result in results]
 
 
-def test_files_of_several_folders_are_named_from_the_root_of_the_repository():
-    model, line = replace(UNDERFLOW, where=replace(UNDERFLOW.where, file="a")), OVERFLOW
-    known = (Suppressed(finding=model, by="ignore", reason="known"),)
-    scanned = scan_of("a", findings=(line, model), suppressed=known)
-    merged = merge_reports([placed(scanned, "training"), placed(scanned, "eval"), scan_of("b")])
-    assert merged.target["paths"] == ["training/runs/a", "eval/runs/a", "runs/b"]
-    assert "repository" not in merged.target
-    assert sorted(one.where.source.file for one in merged.findings if one.where.source) == [
-        "eval/t5.py",
-        "training/t5.py",
-    ]
-    assert sorted(one.finding.where.file for one in merged.suppressed) == ["eval/runs/a", "training/runs/a"]
-    assert set(uris(merged)) == {f"{folder}/{name}" for folder in ("training", "eval") for name in ("runs/a", "t5.py")}
-
-
 def test_files_of_one_folder_are_named_from_it_and_annotated_from_the_root():
     finding = replace(UNDERFLOW, where=replace(UNDERFLOW.where, file=None))
     merged = merge_reports([placed(scan_of(name, findings=(finding,)), "training") for name in "ab"])
@@ -111,10 +91,6 @@ def test_ranks_are_of_one_job_whichever_clone_they_run_in():
     merged = merge_reports([placed(report, "training", f"/node{rank}") for rank, report in enumerate(ranks)])
     assert merged.findings[0].evidence["ranks"] == [0, 1]
     assert uris(merged) == ["training/t5.py"]
-
-
-def test_a_target_that_all_have_stays_the_target():
-    assert merge_reports([SICK, SICK]).target == SICK.target
 
 
 def test_errors_and_skips_are_all_there_and_equal_ones_once():
