@@ -69,7 +69,7 @@ def loss_scaling(scaler: ScalerSection | None, console: Console, *, verbose: int
 
 
 def ranges(profile: Mapping[str, Any] | None, console: Console, *, verbose: int) -> None:
-    """Print the shares by format, the layers that lose most with their histograms, and measurements of shadow steps."""
+    """Print the shares by format, the layers that lose most, and measurements of shadow steps."""
     if profile is None or not profile.get("summary"):
         return
     _summary(profile, console)
