@@ -159,10 +159,10 @@ def merge(
 ) -> Action:
     """Show reports again, in any form; several become one.
 
-    Several are those of the ranks of a job, or of several jobs: a finding of more than one rank is there once, with its
-    ranks. Under torchrun rank 0 writes as it is told, and rank N its report to rankN.jsonl, in the folder of --output
-    or here; give every rank --exit-zero, for torchrun ends the others when one exits with 1, and let `merge` judge.
-    `run` needs no --exit-zero there, and keeps rank N's report beside its log, in report.rankN.jsonl.
+    Several are those of the ranks of one job: a finding of more than one rank is there once, with its ranks. Under
+    torchrun rank 0 writes as it is told, and rank N its report to rankN.jsonl, in the folder of --output or here; give
+    every rank --exit-zero, for torchrun ends the others when one exits with 1, and let `merge` judge. `run` needs no
+    --exit-zero there, and keeps rank N's report beside its log, in report.rankN.jsonl.
     """
     for file in reports:
         refuse_empty("REPORT", file)

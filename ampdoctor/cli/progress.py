@@ -5,6 +5,7 @@ It refreshes at the calls alone: Rich's thread would draw beside user code, whic
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -78,6 +79,15 @@ class ProgressLine:
         bar.add_task("", total=total)
         bar.start()
         return bar
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in words: "12 s", "7 min 05 s", "2 h 10 min"."""
+    whole = math.ceil(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 @contextmanager

@@ -375,7 +375,7 @@ def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({}))
 
 def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
     """Return a command that replays a report's run (FACTORY if it is not known); `more` overrides its options."""
-    if not target.get("factory") or "merged" in target or "profile" in target:
+    if not target.get("factory") or "profile" in target:
         return _command(command, "FACTORY", *_typed(more))
     options: dict[str, Sequence[str]] = dict(target.get("options") or {})
     if target.get("checkpoint"):

@@ -185,11 +185,6 @@ def test_a_command_names_the_run_whole():
     assert next_step(measured).line == f"ampdoctor recommend run.py:make_run {GIVEN} --steps 8"
 
 
-def test_a_command_on_one_of_several_runs_leaves_it_to_the_reader_which():
-    merged = {**RUN, "paths": ["run.py"], "merged": [{"target": RUN, "verdict": "healthy"}]}
-    assert next_step(Report(command="profile", target=merged, verdict="healthy")).line == "ampdoctor recommend FACTORY"
-
-
 def test_advice_is_watched_for_whom_it_was_given():
     target = {**RUN, "options": {"--steps": ["8"]}, "advice_options": {"--target": ["h100"]}}
     line = next_step(Report(command="recommend", target=target, verdict="healthy")).line
