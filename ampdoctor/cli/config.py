@@ -28,7 +28,6 @@ from ampdoctor.diagnosis.catalogue import (
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Source
 from ampdoctor.gates.findings import Ignore, RuleSettings, SeverityOrIgnore
-from ampdoctor.reports.escape import is_seen
 
 # -- settings: the options that a file and the environment may set, read from the commands' own signatures --
 
@@ -104,9 +103,7 @@ RULES_KEY, IGNORE_KEY = "rules", "ignore"
 OWN, SHARED = "ampdoctor.toml", "pyproject.toml"  # the first takes precedence; in the second: `[tool.ampdoctor]`
 MAX_BYTES = 512 * 1024
 _WHAT = "the configuration"
-_MAX_DOTS = 500
-"""Per line. Python's parser takes time and memory with the square of the parts of a dotted key: 40 kB took it 4 s, and
-400 kB took more memory than the machine had."""
+_MAX_DOTS = 500  # a line: Python's parser takes time and memory with the square of the parts of a dotted key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,25 +232,14 @@ def unknown_key(place: str, key: str, known: Collection[str]) -> UsageError:
 
 def wrong_value(place: str, expected: str, value: Any) -> UsageError:
     """Return the error for a value of the wrong type."""
-    kinds = {
-        bool: "a boolean",
-        int: "a whole number",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        dict: "a table",
-    }
-    return UsageError(f"{place}: expected {expected}, not {kinds.get(type(value), 'a date or time')}")
+    return UsageError(f"{place}: expected {expected}, not {type(value).__name__}")
 
 
 # -- paths in a configuration file are relative to its folder --
 #
-# A file that was found above the working directory may come from a stranger, inside a repository. It can set options
-# that write files or name code. So it may only write into its own folder, and not to hidden files there (`.git`,
-# `.github`, `.env` belong to other tools). It may name code only by a path in that folder: a module name, such as `os`,
-# is whatever Python finds. Files that are only read may lie anywhere, since reading executes nothing. A file that the
-# user names with --config may do all of this. `USES` says what each option does with its text; a test checks that it is
-# complete.
+# A file that was found may come from a stranger, inside a repository. So it may only write into its own folder, not to
+# hidden files there (`.git`, `.github`, `.env` belong to other tools), and name code only by a path in that folder: a
+# module name, such as `os`, is whatever Python finds. Reading executes nothing. What --config names may do all of this.
 
 Use = Literal["writes", "writes forms", "exports", "runs code", "runs code from", "reads", "neither"]
 USES: Mapping[str, Use] = {
@@ -286,11 +272,8 @@ USES: Mapping[str, Use] = {
     "to-gpus": "neither",
     "write-baseline": "writes",
 }
-"""The use of each option's value that is free text or a list of it.
-
-"writes": a file or a folder of this name; "writes forms": FORM=FILE; "exports": KIND=TARGET, a folder or a server;
-"runs code": FILE.py:NAME or a module; "runs code from": a folder; "reads": a file, without executing it; "neither": not
-a path."""
+"""The use of each option's value that is free text or a list of it; "writes forms" is of FORM=FILE, "exports" of
+KIND=TARGET, "runs code" of FILE.py:NAME or a module."""
 
 
 def placed(file: ConfigFile, place: str, key: str, value: Any) -> Any:
@@ -516,7 +499,7 @@ def _ignore(place: str, table: Any, written: Source) -> Ignore:
         if key != "expires" and not isinstance(value, str):
             raise wrong_value(f"{place}.{key}", "a string", value)
     for key in ("rule", "reason"):
-        if not is_seen(table.get(key, "")):
+        if not table.get(key, "").strip():
             raise UsageError(f"{place}: {key} is missing; an ignore says which rule, and why")
     code = _rule_code(f"{place}.rule", table["rule"])
     if code in (UNUSED_IGNORE.code, EXPIRED_IGNORE.code):

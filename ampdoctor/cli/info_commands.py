@@ -62,17 +62,8 @@ def _as_json(rules: list[Rule]) -> str:
 
 
 def _whole(rule: Rule) -> dict[str, Any]:
-    thresholds = [
-        {
-            "name": threshold.name,
-            "default": threshold.default,
-            "unit": threshold.unit,
-            "lowest": threshold.lowest,
-            "highest": threshold.highest,
-            "why": threshold.why,
-        }
-        for threshold in rule.thresholds
-    ]
+    said = ("name", "default", "unit", "lowest", "highest", "why")
+    thresholds = [{key: getattr(threshold, key) for key in said} for threshold in rule.thresholds]
     named = {"code": rule.code, "name": rule.name, "title": rule.title, "worst": rule.worst}
     return {**named, **rule.page.texts, "thresholds": thresholds}
 

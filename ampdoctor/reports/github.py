@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ampdoctor.evidence.paths import posix
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.reports import text as words
 from ampdoctor.reports.escape import sanitise
 from ampdoctor.reports.formats import RenderOptions
-from ampdoctor.reports.text import Location, fixed, fixed_lines, fixed_sentence, in_repository, location_of, target_file
+from ampdoctor.reports.text import Location, in_repository, location_of, target_file
 
 MAX_ANNOTATIONS = 10
 _TOLD = ("where", "change", "proof")
@@ -45,13 +44,11 @@ class _Annotation:
 def render_github(report: Report, _: RenderOptions | None = None) -> str:
     """Return workflow commands, one a line, and a line with the verdict."""
     without_answer = list(_without_answer(report))
-    gone = list(_fixed(report))
-    found = report.findings[: MAX_ANNOTATIONS - len(without_answer) - len(gone)]
+    found = report.findings[: MAX_ANNOTATIONS - len(without_answer)]
     shown = [*without_answer, *(_of_finding(finding, report) for finding in found)]
     rest = len(report.findings) - len(found)
     target = report.target
     lines = [one.line(target, rest if index == len(shown) - 1 else 0) for index, one in enumerate(shown)]
-    lines += [one.line(target) for one in gone]
     return "".join(lines) + f"ampdoctor {report.command}: {sanitise(words.verdict(report))}\n"
 
 
@@ -63,13 +60,6 @@ def _without_answer(report: Report) -> Iterator[_Annotation]:
         yield _Annotation(level="error", at=about, title="ampdoctor: not examined", message=parts)
     if report.verdict in ("not_reproduced", "inconclusive"):
         yield _Annotation(level="error", at=about, title="ampdoctor: no answer", message=(words.verdict(report),))
-
-
-def _fixed(report: Report) -> Iterator[_Annotation]:
-    if report.baseline is not None and fixed(report):
-        said = (fixed_sentence(report), *fixed_lines(report))
-        at = Location(posix(report.baseline.file))
-        yield _Annotation(level="notice", at=at, title="ampdoctor: fixed", message=said)
 
 
 def _of_finding(finding: Finding, report: Report) -> _Annotation:

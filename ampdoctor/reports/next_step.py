@@ -171,20 +171,16 @@ def _scanned(report: Report) -> Step:
     if report.trend is None or "members" not in report.target:  # several paths have no common folder
         return _EARLIER
     first_sick, members = report.trend.first_sick, report.target["members"]
-    healthy = _healthy_before(members, first_sick)
-    if healthy is None:
-        again = next(
-            (m["name"] for m in reversed(members) if m["verdict"] == "healthy" and not m.get("collapsed")), None
-        )
-        if again is not None:
-            return _resume(again, f"{_path(report)}/{again}", "which is healthy; none before the first sick one is")
-        if any(m["verdict"] == "healthy" for m in members):
-            said = "no earlier one has a loss scale that serves: find what breaks from the start"
-            return Step(said, _command("bisect-nan", "FACTORY"))
+    last = _healthy_before(members, first_sick)
+    if last is None:
+        healthy = [m["name"] for m in members if m["verdict"] == "healthy" and not m.get("collapsed")]
+        if healthy:
+            again = f"{_path(report)}/{healthy[-1]}"
+            return _resume(healthy[-1], again, "which is healthy; none before the first sick one is")
         return Step("no earlier one is healthy: find what breaks from the start", _command("bisect-nan", "FACTORY"))
     searched = first_sick is not None or len(members) == report.target.get("count")
     said = "the last healthy one" if searched else "the last healthy one that was read (--all reads every one)"
-    return _resume(healthy, f"{_path(report)}/{healthy}", said)
+    return _resume(last, f"{_path(report)}/{last}", said)
 
 
 def _over_time(report: Report) -> Step:

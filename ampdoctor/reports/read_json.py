@@ -2,8 +2,7 @@
 
 Numbers come back as they were written: floats with 6 significant digits. Derived fields (`url`, `fingerprint`,
 `verified`, the `code` to paste) are computed anew and not read. A non-finite number in the free form of `evidence`,
-`target` or `headroom` stays a word, since a name may be that word. The keys of `run`, `target` and scaler settings get
-their order for people back; those of `evidence` are sorted for people, too.
+`target` or `headroom` stays a word, since a name may be that word. Keys of free forms stay sorted, as in JSON.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from ampdoctor.evidence.report import (
     SkippedKind,
     Verdict,
 )
-from ampdoctor.evidence.report_scaler import ScalerSection
 from ampdoctor.reports.json_report import DERIVED
 from ampdoctor.reports.jsonl import HEADER, LISTS, SUMMARY
-from ampdoctor.reports.text import RUN, SCALER, TARGET, in_order
 
 _READER = RecordReader(DERIVED)
 _CAME_LATER = {"health": None, "plan": None}  # sections that older reports of this version lack
@@ -66,12 +63,9 @@ def report_from_dict(data: Any) -> Report:
 
 
 def _completed(read: Report) -> Report:
-    """Returns the report with what follows from the rest, and the keys of its free forms in their order."""
+    """Returns the report with what follows from the rest."""
     return replace(
         read,
-        target=in_order(read.target, TARGET),
-        run=in_order(read.run, RUN),
-        scaler=_scaler(read.scaler),
         findings=tuple(map(_finding, read.findings)),
         skipped=tuple(replace(one, kind=_kind(one)) for one in read.skipped),
         suppressed=tuple(replace(one, finding=_finding(one.finding)) for one in read.suppressed),
@@ -91,16 +85,6 @@ def _kind(skipped: Skipped) -> SkippedKind:
     if skipped.what == NOT_IN_HALF:
         return "not_in_half"
     return "lfs_pointer" if "Git LFS pointer" in skipped.reason else "left_out"
-
-
-def _scaler(read: ScalerSection | None) -> ScalerSection | None:
-    if read is None:
-        return None
-    return replace(
-        read,
-        current=in_order(read.current, SCALER) if read.current else read.current,
-        bounds=in_order(read.bounds, SCALER) if read.bounds else read.bounds,
-    )
 
 
 def _refuse_contradictions(report: Report) -> None:

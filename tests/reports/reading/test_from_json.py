@@ -10,12 +10,10 @@ import pytest
 
 from ampdoctor.errors import ReportError
 from ampdoctor.evidence.report import Suppressed
-from ampdoctor.evidence.report_scaler import SettingBound
 from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.reports.human import plain_text
 from ampdoctor.reports.json_report import report_as_dict, schema
 from ampdoctor.reports.read_json import report_from_dict, report_from_text
-from ampdoctor.reports.text import SCALER
 from tests.reports.every_field import places
 from tests.reports.full_sample import full
 from tests.samples import EVERY, HEALTHY, SICK, renderer
@@ -39,20 +37,6 @@ def test_it_says_the_same_in_every_form(name):
     for form in FORMS:
         written, again = renderer(form)(SAMPLES[name]), renderer(form)(back)
         assert sorted(again.replace(",", "").split()) == sorted(written.replace(",", "").split())  # JSON sorts the keys
-
-
-def test_a_person_reads_what_was_written_in_the_same_order():
-    run = {"device": "cpu", "policy": "cuda", "precision": "fp16", "autocast": True, "steps": 8, "replays": 3}
-    run |= {"torch": "2", "threads": 1, "notes": ["a note"], "deterministic": True, "strategy": "trace"}
-    run |= {"bad_step_replays": 2}
-    bounds = {name: SettingBound(value=2.0, by="a bound") for name in SCALER if name != "scale"}
-    target = {"factory": "run.py:make_run", "checkpoint": "last.pt"}
-    scaler = replace(SICK.scaler, bounds={**bounds, "min_scale": SettingBound(value=1.0, by="an alarm")})
-    unsorted = replace(SICK.findings[0], evidence={"role": "weight", "amax": 1.0, "limit": {"b": 1, "a": 2}})
-    report = replace(SICK, target=target, run=run, scaler=scaler, findings=(unsorted, *SICK.findings))
-    again = report_from_text(renderer("json")(report))
-    assert plain_text(again) == plain_text(report)
-    assert renderer("markdown")(replace(again, checks=())) == renderer("markdown")(replace(report, checks=()))
 
 
 def test_numbers_are_numbers_again_and_a_tensor_called_nan_is_none():
