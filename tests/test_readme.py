@@ -103,11 +103,6 @@ def test_the_factory_of_the_readme_runs(tmp_path, run_cli):
     assert result.returncode == 0
 
 
-def test_the_factory_of_the_readme_has_ten_lines():
-    body = python_block(README).partition("return TrainingRun(\n")[2].rstrip().removesuffix(")").strip()
-    assert len(body.splitlines()) <= 10
-
-
 @pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA is not available:UserWarning")
 def test_the_lines_that_apply_a_report_run(tmp_path, monkeypatch):
     import torch

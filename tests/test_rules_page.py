@@ -6,8 +6,6 @@ After a change of a page: `PYTHONPATH=. python tests/test_rules_page.py`.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -128,10 +126,8 @@ def test_a_page_is_all_that_a_rule_says(read):
     ("found", "instead", "said"),
     [
         ("# AMP107", "# AMP108", "expected '# AMP107 its-name', and 'Its title. Worst severity: error.' below it"),
-        ("Worst severity: error", "Worst severity: fatal", "expected '# AMP107 its-name', and"),
         ("## Threshold", "## Limits", "expected the sections What it means, How it is decided, Threshold, What to do,"),
         ("| default |", "| value |", "expected a table that begins with '| `--threshold` | default |"),
-        ("AMP107.share", "AMP108.share", "expected the five cells of a threshold of AMP107, not '| `AMP108.share` |"),
         ("| 0.5 |", "| half |", "expected the five cells of a threshold of AMP107, not '| `AMP107.share` | half |"),
         ("not below `share`", "not below `least`", "expected the five cells of a threshold of AMP107, not"),
     ],
@@ -147,13 +143,6 @@ def test_what_the_code_says_of_a_threshold_the_page_says_too():
         assert replace(rules()[known.code][known.name], why="", above=None) == known
     assert rules()["AMP740"]["settling"].default == SETTLING
     assert rules()["AMP724"]["norm"].highest == MOST
-
-
-def test_help_reads_no_page():
-    program = "main(['--help']); print(read_page.cache_info())"
-    imports = "from ampdoctor.cli.main import main; from ampdoctor.diagnosis.catalogue import read_page"
-    done = subprocess.run([sys.executable, "-c", f"{imports}; {program}"], capture_output=True, text=True, check=True)
-    assert "misses=0" in done.stdout
 
 
 def test_a_wheel_carries_the_pages_where_they_are_looked_for():

@@ -72,31 +72,15 @@ def test_two_where_one_was_known_are_one_new():
     assert len(report.findings) == len(report.suppressed) == 1
 
 
-def test_one_where_two_were_known_is_one_fixed():
-    report = against(scanned(finding(step=1), finding(step=2)), scanned(finding()))
-    assert (report.baseline.known, len(report.baseline.fixed), report.findings) == (1, 1, ())
-
-
 def test_one_that_is_worse_than_it_was_is_new_and_not_fixed():
     report = against(scanned(finding(severity="warning")), scanned(finding(severity="error")))
     assert report.baseline == BaselineSection(file="base.json", written=False, new=1, known=0, fixed=())
-
-
-def test_one_that_is_better_than_it_was_is_known():
-    assert against(scanned(finding()), scanned(finding(severity="note"))).findings == ()
 
 
 @pytest.mark.parametrize("severities", [("error", "warning"), ("warning", "error")])
 def test_of_several_the_worst_takes_the_worst_entry(severities):
     known = scanned(*(finding(severity=s) for s in ("warning", "error")))
     assert against(known, scanned(*(finding(severity=s) for s in severities))).findings == ()
-
-
-def test_a_run_against_its_own_baseline_has_nothing_new():
-    report = scanned(finding("a"), finding("a"), finding("b", severity="note"))
-    assert against(report, report).baseline == BaselineSection(
-        file="base.json", written=False, new=0, known=3, fixed=()
-    )
 
 
 def about(*tensors, severity="error", file=None):
@@ -148,16 +132,6 @@ def test_of_a_checkpoint_that_was_not_examined_nothing_is_fixed():
     assert [entry.file for entry in report.baseline.fixed] == ["x/m.pt"]
 
 
-def test_one_checkpoint_is_known_by_any_name():
-    known = scanned(finding(file="step-1.pt"), target={"path": "step-1.pt", "location": "step-1.pt"})
-    now = scanned(finding(file="step-2.pt"), target={"path": "step-2.pt", "location": "step-2.pt"})
-    assert against(known, now).findings == ()
-
-
-def test_where_nothing_is_judged_nothing_is_fixed():
-    assert against(scanned(finding()), scanned(verdict="not_judged")).baseline.fixed == ()
-
-
 def test_what_a_baseline_has_set_aside_is_in_the_next_one_and_what_an_ignore_has_is_not():
     aside = [Suppressed(finding=finding(by), by=by, reason="r") for by in ("baseline", "ignore")]
     made = baseline_of(scanned(finding("new"), suppressed=tuple(aside)))
@@ -181,13 +155,10 @@ def test_the_file_is_sorted_strict_json_that_reads_back():
     [
         ("", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("[]", "another form"),
         ('{"schema_version": "2", "findings": []}', "it is a report"),
         ('{"format": "ampdoctor-baseline", "version": "7"}', "version"),
         ('{"format": "ampdoctor-baseline", "version": "1", "command": "scan"}', "missing"),
         ('{"format": "ampdoctor-baseline", "findings": [], "findings": [1]}', "it has the key 'findings' twice"),
-        (HEAD + '[{"code": "AMP101", "code": "AMP102", ' + PLACE, "it has the key 'code' twice"),
-        (HEAD + "[1]}", r"findings\[0\]"),
         (HEAD + '[{"fingerprint": "a", "code": "AMP101", "severity": "fatal", ' + PLACE, r"findings\[0\]"),
         (HEAD + '[{"fingerprint": 1, "code": "AMP101", "severity": "error", ' + PLACE, r"findings\[0\]"),
     ],

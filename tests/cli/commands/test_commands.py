@@ -97,20 +97,6 @@ def test_reports_go_to_every_place_asked_for(stub_workflow, tmp_path, capsys, ch
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.json", "r.txt"]
 
 
-def test_output_takes_the_place_of_stdout(stub_workflow, tmp_path, capsys):
-    stub_workflow("scan", lambda path, *, progress=None, **options: SICK)
-    target = tmp_path / "report.txt"
-    target.write_text("old")
-    link = tmp_path / "link.txt"
-    link.symlink_to(target)
-    assert main(["scan", "x", "--output", str(link)]) == 1
-    assert capsys.readouterr().out == ""
-    assert "ERROR AMP201" in target.read_text()
-    assert link.is_symlink()
-    assert main(["scan", "x", "--output", str(target), "--report", "json=-"]) == 1
-    assert json.loads(capsys.readouterr().out)["command"] == "bisect-nan"
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -229,34 +215,3 @@ def test_an_empty_string_is_named(arguments, capsys):
     error = capsys.readouterr().err
     assert " is empty: " in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ("[" * 100_000, "a string needs quotes"),
-        ("[1, -Infinity]", "-Infinity is not JSON"),
-    ],
-)
-def test_an_argument_that_no_factory_should_get(value, said, capsys):
-    assert main(["bisect-nan", "pkg:make", "--arg", f"x={value}"]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert len(error) < 1100
-
-
-@pytest.mark.parametrize(
-    "arguments", [["scan", "no\nampdoctor: forged"], ["scan", "x", "--format", "a\nampdoctor: forged"], ["a\nb"]]
-)
-def test_a_newline_forges_no_line(arguments, capsys):
-    assert main(arguments) == 2
-    assert "\nampdoctor: forged" not in capsys.readouterr().err
-
-
-def test_the_help_of_steps_names_the_defaults(capsys):
-    from ampdoctor.workflows import bisect_nan, measure
-
-    main(["profile", "--help"])
-    assert f"default: {bisect_nan.DEFAULT_STEPS} for bisect-nan, else {measure.DEFAULT_STEPS}" in " ".join(
-        capsys.readouterr().out.split()
-    )

@@ -165,45 +165,20 @@ def test_a_training_is_seen_from_before_its_log_to_its_end(tmp_path):
     assert "\x1b[2J.bias" not in terminal.seen
 
 
-def test_ctrl_c_gives_the_terminal_back(tmp_path):
-    log = Log(tmp_path / "run")
-    log.steps(3)
-    with Terminal("health", tmp_path / "run", "--follow") as terminal:
-        terminal.until(has("step 2"))
-        terminal.process.send_signal(signal.SIGINT)
-        code, after = terminal.ends()
-    assert code == 130
-    assert terminal.seen.count("\x1b[?1049h") == terminal.seen.count("\x1b[?1049l") == 1
-    assert terminal.seen.count("\x1b[?25h") >= terminal.seen.count("\x1b[?25l")  # the cursor is there again
-    assert has("step 2")(after)
-    assert has("ampdoctor: interrupted")(after)
-    assert "Traceback" not in terminal.seen
-
-
-@pytest.mark.parametrize("told", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_a_kill_gives_the_terminal_back_and_kills(tmp_path, told):
+@pytest.mark.parametrize(("told", "ended"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_gives_the_terminal_back(tmp_path, told, ended):
     log = Log(tmp_path / "run")
     log.steps(3)
     with Terminal("health", tmp_path / "run", "--follow") as terminal:
         terminal.until(has("step 2"))
         terminal.process.send_signal(told)
         code, after = terminal.ends()
-    assert code == -told
+    assert code == ended
     assert terminal.seen.count("\x1b[?1049h") == terminal.seen.count("\x1b[?1049l") == 1
-    assert terminal.seen.count("\x1b[?25h") >= terminal.seen.count("\x1b[?25l")
+    assert terminal.seen.count("\x1b[?25h") >= terminal.seen.count("\x1b[?25l")  # the cursor is there again
     assert has("step 2")(after)
+    assert has("ampdoctor: interrupted")(after) == (ended == 130)
     assert "Traceback" not in terminal.seen
-
-
-def test_a_terminal_that_cannot_draw_gets_lines(tmp_path):
-    log = Log(tmp_path / "run")
-    log.steps(3)
-    log.put(EndLine(exit_code=0))
-    with Terminal("health", tmp_path / "run", "--follow", env={"TERM": "dumb"}) as terminal:
-        code, _ = terminal.ends()
-    assert code == 0
-    assert "\x1b[" not in terminal.seen
-    assert "step 2  loss 2.02" in terminal.seen
 
 
 def run(monkeypatch, *arguments, turns):
@@ -262,25 +237,9 @@ def test_a_report_for_programs_has_standard_output_for_itself(tmp_path, monkeypa
     assert code == 0
 
 
-def test_quiet_says_what_happens_and_no_steps(tmp_path, monkeypatch, capsys):
-    log = Log(tmp_path / "run")
-    log.steps(3)
-    log.put(CheckpointLine(step=2, path="a.pt", health="good"), EndLine(exit_code=0))
-    assert run(monkeypatch, tmp_path / "run", "-q", turns=[]) == 0
-    out = capsys.readouterr().out
-    assert "a.pt is good" in out
-    assert "loss 2.0" not in out
-
-
 def test_one_log_at_a_time(tmp_path, capsys):
     assert main(["health", "a", "b", "--follow"]) == 2
     assert "--follow takes one LOG, and 2 were given" in capsys.readouterr().err
-
-
-def test_what_is_no_log_ends_with_a_sentence(tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("milk\nbread\n")
-    assert main(["health", str(tmp_path / "notes.txt"), "--follow"]) == 2
-    assert "notes.txt is no log" in capsys.readouterr().err
 
 
 def latest_of(*lines):
@@ -320,9 +279,9 @@ FULL = latest_of(
 )
 
 
-@pytest.mark.parametrize("width", [20, 40, 80, 120, 250])
+@pytest.mark.parametrize("width", [20, 80, 250])
 def test_a_picture_is_as_large_as_its_window_and_no_larger(width):
-    for height in (1, 3, 8, 12, 24, 60):
+    for height in (1, 8, 24):
         text = view(FULL, name="x", width=width, height=height, now=NOW + 40.0).plain
         lines = text.split("\n")
         assert len(lines) <= height
@@ -342,13 +301,9 @@ def test_silence_is_said():
     assert "running" in view(FULL, name="x", width=80, height=5, now=NOW + 40.0).plain
 
 
-def test_a_terminal_of_ascii_gets_ascii():
-    assert view(FULL, name="x", width=80, height=40, plain=True, now=NOW).plain.isascii()
-
-
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(None, "-"), (float("nan"), "NaN"), (float("-inf"), "-Inf"), (65536.0, "2^16"), (2.0**-24, "2^-24"), (0.0, "0")],
+    [(None, "-"), (float("-inf"), "-Inf"), (65536.0, "2^16"), (0.0, "0")],
 )
 def test_numbers_are_short(value, shown):
     assert number(value) == shown

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.options import ThresholdOptions, parse_thresholds
+from ampdoctor.cli.options import parse_thresholds
 from ampdoctor.diagnosis.catalogue import all_thresholds, thresholds_from
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.json_report import render_json
@@ -47,12 +47,6 @@ def test_one_is_given_once():
         parse_thresholds(["AMP107.saturated=0.1", "AMP107.saturated=0.1"])
 
 
-def test_options_win_over_a_configuration():
-    file = {"AMP301": {"flushed": 0.5, "better": 3.0}}
-    wanted = {"AMP301": {"flushed": 0.25, "better": 3.0}}
-    assert ThresholdOptions(threshold=["AMP301.flushed=0.25"]).thresholds(file) == thresholds_from(wanted)
-
-
 @pytest.fixture
 def configured(tmp_path, monkeypatch, stub_workflow):
     """Return a function that runs `profile` beside a configuration file; the thresholds that its workflow gets."""
@@ -74,11 +68,6 @@ severity = "note"
 [rules.saturated-values]
 saturated = 0.1
 """
-
-
-def test_a_configuration_file_moves_them_by_rule(configured):
-    moved = {"AMP301": {"flushed": 0.5}, "AMP107": {"saturated": 0.1}}
-    assert configured(FILE) == (0, thresholds_from(moved))
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(configured, monkeypatch):
@@ -163,11 +152,6 @@ def test_a_page_shows_what_may_be_moved(capsys):
         "highest": 1,
         "why": all_thresholds()["AMP301.flushed"].why,
     }
-
-
-def test_a_page_of_a_rule_without_a_number_shows_none(capsys):
-    assert main(["rule", "AMP101"]) == 0
-    assert "--threshold" not in capsys.readouterr().out
 
 
 def test_a_report_says_which_were_moved(stub_workflow, capsys, check_report):

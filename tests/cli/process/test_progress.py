@@ -31,15 +31,6 @@ def test_parts_are_counted():
     assert re.search(r" 3/8 0:00:1[0-9] replaying$", lines(*calls)[-1])
 
 
-def test_another_phase_begins_anew():
-    first = [(second, "replaying", second, 8) for second in range(9)]
-    assert "0/8" in lines(*first, (9, "comparing with fp32", 0, 8))[-1]
-
-
-def test_work_that_is_soon_over_shows_nothing():
-    assert lines((0.2, "w", 1, 8), (0.9, "w", 8, 8)) == ["", ""]
-
-
 def test_a_line_is_never_wider_than_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     stream, now = io.StringIO(), [0.0]

@@ -104,23 +104,6 @@ def test_a_line_of_code_is_named_from_the_root_and_a_saved_report_keeps_that_els
         assert annotated("merge", str(saved)) == "src/net.py"
 
 
-def test_what_could_not_be_examined_is_named_from_the_root(clone, capsys, monkeypatch):
-    monkeypatch.chdir(clone / "training")
-    assert main(["scan", "gone.pt", "--format", "github"]) == 2
-    assert capsys.readouterr().out.startswith("::error file=training/gone.pt,")
-
-
-def test_people_read_paths_from_the_working_directory(clone, capsys, monkeypatch, check_report):
-    monkeypatch.chdir(clone / "training")
-    for form in ("human", "markdown"):
-        assert main(["scan", "sick.safetensors", "--format", form]) == 1
-        assert "training/sick.safetensors" not in capsys.readouterr().out
-    assert main(["scan", "sick.safetensors", "--format", "json"]) == 1
-    target = check_report(capsys.readouterr().out)["target"]
-    assert target["location"] == "sick.safetensors"
-    assert target["repository"] == {"root": clone.as_posix(), "folder": "training"}
-
-
 def test_the_root_is_the_nearest_clone(clone, at):
     assert at(clone / "training") == (clone.as_posix(), "training")
     assert at(clone) is None

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields, replace
-from types import MappingProxyType
+from dataclasses import fields
 
 import jsonschema
 import numpy as np
@@ -15,7 +14,7 @@ from ampdoctor.evidence.checkpoint_stats import CastLoss, TensorRow
 from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.reports.json_report import render_json, schema, strict_json
 from tests.diagnosis.summaries import tensor
-from tests.samples import EVERY, HEALTHY, OVERFLOW, SICK
+from tests.samples import EVERY, OVERFLOW, SICK
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -37,9 +36,7 @@ def test_the_schema_is_valid_and_closed_where_the_object_is_ours():
     "damage",
     [
         {"verdict": "unwell"},
-        {"extra": 1},
         {"findings": [{"code": "AMP201"}]},
-        {"scaler": {"current": None}},
         {"profile": {"summary": {"fp16": {"weight_grad": {"flushed": 31.0}}}, "sites": []}},
     ],
 )
@@ -81,20 +78,6 @@ def test_a_rounded_float_is_within_six_digits(x):
     assert to_plain(x) == pytest.approx(x, rel=5.1e-6, abs=0)
 
 
-def test_the_text_is_the_same_twice_and_does_not_depend_on_insertion_order():
-    backwards = replace(SICK, run=dict(reversed(SICK.run.items())), target=MappingProxyType(dict(SICK.target)))
-    assert render_json(SICK) == render_json(backwards)
-    assert strict_json({"b": 1, "a": 2}).index('"a"') < strict_json({"b": 1, "a": 2}).index('"b"')
-
-
-def test_names_survive_as_ascii(check_report):
-    name = "w\u202e\x1b[31m\ud800\u00e9"
-    text = render_json(replace(HEALTHY, target={"path": name}))
-    assert text.isascii()
-    assert "\x1b" not in text
-    assert check_report(text)["target"]["path"] == name
-
-
 def test_numpy_numbers_are_numbers():
     assert to_plain({"a": np.float32(0.5), "b": np.int64(3), "c": (np.float64("nan"),)}) == {
         "a": 0.5,
@@ -102,10 +85,6 @@ def test_numpy_numbers_are_numbers():
         "c": ["NaN"],
     }
     assert json.loads(strict_json([True, None])) == [True, None]
-
-
-def test_sets_are_sorted():
-    assert to_plain({"z", "a"}) == ["a", "z"]
 
 
 def test_what_json_has_no_form_for_is_named():

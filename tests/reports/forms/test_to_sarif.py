@@ -35,13 +35,6 @@ def test_it_follows_the_official_schema(name, validator):
     validator.validate(json.loads(render_sarif(SAMPLES[name])))
 
 
-@pytest.mark.parametrize("damage", [{"level": "bad"}])
-def test_the_schema_refuses_a_damaged_result(damage, validator):
-    log = json.loads(render_sarif(SICK))
-    log["runs"][0]["results"][0].update(damage)
-    assert not validator.is_valid(log)
-
-
 @pytest.mark.parametrize("name", SAMPLES)
 def test_github_takes_every_result(name):
     """Its rules beyond the schema: docs.github.com, "SARIF support for code scanning"."""
@@ -131,14 +124,6 @@ def test_a_file_below_a_known_root_is_relative_to_it(file, base, uri):
     (result,) = run_of(replace(SICK, target=target, findings=(finding,)))["results"]
     place = result["locations"][0]["physicalLocation"]["artifactLocation"]
     assert place == {"uri": uri, "uriBaseId": base}
-
-
-def test_a_source_file_elsewhere_is_relative_to_the_root_of_the_machine():
-    where = replace(OVERFLOW.where, source=Source("/usr/lib/python3/torch.py", 3))
-    run = run_of(replace(SICK, findings=(replace(OVERFLOW, where=where),)))
-    place = run["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]
-    assert place == {"uri": "usr/lib/python3/torch.py", "uriBaseId": "ROOT"}
-    assert run["originalUriBaseIds"]["ROOT"]["uri"] == "file:///"
 
 
 def test_suppressed_findings_and_the_baseline_have_sarifs_own_words():

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 from dataclasses import replace
 
 import jsonschema
@@ -37,13 +36,6 @@ def test_it_says_the_same_in_every_form(name):
     for form in FORMS:
         written, again = renderer(form)(SAMPLES[name]), renderer(form)(back)
         assert sorted(again.replace(",", "").split()) == sorted(written.replace(",", "").split())  # JSON sorts the keys
-
-
-def test_numbers_are_numbers_again_and_a_tensor_called_nan_is_none():
-    report = report_from_text(renderer("json")(full("NaN")))
-    assert report.tensors[0].name == "NaN"
-    assert report.tensors[0].amin != report.tensors[0].amin  # it is NaN
-    assert report.findings[1].evidence == {"worst": "Infinity", "unknown": "NaN"}
 
 
 @pytest.mark.parametrize(
@@ -169,10 +161,7 @@ def test_a_value_that_no_report_has_is_refused(path, value, sentence):
     [
         (("trend", "points", 0, "loss"), 10**300),
         (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [1], "amax": "0x1.8p+1023", "amin": None, "min_spacing": "inf"}),
-        (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [1], "amax": "0x0.0000000000001p-1022"}),
-        (("profile", "loss_scale"), -1.0),
         (("profile", "loss_scale"), "NaN"),
-        (("profile", "recommended_scale"), "Infinity"),
     ],
 )
 def test_a_value_that_is_odd_is_rendered(path, value):
@@ -247,9 +236,7 @@ def test_what_the_schema_refuses_is_refused_and_nothing_else():
     [
         ({"verdict": "unwell"}, "verdict is 'unwell', not one of sick"),
         ({"findings": [{}]}, "findings[0].also is missing"),
-        ({"extra": 1}, "extra is not known"),
         ({"scaler": {"change": 1}}, "scaler.before is missing"),
-        ({"complete": "yes"}, "complete is not of type boolean"),
     ],
 )
 def test_the_place_is_named(change, place):
@@ -267,10 +254,3 @@ def test_a_mistake_far_inside_is_read_once():
     finding["prescription"] = change
     with pytest.raises(ReportError, match=r"alternatives\[0\]\.status is 'unwell'"):
         report_from_dict(data)
-
-
-def test_what_follows_from_the_rest_is_made_anew():
-    data = json.loads(renderer("json")(SICK))
-    data["findings"][0]["url"] = "https://elsewhere"
-    assert report_from_dict(data) == report_from_text(renderer("json")(SICK))
-    assert report_from_dict(report_as_dict(HEALTHY)) == HEALTHY
