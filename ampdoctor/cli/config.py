@@ -135,11 +135,7 @@ def load_config(named: str | None) -> ConfigFile | None:
     """
     if named is not None:
         return _read(Path(named), found=False)
-    try:
-        here = Path.cwd()
-    except OSError:  # the folder was deleted
-        return None
-    for path in _candidates(here):
+    for path in _candidates(Path.cwd()):
         if path.name == SHARED and not _is_ours(path):
             continue
         if not _foreign(path):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ampdoctor.cli.options import GateOptions, ListFormat, OutputOptions, flatten, refuse_empty
+from ampdoctor.cli.options import GateOptions, ListFormat, OutputOptions, flatten
 from ampdoctor.cli.output import canvas
 from ampdoctor.cli.process import read_text, report_stream, write_stdout
 from ampdoctor.cli.run_command import Action, Outcome, ReportCommand
@@ -155,8 +155,6 @@ def merge(
     every rank --exit-zero, for torchrun ends the others when one exits with 1, and let `merge` judge. `run` needs no
     --exit-zero there, and keeps rank N's report beside its log, in report.rankN.jsonl.
     """
-    for file in reports:
-        refuse_empty("REPORT", file)
 
     def work(_: Progress | None, __: SetAside) -> Report:
         from ampdoctor.reports.merge import merge_reports

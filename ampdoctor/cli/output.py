@@ -259,10 +259,7 @@ def repository_root(folder: Path) -> Path | None:
 
 def place_in_repository() -> dict[str, Any]:
     """Return the working directory's place for a report's target; {} at the root, or outside any repository."""
-    try:
-        here = Path.cwd()
-    except OSError:  # the folder was deleted
-        return {}
+    here = Path.cwd()
     root = repository_root(here)
     if root is None or root == here:
         return {}

@@ -15,7 +15,6 @@ from ampdoctor.cli.options import (
     ReplayOptions,
     ThresholdOptions,
     flatten,
-    refuse_empty,
 )
 from ampdoctor.cli.output import own_file, rank_of
 from ampdoctor.cli.process import keep_freed_memory, loading
@@ -110,7 +109,6 @@ def bisect_nan(
     Replays the run's first steps and names the step, module, op and source line, the cause with its numbers, and the
     smallest change with which the same steps stay finite.
     """
-    refuse_empty("FACTORY", factory)
     thresholds = limits.thresholds(moved_in_the_file(context))
     request = replay.request(factory, allow_partial=gates.allow_partial, script_arguments=script_arguments(context))
     if no_compare and compare_steps:
@@ -168,7 +166,6 @@ def profile(
     beside it. --save keeps the measurement: a saved profile is shown, and read by `recommend`, without running anything
     again.
     """
-    refuse_empty("--save", save)
     save = None if save is None else own_file(save, rank_of())
     request, file = _asked(context, target, replay, limits, gates)
 
@@ -238,8 +235,6 @@ def _asked(
 
     Raises UsageError for several targets, and for options of a replay where nothing runs.
     """
-    for target in targets:
-        refuse_empty("TARGET", target)
     if len(targets) > 1:
         raise UsageError(f"{targets[1]} is one target too many: give one factory, or one profile (they do not add up)")
     file = targets[0] if is_profile(targets[0]) else None

@@ -224,10 +224,6 @@ def rule(code: str, commands: tuple[Command, ...], *, ruins_checkpoint: bool = F
 # -- all rules --
 
 
-_A_WORD = 4  # letters from which a part of a name is specific enough
-_MANY = 8  # rules that a sentence can suggest
-
-
 @cache
 def rules() -> Mapping[str, Rule]:
     """Return all rules by code, in the order of their codes; the first call imports every module of `diagnosis`."""
@@ -258,19 +254,10 @@ def find_rule(wanted: str) -> Rule:
     for one in rules().values():
         if key.upper() == one.code or key.lower() == one.name:
             return one
-    near = _near(key)
+    known = [name for rule in rules().values() for name in (rule.code.lower(), rule.name)]
+    near = [name.upper() if name.startswith("amp") else name for name in difflib.get_close_matches(key.lower(), known)]
     hint = f"; did you mean {' or '.join(near)}?" if near else "; `ampdoctor rule` lists them."
     raise UsageError(f"There is no rule {wanted!r}{hint}")
-
-
-def _near(key: str) -> list[str]:
-    """Return codes with the same first digits, or names that contain the word or are spelt like it."""
-    digits, word = "".join(filter(str.isdecimal, key)), key.lower().replace("_", "-").replace(" ", "-")
-    if digits:
-        return [code for code in rules() if code.startswith(f"AMP{digits}")][:_MANY]
-    names = [rule.name for rule in rules().values()]
-    inside = [name for name in names if len(word) >= _A_WORD and word in name]
-    return (inside or difflib.get_close_matches(word, names))[:_MANY]
 
 
 # -- thresholds that a user has moved --

@@ -127,8 +127,6 @@ def _incomplete(report: Report) -> Step:
         return Step("give the same command more time, or start it from a later checkpoint")
     if any(error.kind == "not_reproduced" for error in report.errors):
         return Step("look at what the loop does between its backward and its step, which no replay runs")
-    if report.command != "scan" and any(error.kind == "empty" for error in report.errors):
-        return Step("give the run what is named under 'not examined', then run the same command again")
     if report.errors and all(error.kind == "unread" for error in report.errors):
         return Step(f"save {report.errors[0].what} in a form that is read: dense tensors, by torch.save or safetensors")
     what = f"{report.errors[0].what} ({report.errors[0].kind})" if report.errors else "what could not be examined"

@@ -140,13 +140,7 @@ def _uri(file: str) -> tuple[str, str]:
     path = PurePosixPath(file)
     base = _ROOT if path.is_absolute() else _REPOSITORY
     relative = path.relative_to(path.anchor) if path.is_absolute() else path
-    return base, quote(b"".join(map(_encoded, str(relative))))
-
-
-def _encoded(character: str) -> bytes:
-    """Return a character's UTF-8; for a surrogate that stands for a non-UTF-8 byte of a name (PEP 383), that byte."""
-    kept = "\udc80" <= character <= "\udcff"
-    return character.encode("utf-8", "surrogateescape" if kept else "surrogatepass")
+    return base, quote(str(relative), errors="surrogatepass")
 
 
 def _notifications(report: Report, left_out: int) -> Iterable[_Object]:
