@@ -157,7 +157,6 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a pyproject.toml has our table."""
     try:
         text = read_text(str(path), limit=MAX_BYTES, what=_WHAT, lenient=True)
         tool = _parse(text, str(path)).get("tool") if "ampdoctor" in text else None
@@ -315,7 +314,6 @@ def _exported(file: ConfigFile, place: str, text: str) -> str:
 
 
 def _code(file: ConfigFile, place: str, value: str, *, alone: bool) -> str:
-    """Place FILE.py:NAME, or FILE.py where `alone`."""
     path, colon, name = value.rpartition(":")
     if alone and value.endswith(".py"):
         return _one(file, place, value, runs=True)

@@ -120,7 +120,6 @@ class ConfiguredCommand(TyperCommand):
         return action
 
     def _parse(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; --show-config needs no target."""
         typed = list(args)
         try:
             return super().parse_args(ctx, args)

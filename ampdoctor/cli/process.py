@@ -30,8 +30,6 @@ class StdoutClosedError(Exception):
 
 
 class _StreamClaim:
-    """The stream of `claim_stdout()`: one for the process, like its file descriptors."""
-
     made: bool = False
     stream: TextIO | None = None
 
@@ -124,8 +122,6 @@ _KEEP = {-3: 1 << 30, -1: (1 << 31) - 1}  # glibc's M_MMAP_THRESHOLD and M_TRIM_
 
 
 class _Claim:
-    """State of the process, of which there is one."""
-
     process: int | None = None
     code: int | None = None
 

@@ -239,8 +239,6 @@ _RAISED = 1  # Python's exit code after an uncaught error
 
 
 class _Ended:
-    """State of the process, of which there is one."""
-
     interrupted: ClassVar[list[KeyboardInterrupt]] = []
 
 
@@ -315,8 +313,6 @@ def _say_nothing(*_: object) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """The script's one run."""
-
     script: Script
     request: WatchRequest
     code: int | None = None  # the script's exit code; None before it has ended

@@ -104,7 +104,6 @@ def pages_folder() -> Path:
 
 
 def _prose(section: str) -> str:
-    """Return the section as plain text on one line, without its table."""
     lines = (line for line in section.splitlines() if not line.startswith("|"))
     return _plain(" ".join(" ".join(lines).split()))
 

@@ -225,12 +225,8 @@ class FixedEntry:
     """An entry of the baseline that was not found again.
 
     Attributes:
-        fingerprint: As the finding's.
-        code: As the finding's.
-        severity: As the finding's.
-        module: As in where.
-        op: As in where.
-        tensor: As in where.
+        fingerprint, code, severity: As the finding's.
+        module, op, tensor: As in where.
         file: The checkpoint's file where several checkpoints were examined.
         message: As it was when the baseline was written.
     """
@@ -457,7 +453,6 @@ class _Counting:
         return item + self._first if key == "step" and type(item) is int else self.of(item)
 
     def _figure(self, key: Any, item: Any) -> Any:
-        """Part of the evidence: its texts are names, its steps are numbers."""
         if isinstance(item, Mapping):
             return {name: self._figure(name, one) for name, one in item.items()}
         if isinstance(item, tuple | list):

@@ -228,7 +228,6 @@ def _read_entry(item: Any, index: int, file: str) -> Entry:
 
 
 def _command(report: Report) -> str:
-    """Return the command: comparing two checkpoints searches other things than scanning one."""
     return f"{report.command} --against" if report.change is not None else report.command
 
 

@@ -41,12 +41,10 @@ class Folded:
     """
 
     def __init__(self, content: Text, *, hang: int = 0) -> None:
-        """Indents every line of `content` but the first by `hang` columns."""
         self._content = content
         self._hang = hang
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield a `Text` for each line."""
         width = max(options.max_width, 1)
         hang = self._hang if width > 2 * self._hang else 0
         for index, line in enumerate(self._content.divide(breaks(self._content.plain, width, hang))):

@@ -196,7 +196,6 @@ def plan(section: PlanSection | None, console: Console, *, verbose: int) -> None
 
 
 def _fragment(emitted: EmittedSettings, console: Console, *, indent: int) -> None:
-    """Print lines to copy without folding, which would break them."""
     for line in emitted.text.splitlines():
         console.print(Text(f"{' ' * indent}{sanitise(line)}"), soft_wrap=True)
     for note in emitted.notes:

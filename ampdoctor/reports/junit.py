@@ -33,8 +33,6 @@ _Result: TypeAlias = Literal["passed", "failure", "error", "skipped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """A test case."""
-
     group: str  # its class name: the file
     name: str  # the rule or the check
     result: _Result = "passed"

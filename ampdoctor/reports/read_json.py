@@ -63,7 +63,6 @@ def report_from_dict(data: Any) -> Report:
 
 
 def _completed(read: Report) -> Report:
-    """Returns the report with what follows from the rest."""
     return replace(
         read,
         findings=tuple(map(_finding, read.findings)),
