@@ -53,18 +53,7 @@ def test_no_python_is_said(python, run_cli, checkout):
 
 def test_help_lists_every_target(run_cli, checkout):
     text = make(run_cli, checkout).stdout
-    targets = [
-        "demo",
-        "test",
-        "browser",
-        "gpu-check",
-        "bench",
-        "bench-diagnosis",
-        "bench-recommend",
-        "peers",
-        "layouts",
-        "docs",
-    ]
+    targets = "demo test browser gpu-check bench bench-diagnosis bench-recommend peers layouts docs".split()
     for target in (*targets, "lint", "format", "types", "clean"):
         assert f"make {target} " in text
 

@@ -150,12 +150,6 @@ def test_the_exit_codes_are_those_of_the_help(python):
     assert codes == re.findall(r"(?:codes: |, )(\d+) ", " ".join(ampdoctor("--help", python=python)[0].split()))
 
 
-def test_the_plan_of_the_readme_is_one(python):
-    (line,) = re.findall(r"^- `(plan [^`]*)`", README.read_text(encoding="utf-8"), re.MULTILINE)
-    shown, code = ampdoctor(*line.split(), python=python)
-    assert (code, "plan that is exact and fits" in shown) == (0, True)
-
-
 def test_options_that_are_named_exist(python):
     commands = ("run", "health", "scan", "bisect-nan", "profile", "recommend", "plan", "merge")
     known = set(

@@ -56,10 +56,6 @@ def test_what_is_gone_is_listed_as_fixed():
     assert fixed.message
 
 
-def test_of_an_incomplete_report_nothing_is_fixed():
-    assert against(scanned(finding()), scanned(complete=False)).baseline.fixed == ()
-
-
 @pytest.mark.parametrize("by", ["ignore", "baseline"])
 def test_what_something_else_has_set_aside_is_not_fixed(by):
     now = scanned(suppressed=(Suppressed(finding=finding(), by=by, reason="r"),))
@@ -104,11 +100,6 @@ def test_a_finding_about_one_more_than_was_known_is_new(known):
     report = against(scanned(*known), scanned(now))
     assert report.findings == (now,)
     assert {entry.tensor for entry in report.baseline.fixed} <= {"x"}, "what it is about is still there"
-
-
-def test_what_one_finding_could_not_use_is_there_for_the_next():
-    report = against(scanned(finding("a"), finding("b")), scanned(about("a", "b", "c"), finding("b")))
-    assert [f.where.tensor for f in report.findings] == ["a"]
 
 
 SEVERAL = {"path": "2 paths", "paths": ["x/m.pt", "y"], "files": [{"path": "x/m.pt"}, {"path": "y/n.pt"}]}

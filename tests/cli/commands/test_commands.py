@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from ampdoctor.cli.run_command import judge
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.errors import UsageError
 from ampdoctor.workflows.requests import ReplayRequest
-from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, SICK, WARNED
+from tests.samples import HEALTHY, INCOMPLETE, NOT_REPRODUCED, SICK, WARNED
 
 
 @pytest.mark.parametrize(
@@ -40,12 +39,6 @@ def test_what_a_report_means(report, options, code):
     outcome = judge(report, **options)
     assert outcome.code == code
     assert (outcome.reason is not None) == (code == 2)
-
-
-@pytest.mark.parametrize("report", [INCOMPLETE, *(replace(r, complete=False) for r in EVERY.values())])
-def test_partial_is_offered_where_it_is_accepted(report):
-    offered = "--allow-partial" in judge(report).reason
-    assert offered == (judge(report, allow_partial=True).code != 2)
 
 
 @pytest.mark.parametrize(
@@ -127,18 +120,6 @@ def test_a_file_that_is_replaced_keeps_its_mode(stub_workflow, tmp_path):
         assert json.loads(kept.read_text())["command"] == "bisect-nan"
         assert kept.stat().st_mode & 0o777 == mode
         assert list(tmp_path.iterdir()) == [kept]
-
-
-def test_a_read_only_file_is_not_replaced(stub_workflow, tmp_path, capsys, monkeypatch):
-    stub_workflow("scan", lambda path, *, progress=None, **options: SICK)
-    kept = tmp_path / "report.json"
-    kept.write_text("old")
-    kept.chmod(0o444)
-    may = os.access  # root may write everything
-    monkeypatch.setattr(os, "access", lambda path, mode: os.fspath(path) != str(kept) and may(path, mode))
-    assert main(["scan", "x", "--report", f"json={kept}"]) == 2
-    assert "permission denied" in capsys.readouterr().err
-    assert kept.read_text() == "old"
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, MemoryError, SystemExit])

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.cli import follow as followed
-from ampdoctor.cli.follow import number, view
+from ampdoctor.cli.follow import view
 from ampdoctor.cli.main import main
 from ampdoctor.evidence.log_records import (
     CheckpointLine,
@@ -294,17 +294,3 @@ def test_a_picture_is_as_large_as_its_window_and_no_larger(width):
             assert "2^1.0" in text
             assert "/some/where/200.pt is good" in text
         assert all(line.isprintable() for line in lines)
-
-
-def test_silence_is_said():
-    assert "silent for 2 min" in view(FULL, name="x", width=80, height=5, now=NOW + 150.0).plain
-    assert "running" in view(FULL, name="x", width=80, height=5, now=NOW + 40.0).plain
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(None, "-"), (float("-inf"), "-Inf"), (65536.0, "2^16"), (0.0, "0")],
-)
-def test_numbers_are_short(value, shown):
-    assert number(value) == shown
-    assert len(number(-1.2345678e-11)) <= 10

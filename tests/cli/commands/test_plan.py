@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
-import torch
-from torch.utils.data import DistributedSampler
 
-from ampdoctor.batching.effects import left_over
-from ampdoctor.batching.plans import BatchPlan
 from ampdoctor.cli.main import main
 from ampdoctor.cli.plan_command import bytes_of
 from ampdoctor.errors import UsageError
@@ -125,14 +120,6 @@ def test_growing_shards_take_samples_from_what_fitted_before(plan):
     assert "less 3 for the 6 GB" in section["memory"]["limited_by"]
 
 
-def test_a_measured_peak_says_what_a_sample_takes(plan):
-    job = ["--global-batch", 1024, "--gpus", 64, "--to-gpus", 16, "--micro-batch", 8]
-    sizes = ["--peak-memory", "22GB", "--device-memory", "24GB", "--params", "8e9", "--shard-stage", 3]
-    code, section = plan(*job, *sizes)
-    assert (code, section["memory"]["per_sample"]) == (0, (22e9 - 2e9) / 8)
-    assert section["memory"]["max_micro_batch"] == math.floor((24 - 8) / 2.5)
-
-
 def test_where_not_one_sample_fits_it_exits_with_1(plan):
     sizes = ["--device-memory", "8GB", "--memory-per-sample", "1GB", "--params", "1B"]
     code, section = plan("--global-batch", 8, "--to-gpus", 8, *sizes)
@@ -223,22 +210,6 @@ def test_what_one_job_of_its_own_can_do(plan):
     assert product(section["fewer"]) == (5, 4, 5)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "step"])
-@pytest.mark.parametrize(
-    ("most", "weights", "scale"),
-    [
-        (64, "16 times larger to 4 times larger", "x 2^0 (x 2^-4 where weight gradients would overflow)"),
-        (4, "as before", "x 2^0"),
-    ],
-)
-def test_a_larger_micro_batch_makes_weight_gradients_larger(plan, reduction, most, weights, scale):
-    job = ["--micro-batch", 4, "--max-micro-batch", most, "--reduction", reduction]
-    _, section = plan("--global-batch", 2048, "--gpus", 512, "--to-gpus", 32, *job)
-    said = figures(section)
-    assert said["fp16 activation gradients"].startswith("as before")
-    assert (said["fp16 local weight gradients"], said["loss scale"]) == (weights, scale)
-
-
 @pytest.mark.parametrize(
     ("gpus", "states", "noted"),
     [(["8x8", "4x8"], (2e9, 2e9), False), (["64", "32"], (0.25e9, 0.5e9), True), (["8x8", "32"], (2e9, 2e9), True)],
@@ -298,13 +269,6 @@ def test_nonsense_exits_with_2_and_a_sentence(arguments, sentence, capsys):
     assert not said.out
 
 
-def test_without_a_batch_it_asks_for_one(capsys):
-    assert main(["plan", "--gpus", "8", "--micro-batch", "2", "--max-micro-batch", "8", "--isolated"]) == 2
-    assert "the global batch is not known" in capsys.readouterr().err
-    assert main(["plan", "--global-batch", "4194304000", "--to-gpus", "8", "--max-micro-batch", "8"]) == 2
-    assert "counts samples, not tokens" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("form", ["human", "markdown", "html", "sarif"])
 @pytest.mark.parametrize("ranks", [128, 100])
 def test_every_form_shows_it(form, ranks, capsys, tmp_path):
@@ -319,14 +283,6 @@ def test_every_form_shows_it(form, ranks, capsys, tmp_path):
         assert ("global_batch_size = 2048" in shown) is (ranks == 128)
     if form != "human" and ranks == 100:
         assert "AMP801" in shown or form == "html"
-
-
-def test_the_last_window_is_what_a_loop_has_left():
-    plan = BatchPlan(micro_batch=4, accumulation=3, data_parallel=2)
-    for samples in range(1, 200):
-        sampler = DistributedSampler(range(samples), 2, 0)
-        loader = torch.utils.data.DataLoader(range(samples), batch_size=4, sampler=sampler)
-        assert left_over(plan, samples) == len(list(loader)) % 3
 
 
 @pytest.mark.parametrize(

@@ -155,15 +155,6 @@ def test_a_watch_that_fails_costs_the_script_nothing(run, watch, fails, said):
     assert f"{said}: RuntimeError: no hooks" in err
 
 
-def test_stopping_ends_the_job_with_code_1_and_without_a_traceback(run, watch):
-    watch.found = SICK
-    stop = "from ampdoctor.errors import StoppedError\ntry:\n  raise StoppedError\nexcept Exception:\n  pass"
-    code, _, err = run("train.py", stop)
-    assert code == 1
-    assert "Traceback" not in err
-    assert "AMP201" in err
-
-
 REFUSED = [
     ([], "Missing argument 'SCRIPT'"),
     ([""], "SCRIPT is empty"),
@@ -188,15 +179,6 @@ def test_what_cannot_be_run_is_one_sentence(run, watch, tmp_path, typed, said):
     assert (code, out) == (2, "")
     assert said in err
     assert "Traceback" not in err
-
-
-def test_the_script_has_its_handlers_and_no_torch_of_ours(run_cli, tmp_path):
-    (tmp_path / "train.py").write_text(
-        "import sys\nprint('torch' in sys.modules, sys.stdout.errors != 'backslashreplace')\nraise KeyError(1)\n"
-    )
-    done = run_cli("run", "train.py", command=(sys.executable, "-m", "ampdoctor"), cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (1, "False True\n")
-    assert "ampdoctor" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 from ampdoctor.cli import run_command
 from ampdoctor.cli.main import main
-from ampdoctor.errors import OutputError
 from tests.samples import HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW
 
 SCANNED = replace(SICK, command="scan")
@@ -111,17 +110,6 @@ def test_an_incomplete_report_is_shown_and_makes_no_baseline(finds, tmp_path, ca
     assert not (tmp_path / "base.json").exists()
 
 
-def test_a_baseline_that_cannot_be_written_sets_nothing_aside(finds, capsys, check_report, monkeypatch):
-    def full(*_):
-        raise OutputError("no space left")
-
-    finds(SCANNED)
-    monkeypatch.setattr(run_command, "write_file", full)
-    code, report, said = scan(capsys, check_report, "--write-baseline", "base.json")
-    assert (code, len(report["findings"]), report["baseline"]) == (2, 2, None)
-    assert "no space left" in said
-
-
 def test_a_baseline_that_is_refused_stops_the_command_before_its_work(finds, tmp_path, capsys):
     finds(SCANNED)
     assert main(["scan", "x", "-q", "--write-baseline", "base.json"]) == 0
@@ -161,20 +149,6 @@ def test_a_baseline_is_not_overwritten_and_overwrites_nothing(arguments, finds, 
     assert (tmp_path / "base.json").read_bytes() == before
     assert (tmp_path / "x").read_text() == "a checkpoint"
     assert "error" in capsys.readouterr().err
-
-
-def test_a_profile_and_a_baseline_need_a_file_each(finds, capsys):
-    assert main(["profile", "p:make", "--save", "one", "--write-baseline", "one"]) == 2
-    assert "two outputs for one" in capsys.readouterr().err
-
-
-def test_a_known_baseline_may_be_written_anew(finds, capsys, check_report):
-    finds(SCANNED)
-    assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
-    finds(replace(SCANNED, verdict="healthy", findings=(UNDERFLOW,)))
-    written = scan(capsys, check_report, "--baseline", "base.json", "--write-baseline", "base.json")
-    assert (written[0], written[1]["baseline"]["fixed"]) == (0, [])
-    assert scan(capsys, check_report, "--baseline", "base.json")[1]["baseline"]["fixed"] == []
 
 
 def test_an_ignore_holds_until_its_day_is_over(finds, tmp_path, capsys, check_report, monkeypatch):

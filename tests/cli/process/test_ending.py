@@ -131,12 +131,3 @@ def test_a_forked_child_that_comes_back_reports_nothing(run_cli, tmp_path, check
     assert "forked, and the child did not end: it is ended here, and reports nothing" in done.stderr
     assert "child 2" in done.stderr
     assert done.stderr.count("handled") == 1
-
-
-def test_an_error_of_our_classes_chooses_no_exit_code(run_cli, tmp_path, check_report):
-    before = "from ampdoctor.errors import AmpdoctorError\nclass Mine(AmpdoctorError):\n    exit_code = 0"
-    done = examine(run_cli, tmp_path, "raise Mine('no')", before, options=("--format", "json"))
-    assert done.returncode == 2
-    report = check_report(done.stdout)
-    assert (report["verdict"], report["errors"][0]["kind"]) == ("inconclusive", "raised")
-    assert report["errors"][0]["message"].endswith("raised Mine: no")

@@ -13,7 +13,6 @@ from ampdoctor.cli.main import main
 from tests.samples import SICK
 
 DRIVER = Path(__file__).parents[1] / "drive.py"
-SHELL_DRIVE = f"{DRIVER} sick scan x"
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 
@@ -57,13 +56,6 @@ def test_stdout_has_other_names(name, drive, check_report):
     assert check_report(result.stdout)["verdict"] == "sick"
     twice = drive("sick", "scan", "x", "--report", f"json={name}")
     assert "two outputs for standard output" in twice.stderr
-
-
-def test_a_file_that_stdout_goes_to_as_well_is_refused(python, run_cli, tmp_path):
-    result = run_cli("-c", f"{python} {SHELL_DRIVE} --report json=r.json > r.json", command=("bash",), cwd=tmp_path)
-    assert result.returncode == 2
-    assert "two outputs for r.json" in result.stderr
-    assert (tmp_path / "r.json").read_text() == ""
 
 
 @pytest.mark.parametrize("option", ["--output={0}", "--report=json={0}"])

@@ -61,29 +61,6 @@ def test_a_reader_that_has_gone_is_not_a_finding(arguments, drive):
     assert result.stderr == ""
 
 
-def test_files_are_written_even_if_the_reader_of_stdout_has_gone(drive, tmp_path, check_report):
-    reading, writing = os.pipe()
-    os.close(reading)
-    kept = tmp_path / "report.json"
-    try:
-        result = drive("sick", "scan", "x", "--report", f"json={kept}", capture_output=False, stdout=writing)
-    finally:
-        os.close(writing)
-    assert result.returncode == 2
-    assert check_report(kept.read_text())["verdict"] == "sick"
-
-
-def test_a_stderr_that_has_gone_changes_nothing(drive):
-    reading, writing = os.pipe()
-    os.close(reading)
-    try:
-        result = drive("not_reproduced", "scan", "x", capture_output=False, stdout=subprocess.PIPE, stderr=writing)
-    finally:
-        os.close(writing)
-    assert result.returncode == 2
-    assert "not reproduced" in result.stdout
-
-
 def test_closed_streams_are_no_crash(python, run_cli):
     closed_out = run_cli("-c", f"{python} {DRIVER} sick scan x >&-", command=("bash",))
     assert (closed_out.returncode, "standard output is closed" in closed_out.stderr) == (2, True)
@@ -182,30 +159,6 @@ def test_help_needs_nothing_heavy(run_cli):
     assert result.returncode == 0
     assert "typer" in imported
     assert not {"torch", "numpy", "jinja2", "safetensors", "rich", "asyncio", "multiprocessing", "ssl"} & imported
-
-
-LOADED = """
-import gc
-from ampdoctor.cli import process
-{claim}
-with process.loading():
-    within = gc.isenabled()
-print(within, gc.isenabled(), gc.get_freeze_count() > 0)
-"""
-
-
-@pytest.mark.parametrize(
-    ("claim", "said"),
-    [
-        ("process.claim_process()", "False True True"),
-        ("", "True True False"),
-    ],
-)
-def test_the_collector_stands_still_over_imports_of_a_process_of_ours_alone(claim, said):
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED.format(claim=claim)], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert done.stdout.strip() == said
 
 
 FREED = """

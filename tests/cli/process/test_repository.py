@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.cli.config import load_config
 from ampdoctor.cli.main import main
 from ampdoctor.cli.output import place_in_repository
 
@@ -88,13 +87,6 @@ def test_a_checkpoint_below_the_root_is_named_from_it_wherever_the_command_runs(
     assert annotated("scan", "../eval/sick.safetensors") == "eval/sick.safetensors"
 
 
-def test_a_checkpoint_outside_the_root_keeps_its_path(clone, annotated, monkeypatch):
-    monkeypatch.chdir(clone / "training")
-    assert annotated("scan", "../../sick.safetensors") == (clone.parent / "sick.safetensors").as_posix()
-    monkeypatch.chdir(clone.parent)
-    assert annotated("scan", "sick.safetensors") == "sick.safetensors"
-
-
 def test_a_line_of_code_is_named_from_the_root_and_a_saved_report_keeps_that_elsewhere(clone, annotated, monkeypatch):
     monkeypatch.chdir(clone / "training")
     saved = clone.parent / "r.json"
@@ -112,12 +104,3 @@ def test_the_root_is_the_nearest_clone(clone, at):
     inner.mkdir(parents=True)
     (inner.parent / ".git").write_text("gitdir: elsewhere")  # of a submodule
     assert at(inner) == (inner.parent.as_posix(), "yet")
-
-
-def test_a_folder_that_is_gone_is_in_no_repository(clone, monkeypatch):
-    folder = clone / "short-lived"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    folder.rmdir()
-    assert place_in_repository() == {}
-    assert load_config(None) is None

@@ -123,15 +123,6 @@ def test_a_value_met_in_a_file_is_not_said_to_be_born_there():
     assert "born" not in text
 
 
-def test_what_is_unknown_is_left_out_and_a_small_power_of_two_reads_as_one():
-    finding = replace(UNDERFLOW, evidence={"amax": None, "scale": 2.0**-56, "third": -(2.0**-20), "large": 65536.0})
-    text = shown(replace(SICK, findings=(finding,)))
-    assert "amax" not in text
-    assert "scale = 2^-56" in text
-    assert "third = -2^-20" in text
-    assert "large = 65536.0" in text
-
-
 def test_what_is_empty_has_no_line_and_a_zero_has_one():
     finding = replace(UNDERFLOW, evidence={"kernel": "", "names": [], "float64": {}, "share": 0.0, "finite": False})
     report = replace(SICK, findings=(finding,))
@@ -148,14 +139,6 @@ def test_nested_figures_read_as_words_and_each_record_has_a_line():
     assert any(line.endswith("float64 = finite true") for line in lines)
     assert "inputs[0] = dtype float16, shape [2, 3]" in lines
     assert "inputs[1] = dtype float32, shape [3]" in lines
-
-
-def test_only_the_severity_has_its_colour():
-    text = shown(SICK, color=True)
-    head = next(line for line in text.splitlines() if "AMP201" in line)
-    assert head.startswith("\x1b[1;31mERROR\x1b[0m ")
-    assert head.count("\x1b[1;31m") == 1
-    assert head.endswith(": the output reaches 98304, beyond fp16's 65504")
 
 
 def test_a_command_that_recommends_no_scaler_does_not_praise_the_one_there():

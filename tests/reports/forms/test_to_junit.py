@@ -79,13 +79,6 @@ def test_a_case_fails_where_the_gate_does(fail_on, results):
     ]
 
 
-def test_what_was_not_examined_is_an_error_and_no_answer_is_one_too():
-    assert cases(INCOMPLETE)["not examined: shard-2.safetensors"] == ("model.safetensors", ["error"])
-    assert cases(INCOMPLETE)["verdict"][1] == ["error"]
-    assert cases(NOT_REPRODUCED)["verdict"][1] == ["error"]
-    assert cases(HEALTHY)["verdict"][1] == ["system-out"]
-
-
 def test_what_did_not_run_or_is_suppressed_is_skipped():
     report = replace(
         HEALTHY,
@@ -96,3 +89,10 @@ def test_what_did_not_run_or_is_suppressed_is_skipped():
     assert 'message="ignore: known since May"' in text
     assert cases(report)["finite loss"][1] == ["skipped"]
     assert cases(report)["AMP201 forward-overflow (suppressed: encoder.block.3.ff.wo)"] == ("t5.py", ["skipped"])
+
+
+def test_what_was_not_examined_is_an_error_and_no_answer_is_one_too():
+    assert cases(INCOMPLETE)["not examined: shard-2.safetensors"] == ("model.safetensors", ["error"])
+    assert cases(INCOMPLETE)["verdict"][1] == ["error"]
+    assert cases(NOT_REPRODUCED)["verdict"][1] == ["error"]
+    assert cases(HEALTHY)["verdict"][1] == ["system-out"]

@@ -50,12 +50,6 @@ def test_the_tables_are_tables_and_the_details_fold():
     assert "| ---" not in shown
 
 
-def test_settings_that_nobody_judged_are_not_praised():
-    kept = replace(SICK.scaler, change=False)
-    assert "No change needed" in render_markdown(replace(SICK, scaler=kept))
-    assert "No change needed" not in render_markdown(replace(SICK, scaler=replace(kept, predicted=None)))
-
-
 def test_the_layers_that_lose_most_have_a_table():
     (site,) = SICK.profile["sites"]
     formats = {"fp16": {"flushed": 0.5}, "fp16_recommended": {"flushed": 0.25}, "e5m2": {"flushed": 0.0}}

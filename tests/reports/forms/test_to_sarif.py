@@ -8,7 +8,6 @@ from urllib.parse import unquote_to_bytes, urlsplit
 import jsonschema
 import pytest
 
-from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.evidence.location import Source
 from ampdoctor.reports import sarif
 from ampdoctor.reports.sarif import render_sarif
@@ -59,21 +58,6 @@ def test_github_takes_every_result(name):
             assert "\\" not in uri
             assert place["region"]["startLine"] >= 1
     assert len(run["results"]) <= 25_000
-
-
-def test_a_rule_has_its_page_of_the_catalogue():
-    for rule in run_of(SICK)["tool"]["driver"]["rules"]:
-        known = rules()[rule["id"]]
-        assert rule["shortDescription"]["text"] == known.title
-        assert rule["fullDescription"]["text"] == known.page.texts["meaning"]
-        assert all(text in rule["help"]["text"] for _, text in known.page.sections)
-
-
-def test_a_code_of_another_version_has_what_its_finding_says():
-    later = replace(SICK, findings=(replace(SICK.findings[0], code="AMP999", name="from-the-future", help="Wait."),))
-    (rule,) = run_of(later)["tool"]["driver"]["rules"]
-    assert (rule["id"], rule["shortDescription"]["text"]) == ("AMP999", "From the future")
-    assert "Wait." in rule["help"]["text"]
 
 
 def test_the_place_is_the_source_line_or_the_checkpoint_and_its_tensor():

@@ -32,11 +32,6 @@ def test_a_finding_of_several_ranks_is_there_once_with_its_ranks():
     assert merge_reports([merged, *ranks]).findings[0].evidence.get("ranks") == [0, 1, 2]
 
 
-def test_a_finding_of_one_rank_is_not_lost_and_keeps_its_rank():
-    merged = merge_reports([replace(SICK, findings=(UNDERFLOW,)), replace(SICK, findings=(of_rank(OVERFLOW, 1),))])
-    assert [(finding.code, finding.where.rank) for finding in merged.findings] == [("AMP201", 1), ("AMP301", 0)]
-
-
 def test_two_findings_of_one_fingerprint_in_one_report_stay_two():
     twice = replace(SICK, findings=(OVERFLOW, replace(OVERFLOW, message="again")))
     assert len(merge_reports([twice, twice]).findings) == 2
@@ -89,26 +84,12 @@ def test_suppressed_findings_are_merged_as_findings_are():
     assert (one.finding.evidence["ranks"], one.reason) == ([1, 4], "known")
 
 
-def test_settings_are_those_that_all_have():
-    merged = merge_reports([SICK, replace(SICK, run={**SICK.run, "threads": 4, "notes": ["a note"]})])
-    assert "threads" not in merged.run
-    assert merged.run["notes"] == ["a note"]
-    assert merged.run["policy"] == "cuda"
-    assert merge_reports([SICK, SICK]).run == SICK.run
-
-
 def test_a_section_is_the_first_ones_and_a_note_says_where_another_differs():
     other = replace(SICK, scaler=replace(SICK.scaler, bound_by="another"))
     merged = merge_reports([replace(SICK, scaler=None), SICK, other])
     assert merged.scaler == SICK.scaler
     assert merged.run["notes"] == ["scaler: of the first report that has it; it differs in another"]
     assert "notes" not in merge_reports([SICK, replace(SICK, profile=None)]).run
-
-
-def test_tensors_are_those_of_all():
-    first, second = full("a"), replace(full("b"), target=full("a").target)
-    assert [tensor.name for tensor in merge_reports([first, second]).tensors] == ["a", "b"]
-    assert merge_reports([HEALTHY, HEALTHY]).tensors is None
 
 
 @pytest.mark.parametrize("form", ["json", "jsonl", "markdown", "github", "junit", "sarif"])

@@ -14,7 +14,6 @@ from ampdoctor.reports.html_report import render_html
 from ampdoctor.reports.human import render_human
 from ampdoctor.reports.junit import render_junit
 from ampdoctor.reports.markdown import render_markdown
-from ampdoctor.reports.text import gate_words
 from tests.samples import FIXED, HEALTHY, OVERFLOW, SICK, UNDERFLOW
 
 ASIDE = replace(
@@ -43,12 +42,6 @@ def test_each_is_listed_with_its_reason_when_asked():
     assert "-v lists" not in text
     assert "ignore: the head is frozen [red]" in text
     assert text.count("error AMP201 forward-overflow") == 2
-
-
-def test_a_baseline_whose_name_needs_quotes_is_shown_with_them():
-    baseline = BaselineSection(file="my base.json", written=False, new=0, known=0, fixed=(FIXED,))
-    ((sentence, _),) = gate_words(replace(HEALTHY, baseline=baseline))
-    assert sentence.endswith("--write-baseline 'my base.json' writes it anew")
 
 
 def test_what_is_fixed_asks_for_a_new_baseline():

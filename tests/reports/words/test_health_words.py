@@ -20,7 +20,6 @@ from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
 from ampdoctor.reports import section_words
 from ampdoctor.reports import text as words
 from ampdoctor.reports.formats import RenderOptions, renderer
-from ampdoctor.reports.html_report import bundles
 from ampdoctor.reports.markdown import render_markdown
 
 RUN = HealthRun(
@@ -94,14 +93,3 @@ def test_what_was_born_in_a_run_is_not_only_met_in_its_log():
     born = Where(step=1, phase="forward", module="scores", file=RUN.source, nonfinite="inf", source=line)
     assert "Inf is born here" in words.place(born)
     assert "Inf is there" in words.place(replace(born, source=None, phase="checkpoint"))
-
-
-def test_a_bundle_stands_under_the_findings_of_its_own_step():
-    look = LookMark(step=2, verdict="sick", bundle="bundle-2", command="ampdoctor bisect-nan bundle-2")
-    findings = tuple(
-        Finding(code="AMP722", name="x", severity="error", message="m", where=Where(step=at, phase="loss"))
-        for at in (1, 2)
-    )
-    section = HealthSection(runs=(replace(RUN, looks=(look,)),))
-    report = Report(command="health", target={}, verdict="sick", findings=findings, health=section)
-    assert bundles(report) == {1: look}

@@ -9,7 +9,7 @@ import pytest
 from ampdoctor.evidence.report import BaselineSection, Prescription, Report
 from ampdoctor.evidence.report_replay import ProofSection, ProofStep, StepFigures
 from ampdoctor.evidence.report_scaler import EmittedSettings
-from ampdoctor.evidence.report_scan import ChangedTensor, StructureSection, TrendSection
+from ampdoctor.evidence.report_scan import ChangedTensor, TrendSection
 from ampdoctor.reports.next_step import next_step
 from tests.samples import EVERY, FIXED, HEALTHY, INCOMPLETE, NOT_REPRODUCED, NOTHING_CHANGED, OVERFLOW, SICK, UNDERFLOW
 
@@ -37,24 +37,6 @@ def test_a_proved_change_is_pasted():
     assert said(SICK).startswith("paste the lines shown")
 
 
-def test_a_change_that_one_step_was_replayed_with_is_no_cure_of_the_run():
-    cure = OVERFLOW.prescription
-    figures = StepFigures(loss=1.0, scale=None, gradient_norm=1.0, skipped=False, finite=True)
-    steps = tuple(ProofStep(step=step, without=figures, with_=figures, fp32=figures) for step in (4, 5))
-    proof = ProofSection(fingerprint="", kind=cure.kind, value=cure.value, status="verified", steps=steps, omitted=0)
-    assert said(replace(SICK, proof=proof)).endswith("they are proved to cure this run")
-    alone = replace(proof, steps=(replace(steps[0], with_=None), steps[1]))
-    assert said(replace(SICK, proof=alone)).endswith("with them this step, replayed, stays finite")
-
-
-def test_another_format_is_a_way_around_a_kernel_and_no_cure():
-    defect = replace(OVERFLOW, cause="kernel_defect", code="AMP202")
-    assert said(replace(SICK, findings=(defect,))).endswith("a way around the kernel that proves no cause")
-    words = "oneDNN off: torch.backends.mkldnn.enabled = False"
-    other = replace(defect, prescription=Prescription(kind="code", value=words, status="verified", detail=words))
-    assert said(replace(SICK, findings=(other,))) == f"{words}: that is proved to cure this run"
-
-
 def test_code_is_changed_at_its_line():
     code = Prescription(kind="code", value="add eps", status="intervention")
     text = said(replace(SICK, findings=(replace(OVERFLOW, prescription=code),)))
@@ -72,13 +54,6 @@ def test_a_change_of_the_models_code_is_tried_on_the_bundle(module, line):
     code = Prescription(kind="code", value="add eps", status="intervention")
     finding = replace(OVERFLOW, prescription=code, where=replace(OVERFLOW.where, module=module))
     assert next_step(replace(SICK, command="run", run=KEPT, findings=(finding,))).line == line
-
-
-@pytest.mark.parametrize(
-    ("kept", "step"), [({"health": "h"}, "nothing; its log is judged by: ampdoctor health h"), ({}, "nothing")]
-)
-def test_a_training_without_anything_sick_leaves_its_log(kept, step):
-    assert said(Report(command="run", target={"factory": "train.py"}, run={"kept": kept}, verdict="not_judged")) == step
 
 
 def test_settings_that_no_replay_has_proved_are_a_line_to_paste():
@@ -103,12 +78,6 @@ def test_the_last_healthy_one_is_of_all_only_where_all_or_the_neighbours_were_re
     read = ("healthy", "healthy", "sick", "sick")
     assert "checkpoint-1, the last healthy one;" in said(scanned(*read, first_sick="checkpoint-2", count=9))
     assert "checkpoint-1, the last healthy one that was read (--all reads" in said(scanned(*read, count=9))
-
-
-def test_a_single_sick_checkpoint_leads_to_its_folder():
-    report = replace(HEALTHY, verdict="sick", findings=(RUINED,))
-    assert "resume from an earlier checkpoint" in said(report)
-    assert said(report).endswith("ampdoctor scan FOLDER")
 
 
 def test_what_was_not_reproduced_is_tried_nearer_to_the_failure():
@@ -185,11 +154,6 @@ def test_recommended_settings_are_a_line_to_paste():
     assert said(emitted) == "put the settings shown into your configuration"
 
 
-def test_a_listing_is_examined_next():
-    report = Report(command="scan", target={"path": "my model.pt"}, verdict="not_judged", structure=StructureSection())
-    assert next_step(report).line == "ampdoctor scan 'my model.pt'"
-
-
 def test_a_profile_with_losses_leads_to_settings_and_one_without_ranges_to_the_page():
     report = Report(command="profile", target=RUN, verdict="sick", findings=(replace(UNDERFLOW, severity="error"),))
     assert said(report) == "have settings derived from this: ampdoctor recommend run.py:make_run"
@@ -212,11 +176,6 @@ def test_an_error_by_decision_is_no_reason_to_go_back():
     raised = replace(UNDERFLOW, code="AMP104", severity="error")
     assert said(replace(HEALTHY, verdict="sick", findings=(raised,))) == "read what can be done: ampdoctor rule AMP104"
     assert said(replace(scanned("healthy", "sick"), findings=(raised,))).endswith("ampdoctor rule AMP104")
-
-
-def test_a_written_baseline_is_used_from_now_on():
-    report = replace(HEALTHY, verdict="sick", baseline=replace(BASELINE, written=True))
-    assert said(report) == "the baseline is written; from now on the same command with: --baseline 'known it.json'"
 
 
 def test_a_baseline_with_fixed_entries_is_written_anew():
@@ -253,11 +212,24 @@ def test_an_older_checkpoint_that_is_finite_is_where_to_resume(scale):
     )
 
 
-@pytest.mark.parametrize(("old_nonfinite", "scale"), [(3, 65536.0), (0, 0.0)])
-def test_an_older_checkpoint_that_is_ruined_too_is_none_to_resume_from(old_nonfinite, scale):
-    assert "resume from an earlier checkpoint" in said(compared(old_nonfinite, scale))
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_every_report_has_one(name):
     assert said(EVERY[name])
+
+
+def test_a_change_that_one_step_was_replayed_with_is_no_cure_of_the_run():
+    cure = OVERFLOW.prescription
+    figures = StepFigures(loss=1.0, scale=None, gradient_norm=1.0, skipped=False, finite=True)
+    steps = tuple(ProofStep(step=step, without=figures, with_=figures, fp32=figures) for step in (4, 5))
+    proof = ProofSection(fingerprint="", kind=cure.kind, value=cure.value, status="verified", steps=steps, omitted=0)
+    assert said(replace(SICK, proof=proof)).endswith("they are proved to cure this run")
+    alone = replace(proof, steps=(replace(steps[0], with_=None), steps[1]))
+    assert said(replace(SICK, proof=alone)).endswith("with them this step, replayed, stays finite")
+
+
+def test_another_format_is_a_way_around_a_kernel_and_no_cure():
+    defect = replace(OVERFLOW, cause="kernel_defect", code="AMP202")
+    assert said(replace(SICK, findings=(defect,))).endswith("a way around the kernel that proves no cause")
+    words = "oneDNN off: torch.backends.mkldnn.enabled = False"
+    other = replace(defect, prescription=Prescription(kind="code", value=words, status="verified", detail=words))
+    assert said(replace(SICK, findings=(other,))) == f"{words}: that is proved to cure this run"

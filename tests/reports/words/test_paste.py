@@ -15,7 +15,7 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Prescription, Report
 from ampdoctor.evidence.report_health import HealthSection, LookMark
 from ampdoctor.evidence.report_scaler import ScalerSection
-from ampdoctor.reports.fix_code import PROTOCOL, Code, TrainingContext, code_of, setting_of
+from ampdoctor.reports.fix_code import PROTOCOL, TrainingContext, code_of, setting_of
 from ampdoctor.reports.json_report import render_json
 from tests.browser.health_pages import health_run
 from tests.samples import OVERFLOW, SICK
@@ -200,14 +200,6 @@ def test_an_optimizers_setting():
         assert optimizer.param_groups[0]["eps"] == 1e-3
 
 
-def test_a_batch_that_is_left_out():
-    seen = []
-    code = code_of(made("skip_batch", 2), CPU)
-    assert code.apply == ()
-    run((*code.torch, "    seen.append(batch)"), batches="abcd", seen=seen)
-    assert seen == ["a", "b", "d"]
-
-
 def test_the_order_of_calls():
     code = code_of(made("code", "follow the order", "not_run"), CPU, "scaler_misuse")
     assert (code.apply, code.torch) == ((), PROTOCOL)
@@ -220,12 +212,6 @@ def test_the_order_of_calls():
     run(code.torch, loss=model(torch.full((2, 4), torch.inf)).sum(), **names)
     assert scaler.get_scale() == 32768.0
     assert model.weight.isfinite().all()
-
-
-@pytest.mark.parametrize("status", ["failed", "worse"])
-def test_no_lines_for_what_does_not_help(status):
-    code = code_of(made("dtype", "bfloat16", status), CPU)
-    assert (code.apply, code.torch) == ((), ())
 
 
 @pytest.mark.parametrize("status", ["not_run", "intervention"])
@@ -268,21 +254,6 @@ def test_a_hostile_name_is_a_literal_in_one_line():
 
 
 @pytest.mark.parametrize(
-    ("run_section", "expected"),
-    [
-        ({}, TrainingContext()),
-        ({"device": "cpu", "policy": "cuda", "precision": "fp16", "autocast": True}, TrainingContext()),
-        ({"device": "cpu", "policy": "native", "precision": "bf16"}, TrainingContext(device="cpu", half="bfloat16")),
-        ({"device": "cuda:1", "policy": "native", "autocast": False}, TrainingContext(autocast=False)),
-    ],
-)
-def test_the_setting_is_that_of_the_run(run_section, expected):
-    scaler = ScalerSection(current={"scale": 65536.0})
-    report = Report(command="bisect-nan", target={}, verdict="healthy", run=run_section, scaler=scaler)
-    assert setting_of(report) == expected
-
-
-@pytest.mark.parametrize(
     ("command", "run_section", "scaler", "scaled"),
     [
         ("scan", {}, None, True),
@@ -295,16 +266,6 @@ def test_the_setting_is_that_of_the_run(run_section, expected):
 def test_a_run_is_scaled_where_a_scaler_is_at_work(command, run_section, scaler, scaled):
     report = Report(command=command, target={}, verdict="healthy", run=run_section, scaler=scaler)
     assert setting_of(report).scaled is scaled
-
-
-def test_a_run_without_a_scaler_gets_the_lines_that_put_one_into_the_loop():
-    settings = made("scaler", {"init_scale": 2.0**15})
-    assert code_of(settings, CPU).apply
-    alone = code_of(settings, replace(CPU, scaled=False))
-    assert alone.apply == ()
-    assert alone.torch == code_of(settings, CPU).torch
-    assert code_of(made("init_scale", 2.0**15), replace(CPU, scaled=False)) == Code()
-    assert code_of(made("dtype", "bfloat16"), replace(CPU, scaled=False)).apply
 
 
 def test_the_json_report_holds_them_and_apply_reads_it(check_report):
