@@ -103,7 +103,6 @@ RULES_KEY, IGNORE_KEY = "rules", "ignore"
 OWN, SHARED = "ampdoctor.toml", "pyproject.toml"  # the first takes precedence; in the second: `[tool.ampdoctor]`
 MAX_BYTES = 512 * 1024
 _WHAT = "the configuration"
-_MAX_DOTS = 500  # a line: Python's parser takes time and memory with the square of the parts of a dotted key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +199,6 @@ def _foreign(path: Path) -> bool:
 def _parse(text: str, name: str) -> dict[str, Any]:
     import tomllib  # --help reads no file
 
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.count(".") > _MAX_DOTS:
-            raise UsageError(f"{name}: line {number} has more than {_MAX_DOTS} dots; break it into several")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -237,38 +233,16 @@ def wrong_value(place: str, expected: str, value: Any) -> UsageError:
 # module name, such as `os`, is whatever Python finds. Reading executes nothing. What --config names may do all of this.
 
 Use = Literal["writes", "writes forms", "exports", "runs code", "runs code from", "reads", "neither"]
-USES: Mapping[str, Use] = {
-    "against": "reads",
-    "app-dir": "runs code from",
-    "arg": "neither",
-    "baseline": "reads",
-    "batches": "runs code",
-    "bundle-max": "neither",
-    "checkpoint": "reads",
-    "config": "reads",
-    "device": "neither",
-    "device-memory": "neither",
-    "export": "exports",
-    "gpus": "neither",
-    "health": "writes",
-    "loss": "runs code",
-    "memory-per-sample": "neither",
-    "model": "runs code",
-    "output": "writes",
-    "params": "neither",
-    "peak-memory": "neither",
-    "profile": "reads",
-    "report": "writes forms",
-    "save": "writes",
-    "skip-batches": "neither",
-    "state-bytes": "neither",
-    "target": "neither",
-    "threshold": "neither",
-    "to-gpus": "neither",
-    "write-baseline": "writes",
+_KEYS: Mapping[Use, tuple[str, ...]] = {
+    "writes": ("health", "output", "save", "write-baseline"),
+    "writes forms": ("report",),  # FORM=FILE
+    "exports": ("export",),  # KIND=TARGET
+    "runs code": ("batches", "loss", "model"),  # FILE.py:NAME or a module
+    "runs code from": ("app-dir",),
+    "reads": ("against", "baseline", "checkpoint", "config", "profile"),
 }
-"""The use of each option's value that is free text or a list of it; "writes forms" is of FORM=FILE, "exports" of
-KIND=TARGET, "runs code" of FILE.py:NAME or a module."""
+USES: Mapping[str, Use] = {key: use for use, keys in _KEYS.items() for key in keys}
+"""The use of each option's value that names a place; any other is "neither"."""
 
 
 def placed(file: ConfigFile, place: str, key: str, value: Any) -> Any:
@@ -434,7 +408,6 @@ def _is(value: Any, kind: Kind) -> bool:
 
 # -- `[tool.ampdoctor.rules]` and `[[tool.ampdoctor.ignore]]` --
 
-_MAX_IGNORES = 1000  # each is compared with each finding, and a hostile checkpoint can have any number of findings
 _PATTERNS = ("tensor", "module", "file")
 _IGNORE_KEYS = ("rule", *_PATTERNS, "reason", "expires")
 
@@ -461,8 +434,6 @@ def read_ignores(file: ConfigFile, tables: Any) -> tuple[Ignore, ...]:
         raise UsageError(
             f"{file.place(IGNORE_KEY)}: expected tables, [[{file.prefix}{IGNORE_KEY}]], each of one ignore"
         )
-    if len(tables) > _MAX_IGNORES:
-        raise UsageError(f"{file.place(IGNORE_KEY)}: more than {_MAX_IGNORES} ignores; for so many there is --baseline")
     lines = file.ignore_lines if len(file.ignore_lines) == len(tables) else (1,) * len(tables)
     return tuple(
         _ignore(file.place(f"{IGNORE_KEY}[{index}]"), table, Source(file.name, lines[index]))

@@ -8,12 +8,11 @@ Numbers come back as they were written: floats with 6 significant digits. Derive
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from typing import Any, get_args
 
 from ampdoctor.errors import ReportError
-from ampdoctor.evidence.json_records import DuplicateKeyError, MismatchError, RecordReader, unique_keys
+from ampdoctor.evidence.json_records import MismatchError, RecordReader
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import (
     NOT_IN_HALF,
@@ -29,8 +28,6 @@ from ampdoctor.reports.json_report import DERIVED
 from ampdoctor.reports.jsonl import HEADER, LISTS, SUMMARY
 
 _READER = RecordReader(DERIVED)
-_CAME_LATER = {"health": None, "plan": None}  # sections that older reports of this version lack
-_MAX_DEPTH = 100  # most nested levels; our reports have some ten, and reading or writing recurses at each
 
 
 def report_from_text(text: str) -> Report:
@@ -44,10 +41,6 @@ def report_from_text(text: str) -> Report:
 
 def report_from_dict(data: Any) -> Report:
     """Return the report in the values of a JSON report; raises ReportError where they are none."""
-    if _deeper(data, _MAX_DEPTH):
-        raise ReportError(f"a report that is nested more than {_MAX_DEPTH} deep")
-    if _beyond_floats(data):
-        raise ReportError("no report of ampdoctor: it has an integer beyond the largest float")
     if not isinstance(data, dict) or "schema_version" not in data:
         raise ReportError("no report of ampdoctor: it has no schema_version")
     if data["schema_version"] != SCHEMA_VERSION:
@@ -55,7 +48,7 @@ def report_from_dict(data: Any) -> Report:
             f"a report of schema version {data['schema_version']}; this version of ampdoctor reads {SCHEMA_VERSION}"
         )
     try:
-        report = _completed(_READER.read(Report, {**_CAME_LATER, **data}))
+        report = _completed(_READER.read(Report, data))
     except MismatchError as mismatch:
         raise ReportError(f"no report that this version reads: {mismatch}") from None
     _refuse_contradictions(report)
@@ -119,21 +112,6 @@ def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
     return whole | {key: None if summary.get(key) is None else entries for key, entries in lists.items()}
 
 
-def _deeper(value: Any, levels: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    return levels == 0 or any(
-        _deeper(one, levels - 1) for one in (value.values() if isinstance(value, dict) else value)
-    )
-
-
-def _beyond_floats(value: Any) -> bool:
-    """Whether a value is or holds an integer too large for a float; readers may convert it to one."""
-    if isinstance(value, dict | list):
-        return any(map(_beyond_floats, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, int) and abs(value) > sys.float_info.max
-
-
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse)
@@ -143,11 +121,9 @@ def _parsed(text: str) -> Any:
 
 def _loaded(text: str, what: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse, object_pairs_hook=unique_keys)
+        return json.loads(text, parse_constant=_refuse)
     except RecursionError:
         raise ReportError(f"{what} is nested too deeply") from None
-    except DuplicateKeyError as error:
-        raise ReportError(f"{what} has the key {error.key!r} twice in one object") from None
     except ValueError as error:
         raise ReportError(f"{what} is no JSON: {error}") from None
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from dataclasses import replace
 
@@ -40,12 +39,6 @@ def test_a_report_that_is_read_back_is_the_one_that_was_written(name, form):
         ("[" * 100_000, "nested too deeply"),
         ('{"schema_version": "3"}', "schema version 3; this version of ampdoctor reads 2"),
         ('{"schema_version": "2"}', "no report that this version reads: baseline is missing"),
-        ('{"schema_version": "2", "verdict": "sick", "verdict": "healthy"}', "the text has the key 'verdict' twice"),
-        ('{"type": "report", "a": {"b": 1, "b": 2}}\n{"type": "summary"}', "line 1 has the key 'b' twice"),
-        (
-            '{"type": "report"}\n{"type": "check", "type": "check"}\n{"type": "summary"}',
-            "line 2 has the key 'type' twice",
-        ),
         ('{"type": "report"}', "has been cut"),
         ('{"type": "report"}\n{"type":\n{"type": "summary"}', "line 2 is no JSON"),
         ('{"type": "report"}\n[]\n{"type": "summary"}', "line 2 is of no type"),
@@ -84,13 +77,6 @@ def test_a_report_that_contradicts_itself_is_refused(report, sentence):
         report_from_dict(report_as_dict(report))
 
 
-def test_what_is_nested_without_end_is_refused():
-    data = report_as_dict(SICK)
-    data["target"]["nested"] = functools.reduce(lambda inner, _: [inner], range(900), [])
-    with pytest.raises(ReportError, match="nested more than 100 deep"):
-        report_from_dict(data)
-
-
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
@@ -121,8 +107,6 @@ NOTHING = Histogram.empty().to_dict()
 @pytest.mark.parametrize(
     ("path", "value", "sentence"),
     [
-        (("trend", "points", 0, "loss"), 10**400, "an integer beyond the largest float"),
-        (("findings", 0, "evidence"), {"deep": [{"in": 10**400}]}, "an integer beyond the largest float"),
         (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [{}]}, "counts[0] is not of type integer"),
         (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [-5]}, "counts[0] is -5, out of range"),
         (
@@ -207,8 +191,7 @@ def test_what_the_schema_refuses_is_refused_and_nothing_else():
     validator = jsonschema.Draft202012Validator(schema())
     refused = 0
     for path, other, wrong in damaged(report):
-        later = path in (("health",), ("plan",)) and other == "take out"  # earlier reports have them not
-        if path == ("schema_version",) or later or path[-1] == "verified":  # follows from the status, and is not read
+        if path == ("schema_version",) or path[-1] == "verified":  # follows from the status, and is not read
             continue
         valid = validator.is_valid(wrong)
         refused += not valid
