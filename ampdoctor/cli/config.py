@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from difflib import get_close_matches
@@ -67,11 +67,7 @@ class ConfigOption:
 
 def settings_of(function: Callable[..., Any]) -> tuple[ConfigOption, ...]:
     """Return the settings of a command with `Annotated[type, typer.Option("--name", ...)]` parameters."""
-    return tuple(one for one, of_one_run in options_of(function) if not of_one_run)
-
-
-def options_of(function: Callable[..., Any]) -> Iterator[tuple[ConfigOption, bool]]:
-    """Yield every option of a command, and whether it applies to one run only, so that it is not a setting."""
+    found = []
     for name, parameter in inspect.signature(function).parameters.items():
         annotated, *metadata = get_args(parameter.annotation) or (None,)
         option = next((item for item in metadata if isinstance(item, OptionInfo)), None)
@@ -81,10 +77,9 @@ def options_of(function: Callable[..., Any]) -> Iterator[tuple[ConfigOption, boo
         names = map(str, (first, *(option.param_decls or ())))
         key = next(name.removeprefix("--") for name in names if name.startswith("--"))
         kind, choices = _kind(annotated)
-        yield (
-            ConfigOption(parameter=name, key=key, kind=kind, choices=choices),
-            key in NO_SETTINGS or ONE_RUN in metadata,
-        )
+        if key not in NO_SETTINGS and ONE_RUN not in metadata:
+            found.append(ConfigOption(parameter=name, key=key, kind=kind, choices=choices))
+    return tuple(found)
 
 
 def _kind(annotated: Any) -> tuple[Kind, tuple[str, ...]]:

@@ -9,10 +9,8 @@ import pytest
 from rich.console import Console
 
 from ampdoctor.evidence.report import BaselineSection, Suppressed
-from ampdoctor.reports.github import render_github
 from ampdoctor.reports.html_report import render_html
 from ampdoctor.reports.human import render_human
-from ampdoctor.reports.junit import render_junit
 from ampdoctor.reports.markdown import render_markdown
 from tests.samples import FIXED, HEALTHY, OVERFLOW, SICK, UNDERFLOW
 
@@ -54,8 +52,6 @@ def test_what_is_fixed_asks_for_a_new_baseline():
 FORMS = {
     "human": shown,
     "markdown": render_markdown,
-    "junit": render_junit,
-    "github": render_github,
     "html": render_html,
 }
 
