@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ampdoctor.cli import interrupt
 from ampdoctor.cli.config import Config
@@ -219,9 +219,6 @@ class ReportCommand:
         from ampdoctor.gates.baseline import from_text, refuse_other_command
 
         name = self.gates.baseline or ""
-        if not os.path.lexists(name):
-            why = f"No such file or directory; `{shlex.join(['--write-baseline', name])}` makes one"
-            raise UsageError(f"cannot read the baseline {name}: {why}")
         baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
         if self.command != _SHOWING_AGAIN:
             refuse_other_command(baseline, self.command, name)
@@ -238,8 +235,7 @@ def today() -> date:
 _RAISED = 1  # Python's exit code after an uncaught error
 
 
-class _Ended:
-    interrupted: ClassVar[list[KeyboardInterrupt]] = []
+_interrupted: list[KeyboardInterrupt] = []  # the one that ended the script
 
 
 def answer(error: BaseException | None) -> int:
@@ -252,7 +248,7 @@ def answer(error: BaseException | None) -> int:
     if asked is not None:
         return asked
     if isinstance(error, KeyboardInterrupt):
-        _Ended.interrupted[:] = [error]
+        _interrupted[:] = [error]
         return EXIT_INTERRUPTED
     return _RAISED
 
@@ -268,9 +264,9 @@ def end_as_python(code: int) -> int:
     """Return the exit code of the process."""
     # Raises KeyboardInterrupt where one ended the script; it has been printed already. Python then ends by the signal,
     # after exit handlers and threads, which is how a shell's loop knows to stop.
-    if _Ended.interrupted and code == EXIT_INTERRUPTED:
+    if _interrupted and code == EXIT_INTERRUPTED:
         sys.excepthook = _say_nothing
-        raise _Ended.interrupted.pop()
+        raise _interrupted.pop()
     return code
 
 
