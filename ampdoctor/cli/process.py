@@ -30,8 +30,6 @@ class StdoutClosedError(Exception):
 
 
 class _StreamClaim:
-    """The stream of `claim_stdout()`: one for the process, like its file descriptors."""
-
     made: bool = False
     stream: TextIO | None = None
 
@@ -44,16 +42,13 @@ def harden() -> None:
 
 
 def claim_stdout() -> None:
-    """Keep the process's stdout for the report until the process ends.
+    """Keep the process's stdout for the report: descriptor 1 and `sys.stdout` become stderr until the process ends.
 
-    The report gets a descriptor of its own; descriptor 1 and `sys.stdout` become stderr. So late output of the examined
-    code (from a thread, a child, an exit handler) cannot end up in the report. Nothing is changed where `sys.stdout`
-    has been replaced already.
+    Nothing is changed where `sys.stdout` has been replaced already.
     """
     out = sys.stdout
     if _StreamClaim.made or out is not sys.__stdout__:
         return
-    _open_missing_stderr()
     try:
         if out is not None:
             out.flush()
@@ -122,24 +117,11 @@ def discard(stream: TextIO) -> None:
     os.close(nowhere)
 
 
-def _open_missing_stderr() -> None:
-    """Open a missing stderr: else the next file would get its number, and the examined code's output."""
-    try:
-        os.fstat(_STDERR)
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        if nowhere != _STDERR:
-            os.dup2(nowhere, _STDERR)
-            os.close(nowhere)
-
-
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # set how OpenMP's threads wait
 _KEEP = {-3: 1 << 30, -1: (1 << 31) - 1}  # glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (malloc.h), in bytes
 
 
 class _Claim:
-    """State of the process, of which there is one."""
-
     process: int | None = None
     code: int | None = None
 
@@ -147,10 +129,8 @@ class _Claim:
 def claim_process() -> None:
     """Note each Ctrl-C, and let `os._exit` end the process only with an exit code of ours.
 
-    OpenMP's waiting threads are set to sleep, unless the user has set something. By default they spin, and where
-    another process uses a core, two threads then take longer than one (products and casts of a transformer's size
-    beside one busy process, two cores: 6.2 to 18.5 s against 4.2 to 4.4 s on one thread; asleep 4.5 to 5.5 s, and alone
-    as fast as with the default).
+    OpenMP's waiting threads are set to sleep, unless the user has set something: where another process uses a core, two
+    that spin take longer than one.
     """
     if not _WAITING & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is imported, which happens later
@@ -162,11 +142,9 @@ def claim_process() -> None:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Imports modules that stay until the process ends, without searching them for garbage cycles.
+    """Imports modules that stay until a process of ours ends, without searching them for garbage cycles.
 
-    torch makes hundreds of thousands of objects. Searching them during the import takes a tenth of its time, and once
-    more at the process's end a quarter of it. In a process that is not ours nothing is frozen, since its own objects
-    would be frozen too.
+    torch makes hundreds of thousands of objects: their search takes a tenth of the import, and a quarter at the end.
     """
     if _Claim.process != os.getpid() or not gc.isenabled():
         yield
@@ -180,11 +158,7 @@ def loading() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse freed memory: it returns large blocks to the system, and each new one needs page faults.
-
-    They take a fifth of a diagnosis: four steps of a GPT-2 124M took 36.5 s instead of 44.7, and 6.2 GB instead of 5.7.
-    Nothing is changed where the user has configured the allocator, or it is not glibc's.
-    """
+    """Make glibc reuse freed memory, unless it is configured: its page faults take a fifth of a diagnosis."""
     if os.name != "posix" or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     import ctypes

@@ -132,7 +132,6 @@ def plain_float(value: float) -> float | str:
 
 @cache
 def _keys(record: type) -> tuple[tuple[str, str], ...]:
-    """The written attributes of a dataclass, each with its key."""
     return tuple((f.name, f.name.rstrip("_")) for f in fields(record) if f.metadata.get("written", True))
 
 
@@ -142,7 +141,6 @@ def _hints(record: type) -> Mapping[str, Any]:
 
 
 def _split(hint: Any) -> tuple[Any, Any]:
-    """A type, and its note in `Annotated`."""
     return get_args(hint)[:2] if get_origin(hint) is Annotated else (hint, None)
 
 

@@ -74,10 +74,7 @@ class Place:
     """As much of an address as tells it from others of one finding.
 
     Attributes:
-        module: As in where.
-        op: As in where.
-        tensor: As in where.
-        file: As in where.
+        module, op, tensor, file: As in where.
     """
 
     module: str

@@ -127,8 +127,6 @@ def _incomplete(report: Report) -> Step:
         return Step("give the same command more time, or start it from a later checkpoint")
     if any(error.kind == "not_reproduced" for error in report.errors):
         return Step("look at what the loop does between its backward and its step, which no replay runs")
-    if report.command != "scan" and any(error.kind == "empty" for error in report.errors):
-        return Step("give the run what is named under 'not examined', then run the same command again")
     if report.errors and all(error.kind == "unread" for error in report.errors):
         return Step(f"save {report.errors[0].what} in a form that is read: dense tensors, by torch.save or safetensors")
     what = f"{report.errors[0].what} ({report.errors[0].kind})" if report.errors else "what could not be examined"
@@ -171,20 +169,16 @@ def _scanned(report: Report) -> Step:
     if report.trend is None or "members" not in report.target:  # several paths have no common folder
         return _EARLIER
     first_sick, members = report.trend.first_sick, report.target["members"]
-    healthy = _healthy_before(members, first_sick)
-    if healthy is None:
-        again = next(
-            (m["name"] for m in reversed(members) if m["verdict"] == "healthy" and not m.get("collapsed")), None
-        )
-        if again is not None:
-            return _resume(again, f"{_path(report)}/{again}", "which is healthy; none before the first sick one is")
-        if any(m["verdict"] == "healthy" for m in members):
-            said = "no earlier one has a loss scale that serves: find what breaks from the start"
-            return Step(said, _command("bisect-nan", "FACTORY"))
+    last = _healthy_before(members, first_sick)
+    if last is None:
+        healthy = [m["name"] for m in members if m["verdict"] == "healthy" and not m.get("collapsed")]
+        if healthy:
+            again = f"{_path(report)}/{healthy[-1]}"
+            return _resume(healthy[-1], again, "which is healthy; none before the first sick one is")
         return Step("no earlier one is healthy: find what breaks from the start", _command("bisect-nan", "FACTORY"))
     searched = first_sick is not None or len(members) == report.target.get("count")
     said = "the last healthy one" if searched else "the last healthy one that was read (--all reads every one)"
-    return _resume(healthy, f"{_path(report)}/{healthy}", said)
+    return _resume(last, f"{_path(report)}/{last}", said)
 
 
 def _over_time(report: Report) -> Step:
@@ -375,7 +369,7 @@ def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({}))
 
 def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
     """Return a command that replays a report's run (FACTORY if it is not known); `more` overrides its options."""
-    if not target.get("factory") or "merged" in target or "profile" in target:
+    if not target.get("factory") or "profile" in target:
         return _command(command, "FACTORY", *_typed(more))
     options: dict[str, Sequence[str]] = dict(target.get("options") or {})
     if target.get("checkpoint"):

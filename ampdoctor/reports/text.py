@@ -479,28 +479,8 @@ def _height(cell: Sequence[float | None], *, logarithmic: bool) -> float | None:
     return math.log2(value) if value > 0.0 else -math.inf
 
 
-# -- the order of keys for people, which JSON loses by sorting --
+# -- the order of a scaler's settings, which JSON loses by sorting --
 
-RUN = (
-    "device",
-    "policy",
-    "half_products",
-    "precision",
-    "autocast",
-    "steps",
-    "replays",
-    "torch",
-    "torch_shims",
-    "threads",
-    "notes",
-    "deterministic",
-    "strategy",
-    "partial_replays",
-    "bad_step_replays",
-    "saved",
-)
-"""Facts about a replay, in the order in which the workflows write them."""
-TARGET = ("path", "profile", "factory", "checkpoint", "format")
 SCALER = ("init_scale", "scale", "growth_factor", "backoff_factor", "growth_interval")
 """Settings of a loss scaler, in the order of GradScaler's signature."""
 

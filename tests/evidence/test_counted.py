@@ -14,7 +14,7 @@ FINDING = Finding(
     code="AMP202",
     name="forward-overflow",
     severity="error",
-    message="At step 0 the module blocks.step 3 overflows; the loop said: loss is NaN at step 31000.",
+    message="At step 0 the module blocks.3 overflows; the loop said: loss is NaN at step 31000.",
     where=WHERE,
     evidence={"steps": [0], "step": 256, "then": [{"step": 0, "op": "x"}], "listed": ["blocks.step 3"], "tensors": 1},
 )
@@ -33,9 +33,7 @@ REPORT = Report(
 def test_sentences_and_numbers_are_counted_and_the_users_text_is_not():
     report = renumber_steps(REPORT, 31000)
     (finding,) = report.findings
-    assert finding.message == (
-        "At step 31000 the module blocks.step 3 overflows; the loop said: loss is NaN at step 31000."
-    )
+    assert finding.message == ("At step 31000 the module blocks.3 overflows; the loop said: loss is NaN at step 31000.")
     assert finding.where == replace(WHERE, step=31000)
     assert finding.evidence == {
         "steps": [31000],

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.cli import follow as followed
-from ampdoctor.cli.follow import number, view
+from ampdoctor.cli.follow import view
 from ampdoctor.cli.main import main
 from ampdoctor.evidence.log_records import (
     CheckpointLine,
@@ -246,25 +246,9 @@ def test_a_report_for_programs_has_standard_output_for_itself(tmp_path, monkeypa
     assert code == 0
 
 
-def test_quiet_says_what_happens_and_no_steps(tmp_path, monkeypatch, capsys):
-    log = Log(tmp_path / "run")
-    log.steps(3)
-    log.put(CheckpointLine(step=2, path="a.pt", health="good"), EndLine(exit_code=0))
-    assert run(monkeypatch, tmp_path / "run", "-q", turns=[]) == 0
-    out = capsys.readouterr().out
-    assert "a.pt is good" in out
-    assert "loss 2.0" not in out
-
-
 def test_one_log_at_a_time(tmp_path, capsys):
     assert main(["health", "a", "b", "--follow"]) == 2
     assert "--follow takes one LOG, and 2 were given" in capsys.readouterr().err
-
-
-def test_what_is_no_log_ends_with_a_sentence(tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("milk\nbread\n")
-    assert main(["health", str(tmp_path / "notes.txt"), "--follow"]) == 2
-    assert "notes.txt is no log" in capsys.readouterr().err
 
 
 def latest_of(*lines):
@@ -304,9 +288,9 @@ FULL = latest_of(
 )
 
 
-@pytest.mark.parametrize("width", [20, 40, 80, 120, 250])
+@pytest.mark.parametrize("width", [20, 80, 250])
 def test_a_picture_is_as_large_as_its_window_and_no_larger(width):
-    for height in (1, 3, 8, 12, 24, 60):
+    for height in (1, 8, 24):
         text = view(FULL, name="x", width=width, height=height, now=NOW + 40.0).plain
         lines = text.split("\n")
         assert len(lines) <= height
@@ -319,17 +303,3 @@ def test_a_picture_is_as_large_as_its_window_and_no_larger(width):
             assert "2^1.0" in text
             assert "/some/where/200.pt is good" in text
         assert all(line.isprintable() for line in lines)
-
-
-def test_silence_is_said():
-    assert "silent for 2 min" in view(FULL, name="x", width=80, height=5, now=NOW + 150.0).plain
-    assert "running" in view(FULL, name="x", width=80, height=5, now=NOW + 40.0).plain
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(None, "-"), (float("nan"), "NaN"), (float("-inf"), "-Inf"), (65536.0, "2^16"), (2.0**-24, "2^-24"), (0.0, "0")],
-)
-def test_numbers_are_short(value, shown):
-    assert number(value) == shown
-    assert len(number(-1.2345678e-11)) <= 10

@@ -50,11 +50,7 @@ def hook(kind, error, trace):
     print(sys.last_type is kind, sys.last_value is error, sys.last_traceback is trace)
     if sys.argv[1] == "exit":
         sys.exit(7)
-    if sys.argv[1] == "fail":
-        raise OSError("in the hook")
 sys.excepthook = hook
-if sys.argv[1] == "none":
-    del sys.excepthook
 1 / 0
 """
 INTERRUPTED = """

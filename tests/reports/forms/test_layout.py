@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -33,17 +32,8 @@ def test_a_name_is_folded_at_its_dots():
     ]
 
 
-def test_words_are_not_folded_where_they_fit():
-    assert shown(layout.Folded(Text("one two three four")), 9) == ["one two", "three", "four"]
-    assert shown(layout.Folded(Text("one two three")), 9) == ["one two", "three"]
-
-
 def test_lines_after_the_first_hang():
     assert shown(layout.Folded(Text("one two three four"), hang=2), 9) == ["one two", "  three", "  four"]
-
-
-def test_a_word_without_a_joint_is_folded_where_the_line_ends():
-    assert shown(layout.Folded(Text("x" * 25)), 10) == ["x" * 10, "x" * 10, "x" * 5]
 
 
 @given(st.text(st.sampled_from("abc ./_-層\u0301"), max_size=60), st.integers(2, 30), st.integers(0, 3))
@@ -68,13 +58,3 @@ def test_names_in_a_table_fold_before_its_figures():
     ]
     assert lines[2].endswith("12.5 MB")
     assert all(len(line) <= 50 for line in lines)
-
-
-@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
-def test_no_name_is_cut_in_a_table(width):
-    table = layout.table_of(("name", "dtype", "size"), [(NAME, "float32", "12.5 MB")], left=["dtype"])
-    lines = shown(table, width)
-    assert all(len(line) <= width for line in lines)
-    names = "".join(line.split()[0] for line in lines[1:] if line and not line.startswith(" "))
-    assert names.replace("float32", "").startswith("transformer_encoder_") or width < 40
-    assert "…" not in "".join(lines)
