@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.diagnosis import catalogue as page_module
-from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.diagnosis.catalogue import ALIASES, rules
 from ampdoctor.diagnosis.health.rolling import MOST
 from ampdoctor.diagnosis.health.step_state import SETTLING
 from ampdoctor.evidence.thresholds import (
@@ -44,10 +44,12 @@ def index():
         f"| {escaped(rule.title)} |"
         for rule in rules().values()
     ]
+    aliases = ", ".join(f"{code} is [{now}](rules/{now}.md)" for code, now in ALIASES.items())
     return (
         "# Rules\n\n"
         "One page for each code that a finding can have. `ampdoctor rule CODE` shows the same in a terminal.\n\n"
         "| code | name | worst severity | in a line |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n\n"
+        f"Of the codes that are gone, {aliases}.\n\n"
         "```{toctree}\n:hidden:\n:glob:\n\nrules/*\n```\n"
     )
 

@@ -416,7 +416,7 @@ def read_rules(file: ConfigFile, table: Any) -> Mapping[str, RuleSettings]:
         place = file.place(f"{RULES_KEY}.{name}")
         code = _rule_code(place, name)
         if code in rules:
-            raise UsageError(f"{place}: {code} is there twice, by its code and by its name")
+            raise UsageError(f"{place}: {code} is there twice, under two names")
         if not isinstance(settings, dict):
             raise wrong_value(place, "a table", settings)
         rules[code] = _rule(place, code, settings)

@@ -247,11 +247,17 @@ def codes_in(*places: str) -> frozenset[str]:
     return frozenset(code for of in FINDERS.values() for code, find in of if f"{find.__module__}.".startswith(inside))
 
 
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {"AMP701": "AMP722", "AMP703": "AMP722", "AMP704": "AMP720", "AMP706": "AMP723", "AMP707": "AMP723"}
+)
+"""Codes of `scan`'s own rules on logs, and the rules of `health` that took their place; users may still write them."""
+
+
 def find_rule(wanted: str) -> Rule:
     """Return the rule with a code or a name, in any case; raises UsageError with similar names if there is none."""
     key = wanted.strip()
     for one in rules().values():
-        if key.upper() == one.code or key.lower() == one.name:
+        if ALIASES.get(key.upper(), key.upper()) == one.code or key.lower() == one.name:
             return one
     known = [name for rule in rules().values() for name in (rule.code.lower(), rule.name)]
     near = [name.upper() if name.startswith("amp") else name for name in difflib.get_close_matches(key.lower(), known)]
@@ -299,6 +305,7 @@ def check_threshold(code: str, name: str, value: float) -> None:
 
 
 def _find(code: str, name: str) -> Threshold:
+    code = ALIASES.get(code, code)
     found = all_thresholds().get(f"{code}.{name}")
     if found is not None:
         return found

@@ -440,3 +440,11 @@ def test_severities_and_ignores_of_the_file_reach_the_report(folder, stub_workfl
     assert [s["finding"]["code"] for s in report["suppressed"]] == ["AMP301"]
     assert report["findings"][0]["where"]["source"] == {"file": "ampdoctor.toml", "line": 6}
     assert report["findings"][0]["where"]["phase"] == "configuration"
+
+
+def test_a_code_that_has_become_another_is_read_as_that(folder, stub_workflow, capsys, check_report):
+    finding = replace(SICK.findings[0], code="AMP720", name="gradient-jump")
+    stub_workflow("scan", lambda *_, **__: replace(SICK, command="scan", findings=(finding,)))
+    (folder / "ampdoctor.toml").write_text("[rules.AMP704]\nseverity = 'note'\n")
+    assert main(["scan", "x", "--format", "json", "--threshold", "AMP704.times=2"]) == 0
+    assert check_report(capsys.readouterr().out)["findings"][0]["severity"] == "note"
