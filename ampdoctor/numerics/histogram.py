@@ -96,9 +96,6 @@ class Histogram:
 
     __hash__ = None  # type: ignore[assignment]  # holds an array
 
-    def __repr__(self) -> str:
-        return f"Histogram(numel={self.numel}, amin={self.amin}, amax={self.amax})"
-
     def repeated(self, times: int) -> Histogram:
         """Return the histogram of the same elements, each `times` times (at least 1), which a sample represents."""
         if times < 1:

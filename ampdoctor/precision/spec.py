@@ -19,12 +19,7 @@ from ampdoctor.precision.tf32 import tf32
 
 Compute = Literal["fp32", "tf32", "bf16", "fp16"]  # what matrix products compute in
 
-_DTYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,10 +41,8 @@ class DeviceProperties:
     minor: int = 0
     total_memory: int = 80 * 2**30
     multi_processor_count: int = 108
-    max_threads_per_multi_processor: int = 2048
-    regs_per_multiprocessor: int = 65536
+
     warp_size: int = 32
-    L2_cache_size: int = 40 * 2**20
 
 
 CARD: Final = DeviceProperties()
@@ -75,11 +73,6 @@ def memory_statistics() -> OrderedDict[str, Any]:
     keys = itertools.product(_STATISTICS, _POOLS, ("current", "peak", "allocated", "freed"))
     used = memory_used()
     return OrderedDict({".".join(key): 0 if key[2] == "freed" else used for key in keys} | dict.fromkeys(_COUNTERS, 0))
-
-
-def memory_summary() -> str:
-    """One line instead of the table of `torch.cuda.memory_summary`."""
-    return f"no GPU here: the process's own memory, at most {memory_used()} bytes"
 
 
 # -- streams and events: on a CPU all queued work is done, and time is the host's --
@@ -246,7 +239,7 @@ _MEMORY_QUERIES: Final[Mapping[str, Callable[..., Any]]] = {
     "mem_get_info": _now(memory_info),
     "get_memory_info": _now(memory_info),
     "memory_stats": _now(memory_statistics),
-    "memory_summary": _now(memory_summary),
+    "memory_summary": _now(lambda: f"no GPU here: the process's own memory, at most {memory_used()} bytes"),
     "memory_snapshot": _now(list),
     "list_gpu_processes": _always(""),
     "get_per_process_memory_fraction": _always(1.0),

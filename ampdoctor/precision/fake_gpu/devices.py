@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch.nn.attention import SDPBackend
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ampdoctor.precision.fake_gpu.replace import Replacements
 from ampdoctor.precision.kernels import DeviceContext, device_constructors, known_to_scripts
@@ -63,6 +64,7 @@ class DeviceRedirection:
             replace(module, name, self._factory)
         replace(torch.Tensor, "type", self._type)
         replace(torch, "set_default_tensor_type", self._type)
+        replace(_BaseDataLoaderIter, "__init__", self._iterate)
         replace(torch, "Generator", self._generator)
         replace(torch, "load", self._load)
         replace(DeviceContext, "__init__", self._context)
@@ -118,6 +120,19 @@ class DeviceRedirection:
 
     def _named(self, kind: Any) -> Any:
         return kind.replace("torch.cuda.", "torch.") if self._active() and isinstance(kind, str) else kind
+
+    def _iterate(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def __init__(iterator: Any, loader: Any) -> None:  # noqa: N807 - replaces a method of that name
+            pinned = loader.pin_memory
+            if pinned and self._active():
+                loader.pin_memory = False  # torch warns that it finds no GPU
+            try:
+                original(iterator, loader)
+            finally:
+                loader.pin_memory = pinned
+
+        return __init__
 
     def _generator(self, original: Any) -> Any:
         redirect = self.redirect
