@@ -183,7 +183,6 @@ class Checkpoint:
         parts: list[FilePart],
         folders: tuple[tuple[Listing, str], ...] = (),
         global_step: int | None = None,
-        spare_step: int | None = None,
         skipped: tuple[Skipped, ...] = (),
         errors: tuple[ErrorNote, ...] = (),
         remarks: tuple[str, ...] = (),
@@ -201,8 +200,7 @@ class Checkpoint:
         self.lost = tuple(dataclasses.replace(one, file=part.name) for part in parts for one in part.sections.lost)
         self.unread = tuple(one for one in self.skipped if one.kind == "unread")
         self.skipped = tuple(_folded(self.skipped))
-        found = global_step if global_step is not None else self._find_step()
-        self.global_step = found if found is not None else spare_step
+        self.global_step = global_step if global_step is not None else self._find_step()
         losses = [part.sections.loss for part in parts if part.sections.loss is not None]
         self.loss = next((loss for loss in losses if not math.isfinite(loss)), losses[-1] if losses else None)
         self._refs: tuple[TensorRef, ...] = tuple(self._find_tensors())

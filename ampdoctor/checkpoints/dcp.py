@@ -15,17 +15,15 @@ from typing import Any
 from ampdoctor.checkpoints.checkpoint import FilePart
 from ampdoctor.checkpoints.dcp_metadata import (
     METADATA,
-    RANK_METADATA,
     ChunkLocation,
     DistributedMetadata,
     Piece,
     TensorPlan,
-    joined,
     read_metadata,
 )
 from ampdoctor.checkpoints.dcp_names import sections_of
 from ampdoctor.checkpoints.file_contents import FileContents
-from ampdoctor.checkpoints.files import ByteSource, RegularFile, ReopenedFile, Window, is_folder
+from ampdoctor.checkpoints.files import RegularFile, Window, is_folder
 from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout
 from ampdoctor.checkpoints.json_files import parse_json
 from ampdoctor.checkpoints.pickled_objects import Saved
@@ -92,8 +90,6 @@ def _inside(shape: tuple[int, ...], box: Box) -> bool:
     )
 
 
-_AHEAD = 2048
-"""Bytes read at once from each end of an entry; `torch.save` of one tensor takes about 1,500 besides data."""
 MAX_NOTES = 20
 """Unreadable entries that are listed one by one; the others are counted."""
 
@@ -109,54 +105,16 @@ class DistributedContent:
     remarks: list[str] = field(default_factory=list)  # harmless oddities
 
 
-def metadata_in(folder: Path, names: Iterable[str]) -> list[str]:
-    """Returns a folder's metadata files of a distributed checkpoint: `.metadata`, or one file per rank."""
-    if METADATA in names:
-        return [] if is_folder(folder / METADATA) else [METADATA]
-    ranks = [match for name in names if (match := RANK_METADATA.fullmatch(name))]
-    return [match[0] for match in sorted(ranks, key=lambda match: int(match[1]))]
-
-
-def read_distributed(folder: Path, names: Sequence[str], prefix: str = "") -> DistributedContent:
-    """Read the structure of a distributed checkpoint; no tensor data are read.
-
-    `names` are its metadata files (`metadata_in`), at least one; reports show its files with `prefix` ("optimizer_0/").
-    """
-    reading = _Reading(folder, names[0], prefix)
-    files: list[RegularFile] = []
+def read_distributed(folder: Path, prefix: str = "") -> DistributedContent:
+    """Read the structure of a distributed checkpoint; reports show its files with `prefix` ("optimizer_0/")."""
+    reading = _Reading(folder, prefix)
+    metadata = RegularFile(folder / METADATA, prefix + METADATA)
     try:
-        described = []
-        for name in names:
-            files.append(RegularFile(folder / name, prefix + name))
-            described.append(read_metadata(files[-1]))
-        content = reading.content(described[0] if len(described) == 1 else joined(described, files[0].name), files)
+        return reading.content(read_metadata(metadata), metadata)
     except BaseException:
-        for file in (*files, *reading.files.values()):
+        for file in (metadata, *reading.files.values()):
             file.close()
         raise
-    return content
-
-
-class _ReadAhead(ByteSource):
-    """Holds both ends of an entry in memory, where nearly all of the dozen small reads of its zip fall."""
-
-    def __init__(self, window: Window) -> None:
-        self.name = window.name
-        self.size = window.size
-        self.origin = window.origin
-        self._window = window
-        self._head = window.read(0, min(window.size, _AHEAD))
-        self._tail_at = max(window.size - _AHEAD, 0)
-        self._tail = window.read(self._tail_at, window.size - self._tail_at) if self._tail_at else self._head
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        end = offset + len(target)
-        if end <= len(self._head):
-            target[:] = self._head[offset:end]
-        elif self._tail_at <= offset and end <= self.size:
-            target[:] = self._tail[offset - self._tail_at : end - self._tail_at]
-        else:
-            self._window.read_into(offset, target)
 
 
 class _Unreadable(Exception):  # noqa: N818 - not an error: it is reported once for each file
@@ -166,11 +124,11 @@ class _Unreadable(Exception):  # noqa: N818 - not an error: it is reported once 
 class _Reading:
     """Opens one checkpoint; `files` are the data files that could be opened, by name."""
 
-    def __init__(self, folder: Path, name: str, prefix: str) -> None:
-        self.files: dict[str, ReopenedFile] = {}
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self.files: dict[str, RegularFile] = {}
         self._budget = TilingBudget()
         self._folder = folder
-        self._name = prefix + name
+        self._name = prefix + METADATA
         self._prefix = prefix
         self._errors: list[ErrorNote] = []
         self._bad: list[tuple[str, str]] = []
@@ -178,7 +136,7 @@ class _Reading:
         self._tables: dict[str, SafetensorsContent] = {}
         self._served: set[tuple[str, str]] = set()
 
-    def content(self, described: DistributedMetadata, files: list[RegularFile]) -> DistributedContent:
+    def content(self, described: DistributedMetadata, metadata: RegularFile) -> DistributedContent:
         plans, objects = described.tensors.values(), described.objects.values()
         places = [piece.place for plan in plans for piece in plan.pieces]
         self._open([place for place in (*places, *objects) if place is not None])
@@ -196,8 +154,6 @@ class _Reading:
         if not values and self._errors:
             raise CheckpointError(self._errors[0].message)
         remarks = []
-        if described.unused:
-            remarks.append(f"{self._name} tells of {described.unused} places that belong to no entry of it")
         sections = sections_of(values, described.paths, tuple(self._foreign), self._name)
         unlisted = {
             f"{file}.{key}": stored
@@ -209,7 +165,7 @@ class _Reading:
             sections.others.update(unlisted)
             remarks.append(f"{self._name} does not tell of {len(unlisted)} tensors in its files, as {min(unlisted)!r}")
         sections.ordered = len(self.files) == 1  # the tensors of several ranks are listed rank by rank
-        return DistributedContent(files[0], (*files[1:], *self.files.values()), sections, self._errors, remarks)
+        return DistributedContent(metadata, tuple(self.files.values()), sections, self._errors, remarks)
 
     def _open(self, places: Iterable[ChunkLocation]) -> None:
         """Open all data files, and check that the places lie inside them and do not overlap."""
@@ -219,7 +175,7 @@ class _Reading:
         for name, wanted in sorted(by_file.items()):
             shown = self._prefix + name
             try:
-                file = ReopenedFile(self._folder / name, shown)
+                file = RegularFile(self._folder / name, shown)
             except CheckpointError as error:
                 kind = "unreadable" if os.path.lexists(self._folder / name) else "missing"
                 message = f"{self._name} puts {len(wanted)} entries into this file: {error}"
@@ -310,10 +266,9 @@ class _Reading:
         return unread(f"a tensor that was saved as {kind} is not read")
 
     def _saved(self, window: Window) -> Saved:
-        ahead = _ReadAhead(window)
-        if not ahead.head(4).startswith(b"PK\x03\x04"):
+        if window.head(4) != b"PK\x03\x04":
             raise CheckpointError(f"what lies at byte {window.origin} of {window.name} was not written by torch.save")
-        return read_torch_zip(window, ahead)
+        return read_torch_zip(window)
 
     def _tell_bad(self) -> None:
         for name, why in self._bad[:MAX_NOTES]:
@@ -460,25 +415,24 @@ def _add(into: CheckpointBuilder, level: FolderState, inner: str, names: Sequenc
     folder, below = level.path / inner, f"{level.prefix}{inner}/" if inner else level.prefix
     if inner:
         names = _names(folder)
-    described = metadata_in(folder, names)
     data = [name for name in names if name.endswith(_DATA)]
-    if not described:
+    if METADATA not in names or is_folder(folder / METADATA):
         if data:
             into.errors.append(_undescribed(below, data))
         return None
     if not inner:
         level.unit = level.prefix + METADATA
     try:
-        inside = read_distributed(folder, described, below)
+        inside = read_distributed(folder, below)
     except CheckpointError as error:
-        return below + described[0], error
+        return below + METADATA, error
     _take(into, inside, "" if inner else level.unit)
     used = {file.path.name for file in inside.beside}
     level.taken.update(used if not inner else ())
     told = {error.what for error in inside.errors}
     left = [name for name in data if name not in used and below + name not in told]
     if left:
-        into.remarks.append(f"{below}{described[0]} puts nothing into {_some(left)}: not part of this checkpoint")
+        into.remarks.append(f"{below}{METADATA} puts nothing into {_some(left)}: not part of this checkpoint")
     return None
 
 
@@ -513,7 +467,7 @@ def _undescribed(below: str, data: Sequence[str]) -> ErrorNote:
     """Returns an error for data files without `.metadata`, which is written last: the save was interrupted."""
     message = (
         f"{below}{METADATA} is missing: nothing says what lies in {_some(data)}. "
-        "It is written last, so that the save was probably interrupted."
+        "It is written last: the save was interrupted, or each rank described its own pieces, which is not read."
     )
     return ErrorNote(what=below + METADATA, kind="missing", message=message)
 

@@ -8,8 +8,7 @@ subclass adds some that do not concern the bytes.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -23,8 +22,6 @@ from ampdoctor.checkpoints.unpickler import MAX_OBJECT_BYTES, MAX_OPCODES, Globa
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 METADATA = ".metadata"
-RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
-"""A rank's description of its own pieces, if ranks do not communicate (`use_collectives=False`)."""
 
 MAX_METADATA_BYTES = 32 * 1024 * 1024
 """A piece takes 140 to 230 bytes: enough for 500 tensors with two moments each, cut over 96 ranks or more."""
@@ -99,7 +96,6 @@ class DistributedMetadata:
     order: tuple[str, ...]  # all names
     paths: dict[str, Path_]  # name -> keys of the nested state dict, if known
     unsafe_globals: tuple[str, ...]  # names of classes that are not torch's own
-    unused: int  # number of places of nothing
 
 
 def read_metadata(file: RegularFile) -> DistributedMetadata:
@@ -136,40 +132,12 @@ def read_metadata(file: RegularFile) -> DistributedMetadata:
         if pieces > MAX_PIECES:
             raise LimitExceededError(f"{file.name}: pieces of tensors", MAX_PIECES, pieces)
         tensors[name] = _tensor(name, content, places, file.name)
-    used = {(name, piece.at) for name, plan in tensors.items() for piece in plan.pieces}
     return DistributedMetadata(
         tensors=tensors,
         objects=objects,
         order=tuple(described),
         paths=_paths(fields.get("planner_data")),
         unsafe_globals=tuple(name for name in machine.unsafe_globals if name not in _OWN),
-        unused=sum(key not in used for key in places),
-    )
-
-
-def joined(ranks: Sequence[DistributedMetadata], name: str) -> DistributedMetadata:
-    """Joins the descriptions of several ranks, each of its own pieces; pieces that all have saved count once.
-
-    Raises CheckpointError if they describe one tensor in different ways. `name` is their name in errors.
-    """
-    tensors: dict[str, TensorPlan] = {}
-    for rank in ranks:
-        for key, plan in rank.tensors.items():
-            known = tensors.setdefault(key, plan)
-            if (known.dtype, known.shape) != (plan.dtype, plan.shape):
-                raise _malformed(name, f"ranks describe {key[:200]!r} in different ways")
-    pieces: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], Piece]] = {key: {} for key in tensors}
-    for rank in ranks:
-        for key, plan in rank.tensors.items():
-            for piece in plan.pieces:
-                pieces[key].setdefault((piece.at, piece.shape), piece)
-    return DistributedMetadata(
-        tensors={key: TensorPlan(plan.dtype, plan.shape, tuple(pieces[key].values())) for key, plan in tensors.items()},
-        objects={key: place for rank in reversed(ranks) for key, place in rank.objects.items()},
-        order=tuple(dict.fromkeys(key for rank in ranks for key in rank.order)),
-        paths={key: path for rank in ranks for key, path in rank.paths.items()},
-        unsafe_globals=tuple(dict.fromkeys(key for rank in ranks for key in rank.unsafe_globals)),
-        unused=sum(rank.unused for rank in ranks),
     )
 
 

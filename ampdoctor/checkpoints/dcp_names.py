@@ -206,15 +206,11 @@ class _Flat:
         return {"state": self.state, "param_groups": list(groups.values())}
 
 
-def _hashable(value: Any, depth: int = 3) -> Any:
-    """Returns a plain setting as a key. Objects, and values larger than a setting, only equal themselves."""
-    if isinstance(value, Mapping | list | tuple) and (len(value) > 8 or not depth):
-        return id(value)
-    if isinstance(value, Mapping):
-        return frozenset(((type(key), key), _hashable(part, depth - 1)) for key, part in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_hashable(part, depth - 1) for part in value)
-    return (type(value), value) if isinstance(value, str | int | float) or value is None else id(value)
+def _hashable(value: Any) -> Any:
+    """Returns a plain setting, or a pair of such, as a key; anything else only equals itself."""
+    if isinstance(value, list | tuple) and len(value) == 2:
+        return tuple(part if isinstance(part, str | int | float) else id(part) for part in value)
+    return value if isinstance(value, str | int | float) or value is None else id(value)
 
 
 def _place_loose(loose: Mapping[str, StoredTensor | Skipped], sections: FileContents) -> None:

@@ -408,28 +408,16 @@ def _visit_mapping(node: Mapping[Any, Any], path: str, into: FileContents, below
 
 def _visit_entry(key: Any, value: Any, path: str, into: FileContents, below: ContainsCache) -> None:
     random = _is_random(key) and isinstance(value, StoredTensor | Skipped | PickledObject | Mapping | list | tuple)
-    if random and not any(_is_random(part) for part in path.split(".")):
-        _visit_random(value, into.place(path, key), into, below)
+    if random and not any(map(_is_random, path.split("."))) and not _holds_numbers(value, into.search):
+        into.skipped.append(Skipped(what=into.place(path, key), reason="random state"))
     elif below.part(value):
         _visit(value, into.place(path, key), into, below)
 
 
-def _visit_random(node: Any, path: str, into: FileContents, below: ContainsCache) -> None:
-    """Skip a random state, recognised by its name; anything in it that could be trained still counts."""
-    inner = FileContents(search=into.search, places=into.places)
-    _visit(node, path, inner, below)
-    models = {at: model for at, model in inner.models.items() if any(_is_real(t) for t in model.values())}
-    others = {at: tensor for at, tensor in inner.others.items() if _is_real(tensor)}
-    if not (models or others or inner.optimizers or inner.scalers or inner.masters):
-        into.skipped.append(Skipped(what=path, reason="random state"))
-        return
-    into.models.update(models)
-    into.others.update(others)
-    into.optimizers.update(inner.optimizers)
-    into.scalers.update(inner.scalers)
-    into.masters.update(inner.masters)
-    into.buffers.update(inner.buffers)
-    into.skipped.extend(inner.skipped)
+def _holds_numbers(node: Any, search: Search) -> bool:
+    """Whether a tensor in what is named like a random state could be trained."""
+    inside = (found for _, one in _objects_in(node, "") for found in tensors_inside(one, search))
+    return any(isinstance(tensor, StoredTensor) and _is_real(tensor) for _, tensor in (*tensors_in(node), *inside))
 
 
 def _is_random(key: Any) -> bool:

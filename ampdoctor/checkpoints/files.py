@@ -10,8 +10,7 @@ import os
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -117,11 +116,6 @@ class RegularFile(ByteSource):
         with self._lock:  # without reading by position, threads share the file's own position
             self._raw.seek(offset)
             return self._raw.readinto(target) or 0
-
-    def will_need(self, offset: int, count: int) -> None:
-        """Advise the system that these bytes are read next."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._raw.fileno(), offset, count, os.POSIX_FADV_WILLNEED)
 
     def require_unchanged(self) -> None:
         """Raises CheckpointError if size or modification time changed: what was read may be half old, half new."""
@@ -255,45 +249,3 @@ def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:
         return False
-
-
-class ReopenedFile(RegularFile):
-    """A regular file that is open only while it is read, and must stay unchanged.
-
-    A thousand ranks write thousands of files, and a process may open 1024.
-    """
-
-    __slots__ = ("_closed",)
-
-    def __init__(self, path: Path, name: str) -> None:
-        self._closed = False
-        super().__init__(path, name)
-        super().close()
-
-    @contextmanager
-    def _opened(self) -> Iterator[RegularFile]:
-        if self._closed:
-            raise CheckpointError(f"{self.name} is closed.")
-        with RegularFile(self.path, self.name) as file:
-            if file._stamp != self._stamp:  # noqa: SLF001 - its own kind
-                raise CheckpointError(f"{self.name} changed while it was being read.")
-            yield file
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """As in `ByteSource`."""
-        with self._opened() as file:
-            file.read_into(offset, target)
-
-    def will_need(self, offset: int, count: int) -> None:
-        """As in `RegularFile`."""
-        with self._opened() as file:
-            file.will_need(offset, count)
-
-    def require_unchanged(self) -> None:
-        """As in `RegularFile`."""
-        with self._opened():
-            pass
-
-    def close(self) -> None:
-        """As in `RegularFile`."""
-        self._closed = True

@@ -14,7 +14,7 @@ from ampdoctor.checkpoints.checkpoint import Checkpoint, FilePart
 from ampdoctor.checkpoints.dcp import DISTRIBUTED
 from ampdoctor.checkpoints.deepspeed import DEEPSPEED
 from ampdoctor.checkpoints.files import Listing, RegularFile, identity_of, is_folder, list_folder, plain_name
-from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout, read_saved, read_sections
+from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout, read_sections
 from ampdoctor.checkpoints.json_files import read_global_step, read_weight_map
 from ampdoctor.checkpoints.shards import (
     INDEXED,
@@ -22,7 +22,6 @@ from ampdoctor.checkpoints.shards import (
     check_numbers,
     is_numbered,
     numbered_family,
-    remark_duplicates,
 )
 from ampdoctor.checkpoints.torch_files import sniff
 from ampdoctor.errors import CheckpointError, NoCheckpointError
@@ -137,8 +136,6 @@ def _add_file(into: CheckpointBuilder, level: FolderState, name: str) -> bool:
         into.skipped.append(
             Skipped(what=shown, reason=reason, kind="other_weights" if reason == _OTHER else "left_out")
         )
-        if fnmatch.fnmatchcase(name, RANDOM_STATES):
-            _take_step(into, path, shown)
         return False
     if name != TRAINER_STATE:
         family = level.prefix + numbered_family(name) if is_numbered(name) else ""
@@ -158,21 +155,6 @@ def _left_alone(name: str, *, indexed: bool) -> str | None:
     if indexed and is_numbered(name):
         return "a shard that no index names"
     return neighbour(name)
-
-
-def _take_step(into: CheckpointBuilder, path: Path, name: str) -> None:
-    """Take the step that Accelerate keeps beside the random state, if it can be read.
-
-    It counts batches, and may restart with each epoch, so it is only used if nothing else counts steps.
-    """
-    try:
-        with RegularFile(path, name) as file:
-            tree = read_saved(file, sniff(file)).tree
-    except CheckpointError:
-        return
-    step = tree.get("step") if isinstance(tree, Mapping) else None
-    if type(step) is int and step > 0:
-        into.spare_step = max(step, into.spare_step or 0)
 
 
 LOOSE_FILES = Layout(name="", claims=_claims, read=_read)
@@ -440,7 +422,6 @@ def _index_of(file: RegularFile) -> dict[str, str]:
 
 
 def _finish(gathered: CheckpointBuilder, name: str, inside: Listing | None = None) -> Checkpoint:
-    remark_duplicates(gathered)
     if not gathered.parts:
         if gathered.refusals:
             raise gathered.refusals[0]
@@ -451,7 +432,6 @@ def _finish(gathered: CheckpointBuilder, name: str, inside: Listing | None = Non
         parts=gathered.parts,
         folders=tuple(gathered.folders),
         global_step=gathered.global_step,
-        spare_step=gathered.spare_step,
         skipped=tuple(gathered.skipped),
         errors=tuple(gathered.errors),
         remarks=tuple(gathered.remarks),

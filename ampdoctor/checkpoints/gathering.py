@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 from ampdoctor.checkpoints.checkpoint import FilePart
 from ampdoctor.checkpoints.file_contents import FileContents, classify_contents
@@ -16,8 +15,6 @@ from ampdoctor.checkpoints.torch_files import Format, read_torch_legacy, read_to
 from ampdoctor.errors import CheckpointError, LimitExceededError, OtherFormatError
 from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_facts import PROFILE_MARK
-
-Reader: TypeAlias = Callable[[RegularFile], FileContents]
 
 
 @dataclass(slots=True)
@@ -32,7 +29,6 @@ class CheckpointBuilder:
     refusals: list[CheckpointError] = field(default_factory=list)  # the first is raised if nothing can be read
     folders: list[tuple[Listing, str]] = field(default_factory=list)
     global_step: int | None = None
-    spare_step: int | None = None
 
     def refuse(self, name: str, error: CheckpointError) -> None:
         """Note a file that cannot be read. A file of another format is only skipped, unless nothing else is there."""
@@ -64,11 +60,10 @@ class CheckpointBuilder:
         file.close()
         return None
 
-    def add(self, file: RegularFile, index: str = "", read: Reader | None = None) -> FilePart | None:
+    def add(self, file: RegularFile, index: str = "") -> FilePart | None:
         """Add a file that is a part by itself; if it is refused, it is noted and closed, and None is returned."""
         try:
-            contents = read_sections(file, sniff(file)) if read is None else read(file)
-            part = FilePart(file, contents, file.name, index)
+            part = FilePart(file, read_sections(file, sniff(file)), file.name, index)
         except CheckpointError as error:
             file.close()
             self.refuse(file.name, error)
@@ -76,14 +71,14 @@ class CheckpointBuilder:
         self.parts.append(part)
         return part
 
-    def add_file(self, path: Path, name: str, index: str = "", read: Reader | None = None) -> FilePart | None:
-        """Open a file, called `name` in reports, and add it as a part; `read` is given for a format of the layout's."""
+    def add_file(self, path: Path, name: str, index: str = "") -> FilePart | None:
+        """Open a file, called `name` in reports, and add it as a part."""
         try:
             file = RegularFile(path, name)
         except CheckpointError as error:
             self.refuse(name, error)
             return None
-        return self.add(file, index, read)
+        return self.add(file, index)
 
     def close(self) -> None:
         """Close every file."""

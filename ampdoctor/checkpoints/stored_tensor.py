@@ -38,10 +38,8 @@ _FINITE_DTYPE = re.compile(r"q?u?int\d|bits\d|[IU]\d|bool|float4_|F4|F6_", re.AS
 
 MAX_DIMENSIONS = 64
 """Maximum for a tensor: as many as most of torch's own operations take."""
-MAX_STRIDED_BYTES = 1024 * 1024 * 1024
-"""A view with holes (`w[:, ::2]`, saved with its whole storage) is loaded with its holes; a larger one is refused."""
-HOLED_BYTES = 16 * 1024 * 1024
-"""Bytes of a view with holes that a scan reads at a time."""
+MAX_STRIDED_BYTES = 256 * 1024 * 1024
+"""A view with holes (`w[:, ::2]`, saved with its whole storage) is read with its holes; a larger one is refused."""
 
 
 class ReadBuffer:
@@ -194,7 +192,8 @@ class StridedTensor(StoredTensor):
     def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[AnyBlock]:
         """As in `StoredTensor`."""
         if self._has_holes():
-            yield from self._holed_blocks(elements)
+            dims = self._steps()  # without repeated dimensions
+            yield HoledBlock(replace(self, shape=tuple(n for _, n in dims), stride=tuple(step for step, _ in dims)))
             return
         item = self.dtype.itemsize
         left, position = self._span(), self.offset + self.start * item
@@ -203,21 +202,6 @@ class StridedTensor(StoredTensor):
             yield Block(self.file, position, count, self.dtype)
             position += count * item
             left -= count
-
-    def _holed_blocks(self, elements: int) -> Iterator[AnyBlock]:
-        """Yields views without repeated dimensions that are small enough to be read with their holes."""
-        dims = self._steps()[::-1]
-        bare = replace(self, shape=tuple(n for _, n in dims), stride=tuple(step for step, _ in dims))
-        if bare.nbytes <= HOLED_BYTES:
-            yield HoledBlock(bare)
-            return
-        step, size = dims[0]
-        if step < replace(bare, shape=(1, *bare.shape[1:])).nbytes // self.dtype.itemsize:  # rows that overlap
-            raise LimitExceededError(f"{self.file.name}: bytes of a view with holes", HOLED_BYTES, bare.nbytes)
-        rows = max(HOLED_BYTES // (step * self.dtype.itemsize), 1)
-        for first in range(0, size, rows):
-            shape = (min(rows, size - first), *bare.shape[1:])
-            yield from replace(bare, start=self.start + first * step, shape=shape).blocks(elements)
 
     def load(self) -> torch.Tensor:
         """As in `StoredTensor`; repeated elements (stride 0) stay shared, as `torch.load` keeps them."""

@@ -11,9 +11,8 @@ from typing import TypeVar
 import torch
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
-from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.optimizer_state import optimizer_facts
-from ampdoctor.checkpoints.stored_tensor import BLOCK_ELEMENTS, AnyBlock, Block, ReadBuffer, StoredTensor, dtype_name
+from ampdoctor.checkpoints.stored_tensor import BLOCK_ELEMENTS, AnyBlock, ReadBuffer, StoredTensor, dtype_name
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint_stats import (
     ROLES,
@@ -156,10 +155,6 @@ def _examine_exactly(values: torch.Tensor, facts: BlockFacts, largest: float, *,
 
 # -- reading many tensors once, in bounded memory: one thread waits for bytes while another examines its own --
 
-READ_AHEAD_BYTES = 64 * 1024 * 1024
-"""How far ahead the system is advised: from a disk that is not in the cache, the bytes arrive while earlier ones are
-counted. It costs no memory of the process."""
-
 BATCH_ELEMENTS = 8 * BLOCK_ELEMENTS
 """Number of elements that a thread takes at a time: enough that threads rarely wait for each other's Python, and few
 enough that all of them have work in a tensor of ordinary size."""
@@ -193,7 +188,7 @@ def stream(
             for key, run in batch
         ]
 
-    for results in imap_on_workers(examine, _announced(_batches(tensors)), jobs):
+    for results in imap_on_workers(examine, _batches(tensors), jobs):
         yield from results
 
 
@@ -220,19 +215,6 @@ def _batches(tensors: Iterable[tuple[Key, StoredTensor]]) -> Iterator[_Batch[Key
 
 def _bytes(run: _Blocks) -> int:
     return sum(block.nbytes for _, block in run)
-
-
-def _announced(batches: Iterable[_Batch[Key]]) -> Iterator[_Batch[Key]]:
-    """Yields the same, and advises the system of bytes some way ahead of the block that is read."""
-    told: dict[int, int] = {}
-    for batch in batches:
-        for block in (block for _, run in batch for _, block in run):
-            if isinstance(block, Block) and isinstance(block.file, RegularFile):
-                file, end = block.file, block.offset + block.nbytes
-                if end > told.get(id(file), 0):
-                    file.will_need(end, READ_AHEAD_BYTES)
-                    told[id(file)] = end + READ_AHEAD_BYTES // 2
-        yield batch
 
 
 # -- counters and tables of positions among the buffers: whole numbers, which a cast to half destroys --

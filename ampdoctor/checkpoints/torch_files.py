@@ -208,19 +208,12 @@ _SMALL = 64
 """Bytes read from a record with a word or a number."""
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
-    """The contents of a `torch.save` zip."""
-
-    pickle: bytes
-    storages: dict[str, tuple[int, int]]  # key -> byte position and length of its record
-
-
-def read_records(file: ByteSource) -> Records:
-    """Read the directory and `data.pkl`; no tensor data are read."""
+def _records(file: ByteSource) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Returns `data.pkl`, and the byte position and length of each storage's record by its key."""
     members = {member.name: member for member in read_directory(file)}
     prefix = _prefix(list(members), file.name)
-    if _small(file, members.get(f"{prefix}/byteorder")) not in {b"", b"little"}:
+    order = members.get(f"{prefix}/byteorder")
+    if order is not None and file.read(order.start, min(order.size, _SMALL)) not in {b"", b"little"}:
         raise CheckpointError(f"{file.name} was written on a big-endian machine, which is not read.")
     structure = members[f"{prefix}/data.pkl"]
     if structure.size > MAX_PICKLE_BYTES:
@@ -230,12 +223,7 @@ def read_records(file: ByteSource) -> Records:
         raise CheckpointError(f"{file.name} is corrupted: the checksum of its structure is wrong.")
     folder = f"{prefix}/data/"
     storages = {n.removeprefix(folder): (m.start, m.size) for n, m in members.items() if n.startswith(folder)}
-    return Records(pickle, storages)
-
-
-def _small(file: ByteSource, member: Member | None) -> bytes:
-    """Returns a record of a few bytes; empty if it does not exist."""
-    return b"" if member is None else file.read(member.start, min(member.size, _SMALL))
+    return pickle, storages
 
 
 def _prefix(names: list[str], file: str) -> str:
@@ -267,13 +255,10 @@ def _prefix(names: list[str], file: str) -> str:
 # compressed. Its restricted unpickler refuses files with plain weights because of one foreign object beside them.
 
 
-def read_torch_zip(file: ByteSource, ahead: ByteSource | None = None) -> Saved:
-    """Returns the saved object, with a `StoredTensor` for each strided tensor; no tensor data are read.
-
-    `ahead` is a source of the same bytes from which the structure is read faster.
-    """
-    records = read_records(ahead or file)
-    machine = SafeUnpickler(records.pickle, file.name, TensorBuilder(file, records.storages))
+def read_torch_zip(file: ByteSource) -> Saved:
+    """Returns the saved object, with a `StoredTensor` for each strided tensor; no tensor data are read."""
+    pickle, storages = _records(file)
+    machine = SafeUnpickler(pickle, file.name, TensorBuilder(file, storages))
     tree, _ = machine.run()
     require_finite_tree(tree, file.name)
     return Saved(tree, tuple(machine.unsafe_globals))

@@ -43,7 +43,6 @@ class RankState:
     options: tuple[Mapping[str, Any], ...] = ()  # settings of the parameter groups
     per_option: tuple[int, ...] = ()  # number of flat groups of each parameter group
     slices: tuple[Mapping[str, tuple[int, int]], ...] = ()  # by group: parameter -> (start, count) in the partition
-    gaps: tuple[tuple[int, ...], ...] = ()  # free elements after each parameter (`parameter_alignment`)
     counts: tuple[int, ...] = ()  # number of ranks that share each flat group
 
 
@@ -55,6 +54,9 @@ def read_rank(tree: Any) -> RankState | None:
     masters = state.get("single_partition_of_fp32_groups", state.get("fp32_flat_groups"))
     if not isinstance(masters, list | tuple) or not all(_is_flat(m) for m in masters):
         return None
+    gaps = state.get("param_alignment_paddings")  # free elements behind parameters (`parameter_alignment`)
+    if isinstance(gaps, list | tuple) and any(any(group) for group in gaps if isinstance(group, list | tuple)):
+        return None
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     states, options, counts = _base_state(base, len(masters))
     return RankState(
@@ -64,21 +66,16 @@ def read_rank(tree: Any) -> RankState | None:
         options=options,
         per_option=counts,
         slices=_slices(state.get("param_slice_mappings"), len(masters)),
-        gaps=_gaps(state.get("param_alignment_paddings"), len(masters)),
         counts=_counts(state.get("partition_count"), len(masters)),
     )
 
 
-def place_by_group(
-    shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[RankState], *, checked: bool
-) -> list[dict[str, list[Piece]]]:
+def place_by_group(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[RankState]) -> list[dict[str, list[Piece]]]:
     """Returns where the parameters of each flat group are (ZeRO 1 and 2); {} for a group that does not add up.
 
-    `shapes` maps parameters to shapes in their order in the group. With `checked`, the places that newer files state
-    must agree. With `round_robin_gradients` they do not: DeepSpeed 0.19.8 writes them as if nothing had been dealt out,
-    and only `param_shapes` is right.
+    `shapes` maps parameters to shapes in their order in the group; the places that newer files state must agree.
     """
-    return [_place_group(group, wanted, ranks, checked=checked) for group, wanted in enumerate(shapes)]
+    return [_place_group(group, wanted, ranks) for group, wanted in enumerate(shapes)]
 
 
 def place_by_parameter(
@@ -160,28 +157,25 @@ def join_state(
     return found if len(found) == len(joined) else None
 
 
-def _place_group(
-    group: int, wanted: Mapping[str, Shape], ranks: Sequence[RankState], *, checked: bool
-) -> dict[str, list[Piece]]:
+def _place_group(group: int, wanted: Mapping[str, Shape], ranks: Sequence[RankState]) -> dict[str, list[Piece]]:
     lengths = [rank.masters[group].numel for rank in ranks]
     starts = [0, *itertools.accumulate(lengths)]
     unit = 2 * len(ranks)
-    gaps = ranks[0].gaps[group] if ranks[0].gaps else ()
-    total = sum(math.prod(shape) for shape in wanted.values()) + sum(gaps)
+    total = sum(math.prod(shape) for shape in wanted.values())
     # versions differ in whether they save the padding of the last partitions; a partition shorter than the first is a
     # last one without its padding
     full = all(length == lengths[0] for length, after in itertools.pairwise(lengths) if after)
     padded = starts[-1] >= total and -(-starts[-1] // unit) == -(-total // unit)
     owners = ranks[0].counts[group] if ranks[0].counts else len(ranks)  # experts are split between fewer ranks
-    if len(gaps) not in {0, len(wanted)} or not full or not padded or owners != len(ranks):
+    if not full or not padded or owners != len(ranks):
         return {}
     placed: dict[str, list[Piece]] = {}
     begin = 0
-    for (name, shape), gap in zip(wanted.items(), gaps or [0] * len(wanted), strict=True):
+    for name, shape in wanted.items():
         end = begin + math.prod(shape)
         placed[name] = list(_across(group, begin, end, starts))
-        begin = end + gap
-    return placed if not checked or _as_the_ranks_say(group, placed, ranks) else {}
+        begin = end
+    return placed if _as_the_ranks_say(group, placed, ranks) else {}
 
 
 def _across(group: int, begin: int, end: int, starts: Sequence[int]) -> Iterator[Piece]:
@@ -252,14 +246,6 @@ def _slices(saved: Any, groups: int) -> tuple[dict[str, tuple[int, int]], ...]:
             return ()
         found.append({name: (a["start"], a["numel"]) for name, a in addresses.items()})
     return tuple(found)
-
-
-def _gaps(saved: Any, groups: int) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(saved, list | tuple) or len(saved) != groups:
-        return ()
-    if not all(isinstance(g, list | tuple) and all(type(n) is int and 0 <= n < 64 for n in g) for g in saved):
-        return ()
-    return tuple(tuple(group) if any(group) else () for group in saved)
 
 
 def _counts(saved: Any, groups: int) -> tuple[int, ...]:

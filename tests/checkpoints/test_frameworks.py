@@ -341,15 +341,6 @@ def test_several_models_of_accelerate(tmp_path):
         assert checkpoint.global_step == 1  # what the optimizer counted; Accelerate's own counter counts batches
 
 
-def test_accelerates_counter_serves_where_nothing_else_counts(tmp_path):
-    save_file(state(), tmp_path / "model.safetensors")
-    torch.save({"step": 6}, tmp_path / "random_states_0.pkl")
-    (tmp_path / "random_states_1.pkl").write_bytes(b"\x80\x04cannot be read")
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.global_step == 6
-        assert checkpoint.errors == ()
-
-
 def test_a_flat_average_is_told_from_the_weights(tmp_path):
     """Stable Diffusion: names behind `model_ema.` are without dots."""
     weights = {"model.diffusion_model.in.0.weight": torch.ones(2, 2), "model.diffusion_model.out.weight": torch.ones(2)}

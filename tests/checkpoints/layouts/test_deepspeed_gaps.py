@@ -100,17 +100,6 @@ def test_files_of_other_settings_are_read_and_told_of_and_take_nothing_from_the_
         assert sick == {f"{name}.pt"}
 
 
-def test_the_settings_say_which_optimizer_is_the_run_s(tmp_path):
-    config = {"ds_config": {"bf16": {"enabled": True}}}
-    files = {f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states": HEALTHY[rank] for rank in range(2)}
-    folder = write(tmp_path / "s", [optimizer(adam(NAN))] * 3, model(torch.ones(8), **config), **files)
-    with open_checkpoint(folder) as checkpoint:
-        assert checkpoint.errors == ()
-        moments = [ref for ref in checkpoint if ref.role == "moment"]
-        assert not any(ref.stored.load().isnan().any() for ref in moments)
-    assert broken_in(folder) == {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3)}
-
-
 def test_other_tensors_in_an_optimizer_s_file_are_read(tmp_path):
     assert broken_in(write(tmp_path / "s", [HEALTHY[0], {**HEALTHY[1], "ema": {"w": NAN}}])) == {SECOND}
 
@@ -142,7 +131,7 @@ def test_sizes_that_no_tensor_has_take_no_time(tmp_path, stage3):
 def test_many_parameters_in_many_partitions_are_placed_in_little_time():
     ranks = [RankState(by_parameter=False, masters=(NOTHING,), states=({},)) for _ in range(400)]
     began = time.process_time()
-    (placed,) = place_by_group([{f"w{n}": () for n in range(20_000)}], ranks, checked=True)
+    (placed,) = place_by_group([{f"w{n}": () for n in range(20_000)}], ranks)
     assert time.process_time() - began < 10
     assert [(p.rank, p.start, p.count) for p in placed["w19999"]] == [(399, 49, 1)]
 

@@ -105,7 +105,7 @@ def distributed_slices(data: bytes) -> None:
 def _distributed(files: dict[str, bytes]) -> None:
     for name, content in files.items():
         (_FOLDER / name).write_bytes(content)
-    content = read_distributed(_FOLDER, [".metadata"])
+    content = read_distributed(_FOLDER)
     try:
         found = [*content.sections.others.values(), *(t for m in content.sections.models.values() for t in m.values())]
         for stored in found:

@@ -133,38 +133,6 @@ def test_pieces_make_the_whole(tmp_path):
         assert summarize(checkpoint).tensors[0].amax == 5.0
 
 
-def halves(tmp_path):
-    """Write a checkpoint as two ranks do that do not speak with each other: each describes what it has."""
-    folder = plain(tmp_path)
-    split(folder, "model.a", [((0, 0), (1, 3)), ((1, 0), (1, 3))])
-    for rank in range(2):
-        told = metadata(folder)
-        entry = told.state_dict_metadata["model.a"]
-        told.storage_data = {k: v for k, v in told.storage_data.items() if k.fqn != "model.a" or k.index == rank}
-        entry.chunks = [entry.chunks[rank]]
-        (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(told))
-    (folder / ".metadata").unlink()
-    return folder
-
-
-def test_ranks_that_tell_each_of_their_own(tmp_path):
-    folder = halves(tmp_path)
-    assert load_state(folder).model["a"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    (folder / "__1.metadata").unlink()
-    with open_checkpoint(folder) as checkpoint:
-        assert [ref.name for ref in checkpoint] == ["b"]
-        assert "leave a hole, as __0.metadata describes it" in checkpoint.errors[0].message
-
-
-def test_ranks_that_disagree_are_refused(tmp_path):
-    folder = halves(tmp_path)
-    told = pickle.loads((folder / "__1.metadata").read_bytes())
-    told.state_dict_metadata["model.a"].size = torch.Size((4, 3))
-    (folder / "__1.metadata").write_bytes(pickle.dumps(told))
-    with pytest.raises(CheckpointError, match="in different ways"):
-        open_checkpoint(folder)
-
-
 def test_metadata_of_older_torch(tmp_path):
     def change(told):
         for entry in told.state_dict_metadata.values():
