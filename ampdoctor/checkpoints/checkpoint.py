@@ -51,11 +51,7 @@ class FilePart:
 
 
 class ShardGroup:
-    """Files whose state dicts are parts of the same models; `name` is the index's or the file's.
-
-    `models` are state dicts by their path in the file, `main` first, those of shards merged; `inner` is true if the
-    files lie in an inner folder; `ordered` if the entries are in the order of `named_parameters()`.
-    """
+    """Files whose state dicts, by path in the file and `main` first, are parts of the same models."""
 
     def __init__(self, name: str, parts: Sequence[FilePart]) -> None:
         self.name = name
@@ -75,10 +71,7 @@ class ShardGroup:
         return self._clean[path][name]
 
     def same_model_as(self, other: ShardGroup) -> bool:
-        """Whether it is only the safetensors copy of the same model.
-
-        safetensors keeps only one name of a tied weight, so it may have fewer names.
-        """
+        """Whether it is only the safetensors copy of the same model, which keeps only one name of a tied weight."""
         alone = all(not p.sections.optimizers and not p.sections.scalers for u in (self, other) for p in u.parts)
         return alone and not self.ordered and other.ordered and self._outline().items() <= other._outline().items()
 
@@ -96,11 +89,7 @@ def units_of(parts: Sequence[FilePart]) -> tuple[ShardGroup, ...]:
 
 
 def chosen_unit(units: Sequence[ShardGroup]) -> ShardGroup | None:
-    """Returns the unit that holds a checkpoint's model; None if there is none, or several different ones.
-
-    Of twins it is the one in safetensors, which loaders prefer. A folder's own model goes before that of an inner
-    folder (the Trainer gathers the model of a DeepSpeed run beside the partitions).
-    """
+    """Returns the unit with a checkpoint's model: not an inner folder's, of twins the safetensors; None if unsure."""
     every = [unit for unit in units if unit.models]
     holders = sorted([unit for unit in every if not unit.inner] or every, key=lambda unit: unit.ordered)
     if len(holders) == 2 and holders[0].same_model_as(holders[1]):
@@ -400,14 +389,14 @@ class LiveState(Checkpoint):
 
 def _folded(skipped: Sequence[Skipped]) -> Iterator[Skipped]:
     """Yields at most `_SKIPS_SHOWN` places for each reason, and the number of the others."""
-    often = Counter(each.reason for each in skipped)
     seen: Counter[str] = Counter()
     for each in skipped:
         seen[each.reason] += 1
-        if often[each.reason] <= _SKIPS_SHOWN + 1 or seen[each.reason] <= _SKIPS_SHOWN:
+        if seen[each.reason] <= _SKIPS_SHOWN:
             yield each
-        elif seen[each.reason] == _SKIPS_SHOWN + 1:
-            yield Skipped(what=f"{often[each.reason] - _SKIPS_SHOWN} more", reason=each.reason)
+    for reason, count in seen.items():
+        if count > _SKIPS_SHOWN:
+            yield Skipped(what=f"{count - _SKIPS_SHOWN} more", reason=reason)
 
 
 def _by_path(found: Sequence[tuple[FilePart, Mapping[str, Mapping[str, Any]]]]) -> dict[str, Mapping[str, Any]]:

@@ -179,12 +179,7 @@ def _moments(new: Checkpoint, summary: CheckpointSummary, old: Checkpoint) -> _M
 
 
 def _of_one_shape(new: Checkpoint, refs: Mapping[str, list[TensorRef]]) -> list[tuple[str, str]]:
-    """Returns weights without known moments, each with moments of its shape that are only numbered.
-
-    There must be as many moments as weights, so that each weight is trained. Which moments belong to which weight is
-    not known, but the share of elements that an update reaches depends on magnitudes, and moments of one shape have
-    similar ones.
-    """
+    """Returns weights without known moments, each with numbered ones of its shape, which have similar magnitudes."""
     weights: dict[tuple[int, ...], list[str]] = {}
     for ref in new:
         if ref.role == "weight" and not ref.group and ref.name not in refs:
@@ -203,10 +198,7 @@ def _of_one_shape(new: Checkpoint, refs: Mapping[str, list[TensorRef]]) -> list[
 
 
 def _rates(checkpoints: list[tuple[Checkpoint, dict[int, StoredState]]]) -> Iterator[tuple[str, tuple[float, bool]]]:
-    """Yields the larger learning rate of each parameter, and whether a schedule has lowered it.
-
-    At the end of a schedule it is 0, but it was not 0 on the way there.
-    """
+    """Yields the larger learning rate of each parameter, and whether a schedule has lowered it, as to 0 at its end."""
     found: dict[str, tuple[float, bool]] = {}
     for checkpoint, states in checkpoints:
         for ref in checkpoint:

@@ -26,8 +26,7 @@ from ampdoctor.checkpoints.file_contents import FileContents
 from ampdoctor.checkpoints.files import RegularFile, Window, is_folder
 from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout
 from ampdoctor.checkpoints.json_files import parse_json
-from ampdoctor.checkpoints.pickled_objects import Saved
-from ampdoctor.checkpoints.safetensors_file import SafetensorsContent, looks_like_safetensors, read_safetensors
+from ampdoctor.checkpoints.safetensors_file import SafetensorsContent, read_safetensors
 from ampdoctor.checkpoints.stored_tensor import JoinedTensor, Shard, StoredTensor, StridedTensor, unread, unread_dtype
 from ampdoctor.checkpoints.torch_files import read_torch_zip
 from ampdoctor.checkpoints.unpickler import PickledObject
@@ -102,7 +101,6 @@ class DistributedContent:
     beside: tuple[RegularFile, ...] = ()  # the open data files
     sections: FileContents = field(default_factory=FileContents)
     errors: list[ErrorNote] = field(default_factory=list)  # what is missing or unreadable
-    remarks: list[str] = field(default_factory=list)  # harmless oddities
 
 
 def read_distributed(folder: Path, prefix: str = "") -> DistributedContent:
@@ -133,8 +131,6 @@ class _Reading:
         self._errors: list[ErrorNote] = []
         self._bad: list[tuple[str, str]] = []
         self._foreign: dict[str, None] = {}
-        self._tables: dict[str, SafetensorsContent] = {}
-        self._served: set[tuple[str, str]] = set()
 
     def content(self, described: DistributedMetadata, metadata: RegularFile) -> DistributedContent:
         plans, objects = described.tensors.values(), described.objects.values()
@@ -153,19 +149,9 @@ class _Reading:
         self._tell_bad()
         if not values and self._errors:
             raise CheckpointError(self._errors[0].message)
-        remarks = []
         sections = sections_of(values, described.paths, tuple(self._foreign), self._name)
-        unlisted = {
-            f"{file}.{key}": stored
-            for file, table in self._tables.items()
-            for key, stored in table.tensors.items()
-            if (file, key) not in self._served
-        }
-        if unlisted:
-            sections.others.update(unlisted)
-            remarks.append(f"{self._name} does not tell of {len(unlisted)} tensors in its files, as {min(unlisted)!r}")
         sections.ordered = len(self.files) == 1  # the tensors of several ranks are listed rank by rank
-        return DistributedContent(metadata, tuple(self.files.values()), sections, self._errors, remarks)
+        return DistributedContent(metadata, tuple(self.files.values()), sections, self._errors)
 
     def _open(self, places: Iterable[ChunkLocation]) -> None:
         """Open all data files, and check that the places lie inside them and do not overlap."""
@@ -182,9 +168,6 @@ class _Reading:
                 self._errors.append(ErrorNote(what=shown, kind=kind, message=message))
                 continue
             self.files[name] = file
-            if looks_like_safetensors(file.head(16)):
-                self._tables[name] = read_safetensors(file)
-                continue
             self._require_apart(wanted)
             end = max(place.offset + place.length for place in wanted)
             if end > file.size:
@@ -209,11 +192,11 @@ class _Reading:
         return Window(file, place.offset, place.length)
 
     def _object(self, place: ChunkLocation | None) -> Any:
-        """Returns a Python object that was saved beside the tensors, including tensors inside it."""
+        """Returns what `torch.save` wrote there: a tensor, or a Python object with tensors inside."""
         window = self._window(place)
-        if place is not None and place.transforms:
-            return unread(_transformed(place))
-        saved = self._saved(window)
+        if window.head(4) != b"PK\x03\x04":
+            raise CheckpointError(f"what lies at byte {window.origin} of {window.name} was not written by torch.save")
+        saved = read_torch_zip(window)
         self._foreign.update(dict.fromkeys(saved.unsafe_globals))
         return saved.tree
 
@@ -228,7 +211,7 @@ class _Reading:
         for piece in plan.pieces:
             if len(plan.pieces) > 1 and 0 in piece.shape:
                 continue
-            stored = self._piece(name, piece)
+            stored = self._piece(piece)
             if isinstance(stored, Skipped):
                 return stored
             if stored.shape != piece.shape or stored.dtype != plan.dtype:
@@ -243,32 +226,12 @@ class _Reading:
             return shards[0].stored
         return JoinedTensor(dtype=plan.dtype, shape=plan.shape, shards=tuple(shards))
 
-    def _piece(self, name: str, piece: Piece) -> StridedTensor | Skipped:
-        place = piece.place
-        if place is not None and place.file in self._tables:
-            content = self._tables[place.file]
-            found: Any = content.tensors.get(name)
-            if found is None:
-                raise CheckpointError(f"{self._prefix}{place.file} does not hold it")
-            if (place.file, name) in self._served:
-                raise CheckpointError(f"two pieces of it are said to be the one slice in {self._prefix}{place.file}")
-            self._served.add((place.file, name))
-        else:
-            window = self._window(place)
-            if place is not None and place.transforms:
-                return unread(_transformed(place))
-            saved = self._saved(window)
-            self._foreign.update(dict.fromkeys(saved.unsafe_globals))
-            found = saved.tree
+    def _piece(self, piece: Piece) -> StridedTensor | Skipped:
+        found = self._object(piece.place)
         if isinstance(found, StridedTensor | Skipped):
             return found
         kind = found.name[:80] if isinstance(found, PickledObject) else type(found).__name__
         return unread(f"a tensor that was saved as {kind} is not read")
-
-    def _saved(self, window: Window) -> Saved:
-        if window.head(4) != b"PK\x03\x04":
-            raise CheckpointError(f"what lies at byte {window.origin} of {window.name} was not written by torch.save")
-        return read_torch_zip(window)
 
     def _tell_bad(self) -> None:
         for name, why in self._bad[:MAX_NOTES]:
@@ -278,10 +241,6 @@ class _Reading:
         if rest > 0:
             message = f"{rest} more entries of {self._name} cannot be read."
             self._errors.append(ErrorNote(what=self._name, kind="unreadable", message=message))
-
-
-def _transformed(place: ChunkLocation) -> str:
-    return f"its bytes were written through {', '.join(place.transforms)}, which is not read"
 
 
 def _words(shape: tuple[int, ...], dtype: object) -> str:
@@ -451,7 +410,6 @@ def _add_slices(into: CheckpointBuilder, level: FolderState, slices: Sequence[st
 def _take(into: CheckpointBuilder, content: DistributedContent, index: str = "") -> None:
     into.parts.append(FilePart(content.file, content.sections, content.file.name, index, content.beside))
     into.errors += content.errors
-    into.remarks += content.remarks
 
 
 def _names(folder: Path) -> list[str]:

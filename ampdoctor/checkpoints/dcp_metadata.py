@@ -1,9 +1,4 @@
-"""The `.metadata` of `torch.distributed.checkpoint`: what is saved, in which chunks, and where the bytes are.
-
-It is a pickle of torch's dataclasses. torch's own reader executes it (an unrestricted unpickler). Here the inert
-machine reads it, and records are recognised by their fields. The fields are those of torch 2.0 to 2.13; Megatron's
-subclass adds some that do not concern the bytes.
-"""
+"""The `.metadata` of `torch.distributed.checkpoint` (torch 2.0 to 2.13; Megatron adds fields), by the inert machine."""
 
 from __future__ import annotations
 
@@ -66,7 +61,6 @@ class ChunkLocation:
     file: str  # beside `.metadata`
     offset: int
     length: int
-    transforms: tuple[str, ...] = ()  # that wrote its bytes ("stream.zstd/1"); () for plain bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +152,12 @@ def _places(stored: Mapping[Any, Any], file: str) -> dict[tuple[str, tuple[int, 
             path = plain_name(path, file)
             plain.add(path)
         offset, length = info.get("offset"), info.get("length")
-        transforms = info.get("transform_descriptors") or ()
-        if not (_is_size(offset) and _is_size(length)) or not isinstance(transforms, list | tuple):
+        if not _is_size(offset) or not _is_size(length):
             raise _malformed(file, f"the place of {name[:200]!r} is malformed")
         where = (name, None if at is None else tuple(at))
         if where in places:
             raise _malformed(file, f"a piece of {name[:200]!r} has two places")
-        words = tuple(t[:40] if isinstance(t, str) else "?" for t in transforms[:10])
-        places[where] = ChunkLocation(path, offset, length, words)
+        places[where] = ChunkLocation(path, offset, length)
     return places
 
 

@@ -41,12 +41,7 @@ _HOLDERS_OF_STEP = ("train_state", "trainer_state", "training_state", "common_st
 def sections_of(
     values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], unsafe_globals: tuple[str, ...], name: str
 ) -> FileContents:
-    """Sort a distributed checkpoint's entries into parts.
-
-    `values` are stored tensors, `Skipped` and objects by flattened name, `paths` the known keys of the nested state
-    dict, `unsafe_globals` the classes of its objects, `name` its name in errors. Raises CheckpointError if two entries
-    claim one place or an object contains itself, LimitExceededError if it is too deep or too large.
-    """
+    """Sort a distributed checkpoint's entries, by flattened name and keys of the nested state dict, into parts."""
     for key, path in paths.items():
         if len(path) > MAX_DEPTH:
             raise LimitExceededError(f"{name}: nesting of {key[:200]!r}", MAX_DEPTH, len(path))
@@ -152,10 +147,7 @@ def _is_flat(node: Mapping[Any, Any]) -> bool:
 
 
 class _Flat:
-    """One optimizer whose entries arrive one by one under long names.
-
-    `weights` are names of the weights beside it; `state` and `masters` are by parameter.
-    """
+    """One optimizer whose entries arrive one by one under long names; `weights` are names of the weights beside it."""
 
     def __init__(self, weights: set[Any], name: str) -> None:
         self._weights = weights
@@ -214,10 +206,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _place_loose(loose: Mapping[str, StoredTensor | Skipped], sections: FileContents) -> None:
-    """Add tensors at the top: they are the model, unless another state dict is; then they belong to nothing.
-
-    A state dict is the model if it has a usual name or more values than they. Random states in objects do not count.
-    """
+    """Add tensors at the top: they are the model, unless another state dict has a usual name or more values."""
     sections.skipped += [replace(v, what=k) for k, v in loose.items() if isinstance(v, Skipped)]
     tensors = {key: value for key, value in loose.items() if isinstance(value, StoredTensor)}
     if not tensors:

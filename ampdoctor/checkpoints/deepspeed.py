@@ -41,10 +41,7 @@ from ampdoctor.checkpoints.zero import (
 
 
 def add_unused(parts: Sequence[FilePart], saved: Sequence[Saved]) -> None:
-    """Add to each part its file's tensors in storages that no part uses, and scalers that differ.
-
-    `saved` is the content of each part's file. The new tensors belong to nothing (`FileContents.others`).
-    """
+    """Add to each part's `others` its file's tensors in storages that no part uses, and scalers that differ."""
     used = {place for part in parts for _, tensor in _tensors(part.sections) for place in _places(tensor)}
     scalers = {scaler_state(scaler, "", "") for part in parts for scaler in part.sections.scalers.values()} - {None}
     for part, content in zip(parts, saved, strict=True):
@@ -226,10 +223,7 @@ def _rank_count(mine: _Slice, tree: Mapping[Any, Any]) -> int:
 
 
 class _Joined:
-    """Joined partitions, by parameter name; those that could not be mapped (`flat` of them) by rank and group.
-
-    `masters` are fp32 weights, `loose` unmapped fp32 partitions; `optimizer` is a state dict with names as ids.
-    """
+    """Joined partitions by parameter name; those that could not be mapped (`flat` of them) by rank and group."""
 
     def __init__(self, tree: Mapping[Any, Any], ranks: Sequence[RankState], *, complete: bool) -> None:
         self.masters: dict[str, StoredTensor] = {}

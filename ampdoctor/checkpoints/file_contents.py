@@ -119,10 +119,7 @@ _PLAIN_NUMBERS = frozenset({int, str, bool, bytes, type(None)})
 
 
 def lost_numbers(tree: Any, told: Mapping[str, Any], examined: Collection[int]) -> Iterator[LostNumbers]:
-    """Yields the numbers that are not finite, in stored order; a container in several places counts at its first.
-
-    `told` are entries at the top that are read as something else (the loss), `examined` the `id`s of examined tensors.
-    """
+    """Yields the numbers that are not finite, in stored order, but for `told` ones at the top and `examined` ones."""
     seen: set[int] = set()
     pending: list[tuple[Any, str]] = [(tree, "")]
     while pending:
@@ -486,10 +483,7 @@ def _take_model(node: Mapping[Any, Any], path: str, into: FileContents, below: C
 
 
 def _is_state_dict(node: Mapping[Any, Any], path: str, below: ContainsCache) -> bool:
-    """Whether a mapping maps names to tensors. A container with tensors inside is another part of the checkpoint.
-
-    A few scalars are a log or a callback's best score, unless a model is expected at this place.
-    """
+    """Whether a mapping maps names to tensors: not only scalars, as a log does, unless a model is expected here."""
     if not all(isinstance(key, str) for key in node):
         return False
     values = list(node.values())
@@ -501,10 +495,7 @@ def _is_state_dict(node: Mapping[Any, Any], path: str, below: ContainsCache) -> 
 
 
 def _without_nests(tree: Any) -> Any:
-    """Flatten a Megatron file's models: `{"language_model": {"embedding": {"weight": ...}}}` is one state dict.
-
-    Elsewhere a dict of dicts is several models (`{"generator": ..., "discriminator": ...}`).
-    """
+    """Flatten a Megatron file's models; elsewhere a dict of dicts is several models."""
     if not isinstance(tree, Mapping) or not tree.keys() >= {"checkpoint_version", "args"}:
         return tree
     chunks = [key for key in tree if isinstance(key, str) and _MEGATRON_MODEL.fullmatch(key)]
@@ -525,10 +516,7 @@ LEAST_PAIRED = 0.5
 
 
 def averaged_names(names: Sequence[str]) -> frozenset[str]:
-    """Returns names under a prefix that says "average" (`model_ema.`, `ema.`), if the weights themselves exist, too.
-
-    Dots do not count: Stable Diffusion's average has none after its prefix.
-    """
+    """Returns names under a prefix that says average (`model_ema.`) if the weights exist, too, with or without dots."""
     by_prefix: dict[str, list[str]] = {}
     for name in names:
         prefix, dot, rest = name.partition(".")

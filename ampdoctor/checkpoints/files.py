@@ -1,7 +1,4 @@
-"""Files of a checkpoint as bytes by position, and the listing of a folder.
-
-Only regular files are opened; a file that changes while it is read is an error.
-"""
+"""Regular files of a checkpoint as bytes by position, which must not change meanwhile, and the listing of a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import os
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,14 +15,6 @@ from typing import Self
 
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.paths import refuse_reading
-
-_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISCHR, "a character device"),
-    (stat.S_ISBLK, "a block device"),
-    (stat.S_ISSOCK, "a socket"),
-)
 
 _LONGEST_SHOWN = 200
 
@@ -137,10 +126,7 @@ class RegularFile(ByteSource):
 
 
 class Window(ByteSource):
-    """A part of a file that is complete by itself, such as one entry of a distributed checkpoint.
-
-    The caller has checked that it lies inside the file.
-    """
+    """A part of a file that is complete by itself; the caller has checked that it lies inside the file."""
 
     __slots__ = ("file",)
 
@@ -195,8 +181,7 @@ def plain_name(name: object, owner: str, what: str = "shard") -> str:
 
 def _require_regular(mode: int, name: str) -> None:
     if not stat.S_ISREG(mode):
-        kind = next((word for test, word in _KINDS if test(mode)), "not a regular file")
-        raise CheckpointError(f"{name} is {kind}, not a regular file.")
+        raise CheckpointError(f"{name} is not a regular file.")
 
 
 def _reason(error: Exception) -> str:

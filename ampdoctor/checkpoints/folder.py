@@ -64,18 +64,6 @@ def target_of(folder: Path, pointer: str) -> str:
     return plain_name(_POINTERS[pointer](text), pointer, "folder")
 
 
-def folder_inside(folder: Path, link: str) -> Path | None:
-    """Returns where a link in a folder leads, if that is a folder below this one; None for anything else.
-
-    Open the returned path, not the link: the link may lead elsewhere by then.
-    """
-    try:
-        root, target = folder.resolve(strict=True), (folder / link).resolve(strict=True)
-    except (OSError, RuntimeError):  # a broken or circular link (a RuntimeError before Python 3.13)
-        return None
-    return target if target != root and target.is_relative_to(root) and is_folder(target) else None
-
-
 # -- the last layout: files that no other layout has taken, each by itself --
 
 _OTHER = "not the name of a format that is read"
@@ -213,12 +201,7 @@ def open_file(path: Path) -> Checkpoint:
 
 
 def open_folder(listing: Listing, *, below: bool = False) -> Checkpoint:
-    """Opens a folder: weights, and optimizer and scaler where they exist.
-
-    A run's folder with a file that names its latest checkpoint is read as that checkpoint. `listing` has the names that
-    belong to the checkpoint. `below` reads the files in inner folders too, as of a pipeline of several models
-    (`unet/`): needed to judge the folder, but not to resume from it.
-    """
+    """Opens a folder; one that names its latest checkpoint is read as that. `below` reads inner folders, too."""
     gathering = CheckpointBuilder()
     try:
         gathering.folders.append((listing, ""))
@@ -228,7 +211,7 @@ def open_folder(listing: Listing, *, below: bool = False) -> Checkpoint:
             _add_below(gathering, listing, followed)
         if gathering.layout == "folder":
             gathering.layout = _writer(listing.names)
-        return _finish(gathering, listing.path.name or str(listing.path), listing)
+        return _finish(gathering, listing.path.name or str(listing.path))
     except BaseException:
         gathering.close()
         raise
@@ -261,12 +244,7 @@ class Subfolders:
 def search_below(
     root: Listing, apart: Collection[str], is_run: Callable[[Listing], bool] = lambda _: False
 ) -> Subfolders:
-    """Search the folders below `root` for files of checkpoints; below a folder with such files the search stops.
-
-    Each folder is listed once, even if two links lead to it. Hidden folders (of other tools), folders with very many
-    inner folders, and steps that `ampdoctor run` has recorded are not searched. `apart` are names of known folders; a
-    folder for which `is_run` is true is returned as one.
-    """
+    """Search the folders below `root` for files of checkpoints, not those named `apart`; a run's folder is one."""
     folders: list[tuple[str, Listing]] = []
     skipped: list[Skipped] = []
     unlisted: list[tuple[str, CheckpointError]] = []
@@ -305,10 +283,7 @@ def _searched(listing: Listing, apart: Collection[str]) -> list[str]:
 
 
 def parts_in(listing: Listing) -> set[str]:
-    """Returns the names of inner folders that are read with a checkpoint.
-
-    They are those of ranks, of parts that are saved apart, and the one that a file names as the latest.
-    """
+    """Returns the inner folders that are read with a checkpoint: of ranks, saved apart, and the latest by a pointer."""
     apart = [layout for layout in LAYOUTS if layout is not LOOSE_FILES]
     own = {n for n in listing.folders if _MEGATRON_RANK.fullmatch(n) or any(one.claims(n) for one in apart)}
     pointer = pointer_in(listing)
@@ -339,10 +314,7 @@ def _writer(names: Sequence[str]) -> str:
 
 
 def _add_with_ranks(into: CheckpointBuilder, listing: Listing, prefix: str) -> None:
-    """Open a folder's checkpoint files and those in the folders of its ranks, each once.
-
-    Otherwise links could lead in circles, or through one large folder a thousand times.
-    """
+    """Open a folder's checkpoint files and those in the folders of its ranks, each once, whatever links there are."""
     folder = listing.path
     _add_folder(into, listing, prefix)
     seen = {identity_of(folder): folder.name}
@@ -375,11 +347,7 @@ def _add_folder(into: CheckpointBuilder, listing: Listing, prefix: str) -> None:
 
 
 def _follow(into: CheckpointBuilder, listing: Listing) -> str | None:
-    """Open the folder that a pointer names as the latest checkpoint; returns its name.
-
-    If the files beside the pointer form a checkpoint themselves (the Trainer's folder of a DeepSpeed run), a missing
-    target is only a remark: people delete the optimizer's state to save space.
-    """
+    """Open the folder that a pointer names as the latest, which may be gone where files lie beside; returns it."""
     folder, names = listing.path, listing.names
     pointer = pointer_in(listing)
     if pointer is None:
@@ -389,28 +357,20 @@ def _follow(into: CheckpointBuilder, listing: Listing) -> str | None:
     except CheckpointError as error:
         into.refuse(pointer, error)
         return None
-    there = folder / target
-    if target in names and there.is_symlink():
-        found = folder_inside(folder, target)
-        if found is None:
-            said = f"{pointer} names {target}, which is a link to no other folder in this one; name what it leads to."
-            into.refuse(pointer, CheckpointError(said))
-            return target
-        there = found
-    if target in names and target in listing.folders:
+    if target in names and (folder / target).is_symlink():
+        into.refuse(pointer, CheckpointError(f"{pointer} names {target}, which is a link; name what it leads to."))
+    elif target in listing.folders:
         try:
-            below = list_folder(there)
+            below = list_folder(folder / target)
         except CheckpointError as error:
             into.refuse(target, error)
         else:
             into.folders.append((below, f"{target}/"))
             _add_with_ranks(into, below, f"{target}/")
-        return target
-    message = f"{pointer} names the folder {target}, which is not there"
-    if into.parts:
-        into.remarks.append(message)
+    elif into.parts:
+        into.remarks.append(f"{pointer} names the folder {target}, which is not there")
     else:
-        into.refuse(pointer, CheckpointError(f"{message}."))
+        into.refuse(pointer, CheckpointError(f"{pointer} names the folder {target}, which is not there."))
     return target
 
 
@@ -421,11 +381,14 @@ def _index_of(file: RegularFile) -> dict[str, str]:
     return table
 
 
-def _finish(gathered: CheckpointBuilder, name: str, inside: Listing | None = None) -> Checkpoint:
+def _finish(gathered: CheckpointBuilder, name: str) -> Checkpoint:
     if not gathered.parts:
         if gathered.refusals:
             raise gathered.refusals[0]
-        raise NoCheckpointError(_nothing(name, inside))
+        raise NoCheckpointError(
+            f"{name} holds no checkpoint: no file in it is in a format that is read "
+            "(safetensors, torch.save, torch.distributed.checkpoint)."
+        )
     return Checkpoint(
         path=name,
         format=gathered.layout,
@@ -435,20 +398,6 @@ def _finish(gathered: CheckpointBuilder, name: str, inside: Listing | None = Non
         skipped=tuple(gathered.skipped),
         errors=tuple(gathered.errors),
         remarks=tuple(gathered.remarks),
-    )
-
-
-def _nothing(name: str, listing: Listing | None) -> str:
-    inner = sorted(listing.folders) if listing is not None else []
-    likely = [n for n in inner if n.startswith(("checkpoint", "step", "epoch", "global_step", "iter_"))]
-    if likely:
-        return (
-            f"{name} holds no checkpoint itself, but {len(likely)} folders that may be one; "
-            f"name one of them, for example {likely[-1]}."
-        )
-    return (
-        f"{name} holds no checkpoint: no file in it is in a format that is read "
-        "(safetensors, torch.save, torch.distributed.checkpoint)."
     )
 
 

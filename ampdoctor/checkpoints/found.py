@@ -83,10 +83,7 @@ class PathContents:
         return ((self.listing, ""),) if home is self.listing else ((home, f"{home.path.name}/"), (self.listing, ""))
 
     def open(self) -> Checkpoint:
-        """Read the structure of the only checkpoint at the path.
-
-        Raises CheckpointError for a folder of several, with the last of them as an example.
-        """
+        """Read the structure of the only checkpoint at the path; raises CheckpointError for several."""
         if self.listing is None:
             return open_file(self.path)
         self.require_one_run()

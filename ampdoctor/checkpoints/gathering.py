@@ -113,10 +113,7 @@ def read_sections(file: RegularFile, found: Format) -> FileContents:
 
 @dataclass(slots=True)
 class FolderState:
-    """A folder of a checkpoint while it is being read.
-
-    Files of this folder without an index belong together under the name `unit`; with "" each stands alone.
-    """
+    """A folder of a checkpoint while it is being read; its files without an index are of `unit`, or alone."""
 
     listing: Listing  # only names that belong to the checkpoint
     prefix: str = ""  # of these names in reports ("global_step10/")
@@ -134,11 +131,8 @@ class FolderState:
 class Layout:
     """A framework's way of spreading a checkpoint over the files of a folder.
 
-    `name` is the resulting `Checkpoint.format`; "" if several frameworks use the layout, and other files in the folder
-    decide. `claims` says whether it reads a file or folder of this name; names of reports are checked with it too,
-    because none of them may be a part of what the next run reads. `read` adds the contents of the claimed names to the
-    `CheckpointBuilder`, and the handled names to `FolderState.taken`; errors go into the `CheckpointBuilder` and are
-    never raised.
+    `name` is the resulting `Checkpoint.format` ("": other files decide), `claims` says whether it reads such a file or
+    folder, and `read` adds those to the builder, and the handled names to `FolderState.taken`; it never raises.
     """
 
     name: str

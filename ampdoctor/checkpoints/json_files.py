@@ -19,10 +19,9 @@ _COSTS = ((b"{", 232), (b"[", 88), (b",", 48), (b":", 40))
 
 
 def parse_json(raw: bytes, name: str, *, strict: bool) -> Any:
-    """Returns the value of a JSON text in UTF-8; raises ValueError or, if it is too large, LimitExceededError.
+    """Returns the value of a JSON text in UTF-8; raises ValueError, or LimitExceededError if it is too large.
 
-    `strict` refuses what JSON itself does not allow (NaN, infinities), duplicate keys (DuplicateKeyError) and halves of
-    surrogate pairs.
+    `strict` refuses NaN, infinities, duplicate keys (DuplicateKeyError) and halves of surrogate pairs.
     """
     # text takes up to four bytes per character, even if few need them; it is held twice, whole and in pieces
     cost = (2 if raw.isascii() else 8) * len(raw) + sum(each * raw.count(mark) for mark, each in _COSTS)

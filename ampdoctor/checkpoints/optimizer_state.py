@@ -37,12 +37,7 @@ _FLUSHING = frozenset(
 
 
 def optimizer_facts(checkpoint: Checkpoint, tensors: Sequence[TensorSummary]) -> tuple[OptimizerSummary, ...]:
-    """Returns every optimizer of a checkpoint in numbers, in stored order; `tensors` are the checkpoint's.
-
-    Second moments in a 16- or 8-bit format with too few exponents are read, and the first moments beside them; in a
-    wider format only those that hold zeros, in an optimizer that keeps nothing but these two for each element.
-    Otherwise only single numbers are read.
-    """
+    """Returns every optimizer in numbers, in stored order; only second moments that may be starved are read."""
     zeros = {(t.file, t.group, t.name, t.entry) for t in tensors if t.role == "moment" and t.zeros}
     starved = tuple(_starved(checkpoint, zeros))
     found = [_summary(path, state) for path, state in checkpoint.optimizers().items()]
@@ -156,10 +151,7 @@ class StoredState:
 
 
 def states_of(checkpoint: Checkpoint) -> dict[int, StoredState]:
-    """Maps each stored moment, by the identity of its `StoredTensor`, to the state that it belongs to.
-
-    A parameter counts in the first group that lists it; torch accepts none that two groups list.
-    """
+    """Maps each stored moment, by the identity of its `StoredTensor`, to the state in the first group that lists it."""
     found: dict[int, StoredState] = {}
     for optimizer in checkpoint.optimizers().values():
         listed: set[int | str] = set()
@@ -177,10 +169,7 @@ def states_of(checkpoint: Checkpoint) -> dict[int, StoredState]:
 
 
 def reach(weight: StoredTensor, stored: StoredState, learning_rate: float, steps: int) -> UpdateReach | None:
-    """Returns what an update does to a real weight's elements; None if the optimizer's rule is unknown.
-
-    `steps` is the number of equal updates that are added up.
-    """
+    """Returns what one update, and `steps` equal ones, do to a real weight; None if the optimizer's rule is unknown."""
     rule = _rule(stored, weight.shape)
     if rule is None or weight.dtype.is_complex or not weight.numel:
         return None

@@ -30,11 +30,7 @@ _NO_MOMENTS = re.compile(r"step|t|k|(qmap|new_max|max|min)\d*|.*_step")
 def name_parameters(
     optimizer: Mapping[str, Any], models: Sequence[Mapping[str, StoredTensor]], *, ordered: bool
 ) -> dict[Any, str]:
-    """Maps the parameter ids of an optimizer's state to parameter names, for every id whose name is certain.
-
-    `models` are state dicts that it may belong to, the most likely first; `ordered` says that their entries are in the
-    order of `named_parameters()`.
-    """
+    """Maps the parameter ids of an optimizer's state to names that are certain; `models` are the most likely first."""
     groups = [_ids(group) for group in optimizer["param_groups"]]
     shapes = {pid: _shape_of(optimizer["state"].get(pid)) for ids in groups for pid in ids}
     given = _given_names(optimizer, groups)

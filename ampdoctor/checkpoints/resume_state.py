@@ -255,12 +255,7 @@ def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
 
 
 def _load(node: Any, loaded: dict[object, torch.Tensor] | None) -> Any:
-    """Returns a tree with its stored tensors in memory.
-
-    `loaded` holds loaded tensors by identity: two names of one tensor (tied weights) stay one tensor. It is None for an
-    optimizer's state, where a shared tensor would be stepped once for each parameter: ZeRO keeps one counter for a
-    group, torch one for each parameter.
-    """
+    """Returns a tree with its tensors in memory; `loaded` keeps tied weights one (None: an optimizer's stay apart)."""
     if isinstance(node, StoredTensor):
         if loaded is None or node.numel == 0:
             return node.load()

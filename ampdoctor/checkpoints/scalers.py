@@ -38,11 +38,7 @@ def is_own_field(key: Any, value: Any) -> bool:
 
 
 def scaler_fields(node: Any) -> Mapping[str, Any] | None:
-    """Returns what a loss scaler saved, as a state dict or as an object; None for anything else.
-
-    DeepSpeed keeps a scaler object in every checkpoint. If nothing is scaled (bf16, fp32), its scale is 1 and never
-    moves: then it is not a scaler, and the result is an empty mapping.
-    """
+    """Returns what a loss scaler saved, {} for DeepSpeed's where nothing is scaled; None for anything else."""
     fields = fields_of(node) if isinstance(node, PickledObject) else node
     if isinstance(fields, Mapping) and fields.keys() >= set(_TORCH_OBJECT.values()):
         whole = {entry: fields[attribute] for entry, attribute in _TORCH_OBJECT.items()}

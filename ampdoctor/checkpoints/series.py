@@ -122,12 +122,7 @@ def step_in(path: Path) -> int | None:
 
 
 def run_of(stem: str, *, settings: bool = False) -> str:
-    """Returns the rest of a stem (see `SavedAt`): equal for the files of one training, as far as names show.
-
-    It leaves out what a file holds (`model`, `optimizer`, `ema_0.999`), which piece it is (`rank0`) and which
-    checkpoint is best. With `settings`, numbers with a decimal point count as settings (`lr0.1`); without, as metrics,
-    which differ from save to save.
-    """
+    """Returns the rest of a stem, equal for the files of one training; with `settings`, decimals (`lr0.1`) count."""
     told: list[str] = []
     before = ""
     for token in _TOKEN.findall(stem):
@@ -187,11 +182,7 @@ like a step (`global_step500/`) is one checkpoint on two levels."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """One checkpoint of a family.
-
-    `name` and `inside` (the folder of its files) are relative to the family's folder. `path` is what is opened: all of
-    it, or only `files`.
-    """
+    """One checkpoint of a family; `name` and `inside` are relative to the family's folder, `path` is opened."""
 
     name: str  # `(final model)` for files that lie beside the checkpoints
     path: Path
@@ -313,11 +304,7 @@ def _is_run(listing: Listing) -> bool:
 
 
 def _apart(root: Listing, groups: _Groups | None, inside: str = "") -> tuple[Series, ...]:
-    """Returns the trainings whose checkpoints lie side by side in a folder; () unless there are several.
-
-    Names distinguish them (`exp1_step100.pt`, `exp2_step100.pt`), or else contents: two lines of saves, or two files of
-    one step, belong to two trainings if their models are equal and both or neither have optimizers.
-    """
+    """Returns the trainings whose checkpoints lie side by side, by names or contents; () unless there are several."""
     entries = [entry for group in groups.series for entry in group] if groups is not None else []
     entries = [entry for entry in entries if entry.alias is None]
     saves: dict[tuple[str, object], set[str]] = {}
@@ -517,10 +504,7 @@ def _stems(entries: Iterable[_Entry]) -> dict[str, list[_Entry]]:
 
 
 def _together(series: Sequence[_Entry]) -> list[list[_Entry]]:
-    """Groups the entries of one step that form one checkpoint: series of files with exactly the same steps.
-
-    `model_100.pt` and `optimizer_100.pt` do; `epoch=1-step=100.ckpt` and its `-v1` do not, nor do a folder and a file.
-    """
+    """Groups the entries of one step that form one checkpoint: series of files with exactly the same steps."""
     kinds: dict[tuple[bool, frozenset[tuple[int, int, int]]], list[list[_Entry]]] = {}
     for group in _stems(series).values():
         moments = frozenset(e.key for e in group)

@@ -275,11 +275,7 @@ class LiveTensor(StoredTensor):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """A piece of a tensor.
-
-    `at` is its first element's index in each dimension of the whole, or in the flattened whole for pieces that are cut
-    regardless of rows.
-    """
+    """A piece; `at` is its first element's index in each dimension of the whole, or in the flattened whole."""
 
     stored: StridedTensor
     at: tuple[int, ...] | int
@@ -352,10 +348,7 @@ def unread(reason: str, what: str = "") -> Skipped:
 
 
 def unread_dtype(dtype: str, what: str = "", where: str = "") -> Skipped:
-    """Stands for a tensor of a dtype that is not read, which may still be known to be finite.
-
-    `where` is the place in words.
-    """
+    """Stands for a tensor of a dtype that is not read, which may still be known to be finite; `where` is in words."""
     name = dtype.removeprefix("torch.")[:40]
     reason = f"dtype {name!r}{where} is not one that is read"
     return Skipped(what=what, reason=reason, kind="left_out" if _FINITE_DTYPE.match(name) else "unread")

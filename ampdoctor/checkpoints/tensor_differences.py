@@ -40,10 +40,7 @@ class Difference:
 
 
 def difference(new: StoredTensor, old: StoredTensor) -> Difference:
-    """Compare two tensors of one shape; their values are first widened exactly.
-
-    Raises LimitExceededError if their orders of elements differ and they are too large to be loaded.
-    """
+    """Compare two tensors of one shape, widened exactly; raises LimitExceededError as `side_by_side`."""
     found = Difference()
     for newer, older in side_by_side(new, old):
         _add(found, newer, older)
@@ -51,10 +48,7 @@ def difference(new: StoredTensor, old: StoredTensor) -> Difference:
 
 
 def side_by_side(*tensors: StoredTensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields the same elements of several tensors of one shape, as 1-D tensors of the stored dtypes.
-
-    Each tuple is overwritten by the next. Raises LimitExceededError as `difference`.
-    """
+    """Yields the same elements of several tensors, 1-D; raises LimitExceededError if they are too large to reorder."""
     first, *others = tensors
     if all(_aligned(first, other) for other in others):
         yield from zip(*(tensor.chunks(PAIRED_ELEMENTS) for tensor in tensors), strict=True)

@@ -95,11 +95,7 @@ def one_in_of(elements: int) -> int:
 def examine(
     blocks: Iterable[tuple[int, torch.Tensor]], one_in: int, tensor: int, *, never_negative: bool = False
 ) -> BlockFacts:
-    """Examine blocks of one tensor: their numbers and elements, 1-D, floating-point or complex; none is kept.
-
-    One element in `one_in` is counted; the numbers of tensor and block choose the sample. `never_negative` counts the
-    elements below zero.
-    """
+    """Examine numbered blocks of one tensor; one element in `one_in` is counted, those below 0 if `never_negative`."""
     facts = BlockFacts()
     sampled: list[torch.Tensor] = []
     for number, block in blocks:
@@ -119,12 +115,7 @@ def examine(
 
 
 def sample(values: torch.Tensor, one_in: int, place: tuple[int, int]) -> torch.Tensor:
-    """Returns one run of neighbours from each group of `one_in` runs, chosen by a fixed pseudo-random rule.
-
-    The runs are spread over the whole block, so that no part of a tensor is left out, and their distance is not fixed,
-    so that it cannot match a period of the structure (heads, experts, rows). Elements after the last full group are
-    left out.
-    """
+    """Returns one of each `one_in` runs of neighbours, pseudo-random, so that no period of the structure matches it."""
     groups = values.numel() // (RUN * one_in)
     if one_in == 1 or groups == 0:
         return values
@@ -173,11 +164,7 @@ _Batch = list[tuple[Key, _Blocks]]
 def stream(
     tensors: Iterable[tuple[Key, StoredTensor]], work: Callable[[Key, Numbered], Result], *, jobs: int
 ) -> Iterator[tuple[Key, Result, int]]:
-    """Yields (key, `work`'s result, bytes) for each run of a tensor's blocks, in order.
-
-    `work` takes the key and consecutive blocks, and reads them all. It runs on `jobs` threads, each with one torch
-    thread.
-    """
+    """Yields (key, `work`'s result, bytes) for each run of a tensor's blocks, in order, by `jobs` threads."""
     local = threading.local()
 
     def examine(batch: _Batch[Key]) -> list[tuple[Key, Result, int]]:
@@ -229,14 +216,8 @@ _ENTRIES = frozenset({"num_batches_tracked", _TABLE})
 
 def index_facts(checkpoint: Checkpoint) -> tuple[IndexSummary, ...]:
     """Returns every counter of batches and table of positions, in stored order."""
-    return tuple(_facts(checkpoint))
-
-
-def _facts(checkpoint: Checkpoint) -> Iterator[IndexSummary]:
-    for ref in checkpoint:
-        known = ref.entry in _ENTRIES and ref.role in {"buffer", "ema"}
-        if known and 0 < ref.stored.numel <= MAX_INDICES and not ref.dtype.is_complex:
-            yield _index(ref)
+    known = (ref for ref in checkpoint if ref.entry in _ENTRIES and ref.role in {"buffer", "ema"})
+    return tuple(_index(ref) for ref in known if 0 < ref.stored.numel <= MAX_INDICES and not ref.dtype.is_complex)
 
 
 def _index(ref: TensorRef) -> IndexSummary:
@@ -268,10 +249,6 @@ NEVER_NEGATIVE = frozenset(
     {"running_var", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "square_avg", "exp_inf", "step"}
 )
 """Entries that are sums of squares, maxima of magnitudes or counts: never negative, or their root would be NaN."""
-
-BULK_QUANTILE = 0.01
-"""Values below this quantile may flush in a format with one scale per tensor (numerics: 1 % of the elements is the
-limit of harmless underflow for activation gradients, and weights are no more sensitive)."""
 
 Observer = Callable[[str, int, int], None]
 """Called with (what is being read, bytes done, bytes in all)."""
@@ -376,14 +353,8 @@ def _describe(ref: TensorRef, facts: BlockFacts) -> TensorSummary:
         lowest=facts.low if signed and facts.negatives else None,
         at_max=facts.at_max,
         constant=facts.constant,
-        log2_span=_log2_span(histogram),
         **{loss.format: loss for loss in _casts(histogram, [f for f in castable if _leaves(histogram, f)])},
     )
-
-
-def _log2_span(histogram: Histogram) -> float | None:
-    low = histogram.quantile(BULK_QUANTILE)
-    return math.log2(histogram.amax) - math.log2(low) if histogram.amax is not None and low is not None else None
 
 
 def _identity(stored: StoredTensor) -> object:

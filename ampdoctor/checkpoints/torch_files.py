@@ -60,10 +60,7 @@ class _Entry:
 
 
 def read_directory(file: ByteSource) -> list[Member]:
-    """Returns a zip's members in the order of the directory, without reading their content.
-
-    Raises CheckpointError if the zip is truncated, corrupted or compressed, or readers could disagree on what it holds.
-    """
+    """Returns a zip's members in the directory's order; refuses one on whose contents readers could disagree."""
     offset, size, count = _end(file)
     if count > MAX_MEMBERS:
         raise LimitExceededError(f"{file.name}: zip members", MAX_MEMBERS, count)
@@ -349,11 +346,7 @@ _BARE_PICKLE = "is a bare pickle, which could run code when loaded; ampdoctor do
 
 
 def sniff(file: RegularFile) -> Format:
-    """Returns the format of a file.
-
-    Raises CheckpointError for an empty, incomplete or unknown file, OtherFormatError for a known format that is not
-    read.
-    """
+    """Returns a file's format by its contents; raises OtherFormatError for a known one that is not read."""
     if file.size == 0:
         raise CheckpointError(f"{file.name} is empty.")
     head = file.head(_HEAD_BYTES)

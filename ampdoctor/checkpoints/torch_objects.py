@@ -93,11 +93,7 @@ class StorageRef:
 
 
 class TensorBuilder:
-    """Understands the calls in a pickle of `torch.save`; a `Builder` of the inert machine.
-
-    `places` maps a storage's key to byte position and length of its record; while it is None, tensors are not checked.
-    `storages` are those that were referred to.
-    """
+    """Understands the calls of `torch.save`; `places` are of the storages' records (None: tensors are not checked)."""
 
     def __init__(self, file: ByteSource, places: Mapping[str, tuple[int, int]] | None) -> None:
         self._file = file

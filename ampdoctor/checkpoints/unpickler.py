@@ -1,7 +1,4 @@
-"""Reads a pickle without importing or calling anything: the objects that it would build become descriptions.
-
-The machine has a table of opcodes, each with its cost, and reads the stream in bounded pieces.
-"""
+"""Reads a pickle without importing or calling anything: the objects that it would build become descriptions."""
 
 from __future__ import annotations
 
@@ -56,10 +53,7 @@ class OpaqueKey:
 
 @dataclass(frozen=True, slots=True)
 class DictItems:
-    """The arguments of a call that makes a dict. The machine makes the dict itself, because it checks the keys.
-
-    `count` is the number of pairs as far as it is known.
-    """
+    """The pairs of a call that makes a dict, and their number as far as known; the machine checks the keys itself."""
 
     pairs: Iterable[tuple[Any, Any]]
     count: int
@@ -247,10 +241,7 @@ _NOTHING = object()
 
 
 class SafeUnpickler(PickleBytes):
-    """Runs the pickles in `data`. A call that `builder` does not understand becomes an `PickledObject`.
-
-    `unsafe_globals` holds the names of unknown classes and functions (`Builder.known`), in order, once each.
-    """
+    """Runs the pickles in `data`; a call that `builder` does not understand becomes an `PickledObject`."""
 
     def __init__(
         self,

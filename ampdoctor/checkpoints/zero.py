@@ -71,10 +71,7 @@ def read_rank(tree: Any) -> RankState | None:
 
 
 def place_by_group(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[RankState]) -> list[dict[str, list[Piece]]]:
-    """Returns where the parameters of each flat group are (ZeRO 1 and 2); {} for a group that does not add up.
-
-    `shapes` maps parameters to shapes in their order in the group; the places that newer files state must agree.
-    """
+    """Returns where the parameters of each flat group are (ZeRO 1 and 2), in order; {} for one that does not add up."""
     return [_place_group(group, wanted, ranks) for group, wanted in enumerate(shapes)]
 
 
@@ -125,10 +122,7 @@ def join(partitions: Sequence[StridedTensor], pieces: Sequence[Piece], shape: Sh
 def partitions_of_state(
     ranks: Sequence[RankState], group: int
 ) -> tuple[dict[str, list[StridedTensor]], dict[str, Any]] | None:
-    """Returns every rank's partition of each entry of a flat group's state, and the entries with one value for all.
-
-    Returns None if ranks differ in more than their padding, because one rank's state would hide that of another.
-    """
+    """Returns the ranks' partitions of each entry of a flat group's state, and single values; None if ranks differ."""
     states = [rank.states[group] for rank in ranks]
     if any(state.keys() != states[0].keys() for state in states):
         return None

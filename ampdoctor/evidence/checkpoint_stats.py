@@ -172,16 +172,13 @@ class TensorRow:
 class TensorSummary(TensorRow):
     """One tensor of a checkpoint in numbers: its row in the report, and more for the rules.
 
-    `log2_span` is log2 of its largest magnitude over the one that 99 % of its nonzero elements reach: the span that a
-    format with one scale per tensor needs (fp8). `fp16` and `bf16` are known where its values leave the format's normal
-    range; inside that range a cast only rounds.
+    `fp16` and `bf16` are known where its values leave the format's normal range; inside that range a cast only rounds.
     """
 
     neg_infs: int = field(default=0, metadata=UNWRITTEN)
     negatives: int | None = field(default=None, metadata=UNWRITTEN)  # None unless the tensor cannot be negative
     lowest: float | None = field(default=None, metadata=UNWRITTEN)  # the smallest negative element
     constant: float | None = field(default=None, metadata=UNWRITTEN)  # the value of all elements, if there are several
-    log2_span: float | None = field(default=None, metadata=UNWRITTEN)
     fp16: CastLoss | None = None
     bf16: CastLoss | None = None
 

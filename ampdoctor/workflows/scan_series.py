@@ -120,11 +120,7 @@ class _Reader:
 def read_family(
     family: Sequence[SavedCheckpoint], look: Look, *, every_member: bool = False, set_aside: SetAside = keep_all
 ) -> ReadSeries:
-    """Read as many members as needed; one that cannot be read is passed over, and its error is kept.
-
-    `family` is in order, and `look` examines a member. The search is for the first sick member, and for the first with
-    sickness that `set_aside` leaves.
-    """
+    """Read as many members as needed to find the first sick one, and the first that `set_aside` leaves sick."""
 
     def see(member: SavedCheckpoint, looking: Look = look) -> Seen:
         return _see(member, looking, set_aside)
@@ -168,11 +164,7 @@ def _with_undated(
 
 
 def _search(reader: _Reader) -> None:
-    """Read enough to find the first sick member, or else to see a trend.
-
-    If some sickness is set aside, there are two: the first sick member, and the first with more than that. Statements
-    about checkpoints that were not read follow from both.
-    """
+    """Read enough to find the first sick member, also without what is set aside, or else to see a trend."""
     count = len(reader.family)
     last = next((i for i in reversed(range(count)) if reader(i).report is not None), None)
     if last is None:
@@ -283,7 +275,9 @@ def scan_family(
     shown = shown or next((seen for seen in read.beside if seen.report is not None), None)
     if shown is None or shown.report is None:
         raise next(seen.error for seen in read.all if seen.error is not None)
-    points, unit = _on_one_axis(_with_losses(read.in_order, log), placed)
+    points, unit = _on_one_axis(
+        [_point(seen.member, seen.examined) for seen in read.in_order if seen.examined is not None], placed
+    )
     report = _beside_log(shown, log)
     errors = tuple(note for seen in read.all for note in _errors_of(seen))
     findings = tuple(sorted((*report.findings, *judge(Trend(points=points, unit=unit), thresholds)), key=finding_order))
@@ -324,23 +318,6 @@ def _beside_log(shown: Seen, log: LogBeside | None) -> Report:
     if log is None or (own is not None and log.run.steps <= own.run.steps):
         return shown.report
     return placed_in_folder(shown.examined.with_log(log).report, shown.member)
-
-
-def _with_losses(read: Sequence[Seen], log: LogBeside | None) -> list[TrendPoint]:
-    """Returns the points; a point without a loss gets the last one logged before it and after the previous point."""
-    points: list[TrendPoint] = []
-    before = latest = -1
-    for seen in read:
-        if seen.examined is None:
-            continue
-        point = _point(seen.member, seen.examined)
-        step = seen.step if point.step is not None or seen.member.unit == "step" else None
-        if step is not None and step > latest:  # `last.pt` has the loss of the checkpoint that it repeats
-            before, latest = latest, step
-        if point.loss is None and step is not None and log is not None:
-            point = replace(point, loss=log.loss_until(step, before))
-        points.append(point)
-    return points
 
 
 def _point(member: SavedCheckpoint, examined: Examined) -> TrendPoint:
@@ -425,13 +402,9 @@ def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: ReadSeries, coun
     else:
         said = _begun(readable)
     ahead = before if first is not None else readable
-    collapsed, recovered = _collapse(ahead)
+    collapsed = _collapsed_since(ahead)
     if collapsed is not None:
         said += f". In {_called(ahead[collapsed])} the loss scale has collapsed"
-    if collapsed is not None and recovered is not None:
-        said += f", and in {_called(ahead[recovered])} it has recovered"
-        collapsed = None
-    elif collapsed is not None:
         said += f"; {_called(ahead[collapsed - 1])} is before that" if collapsed else ", and none is read before it"
     turned = [(a, b) for at, a in enumerate(readable) if a.sick for b in readable[at + 1 :] if not b.sick]
     if turned:
@@ -451,15 +424,15 @@ def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: ReadSeries, coun
     )
 
 
-def _collapse(seen: Sequence[Seen]) -> tuple[int | None, int | None]:
-    """Returns where the loss scale last collapsed, and where it was next at 1 or above; None where neither was seen."""
-    collapsed = recovered = None
+def _collapsed_since(seen: Sequence[Seen]) -> int | None:
+    """Returns where the loss scale collapsed for good; None if it did not, or was seen at 1 or above again."""
+    since = None
     for at, one in enumerate(seen):
-        if one.collapsed and (collapsed is None or recovered is not None):
-            collapsed, recovered = at, None
-        elif one.well_scaled and collapsed is not None and recovered is None:
-            recovered = at
-    return collapsed, recovered
+        if one.collapsed:
+            since = at if since is None else since
+        elif one.well_scaled:
+            since = None
+    return since
 
 
 def _begun(readable: Sequence[Seen]) -> str:

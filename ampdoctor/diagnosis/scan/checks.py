@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ampdoctor.diagnosis.catalogue import codes_in
 from ampdoctor.diagnosis.scan.scaler import shown_scaler
-from ampdoctor.diagnosis.scan.tensors import FP16_MAX, is_mask
+from ampdoctor.diagnosis.scan.tensors import FP16_MAX, is_mask, losses
 from ampdoctor.evidence.checkpoint_stats import (
     DEAD_SCALE,
     CheckpointSummary,
@@ -73,7 +73,6 @@ def _of_tensors(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iter
                 result="not in the file" if present is None else "found" if lossy else "ok",
                 headroom=_cast(present, name),
             )
-    yield from _fp8(summary)
     masks = [t for t in summary.tensors if is_mask(t)]
     if masks:
         yield Check(
@@ -85,21 +84,6 @@ def _of_tensors(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iter
 
 def _speaks_of(finding: Finding, code: str, role: TensorRole) -> bool:
     return finding.code == code and finding.evidence.get("role", role) == role
-
-
-def _fp8(summary: CheckpointSummary) -> Iterator[Check]:
-    """Yields how many matrices fit fp8 with one scale each: at most 1 % of their nonzero elements would flush."""
-    matrices = [t for t in summary.tensors if t.role == "weight" and len(t.shape) >= 2]
-    spans = [t.log2_span for t in matrices if t.log2_span is not None]
-    if not spans:
-        return
-    within = {"e4m3": sum(s <= E4M3_BINADES for s in spans), "e5m2": sum(s <= E5M2_BINADES for s in spans)}
-    beyond = len(spans) - within["e4m3"]
-    yield Check(
-        name="fp8 with a scale for each matrix",
-        result=f"{beyond} of {len(spans)} matrices are too wide for e4m3" if beyond else "ok",
-        headroom={"matrices": len(spans), **within, "widest_log2_span": max(spans)},
-    )
 
 
 def _scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> Check:
@@ -122,14 +106,7 @@ def _headroom(tensors: Sequence[TensorSummary]) -> dict[str, float]:
 
 def _cast(role: RoleSummary | None, name: str) -> dict[str, float]:
     loss = next((c for c in role.casts if c.format == name), None) if role else None
-    if loss is None:
-        return {}
-    return {
-        "flushed": loss.flushed,
-        "subnormal": loss.subnormal,
-        "overflowed": loss.overflowed,
-        "relative_error": loss.relative_error,
-    }
+    return {} if loss is None else losses(loss)
 
 
 def _result(found: set[str], codes: Iterable[str]) -> str:

@@ -160,10 +160,7 @@ def _flushed(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
 
 
 def _by_itself(moment: ZeroSecondMoment, optimizer: OptimizerSummary) -> bool:
-    """Returns whether the file's format loses such squares itself, or the optimizer does not keep both moments.
-
-    A narrow format loses them in training: then the update alone decides whether the first moment is too large.
-    """
+    """Returns whether the format itself loses such squares, as narrow ones do, or both moments are not kept."""
     smallest = _SMALLEST.get(moment.dtype)
     if smallest is None:
         return False
@@ -187,11 +184,7 @@ STEP_LIMITS = {"bfloat16": 256.0, "float16": 2048.0}
 
 
 def length_at(count: float, betas: Sequence[float]) -> float:
-    """Returns the length of Adam's updates where the counter is stuck, over the correct length.
-
-    Adam multiplies by sqrt(1 - b2^n) / (1 - b1^n), which goes to 1 as its averages settle. It stays as it is at the
-    count at which n stops. Returns 1.0 where there are not two betas: that is not Adam.
-    """
+    """Returns the length of Adam's updates where the counter is stuck, over the correct one; 1.0 if it is not Adam."""
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or count <= 0:
         return 1.0
     first, second = (1.0 if beta == 0 else -math.expm1(count * math.log(beta)) for beta in betas)  # 1 - beta^count

@@ -182,11 +182,7 @@ def _unmoved_weight(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
 
 
 def _initial(weight: TensorSummary) -> float | None:
-    """Returns 0 or 1 where all elements are exactly that, as in no weight that moved.
-
-    Other shared values mean nothing: Adam moves elements equally whose gradients have one sign. Nor does 1 in half,
-    where a step there and back returns to it.
-    """
+    """Returns 0 or 1 where all elements are exactly that, as in no weight that moved (1 not in half)."""
     if weight.blank:
         return 0.0
     return 1.0 if weight.constant == 1 and weight.dtype in {"float32", "float64"} else None

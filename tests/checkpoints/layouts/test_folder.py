@@ -191,13 +191,6 @@ def test_a_folder_with_nothing_to_read_is_an_error(tmp_path, content):
         open_checkpoint(tmp_path)
 
 
-def test_a_folder_of_checkpoints_says_which_to_name(tmp_path):
-    for step in (10, 20):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    with pytest.raises(CheckpointError, match=r"2 folders that may be one.*checkpoint-20"):
-        open_checkpoint(tmp_path)
-
-
 def test_one_unreadable_file_beside_good_ones_is_an_error_of_the_report(trainer_folder):
     (trainer_folder / "optimizer.pt").write_bytes((trainer_folder / "optimizer.pt").read_bytes()[:-100])
     with open_checkpoint(trainer_folder) as checkpoint:

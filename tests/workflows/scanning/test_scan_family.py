@@ -283,7 +283,7 @@ def test_a_run_is_resumed_from_before_its_scale_collapsed(tmp_path, scales, clea
 @pytest.mark.parametrize(
     ("scales", "said", "healthy"),
     [
-        ([64.0, 2.0**-9, 2.0**-9, 64.0, 64.0], "In ckpt_2.pt the loss scale has collapsed, and in ckpt_4.pt", None),
+        ([64.0, 2.0**-9, 2.0**-9, 64.0, 64.0], "the state of none of those read is sick", None),
         ([64.0, 2.0**-9, 64.0, 2.0**-9, None], "In ckpt_4.pt the loss scale has collapsed; ckpt_3.pt is", "ckpt_3.pt"),
     ],
 )
@@ -438,14 +438,12 @@ def _bare(folder, steps, name="ckpt_{}.pt"):
 
 
 @pytest.mark.parametrize(("checkpoints", "log"), [("", ""), ("checkpoints", ""), ("version_0", "version_0")])
-def test_the_log_of_the_run_is_judged_once_and_tells_the_losses(tmp_path, check_report, checkpoints, log):
+def test_the_log_of_the_run_is_judged_once(tmp_path, checkpoints, log):
     _bare(tmp_path / checkpoints, (20, 40, 60))
     _log(tmp_path / log, 60, zero_from=40)
     report = scan(tmp_path)
     assert [finding.code for finding in report.findings] == ["AMP702"]
     assert [check.result for check in report.checks if check.name == "training log"] == ["found"]
-    points = check_report(render_json(report))["trend"]["points"]
-    assert [point["loss"] for point in points] == [pytest.approx(2.0 - 0.01 * (step % 7)) for step in (20, 40, 60)]
 
 
 @pytest.mark.parametrize("below", ["", "checkpoints"])
@@ -484,14 +482,6 @@ def test_the_log_of_another_folder_is_not_that_of_the_run(tmp_path, name):
     _log(tmp_path, 60, zero_from=40)
     report = scan(tmp_path / name)
     assert (report.verdict, report.findings) == ("healthy", ())
-
-
-def test_a_checkpoint_after_the_end_of_the_log_has_no_loss(tmp_path):
-    _bare(tmp_path, (20, 40, 60))
-    _log(tmp_path, 30)
-    report = scan(tmp_path)
-    assert report.trend is not None
-    assert [point.loss is None for point in report.trend.points] == [False, False, True]
 
 
 def test_the_checkpoint_before_the_first_step_has_no_loss_of_a_later_one(tmp_path):

@@ -103,24 +103,10 @@ def test_only_a_known_name_of_a_file_that_is_there_is_left_out(files):
     assert "does not exist" in report.errors[1].message
 
 
-def test_pointers_inside_a_folder_are_left_out_too(files):
-    save_file({"fc.weight": torch.ones(4, 4)}, files / "runs" / "sick.safetensors")
+def test_a_pointer_inside_a_folder_is_an_error(files):
     (files / "runs" / "optimizer.pt").write_bytes(POINTER)
-    assert scan_several(["runs"]).verdict == "inconclusive"
-    report = scan_several(["runs"], skip_lfs_pointers=True)
-    assert (report.verdict, report.complete) == ("healthy", True)
-    assert "optimizer.pt" in [one.what for one in report.skipped]
-    together = scan_several(["runs", "healthy.safetensors"], skip_lfs_pointers=True)
-    assert "runs/optimizer.pt" in [one.what for one in together.skipped]
-
-
-def test_a_folder_of_nothing_but_pointers_is_left_out(files):
-    (files / "lfs").mkdir()
-    (files / "lfs" / "model.safetensors").write_bytes(POINTER)
-    report = scan_several(["lfs", "healthy.safetensors"], skip_lfs_pointers=True)
-    assert [one.what for one in report.skipped] == ["lfs"]
-    with pytest.raises(CheckpointError, match="git-LFS"):
-        scan_several(["lfs"])
+    report = scan_several(["runs", "healthy.safetensors"], skip_lfs_pointers=True)
+    assert (report.complete, [note.what for note in report.errors]) == (False, ["runs/optimizer.pt"])
 
 
 @pytest.mark.parametrize("path", ["healthy.safetensors", "runs/sick.safetensors", "runs"])

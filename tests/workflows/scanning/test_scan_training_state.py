@@ -81,7 +81,6 @@ def test_gradients_that_read_zero_after_some_steps_are_explained_by_log_and_chec
     assert vanished.where.global_step == FIRST_SICK + 50
     assert (vanished.prescription.kind, vanished.prescription.value) == ("dtype", "bfloat16")
     assert [one.kind for one in vanished.prescription.alternatives] == ["scaler"], "if it must stay in fp16"
-    assert abs(vanished.evidence["steps_without_gradient"] - 290) < 40
     assert {f.code for f in report.findings if f.severity == "error"} == {"AMP402", "AMP702"}
     assert report.scaler.recommended is None, "what overflows at a scale of 1 does so under a fresh one as well"
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from ampdoctor.checkpoints.dcp import MAX_NOTES
@@ -196,14 +196,6 @@ def test_tensors_in_objects_are_read(tmp_path):
     assert found.global_step == 5
 
 
-def test_safetensors_inside(tmp_path):
-    writer = dcp.FileSystemWriter(tmp_path / "c", serialization_format=SerializationFormat.SAFETENSORS)
-    dcp.save({"w": torch.arange(4.0), "v": torch.ones(2, 2).half()}, storage_writer=writer, no_dist=True)
-    found = load_state(tmp_path / "c").model
-    assert found["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert bits(found["v"]) == bits(torch.ones(2, 2).half())
-
-
 @pytest.mark.parametrize(
     "path", ["../x.distcp", "/etc/passwd", "a/b.distcp", "..", "", "C:x", "x\0", "a\\b", "http://x", 5, None, ["a"]]
 )
@@ -323,17 +315,6 @@ def test_a_slice_that_is_no_zip(tmp_path):
     with open_checkpoint(folder) as checkpoint:
         assert [ref.name for ref in checkpoint] == ["a"]
         assert "was not written by torch.save" in checkpoint.errors[0].message
-
-
-def test_compressed_slices_are_skipped_with_their_reason(tmp_path):
-    folder = rewrite(plain(tmp_path), lambda told: place(told, "model.b", transform_descriptors=["stream.zstd/1"]))
-    with open_checkpoint(folder) as checkpoint:
-        assert [ref.name for ref in checkpoint] == ["a"]
-        (skipped,) = checkpoint.skipped
-        assert (skipped.what, skipped.reason) == (
-            "model.b",
-            "its bytes were written through stream.zstd/1, which is not read",
-        )
 
 
 def test_no_canary_fires(tmp_path):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -127,25 +126,6 @@ def test_settings_of_any_kind_are_compared_in_little_time(tmp_path):
     folder = write(tmp_path / "c", {"w": ONE, "optimizer.state.w.exp_avg": NAN, **named})
     assert broken_in(folder) == {":w"}
     assert time.process_time() - began < 5
-
-
-def test_one_slice_does_not_serve_as_two_pieces(tmp_path):
-    save_file({"w": torch.ones(2), "x": NAN, "y": ONE}, tmp_path / "s.safetensors")
-    entries = {"w": described((4,), [((0,), (2,)), ((2,), (2,))]), "y": described((4,), [((0,), (4,))])}
-    at = [("w", 0), ("w", 2), ("y", 0)]
-    places = {MetadataIndex(name, torch.Size((n,))): _StorageInfo("s.safetensors", 0, 8) for name, n in at}
-    with open_checkpoint(tell(tmp_path, entries, places)) as checkpoint:
-        assert "one slice" in checkpoint.errors[0].message
-        assert "does not tell of 1 tensors" in checkpoint.remarks[0]
-    assert broken_in(tmp_path) == {":s.safetensors.x"}
-
-
-def test_a_safetensors_file_of_a_distributed_checkpoint_is_scanned_once(tmp_path):
-    save_file({"w": ONE}, tmp_path / "s.safetensors")
-    entries = {"w": described((4,), [((0,), (4,))])}
-    tell(tmp_path, entries, {MetadataIndex("w", torch.Size((0,))): _StorageInfo("s.safetensors", 0, 16)})
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert [ref.name for ref in checkpoint] == ["w"]
 
 
 def test_a_small_metadata_file_of_many_dimensions_takes_little_time(tmp_path):
