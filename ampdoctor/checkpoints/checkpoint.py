@@ -183,7 +183,7 @@ class Checkpoint:
         self.remarks = remarks
         self.skipped = (*skipped, *(s for part in parts for s in part.sections.skipped))
         self.unsafe_globals = tuple(dict.fromkeys(name for part in parts for name in part.sections.unsafe_globals))
-        self._parts = parts
+        self.parts = parts
         self._units = units_of(parts)
         self.scalers: tuple[ScalerState, ...] = tuple(self._find_scalers())
         self.lost = tuple(dataclasses.replace(one, file=part.name) for part in parts for one in part.sections.lost)
@@ -200,12 +200,7 @@ class Checkpoint:
     @property
     def files(self) -> tuple[CheckpointFile, ...]:
         """The files that are read, in order."""
-        return tuple(CheckpointFile(file.name, file.size) for part in self._parts for file in part.files)
-
-    @property
-    def parts(self) -> tuple[FilePart, ...]:
-        """What the files hold, in order."""
-        return tuple(self._parts)
+        return tuple(CheckpointFile(file.name, file.size) for part in self.parts for file in part.files)
 
     @property
     def total_bytes(self) -> int:
@@ -235,21 +230,21 @@ class Checkpoint:
 
     def optimizers(self) -> dict[str, Mapping[str, Any]]:
         """Returns optimizer state dicts by path in the file, with tensors as `StoredTensor`."""
-        return _by_path([(part, part.sections.optimizers) for part in self._parts])
+        return _by_path([(part, part.sections.optimizers) for part in self.parts])
 
     def scaler_dicts(self) -> dict[str, Mapping[str, Any]]:
         """Returns loss scaler state dicts by path in the file, as they were saved."""
-        return _by_path([(part, part.sections.scalers) for part in self._parts])
+        return _by_path([(part, part.sections.scalers) for part in self.parts])
 
     def require_unchanged(self) -> None:
         """Raises CheckpointError if a file changed since it was opened."""
-        for part in self._parts:
+        for part in self.parts:
             for file in part.files:
                 file.require_unchanged()
 
     def close(self) -> None:
         """Close its files."""
-        for part in self._parts:
+        for part in self.parts:
             for file in part.files:
                 file.close()
 
@@ -339,7 +334,7 @@ class Checkpoint:
     def _find_scalers(self) -> Iterator[ScalerState]:
         unread: list[Skipped] = []
         seen: set[object] = set()
-        for part in self._parts:
+        for part in self.parts:
             for path, saved in part.sections.scalers.items():
                 state = scaler_state(saved, path or "scaler", part.name)
                 if state is not None:
@@ -354,7 +349,7 @@ class Checkpoint:
         self.skipped = (*self.skipped, *unread)
 
     def _find_step(self) -> int | None:
-        stored = [p.sections.global_step for p in self._parts if p.sections.global_step is not None]
+        stored = [p.sections.global_step for p in self.parts if p.sections.global_step is not None]
         if stored:
             return max(stored)
         steps = [

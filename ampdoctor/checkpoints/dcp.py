@@ -8,9 +8,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ampdoctor.checkpoints.checkpoint import FilePart
 from ampdoctor.checkpoints.dcp_metadata import (
@@ -36,8 +36,7 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 # -- do the pieces of a tensor fill it exactly? --
 
 MAX_COMPARISONS = 6_000_000
-"""Maximum number of compared coordinates for one checkpoint, a second or two: a million pieces cut in one dimension,
-or 250,000 in three."""
+"""Compared coordinates for one checkpoint, a second or two: a million pieces cut in one dimension."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Index of the first element in each dimension, and sizes."""
@@ -60,9 +59,8 @@ class TilingBudget:
 def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str, budget: TilingBudget) -> str | None:
     """Returns in words why pieces do not fill a tensor of this shape exactly; None if they do.
 
-    The boxes' indicator functions sum to that of the whole exactly if their signed corners do (a corner's sign is the
-    parity of its upper sides: differences in every dimension, which can be summed up again). That takes n steps for n
-    pieces, instead of n^2 for pairs. `name` is used in the error where `budget` is used up.
+    The boxes' indicator functions sum to that of the whole exactly if their signed corners do (signs by the parity of
+    the upper sides), which takes n steps for n pieces. `name` is for the error where `budget` is used up.
     """
     if any(not _inside(shape, box) for box in boxes):
         return "a piece lies outside it"
@@ -93,17 +91,11 @@ MAX_NOTES = 20
 """Unreadable entries that are listed one by one; the others are counted."""
 
 
-@dataclass(slots=True)
-class DistributedContent:
-    """The contents of a distributed checkpoint."""
-
-    file: RegularFile  # the open `.metadata`
-    beside: tuple[RegularFile, ...] = ()  # the open data files
-    sections: FileContents = field(default_factory=FileContents)
-    errors: list[ErrorNote] = field(default_factory=list)  # what is missing or unreadable
+Opened: TypeAlias = tuple[FilePart, list[ErrorNote]]
+"""A distributed checkpoint as one part, and what is missing or unreadable."""
 
 
-def read_distributed(folder: Path, prefix: str = "") -> DistributedContent:
+def read_distributed(folder: Path, prefix: str = "") -> Opened:
     """Read the structure of a distributed checkpoint; reports show its files with `prefix` ("optimizer_0/")."""
     reading = _Reading(folder, prefix)
     metadata = RegularFile(folder / METADATA, prefix + METADATA)
@@ -132,16 +124,16 @@ class _Reading:
         self._bad: list[tuple[str, str]] = []
         self._foreign: dict[str, None] = {}
 
-    def content(self, described: DistributedMetadata, metadata: RegularFile) -> DistributedContent:
-        plans, objects = described.tensors.values(), described.objects.values()
-        places = [piece.place for plan in plans for piece in plan.pieces]
-        self._open([place for place in (*places, *objects) if place is not None])
+    def content(self, described: DistributedMetadata, metadata: RegularFile) -> Opened:
+        entries = described.entries
+        objects = [entry for entry in entries.values() if not isinstance(entry, TensorPlan)]
+        pieces = [piece for entry in entries.values() if isinstance(entry, TensorPlan) for piece in entry.pieces]
+        self._open([place for place in (*(piece.place for piece in pieces), *objects) if place is not None])
         self._foreign.update(dict.fromkeys(described.unsafe_globals))
         values: dict[str, Any] = {}
-        for name in described.order:
-            plan = described.tensors.get(name)
+        for name, entry in entries.items():
             try:
-                values[name] = self._object(described.objects[name]) if plan is None else self._tensor(name, plan)
+                values[name] = self._tensor(name, entry) if isinstance(entry, TensorPlan) else self._object(entry)
             except _Unreadable:
                 continue
             except CheckpointError as error:
@@ -151,7 +143,7 @@ class _Reading:
             raise CheckpointError(self._errors[0].message)
         sections = sections_of(values, described.paths, tuple(self._foreign), self._name)
         sections.ordered = len(self.files) == 1  # the tensors of several ranks are listed rank by rank
-        return DistributedContent(metadata, tuple(self.files.values()), sections, self._errors)
+        return FilePart(metadata, sections, self._name, beside=tuple(self.files.values())), self._errors
 
     def _open(self, places: Iterable[ChunkLocation]) -> None:
         """Open all data files, and check that the places lie inside them and do not overlap."""
@@ -258,7 +250,7 @@ _WHERE = "DCP_SHARDING_INFO"
 """The header's metadata key for where each slice begins."""
 
 
-def read_slices(folder: Path, names: Sequence[str], prefix: str = "") -> DistributedContent | None:
+def read_slices(folder: Path, names: Sequence[str], prefix: str = "") -> Opened | None:
     """Join the slices in the files `names` (which match `SLICES`); None if they hold none."""
     files: list[RegularFile] = []
     try:
@@ -275,7 +267,7 @@ def read_slices(folder: Path, names: Sequence[str], prefix: str = "") -> Distrib
         sections = FileContents(
             models={"": tensors}, skipped=[s for content in contents for s in content.skipped], ordered=False
         )
-        return DistributedContent(files[0], tuple(files[1:]), sections, _missing(names))
+        return FilePart(files[0], sections, files[0].name, beside=tuple(files[1:])), _missing(names)
     except BaseException:
         for file in files:
             file.close()
@@ -377,18 +369,24 @@ def _add(into: CheckpointBuilder, level: FolderState, inner: str, names: Sequenc
     data = [name for name in names if name.endswith(_DATA)]
     if METADATA not in names or is_folder(folder / METADATA):
         if data:
-            into.errors.append(_undescribed(below, data))
+            message = (
+                f"{below}{METADATA} is missing: nothing says what lies in {_some(data)}. It is written last: the save "
+                "was interrupted, or each rank described its own pieces, which is not read."
+            )
+            into.lack(below + METADATA, message)
         return None
     if not inner:
         level.unit = level.prefix + METADATA
     try:
-        inside = read_distributed(folder, below)
+        part, errors = read_distributed(folder, below)
     except CheckpointError as error:
         return below + METADATA, error
-    _take(into, inside, "" if inner else level.unit)
-    used = {file.path.name for file in inside.beside}
+    part.index = "" if inner else level.unit
+    into.parts.append(part)
+    into.errors += errors
+    used = {file.path.name for file in part.beside}
     level.taken.update(used if not inner else ())
-    told = {error.what for error in inside.errors}
+    told = {error.what for error in errors}
     left = [name for name in data if name not in used and below + name not in told]
     if left:
         into.remarks.append(f"{below}{METADATA} puts nothing into {_some(left)}: not part of this checkpoint")
@@ -403,13 +401,9 @@ def _add_slices(into: CheckpointBuilder, level: FolderState, slices: Sequence[st
         return level.prefix + slices[0], error
     if content is not None:
         level.taken.update(slices)
-        _take(into, content)
+        into.parts.append(content[0])
+        into.errors += content[1]
     return None
-
-
-def _take(into: CheckpointBuilder, content: DistributedContent, index: str = "") -> None:
-    into.parts.append(FilePart(content.file, content.sections, content.file.name, index, content.beside))
-    into.errors += content.errors
 
 
 def _names(folder: Path) -> list[str]:
@@ -419,15 +413,6 @@ def _names(folder: Path) -> list[str]:
             return sorted(entry.name for entry in itertools.islice(entries, _MAX_ENTRIES))
     except OSError:
         return []
-
-
-def _undescribed(below: str, data: Sequence[str]) -> ErrorNote:
-    """Returns an error for data files without `.metadata`, which is written last: the save was interrupted."""
-    message = (
-        f"{below}{METADATA} is missing: nothing says what lies in {_some(data)}. "
-        "It is written last: the save was interrupted, or each rank described its own pieces, which is not read."
-    )
-    return ErrorNote(what=below + METADATA, kind="missing", message=message)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -85,9 +85,7 @@ class TensorPlan:
 class DistributedMetadata:
     """The contents of a `.metadata`, by names in the flattened state dict."""
 
-    tensors: dict[str, TensorPlan]
-    objects: dict[str, ChunkLocation | None]  # everything else; None without a place
-    order: tuple[str, ...]  # all names
+    entries: dict[str, TensorPlan | ChunkLocation | None]  # tensors and other objects in order; None without a place
     paths: dict[str, Path_]  # name -> keys of the nested state dict, if known
     unsafe_globals: tuple[str, ...]  # names of classes that are not torch's own
 
@@ -109,15 +107,14 @@ def read_metadata(file: RegularFile) -> DistributedMetadata:
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise CheckpointError(f"{file.name} is not that of a distributed checkpoint.")
     places = _places(stored, file.name)
-    tensors: dict[str, TensorPlan] = {}
-    objects: dict[str, ChunkLocation | None] = {}
+    entries: dict[str, TensorPlan | ChunkLocation | None] = {}
     pieces = 0
     for name, entry in described.items():
         if not isinstance(name, str):
             raise _malformed(file.name, "the name of an entry is no string")
         content = fields_of(entry)
         if "chunks" not in content:
-            objects[name] = places.pop((name, None), None)
+            entries[name] = places.get((name, None))
             continue
         chunks = content["chunks"]
         if not isinstance(chunks, list):
@@ -125,11 +122,9 @@ def read_metadata(file: RegularFile) -> DistributedMetadata:
         pieces += len(chunks)
         if pieces > MAX_PIECES:
             raise LimitExceededError(f"{file.name}: pieces of tensors", MAX_PIECES, pieces)
-        tensors[name] = _tensor(name, content, places, file.name)
+        entries[name] = _tensor(name, content, places, file.name)
     return DistributedMetadata(
-        tensors=tensors,
-        objects=objects,
-        order=tuple(described),
+        entries=entries,
         paths=_paths(fields.get("planner_data")),
         unsafe_globals=tuple(name for name in machine.unsafe_globals if name not in _OWN),
     )

@@ -1,7 +1,6 @@
 """Rebuilds the nested state dict from a distributed checkpoint's entries, and sorts its parts.
 
-The format flattens a state dict to names. The default planner writes the original paths to `.metadata`; others do not
-(Megatron), and some state dicts were flat already (torchtitan's optimizer). This file recognises the names:
+Megatron writes no original paths to `.metadata`, and torchtitan's optimizer was flat already; names are recognised:
 
 - torch (`flatten_optimizer_state_dict`): `state.<parameter>.<entry>` and `param_groups.<parameter>.<setting>`
 - Megatron: `optimizer.state.<entry>.<parameter>`, `chained_0.optimizer.state...` for one of several optimizers, and
@@ -104,7 +103,8 @@ def _mend_optimizer(node: dict[Any, Any], name: str) -> None:
 
 def _gather(root: dict[Any, Any], name: str) -> dict[str, StoredTensor]:
     """Rebuild flattened optimizers, in place; returns their master copies of weights."""
-    weights = {key for node in (root, *root.values()) if isinstance(node, Mapping) for key in _tensors_of(node)}
+    nodes = [node for node in (root, *root.values()) if isinstance(node, Mapping)]
+    weights = {key for node in nodes for key, value in node.items() if isinstance(value, StoredTensor)}
     owned: dict[str, _Flat] = {}
     for owner, node in [*root.items(), ("", root)]:
         if isinstance(node, dict) and _is_flat(node):
@@ -134,10 +134,6 @@ def _put_beside(there: dict[str, StoredTensor], more: Mapping[str, StoredTensor]
         while free in there:
             free = f"{owner or 'optimizer'}.{free}"
         there[free] = copy
-
-
-def _tensors_of(node: Mapping[Any, Any]) -> set[Any]:
-    return {key for key, value in node.items() if isinstance(value, StoredTensor)}
 
 
 def _is_flat(node: Mapping[Any, Any]) -> bool:

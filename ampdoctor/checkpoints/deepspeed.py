@@ -33,6 +33,7 @@ from ampdoctor.checkpoints.zero import (
     place_by_parameter,
     read_rank,
 )
+from ampdoctor.errors import CheckpointError
 
 # -- tensors that no joined tensor uses --
 #
@@ -90,11 +91,10 @@ class _File:
 
 @dataclass(slots=True)
 class _Slice:
-    """The files of one model-parallel rank, by data-parallel rank; `others` are left from saves with other settings."""
+    """The files of one model-parallel rank, by data-parallel rank."""
 
     models: dict[int, _File] = field(default_factory=dict)
     optimizers: dict[int, _File] = field(default_factory=dict)
-    others: list[_File] = field(default_factory=list)
 
 
 def _claims(name: str) -> bool:
@@ -114,12 +114,11 @@ def _read(into: CheckpointBuilder, level: FolderState, names: Sequence[str]) -> 
         families = found.setdefault(int(match["mp"]), {})
         families.setdefault(kind, []).append((int(match["dp"] or 0), _File(level.prefix + name, *opened)))
     for number in sorted(found):
-        mine = _settled(found[number])
-        into.parts.extend(_parts(into, mine, number) + [_by_itself(into, other) for other in mine.others])
+        into.parts.extend(_parts(into, _settled(into, found[number]), number))
 
 
-def _settled(families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _Slice:
-    """Returns which files belong together: of two settings, as after a change of precision, the one with most files."""
+def _settled(into: CheckpointBuilder, families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _Slice:
+    """Returns which files belong together; those of other settings, of which there are fewer, are refused."""
     mine = _Slice()
     for is_optimizer, table in ((True, mine.optimizers), (False, mine.models)):
         kinds = [kind for kind in families if kind[0] is is_optimizer]
@@ -129,16 +128,10 @@ def _settled(families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _S
                 if kind == kinds[0] and rank not in table:
                     table[rank] = file
                 else:
-                    mine.others.append(file)
+                    file.file.close()
+                    said = "claims the rank of another file, as after a change of settings, and is not read."
+                    into.refuse(file.name, CheckpointError(f"{file.name} {said}"))
     return mine
-
-
-def _by_itself(into: CheckpointBuilder, other: _File) -> FilePart:
-    """Returns a file that belongs to no rank as a part of its own, with tensors under their paths in the file."""
-    into.remarks.append(f"{other.name} claims the rank of another file, as after a change of settings; read by itself")
-    part = FilePart(other.file, FileContents(unsafe_globals=other.saved.unsafe_globals), other.name, other.name)
-    add_unused([part], [other.saved])
-    return part
 
 
 def _parts(into: CheckpointBuilder, mine: _Slice, number: int) -> list[FilePart]:
@@ -199,10 +192,9 @@ def _note_missing(into: CheckpointBuilder, mine: _Slice, tree: Mapping[Any, Any]
     models = [rank for rank in range(expected) if rank not in mine.models] if any(by_rank) else []
     for what, ranks in (("optimizer", absent), ("model", models)):
         if ranks:
-            shown = ", ".join(str(rank) for rank in ranks[:5]) + (", ..." if len(ranks) > 5 else "")
+            shown = f"{ranks[0]}{f' and of {len(ranks) - 1} more' if len(ranks) > 1 else ''} is missing"
             into.lack(
-                f"mp_rank_{number:02d}",
-                f"The {what} file of rank {shown} is missing: {expected} ranks saved this checkpoint.",
+                f"mp_rank_{number:02d}", f"The {what} file of rank {shown}: {expected} ranks saved this checkpoint."
             )
     if not mine.models:
         absent_model = f"mp_rank_{number:02d}_model_states.pt"

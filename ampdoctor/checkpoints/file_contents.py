@@ -30,8 +30,7 @@ from ampdoctor.evidence.report import Skipped
 
 # -- the contents of a tree's containers, determined once per container, even if it appears in many places --
 #
-# A tuple of 20,000 numbers costs a file 40 kB and can appear in 200 places for 1 kB more. A walk that enters it at each
-# place takes seconds and finds nothing. Trees are finite and at most `MAX_DEPTH` deep (`require_finite_tree`).
+# A tuple of 20,000 numbers costs a file 40 kB and can appear in 200 places for 1 kB more.
 
 _PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
 """Types that are never part of a checkpoint. Only the type is tested, because there are millions of such values."""
@@ -83,13 +82,11 @@ class ContainsCache:
         return self._parts[id(node)]
 
 
-def leaves(node: Any, path: str, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
-    """Yields every value of these kinds in a tree with its dotted path, in stored order."""
-    return _leaves(node, path, kinds, set())
-
-
-def _leaves(node: Any, path: str, kinds: tuple[type, ...], known_empty: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yields the same; `known_empty` holds the addresses of containers without such values."""
+def leaves(
+    node: Any, path: str, kinds: tuple[type, ...], known_empty: set[int] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yields every value of these kinds with its dotted path; `known_empty` are `id`s of containers without such."""
+    known_empty = set() if known_empty is None else known_empty
     if isinstance(node, kinds):
         yield path, node
     elif isinstance(node, Mapping | list | tuple) and id(node) not in known_empty:
@@ -97,7 +94,7 @@ def _leaves(node: Any, path: str, kinds: tuple[type, ...], known_empty: set[int]
         for key, value in entries_of(node):
             if id(value) in known_empty:
                 continue
-            for found in _leaves(value, join(path, key), kinds, known_empty):
+            for found in leaves(value, join(path, key), kinds, known_empty):
                 nothing = False
                 yield found
         if nothing:
@@ -112,8 +109,7 @@ def join(path: str, key: object) -> str:
 
 # -- NaN and infinite numbers that belong to no examined tensor --
 #
-# A loss, a metric, a list of losses, a learning rate in a schedule, a NumPy array: they are plain values, tensors of
-# one element outside the models and optimizers, or bytes in the pickle.
+# A loss, a metric, a learning rate in a schedule: plain values, tensors of one element, or a NumPy array's bytes.
 
 _PLAIN_NUMBERS = frozenset({int, str, bool, bytes, type(None)})
 
@@ -317,11 +313,7 @@ def main_model(paths: Sequence[str]) -> str | None:
 
 
 def clean_names(names: Sequence[str]) -> dict[str, str]:
-    """Maps stored names to names as in `named_parameters()` of the bare model.
-
-    `_orig_mod.` (torch.compile) is removed everywhere. A leading `module.` (DataParallel, DDP) is removed only if every
-    name has it, because a model may have a child of that name beside others.
-    """
+    """Maps stored names to those of the bare model: no `_orig_mod.`, and no `module.` where every name begins so."""
     cleaned = {name: name.replace("_orig_mod.", "") for name in names}
     while cleaned and all(c.startswith("module.") for c in cleaned.values()):
         cleaned = {name: c.removeprefix("module.") for name, c in cleaned.items()}
@@ -347,10 +339,6 @@ def is_master(path: str) -> bool:
 def tensors_in(node: Any, path: str = "") -> Iterator[tuple[str, StoredTensor | Skipped]]:
     """Yields every tensor below a node with its dotted path, in stored order."""
     return leaves(node, path, (StoredTensor, Skipped))
-
-
-def _stored_in(node: Any, path: str) -> Iterator[tuple[str, StoredTensor]]:
-    return leaves(node, path, (StoredTensor,))
 
 
 def _objects_in(node: Any, path: str) -> Iterator[tuple[str, PickledObject]]:
@@ -451,7 +439,7 @@ def _take_optimizer(node: Mapping[Any, Any], path: str, into: FileContents, belo
     into.optimizers[path] = node
     for key, value in node.items():
         if key == "param_groups":
-            into.others.update((at, t) for at, t in _stored_in(value, join(path, key)) if t.shape)
+            into.others.update((at, t) for at, t in leaves(value, join(path, key), (StoredTensor,)) if t.shape)
         elif key != "state":  # saved into the same dict: a model, fp32 copies
             _visit_entry(key, value, path, into, below)
     unread = [(at, t) for at, t in tensors_in(node["state"], join(path, "state")) if isinstance(t, Skipped)]

@@ -85,7 +85,6 @@ class RegularFile(ByteSource):
         self._stamp = (opened.st_size, opened.st_mtime_ns)
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """As in `ByteSource`."""
         done = 0
         try:
             while done < len(target):
@@ -137,7 +136,6 @@ class Window(ByteSource):
         self.origin = offset
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """As in `ByteSource`."""
         if offset + len(target) > self.size:
             raise CheckpointError(f"{self.name} is truncated: an entry of it ends too early.")
         self.file.read_into(self.origin + offset, target)
@@ -167,11 +165,7 @@ def identity_of(path: Path) -> tuple[int, int] | None:
 
 
 def plain_name(name: object, owner: str, what: str = "shard") -> str:
-    """Returns `name` if it names a file right beside `owner`, the file that holds the name; the check is lexical.
-
-    Resolving and comparing folders would refuse the Hugging Face cache, whose files are links out of their folder, and
-    a comparison of strings with `startswith` lets `model-evil/` pass for `model`.
-    """
+    """Returns `name` if it names a file right beside `owner`; the check is lexical (the Hub's cache links away)."""
     if not isinstance(name, str):
         raise CheckpointError(f"{owner} names a {what} that is not a string.")
     if not name or name in {".", ".."} or any(c in name for c in "/\\:\0") or not name.isprintable():
@@ -220,17 +214,9 @@ def list_folder(folder: Path) -> Listing:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                there[entry.name] = _leads_to_folder(entry)
+                there[entry.name] = is_folder(Path(entry.path))  # False for a link to itself
                 if len(there) > MAX_FOLDER_ENTRIES:
                     raise LimitExceededError(f"{folder.name}: files in the folder", MAX_FOLDER_ENTRIES, len(there))
     except OSError as error:
         raise CheckpointError(f"{folder.name} cannot be listed: {(error.strerror or str(error)).lower()}.") from None
     return Listing(folder, tuple(sorted(there)), frozenset(name for name, inner in there.items() if inner))
-
-
-def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or a link to one; False for a link to itself, which fails when opened."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False

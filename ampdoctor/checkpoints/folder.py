@@ -5,10 +5,9 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint, FilePart
 from ampdoctor.checkpoints.dcp import DISTRIBUTED
@@ -32,14 +31,9 @@ from ampdoctor.evidence.report import Skipped
 _MAX_BYTES = 256
 
 
-def _iteration(text: str) -> str:
-    return f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 16 else text
-
-
-_POINTERS: Mapping[str, Callable[[str], str]] = MappingProxyType(
-    {"latest": str, "latest_checkpointed_iteration.txt": _iteration}
-)
-"""Pointer files and how they name a folder: DeepSpeed by its name, Megatron by its iteration or "release"."""
+_MEGATRON = "latest_checkpointed_iteration.txt"
+_POINTERS = ("latest", _MEGATRON)
+"""Pointer files: DeepSpeed's names a folder, Megatron's an iteration or "release"."""
 
 
 def is_pointer(name: str) -> bool:
@@ -61,7 +55,9 @@ def target_of(folder: Path, pointer: str) -> str:
             text = file.read(0, file.size).decode("utf-8").strip()
         except UnicodeDecodeError:
             raise CheckpointError(f"{pointer} is not text.") from None
-    return plain_name(_POINTERS[pointer](text), pointer, "folder")
+    if pointer == _MEGATRON and text.isascii() and text.isdigit() and len(text) < 16:
+        text = f"iter_{int(text):07d}"
+    return plain_name(text, pointer, "folder")
 
 
 # -- the last layout: files that no other layout has taken, each by itself --
@@ -89,8 +85,7 @@ _OTHER_WEIGHTS = re.compile(
     r"\.(safetensors|pt|pth|bin|ckpt|pkl|tar)[.~]|\.(weights|params|h5|keras|npz|npy|gguf|ggml|onnx|msgpack|ot|pickle|state)$",
     re.IGNORECASE,
 )
-"""Names of files with weights in a format that is not read, or of copies that no loader takes. Reports list them,
-because what was not examined must not pass for healthy."""
+"""Names of weights in a format that is not read, or of copies: reports list them, because they are not examined."""
 
 
 def may_hold_tensors(name: str) -> bool:
@@ -172,8 +167,7 @@ _WRITERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("mp_rank_*",), "megatron"),
     (("*.index.json",), "sharded"),
 )
-"""Which tool wrote a folder, by the names in it, the most specific first. Used in reports only; the layouts decide
-what is read."""
+"""Which tool wrote a folder, by the names in it, the most specific first; used in reports only."""
 
 
 def open_file(path: Path) -> Checkpoint:
@@ -181,16 +175,16 @@ def open_file(path: Path) -> Checkpoint:
     file = RegularFile(path, path.name)
     try:
         found = sniff(file)
-        if found == "json":
-            table = _index_of(file)
-        else:
-            return Checkpoint(
-                path=path.name, format=found, parts=[FilePart(file, read_sections(file, found), path.name)]
-            )
+        if found != "json":
+            part = FilePart(file, read_sections(file, found), path.name)
+            return Checkpoint(path=path.name, format=found, parts=[part])
+        table = read_weight_map(file)
     except BaseException:
         file.close()
         raise
     file.close()
+    if table is None:
+        raise NoCheckpointError(f"{file.name} is a JSON file, but not the index of a sharded checkpoint.")
     gathering = CheckpointBuilder(layout="sharded")
     try:
         add_shards(gathering, path, table, "")
@@ -372,13 +366,6 @@ def _follow(into: CheckpointBuilder, listing: Listing) -> str | None:
     else:
         into.refuse(pointer, CheckpointError(f"{pointer} names the folder {target}, which is not there."))
     return target
-
-
-def _index_of(file: RegularFile) -> dict[str, str]:
-    table = read_weight_map(file)
-    if table is None:
-        raise NoCheckpointError(f"{file.name} is a JSON file, but not the index of a sharded checkpoint.")
-    return table
 
 
 def _finish(gathered: CheckpointBuilder, name: str) -> Checkpoint:

@@ -45,19 +45,14 @@ class CheckpointBuilder:
 
     def open(self, path: Path, name: str) -> tuple[RegularFile, Saved] | None:
         """Open a file of `torch.save` and read its structure; None if it was refused, which is noted."""
+        file = None
         try:
             file = RegularFile(path, name)
-        except CheckpointError as error:
-            self.refuse(name, error)
-            return None
-        try:
             return file, read_saved(file, sniff(file))
         except CheckpointError as error:
             self.refuse(name, error)
-        except BaseException:
-            file.close()
-            raise
-        file.close()
+            if file is not None:
+                file.close()
         return None
 
     def add(self, file: RegularFile, index: str = "") -> FilePart | None:

@@ -11,8 +11,7 @@ from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.json_records import unique_keys
 
 MAX_VALUE_BYTES = 160 * 1024 * 1024
-"""Maximum memory for the values of a JSON text: enough for a safetensors header of 160,000 tensors, or a log of
-200,000 entries."""
+"""Memory for the values of a JSON text: enough for a safetensors header of 160,000 tensors."""
 
 _COSTS = ((b"{", 232), (b"[", 88), (b",", 48), (b":", 40))
 """Bytes of memory for each mark of objects, lists and items. Marks in strings count, too; names hold few."""

@@ -74,7 +74,6 @@ def _group(group: Mapping[str, Any]) -> OptimizerGroup:
         epsilon=number(group.get("eps")),
         weight_decay=number(group.get("weight_decay")),
         fused=group.get("fused") is True,
-        capturable=group.get("capturable") is True,
         parameters=len(params) if isinstance(params, list | tuple) else 0,
     )
 
@@ -129,9 +128,6 @@ def _described(second: TensorRef, *, starved: int, examined: int, largest: float
 
 
 # -- does the next update change a stored weight, given its format? --
-#
-# A step is added to the weight and rounded to its format. A step of less than half the distance to the next number is
-# lost, and the next one again.
 
 _Update = Callable[..., torch.Tensor]
 """Maps chunks of the moments (float32) to the step that is subtracted from the weight."""
@@ -204,7 +200,7 @@ def _rule(stored: StoredState, shape: tuple[int, ...]) -> tuple[_Update, list[St
     if first is not None and second is not None:
         return _adam(stored), [first, second]
     if momentum is not None:
-        return _plain, [momentum]
+        return lambda buffer: buffer, [momentum]
     if first is not None and set(state) <= {"exp_avg", "step"}:
         return torch.sign, [first]  # Lion
     return None
@@ -213,10 +209,6 @@ def _rule(stored: StoredState, shape: tuple[int, ...]) -> tuple[_Update, list[St
 def _fitting(entry: Any, shape: tuple[int, ...]) -> StoredTensor | None:
     fits = isinstance(entry, StoredTensor) and entry.shape == shape and entry.dtype.is_floating_point
     return entry if fits else None
-
-
-def _plain(momentum: torch.Tensor) -> torch.Tensor:
-    return momentum
 
 
 def _adam(stored: StoredState) -> _Update:

@@ -21,8 +21,7 @@ _ELEMENTWISE = (
 )  # fmt: skip
 """State entries with the parameter's shape, including bitsandbytes' 8-bit `state1` and `state2`."""
 _FACTORED = (("exp_avg_sq_row", "exp_avg_sq_col", 0), ("row_var", "col_var", 1))
-"""A second moment stored as the means of its rows and columns (Adafactor): fairseq's and transformers' without the
-reduced dimension, torch's with size 1 there."""
+"""A second moment as the means of its rows and columns (Adafactor), without the reduced dimension or with size 1."""
 _NO_MOMENTS = re.compile(r"step|t|k|(qmap|new_max|max|min)\d*|.*_step")
 """Counters, and the code books of 8-bit state. Its block scales (absmax) are part of the moments, like the codes."""
 
@@ -184,8 +183,5 @@ _SPLITS: tuple[Callable[[_Named], list[_Named]], ...] = (
     lambda weights: [weights],
     lambda weights: _two(weights, lambda _, shape: len(shape) >= 2),
     lambda weights: _two(weights, _decayed_by_name),
-    lambda weights: list(reversed(_two(weights, lambda _, shape: len(shape) >= 2))),
-    lambda weights: list(reversed(_two(weights, _decayed_by_name))),
 )
-"""Usual splits of parameters into groups: none, matrices from vectors, by name, and the latter two with groups
-swapped."""
+"""Usual splits of parameters into groups: none, matrices from vectors, by name."""

@@ -18,8 +18,7 @@ from ampdoctor.evidence.report import Skipped
 MAX_DEPTH = 200
 """Maximum nesting of dicts and lists in a checkpoint."""
 MAX_NODES = 5_000_000
-"""Maximum number of dicts, lists, tensors and plain values; a shared one counts at each of its places, because every
-later walk visits each place. An optimizer over 100,000 parameters has about 600,000."""
+"""Values in a checkpoint, each at each of its places: an optimizer over 100,000 parameters has about 600,000."""
 MAX_TENSORS = 250_000
 """Maximum number of a file's tensors and inert records, counted likewise; no pickle of the allowed length has more."""
 MAX_PATH = 4096

@@ -106,8 +106,7 @@ def _state(saved: Mapping[str, Any], key: str, file: str, **entries: str) -> Sca
 def _deepspeed(saved: Mapping[str, Any], key: str, file: str) -> ScalerState | None:
     """Returns DeepSpeed's scaler (runtime/fp16/loss_scaler.py), whose counters are iterations.
 
-    It grows if `cur_iter - last_overflow_iter - 1` is a positive multiple of the window, so the first clean step after
-    an overflow does not count towards the next growth. A scale that never moves has factors of 1.
+    It grows if `cur_iter - last_overflow_iter - 1` is a positive multiple of the window.
     """
     scale, now = number(saved["cur_scale"]), number(saved.get("cur_iter"))
     last, window = number(saved.get("last_overflow_iter")), number(saved.get("scale_window"))

@@ -75,30 +75,20 @@ def add_shards(into: CheckpointBuilder, index: Path, table: Mapping[str, str], p
         part = into.add(file, index=prefix + index.name)
         if part is not None:
             opened.append(part)
-    _require_all_numbers(into, index.name, shards, prefix)
+    check_numbers(into, shards, prefix, index.name)
     _note_absent(into, index.name, table, opened, prefix)
     return frozenset(shards)
 
 
-def check_numbers(into: CheckpointBuilder, names: Iterable[str], prefix: str) -> None:
-    """Note missing shards if only the names of the others show that there are more."""
+def check_numbers(into: CheckpointBuilder, names: Iterable[str], prefix: str, index: str = "") -> None:
+    """Note missing shards: those that only the names of the others show, or that an index does not list."""
     for matches in _families(names):
         missing = _first_absent(matches)
-        if missing is not None:
-            message = (
-                f"{missing} is missing: {len(matches)} of {int(matches[0]['total'])} shards are there, and no index."
-            )
-            into.lack(prefix + missing, message)
-
-
-def _require_all_numbers(into: CheckpointBuilder, index: str, shards: Sequence[str], prefix: str) -> None:
-    """Note shards that an index does not list, although the names of the listed ones count them."""
-    for matches in _families(shards):
-        missing = _first_absent(matches)
-        if missing is not None:
-            total = int(matches[0]["total"])
-            message = f"{index} does not list {missing}: it lists {len(matches)} of {total} shards."
-            into.lack(prefix + missing, message)
+        if missing is None:
+            continue
+        there = f"{len(matches)} of {int(matches[0]['total'])} shards"
+        message = f"{index} does not list {missing}: it lists {there}."
+        into.lack(prefix + missing, message if index else f"{missing} is missing: {there} are there, and no index.")
 
 
 def _families(names: Iterable[str]) -> list[list[re.Match[str]]]:

@@ -18,8 +18,7 @@ from ampdoctor.evidence.report import Skipped
 from ampdoctor.numerics.tensors import E8M0
 
 BLOCK_ELEMENTS = 1 << 20
-"""Elements read and examined at a time: few enough to be still in the processor's cache when they are counted, and
-enough that the calls cost nothing (`benchmarks/scan.py`)."""
+"""Elements examined at a time: still in the cache when they are counted, and calls cost nothing."""
 
 READ_DTYPES = frozenset(
     {
@@ -170,17 +169,14 @@ class StridedTensor(StoredTensor):
 
     @property
     def nbytes(self) -> int:
-        """As in `StoredTensor`."""
         return self._span() * self.dtype.itemsize
 
     @property
     def identity(self) -> object:
-        """As in `StoredTensor`."""
         return self.file.name, self.file.origin + self.offset, self.dtype, self.start, self.shape, self.stride
 
     @property
     def file_name(self) -> str:
-        """As in `StoredTensor`."""
         return self.file.name
 
     def within_storage(self) -> bool:
@@ -190,7 +186,6 @@ class StridedTensor(StoredTensor):
         return self.numel == 0 or (self.start + self._span()) * self.dtype.itemsize <= self.storage_bytes
 
     def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[AnyBlock]:
-        """As in `StoredTensor`."""
         if self._has_holes():
             dims = self._steps()  # without repeated dimensions
             yield HoledBlock(replace(self, shape=tuple(n for _, n in dims), stride=tuple(step for step, _ in dims)))
@@ -251,25 +246,20 @@ class LiveTensor(StoredTensor):
 
     @property
     def nbytes(self) -> int:
-        """As in `StoredTensor`."""
         return self.numel * self.dtype.itemsize
 
     @property
     def identity(self) -> object:
-        """As in `StoredTensor`."""
         return id(self.tensor)
 
     @property
     def file_name(self) -> str:
-        """As in `StoredTensor`: no file."""
         return ""
 
     def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[AnyBlock]:
-        """As in `StoredTensor`."""
         return map(LiveBlock, self.tensor.detach().reshape(-1).split(elements) if self.numel else ())
 
     def load(self) -> torch.Tensor:
-        """As in `StoredTensor`."""
         return self.tensor.detach().cpu().clone()
 
 
@@ -291,25 +281,20 @@ class JoinedTensor(StoredTensor):
 
     @property
     def nbytes(self) -> int:
-        """As in `StoredTensor`."""
         return sum(shard.stored.nbytes for shard in self.shards)
 
     @property
     def identity(self) -> object:
-        """As in `StoredTensor`."""
         return self.shape, tuple((shard.at, shard.stored.identity) for shard in self.shards)
 
     @property
     def file_name(self) -> str:
-        """As in `StoredTensor`."""
         return self.shards[0].stored.file_name
 
     def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[AnyBlock]:
-        """As in `StoredTensor`."""
         return itertools.chain.from_iterable(shard.stored.blocks(elements) for shard in self.shards)
 
     def load(self) -> torch.Tensor:
-        """As in `StoredTensor`."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         for shard in self.shards:
             piece = shard.stored.load()

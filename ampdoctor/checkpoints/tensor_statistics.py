@@ -35,8 +35,7 @@ share of 1 % then has a standard error of 0.01 % if the elements are independent
 MOST_SPARSE = 16
 """At least one element in this many is counted, however large the tensor is."""
 RUN = 64
-"""Neighbours that are counted together: few enough that thousands of parts of a matrix of 10,000 rows are in the
-sample, and enough to fill cache lines."""
+"""Neighbours that are counted together: few enough to spread over a matrix, and enough to fill cache lines."""
 
 
 @dataclass(slots=True)
@@ -147,8 +146,7 @@ def _examine_exactly(values: torch.Tensor, facts: BlockFacts, largest: float, *,
 # -- reading many tensors once, in bounded memory: one thread waits for bytes while another examines its own --
 
 BATCH_ELEMENTS = 8 * BLOCK_ELEMENTS
-"""Number of elements that a thread takes at a time: enough that threads rarely wait for each other's Python, and few
-enough that all of them have work in a tensor of ordinary size."""
+"""Elements that a thread takes at a time: threads seldom wait for each other's Python, and all have work."""
 BATCH_RUNS = 256
 """Maximum number of runs of small tensors in a batch: the result for each takes kilobytes until the batch is done."""
 
@@ -171,7 +169,11 @@ def stream(
         if not hasattr(local, "buffer"):
             local.buffer = ReadBuffer()
         return [
-            (key, work(key, ((number, block.read(local.buffer)) for number, block in run)), _bytes(run))
+            (
+                key,
+                work(key, ((number, block.read(local.buffer)) for number, block in run)),
+                sum(block.nbytes for _, block in run),
+            )
             for key, run in batch
         ]
 
@@ -198,10 +200,6 @@ def _batches(tensors: Iterable[tuple[Key, StoredTensor]]) -> Iterator[_Batch[Key
             batch, elements = [], 0
     if batch:
         yield batch
-
-
-def _bytes(run: _Blocks) -> int:
-    return sum(block.nbytes for _, block in run)
 
 
 # -- counters and tables of positions among the buffers: whole numbers, which a cast to half destroys --
@@ -259,8 +257,7 @@ def summarize(
 ) -> CheckpointSummary:
     """Read every floating-point tensor once and describe it.
 
-    `progress` is called after each run of blocks. `jobs` is the number of threads (None: as many as torch uses).
-    `exact` sorts every element by magnitude, in large tensors too.
+    `progress` is called after each run of blocks, `jobs` are threads (None: torch's), `exact` sorts every element.
     """
     refs = _to_examine(checkpoint)
     total, done = sum(ref.nbytes for ref in refs), 0
@@ -320,7 +317,7 @@ def _to_examine(checkpoint: Checkpoint) -> list[TensorRef]:
         if not (ref.dtype.is_floating_point or ref.dtype.is_complex):
             continue
         if ref.role == "weight":
-            identity = _identity(ref.stored)
+            identity = ref.stored.identity if ref.stored.numel else object()  # an empty tensor is tied to nothing
             if identity in seen:
                 continue
             seen.add(identity)
@@ -355,11 +352,6 @@ def _describe(ref: TensorRef, facts: BlockFacts) -> TensorSummary:
         constant=facts.constant,
         **{loss.format: loss for loss in _casts(histogram, [f for f in castable if _leaves(histogram, f)])},
     )
-
-
-def _identity(stored: StoredTensor) -> object:
-    """Returns a key that is equal for tied weights; an empty tensor is tied to nothing."""
-    return stored.identity if stored.numel else object()
 
 
 def _role(role: TensorRole, all_tensors: Sequence[TensorSummary], histogram: Histogram) -> RoleSummary:

@@ -38,16 +38,6 @@ _CHANGED = 0x0001 | 0x0020 | 0x0040 | 0x2000
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A file inside a zip."""
-
-    name: str
-    start: int  # byte position of its content
-    size: int
-    crc: int  # of its content; 0 if none was computed
-
-
-@dataclass(frozen=True, slots=True)
 class _Entry:
     raw_name: bytes
     name: str
@@ -59,15 +49,18 @@ class _Entry:
     header: int
 
 
-def read_directory(file: ByteSource) -> list[Member]:
-    """Returns a zip's members in the directory's order; refuses one on whose contents readers could disagree."""
+def _directory(file: ByteSource) -> dict[str, tuple[int, int, int]]:
+    """Returns position, size and checksum of a zip's members, in order; refuses what readers could disagree on."""
     offset, size, count = _end(file)
     if count > MAX_MEMBERS:
         raise LimitExceededError(f"{file.name}: zip members", MAX_MEMBERS, count)
     if size > MAX_DIRECTORY_BYTES:
         raise LimitExceededError(f"{file.name}: bytes of the zip's directory", MAX_DIRECTORY_BYTES, size)
     entries = list(_entries(file, file.read(offset, size), count))
-    _refuse_doubles(file, entries)
+    if len({entry.name.lower() for entry in entries}) < len(entries):  # torch ignores case when it looks them up
+        raise CheckpointError(
+            f"{file.name} holds two records of the same name; refused, because readers disagree on which one counts."
+        )
     starts: dict[int, int] = {}
     end = 0
     for entry in sorted(entries, key=lambda e: e.header):
@@ -83,7 +76,7 @@ def read_directory(file: ByteSource) -> list[Member]:
         if end > offset:
             raise CheckpointError(f"{file.name} is truncated: record {shown(entry.name)} passes the end of the data.")
         starts[entry.header] = start
-    return [Member(e.name, starts[e.header], e.size, e.crc) for e in entries]
+    return {entry.name: (starts[entry.header], entry.size, entry.crc) for entry in entries}
 
 
 def _unreadable(file: ByteSource) -> CheckpointError:
@@ -168,14 +161,6 @@ def _decoded(raw: bytes, flags: int, file: ByteSource) -> str:
     return name
 
 
-def _refuse_doubles(file: ByteSource, entries: list[_Entry]) -> None:
-    """Refuse two records of one name, even if they differ in case: torch ignores case when it looks them up."""
-    if len({entry.name.lower() for entry in entries}) < len(entries):
-        raise CheckpointError(
-            f"{file.name} holds two records of the same name; refused, because readers disagree on which one counts."
-        )
-
-
 def _data_start(file: ByteSource, entry: _Entry, limit: int) -> int:
     """Returns where a member's bytes begin, from its local header, which must agree with the directory."""
     mismatch = CheckpointError(
@@ -207,19 +192,19 @@ _SMALL = 64
 
 def _records(file: ByteSource) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """Returns `data.pkl`, and the byte position and length of each storage's record by its key."""
-    members = {member.name: member for member in read_directory(file)}
+    members = _directory(file)
     prefix = _prefix(list(members), file.name)
-    order = members.get(f"{prefix}/byteorder")
-    if order is not None and file.read(order.start, min(order.size, _SMALL)) not in {b"", b"little"}:
+    at, size, _ = members.get(f"{prefix}/byteorder", (0, 0, 0))
+    if file.read(at, min(size, _SMALL)) not in {b"", b"little"}:
         raise CheckpointError(f"{file.name} was written on a big-endian machine, which is not read.")
-    structure = members[f"{prefix}/data.pkl"]
-    if structure.size > MAX_PICKLE_BYTES:
-        raise LimitExceededError(f"{file.name}: bytes of data.pkl", MAX_PICKLE_BYTES, structure.size)
-    pickle = file.read(structure.start, structure.size)
-    if structure.crc not in {0, zlib.crc32(pickle)}:  # 0: saved without checksums
+    at, size, checksum = members[f"{prefix}/data.pkl"]
+    if size > MAX_PICKLE_BYTES:
+        raise LimitExceededError(f"{file.name}: bytes of data.pkl", MAX_PICKLE_BYTES, size)
+    pickle = file.read(at, size)
+    if checksum not in {0, zlib.crc32(pickle)}:  # 0: saved without checksums
         raise CheckpointError(f"{file.name} is corrupted: the checksum of its structure is wrong.")
     folder = f"{prefix}/data/"
-    storages = {n.removeprefix(folder): (m.start, m.size) for n, m in members.items() if n.startswith(folder)}
+    storages = {n.removeprefix(folder): (at, size) for n, (at, size, _) in members.items() if n.startswith(folder)}
     return pickle, storages
 
 
@@ -246,10 +231,8 @@ def _prefix(names: list[str], file: str) -> str:
 
 # -- the zip format: the inert machine reads the structure, and the data are read by position --
 #
-# torch's reader is not used. It computes the positions of records from the order in which `torch.save` writes instead
-# of looking them up (seen in 2.13), so in a zip that another tool rewrote one tensor gets another's bytes. With
-# `mmap=True` it reads a neighbour's bytes if a record is shorter than the pickle claims, and garbage if one is
-# compressed. Its restricted unpickler refuses files with plain weights because of one foreign object beside them.
+# torch's reader computes the positions of records from the order in which `torch.save` writes (2.13), so in a zip that
+# another tool rewrote one tensor gets another's bytes, and reads a neighbour's where a record is shorter than claimed.
 
 
 def read_torch_zip(file: ByteSource) -> Saved:
@@ -263,8 +246,7 @@ def read_torch_zip(file: ByteSource) -> Saved:
 
 # -- the format of `torch.save` before 1.6 (still written with `_use_new_zipfile_serialization=False`) --
 #
-# A file has five pickles (a magic number, a version, facts about the machine, the object, the keys of its storages) and
-# then the storages, each a length and its bytes.
+# Five pickles (magic number, version, facts about the machine, object, keys of its storages), then the storages.
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PICKLED_MAGIC = b"\x8a\x0a" + MAGIC.to_bytes(10, "little")

@@ -1,10 +1,8 @@
 """Locates each parameter in the flat partitions that DeepSpeed's ZeRO splits between its ranks.
 
 ZeRO 1 and 2 concatenate the parameters of a group, pad the end to a multiple of twice the ranks, and cut the whole into
-equal partitions, one for each rank (runtime/zero/stage_1_and_2.py); they save it without the padding. ZeRO 3 cuts each
-parameter by itself into ceil(numel / ranks) elements for each rank; a rank's flat group is its concatenated pieces
-(runtime/zero/stage3.py). Names and shapes are in the model file, in that order (`param_shapes`). utils/zero_to_fp32.py
-undoes the same for the weights, but executes pickles to do so.
+equal partitions, saved without the padding (runtime/zero/stage_1_and_2.py). ZeRO 3 cuts each parameter into ceil(numel
+/ ranks) elements for each rank (runtime/zero/stage3.py). Names and shapes are in the model file, in that order.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ class OptimizerGroup:
     epsilon: float | None = None
     weight_decay: float | None = None
     fused: bool = False  # computes in fp32 whatever the state's dtype
-    capturable: bool = False  # by CUDA graphs; torch loads its and a fused one's counters as fp32
     parameters: int = 0  # number in the group
 
 

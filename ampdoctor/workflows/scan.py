@@ -168,7 +168,7 @@ T = TypeVar("T")
 _WORST_FIRST: tuple[Verdict, ...] = ("sick", "inconclusive", "healthy", "not_judged")
 
 
-def scan_several(
+def scan_several(  # noqa: D417 - what is as for `scan` stands in one line
     paths: Sequence[str | os.PathLike[str]],
     *,
     progress: Progress | None = None,
@@ -186,14 +186,9 @@ def scan_several(
 
     Args:
         paths: Each as for `scan`; a path that is named twice is examined once.
-        progress: As for `scan`.
-        jobs: As for `scan`.
-        exact: As for `scan`.
+        progress, jobs, exact, whole, thresholds, set_aside: As for `scan`.
         skip_lfs_pointers: Leave out paths that are Git LFS pointers, even the only one. Otherwise a pointer is an
             error, because the file that it stands for was not examined; one in a folder always is.
-        whole: As for `scan`.
-        thresholds: As for `scan`.
-        set_aside: As for `scan`.
 
     Returns:
         For one path, the report of `scan`. For several, one report: the findings of all, whose `where.file` begins with

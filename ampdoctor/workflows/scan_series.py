@@ -27,10 +27,6 @@ from ampdoctor.workflows.scan_log import LogBeside
 _STATE = ("state:", "optimizer_state:", "scaler_state")
 """Ops of findings about a checkpoint's own values; findings from a log beside them are about earlier steps."""
 
-MAX_UNDATED = 4
-"""Maximum number of members of unknown time that are read by default, for the averaged and the best weights of a
-run."""
-
 Look = Callable[[Checkpoint, str], Examined]
 """Examines a member, given its name."""
 
@@ -44,12 +40,6 @@ class Seen:
     left: Report | None = None  # the report without what the user has set aside
     examined: Examined | None = None
     error: CheckpointError | None = None  # why it could not be read
-
-    @property
-    def shapes(self) -> set[tuple[int, ...]]:
-        """The shapes of its matrices."""
-        tensors = self.examined.summary.tensors if self.examined is not None else ()
-        return {t.shape for t in tensors if t.role == "weight" and len(t.shape) > 1}
 
     @property
     def sick(self) -> bool:
@@ -141,7 +131,8 @@ def _with_undated(
     see: Callable[[SavedCheckpoint, Look], Seen],
 ) -> ReadSeries:
     """Read members of unknown time that are checkpoints; one in a folder of its own is read whatever it holds."""
-    known = {shape for seen in in_order for shape in seen.shapes}
+    tensors = [t for seen in in_order if seen.examined is not None for t in seen.examined.summary.tensors]
+    known = {t.shape for t in tensors if t.role == "weight" and len(t.shape) > 1}
     examined: list[Seen] = []
     skipped: list[Skipped] = []
 
@@ -150,16 +141,13 @@ def _with_undated(
             raise CheckpointError("it holds no matrix of the checkpoints' shapes")
         return look(checkpoint, name)
 
-    in_turn = sorted((m for m in unplaced if not m.beside), key=lambda m: not m.alias)
-    for member in in_turn[:MAX_UNDATED]:
+    for member in sorted((m for m in unplaced if not m.beside), key=lambda m: not m.alias):
         seen = see(member, akin)
         if seen.error is None or member.alias:
             examined.append(seen)
         else:
             skipped.append(Skipped(what=member.name, reason=f"not read as a checkpoint: {seen.error}"))
     examined += [see(member, look) for member in unplaced if member.beside]
-    rest = in_turn[MAX_UNDATED:]
-    skipped += [Skipped(what=m.name, reason="nothing tells when it was saved; --all reads it") for m in rest]
     return ReadSeries(in_order=in_order, beside=tuple(examined), left_out=tuple(skipped))
 
 
@@ -172,7 +160,8 @@ def _search(reader: _Reader) -> None:
     if not reader(last).counts:
         own = [i for i in range(last + 1) if not (reader.family[i].final or reader.family[i].alias)]
         newest = own[-1] if own else last  # `last.pt` repeats it, and may be intact if it is not
-        for index in _spread(newest + 1, _budget(last + 1) - (newest < last)):
+        most = math.ceil(math.log2(last + 1)) + 2  # as many as a search could take, and one more
+        for index in _spread(newest + 1, most - (newest < last)):
             reader(index)
     for sick in ("counts", "sick", "collapsed"):
         _find_first(reader, attrgetter(sick))
@@ -193,11 +182,6 @@ def _find_first(reader: _Reader, sick: Callable[[Seen], bool]) -> None:
     for index in range(first - 1, low, -1):
         if reader(index).report is not None:
             break
-
-
-def _budget(count: int) -> int:
-    """Returns how many members of a healthy training are read: as many as a search could take, and one more."""
-    return math.ceil(math.log2(count)) + 2
 
 
 def _spread(count: int, wanted: int) -> list[int]:
@@ -256,16 +240,10 @@ def scan_family(
 ) -> Report:
     """Examine as many checkpoints of a training as needed.
 
-    The last one is read. If it is sick, the first sick one is searched by halving: at most ceil(log2(n)) + 1 of n are
-    read in all. If it is healthy, the first and evenly spread ones are read for the trend, ceil(log2(n)) + 2 in all. If
-    some sickness is set aside, the first with other sickness is searched as well, for up to ceil(log2(n)) + 1 more; so
-    is the first with a collapsed loss scale that is not yet sick. A member that cannot be read becomes an error of the
-    report, and the search continues around it. Up to `MAX_UNDATED` members of unknown time (`best.pt`, `ema.pt`) are
-    read as well.
-
-    The findings and the verdict are those of the first sick member, or of the last if none is sick. The run's training
-    `log` is judged once, beside that member, unless the member has a longer log. A decision of `set_aside` on one
-    checkpoint does not hold for the next. Raises CheckpointError where no member can be read.
+    The last one is read. If it is sick, the first sick one is searched by halving, else evenly spread ones are read for
+    the trend: ceil(log2(n)) + 2 of n at most, and as many for what is set aside; and those of unknown time (`best.pt`).
+    The findings and the verdict are those of the first sick member, or of the last; the run's `log` is judged once,
+    beside it, unless it has a longer one. Raises CheckpointError where no member can be read.
     """
     read = read_family(family, look, every_member=every_member, set_aside=set_aside)
     placed = [member for member in family if member.placed]
@@ -378,12 +356,9 @@ def _target(name: str, family: Sequence[SavedCheckpoint], read: ReadSeries, show
 
 
 def _member(seen: Seen) -> dict[str, Any]:
-    row = {"name": seen.member.name, "step": seen.step, "verdict": _verdict(seen), "sick": seen.sick}
+    verdict = "unreadable" if seen.report is None else seen.report.verdict
+    row = {"name": seen.member.name, "step": seen.step, "verdict": verdict, "sick": seen.sick}
     return {**row, "collapsed": True} if seen.collapsed else row
-
-
-def _verdict(seen: Seen) -> str:
-    return "unreadable" if seen.report is None else seen.report.verdict
 
 
 def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: ReadSeries, count: int, shown: Seen) -> TrendSection:

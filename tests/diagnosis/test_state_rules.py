@@ -202,10 +202,7 @@ SICK = [
     ("AMP504", "error", optimizer(steps=((256.0, 2),), dtypes=("bfloat16",))),  # updates 0.475 times as long
     ("AMP504", "warning", optimizer(steps=((2048.0, 2),), dtypes=("float16",))),  # 0.933 times
     ("AMP504", "note", optimizer(steps=((256.0, 2),), dtypes=("bfloat16",), betas=(0.9, 0.95))),  # settled long ago
-    ("AMP504", "note", optimizer(steps=((256.0, 2),), dtypes=("bfloat16",), fused=True)),  # loaded as fp32
-    ("AMP504", "note", optimizer(steps=((256.0, 2),), dtypes=("bfloat16",), capturable=True)),
     ("AMP504", "note", optimizer(steps=((40.0, 2),), dtypes=("bfloat16",))),
-    ("AMP504", "note", optimizer(steps=((40.0, 2), (100.0, 30)))),
     ("AMP505", "error", optimizer(learning_rate=math.nan)),
     ("AMP505", "error", optimizer(epsilon=math.inf)),
     ("AMP505", "error", optimizer(weight_decay=math.nan)),

@@ -107,8 +107,6 @@ STILL = STAGNANT_WEIGHTS["stalled"]
 WOULD_MOVE = STAGNANT_WEIGHTS["would_move"]
 MOST_STAGNANT = STAGNANT_WEIGHTS["most"]
 
-_HALF = frozenset({"float16", "bfloat16"})
-
 
 def stagnates(tensor: TensorChange, thresholds: Thresholds) -> bool:
     """Returns whether a weight's updates are lost to rounding in its 16-bit format."""
@@ -158,29 +156,6 @@ def _stagnant_weights(change: CheckpointChange, thresholds: Thresholds) -> Itera
         also=also_of(worst, still),
         cause="optimizer_precision",
         evidence=evidence,
-    )
-
-
-@STAGNANT_WEIGHTS.judges(CheckpointChange)
-def _perhaps_stagnant(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
-    """Judges files without optimizer state: unchanged weights may be frozen, or copies of fp32 weights that move."""
-    matrices = [t for t in weights_of(change) if t.dtype in _HALF and t.old_dtype == t.dtype and len(t.shape) >= 2]
-    partly = [t for t in matrices if thresholds[STILL] * t.elements <= t.unchanged < t.elements]
-    if any(t.moments for t in change.tensors) or not partly:
-        return
-    if elements_of(partly) < thresholds[MOST_STAGNANT] * elements_of(matrices):
-        return
-    if not change.steps or change.steps < 0:
-        return
-    worst = max(partly, key=lambda t: (t.unchanged / t.elements, t.address))
-    message = (
-        f"In {len(partly)} of {len(matrices)} {worst.dtype} matrices most values did not change in {change.steps} "
-        f"steps ({percent(worst.unchanged / worst.elements)} in {worst.address}): either the updates are lost to "
-        f"rounding, or these are copies of fp32 weights that moved little. Without optimizer state this cannot be told."
-    )
-    evidence = {"steps": change.steps, "tensors": len(partly), "listed": [row_of(t) for t in partly[:MAX_LISTED]]}
-    yield STAGNANT_WEIGHTS.finding(
-        "note", message, where=where_of(worst, change.new_step), also=also_of(worst, partly), evidence=evidence
     )
 
 

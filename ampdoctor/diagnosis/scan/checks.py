@@ -13,7 +13,6 @@ from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
     RoleSummary,
     TensorRole,
-    TensorSummary,
 )
 from ampdoctor.evidence.report import Check, Finding
 
@@ -26,18 +25,11 @@ _FINITE: tuple[tuple[str, tuple[str, ...], TensorRole], ...] = (
 )
 _CASTABLE: tuple[tuple[str, TensorRole], ...] = (("weights", "weight"), ("averaged weights", "ema"))
 _OPTIONAL = frozenset({"ema"})  # roles that most checkpoints lack: no check without such a tensor
-E4M3_BINADES = math.log2(448) + 10  # log2 of e4m3's largest number over its flush threshold, 2^-10
-E5M2_BINADES = math.log2(57344) + 17  # log2 of e5m2's largest number over its flush threshold, 2^-17
 
 
 def checks_of(summary: CheckpointSummary, findings: Sequence[Finding]) -> tuple[Check, ...]:
     """Returns the checks of a scan, in a fixed order."""
-    return tuple(_checks(summary, findings))
-
-
-def _checks(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator[Check]:
-    yield from _of_tensors(summary, findings)
-    yield _scaler(summary, findings)
+    return (*_of_tensors(summary, findings), _scaler(summary, findings))
 
 
 def _of_tensors(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator[Check]:
@@ -57,10 +49,11 @@ def _of_tensors(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iter
     yield Check(name="possible values", result=_result(found, ["AMP106", "AMP110", "AMP111", "AMP112"]))
     yield Check(name="values at the format's maximum", result=_result(found, ["AMP107"]))
     castable = [t for t in summary.tensors if t.role in {"weight", "buffer", "ema"} and not is_mask(t)]
+    amax = max((t.amax for t in castable if t.amax is not None), default=None)
     yield Check(
         name="fp16 range",
         result=_result(found, ["AMP104"]) if castable else "not in the file",
-        headroom=_headroom(castable),
+        headroom={} if amax is None else {"log2": math.log2(FP16_MAX) - math.log2(amax)},
     )
     for words, role in _CASTABLE:
         present = roles.get(role)
@@ -97,11 +90,6 @@ def _scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> Check:
         result=_result(found, codes_in("scan.scaler")),
         headroom={"log2_above_dead": above} if above is not None else {},
     )
-
-
-def _headroom(tensors: Sequence[TensorSummary]) -> dict[str, float]:
-    amax = max((t.amax for t in tensors if t.amax is not None), default=None)
-    return {"log2": math.log2(FP16_MAX) - math.log2(amax)} if amax is not None else {}
 
 
 def _cast(role: RoleSummary | None, name: str) -> dict[str, float]:

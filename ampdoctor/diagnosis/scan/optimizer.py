@@ -83,8 +83,7 @@ LARGEST_UPDATE = SECOND_MOMENT_FLUSHED["update"]
 MANY_STARVED = SECOND_MOMENT_FLUSHED["starved"]
 
 _SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126}
-"""Smallest normal number of the formats in which only a conversion loses an ordinary square. Processors may flush
-smaller squares."""
+"""Smallest normal number of the formats in which only a conversion loses an ordinary square."""
 
 
 def explained(betas: Sequence[float], smallest: float) -> float | None:
@@ -133,7 +132,9 @@ def _flushed(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
         "starved": starved,
         "examined": examined,
         "tensors": len(sick),
-        "listed": [_moment_row(moment) for moment in sick[:MAX_LISTED]],
+        "listed": [
+            {"tensor": m.name, "starved": m.starved, "of": m.examined, "largest": m.largest} for m in sick[:MAX_LISTED]
+        ],
     }
     yield SECOND_MOMENT_FLUSHED.finding(
         "error" if starved >= thresholds[MANY_STARVED] * examined else "warning",
@@ -170,10 +171,6 @@ def _by_itself(moment: ZeroSecondMoment, optimizer: OptimizerSummary) -> bool:
 
 def _place(tensor: TensorSummary | ZeroSecondMoment) -> Where:
     return replace(where_of(tensor), phase="optimizer")
-
-
-def _moment_row(moment: ZeroSecondMoment) -> dict[str, str | int | float]:
-    return {"tensor": moment.name, "starved": moment.starved, "of": moment.examined, "largest": moment.largest}
 
 
 STEP_COUNTERS = rule("AMP504", SCANNED)
@@ -220,16 +217,14 @@ def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
             continue
         stored = [t for t in summary.tensors if t.entry == "step" and t.dtype == dtype]
         counters = [counter for counter in stored if _is_of(counter, optimizer, summary)]
-        lengths = [1.0 if _widened(group) else length_at(last, group.betas) for group in optimizer.groups]
+        lengths = [length_at(last, group.betas) for group in optimizer.groups]
         length = max(lengths, key=lambda one: abs(one - 1), default=1.0)
-        stands = last >= limit and not all(map(_widened, optimizer.groups))
-        severity = severity_of_standing(length, dtype, thresholds) if stands else "note"
-        if stands:
-            message = standing_words(dtype, last, length)
-        else:
-            ends = f"Steps are counted in {dtype}, which cannot add 1 to {limit:g}: the count is {last:g}"
-            widened = ", and torch loads it as fp32 for a fused or capturable optimizer, rounded as it is"
-            message = f"{ends}{' and will stop there' if last < limit else widened}."
+        severity: Severity = "note"
+        message = (
+            f"Steps are counted in {dtype}, which cannot add 1 to {limit:g}: the count is {last:g} and will stop there."
+        )
+        if last >= limit:
+            severity, message = severity_of_standing(length, dtype, thresholds), standing_words(dtype, last, length)
         places = [_place(counter) for counter in counters] or [Where(phase="optimizer", op="optimizer_state:step")]
         yield STEP_COUNTERS.finding(
             severity,
@@ -246,34 +241,6 @@ def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
                 "counters": len(counters),
             },
         )
-
-
-@STEP_COUNTERS.judges(CheckpointSummary)
-@each_optimizer
-def _disagreeing(summary: CheckpointSummary, optimizer: OptimizerSummary, _: Thresholds) -> Iterator[Finding]:
-    if len(optimizer.steps) < 2:
-        return
-    first, last = optimizer.steps[0][0], optimizer.steps[-1][0]
-    parameters = sum(count for _, count in optimizer.steps)
-    behind = parameters - optimizer.steps[-1][1]
-    message = (
-        f"Parameters have not taken the same number of steps: {behind} of {parameters} have taken fewer than "
-        f"{last:g}, one of them {first:g}. They joined late, had no gradient at times, or were skipped."
-    )
-    evidence: dict[str, object] = {
-        "steps": [{"step": step, "parameters": count} for step, count in optimizer.steps[-MAX_LISTED:]]
-    }
-    yield STEP_COUNTERS.finding(
-        "note",
-        message,
-        where=Where(phase="optimizer", global_step=summary.global_step, op="optimizer_state:step"),
-        evidence={"optimizer": optimizer.path, **evidence},
-    )
-
-
-def _widened(group: OptimizerGroup) -> bool:
-    """Whether torch loads its counters as fp32, whatever they were saved in (torch 2.13, `load_state_dict`)."""
-    return group.fused or group.capturable
 
 
 def _is_of(counter: TensorSummary, optimizer: OptimizerSummary, summary: CheckpointSummary) -> bool:

@@ -136,20 +136,17 @@ def _scaler_settings(summary: CheckpointSummary, scaler: ScalerState, _: Thresho
     if wrong:
         own = {**scaler_numbers(scaler), "init_scale": scaler.scale}
         better = {name: fresh if name in wrong else own[name] for name, fresh in FRESH_SCALER.items()}
+        arguments = ", ".join(f"{name}={plain(value)}" for name, value in better.items())
+        cure = Prescription(
+            kind="scaler", value=better, status="not_run", reason=NOT_REPLAYED, detail=f"GradScaler({arguments})"
+        )
         yield SCALER_SETTINGS.finding(
             "warning",
             f"The loss scaler's settings cannot work: {'; '.join(wrong.values())}.",
             where=place_of(summary, scaler),
             evidence={**scaler_numbers(scaler), "wrong": list(wrong.values())},
-            prescription=_with(better) if wrong.keys() & better.keys() else None,
+            prescription=cure if wrong.keys() & better.keys() else None,
         )
-
-
-def _with(better: Mapping[str, float]) -> Prescription:
-    arguments = ", ".join(f"{name}={plain(value)}" for name, value in better.items())
-    return Prescription(
-        kind="scaler", value=better, status="not_run", reason=NOT_REPLAYED, detail=f"GradScaler({arguments})"
-    )
 
 
 DEAD_SCALER = rule("AMP401", SCANNED, ruins_checkpoint=True)
@@ -188,8 +185,7 @@ JUST_FALLEN = 10
 between two back-offs. A scale at rest has any number of clean steps up to the growth interval, and seldom so few."""
 _SELDOM = 20  # these steps are at most one in so many of a growth interval
 FP16_SPACING = 2.0**-24
-"""Distance between neighbours in fp16's subnormal range; the rounding error has a standard deviation of this over
-sqrt(12)."""
+"""Distance between neighbours in fp16's subnormal range; rounding errors deviate by this over sqrt(12)."""
 
 
 def typical_gradient(log: LogTail | None, weights: int) -> float:
@@ -352,9 +348,7 @@ def _missing_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
 
 # -- AMP702: gradients that are zero at the end of the log, explained by the checkpoint beside it --
 #
-# Three causes make every gradient zero while the loss is not: a loss scale so small, or missing, that all of them flush
-# in fp16; a graph that is cut; and an output that no longer depends on the weights. Only the first leaves traces in a
-# checkpoint: the scale itself, or fp16 weights without one.
+# Of the causes only a loss scale so small, or missing, that all of them flush in fp16 leaves traces in a checkpoint.
 
 
 WITHIN_REACH = GRADIENTS_VANISHED["reach"]

@@ -228,11 +228,7 @@ AVERAGE_THROUGH_HALF = rule("AMP114", (*SCANNED, "bisect-nan", "run"))
 
 
 def cast_averages(summary: CheckpointSummary) -> dict[str, tuple[TensorSummary, TensorSummary]]:
-    """Returns the averaged copies that went through fp16, each with the model's tensor, by the copy's address.
-
-    They hold Inf and no NaN, and the model's tensor of the same name and shape is finite and beyond fp16: an average of
-    finite numbers stays below the largest of them, and is never Inf in the range of fp32 and bf16.
-    """
+    """Returns averages that went through fp16, with the model's tensors: Inf where those are finite beyond fp16."""
     averages = [t for t in summary.tensors if t.role == "ema" and t.inf and not t.nan]
     if not averages:
         return {}

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import folder as folder_layout
-from ampdoctor.checkpoints.checkpoint import TensorRef
-from ampdoctor.checkpoints.comparison import _by_key
 from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.errors import CheckpointError
 from ampdoctor.workflows import scan as scan_workflow
 from ampdoctor.workflows.scan import scan
 from ampdoctor.workflows.scan_against import compare
-from tests.checkpoints.nothing import NOTHING
 
 NAN = float("nan")
 
@@ -125,27 +120,3 @@ def test_a_thousand_links_to_one_index_open_its_shards_once(tmp_path):
     with open_checkpoint(tmp_path) as checkpoint:
         assert len(checkpoint.errors) == 49
         assert len(checkpoint) == 1
-
-
-def test_a_folder_that_a_pointer_names_and_nobody_may_list_leaves_what_lies_beside_it(folder, monkeypatch):
-    (folder / "latest").write_text("step5")
-    (folder / "step5").mkdir()
-    listed = folder_layout.list_folder
-
-    def refused(path):
-        if path.name == "step5":
-            raise CheckpointError("step5 cannot be listed: permission denied.")
-        return listed(path)
-
-    monkeypatch.setattr(folder_layout, "list_folder", refused)
-    with open_checkpoint(folder) as checkpoint:
-        assert [(error.what, error.kind) for error in checkpoint.errors] == [("step5", "unreadable")]
-        assert [ref.name for ref in checkpoint] == ["w"]
-
-
-def test_names_that_many_files_share_are_compared_in_little_time(tmp_path):
-    """Each is a model of its own, and the n-th is compared with the n-th."""
-    ref = TensorRef(name="w", role="other", entry="w", module="", group="", file="c", stored=NOTHING)
-    began = time.process_time()
-    assert len(_by_key([ref] * 20_000)) == 20_000
-    assert time.process_time() - began < 2

@@ -65,9 +65,3 @@ def test_a_tensor_in_another_shard_than_the_index_says_is_there(tmp_path):
     )
     with open_checkpoint(tmp_path) as checkpoint:
         assert [(error.kind, "'c.w'" in error.message) for error in checkpoint.errors] == [("missing_keys", True)]
-
-
-def test_a_shard_that_the_index_names_twice_wrongly_is_missing(tmp_path):
-    write(tmp_path, {name_of(1, 2): ["a.w"]}, {"a.w": name_of(1, 2), "b.w": name_of(2, 2)})
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert [(error.what, error.kind) for error in checkpoint.errors] == [(name_of(2, 2), "missing")]
