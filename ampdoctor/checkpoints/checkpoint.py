@@ -51,11 +51,7 @@ class FilePart:
 
 
 class ShardGroup:
-    """Files whose state dicts are parts of the same models; `name` is the index's or the file's.
-
-    `models` are state dicts by their path in the file, `main` first, those of shards merged; `inner` is true if the
-    files lie in an inner folder; `ordered` if the entries are in the order of `named_parameters()`.
-    """
+    """Files whose state dicts, by path in the file and `main` first, are parts of the same models."""
 
     def __init__(self, name: str, parts: Sequence[FilePart]) -> None:
         self.name = name
@@ -75,10 +71,7 @@ class ShardGroup:
         return self._clean[path][name]
 
     def same_model_as(self, other: ShardGroup) -> bool:
-        """Whether it is only the safetensors copy of the same model.
-
-        safetensors keeps only one name of a tied weight, so it may have fewer names.
-        """
+        """Whether it is only the safetensors copy of the same model, which keeps only one name of a tied weight."""
         alone = all(not p.sections.optimizers and not p.sections.scalers for u in (self, other) for p in u.parts)
         return alone and not self.ordered and other.ordered and self._outline().items() <= other._outline().items()
 
@@ -96,11 +89,7 @@ def units_of(parts: Sequence[FilePart]) -> tuple[ShardGroup, ...]:
 
 
 def chosen_unit(units: Sequence[ShardGroup]) -> ShardGroup | None:
-    """Returns the unit that holds a checkpoint's model; None if there is none, or several different ones.
-
-    Of twins it is the one in safetensors, which loaders prefer. A folder's own model goes before that of an inner
-    folder (the Trainer gathers the model of a DeepSpeed run beside the partitions).
-    """
+    """Returns the unit with a checkpoint's model: not an inner folder's, of twins the safetensors; None if unsure."""
     every = [unit for unit in units if unit.models]
     holders = sorted([unit for unit in every if not unit.inner] or every, key=lambda unit: unit.ordered)
     if len(holders) == 2 and holders[0].same_model_as(holders[1]):
@@ -183,7 +172,6 @@ class Checkpoint:
         parts: list[FilePart],
         folders: tuple[tuple[Listing, str], ...] = (),
         global_step: int | None = None,
-        spare_step: int | None = None,
         skipped: tuple[Skipped, ...] = (),
         errors: tuple[ErrorNote, ...] = (),
         remarks: tuple[str, ...] = (),
@@ -195,14 +183,13 @@ class Checkpoint:
         self.remarks = remarks
         self.skipped = (*skipped, *(s for part in parts for s in part.sections.skipped))
         self.unsafe_globals = tuple(dict.fromkeys(name for part in parts for name in part.sections.unsafe_globals))
-        self._parts = parts
+        self.parts = parts
         self._units = units_of(parts)
         self.scalers: tuple[ScalerState, ...] = tuple(self._find_scalers())
         self.lost = tuple(dataclasses.replace(one, file=part.name) for part in parts for one in part.sections.lost)
         self.unread = tuple(one for one in self.skipped if one.kind == "unread")
         self.skipped = tuple(_folded(self.skipped))
-        found = global_step if global_step is not None else self._find_step()
-        self.global_step = found if found is not None else spare_step
+        self.global_step = global_step if global_step is not None else self._find_step()
         losses = [part.sections.loss for part in parts if part.sections.loss is not None]
         self.loss = next((loss for loss in losses if not math.isfinite(loss)), losses[-1] if losses else None)
         self._refs: tuple[TensorRef, ...] = tuple(self._find_tensors())
@@ -213,12 +200,7 @@ class Checkpoint:
     @property
     def files(self) -> tuple[CheckpointFile, ...]:
         """The files that are read, in order."""
-        return tuple(CheckpointFile(file.name, file.size) for part in self._parts for file in part.files)
-
-    @property
-    def parts(self) -> tuple[FilePart, ...]:
-        """What the files hold, in order."""
-        return tuple(self._parts)
+        return tuple(CheckpointFile(file.name, file.size) for part in self.parts for file in part.files)
 
     @property
     def total_bytes(self) -> int:
@@ -248,21 +230,21 @@ class Checkpoint:
 
     def optimizers(self) -> dict[str, Mapping[str, Any]]:
         """Returns optimizer state dicts by path in the file, with tensors as `StoredTensor`."""
-        return _by_path([(part, part.sections.optimizers) for part in self._parts])
+        return _by_path([(part, part.sections.optimizers) for part in self.parts])
 
     def scaler_dicts(self) -> dict[str, Mapping[str, Any]]:
         """Returns loss scaler state dicts by path in the file, as they were saved."""
-        return _by_path([(part, part.sections.scalers) for part in self._parts])
+        return _by_path([(part, part.sections.scalers) for part in self.parts])
 
     def require_unchanged(self) -> None:
         """Raises CheckpointError if a file changed since it was opened."""
-        for part in self._parts:
+        for part in self.parts:
             for file in part.files:
                 file.require_unchanged()
 
     def close(self) -> None:
         """Close its files."""
-        for part in self._parts:
+        for part in self.parts:
             for file in part.files:
                 file.close()
 
@@ -352,7 +334,7 @@ class Checkpoint:
     def _find_scalers(self) -> Iterator[ScalerState]:
         unread: list[Skipped] = []
         seen: set[object] = set()
-        for part in self._parts:
+        for part in self.parts:
             for path, saved in part.sections.scalers.items():
                 state = scaler_state(saved, path or "scaler", part.name)
                 if state is not None:
@@ -367,7 +349,7 @@ class Checkpoint:
         self.skipped = (*self.skipped, *unread)
 
     def _find_step(self) -> int | None:
-        stored = [p.sections.global_step for p in self._parts if p.sections.global_step is not None]
+        stored = [p.sections.global_step for p in self.parts if p.sections.global_step is not None]
         if stored:
             return max(stored)
         steps = [
@@ -402,14 +384,14 @@ class LiveState(Checkpoint):
 
 def _folded(skipped: Sequence[Skipped]) -> Iterator[Skipped]:
     """Yields at most `_SKIPS_SHOWN` places for each reason, and the number of the others."""
-    often = Counter(each.reason for each in skipped)
     seen: Counter[str] = Counter()
     for each in skipped:
         seen[each.reason] += 1
-        if often[each.reason] <= _SKIPS_SHOWN + 1 or seen[each.reason] <= _SKIPS_SHOWN:
+        if seen[each.reason] <= _SKIPS_SHOWN:
             yield each
-        elif seen[each.reason] == _SKIPS_SHOWN + 1:
-            yield Skipped(what=f"{often[each.reason] - _SKIPS_SHOWN} more", reason=each.reason)
+    for reason, count in seen.items():
+        if count > _SKIPS_SHOWN:
+            yield Skipped(what=f"{count - _SKIPS_SHOWN} more", reason=reason)
 
 
 def _by_path(found: Sequence[tuple[FilePart, Mapping[str, Mapping[str, Any]]]]) -> dict[str, Mapping[str, Any]]:

@@ -52,30 +52,26 @@ def measure_change(
 ) -> tuple[CheckpointChange, tuple[Skipped, ...]]:
     """Compare the floating-point tensors of two checkpoints; returns the change, and what could not be compared.
 
-    Weights, buffers and averaged copies are compared, and optimizer state that is not finite in the newer one.
-    `summary` is the newer one's; `progress` is called before each tensor and at the end.
+    `summary` is the newer one's; its optimizer state is compared where it is not finite.
     """
     sick = {(t.role, t.group, t.name, t.entry) for t in summary.tensors if t.nonfinite}
     newer, older = _by_key(new), _by_key(old)
     both = [key for key in newer if key in older and (key.role in _COMPARED or key[:4] in sick)]
     shaped = [key for key in both if newer[key].shape == older[key].shape]
-    fitting = [key for key in shaped if newer[key].dtype.is_complex == older[key].dtype.is_complex]
     old_step, new_step = _steps(old, new)
     moments = _moments(new, summary, old)
     changes: list[TensorChange] = []
-    skipped = [
-        Skipped(
-            what=key.name, reason=f"not compared: {dtype_name(older[key].dtype)} became {dtype_name(newer[key].dtype)}"
-        )
-        for key in shaped
-        if newer[key].dtype.is_complex != older[key].dtype.is_complex
-    ]
-    done, total = 0, sum(newer[key].nbytes + older[key].nbytes for key in fitting)
-    for key in fitting:
+    skipped: list[Skipped] = []
+    done, total = 0, sum(newer[key].nbytes + older[key].nbytes for key in shaped)
+    for key in shaped:
         ref, before = newer[key], older[key]
         if progress is not None:
             progress(f"comparing {ref.name}", done, total)
         done += ref.nbytes + before.nbytes
+        if ref.dtype.is_complex != before.dtype.is_complex:
+            reason = f"not compared: {dtype_name(before.dtype)} became {dtype_name(ref.dtype)}"
+            skipped.append(Skipped(what=key.name, reason=reason))
+            continue
         try:
             change = _change(ref, before)
         except LimitExceededError as error:
@@ -179,12 +175,7 @@ def _moments(new: Checkpoint, summary: CheckpointSummary, old: Checkpoint) -> _M
 
 
 def _of_one_shape(new: Checkpoint, refs: Mapping[str, list[TensorRef]]) -> list[tuple[str, str]]:
-    """Returns weights without known moments, each with moments of its shape that are only numbered.
-
-    There must be as many moments as weights, so that each weight is trained. Which moments belong to which weight is
-    not known, but the share of elements that an update reaches depends on magnitudes, and moments of one shape have
-    similar ones.
-    """
+    """Returns weights without known moments, each with numbered ones of its shape, which have similar magnitudes."""
     weights: dict[tuple[int, ...], list[str]] = {}
     for ref in new:
         if ref.role == "weight" and not ref.group and ref.name not in refs:
@@ -203,10 +194,7 @@ def _of_one_shape(new: Checkpoint, refs: Mapping[str, list[TensorRef]]) -> list[
 
 
 def _rates(checkpoints: list[tuple[Checkpoint, dict[int, StoredState]]]) -> Iterator[tuple[str, tuple[float, bool]]]:
-    """Yields the larger learning rate of each parameter, and whether a schedule has lowered it.
-
-    At the end of a schedule it is 0, but it was not 0 on the way there.
-    """
+    """Yields the larger learning rate of each parameter, and whether a schedule has lowered it, as to 0 at its end."""
     found: dict[str, tuple[float, bool]] = {}
     for checkpoint, states in checkpoints:
         for ref in checkpoint:

@@ -8,28 +8,25 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ampdoctor.checkpoints.checkpoint import FilePart
 from ampdoctor.checkpoints.dcp_metadata import (
     METADATA,
-    RANK_METADATA,
     ChunkLocation,
     DistributedMetadata,
     Piece,
     TensorPlan,
-    joined,
     read_metadata,
 )
 from ampdoctor.checkpoints.dcp_names import sections_of
 from ampdoctor.checkpoints.file_contents import FileContents
-from ampdoctor.checkpoints.files import ByteSource, RegularFile, ReopenedFile, Window, is_folder
+from ampdoctor.checkpoints.files import RegularFile, Window, is_folder
 from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout
 from ampdoctor.checkpoints.json_files import parse_json
-from ampdoctor.checkpoints.pickled_objects import Saved
-from ampdoctor.checkpoints.safetensors_file import SafetensorsContent, looks_like_safetensors, read_safetensors
+from ampdoctor.checkpoints.safetensors_file import SafetensorsContent, read_safetensors
 from ampdoctor.checkpoints.stored_tensor import JoinedTensor, Shard, StoredTensor, StridedTensor, unread, unread_dtype
 from ampdoctor.checkpoints.torch_files import read_torch_zip
 from ampdoctor.checkpoints.unpickler import PickledObject
@@ -39,8 +36,7 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 # -- do the pieces of a tensor fill it exactly? --
 
 MAX_COMPARISONS = 6_000_000
-"""Maximum number of compared coordinates for one checkpoint, a second or two: a million pieces cut in one dimension,
-or 250,000 in three."""
+"""Compared coordinates for one checkpoint, a second or two: a million pieces cut in one dimension."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Index of the first element in each dimension, and sizes."""
@@ -63,9 +59,8 @@ class TilingBudget:
 def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str, budget: TilingBudget) -> str | None:
     """Returns in words why pieces do not fill a tensor of this shape exactly; None if they do.
 
-    The boxes' indicator functions sum to that of the whole exactly if their signed corners do (a corner's sign is the
-    parity of its upper sides: differences in every dimension, which can be summed up again). That takes n steps for n
-    pieces, instead of n^2 for pairs. `name` is used in the error where `budget` is used up.
+    The boxes' indicator functions sum to that of the whole exactly if their signed corners do (signs by the parity of
+    the upper sides), which takes n steps for n pieces. `name` is for the error where `budget` is used up.
     """
     if any(not _inside(shape, box) for box in boxes):
         return "a piece lies outside it"
@@ -92,71 +87,24 @@ def _inside(shape: tuple[int, ...], box: Box) -> bool:
     )
 
 
-_AHEAD = 2048
-"""Bytes read at once from each end of an entry; `torch.save` of one tensor takes about 1,500 besides data."""
 MAX_NOTES = 20
 """Unreadable entries that are listed one by one; the others are counted."""
 
 
-@dataclass(slots=True)
-class DistributedContent:
-    """The contents of a distributed checkpoint."""
-
-    file: RegularFile  # the open `.metadata`
-    beside: tuple[RegularFile, ...] = ()  # the open data files
-    sections: FileContents = field(default_factory=FileContents)
-    errors: list[ErrorNote] = field(default_factory=list)  # what is missing or unreadable
-    remarks: list[str] = field(default_factory=list)  # harmless oddities
+Opened: TypeAlias = tuple[FilePart, list[ErrorNote]]
+"""A distributed checkpoint as one part, and what is missing or unreadable."""
 
 
-def metadata_in(folder: Path, names: Iterable[str]) -> list[str]:
-    """Returns a folder's metadata files of a distributed checkpoint: `.metadata`, or one file per rank."""
-    if METADATA in names:
-        return [] if is_folder(folder / METADATA) else [METADATA]
-    ranks = [match for name in names if (match := RANK_METADATA.fullmatch(name))]
-    return [match[0] for match in sorted(ranks, key=lambda match: int(match[1]))]
-
-
-def read_distributed(folder: Path, names: Sequence[str], prefix: str = "") -> DistributedContent:
-    """Read the structure of a distributed checkpoint; no tensor data are read.
-
-    `names` are its metadata files (`metadata_in`), at least one; reports show its files with `prefix` ("optimizer_0/").
-    """
-    reading = _Reading(folder, names[0], prefix)
-    files: list[RegularFile] = []
+def read_distributed(folder: Path, prefix: str = "") -> Opened:
+    """Read the structure of a distributed checkpoint; reports show its files with `prefix` ("optimizer_0/")."""
+    reading = _Reading(folder, prefix)
+    metadata = RegularFile(folder / METADATA, prefix + METADATA)
     try:
-        described = []
-        for name in names:
-            files.append(RegularFile(folder / name, prefix + name))
-            described.append(read_metadata(files[-1]))
-        content = reading.content(described[0] if len(described) == 1 else joined(described, files[0].name), files)
+        return reading.content(read_metadata(metadata), metadata)
     except BaseException:
-        for file in (*files, *reading.files.values()):
+        for file in (metadata, *reading.files.values()):
             file.close()
         raise
-    return content
-
-
-class _ReadAhead(ByteSource):
-    """Holds both ends of an entry in memory, where nearly all of the dozen small reads of its zip fall."""
-
-    def __init__(self, window: Window) -> None:
-        self.name = window.name
-        self.size = window.size
-        self.origin = window.origin
-        self._window = window
-        self._head = window.read(0, min(window.size, _AHEAD))
-        self._tail_at = max(window.size - _AHEAD, 0)
-        self._tail = window.read(self._tail_at, window.size - self._tail_at) if self._tail_at else self._head
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        end = offset + len(target)
-        if end <= len(self._head):
-            target[:] = self._head[offset:end]
-        elif self._tail_at <= offset and end <= self.size:
-            target[:] = self._tail[offset - self._tail_at : end - self._tail_at]
-        else:
-            self._window.read_into(offset, target)
 
 
 class _Unreadable(Exception):  # noqa: N818 - not an error: it is reported once for each file
@@ -166,28 +114,26 @@ class _Unreadable(Exception):  # noqa: N818 - not an error: it is reported once 
 class _Reading:
     """Opens one checkpoint; `files` are the data files that could be opened, by name."""
 
-    def __init__(self, folder: Path, name: str, prefix: str) -> None:
-        self.files: dict[str, ReopenedFile] = {}
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self.files: dict[str, RegularFile] = {}
         self._budget = TilingBudget()
         self._folder = folder
-        self._name = prefix + name
+        self._name = prefix + METADATA
         self._prefix = prefix
         self._errors: list[ErrorNote] = []
         self._bad: list[tuple[str, str]] = []
         self._foreign: dict[str, None] = {}
-        self._tables: dict[str, SafetensorsContent] = {}
-        self._served: set[tuple[str, str]] = set()
 
-    def content(self, described: DistributedMetadata, files: list[RegularFile]) -> DistributedContent:
-        plans, objects = described.tensors.values(), described.objects.values()
-        places = [piece.place for plan in plans for piece in plan.pieces]
-        self._open([place for place in (*places, *objects) if place is not None])
+    def content(self, described: DistributedMetadata, metadata: RegularFile) -> Opened:
+        entries = described.entries
+        objects = [entry for entry in entries.values() if not isinstance(entry, TensorPlan)]
+        pieces = [piece for entry in entries.values() if isinstance(entry, TensorPlan) for piece in entry.pieces]
+        self._open([place for place in (*(piece.place for piece in pieces), *objects) if place is not None])
         self._foreign.update(dict.fromkeys(described.unsafe_globals))
         values: dict[str, Any] = {}
-        for name in described.order:
-            plan = described.tensors.get(name)
+        for name, entry in entries.items():
             try:
-                values[name] = self._object(described.objects[name]) if plan is None else self._tensor(name, plan)
+                values[name] = self._tensor(name, entry) if isinstance(entry, TensorPlan) else self._object(entry)
             except _Unreadable:
                 continue
             except CheckpointError as error:
@@ -195,21 +141,9 @@ class _Reading:
         self._tell_bad()
         if not values and self._errors:
             raise CheckpointError(self._errors[0].message)
-        remarks = []
-        if described.unused:
-            remarks.append(f"{self._name} tells of {described.unused} places that belong to no entry of it")
         sections = sections_of(values, described.paths, tuple(self._foreign), self._name)
-        unlisted = {
-            f"{file}.{key}": stored
-            for file, table in self._tables.items()
-            for key, stored in table.tensors.items()
-            if (file, key) not in self._served
-        }
-        if unlisted:
-            sections.others.update(unlisted)
-            remarks.append(f"{self._name} does not tell of {len(unlisted)} tensors in its files, as {min(unlisted)!r}")
         sections.ordered = len(self.files) == 1  # the tensors of several ranks are listed rank by rank
-        return DistributedContent(files[0], (*files[1:], *self.files.values()), sections, self._errors, remarks)
+        return FilePart(metadata, sections, self._name, beside=tuple(self.files.values())), self._errors
 
     def _open(self, places: Iterable[ChunkLocation]) -> None:
         """Open all data files, and check that the places lie inside them and do not overlap."""
@@ -219,16 +153,13 @@ class _Reading:
         for name, wanted in sorted(by_file.items()):
             shown = self._prefix + name
             try:
-                file = ReopenedFile(self._folder / name, shown)
+                file = RegularFile(self._folder / name, shown)
             except CheckpointError as error:
                 kind = "unreadable" if os.path.lexists(self._folder / name) else "missing"
                 message = f"{self._name} puts {len(wanted)} entries into this file: {error}"
                 self._errors.append(ErrorNote(what=shown, kind=kind, message=message))
                 continue
             self.files[name] = file
-            if looks_like_safetensors(file.head(16)):
-                self._tables[name] = read_safetensors(file)
-                continue
             self._require_apart(wanted)
             end = max(place.offset + place.length for place in wanted)
             if end > file.size:
@@ -253,11 +184,11 @@ class _Reading:
         return Window(file, place.offset, place.length)
 
     def _object(self, place: ChunkLocation | None) -> Any:
-        """Returns a Python object that was saved beside the tensors, including tensors inside it."""
+        """Returns what `torch.save` wrote there: a tensor, or a Python object with tensors inside."""
         window = self._window(place)
-        if place is not None and place.transforms:
-            return unread(_transformed(place))
-        saved = self._saved(window)
+        if window.head(4) != b"PK\x03\x04":
+            raise CheckpointError(f"what lies at byte {window.origin} of {window.name} was not written by torch.save")
+        saved = read_torch_zip(window)
         self._foreign.update(dict.fromkeys(saved.unsafe_globals))
         return saved.tree
 
@@ -272,7 +203,7 @@ class _Reading:
         for piece in plan.pieces:
             if len(plan.pieces) > 1 and 0 in piece.shape:
                 continue
-            stored = self._piece(name, piece)
+            stored = self._piece(piece)
             if isinstance(stored, Skipped):
                 return stored
             if stored.shape != piece.shape or stored.dtype != plan.dtype:
@@ -287,33 +218,12 @@ class _Reading:
             return shards[0].stored
         return JoinedTensor(dtype=plan.dtype, shape=plan.shape, shards=tuple(shards))
 
-    def _piece(self, name: str, piece: Piece) -> StridedTensor | Skipped:
-        place = piece.place
-        if place is not None and place.file in self._tables:
-            content = self._tables[place.file]
-            found: Any = content.tensors.get(name)
-            if found is None:
-                raise CheckpointError(f"{self._prefix}{place.file} does not hold it")
-            if (place.file, name) in self._served:
-                raise CheckpointError(f"two pieces of it are said to be the one slice in {self._prefix}{place.file}")
-            self._served.add((place.file, name))
-        else:
-            window = self._window(place)
-            if place is not None and place.transforms:
-                return unread(_transformed(place))
-            saved = self._saved(window)
-            self._foreign.update(dict.fromkeys(saved.unsafe_globals))
-            found = saved.tree
+    def _piece(self, piece: Piece) -> StridedTensor | Skipped:
+        found = self._object(piece.place)
         if isinstance(found, StridedTensor | Skipped):
             return found
         kind = found.name[:80] if isinstance(found, PickledObject) else type(found).__name__
         return unread(f"a tensor that was saved as {kind} is not read")
-
-    def _saved(self, window: Window) -> Saved:
-        ahead = _ReadAhead(window)
-        if not ahead.head(4).startswith(b"PK\x03\x04"):
-            raise CheckpointError(f"what lies at byte {window.origin} of {window.name} was not written by torch.save")
-        return read_torch_zip(window, ahead)
 
     def _tell_bad(self) -> None:
         for name, why in self._bad[:MAX_NOTES]:
@@ -323,10 +233,6 @@ class _Reading:
         if rest > 0:
             message = f"{rest} more entries of {self._name} cannot be read."
             self._errors.append(ErrorNote(what=self._name, kind="unreadable", message=message))
-
-
-def _transformed(place: ChunkLocation) -> str:
-    return f"its bytes were written through {', '.join(place.transforms)}, which is not read"
 
 
 def _words(shape: tuple[int, ...], dtype: object) -> str:
@@ -344,7 +250,7 @@ _WHERE = "DCP_SHARDING_INFO"
 """The header's metadata key for where each slice begins."""
 
 
-def read_slices(folder: Path, names: Sequence[str], prefix: str = "") -> DistributedContent | None:
+def read_slices(folder: Path, names: Sequence[str], prefix: str = "") -> Opened | None:
     """Join the slices in the files `names` (which match `SLICES`); None if they hold none."""
     files: list[RegularFile] = []
     try:
@@ -361,7 +267,7 @@ def read_slices(folder: Path, names: Sequence[str], prefix: str = "") -> Distrib
         sections = FileContents(
             models={"": tensors}, skipped=[s for content in contents for s in content.skipped], ordered=False
         )
-        return DistributedContent(files[0], tuple(files[1:]), sections, _missing(names))
+        return FilePart(files[0], sections, files[0].name, beside=tuple(files[1:])), _missing(names)
     except BaseException:
         for file in files:
             file.close()
@@ -460,25 +366,30 @@ def _add(into: CheckpointBuilder, level: FolderState, inner: str, names: Sequenc
     folder, below = level.path / inner, f"{level.prefix}{inner}/" if inner else level.prefix
     if inner:
         names = _names(folder)
-    described = metadata_in(folder, names)
     data = [name for name in names if name.endswith(_DATA)]
-    if not described:
+    if METADATA not in names or is_folder(folder / METADATA):
         if data:
-            into.errors.append(_undescribed(below, data))
+            message = (
+                f"{below}{METADATA} is missing: nothing says what lies in {_some(data)}. It is written last: the save "
+                "was interrupted, or each rank described its own pieces, which is not read."
+            )
+            into.lack(below + METADATA, message)
         return None
     if not inner:
         level.unit = level.prefix + METADATA
     try:
-        inside = read_distributed(folder, described, below)
+        part, errors = read_distributed(folder, below)
     except CheckpointError as error:
-        return below + described[0], error
-    _take(into, inside, "" if inner else level.unit)
-    used = {file.path.name for file in inside.beside}
+        return below + METADATA, error
+    part.index = "" if inner else level.unit
+    into.parts.append(part)
+    into.errors += errors
+    used = {file.path.name for file in part.beside}
     level.taken.update(used if not inner else ())
-    told = {error.what for error in inside.errors}
+    told = {error.what for error in errors}
     left = [name for name in data if name not in used and below + name not in told]
     if left:
-        into.remarks.append(f"{below}{described[0]} puts nothing into {_some(left)}: not part of this checkpoint")
+        into.remarks.append(f"{below}{METADATA} puts nothing into {_some(left)}: not part of this checkpoint")
     return None
 
 
@@ -490,14 +401,9 @@ def _add_slices(into: CheckpointBuilder, level: FolderState, slices: Sequence[st
         return level.prefix + slices[0], error
     if content is not None:
         level.taken.update(slices)
-        _take(into, content)
+        into.parts.append(content[0])
+        into.errors += content[1]
     return None
-
-
-def _take(into: CheckpointBuilder, content: DistributedContent, index: str = "") -> None:
-    into.parts.append(FilePart(content.file, content.sections, content.file.name, index, content.beside))
-    into.errors += content.errors
-    into.remarks += content.remarks
 
 
 def _names(folder: Path) -> list[str]:
@@ -507,15 +413,6 @@ def _names(folder: Path) -> list[str]:
             return sorted(entry.name for entry in itertools.islice(entries, _MAX_ENTRIES))
     except OSError:
         return []
-
-
-def _undescribed(below: str, data: Sequence[str]) -> ErrorNote:
-    """Returns an error for data files without `.metadata`, which is written last: the save was interrupted."""
-    message = (
-        f"{below}{METADATA} is missing: nothing says what lies in {_some(data)}. "
-        "It is written last, so that the save was probably interrupted."
-    )
-    return ErrorNote(what=below + METADATA, kind="missing", message=message)
 
 
 def _some(names: Sequence[str]) -> str:

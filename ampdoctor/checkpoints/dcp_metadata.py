@@ -1,15 +1,9 @@
-"""The `.metadata` of `torch.distributed.checkpoint`: what is saved, in which chunks, and where the bytes are.
-
-It is a pickle of torch's dataclasses. torch's own reader executes it (an unrestricted unpickler). Here the inert
-machine reads it, and records are recognised by their fields. The fields are those of torch 2.0 to 2.13; Megatron's
-subclass adds some that do not concern the bytes.
-"""
+"""The `.metadata` of `torch.distributed.checkpoint` (torch 2.0 to 2.13; Megatron adds fields), by the inert machine."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -23,8 +17,6 @@ from ampdoctor.checkpoints.unpickler import MAX_OBJECT_BYTES, MAX_OPCODES, Globa
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 METADATA = ".metadata"
-RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
-"""A rank's description of its own pieces, if ranks do not communicate (`use_collectives=False`)."""
 
 MAX_METADATA_BYTES = 32 * 1024 * 1024
 """A piece takes 140 to 230 bytes: enough for 500 tensors with two moments each, cut over 96 ranks or more."""
@@ -69,7 +61,6 @@ class ChunkLocation:
     file: str  # beside `.metadata`
     offset: int
     length: int
-    transforms: tuple[str, ...] = ()  # that wrote its bytes ("stream.zstd/1"); () for plain bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +85,9 @@ class TensorPlan:
 class DistributedMetadata:
     """The contents of a `.metadata`, by names in the flattened state dict."""
 
-    tensors: dict[str, TensorPlan]
-    objects: dict[str, ChunkLocation | None]  # everything else; None without a place
-    order: tuple[str, ...]  # all names
+    entries: dict[str, TensorPlan | ChunkLocation | None]  # tensors and other objects in order; None without a place
     paths: dict[str, Path_]  # name -> keys of the nested state dict, if known
     unsafe_globals: tuple[str, ...]  # names of classes that are not torch's own
-    unused: int  # number of places of nothing
 
 
 def read_metadata(file: RegularFile) -> DistributedMetadata:
@@ -119,15 +107,14 @@ def read_metadata(file: RegularFile) -> DistributedMetadata:
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise CheckpointError(f"{file.name} is not that of a distributed checkpoint.")
     places = _places(stored, file.name)
-    tensors: dict[str, TensorPlan] = {}
-    objects: dict[str, ChunkLocation | None] = {}
+    entries: dict[str, TensorPlan | ChunkLocation | None] = {}
     pieces = 0
     for name, entry in described.items():
         if not isinstance(name, str):
             raise _malformed(file.name, "the name of an entry is no string")
         content = fields_of(entry)
         if "chunks" not in content:
-            objects[name] = places.pop((name, None), None)
+            entries[name] = places.get((name, None))
             continue
         chunks = content["chunks"]
         if not isinstance(chunks, list):
@@ -135,41 +122,11 @@ def read_metadata(file: RegularFile) -> DistributedMetadata:
         pieces += len(chunks)
         if pieces > MAX_PIECES:
             raise LimitExceededError(f"{file.name}: pieces of tensors", MAX_PIECES, pieces)
-        tensors[name] = _tensor(name, content, places, file.name)
-    used = {(name, piece.at) for name, plan in tensors.items() for piece in plan.pieces}
+        entries[name] = _tensor(name, content, places, file.name)
     return DistributedMetadata(
-        tensors=tensors,
-        objects=objects,
-        order=tuple(described),
+        entries=entries,
         paths=_paths(fields.get("planner_data")),
         unsafe_globals=tuple(name for name in machine.unsafe_globals if name not in _OWN),
-        unused=sum(key not in used for key in places),
-    )
-
-
-def joined(ranks: Sequence[DistributedMetadata], name: str) -> DistributedMetadata:
-    """Joins the descriptions of several ranks, each of its own pieces; pieces that all have saved count once.
-
-    Raises CheckpointError if they describe one tensor in different ways. `name` is their name in errors.
-    """
-    tensors: dict[str, TensorPlan] = {}
-    for rank in ranks:
-        for key, plan in rank.tensors.items():
-            known = tensors.setdefault(key, plan)
-            if (known.dtype, known.shape) != (plan.dtype, plan.shape):
-                raise _malformed(name, f"ranks describe {key[:200]!r} in different ways")
-    pieces: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], Piece]] = {key: {} for key in tensors}
-    for rank in ranks:
-        for key, plan in rank.tensors.items():
-            for piece in plan.pieces:
-                pieces[key].setdefault((piece.at, piece.shape), piece)
-    return DistributedMetadata(
-        tensors={key: TensorPlan(plan.dtype, plan.shape, tuple(pieces[key].values())) for key, plan in tensors.items()},
-        objects={key: place for rank in reversed(ranks) for key, place in rank.objects.items()},
-        order=tuple(dict.fromkeys(key for rank in ranks for key in rank.order)),
-        paths={key: path for rank in ranks for key, path in rank.paths.items()},
-        unsafe_globals=tuple(dict.fromkeys(key for rank in ranks for key in rank.unsafe_globals)),
-        unused=sum(rank.unused for rank in ranks),
     )
 
 
@@ -190,14 +147,12 @@ def _places(stored: Mapping[Any, Any], file: str) -> dict[tuple[str, tuple[int, 
             path = plain_name(path, file)
             plain.add(path)
         offset, length = info.get("offset"), info.get("length")
-        transforms = info.get("transform_descriptors") or ()
-        if not (_is_size(offset) and _is_size(length)) or not isinstance(transforms, list | tuple):
+        if not _is_size(offset) or not _is_size(length):
             raise _malformed(file, f"the place of {name[:200]!r} is malformed")
         where = (name, None if at is None else tuple(at))
         if where in places:
             raise _malformed(file, f"a piece of {name[:200]!r} has two places")
-        words = tuple(t[:40] if isinstance(t, str) else "?" for t in transforms[:10])
-        places[where] = ChunkLocation(path, offset, length, words)
+        places[where] = ChunkLocation(path, offset, length)
     return places
 
 

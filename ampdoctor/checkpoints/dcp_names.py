@@ -1,7 +1,6 @@
 """Rebuilds the nested state dict from a distributed checkpoint's entries, and sorts its parts.
 
-The format flattens a state dict to names. The default planner writes the original paths to `.metadata`; others do not
-(Megatron), and some state dicts were flat already (torchtitan's optimizer). This file recognises the names:
+Megatron writes no original paths to `.metadata`, and torchtitan's optimizer was flat already; names are recognised:
 
 - torch (`flatten_optimizer_state_dict`): `state.<parameter>.<entry>` and `param_groups.<parameter>.<setting>`
 - Megatron: `optimizer.state.<entry>.<parameter>`, `chained_0.optimizer.state...` for one of several optimizers, and
@@ -41,12 +40,7 @@ _HOLDERS_OF_STEP = ("train_state", "trainer_state", "training_state", "common_st
 def sections_of(
     values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], unsafe_globals: tuple[str, ...], name: str
 ) -> FileContents:
-    """Sort a distributed checkpoint's entries into parts.
-
-    `values` are stored tensors, `Skipped` and objects by flattened name, `paths` the known keys of the nested state
-    dict, `unsafe_globals` the classes of its objects, `name` its name in errors. Raises CheckpointError if two entries
-    claim one place or an object contains itself, LimitExceededError if it is too deep or too large.
-    """
+    """Sort a distributed checkpoint's entries, by flattened name and keys of the nested state dict, into parts."""
     for key, path in paths.items():
         if len(path) > MAX_DEPTH:
             raise LimitExceededError(f"{name}: nesting of {key[:200]!r}", MAX_DEPTH, len(path))
@@ -109,7 +103,8 @@ def _mend_optimizer(node: dict[Any, Any], name: str) -> None:
 
 def _gather(root: dict[Any, Any], name: str) -> dict[str, StoredTensor]:
     """Rebuild flattened optimizers, in place; returns their master copies of weights."""
-    weights = {key for node in (root, *root.values()) if isinstance(node, Mapping) for key in _tensors_of(node)}
+    nodes = [node for node in (root, *root.values()) if isinstance(node, Mapping)]
+    weights = {key for node in nodes for key, value in node.items() if isinstance(value, StoredTensor)}
     owned: dict[str, _Flat] = {}
     for owner, node in [*root.items(), ("", root)]:
         if isinstance(node, dict) and _is_flat(node):
@@ -141,10 +136,6 @@ def _put_beside(there: dict[str, StoredTensor], more: Mapping[str, StoredTensor]
         there[free] = copy
 
 
-def _tensors_of(node: Mapping[Any, Any]) -> set[Any]:
-    return {key for key, value in node.items() if isinstance(value, StoredTensor)}
-
-
 def _is_flat(node: Mapping[Any, Any]) -> bool:
     """Whether a mapping is an optimizer's state dict that torch has flattened by parameter and entry."""
     kinds = {key.partition(".")[0] if isinstance(key, str) and "." in key else None for key in node}
@@ -152,10 +143,7 @@ def _is_flat(node: Mapping[Any, Any]) -> bool:
 
 
 class _Flat:
-    """One optimizer whose entries arrive one by one under long names.
-
-    `weights` are names of the weights beside it; `state` and `masters` are by parameter.
-    """
+    """One optimizer whose entries arrive one by one under long names; `weights` are names of the weights beside it."""
 
     def __init__(self, weights: set[Any], name: str) -> None:
         self._weights = weights
@@ -206,22 +194,15 @@ class _Flat:
         return {"state": self.state, "param_groups": list(groups.values())}
 
 
-def _hashable(value: Any, depth: int = 3) -> Any:
-    """Returns a plain setting as a key. Objects, and values larger than a setting, only equal themselves."""
-    if isinstance(value, Mapping | list | tuple) and (len(value) > 8 or not depth):
-        return id(value)
-    if isinstance(value, Mapping):
-        return frozenset(((type(key), key), _hashable(part, depth - 1)) for key, part in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_hashable(part, depth - 1) for part in value)
-    return (type(value), value) if isinstance(value, str | int | float) or value is None else id(value)
+def _hashable(value: Any) -> Any:
+    """Returns a plain setting, or a pair of such, as a key; anything else only equals itself."""
+    if isinstance(value, list | tuple) and len(value) == 2:
+        return tuple(part if isinstance(part, str | int | float) else id(part) for part in value)
+    return value if isinstance(value, str | int | float) or value is None else id(value)
 
 
 def _place_loose(loose: Mapping[str, StoredTensor | Skipped], sections: FileContents) -> None:
-    """Add tensors at the top: they are the model, unless another state dict is; then they belong to nothing.
-
-    A state dict is the model if it has a usual name or more values than they. Random states in objects do not count.
-    """
+    """Add tensors at the top: they are the model, unless another state dict has a usual name or more values."""
     sections.skipped += [replace(v, what=k) for k, v in loose.items() if isinstance(v, Skipped)]
     tensors = {key: value for key, value in loose.items() if isinstance(value, StoredTensor)}
     if not tensors:

@@ -33,6 +33,7 @@ from ampdoctor.checkpoints.zero import (
     place_by_parameter,
     read_rank,
 )
+from ampdoctor.errors import CheckpointError
 
 # -- tensors that no joined tensor uses --
 #
@@ -41,10 +42,7 @@ from ampdoctor.checkpoints.zero import (
 
 
 def add_unused(parts: Sequence[FilePart], saved: Sequence[Saved]) -> None:
-    """Add to each part its file's tensors in storages that no part uses, and scalers that differ.
-
-    `saved` is the content of each part's file. The new tensors belong to nothing (`FileContents.others`).
-    """
+    """Add to each part's `others` its file's tensors in storages that no part uses, and scalers that differ."""
     used = {place for part in parts for _, tensor in _tensors(part.sections) for place in _places(tensor)}
     scalers = {scaler_state(scaler, "", "") for part in parts for scaler in part.sections.scalers.values()} - {None}
     for part, content in zip(parts, saved, strict=True):
@@ -93,11 +91,10 @@ class _File:
 
 @dataclass(slots=True)
 class _Slice:
-    """The files of one model-parallel rank, by data-parallel rank; `others` are left from saves with other settings."""
+    """The files of one model-parallel rank, by data-parallel rank."""
 
     models: dict[int, _File] = field(default_factory=dict)
     optimizers: dict[int, _File] = field(default_factory=dict)
-    others: list[_File] = field(default_factory=list)
 
 
 def _claims(name: str) -> bool:
@@ -117,45 +114,24 @@ def _read(into: CheckpointBuilder, level: FolderState, names: Sequence[str]) -> 
         families = found.setdefault(int(match["mp"]), {})
         families.setdefault(kind, []).append((int(match["dp"] or 0), _File(level.prefix + name, *opened)))
     for number in sorted(found):
-        mine = _settled(found[number])
-        into.parts.extend(_parts(into, mine, number) + [_by_itself(into, other) for other in mine.others])
+        into.parts.extend(_parts(into, _settled(into, found[number]), number))
 
 
-def _settled(families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _Slice:
-    """Returns which files belong together if a folder has files of two settings, as after a change of precision.
-
-    The saved settings decide: bf16 puts `bf16_` before the optimizer files, and only ZeRO 3 has a model file for every
-    rank. If they do not decide, the larger number of files does.
-    """
+def _settled(into: CheckpointBuilder, families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _Slice:
+    """Returns which files belong together; those of other settings, of which there are fewer, are refused."""
     mine = _Slice()
-    trees = [file.saved.tree for (is_optimizer, _), files in families.items() if not is_optimizer for _, file in files]
-    configs = [tree.get("ds_config") for tree in trees if isinstance(tree, Mapping)]
-    bf16 = [config.get("bf16", config.get("bfloat16")) for config in configs if isinstance(config, Mapping)]
-    half = any(isinstance(setting, Mapping) and setting.get("enabled") is True for setting in bf16)
-    stage3 = False
-    for is_optimizer in (True, False):
-        wanted = ("bf16_zero_pp" if half else "zero_pp") if is_optimizer else ("zero_pp" if stage3 else "mp")
+    for is_optimizer, table in ((True, mine.optimizers), (False, mine.models)):
         kinds = [kind for kind in families if kind[0] is is_optimizer]
-        kinds.sort(key=lambda kind: (kind[1] != wanted, -len(families[kind]), kind[1]))
-        table = mine.optimizers if is_optimizer else mine.models
+        kinds.sort(key=lambda kind: (-len(families[kind]), kind[1]))
         for kind in kinds:
             for rank, file in families[kind]:
                 if kind == kinds[0] and rank not in table:
                     table[rank] = file
                 else:
-                    mine.others.append(file)
-        if is_optimizer:
-            states = [read_rank(file.saved.tree) for file in table.values()]
-            stage3 = any(state is not None and state.by_parameter for state in states[:1])
+                    file.file.close()
+                    said = "claims the rank of another file, as after a change of settings, and is not read."
+                    into.refuse(file.name, CheckpointError(f"{file.name} {said}"))
     return mine
-
-
-def _by_itself(into: CheckpointBuilder, other: _File) -> FilePart:
-    """Returns a file that belongs to no rank as a part of its own, with tensors under their paths in the file."""
-    into.remarks.append(f"{other.name} claims the rank of another file, as after a change of settings; read by itself")
-    part = FilePart(other.file, FileContents(unsafe_globals=other.saved.unsafe_globals), other.name, other.name)
-    add_unused([part], [other.saved])
-    return part
 
 
 def _parts(into: CheckpointBuilder, mine: _Slice, number: int) -> list[FilePart]:
@@ -216,10 +192,9 @@ def _note_missing(into: CheckpointBuilder, mine: _Slice, tree: Mapping[Any, Any]
     models = [rank for rank in range(expected) if rank not in mine.models] if any(by_rank) else []
     for what, ranks in (("optimizer", absent), ("model", models)):
         if ranks:
-            shown = ", ".join(str(rank) for rank in ranks[:5]) + (", ..." if len(ranks) > 5 else "")
+            shown = f"{ranks[0]}{f' and of {len(ranks) - 1} more' if len(ranks) > 1 else ''} is missing"
             into.lack(
-                f"mp_rank_{number:02d}",
-                f"The {what} file of rank {shown} is missing: {expected} ranks saved this checkpoint.",
+                f"mp_rank_{number:02d}", f"The {what} file of rank {shown}: {expected} ranks saved this checkpoint."
             )
     if not mine.models:
         absent_model = f"mp_rank_{number:02d}_model_states.pt"
@@ -240,10 +215,7 @@ def _rank_count(mine: _Slice, tree: Mapping[Any, Any]) -> int:
 
 
 class _Joined:
-    """Joined partitions, by parameter name; those that could not be mapped (`flat` of them) by rank and group.
-
-    `masters` are fp32 weights, `loose` unmapped fp32 partitions; `optimizer` is a state dict with names as ids.
-    """
+    """Joined partitions by parameter name; those that could not be mapped (`flat` of them) by rank and group."""
 
     def __init__(self, tree: Mapping[Any, Any], ranks: Sequence[RankState], *, complete: bool) -> None:
         self.masters: dict[str, StoredTensor] = {}
@@ -254,18 +226,17 @@ class _Joined:
         groups = len(ranks[0].masters)
         by_parameter = ranks[0].by_parameter
         alike = all(len(rank.masters) == groups for rank in ranks)
-        dealt = _round_robin(tree, by_parameter=by_parameter)
         placed: list[dict[str, list[Piece]]] = [{} for _ in range(groups)]
         if complete and alike and shapes and by_parameter:
             placed = place_by_parameter(shapes, ranks)
-        elif complete and alike and len(shapes) == groups:
-            placed = place_by_group(shapes, ranks, checked=not dealt)
+        elif complete and alike and len(shapes) == groups and not _round_robin(tree):
+            placed = place_by_group(shapes, ranks)
         wanted = {name: shape for group in shapes for name, shape in group.items()}
         for group, parameters in enumerate(placed):
             if not self._take(group, parameters, wanted, ranks):
                 self._keep_flat(group, ranks)
         if not self.flat:
-            self.optimizer["param_groups"] = _groups(placed, ranks, dealt=dealt)
+            self.optimizer["param_groups"] = _groups(placed, ranks)
 
     def _take(
         self, group: int, placed: Mapping[str, list[Piece]], wanted: Mapping[str, Shape], ranks: Sequence[RankState]
@@ -357,28 +328,21 @@ def _is_shape(value: Any) -> bool:
     )
 
 
-def _round_robin(tree: Mapping[Any, Any], *, by_parameter: bool) -> bool:
-    """Whether a group's parameters were dealt out to the ranks in turn before they were concatenated."""
+def _round_robin(tree: Mapping[Any, Any]) -> bool:
+    """Whether a group's parameters were dealt out to the ranks in turn, so that their order is not the optimizer's."""
     config = tree.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    return not by_parameter and isinstance(zero, Mapping) and zero.get("round_robin_gradients") is True
+    return isinstance(zero, Mapping) and zero.get("round_robin_gradients") is True
 
 
-def _groups(
-    placed: Sequence[Mapping[str, list[Piece]]], ranks: Sequence[RankState], *, dealt: bool
-) -> list[dict[str, Any]]:
+def _groups(placed: Sequence[Mapping[str, list[Piece]]], ranks: Sequence[RankState]) -> list[dict[str, Any]]:
     """Returns the optimizer's parameter groups, with parameters in the order in which the user passed them."""
-    names = [_dealt_back(list(group), len(ranks)) if dealt else list(group) for group in placed]
+    names = [list(group) for group in placed]
     groups = []
     for options, count in zip(ranks[0].options, ranks[0].per_option, strict=True):
         mine, names = names[:count], names[count:]
         groups.append({**options, "params": [name for group in mine for name in group]})
     return groups
-
-
-def _dealt_back(names: list[str], ranks: int) -> list[str]:
-    order = [index for rank in range(ranks) for index in range(rank, len(names), ranks)]
-    return [name for _, name in sorted(zip(order, names, strict=True))]
 
 
 DEEPSPEED = Layout(name="deepspeed", claims=_claims, read=_read)

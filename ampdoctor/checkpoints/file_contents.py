@@ -30,8 +30,7 @@ from ampdoctor.evidence.report import Skipped
 
 # -- the contents of a tree's containers, determined once per container, even if it appears in many places --
 #
-# A tuple of 20,000 numbers costs a file 40 kB and can appear in 200 places for 1 kB more. A walk that enters it at each
-# place takes seconds and finds nothing. Trees are finite and at most `MAX_DEPTH` deep (`require_finite_tree`).
+# A tuple of 20,000 numbers costs a file 40 kB and can appear in 200 places for 1 kB more.
 
 _PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
 """Types that are never part of a checkpoint. Only the type is tested, because there are millions of such values."""
@@ -83,13 +82,11 @@ class ContainsCache:
         return self._parts[id(node)]
 
 
-def leaves(node: Any, path: str, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
-    """Yields every value of these kinds in a tree with its dotted path, in stored order."""
-    return _leaves(node, path, kinds, set())
-
-
-def _leaves(node: Any, path: str, kinds: tuple[type, ...], known_empty: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yields the same; `known_empty` holds the addresses of containers without such values."""
+def leaves(
+    node: Any, path: str, kinds: tuple[type, ...], known_empty: set[int] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yields every value of these kinds with its dotted path; `known_empty` are `id`s of containers without such."""
+    known_empty = set() if known_empty is None else known_empty
     if isinstance(node, kinds):
         yield path, node
     elif isinstance(node, Mapping | list | tuple) and id(node) not in known_empty:
@@ -97,7 +94,7 @@ def _leaves(node: Any, path: str, kinds: tuple[type, ...], known_empty: set[int]
         for key, value in entries_of(node):
             if id(value) in known_empty:
                 continue
-            for found in _leaves(value, join(path, key), kinds, known_empty):
+            for found in leaves(value, join(path, key), kinds, known_empty):
                 nothing = False
                 yield found
         if nothing:
@@ -112,17 +109,13 @@ def join(path: str, key: object) -> str:
 
 # -- NaN and infinite numbers that belong to no examined tensor --
 #
-# A loss, a metric, a list of losses, a learning rate in a schedule, a NumPy array: they are plain values, tensors of
-# one element outside the models and optimizers, or bytes in the pickle.
+# A loss, a metric, a learning rate in a schedule: plain values, tensors of one element, or a NumPy array's bytes.
 
 _PLAIN_NUMBERS = frozenset({int, str, bool, bytes, type(None)})
 
 
 def lost_numbers(tree: Any, told: Mapping[str, Any], examined: Collection[int]) -> Iterator[LostNumbers]:
-    """Yields the numbers that are not finite, in stored order; a container in several places counts at its first.
-
-    `told` are entries at the top that are read as something else (the loss), `examined` the `id`s of examined tensors.
-    """
+    """Yields the numbers that are not finite, in stored order, but for `told` ones at the top and `examined` ones."""
     seen: set[int] = set()
     pending: list[tuple[Any, str]] = [(tree, "")]
     while pending:
@@ -320,11 +313,7 @@ def main_model(paths: Sequence[str]) -> str | None:
 
 
 def clean_names(names: Sequence[str]) -> dict[str, str]:
-    """Maps stored names to names as in `named_parameters()` of the bare model.
-
-    `_orig_mod.` (torch.compile) is removed everywhere. A leading `module.` (DataParallel, DDP) is removed only if every
-    name has it, because a model may have a child of that name beside others.
-    """
+    """Maps stored names to those of the bare model: no `_orig_mod.`, and no `module.` where every name begins so."""
     cleaned = {name: name.replace("_orig_mod.", "") for name in names}
     while cleaned and all(c.startswith("module.") for c in cleaned.values()):
         cleaned = {name: c.removeprefix("module.") for name, c in cleaned.items()}
@@ -350,10 +339,6 @@ def is_master(path: str) -> bool:
 def tensors_in(node: Any, path: str = "") -> Iterator[tuple[str, StoredTensor | Skipped]]:
     """Yields every tensor below a node with its dotted path, in stored order."""
     return leaves(node, path, (StoredTensor, Skipped))
-
-
-def _stored_in(node: Any, path: str) -> Iterator[tuple[str, StoredTensor]]:
-    return leaves(node, path, (StoredTensor,))
 
 
 def _objects_in(node: Any, path: str) -> Iterator[tuple[str, PickledObject]]:
@@ -408,28 +393,16 @@ def _visit_mapping(node: Mapping[Any, Any], path: str, into: FileContents, below
 
 def _visit_entry(key: Any, value: Any, path: str, into: FileContents, below: ContainsCache) -> None:
     random = _is_random(key) and isinstance(value, StoredTensor | Skipped | PickledObject | Mapping | list | tuple)
-    if random and not any(_is_random(part) for part in path.split(".")):
-        _visit_random(value, into.place(path, key), into, below)
+    if random and not any(map(_is_random, path.split("."))) and not _holds_numbers(value, into.search):
+        into.skipped.append(Skipped(what=into.place(path, key), reason="random state"))
     elif below.part(value):
         _visit(value, into.place(path, key), into, below)
 
 
-def _visit_random(node: Any, path: str, into: FileContents, below: ContainsCache) -> None:
-    """Skip a random state, recognised by its name; anything in it that could be trained still counts."""
-    inner = FileContents(search=into.search, places=into.places)
-    _visit(node, path, inner, below)
-    models = {at: model for at, model in inner.models.items() if any(_is_real(t) for t in model.values())}
-    others = {at: tensor for at, tensor in inner.others.items() if _is_real(tensor)}
-    if not (models or others or inner.optimizers or inner.scalers or inner.masters):
-        into.skipped.append(Skipped(what=path, reason="random state"))
-        return
-    into.models.update(models)
-    into.others.update(others)
-    into.optimizers.update(inner.optimizers)
-    into.scalers.update(inner.scalers)
-    into.masters.update(inner.masters)
-    into.buffers.update(inner.buffers)
-    into.skipped.extend(inner.skipped)
+def _holds_numbers(node: Any, search: Search) -> bool:
+    """Whether a tensor in what is named like a random state could be trained."""
+    inside = (found for _, one in _objects_in(node, "") for found in tensors_inside(one, search))
+    return any(isinstance(tensor, StoredTensor) and _is_real(tensor) for _, tensor in (*tensors_in(node), *inside))
 
 
 def _is_random(key: Any) -> bool:
@@ -466,7 +439,7 @@ def _take_optimizer(node: Mapping[Any, Any], path: str, into: FileContents, belo
     into.optimizers[path] = node
     for key, value in node.items():
         if key == "param_groups":
-            into.others.update((at, t) for at, t in _stored_in(value, join(path, key)) if t.shape)
+            into.others.update((at, t) for at, t in leaves(value, join(path, key), (StoredTensor,)) if t.shape)
         elif key != "state":  # saved into the same dict: a model, fp32 copies
             _visit_entry(key, value, path, into, below)
     unread = [(at, t) for at, t in tensors_in(node["state"], join(path, "state")) if isinstance(t, Skipped)]
@@ -498,10 +471,7 @@ def _take_model(node: Mapping[Any, Any], path: str, into: FileContents, below: C
 
 
 def _is_state_dict(node: Mapping[Any, Any], path: str, below: ContainsCache) -> bool:
-    """Whether a mapping maps names to tensors. A container with tensors inside is another part of the checkpoint.
-
-    A few scalars are a log or a callback's best score, unless a model is expected at this place.
-    """
+    """Whether a mapping maps names to tensors: not only scalars, as a log does, unless a model is expected here."""
     if not all(isinstance(key, str) for key in node):
         return False
     values = list(node.values())
@@ -513,10 +483,7 @@ def _is_state_dict(node: Mapping[Any, Any], path: str, below: ContainsCache) -> 
 
 
 def _without_nests(tree: Any) -> Any:
-    """Flatten a Megatron file's models: `{"language_model": {"embedding": {"weight": ...}}}` is one state dict.
-
-    Elsewhere a dict of dicts is several models (`{"generator": ..., "discriminator": ...}`).
-    """
+    """Flatten a Megatron file's models; elsewhere a dict of dicts is several models."""
     if not isinstance(tree, Mapping) or not tree.keys() >= {"checkpoint_version", "args"}:
         return tree
     chunks = [key for key in tree if isinstance(key, str) and _MEGATRON_MODEL.fullmatch(key)]
@@ -537,10 +504,7 @@ LEAST_PAIRED = 0.5
 
 
 def averaged_names(names: Sequence[str]) -> frozenset[str]:
-    """Returns names under a prefix that says "average" (`model_ema.`, `ema.`), if the weights themselves exist, too.
-
-    Dots do not count: Stable Diffusion's average has none after its prefix.
-    """
+    """Returns names under a prefix that says average (`model_ema.`) if the weights exist, too, with or without dots."""
     by_prefix: dict[str, list[str]] = {}
     for name in names:
         prefix, dot, rest = name.partition(".")

@@ -1,7 +1,4 @@
-"""Files of a checkpoint as bytes by position, and the listing of a folder.
-
-Only regular files are opened; a file that changes while it is read is an error.
-"""
+"""Regular files of a checkpoint as bytes by position, which must not change meanwhile, and the listing of a folder."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ import os
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +15,6 @@ from typing import Self
 
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.paths import refuse_reading
-
-_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISCHR, "a character device"),
-    (stat.S_ISBLK, "a block device"),
-    (stat.S_ISSOCK, "a socket"),
-)
 
 _LONGEST_SHOWN = 200
 
@@ -97,7 +85,6 @@ class RegularFile(ByteSource):
         self._stamp = (opened.st_size, opened.st_mtime_ns)
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """As in `ByteSource`."""
         done = 0
         try:
             while done < len(target):
@@ -117,11 +104,6 @@ class RegularFile(ByteSource):
         with self._lock:  # without reading by position, threads share the file's own position
             self._raw.seek(offset)
             return self._raw.readinto(target) or 0
-
-    def will_need(self, offset: int, count: int) -> None:
-        """Advise the system that these bytes are read next."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._raw.fileno(), offset, count, os.POSIX_FADV_WILLNEED)
 
     def require_unchanged(self) -> None:
         """Raises CheckpointError if size or modification time changed: what was read may be half old, half new."""
@@ -143,10 +125,7 @@ class RegularFile(ByteSource):
 
 
 class Window(ByteSource):
-    """A part of a file that is complete by itself, such as one entry of a distributed checkpoint.
-
-    The caller has checked that it lies inside the file.
-    """
+    """A part of a file that is complete by itself; the caller has checked that it lies inside the file."""
 
     __slots__ = ("file",)
 
@@ -157,7 +136,6 @@ class Window(ByteSource):
         self.origin = offset
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """As in `ByteSource`."""
         if offset + len(target) > self.size:
             raise CheckpointError(f"{self.name} is truncated: an entry of it ends too early.")
         self.file.read_into(self.origin + offset, target)
@@ -187,11 +165,7 @@ def identity_of(path: Path) -> tuple[int, int] | None:
 
 
 def plain_name(name: object, owner: str, what: str = "shard") -> str:
-    """Returns `name` if it names a file right beside `owner`, the file that holds the name; the check is lexical.
-
-    Resolving and comparing folders would refuse the Hugging Face cache, whose files are links out of their folder, and
-    a comparison of strings with `startswith` lets `model-evil/` pass for `model`.
-    """
+    """Returns `name` if it names a file right beside `owner`; the check is lexical (the Hub's cache links away)."""
     if not isinstance(name, str):
         raise CheckpointError(f"{owner} names a {what} that is not a string.")
     if not name or name in {".", ".."} or any(c in name for c in "/\\:\0") or not name.isprintable():
@@ -201,8 +175,7 @@ def plain_name(name: object, owner: str, what: str = "shard") -> str:
 
 def _require_regular(mode: int, name: str) -> None:
     if not stat.S_ISREG(mode):
-        kind = next((word for test, word in _KINDS if test(mode)), "not a regular file")
-        raise CheckpointError(f"{name} is {kind}, not a regular file.")
+        raise CheckpointError(f"{name} is not a regular file.")
 
 
 def _reason(error: Exception) -> str:
@@ -241,59 +214,9 @@ def list_folder(folder: Path) -> Listing:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                there[entry.name] = _leads_to_folder(entry)
+                there[entry.name] = is_folder(Path(entry.path))  # False for a link to itself
                 if len(there) > MAX_FOLDER_ENTRIES:
                     raise LimitExceededError(f"{folder.name}: files in the folder", MAX_FOLDER_ENTRIES, len(there))
     except OSError as error:
         raise CheckpointError(f"{folder.name} cannot be listed: {(error.strerror or str(error)).lower()}.") from None
     return Listing(folder, tuple(sorted(there)), frozenset(name for name, inner in there.items() if inner))
-
-
-def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or a link to one; False for a link to itself, which fails when opened."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
-class ReopenedFile(RegularFile):
-    """A regular file that is open only while it is read, and must stay unchanged.
-
-    A thousand ranks write thousands of files, and a process may open 1024.
-    """
-
-    __slots__ = ("_closed",)
-
-    def __init__(self, path: Path, name: str) -> None:
-        self._closed = False
-        super().__init__(path, name)
-        super().close()
-
-    @contextmanager
-    def _opened(self) -> Iterator[RegularFile]:
-        if self._closed:
-            raise CheckpointError(f"{self.name} is closed.")
-        with RegularFile(self.path, self.name) as file:
-            if file._stamp != self._stamp:  # noqa: SLF001 - its own kind
-                raise CheckpointError(f"{self.name} changed while it was being read.")
-            yield file
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """As in `ByteSource`."""
-        with self._opened() as file:
-            file.read_into(offset, target)
-
-    def will_need(self, offset: int, count: int) -> None:
-        """As in `RegularFile`."""
-        with self._opened() as file:
-            file.will_need(offset, count)
-
-    def require_unchanged(self) -> None:
-        """As in `RegularFile`."""
-        with self._opened():
-            pass
-
-    def close(self) -> None:
-        """As in `RegularFile`."""
-        self._closed = True

@@ -5,16 +5,15 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint, FilePart
 from ampdoctor.checkpoints.dcp import DISTRIBUTED
 from ampdoctor.checkpoints.deepspeed import DEEPSPEED
 from ampdoctor.checkpoints.files import Listing, RegularFile, identity_of, is_folder, list_folder, plain_name
-from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout, read_saved, read_sections
+from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout, read_sections
 from ampdoctor.checkpoints.json_files import read_global_step, read_weight_map
 from ampdoctor.checkpoints.shards import (
     INDEXED,
@@ -22,7 +21,6 @@ from ampdoctor.checkpoints.shards import (
     check_numbers,
     is_numbered,
     numbered_family,
-    remark_duplicates,
 )
 from ampdoctor.checkpoints.torch_files import sniff
 from ampdoctor.errors import CheckpointError, NoCheckpointError
@@ -33,14 +31,9 @@ from ampdoctor.evidence.report import Skipped
 _MAX_BYTES = 256
 
 
-def _iteration(text: str) -> str:
-    return f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 16 else text
-
-
-_POINTERS: Mapping[str, Callable[[str], str]] = MappingProxyType(
-    {"latest": str, "latest_checkpointed_iteration.txt": _iteration}
-)
-"""Pointer files and how they name a folder: DeepSpeed by its name, Megatron by its iteration or "release"."""
+_MEGATRON = "latest_checkpointed_iteration.txt"
+_POINTERS = ("latest", _MEGATRON)
+"""Pointer files: DeepSpeed's names a folder, Megatron's an iteration or "release"."""
 
 
 def is_pointer(name: str) -> bool:
@@ -62,19 +55,9 @@ def target_of(folder: Path, pointer: str) -> str:
             text = file.read(0, file.size).decode("utf-8").strip()
         except UnicodeDecodeError:
             raise CheckpointError(f"{pointer} is not text.") from None
-    return plain_name(_POINTERS[pointer](text), pointer, "folder")
-
-
-def folder_inside(folder: Path, link: str) -> Path | None:
-    """Returns where a link in a folder leads, if that is a folder below this one; None for anything else.
-
-    Open the returned path, not the link: the link may lead elsewhere by then.
-    """
-    try:
-        root, target = folder.resolve(strict=True), (folder / link).resolve(strict=True)
-    except (OSError, RuntimeError):  # a broken or circular link (a RuntimeError before Python 3.13)
-        return None
-    return target if target != root and target.is_relative_to(root) and is_folder(target) else None
+    if pointer == _MEGATRON and text.isascii() and text.isdigit() and len(text) < 16:
+        text = f"iter_{int(text):07d}"
+    return plain_name(text, pointer, "folder")
 
 
 # -- the last layout: files that no other layout has taken, each by itself --
@@ -102,8 +85,7 @@ _OTHER_WEIGHTS = re.compile(
     r"\.(safetensors|pt|pth|bin|ckpt|pkl|tar)[.~]|\.(weights|params|h5|keras|npz|npy|gguf|ggml|onnx|msgpack|ot|pickle|state)$",
     re.IGNORECASE,
 )
-"""Names of files with weights in a format that is not read, or of copies that no loader takes. Reports list them,
-because what was not examined must not pass for healthy."""
+"""Names of weights in a format that is not read, or of copies: reports list them, because they are not examined."""
 
 
 def may_hold_tensors(name: str) -> bool:
@@ -137,8 +119,6 @@ def _add_file(into: CheckpointBuilder, level: FolderState, name: str) -> bool:
         into.skipped.append(
             Skipped(what=shown, reason=reason, kind="other_weights" if reason == _OTHER else "left_out")
         )
-        if fnmatch.fnmatchcase(name, RANDOM_STATES):
-            _take_step(into, path, shown)
         return False
     if name != TRAINER_STATE:
         family = level.prefix + numbered_family(name) if is_numbered(name) else ""
@@ -158,21 +138,6 @@ def _left_alone(name: str, *, indexed: bool) -> str | None:
     if indexed and is_numbered(name):
         return "a shard that no index names"
     return neighbour(name)
-
-
-def _take_step(into: CheckpointBuilder, path: Path, name: str) -> None:
-    """Take the step that Accelerate keeps beside the random state, if it can be read.
-
-    It counts batches, and may restart with each epoch, so it is only used if nothing else counts steps.
-    """
-    try:
-        with RegularFile(path, name) as file:
-            tree = read_saved(file, sniff(file)).tree
-    except CheckpointError:
-        return
-    step = tree.get("step") if isinstance(tree, Mapping) else None
-    if type(step) is int and step > 0:
-        into.spare_step = max(step, into.spare_step or 0)
 
 
 LOOSE_FILES = Layout(name="", claims=_claims, read=_read)
@@ -202,8 +167,7 @@ _WRITERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("mp_rank_*",), "megatron"),
     (("*.index.json",), "sharded"),
 )
-"""Which tool wrote a folder, by the names in it, the most specific first. Used in reports only; the layouts decide
-what is read."""
+"""Which tool wrote a folder, by the names in it, the most specific first; used in reports only."""
 
 
 def open_file(path: Path) -> Checkpoint:
@@ -211,16 +175,16 @@ def open_file(path: Path) -> Checkpoint:
     file = RegularFile(path, path.name)
     try:
         found = sniff(file)
-        if found == "json":
-            table = _index_of(file)
-        else:
-            return Checkpoint(
-                path=path.name, format=found, parts=[FilePart(file, read_sections(file, found), path.name)]
-            )
+        if found != "json":
+            part = FilePart(file, read_sections(file, found), path.name)
+            return Checkpoint(path=path.name, format=found, parts=[part])
+        table = read_weight_map(file)
     except BaseException:
         file.close()
         raise
     file.close()
+    if table is None:
+        raise NoCheckpointError(f"{file.name} is a JSON file, but not the index of a sharded checkpoint.")
     gathering = CheckpointBuilder(layout="sharded")
     try:
         add_shards(gathering, path, table, "")
@@ -231,12 +195,7 @@ def open_file(path: Path) -> Checkpoint:
 
 
 def open_folder(listing: Listing, *, below: bool = False) -> Checkpoint:
-    """Opens a folder: weights, and optimizer and scaler where they exist.
-
-    A run's folder with a file that names its latest checkpoint is read as that checkpoint. `listing` has the names that
-    belong to the checkpoint. `below` reads the files in inner folders too, as of a pipeline of several models
-    (`unet/`): needed to judge the folder, but not to resume from it.
-    """
+    """Opens a folder; one that names its latest checkpoint is read as that. `below` reads inner folders, too."""
     gathering = CheckpointBuilder()
     try:
         gathering.folders.append((listing, ""))
@@ -246,7 +205,7 @@ def open_folder(listing: Listing, *, below: bool = False) -> Checkpoint:
             _add_below(gathering, listing, followed)
         if gathering.layout == "folder":
             gathering.layout = _writer(listing.names)
-        return _finish(gathering, listing.path.name or str(listing.path), listing)
+        return _finish(gathering, listing.path.name or str(listing.path))
     except BaseException:
         gathering.close()
         raise
@@ -279,12 +238,7 @@ class Subfolders:
 def search_below(
     root: Listing, apart: Collection[str], is_run: Callable[[Listing], bool] = lambda _: False
 ) -> Subfolders:
-    """Search the folders below `root` for files of checkpoints; below a folder with such files the search stops.
-
-    Each folder is listed once, even if two links lead to it. Hidden folders (of other tools), folders with very many
-    inner folders, and steps that `ampdoctor run` has recorded are not searched. `apart` are names of known folders; a
-    folder for which `is_run` is true is returned as one.
-    """
+    """Search the folders below `root` for files of checkpoints, not those named `apart`; a run's folder is one."""
     folders: list[tuple[str, Listing]] = []
     skipped: list[Skipped] = []
     unlisted: list[tuple[str, CheckpointError]] = []
@@ -323,10 +277,7 @@ def _searched(listing: Listing, apart: Collection[str]) -> list[str]:
 
 
 def parts_in(listing: Listing) -> set[str]:
-    """Returns the names of inner folders that are read with a checkpoint.
-
-    They are those of ranks, of parts that are saved apart, and the one that a file names as the latest.
-    """
+    """Returns the inner folders that are read with a checkpoint: of ranks, saved apart, and the latest by a pointer."""
     apart = [layout for layout in LAYOUTS if layout is not LOOSE_FILES]
     own = {n for n in listing.folders if _MEGATRON_RANK.fullmatch(n) or any(one.claims(n) for one in apart)}
     pointer = pointer_in(listing)
@@ -357,10 +308,7 @@ def _writer(names: Sequence[str]) -> str:
 
 
 def _add_with_ranks(into: CheckpointBuilder, listing: Listing, prefix: str) -> None:
-    """Open a folder's checkpoint files and those in the folders of its ranks, each once.
-
-    Otherwise links could lead in circles, or through one large folder a thousand times.
-    """
+    """Open a folder's checkpoint files and those in the folders of its ranks, each once, whatever links there are."""
     folder = listing.path
     _add_folder(into, listing, prefix)
     seen = {identity_of(folder): folder.name}
@@ -393,11 +341,7 @@ def _add_folder(into: CheckpointBuilder, listing: Listing, prefix: str) -> None:
 
 
 def _follow(into: CheckpointBuilder, listing: Listing) -> str | None:
-    """Open the folder that a pointer names as the latest checkpoint; returns its name.
-
-    If the files beside the pointer form a checkpoint themselves (the Trainer's folder of a DeepSpeed run), a missing
-    target is only a remark: people delete the optimizer's state to save space.
-    """
+    """Open the folder that a pointer names as the latest, which may be gone where files lie beside; returns it."""
     folder, names = listing.path, listing.names
     pointer = pointer_in(listing)
     if pointer is None:
@@ -407,68 +351,40 @@ def _follow(into: CheckpointBuilder, listing: Listing) -> str | None:
     except CheckpointError as error:
         into.refuse(pointer, error)
         return None
-    there = folder / target
-    if target in names and there.is_symlink():
-        found = folder_inside(folder, target)
-        if found is None:
-            said = f"{pointer} names {target}, which is a link to no other folder in this one; name what it leads to."
-            into.refuse(pointer, CheckpointError(said))
-            return target
-        there = found
-    if target in names and target in listing.folders:
+    if target in names and (folder / target).is_symlink():
+        into.refuse(pointer, CheckpointError(f"{pointer} names {target}, which is a link; name what it leads to."))
+    elif target in listing.folders:
         try:
-            below = list_folder(there)
+            below = list_folder(folder / target)
         except CheckpointError as error:
             into.refuse(target, error)
         else:
             into.folders.append((below, f"{target}/"))
             _add_with_ranks(into, below, f"{target}/")
-        return target
-    message = f"{pointer} names the folder {target}, which is not there"
-    if into.parts:
-        into.remarks.append(message)
+    elif into.parts:
+        into.remarks.append(f"{pointer} names the folder {target}, which is not there")
     else:
-        into.refuse(pointer, CheckpointError(f"{message}."))
+        into.refuse(pointer, CheckpointError(f"{pointer} names the folder {target}, which is not there."))
     return target
 
 
-def _index_of(file: RegularFile) -> dict[str, str]:
-    table = read_weight_map(file)
-    if table is None:
-        raise NoCheckpointError(f"{file.name} is a JSON file, but not the index of a sharded checkpoint.")
-    return table
-
-
-def _finish(gathered: CheckpointBuilder, name: str, inside: Listing | None = None) -> Checkpoint:
-    remark_duplicates(gathered)
+def _finish(gathered: CheckpointBuilder, name: str) -> Checkpoint:
     if not gathered.parts:
         if gathered.refusals:
             raise gathered.refusals[0]
-        raise NoCheckpointError(_nothing(name, inside))
+        raise NoCheckpointError(
+            f"{name} holds no checkpoint: no file in it is in a format that is read "
+            "(safetensors, torch.save, torch.distributed.checkpoint)."
+        )
     return Checkpoint(
         path=name,
         format=gathered.layout,
         parts=gathered.parts,
         folders=tuple(gathered.folders),
         global_step=gathered.global_step,
-        spare_step=gathered.spare_step,
         skipped=tuple(gathered.skipped),
         errors=tuple(gathered.errors),
         remarks=tuple(gathered.remarks),
-    )
-
-
-def _nothing(name: str, listing: Listing | None) -> str:
-    inner = sorted(listing.folders) if listing is not None else []
-    likely = [n for n in inner if n.startswith(("checkpoint", "step", "epoch", "global_step", "iter_"))]
-    if likely:
-        return (
-            f"{name} holds no checkpoint itself, but {len(likely)} folders that may be one; "
-            f"name one of them, for example {likely[-1]}."
-        )
-    return (
-        f"{name} holds no checkpoint: no file in it is in a format that is read "
-        "(safetensors, torch.save, torch.distributed.checkpoint)."
     )
 
 

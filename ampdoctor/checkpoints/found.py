@@ -11,7 +11,7 @@ from pathlib import Path
 from ampdoctor.checkpoints.checkpoint import Checkpoint
 from ampdoctor.checkpoints.files import Listing, list_folder
 from ampdoctor.checkpoints.folder import open_file, open_folder
-from ampdoctor.checkpoints.series import CheckpointSeries, Contents, SavedCheckpoint, Series, contents_of
+from ampdoctor.checkpoints.series import Contents, SavedCheckpoint, Series, contents_of
 from ampdoctor.errors import CheckpointError, SeveralRunsError
 from ampdoctor.evidence.report import ErrorNote
 
@@ -27,11 +27,6 @@ class PathContents:
     is_file: bool = False  # a regular file, or a link to one
     listing: Listing | None = None  # None unless the path is a folder
     contents: Contents = field(default_factory=Contents)  # the checkpoints in that folder
-
-    @property
-    def family(self) -> CheckpointSeries | None:
-        """The checkpoints of a run in the folder; None if it is a single checkpoint, or none."""
-        return self.contents.family
 
     @property
     def several(self) -> tuple[Series, ...]:
@@ -51,7 +46,7 @@ class PathContents:
     @property
     def members(self) -> tuple[SavedCheckpoint, ...]:
         """The checkpoints of a run; () if the path is not a folder of them."""
-        return self.family.members if self.family is not None else ()
+        return self.contents.members
 
     @property
     def unlisted(self) -> tuple[ErrorNote, ...]:
@@ -67,7 +62,7 @@ class PathContents:
         told = [str(one) for one in self.several]
         paths = [os.path.join(self.typed, path) for one in self.several for path in one.paths]  # noqa: PTH118 - as typed
         listed = "; ".join(told[:_LISTED]) + (f"; and {len(told) - _LISTED} more" if len(told) > _LISTED else "")
-        typed = " ".join(path if "*" in path else shlex.quote(path) for path in paths[:_LISTED])
+        typed = shlex.join(paths[:_LISTED])
         raise SeveralRunsError(
             f"{self.name} holds {len(told)} runs or checkpoints, and no one series: {listed}. "
             f"Name one of them, or each.",
@@ -77,20 +72,17 @@ class PathContents:
     @property
     def log_folders(self) -> tuple[tuple[Listing, str], ...]:
         """The folders that may hold the log of the folder's run: nothing above the named one, whatever it is called."""
-        if self.listing is None or self.family is None:
+        home = self.contents.home
+        if self.listing is None or home is None:
             return ()
-        home = self.family.home
         return ((self.listing, ""),) if home is self.listing else ((home, f"{home.path.name}/"), (self.listing, ""))
 
     def open(self) -> Checkpoint:
-        """Read the structure of the only checkpoint at the path.
-
-        Raises CheckpointError for a folder of several, with the last of them as an example.
-        """
+        """Read the structure of the only checkpoint at the path; raises CheckpointError for several."""
         if self.listing is None:
             return open_file(self.path)
         self.require_one_run()
-        if self.family is None:
+        if not self.members:
             return open_folder(self.listing, below=True)
         several = self.members
         if len(several) > 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 from ampdoctor.checkpoints.checkpoint import FilePart
 from ampdoctor.checkpoints.file_contents import FileContents, classify_contents
@@ -16,8 +15,6 @@ from ampdoctor.checkpoints.torch_files import Format, read_torch_legacy, read_to
 from ampdoctor.errors import CheckpointError, LimitExceededError, OtherFormatError
 from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_facts import PROFILE_MARK
-
-Reader: TypeAlias = Callable[[RegularFile], FileContents]
 
 
 @dataclass(slots=True)
@@ -32,7 +29,6 @@ class CheckpointBuilder:
     refusals: list[CheckpointError] = field(default_factory=list)  # the first is raised if nothing can be read
     folders: list[tuple[Listing, str]] = field(default_factory=list)
     global_step: int | None = None
-    spare_step: int | None = None
 
     def refuse(self, name: str, error: CheckpointError) -> None:
         """Note a file that cannot be read. A file of another format is only skipped, unless nothing else is there."""
@@ -49,26 +45,20 @@ class CheckpointBuilder:
 
     def open(self, path: Path, name: str) -> tuple[RegularFile, Saved] | None:
         """Open a file of `torch.save` and read its structure; None if it was refused, which is noted."""
+        file = None
         try:
             file = RegularFile(path, name)
-        except CheckpointError as error:
-            self.refuse(name, error)
-            return None
-        try:
             return file, read_saved(file, sniff(file))
         except CheckpointError as error:
             self.refuse(name, error)
-        except BaseException:
-            file.close()
-            raise
-        file.close()
+            if file is not None:
+                file.close()
         return None
 
-    def add(self, file: RegularFile, index: str = "", read: Reader | None = None) -> FilePart | None:
+    def add(self, file: RegularFile, index: str = "") -> FilePart | None:
         """Add a file that is a part by itself; if it is refused, it is noted and closed, and None is returned."""
         try:
-            contents = read_sections(file, sniff(file)) if read is None else read(file)
-            part = FilePart(file, contents, file.name, index)
+            part = FilePart(file, read_sections(file, sniff(file)), file.name, index)
         except CheckpointError as error:
             file.close()
             self.refuse(file.name, error)
@@ -76,14 +66,14 @@ class CheckpointBuilder:
         self.parts.append(part)
         return part
 
-    def add_file(self, path: Path, name: str, index: str = "", read: Reader | None = None) -> FilePart | None:
-        """Open a file, called `name` in reports, and add it as a part; `read` is given for a format of the layout's."""
+    def add_file(self, path: Path, name: str, index: str = "") -> FilePart | None:
+        """Open a file, called `name` in reports, and add it as a part."""
         try:
             file = RegularFile(path, name)
         except CheckpointError as error:
             self.refuse(name, error)
             return None
-        return self.add(file, index, read)
+        return self.add(file, index)
 
     def close(self) -> None:
         """Close every file."""
@@ -118,10 +108,7 @@ def read_sections(file: RegularFile, found: Format) -> FileContents:
 
 @dataclass(slots=True)
 class FolderState:
-    """A folder of a checkpoint while it is being read.
-
-    Files of this folder without an index belong together under the name `unit`; with "" each stands alone.
-    """
+    """A folder of a checkpoint while it is being read; its files without an index are of `unit`, or alone."""
 
     listing: Listing  # only names that belong to the checkpoint
     prefix: str = ""  # of these names in reports ("global_step10/")
@@ -139,11 +126,8 @@ class FolderState:
 class Layout:
     """A framework's way of spreading a checkpoint over the files of a folder.
 
-    `name` is the resulting `Checkpoint.format`; "" if several frameworks use the layout, and other files in the folder
-    decide. `claims` says whether it reads a file or folder of this name; names of reports are checked with it too,
-    because none of them may be a part of what the next run reads. `read` adds the contents of the claimed names to the
-    `CheckpointBuilder`, and the handled names to `FolderState.taken`; errors go into the `CheckpointBuilder` and are
-    never raised.
+    `name` is the resulting `Checkpoint.format` ("": other files decide), `claims` says whether it reads such a file or
+    folder, and `read` adds those to the builder, and the handled names to `FolderState.taken`; it never raises.
     """
 
     name: str

@@ -11,18 +11,16 @@ from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.json_records import unique_keys
 
 MAX_VALUE_BYTES = 160 * 1024 * 1024
-"""Maximum memory for the values of a JSON text: enough for a safetensors header of 160,000 tensors, or a log of
-200,000 entries."""
+"""Memory for the values of a JSON text: enough for a safetensors header of 160,000 tensors."""
 
 _COSTS = ((b"{", 232), (b"[", 88), (b",", 48), (b":", 40))
 """Bytes of memory for each mark of objects, lists and items. Marks in strings count, too; names hold few."""
 
 
 def parse_json(raw: bytes, name: str, *, strict: bool) -> Any:
-    """Returns the value of a JSON text in UTF-8; raises ValueError or, if it is too large, LimitExceededError.
+    """Returns the value of a JSON text in UTF-8; raises ValueError, or LimitExceededError if it is too large.
 
-    `strict` refuses what JSON itself does not allow (NaN, infinities), duplicate keys (DuplicateKeyError) and halves of
-    surrogate pairs.
+    `strict` refuses NaN, infinities, duplicate keys (DuplicateKeyError) and halves of surrogate pairs.
     """
     # text takes up to four bytes per character, even if few need them; it is held twice, whole and in pieces
     cost = (2 if raw.isascii() else 8) * len(raw) + sum(each * raw.count(mark) for mark, each in _COSTS)

@@ -37,12 +37,7 @@ _FLUSHING = frozenset(
 
 
 def optimizer_facts(checkpoint: Checkpoint, tensors: Sequence[TensorSummary]) -> tuple[OptimizerSummary, ...]:
-    """Returns every optimizer of a checkpoint in numbers, in stored order; `tensors` are the checkpoint's.
-
-    Second moments in a 16- or 8-bit format with too few exponents are read, and the first moments beside them; in a
-    wider format only those that hold zeros, in an optimizer that keeps nothing but these two for each element.
-    Otherwise only single numbers are read.
-    """
+    """Returns every optimizer in numbers, in stored order; only second moments that may be starved are read."""
     zeros = {(t.file, t.group, t.name, t.entry) for t in tensors if t.role == "moment" and t.zeros}
     starved = tuple(_starved(checkpoint, zeros))
     found = [_summary(path, state) for path, state in checkpoint.optimizers().items()]
@@ -79,7 +74,6 @@ def _group(group: Mapping[str, Any]) -> OptimizerGroup:
         epsilon=number(group.get("eps")),
         weight_decay=number(group.get("weight_decay")),
         fused=group.get("fused") is True,
-        capturable=group.get("capturable") is True,
         parameters=len(params) if isinstance(params, list | tuple) else 0,
     )
 
@@ -134,9 +128,6 @@ def _described(second: TensorRef, *, starved: int, examined: int, largest: float
 
 
 # -- does the next update change a stored weight, given its format? --
-#
-# A step is added to the weight and rounded to its format. A step of less than half the distance to the next number is
-# lost, and the next one again.
 
 _Update = Callable[..., torch.Tensor]
 """Maps chunks of the moments (float32) to the step that is subtracted from the weight."""
@@ -156,10 +147,7 @@ class StoredState:
 
 
 def states_of(checkpoint: Checkpoint) -> dict[int, StoredState]:
-    """Maps each stored moment, by the identity of its `StoredTensor`, to the state that it belongs to.
-
-    A parameter counts in the first group that lists it; torch accepts none that two groups list.
-    """
+    """Maps each stored moment, by the identity of its `StoredTensor`, to the state in the first group that lists it."""
     found: dict[int, StoredState] = {}
     for optimizer in checkpoint.optimizers().values():
         listed: set[int | str] = set()
@@ -177,10 +165,7 @@ def states_of(checkpoint: Checkpoint) -> dict[int, StoredState]:
 
 
 def reach(weight: StoredTensor, stored: StoredState, learning_rate: float, steps: int) -> UpdateReach | None:
-    """Returns what an update does to a real weight's elements; None if the optimizer's rule is unknown.
-
-    `steps` is the number of equal updates that are added up.
-    """
+    """Returns what one update, and `steps` equal ones, do to a real weight; None if the optimizer's rule is unknown."""
     rule = _rule(stored, weight.shape)
     if rule is None or weight.dtype.is_complex or not weight.numel:
         return None
@@ -215,7 +200,7 @@ def _rule(stored: StoredState, shape: tuple[int, ...]) -> tuple[_Update, list[St
     if first is not None and second is not None:
         return _adam(stored), [first, second]
     if momentum is not None:
-        return _plain, [momentum]
+        return lambda buffer: buffer, [momentum]
     if first is not None and set(state) <= {"exp_avg", "step"}:
         return torch.sign, [first]  # Lion
     return None
@@ -224,10 +209,6 @@ def _rule(stored: StoredState, shape: tuple[int, ...]) -> tuple[_Update, list[St
 def _fitting(entry: Any, shape: tuple[int, ...]) -> StoredTensor | None:
     fits = isinstance(entry, StoredTensor) and entry.shape == shape and entry.dtype.is_floating_point
     return entry if fits else None
-
-
-def _plain(momentum: torch.Tensor) -> torch.Tensor:
-    return momentum
 
 
 def _adam(stored: StoredState) -> _Update:

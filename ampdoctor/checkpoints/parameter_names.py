@@ -21,8 +21,7 @@ _ELEMENTWISE = (
 )  # fmt: skip
 """State entries with the parameter's shape, including bitsandbytes' 8-bit `state1` and `state2`."""
 _FACTORED = (("exp_avg_sq_row", "exp_avg_sq_col", 0), ("row_var", "col_var", 1))
-"""A second moment stored as the means of its rows and columns (Adafactor): fairseq's and transformers' without the
-reduced dimension, torch's with size 1 there."""
+"""A second moment as the means of its rows and columns (Adafactor), without the reduced dimension or with size 1."""
 _NO_MOMENTS = re.compile(r"step|t|k|(qmap|new_max|max|min)\d*|.*_step")
 """Counters, and the code books of 8-bit state. Its block scales (absmax) are part of the moments, like the codes."""
 
@@ -30,11 +29,7 @@ _NO_MOMENTS = re.compile(r"step|t|k|(qmap|new_max|max|min)\d*|.*_step")
 def name_parameters(
     optimizer: Mapping[str, Any], models: Sequence[Mapping[str, StoredTensor]], *, ordered: bool
 ) -> dict[Any, str]:
-    """Maps the parameter ids of an optimizer's state to parameter names, for every id whose name is certain.
-
-    `models` are state dicts that it may belong to, the most likely first; `ordered` says that their entries are in the
-    order of `named_parameters()`.
-    """
+    """Maps the parameter ids of an optimizer's state to names that are certain; `models` are the most likely first."""
     groups = [_ids(group) for group in optimizer["param_groups"]]
     shapes = {pid: _shape_of(optimizer["state"].get(pid)) for ids in groups for pid in ids}
     given = _given_names(optimizer, groups)
@@ -188,8 +183,5 @@ _SPLITS: tuple[Callable[[_Named], list[_Named]], ...] = (
     lambda weights: [weights],
     lambda weights: _two(weights, lambda _, shape: len(shape) >= 2),
     lambda weights: _two(weights, _decayed_by_name),
-    lambda weights: list(reversed(_two(weights, lambda _, shape: len(shape) >= 2))),
-    lambda weights: list(reversed(_two(weights, _decayed_by_name))),
 )
-"""Usual splits of parameters into groups: none, matrices from vectors, by name, and the latter two with groups
-swapped."""
+"""Usual splits of parameters into groups: none, matrices from vectors, by name."""

@@ -18,8 +18,7 @@ from ampdoctor.evidence.report import Skipped
 MAX_DEPTH = 200
 """Maximum nesting of dicts and lists in a checkpoint."""
 MAX_NODES = 5_000_000
-"""Maximum number of dicts, lists, tensors and plain values; a shared one counts at each of its places, because every
-later walk visits each place. An optimizer over 100,000 parameters has about 600,000."""
+"""Values in a checkpoint, each at each of its places: an optimizer over 100,000 parameters has about 600,000."""
 MAX_TENSORS = 250_000
 """Maximum number of a file's tensors and inert records, counted likewise; no pickle of the allowed length has more."""
 MAX_PATH = 4096
@@ -58,12 +57,7 @@ _SMALL = 4
 
 
 def require_finite_tree(root: Tree, name: str) -> None:
-    """Refuse a tree over whose dicts, lists and tuples a walk would not end.
-
-    A pickle of some kilobytes can hold 60 levels of `x = [x, x]`, a list that contains itself, or tensors under names
-    of megabytes. Inert records are leaves here: a search of one counts for itself (`Search`). Raises CheckpointError if
-    a container contains itself, LimitExceededError if it is too deep or too large.
-    """
+    """Refuse a tree that is too deep or large for a walk, or contains itself: a kilobyte holds 60 of `[x, x]`."""
     known: dict[int, _Extent] = {}
     open_: set[int] = set()
     stack: list[Any] = [root] if _is_nest(root) else []
@@ -211,10 +205,7 @@ def read_module(root: PickledObject, search: Search) -> ModuleContent:
 
 
 def tensors_inside(root: PickledObject, search: Search) -> Iterator[tuple[str, StoredTensor | Skipped]]:
-    """Yields every tensor in an object, with a dotted path; a shared tensor comes once.
-
-    NumPy arrays come as `Skipped`: `numpy_array` has their numbers.
-    """
+    """Yields every tensor in an object once, with a dotted path; NumPy arrays come as `Skipped` (`numpy_array`)."""
     seen: set[int] = set()
     pending: list[tuple[Any, str, int]] = [(root, "", 0)]
     while pending:
@@ -264,11 +255,7 @@ def numpy_array(node: PickledObject) -> NDArray[Any] | None:
 
 
 def optimizer_fields(node: PickledObject, search: Search) -> dict[str, Any] | None:
-    """Returns the state dict of an optimizer that was pickled as an object; None for any other record.
-
-    The object's state is keyed by the parameters themselves; they get the numbers that `Optimizer.state_dict()` gives.
-    A state of more than numbers, tensors and lists of these is None, too: walks over a state dict are complete.
-    """
+    """Returns the state dict of an optimizer that was pickled as an object, parameters numbered; None for others."""
     fields = fields_of(node)
     state, groups = fields.get("state"), fields.get("param_groups")
     if not isinstance(state, dict) or not isinstance(groups, list) or not all(_is_group(g) for g in groups):

@@ -47,7 +47,7 @@ _PYTHON_WORDS = 625
 _NUMPY_WORDS = 624
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RandomNumbers:
     """The generators' saved states; None for those that were not saved."""
 
@@ -57,7 +57,7 @@ class RandomNumbers:
     of_devices: bool = False  # a GPU's generators were saved as well
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ResumeState:
     """Random numbers, schedules and data loaders of a training when it was saved.
 
@@ -66,14 +66,57 @@ class ResumeState:
     """
 
     random: RandomNumbers = field(default_factory=RandomNumbers)
-    schedulers: tuple[Mapping[str, Any], ...] = ()
-    loaders: tuple[Mapping[str, Any], ...] = ()
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    schedulers: list[Mapping[str, Any]] = field(default_factory=list)
+    loaders: list[Mapping[str, Any]] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def visit(self, node: Any, path: tuple[str, ...]) -> None:
+        """Take what lies in a part of a file; of each kind of random state the first counts."""
+        if isinstance(node, Mapping):
+            self._visit_mapping(node, path)
+        elif isinstance(node, list | tuple):
+            self._visit_sequence(node, path)
+        elif isinstance(node, StoredTensor):
+            self._visit_tensor(node, path)
+        elif type(node) in (int, float) and len(path) == _TOP:
+            self.numbers.setdefault(path[-1], node)
+
+    def _visit_mapping(self, node: Mapping[Any, Any], path: tuple[str, ...]) -> None:
+        if _LOADER.search(path[-1]) and node and all(isinstance(key, str | int) for key in node):
+            self._take(self.loaders, node)
+        elif _is_scheduler(node):
+            self._take(self.schedulers, node)
+        elif not is_optimizer(node) and len(path) <= _DEPTH:
+            for key, value in node.items():
+                self.visit(value, (*path, str(key)))
+
+    def _visit_sequence(self, node: list[Any] | tuple[Any, ...], path: tuple[str, ...]) -> None:
+        python, numpy = _python_state(node), _numpy_state(node)
+        if python is not None:
+            self.random.python = self.random.python or python
+        elif numpy is not None:
+            self.random.numpy = self.random.numpy or numpy
+        elif len(node) <= _ITEMS and len(path) <= _DEPTH:
+            for value in node:
+                self.visit(value, (*path, path[-1]))
+
+    def _visit_tensor(self, node: StoredTensor, path: tuple[str, ...]) -> None:
+        if node.dtype is not torch.uint8 or len(node.shape) != 1 or not any(map(_RANDOM.search, path)):
+            return
+        if any(map(_OF_A_DEVICE.search, path)):
+            self.random.of_devices = True
+        elif node.shape == torch.get_rng_state().shape and self.random.torch is None:
+            self.random.torch = node.load()
+
+    @staticmethod
+    def _take(into: list[Mapping[str, Any]], node: Mapping[Any, Any]) -> None:
+        if _is_plain(node):
+            into.append(_load(node, None))
 
 
 def read_resume_state(checkpoint: Checkpoint, path: Path) -> ResumeState:
     """Returns what the open checkpoint and the files beside it (at `path`) hold."""
-    found = _Found()
+    found = ResumeState()
     for part in checkpoint.parts:
         found.visit(part.sections.tree, (_stem(part.name),))
     for file in _beside(path):
@@ -82,7 +125,7 @@ def read_resume_state(checkpoint: Checkpoint, path: Path) -> ResumeState:
                 found.visit(read_saved(file, sniff(file)).tree, (_stem(file.name),))
             except CheckpointError:  # not needed to read the checkpoint; missing state is reported
                 continue
-    return found.standing()
+    return found
 
 
 def _stem(name: str) -> str:
@@ -96,70 +139,6 @@ def _beside(folder: Path) -> Iterator[RegularFile]:
                 yield RegularFile(folder / name, name)
             except CheckpointError:
                 continue
-
-
-class _Found:
-    """What was found so far; of each kind of random state the first counts."""
-
-    def __init__(self) -> None:
-        self._random: dict[str, Any] = {}
-        self._schedulers: list[Mapping[str, Any]] = []
-        self._loaders: list[Mapping[str, Any]] = []
-        self._numbers: dict[str, float] = {}
-
-    def standing(self) -> ResumeState:
-        return ResumeState(
-            random=RandomNumbers(**self._random),
-            schedulers=tuple(self._schedulers),
-            loaders=tuple(self._loaders),
-            numbers=self._numbers,
-        )
-
-    def visit(self, node: Any, path: tuple[str, ...]) -> None:
-        if isinstance(node, Mapping):
-            self._visit_mapping(node, path)
-        elif isinstance(node, list | tuple):
-            self._visit_sequence(node, path)
-        elif isinstance(node, StoredTensor):
-            self._visit_tensor(node, path)
-        elif type(node) in (int, float) and len(path) == _TOP:
-            self._numbers.setdefault(path[-1], node)
-
-    def _visit_mapping(self, node: Mapping[Any, Any], path: tuple[str, ...]) -> None:
-        if _LOADER.search(path[-1]) and _is_state(node):
-            self._take(self._loaders, node)
-        elif _is_scheduler(node):
-            self._take(self._schedulers, node)
-        elif not is_optimizer(node) and len(path) <= _DEPTH:
-            for key, value in node.items():
-                self.visit(value, (*path, str(key)))
-
-    def _visit_sequence(self, node: list[Any] | tuple[Any, ...], path: tuple[str, ...]) -> None:
-        python, numpy = _python_state(node), _numpy_state(node)
-        if python is not None:
-            self._random.setdefault("python", python)
-        elif numpy is not None:
-            self._random.setdefault("numpy", numpy)
-        elif len(node) <= _ITEMS and len(path) <= _DEPTH:
-            for value in node:
-                self.visit(value, (*path, path[-1]))
-
-    def _visit_tensor(self, node: StoredTensor, path: tuple[str, ...]) -> None:
-        if node.dtype is not torch.uint8 or len(node.shape) != 1 or not any(map(_RANDOM.search, path)):
-            return
-        if any(map(_OF_A_DEVICE.search, path)):
-            self._random["of_devices"] = True
-        elif node.shape == torch.get_rng_state().shape:
-            self._random.setdefault("torch", node.load())
-
-    @staticmethod
-    def _take(into: list[Mapping[str, Any]], node: Mapping[Any, Any]) -> None:
-        if _is_plain(node):
-            into.append(_load(node, None))
-
-
-def _is_state(node: Mapping[Any, Any]) -> bool:
-    return bool(node) and all(isinstance(key, str | int) for key in node)
 
 
 def _is_scheduler(node: Mapping[Any, Any]) -> bool:
@@ -190,13 +169,13 @@ def _numpy_state(node: list[Any] | tuple[Any, ...]) -> tuple[Any, ...] | None:
         return None
     state = node[1].state if isinstance(node[1], PickledObject) else None
     raw = state[-1] if isinstance(state, tuple) and len(state) == 5 else None
-    if not isinstance(raw, bytes) or len(raw) != 4 * _NUMPY_WORDS or not all(map(_is_number, node[2:])):
+    if (
+        not isinstance(raw, bytes)
+        or len(raw) != 4 * _NUMPY_WORDS
+        or not all(isinstance(part, int | float) for part in node[2:])
+    ):
         return None
     return "MT19937", np.frombuffer(raw, dtype="<u4").astype(np.uint32), int(node[2]), int(node[3]), float(node[4])
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,12 +234,7 @@ def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
 
 
 def _load(node: Any, loaded: dict[object, torch.Tensor] | None) -> Any:
-    """Returns a tree with its stored tensors in memory.
-
-    `loaded` holds loaded tensors by identity: two names of one tensor (tied weights) stay one tensor. It is None for an
-    optimizer's state, where a shared tensor would be stepped once for each parameter: ZeRO keeps one counter for a
-    group, torch one for each parameter.
-    """
+    """Returns a tree with its tensors in memory; `loaded` keeps tied weights one (None: an optimizer's stay apart)."""
     if isinstance(node, StoredTensor):
         if loaded is None or node.numel == 0:
             return node.load()

@@ -81,10 +81,7 @@ def looks_like_safetensors(head: bytes) -> bool:
 
 
 def read_safetensors(file: ByteSource) -> SafetensorsContent:
-    """Parse and check the header; no tensor data are read.
-
-    Raises CheckpointError if it is malformed, or its offsets overlap, leave holes or pass the end of the file.
-    """
+    """Parse and check the header, which must describe every byte of the file once; no tensor data are read."""
     if file.size < 8:
         raise CheckpointError(f"{file.name} is truncated: {file.size} bytes cannot hold a safetensors header.")
     length = int.from_bytes(file.read(0, 8), "little")

@@ -38,11 +38,7 @@ def is_own_field(key: Any, value: Any) -> bool:
 
 
 def scaler_fields(node: Any) -> Mapping[str, Any] | None:
-    """Returns what a loss scaler saved, as a state dict or as an object; None for anything else.
-
-    DeepSpeed keeps a scaler object in every checkpoint. If nothing is scaled (bf16, fp32), its scale is 1 and never
-    moves: then it is not a scaler, and the result is an empty mapping.
-    """
+    """Returns what a loss scaler saved, {} for DeepSpeed's where nothing is scaled; None for anything else."""
     fields = fields_of(node) if isinstance(node, PickledObject) else node
     if isinstance(fields, Mapping) and fields.keys() >= set(_TORCH_OBJECT.values()):
         whole = {entry: fields[attribute] for entry, attribute in _TORCH_OBJECT.items()}
@@ -110,8 +106,7 @@ def _state(saved: Mapping[str, Any], key: str, file: str, **entries: str) -> Sca
 def _deepspeed(saved: Mapping[str, Any], key: str, file: str) -> ScalerState | None:
     """Returns DeepSpeed's scaler (runtime/fp16/loss_scaler.py), whose counters are iterations.
 
-    It grows if `cur_iter - last_overflow_iter - 1` is a positive multiple of the window, so the first clean step after
-    an overflow does not count towards the next growth. A scale that never moves has factors of 1.
+    It grows if `cur_iter - last_overflow_iter - 1` is a positive multiple of the window.
     """
     scale, now = number(saved["cur_scale"]), number(saved.get("cur_iter"))
     last, window = number(saved.get("last_overflow_iter")), number(saved.get("scale_window"))

@@ -30,8 +30,7 @@ from ampdoctor.errors import CheckpointError
 # the first step or the second of two models. For an uncertain name ("unsure") the caller looks inside.
 
 Unit = Literal["step", "epoch", "number", "unsure"]
-"""What a name's number counts: optimizer steps; epochs; saves or steps (`checkpoint-500`); or perhaps not time at
-all (`model_500`)."""
+"""What a name's number counts: steps; epochs; saves or steps (`checkpoint-500`); or perhaps not time (`model_500`)."""
 
 _STEP_WORDS = frozenset({"step", "steps", "iter", "iters", "iteration", "iterations", "update", "updates"})
 _EPOCH_WORDS = frozenset({"epoch", "epochs", "ep"})
@@ -70,8 +69,7 @@ _NUMBERED = re.compile(r"([A-Za-z]*)([-_=. ]*)(?<!\d)(?<!\d\.)(\d+)((?:[-_]\d+)?
 _WORD = re.compile(r"[a-z]+")
 _PIECE = re.compile(r"\d+-of-\d+")
 _PADDED = 4
-"""A number right after a word belongs to a series if it has at least this many digits (`model010000`); with fewer it
-is part of the word (`fp16`, `v2`)."""
+"""A number right after a word counts if it has so many digits (`model010000`); with fewer it is the word's (`fp16`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +120,7 @@ def step_in(path: Path) -> int | None:
 
 
 def run_of(stem: str, *, settings: bool = False) -> str:
-    """Returns the rest of a stem (see `SavedAt`): equal for the files of one training, as far as names show.
-
-    It leaves out what a file holds (`model`, `optimizer`, `ema_0.999`), which piece it is (`rank0`) and which
-    checkpoint is best. With `settings`, numbers with a decimal point count as settings (`lr0.1`); without, as metrics,
-    which differ from save to save.
-    """
+    """Returns the rest of a stem, equal for the files of one training; with `settings`, decimals (`lr0.1`) count."""
     told: list[str] = []
     before = ""
     for token in _TOKEN.findall(stem):
@@ -178,20 +171,14 @@ def _unit_of_name(match: re.Match[str], base: str, *, folder: bool) -> Unit | No
 
 _FINAL = "(final model)"
 _EVENLY = 5
-"""Smallest common distance at which numbers count as saves although no word in the name says so; several models of
-one training are numbered 0, 1, 2."""
+"""Smallest common distance of numbers that are saves without a word: models of one training are numbered 0, 1, 2."""
 _TRAINING_STATE = ("optimizer", "scheduler", "rng_state", "random_states", "scaler", "latest", "zero_to_fp32")
-"""Files that only a checkpoint made during training has. A folder with one of them and a single folder that looks
-like a step (`global_step500/`) is one checkpoint on two levels."""
+"""Files that a checkpoint has: with one of them a folder that looks like a step (`global_step500/`) is its part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """One checkpoint of a family.
-
-    `name` and `inside` (the folder of its files) are relative to the family's folder. `path` is what is opened: all of
-    it, or only `files`.
-    """
+    """One checkpoint of a family; `name` and `inside` are relative to the family's folder, `path` is opened."""
 
     name: str  # `(final model)` for files that lie beside the checkpoints
     path: Path
@@ -216,21 +203,13 @@ class SavedCheckpoint:
         return open_folder(self.listing.only(self.files) if self.files else self.listing, below=True)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSeries:
-    """The checkpoints of a run, at least one, in the order in which they were saved; `home` is their folder."""
-
-    members: tuple[SavedCheckpoint, ...]
-    home: Listing
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
     """One of several runs, or checkpoints, that lie in a folder."""
 
     name: str  # relative to the folder; "" for the folder's own files
     names: tuple[str, ...]  # its checkpoints, in order
-    paths: tuple[str, ...]  # arguments that select only it, relative to the folder; may be a pattern
+    paths: tuple[str, ...]  # arguments that select only it, relative to the folder
 
     def __str__(self) -> str:
         """One line for a list."""
@@ -245,7 +224,8 @@ class Series:
 class Contents:
     """The checkpoints in a folder."""
 
-    family: CheckpointSeries | None = None  # those of the only run; None for a single checkpoint or none
+    members: tuple[SavedCheckpoint, ...] = ()  # of the only run, in the order of their saving; () if there is none
+    home: Listing | None = None  # their folder
     several: tuple[Series, ...] = ()  # the runs, and checkpoints beside them, if there are several
     below: Subfolders = field(default_factory=Subfolders)  # what was skipped below the folder
 
@@ -280,7 +260,7 @@ def contents_of(root: Listing) -> Contents:
     runs = [(name, inner, found) for name, inner, found in counted if found is not None and found.count > 1]
     single = [(name, listing) for name, listing, found in counted if found is None or found.count < 2]
     rest = replace(below, folders=())
-    apart = _apart(root, groups)
+    apart = _apart(groups)
     if apart:
         inside = _several(root, (), runs, single) if below.folders else ()
         return Contents(several=(*apart, *(one for one in inside if one.name)), below=rest)
@@ -288,21 +268,17 @@ def contents_of(root: Listing) -> Contents:
         return Contents(several=tuple(_several(root, members, runs, single)), below=rest)
     if members:
         beside = tuple(_beside(name, listing) for name, listing in single)
-        return Contents(CheckpointSeries((*members, *beside), root), below=rest)
+        return Contents((*members, *beside), root, below=rest)
     if itself:
         return Contents()  # opening it also reads the folders below
     if runs:
         ((name, inner, found),) = runs
-        apart = _apart(inner, found, name)
+        apart = _apart(found, name)
         if apart:
             return Contents(several=apart, below=rest)
-        named = (
-            replace(m, name=m.name if m.final else f"{name}/{m.name}", inside=f"{name}/{m.inside}".rstrip("/"))
-            for m in _ordered(inner, found)
-        )
-        return Contents(CheckpointSeries(tuple(named), inner), below=rest)
+        return Contents(_within(name, _ordered(inner, found)), inner, below=rest)
     if len(single) == 1:
-        return Contents(_only(*single[0]), below=rest)
+        return Contents(_only(*single[0]), single[0][1], below=rest)
     return Contents(several=tuple(Series(name=n, names=(n,), paths=(n,)) for n, _ in single), below=rest)
 
 
@@ -312,12 +288,8 @@ def _is_run(listing: Listing) -> bool:
     return found is not None and found.count > 1
 
 
-def _apart(root: Listing, groups: _Groups | None, inside: str = "") -> tuple[Series, ...]:
-    """Returns the trainings whose checkpoints lie side by side in a folder; () unless there are several.
-
-    Names distinguish them (`exp1_step100.pt`, `exp2_step100.pt`), or else contents: two lines of saves, or two files of
-    one step, belong to two trainings if their models are equal and both or neither have optimizers.
-    """
+def _apart(groups: _Groups | None, inside: str = "") -> tuple[Series, ...]:
+    """Returns the trainings whose checkpoints lie side by side, by names or contents; () unless there are several."""
     entries = [entry for group in groups.series for entry in group] if groups is not None else []
     entries = [entry for entry in entries if entry.alias is None]
     saves: dict[tuple[str, object], set[str]] = {}
@@ -331,9 +303,9 @@ def _apart(root: Listing, groups: _Groups | None, inside: str = "") -> tuple[Ser
         return ()
     told: list[Series] = []
     for line in lines.values():
-        names = tuple(entry.name for entry in sorted(line, key=lambda e: (e.key, e.name)))
-        at = [os.path.join(inside, path) for path in _pattern(names, root.names)]  # noqa: PTH118 - a pattern
-        told.append(Series(name="", names=tuple(os.path.join(inside, n) for n in names), paths=tuple(at)))  # noqa: PTH118
+        names = [entry.name for entry in sorted(line, key=lambda e: (e.key, e.name))]
+        at = tuple(os.path.join(inside, name) for name in names)  # noqa: PTH118 - as typed
+        told.append(Series(name="", names=at, paths=at))
     return tuple(told)
 
 
@@ -356,15 +328,19 @@ def _of_two_runs(one: Sequence[_Entry], other: Sequence[_Entry]) -> bool:
     return first is not None and second is not None and bool(first[1]) and first[1:] == second[1:]
 
 
-def _only(name: str, listing: Listing) -> CheckpointSeries:
-    """Returns the family of the only folder with checkpoints; its files may form a series themselves."""
+def _only(name: str, listing: Listing) -> tuple[SavedCheckpoint, ...]:
+    """Returns what the only folder with checkpoints holds, which may be a series."""
     groups = _groups(listing)
     members = () if groups is None else _ordered(listing, groups)
     if not members:
-        return CheckpointSeries((SavedCheckpoint(name=name, path=listing.path, inside=name, listing=listing),), listing)
-    inside = ((m, f"{name}/{m.inside}".rstrip("/")) for m in members)
-    return CheckpointSeries(
-        tuple(replace(m, name=m.name if m.final else f"{name}/{m.name}", inside=i) for m, i in inside), listing
+        return (SavedCheckpoint(name=name, path=listing.path, inside=name, listing=listing),)
+    return _within(name, members)
+
+
+def _within(name: str, members: Iterable[SavedCheckpoint]) -> tuple[SavedCheckpoint, ...]:
+    return tuple(
+        replace(m, name=m.name if m.final else f"{name}/{m.name}", inside=f"{name}/{m.inside}".rstrip("/"))
+        for m in members
     )
 
 
@@ -382,21 +358,11 @@ def _several(
     own = [m.name for m in members if not m.final] or [name for name in root.files if may_hold_tensors(name)]
     own = own or sorted(parts_in(root))
     if own:
-        yield Series(name="", names=tuple(own), paths=_pattern(own, root.names))
+        yield Series(name="", names=tuple(own), paths=tuple(own))
     found = {name: _ordered(listing, groups) for name, listing, groups in runs}
     for name in sorted([*found, *(name for name, _ in single)]):
         inner = tuple(member.name for member in found.get(name, ())) or (name,)
         yield Series(name=name, names=inner, paths=(name,))
-
-
-def _pattern(names: Sequence[str], there: Sequence[str]) -> tuple[str, ...]:
-    """Returns shell arguments for some of the names in a folder: a pattern that matches exactly these, or the names."""
-    short = min(map(len, names))
-    alike = [len({name[:n] for name in names}) == 1 for n in range(1, short + 1)]
-    tails = [len({name[-n:] for name in names}) == 1 for n in range(1, short + 1)]
-    start, end = names[0][: alike.count(True)], names[0][len(names[0]) - tails.count(True) :]
-    matched = [name for name in there if name.startswith(start) and name.endswith(end)]
-    return (f"{start}*{end}",) if len(names) > 1 and sorted(matched) == sorted(names) else tuple(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,26 +426,20 @@ def _candidate(entry: _Entry) -> _Entry | None:
     return replace(entry, listing=listing) if inner is None or inner.count < 2 else None
 
 
-def _holds_checkpoint(listing: Listing, levels: int = 2) -> bool:
-    """Whether a checkpoint lies in a folder or in one inside it."""
+def _holds_checkpoint(listing: Listing) -> bool:
+    """Whether a checkpoint may lie in a folder or in one inside it."""
     if any(map(says_checkpoint, listing.files)):
         return True
-    return levels > 1 and any(_may_hold(listing.path / name, levels - 1) for name in sorted(listing.folders))
-
-
-def _may_hold(folder: Path, levels: int) -> bool:
     try:
-        return _holds_checkpoint(list_folder(folder), levels)
+        inner = [list_folder(listing.path / name) for name in sorted(listing.folders)]
     except CheckpointError:
         return True
+    return any(says_checkpoint(name) for one in inner for name in one.files)
 
 
 def _proved(unsure: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
     """Returns those of the unsure entries that are saves of one training."""
-    stems: dict[str, list[_Entry]] = {}
-    for entry in sorted(unsure, key=lambda e: e.key):
-        if entry.moment is not None:
-            stems.setdefault(entry.moment.stem, []).append(entry)
+    stems = _stems(sorted(unsure, key=lambda e: e.key))
     sure = [group for group in stems.values() if len(group) > 1 and _is_series(group)]
     moments = [{e.key for e in group} for group in (*sure, *_stems(series).values()) if len(group) > 1]
     companions = [g for g in stems.values() if g not in sure and {e.key for e in g} in moments]
@@ -517,10 +477,7 @@ def _stems(entries: Iterable[_Entry]) -> dict[str, list[_Entry]]:
 
 
 def _together(series: Sequence[_Entry]) -> list[list[_Entry]]:
-    """Groups the entries of one step that form one checkpoint: series of files with exactly the same steps.
-
-    `model_100.pt` and `optimizer_100.pt` do; `epoch=1-step=100.ckpt` and its `-v1` do not, nor do a folder and a file.
-    """
+    """Groups the entries of one step that form one checkpoint: series of files with exactly the same steps."""
     kinds: dict[tuple[bool, frozenset[tuple[int, int, int]]], list[list[_Entry]]] = {}
     for group in _stems(series).values():
         moments = frozenset(e.key for e in group)
@@ -566,7 +523,9 @@ def _ordered(root: Listing, found: _Groups) -> tuple[SavedCheckpoint, ...]:
     placed: list[tuple[tuple[int, ...], SavedCheckpoint]] = []
     ends: list[SavedCheckpoint] = []
     lost: list[SavedCheckpoint] = []
-    by_epoch = unit == "step" and not _steps_follow_epochs(groups)
+    both = [m for group in groups if (m := group[0].moment) is not None and m.epoch is not None]
+    steps = [m.number for m in sorted(both, key=lambda m: (m.epoch or 0, m.number))]
+    by_epoch = unit == "step" and steps != sorted(steps)  # steps that begin anew in each epoch
     for group in groups:
         main = group[0]
         member = _member(root, group, unit)
@@ -581,8 +540,9 @@ def _ordered(root: Listing, found: _Groups) -> tuple[SavedCheckpoint, ...]:
         first = (moment.epoch or 0,) if by_epoch else ()
         placed.append(((*first, moment.number, 0, moment.version), replace(member, step=moment.number)))
     comparable = unit == "step" and not by_epoch
-    if unit == "number" and aliases:
-        comparable = _counts_steps(placed)
+    if unit == "number" and aliases and placed:  # `checkpoint-500` may count steps
+        _, last = max(placed, key=lambda pair: pair[0])
+        comparable = _stored_step(last) == last.step
     for entry in aliases:
         member = replace(_member(root, [entry], unit), alias=True)
         step = _stored_step(member) if comparable else None
@@ -599,23 +559,8 @@ def _ordered(root: Listing, found: _Groups) -> tuple[SavedCheckpoint, ...]:
 
 
 def _unit(groups: Sequence[Sequence[_Entry]]) -> Literal["step", "epoch", "number"]:
-    units = [group[0].moment.unit for group in groups if group[0].moment is not None]
-    if units and all(unit == "epoch" for unit in units):
-        return "epoch"
-    return "step" if "step" in units or not units else "number"
-
-
-def _steps_follow_epochs(groups: Sequence[Sequence[_Entry]]) -> bool:
-    """Whether steps grow with the epochs in the names. If not, steps restart in each epoch."""
-    both = [m for group in groups if (m := group[0].moment) is not None and m.epoch is not None]
-    steps = [m.number for m in sorted(both, key=lambda m: (m.epoch or 0, m.number))]
-    return steps == sorted(steps)
-
-
-def _counts_steps(placed: Sequence[tuple[tuple[int, ...], SavedCheckpoint]]) -> bool:
-    """Whether numbers without a word for steps (`checkpoint-500`) equal the steps stored inside."""
-    last = max(placed, key=lambda pair: pair[0], default=None)
-    return last is not None and _stored_step(last[1]) == last[1].step
+    units = {group[0].moment.unit for group in groups if group[0].moment is not None}
+    return "epoch" if units == {"epoch"} else "step" if "step" in units or not units else "number"
 
 
 def _stored_step(member: SavedCheckpoint) -> int | None:
@@ -629,8 +574,5 @@ def _member(root: Listing, group: Sequence[_Entry], unit: Literal["step", "epoch
         inside = main.name if main.folder else ""
         return SavedCheckpoint(name=main.name, path=main.path, inside=inside, unit=unit, listing=main.listing)
     names = tuple(e.name for e in group)
-    return SavedCheckpoint(name=_common(names), path=root.path, files=names, unit=unit, listing=root)
-
-
-def _common(names: Sequence[str]) -> str:
-    return f"{names[0]} + {len(names) - 1} more" if len(names) > 2 else " + ".join(names)
+    name = f"{names[0]} + {len(names) - 1} more" if len(names) > 2 else " + ".join(names)
+    return SavedCheckpoint(name=name, path=root.path, files=names, unit=unit, listing=root)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -76,30 +75,20 @@ def add_shards(into: CheckpointBuilder, index: Path, table: Mapping[str, str], p
         part = into.add(file, index=prefix + index.name)
         if part is not None:
             opened.append(part)
-    _require_all_numbers(into, index.name, shards, prefix)
-    _compare(into, index.name, table, opened, prefix)
+    check_numbers(into, shards, prefix, index.name)
+    _note_absent(into, index.name, table, opened, prefix)
     return frozenset(shards)
 
 
-def check_numbers(into: CheckpointBuilder, names: Iterable[str], prefix: str) -> None:
-    """Note missing shards if only the names of the others show that there are more."""
+def check_numbers(into: CheckpointBuilder, names: Iterable[str], prefix: str, index: str = "") -> None:
+    """Note missing shards: those that only the names of the others show, or that an index does not list."""
     for matches in _families(names):
         missing = _first_absent(matches)
-        if missing is not None:
-            message = (
-                f"{missing} is missing: {len(matches)} of {int(matches[0]['total'])} shards are there, and no index."
-            )
-            into.lack(prefix + missing, message)
-
-
-def _require_all_numbers(into: CheckpointBuilder, index: str, shards: Sequence[str], prefix: str) -> None:
-    """Note shards that an index does not list, although the names of the listed ones count them."""
-    for matches in _families(shards):
-        missing = _first_absent(matches)
-        if missing is not None:
-            total = int(matches[0]["total"])
-            message = f"{index} does not list {missing}: it lists {len(matches)} of {total} shards."
-            into.lack(prefix + missing, message)
+        if missing is None:
+            continue
+        there = f"{len(matches)} of {int(matches[0]['total'])} shards"
+        message = f"{index} does not list {missing}: it lists {there}."
+        into.lack(prefix + missing, message if index else f"{missing} is missing: {there} are there, and no index.")
 
 
 def _families(names: Iterable[str]) -> list[list[re.Match[str]]]:
@@ -124,45 +113,19 @@ def _first_absent(family: Sequence[re.Match[str]]) -> str | None:
     return f"{like['stem']}-{absent:0{len(like['number'])}d}-of-{like['total']}{like['suffix']}"
 
 
-def remark_duplicates(into: CheckpointBuilder) -> None:
-    """Remark on tensors that several shards of one model hold: the order decides which of them is loaded."""
-    units: dict[str, list[FilePart]] = {}
-    for part in into.parts:
-        if part.index:
-            units.setdefault(part.index, []).append(part)
-    for index, parts in units.items():
-        often = Counter(name for part in parts for name in _names_in(part, skipped=False))
-        twice = [name for name, count in often.items() if count > 1]
-        if twice:
-            holders = [part.name for part in parts if twice[0] in _names_in(part, skipped=False)]
-            into.remarks.append(
-                f"{len(twice)} tensors of {index} lie in several shards, {twice[0]!r} in {' and '.join(holders[:3])}"
-            )
-
-
-def _compare(
+def _note_absent(
     into: CheckpointBuilder, index: str, table: Mapping[str, str], opened: Sequence[FilePart], prefix: str
 ) -> None:
-    """Compare an index with its shards; loaders read whole shards, so a wrong shard is harmless."""
-    holds = {part.name.removeprefix(prefix): _names_in(part, skipped=True) for part in opened}
-    everywhere: dict[str, str] = {name: shard for shard, names in holds.items() for name in names}
-    for shard, names in holds.items():
-        listed = {name for name, place in table.items() if place == shard}
-        gone = sorted(listed - everywhere.keys())
+    """Note tensors that no shard holds; loaders read whole shards, so one in another shard is harmless."""
+    there = {name for part in opened for name in _names_in(part)}
+    for part in opened:
+        shard = part.name.removeprefix(prefix)
+        gone = sorted(name for name, place in table.items() if place == shard and name not in there)
         if gone:
             message = f"{index} puts {len(gone)} tensors into {shard} that are not there, {gone[0]!r} first."
-            into.errors.append(ErrorNote(what=prefix + shard, kind="missing_keys", message=message))
-        moved = sorted(name for name in listed - names if name in everywhere)
-        if moved:
-            into.remarks.append(
-                f"{index} puts {len(moved)} tensors into {shard} that lie in another shard, {moved[0]!r} in "
-                f"{everywhere[moved[0]]}"
-            )
-        extra = sorted(names - table.keys())
-        if extra:
-            into.remarks.append(f"{shard} holds {len(extra)} tensors that {index} does not list, {extra[0]!r} first")
+            into.errors.append(ErrorNote(what=part.name, kind="missing_keys", message=message))
 
 
-def _names_in(part: FilePart, *, skipped: bool) -> set[str]:
+def _names_in(part: FilePart) -> set[str]:
     names = {name for model in part.sections.models.values() for name in model}
-    return names | {s.what for s in part.sections.skipped} if skipped else names
+    return names | {s.what for s in part.sections.skipped}

@@ -18,8 +18,7 @@ from ampdoctor.evidence.report import Skipped
 from ampdoctor.numerics.tensors import E8M0
 
 BLOCK_ELEMENTS = 1 << 20
-"""Elements read and examined at a time: few enough to be still in the processor's cache when they are counted, and
-enough that the calls cost nothing (`benchmarks/scan.py`)."""
+"""Elements examined at a time: still in the cache when they are counted, and calls cost nothing."""
 
 READ_DTYPES = frozenset(
     {
@@ -38,10 +37,8 @@ _FINITE_DTYPE = re.compile(r"q?u?int\d|bits\d|[IU]\d|bool|float4_|F4|F6_", re.AS
 
 MAX_DIMENSIONS = 64
 """Maximum for a tensor: as many as most of torch's own operations take."""
-MAX_STRIDED_BYTES = 1024 * 1024 * 1024
-"""A view with holes (`w[:, ::2]`, saved with its whole storage) is loaded with its holes; a larger one is refused."""
-HOLED_BYTES = 16 * 1024 * 1024
-"""Bytes of a view with holes that a scan reads at a time."""
+MAX_STRIDED_BYTES = 256 * 1024 * 1024
+"""A view with holes (`w[:, ::2]`, saved with its whole storage) is read with its holes; a larger one is refused."""
 
 
 class ReadBuffer:
@@ -172,17 +169,14 @@ class StridedTensor(StoredTensor):
 
     @property
     def nbytes(self) -> int:
-        """As in `StoredTensor`."""
         return self._span() * self.dtype.itemsize
 
     @property
     def identity(self) -> object:
-        """As in `StoredTensor`."""
         return self.file.name, self.file.origin + self.offset, self.dtype, self.start, self.shape, self.stride
 
     @property
     def file_name(self) -> str:
-        """As in `StoredTensor`."""
         return self.file.name
 
     def within_storage(self) -> bool:
@@ -192,9 +186,9 @@ class StridedTensor(StoredTensor):
         return self.numel == 0 or (self.start + self._span()) * self.dtype.itemsize <= self.storage_bytes
 
     def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[AnyBlock]:
-        """As in `StoredTensor`."""
         if self._has_holes():
-            yield from self._holed_blocks(elements)
+            dims = self._steps()  # without repeated dimensions
+            yield HoledBlock(replace(self, shape=tuple(n for _, n in dims), stride=tuple(step for step, _ in dims)))
             return
         item = self.dtype.itemsize
         left, position = self._span(), self.offset + self.start * item
@@ -203,21 +197,6 @@ class StridedTensor(StoredTensor):
             yield Block(self.file, position, count, self.dtype)
             position += count * item
             left -= count
-
-    def _holed_blocks(self, elements: int) -> Iterator[AnyBlock]:
-        """Yields views without repeated dimensions that are small enough to be read with their holes."""
-        dims = self._steps()[::-1]
-        bare = replace(self, shape=tuple(n for _, n in dims), stride=tuple(step for step, _ in dims))
-        if bare.nbytes <= HOLED_BYTES:
-            yield HoledBlock(bare)
-            return
-        step, size = dims[0]
-        if step < replace(bare, shape=(1, *bare.shape[1:])).nbytes // self.dtype.itemsize:  # rows that overlap
-            raise LimitExceededError(f"{self.file.name}: bytes of a view with holes", HOLED_BYTES, bare.nbytes)
-        rows = max(HOLED_BYTES // (step * self.dtype.itemsize), 1)
-        for first in range(0, size, rows):
-            shape = (min(rows, size - first), *bare.shape[1:])
-            yield from replace(bare, start=self.start + first * step, shape=shape).blocks(elements)
 
     def load(self) -> torch.Tensor:
         """As in `StoredTensor`; repeated elements (stride 0) stay shared, as `torch.load` keeps them."""
@@ -267,35 +246,26 @@ class LiveTensor(StoredTensor):
 
     @property
     def nbytes(self) -> int:
-        """As in `StoredTensor`."""
         return self.numel * self.dtype.itemsize
 
     @property
     def identity(self) -> object:
-        """As in `StoredTensor`."""
         return id(self.tensor)
 
     @property
     def file_name(self) -> str:
-        """As in `StoredTensor`: no file."""
         return ""
 
     def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[AnyBlock]:
-        """As in `StoredTensor`."""
         return map(LiveBlock, self.tensor.detach().reshape(-1).split(elements) if self.numel else ())
 
     def load(self) -> torch.Tensor:
-        """As in `StoredTensor`."""
         return self.tensor.detach().cpu().clone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """A piece of a tensor.
-
-    `at` is its first element's index in each dimension of the whole, or in the flattened whole for pieces that are cut
-    regardless of rows.
-    """
+    """A piece; `at` is its first element's index in each dimension of the whole, or in the flattened whole."""
 
     stored: StridedTensor
     at: tuple[int, ...] | int
@@ -311,25 +281,20 @@ class JoinedTensor(StoredTensor):
 
     @property
     def nbytes(self) -> int:
-        """As in `StoredTensor`."""
         return sum(shard.stored.nbytes for shard in self.shards)
 
     @property
     def identity(self) -> object:
-        """As in `StoredTensor`."""
         return self.shape, tuple((shard.at, shard.stored.identity) for shard in self.shards)
 
     @property
     def file_name(self) -> str:
-        """As in `StoredTensor`."""
         return self.shards[0].stored.file_name
 
     def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[AnyBlock]:
-        """As in `StoredTensor`."""
         return itertools.chain.from_iterable(shard.stored.blocks(elements) for shard in self.shards)
 
     def load(self) -> torch.Tensor:
-        """As in `StoredTensor`."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         for shard in self.shards:
             piece = shard.stored.load()
@@ -368,10 +333,7 @@ def unread(reason: str, what: str = "") -> Skipped:
 
 
 def unread_dtype(dtype: str, what: str = "", where: str = "") -> Skipped:
-    """Stands for a tensor of a dtype that is not read, which may still be known to be finite.
-
-    `where` is the place in words.
-    """
+    """Stands for a tensor of a dtype that is not read, which may still be known to be finite; `where` is in words."""
     name = dtype.removeprefix("torch.")[:40]
     reason = f"dtype {name!r}{where} is not one that is read"
     return Skipped(what=what, reason=reason, kind="left_out" if _FINITE_DTYPE.match(name) else "unread")

@@ -12,15 +12,11 @@ from ampdoctor.checkpoints.stored_tensor import JoinedTensor, LiveTensor, Stored
 from ampdoctor.errors import LimitExceededError
 
 MAX_LOADED_BYTES = 256 * 1024 * 1024
-"""Tensors with different orders of elements (pieces of a distributed checkpoint beside a whole tensor) are loaded to
-be compared, but only up to this many bytes."""
+"""Tensors with different orders of elements (pieces beside a whole) are loaded to be compared up to this size."""
 
 
 PAIRED_ELEMENTS = 1 << 17
 """Elements of each tensor that are compared at a time: with intermediate results they still fit the cache."""
-SAFE_TO_SQUARE = (2.0**-40, 2.0**50)
-"""Magnitudes whose squares, and the sum of a million of them, are normal float32 numbers."""
-
 LARGEST_TO_SUBTRACT = 2.0**127
 """If the sum of two magnitudes is at most this, their difference is a finite float32."""
 
@@ -40,10 +36,7 @@ class Difference:
 
 
 def difference(new: StoredTensor, old: StoredTensor) -> Difference:
-    """Compare two tensors of one shape; their values are first widened exactly.
-
-    Raises LimitExceededError if their orders of elements differ and they are too large to be loaded.
-    """
+    """Compare two tensors of one shape, widened exactly; raises LimitExceededError as `side_by_side`."""
     found = Difference()
     for newer, older in side_by_side(new, old):
         _add(found, newer, older)
@@ -51,10 +44,7 @@ def difference(new: StoredTensor, old: StoredTensor) -> Difference:
 
 
 def side_by_side(*tensors: StoredTensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields the same elements of several tensors of one shape, as 1-D tensors of the stored dtypes.
-
-    Each tuple is overwritten by the next. Raises LimitExceededError as `difference`.
-    """
+    """Yields the same elements of several tensors, 1-D; raises LimitExceededError if they are too large to reorder."""
     first, *others = tensors
     if all(_aligned(first, other) for other in others):
         yield from zip(*(tensor.chunks(PAIRED_ELEMENTS) for tensor in tensors), strict=True)
@@ -113,8 +103,8 @@ def _add(found: Difference, new: torch.Tensor, old: torch.Tensor) -> None:
         newer, older = newer.to(torch.float64), older.to(torch.float64)
     moved = newer - older  # 0 only if both are equal: the difference of two numbers does not underflow
     found.unchanged += moved.numel() - int(torch.count_nonzero(moved))
-    found.squared_change += _squares(moved, amax + old_amax)
-    found.squared_old += _squares(older, old_amax)
+    found.squared_change += _squares(moved)
+    found.squared_old += _squares(older)
 
 
 def _finite_pairs(found: Difference, newer: torch.Tensor, older: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,13 +128,6 @@ def _amax(values: torch.Tensor) -> float:
     return max(abs(float(least)), abs(float(most))) if least == least else math.nan  # noqa: PLR0124 - NaN
 
 
-def _squares(values: torch.Tensor, bound: float) -> float:
-    """Returns the sum of squares, computed in float32 if no square leaves its range."""
-    if not bound:
-        return 0.0
-    if values.dtype == torch.float32 and SAFE_TO_SQUARE[0] < bound < SAFE_TO_SQUARE[1]:
-        total = float(torch.dot(values, values))
-        if total > SAFE_TO_SQUARE[0] ** 2:
-            return total
+def _squares(values: torch.Tensor) -> float:
     wide = values.to(torch.float64)
     return float(torch.dot(wide, wide))

@@ -11,9 +11,8 @@ from typing import TypeVar
 import torch
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
-from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.optimizer_state import optimizer_facts
-from ampdoctor.checkpoints.stored_tensor import BLOCK_ELEMENTS, AnyBlock, Block, ReadBuffer, StoredTensor, dtype_name
+from ampdoctor.checkpoints.stored_tensor import BLOCK_ELEMENTS, AnyBlock, ReadBuffer, StoredTensor, dtype_name
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint_stats import (
     ROLES,
@@ -36,8 +35,7 @@ share of 1 % then has a standard error of 0.01 % if the elements are independent
 MOST_SPARSE = 16
 """At least one element in this many is counted, however large the tensor is."""
 RUN = 64
-"""Neighbours that are counted together: few enough that thousands of parts of a matrix of 10,000 rows are in the
-sample, and enough to fill cache lines."""
+"""Neighbours that are counted together: few enough to spread over a matrix, and enough to fill cache lines."""
 
 
 @dataclass(slots=True)
@@ -96,11 +94,7 @@ def one_in_of(elements: int) -> int:
 def examine(
     blocks: Iterable[tuple[int, torch.Tensor]], one_in: int, tensor: int, *, never_negative: bool = False
 ) -> BlockFacts:
-    """Examine blocks of one tensor: their numbers and elements, 1-D, floating-point or complex; none is kept.
-
-    One element in `one_in` is counted; the numbers of tensor and block choose the sample. `never_negative` counts the
-    elements below zero.
-    """
+    """Examine numbered blocks of one tensor; one element in `one_in` is counted, those below 0 if `never_negative`."""
     facts = BlockFacts()
     sampled: list[torch.Tensor] = []
     for number, block in blocks:
@@ -120,12 +114,7 @@ def examine(
 
 
 def sample(values: torch.Tensor, one_in: int, place: tuple[int, int]) -> torch.Tensor:
-    """Returns one run of neighbours from each group of `one_in` runs, chosen by a fixed pseudo-random rule.
-
-    The runs are spread over the whole block, so that no part of a tensor is left out, and their distance is not fixed,
-    so that it cannot match a period of the structure (heads, experts, rows). Elements after the last full group are
-    left out.
-    """
+    """Returns one of each `one_in` runs of neighbours, pseudo-random, so that no period of the structure matches it."""
     groups = values.numel() // (RUN * one_in)
     if one_in == 1 or groups == 0:
         return values
@@ -156,13 +145,8 @@ def _examine_exactly(values: torch.Tensor, facts: BlockFacts, largest: float, *,
 
 # -- reading many tensors once, in bounded memory: one thread waits for bytes while another examines its own --
 
-READ_AHEAD_BYTES = 64 * 1024 * 1024
-"""How far ahead the system is advised: from a disk that is not in the cache, the bytes arrive while earlier ones are
-counted. It costs no memory of the process."""
-
 BATCH_ELEMENTS = 8 * BLOCK_ELEMENTS
-"""Number of elements that a thread takes at a time: enough that threads rarely wait for each other's Python, and few
-enough that all of them have work in a tensor of ordinary size."""
+"""Elements that a thread takes at a time: threads seldom wait for each other's Python, and all have work."""
 BATCH_RUNS = 256
 """Maximum number of runs of small tensors in a batch: the result for each takes kilobytes until the batch is done."""
 
@@ -178,22 +162,22 @@ _Batch = list[tuple[Key, _Blocks]]
 def stream(
     tensors: Iterable[tuple[Key, StoredTensor]], work: Callable[[Key, Numbered], Result], *, jobs: int
 ) -> Iterator[tuple[Key, Result, int]]:
-    """Yields (key, `work`'s result, bytes) for each run of a tensor's blocks, in order.
-
-    `work` takes the key and consecutive blocks, and reads them all. It runs on `jobs` threads, each with one torch
-    thread.
-    """
+    """Yields (key, `work`'s result, bytes) for each run of a tensor's blocks, in order, by `jobs` threads."""
     local = threading.local()
 
     def examine(batch: _Batch[Key]) -> list[tuple[Key, Result, int]]:
         if not hasattr(local, "buffer"):
             local.buffer = ReadBuffer()
         return [
-            (key, work(key, ((number, block.read(local.buffer)) for number, block in run)), _bytes(run))
+            (
+                key,
+                work(key, ((number, block.read(local.buffer)) for number, block in run)),
+                sum(block.nbytes for _, block in run),
+            )
             for key, run in batch
         ]
 
-    for results in imap_on_workers(examine, _announced(_batches(tensors)), jobs):
+    for results in imap_on_workers(examine, _batches(tensors), jobs):
         yield from results
 
 
@@ -218,23 +202,6 @@ def _batches(tensors: Iterable[tuple[Key, StoredTensor]]) -> Iterator[_Batch[Key
         yield batch
 
 
-def _bytes(run: _Blocks) -> int:
-    return sum(block.nbytes for _, block in run)
-
-
-def _announced(batches: Iterable[_Batch[Key]]) -> Iterator[_Batch[Key]]:
-    """Yields the same, and advises the system of bytes some way ahead of the block that is read."""
-    told: dict[int, int] = {}
-    for batch in batches:
-        for block in (block for _, run in batch for _, block in run):
-            if isinstance(block, Block) and isinstance(block.file, RegularFile):
-                file, end = block.file, block.offset + block.nbytes
-                if end > told.get(id(file), 0):
-                    file.will_need(end, READ_AHEAD_BYTES)
-                    told[id(file)] = end + READ_AHEAD_BYTES // 2
-        yield batch
-
-
 # -- counters and tables of positions among the buffers: whole numbers, which a cast to half destroys --
 
 MAX_INDICES = 1 << 20
@@ -247,14 +214,8 @@ _ENTRIES = frozenset({"num_batches_tracked", _TABLE})
 
 def index_facts(checkpoint: Checkpoint) -> tuple[IndexSummary, ...]:
     """Returns every counter of batches and table of positions, in stored order."""
-    return tuple(_facts(checkpoint))
-
-
-def _facts(checkpoint: Checkpoint) -> Iterator[IndexSummary]:
-    for ref in checkpoint:
-        known = ref.entry in _ENTRIES and ref.role in {"buffer", "ema"}
-        if known and 0 < ref.stored.numel <= MAX_INDICES and not ref.dtype.is_complex:
-            yield _index(ref)
+    known = (ref for ref in checkpoint if ref.entry in _ENTRIES and ref.role in {"buffer", "ema"})
+    return tuple(_index(ref) for ref in known if 0 < ref.stored.numel <= MAX_INDICES and not ref.dtype.is_complex)
 
 
 def _index(ref: TensorRef) -> IndexSummary:
@@ -287,10 +248,6 @@ NEVER_NEGATIVE = frozenset(
 )
 """Entries that are sums of squares, maxima of magnitudes or counts: never negative, or their root would be NaN."""
 
-BULK_QUANTILE = 0.01
-"""Values below this quantile may flush in a format with one scale per tensor (numerics: 1 % of the elements is the
-limit of harmless underflow for activation gradients, and weights are no more sensitive)."""
-
 Observer = Callable[[str, int, int], None]
 """Called with (what is being read, bytes done, bytes in all)."""
 
@@ -300,8 +257,7 @@ def summarize(
 ) -> CheckpointSummary:
     """Read every floating-point tensor once and describe it.
 
-    `progress` is called after each run of blocks. `jobs` is the number of threads (None: as many as torch uses).
-    `exact` sorts every element by magnitude, in large tensors too.
+    `progress` is called after each run of blocks, `jobs` are threads (None: torch's), `exact` sorts every element.
     """
     refs = _to_examine(checkpoint)
     total, done = sum(ref.nbytes for ref in refs), 0
@@ -361,7 +317,7 @@ def _to_examine(checkpoint: Checkpoint) -> list[TensorRef]:
         if not (ref.dtype.is_floating_point or ref.dtype.is_complex):
             continue
         if ref.role == "weight":
-            identity = _identity(ref.stored)
+            identity = ref.stored.identity if ref.stored.numel else object()  # an empty tensor is tied to nothing
             if identity in seen:
                 continue
             seen.add(identity)
@@ -394,19 +350,8 @@ def _describe(ref: TensorRef, facts: BlockFacts) -> TensorSummary:
         lowest=facts.low if signed and facts.negatives else None,
         at_max=facts.at_max,
         constant=facts.constant,
-        log2_span=_log2_span(histogram),
         **{loss.format: loss for loss in _casts(histogram, [f for f in castable if _leaves(histogram, f)])},
     )
-
-
-def _log2_span(histogram: Histogram) -> float | None:
-    low = histogram.quantile(BULK_QUANTILE)
-    return math.log2(histogram.amax) - math.log2(low) if histogram.amax is not None and low is not None else None
-
-
-def _identity(stored: StoredTensor) -> object:
-    """Returns a key that is equal for tied weights; an empty tensor is tied to nothing."""
-    return stored.identity if stored.numel else object()
 
 
 def _role(role: TensorRole, all_tensors: Sequence[TensorSummary], histogram: Histogram) -> RoleSummary:

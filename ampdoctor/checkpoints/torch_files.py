@@ -38,16 +38,6 @@ _CHANGED = 0x0001 | 0x0020 | 0x0040 | 0x2000
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A file inside a zip."""
-
-    name: str
-    start: int  # byte position of its content
-    size: int
-    crc: int  # of its content; 0 if none was computed
-
-
-@dataclass(frozen=True, slots=True)
 class _Entry:
     raw_name: bytes
     name: str
@@ -59,18 +49,18 @@ class _Entry:
     header: int
 
 
-def read_directory(file: ByteSource) -> list[Member]:
-    """Returns a zip's members in the order of the directory, without reading their content.
-
-    Raises CheckpointError if the zip is truncated, corrupted or compressed, or readers could disagree on what it holds.
-    """
+def _directory(file: ByteSource) -> dict[str, tuple[int, int, int]]:
+    """Returns position, size and checksum of a zip's members, in order; refuses what readers could disagree on."""
     offset, size, count = _end(file)
     if count > MAX_MEMBERS:
         raise LimitExceededError(f"{file.name}: zip members", MAX_MEMBERS, count)
     if size > MAX_DIRECTORY_BYTES:
         raise LimitExceededError(f"{file.name}: bytes of the zip's directory", MAX_DIRECTORY_BYTES, size)
     entries = list(_entries(file, file.read(offset, size), count))
-    _refuse_doubles(file, entries)
+    if len({entry.name.lower() for entry in entries}) < len(entries):  # torch ignores case when it looks them up
+        raise CheckpointError(
+            f"{file.name} holds two records of the same name; refused, because readers disagree on which one counts."
+        )
     starts: dict[int, int] = {}
     end = 0
     for entry in sorted(entries, key=lambda e: e.header):
@@ -86,7 +76,7 @@ def read_directory(file: ByteSource) -> list[Member]:
         if end > offset:
             raise CheckpointError(f"{file.name} is truncated: record {shown(entry.name)} passes the end of the data.")
         starts[entry.header] = start
-    return [Member(e.name, starts[e.header], e.size, e.crc) for e in entries]
+    return {entry.name: (starts[entry.header], entry.size, entry.crc) for entry in entries}
 
 
 def _unreadable(file: ByteSource) -> CheckpointError:
@@ -171,14 +161,6 @@ def _decoded(raw: bytes, flags: int, file: ByteSource) -> str:
     return name
 
 
-def _refuse_doubles(file: ByteSource, entries: list[_Entry]) -> None:
-    """Refuse two records of one name, even if they differ in case: torch ignores case when it looks them up."""
-    if len({entry.name.lower() for entry in entries}) < len(entries):
-        raise CheckpointError(
-            f"{file.name} holds two records of the same name; refused, because readers disagree on which one counts."
-        )
-
-
 def _data_start(file: ByteSource, entry: _Entry, limit: int) -> int:
     """Returns where a member's bytes begin, from its local header, which must agree with the directory."""
     mismatch = CheckpointError(
@@ -208,34 +190,22 @@ _SMALL = 64
 """Bytes read from a record with a word or a number."""
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
-    """The contents of a `torch.save` zip."""
-
-    pickle: bytes
-    storages: dict[str, tuple[int, int]]  # key -> byte position and length of its record
-
-
-def read_records(file: ByteSource) -> Records:
-    """Read the directory and `data.pkl`; no tensor data are read."""
-    members = {member.name: member for member in read_directory(file)}
+def _records(file: ByteSource) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Returns `data.pkl`, and the byte position and length of each storage's record by its key."""
+    members = _directory(file)
     prefix = _prefix(list(members), file.name)
-    if _small(file, members.get(f"{prefix}/byteorder")) not in {b"", b"little"}:
+    at, size, _ = members.get(f"{prefix}/byteorder", (0, 0, 0))
+    if file.read(at, min(size, _SMALL)) not in {b"", b"little"}:
         raise CheckpointError(f"{file.name} was written on a big-endian machine, which is not read.")
-    structure = members[f"{prefix}/data.pkl"]
-    if structure.size > MAX_PICKLE_BYTES:
-        raise LimitExceededError(f"{file.name}: bytes of data.pkl", MAX_PICKLE_BYTES, structure.size)
-    pickle = file.read(structure.start, structure.size)
-    if structure.crc not in {0, zlib.crc32(pickle)}:  # 0: saved without checksums
+    at, size, checksum = members[f"{prefix}/data.pkl"]
+    if size > MAX_PICKLE_BYTES:
+        raise LimitExceededError(f"{file.name}: bytes of data.pkl", MAX_PICKLE_BYTES, size)
+    pickle = file.read(at, size)
+    if checksum not in {0, zlib.crc32(pickle)}:  # 0: saved without checksums
         raise CheckpointError(f"{file.name} is corrupted: the checksum of its structure is wrong.")
     folder = f"{prefix}/data/"
-    storages = {n.removeprefix(folder): (m.start, m.size) for n, m in members.items() if n.startswith(folder)}
-    return Records(pickle, storages)
-
-
-def _small(file: ByteSource, member: Member | None) -> bytes:
-    """Returns a record of a few bytes; empty if it does not exist."""
-    return b"" if member is None else file.read(member.start, min(member.size, _SMALL))
+    storages = {n.removeprefix(folder): (at, size) for n, (at, size, _) in members.items() if n.startswith(folder)}
+    return pickle, storages
 
 
 def _prefix(names: list[str], file: str) -> str:
@@ -261,19 +231,14 @@ def _prefix(names: list[str], file: str) -> str:
 
 # -- the zip format: the inert machine reads the structure, and the data are read by position --
 #
-# torch's reader is not used. It computes the positions of records from the order in which `torch.save` writes instead
-# of looking them up (seen in 2.13), so in a zip that another tool rewrote one tensor gets another's bytes. With
-# `mmap=True` it reads a neighbour's bytes if a record is shorter than the pickle claims, and garbage if one is
-# compressed. Its restricted unpickler refuses files with plain weights because of one foreign object beside them.
+# torch's reader computes the positions of records from the order in which `torch.save` writes (2.13), so in a zip that
+# another tool rewrote one tensor gets another's bytes, and reads a neighbour's where a record is shorter than claimed.
 
 
-def read_torch_zip(file: ByteSource, ahead: ByteSource | None = None) -> Saved:
-    """Returns the saved object, with a `StoredTensor` for each strided tensor; no tensor data are read.
-
-    `ahead` is a source of the same bytes from which the structure is read faster.
-    """
-    records = read_records(ahead or file)
-    machine = SafeUnpickler(records.pickle, file.name, TensorBuilder(file, records.storages))
+def read_torch_zip(file: ByteSource) -> Saved:
+    """Returns the saved object, with a `StoredTensor` for each strided tensor; no tensor data are read."""
+    pickle, storages = _records(file)
+    machine = SafeUnpickler(pickle, file.name, TensorBuilder(file, storages))
     tree, _ = machine.run()
     require_finite_tree(tree, file.name)
     return Saved(tree, tuple(machine.unsafe_globals))
@@ -281,8 +246,7 @@ def read_torch_zip(file: ByteSource, ahead: ByteSource | None = None) -> Saved:
 
 # -- the format of `torch.save` before 1.6 (still written with `_use_new_zipfile_serialization=False`) --
 #
-# A file has five pickles (a magic number, a version, facts about the machine, the object, the keys of its storages) and
-# then the storages, each a length and its bytes.
+# Five pickles (magic number, version, facts about the machine, object, keys of its storages), then the storages.
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PICKLED_MAGIC = b"\x8a\x0a" + MAGIC.to_bytes(10, "little")
@@ -364,11 +328,7 @@ _BARE_PICKLE = "is a bare pickle, which could run code when loaded; ampdoctor do
 
 
 def sniff(file: RegularFile) -> Format:
-    """Returns the format of a file.
-
-    Raises CheckpointError for an empty, incomplete or unknown file, OtherFormatError for a known format that is not
-    read.
-    """
+    """Returns a file's format by its contents; raises OtherFormatError for a known one that is not read."""
     if file.size == 0:
         raise CheckpointError(f"{file.name} is empty.")
     head = file.head(_HEAD_BYTES)

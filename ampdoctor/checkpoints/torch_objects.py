@@ -71,8 +71,7 @@ _PLAIN = frozenset(
         "torch._utils._rebuild_wrapper_subclass",
     }
 )  # fmt: skip
-"""What `torch.load(weights_only=True)` allows in 2.13, except dtypes and storages; a test compares it with torch's
-list."""
+"""What `torch.load(weights_only=True)` allows in 2.13, except dtypes and storages (a test compares it)."""
 
 _INTEGERS = Skipped(what="", reason="a quantised tensor, which holds integers")
 _NUMPY_SCALARS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "u8": "<Q", "u4": "<I", "b1": "<?"}
@@ -93,11 +92,7 @@ class StorageRef:
 
 
 class TensorBuilder:
-    """Understands the calls in a pickle of `torch.save`; a `Builder` of the inert machine.
-
-    `places` maps a storage's key to byte position and length of its record; while it is None, tensors are not checked.
-    `storages` are those that were referred to.
-    """
+    """Understands the calls of `torch.save`; `places` are of the storages' records (None: tensors are not checked)."""
 
     def __init__(self, file: ByteSource, places: Mapping[str, tuple[int, int]] | None) -> None:
         self._file = file
@@ -120,12 +115,12 @@ class TensorBuilder:
         }
 
     def known(self, name: str) -> bool:
-        """As in `Builder`."""
+        """Whether torch itself loads this class or function without running foreign code."""
         storage = _storage_dtype(name) is not None and name != "torch.UntypedStorage"  # torch lists its other name
         return name in _PLAIN or name in _DTYPES or storage or _is_tensor_type(name)
 
     def build(self, name: str, args: tuple[Any, ...]) -> Any:
-        """As in `Builder`; raises CheckpointError for wrong arguments of an understood call."""
+        """Returns a call's value, or `NotImplemented`; raises CheckpointError for wrong arguments of a known call."""
         call = self._calls.get(name)
         if call is None:
             return NotImplemented
@@ -135,7 +130,7 @@ class TensorBuilder:
             raise self._wrong(f"the arguments of {name} are wrong") from None
 
     def persistent(self, pid: Any) -> Any:
-        """As in `Builder`: a storage, or a class whose source an old torch saved beside it."""
+        """Returns the storage behind a persistent id, or a class whose source an old torch saved beside it."""
         match pid:
             case ("module", GlobalName() as owner, *_):
                 return owner
@@ -261,10 +256,6 @@ def _mapping(*args: Any) -> DictItems:
     return DictItems(content.items() if isinstance(content, dict) else content, len(content))
 
 
-def _defaultdict(_factory: Any = None, *args: Any) -> DictItems:
-    return _mapping(*args)
-
-
 def _sequence(content: Any = ()) -> list[Any]:
     if not isinstance(content, list | tuple):
         raise TypeError(content)
@@ -318,7 +309,7 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
 _VALUES: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _mapping,
     "collections.Counter": _mapping,
-    "collections.defaultdict": _defaultdict,
+    "collections.defaultdict": lambda _factory=None, *args: _mapping(*args),
     "torch.Size": _size,
     "torch.device": _first,
     "torch.serialization._get_layout": _first,

@@ -1,7 +1,4 @@
-"""Reads a pickle without importing or calling anything: the objects that it would build become descriptions.
-
-The machine has a table of opcodes, each with its cost, and reads the stream in bounded pieces.
-"""
+"""Reads a pickle without importing or calling anything: the objects that it would build become descriptions."""
 
 from __future__ import annotations
 
@@ -10,13 +7,12 @@ import re
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 _MAX_INT_KEY = 2**60
-"""Larger ints as dict keys are kept apart: `hash` takes them modulo 2^61 - 1, so a file could make all of them
-collide."""
+"""Larger ints as keys are kept apart: `hash` is modulo 2^61 - 1, so a file could make all of them collide."""
 _FEW = 64
 """A smaller dict may have any collisions."""
 _AHEAD = 1000
@@ -56,34 +52,14 @@ class OpaqueKey:
 
 @dataclass(frozen=True, slots=True)
 class DictItems:
-    """The arguments of a call that makes a dict. The machine makes the dict itself, because it checks the keys.
-
-    `count` is the number of pairs as far as it is known.
-    """
+    """The pairs of a call that makes a dict, and their number as far as known; the machine checks the keys itself."""
 
     pairs: Iterable[tuple[Any, Any]]
     count: int
 
 
-class Builder(Protocol):
-    """Makes values of the calls that it understands; this protocol keeps the machine free of torch."""
-
-    def known(self, name: str) -> bool:
-        """Whether torch itself loads this class or function without running foreign code."""
-
-    def build(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Returns a call's value, or `NotImplemented`; it never imports or calls `name`."""
-
-    def persistent(self, pid: Any) -> Any:
-        """Returns the value behind a persistent id."""
-
-
 def put(target: dict[Any, Any], key: Any, value: Any) -> None:
-    """Set `target[key] = value`; a key that a file may have chosen to collide with others is stored as `OpaqueKey`.
-
-    Numbers hash to themselves, so many have to be small: optimizers number their parameters from 0. Strings and bytes
-    are safe, because their hashes are salted per process.
-    """
+    """Set `target[key] = value`; a key that may be chosen to collide (numbers hash to themselves) as `OpaqueKey`."""
     is_safe = isinstance(key, str | bytes | bool | PickledObject | GlobalName | OpaqueKey) or key is None
     if len(target) < _FEW:
         is_safe = is_safe or isinstance(key, float) or (isinstance(key, int) and abs(key) < _MAX_INT_KEY)
@@ -98,15 +74,12 @@ def run_together(numbers: Iterable[int]) -> bool:
     return len(known) <= 16_384 or (min(known) >= 0 and max(known) - min(known) < 1.5 * len(known))
 
 
-# -- reading bytes: numbers and text, each charged with the memory that it takes --
-
 MAX_PICKLE_BYTES = 64 * 1024 * 1024
 """Maximum size of one pickle; a state dict of 100,000 tensors needs about 20 MB."""
 MAX_OBJECT_BYTES = 160 * 1024 * 1024
 """Maximum memory for a pickle and its objects, by the costs below; a tensor takes about 800 bytes."""
 _MAX_INT_BYTES = 128
-"""Longer ints stay bytes: no checkpoint computes with one, and printing takes time quadratic in the length. The
-longest known are the 128 bits of a random generator's state."""
+"""Longer ints stay bytes: no checkpoint computes with one, and printing takes time quadratic in the length."""
 
 CONTAINER_COST = 64
 _NUMBER_COST = 40
@@ -117,16 +90,107 @@ _ESCAPED = re.compile(rb"(?:[^\\]++|\\[\\'\"nrt]|\\x[0-9a-fA-F]{2})*+")
 """The `repr` of a byte string."""
 
 
-class PickleBytes:
-    """A position in a pickle (somewhere in `data`), the stack of its values, and their cost so far."""
+# -- the machine --
+#
+# torch's restricted unpickler calls what is on its list, refuses whole files for one `argparse.Namespace` beside the
+# weights, and a file of some kilobytes can make it fill memory. Here every opcode (`pickletools`) has a known cost.
 
-    def __init__(self, data: bytes, name: str, max_object_bytes: int) -> None:
+MAX_OPCODES = 5_000_000
+"""A tensor takes about 28: enough for an optimizer's state of 60,000 parameters, in about two seconds."""
+
+_ITEM_COST = 16
+_RECORD_COST = 160
+
+
+class _Stop(Exception):  # noqa: N818 - not an error: the pickle's last opcode
+    pass
+
+
+class _Mark:
+    """The mark on the stack before a list of arguments."""
+
+
+_MARK = _Mark()
+_NOTHING = object()
+"""An empty place of the memo."""
+
+
+class SafeUnpickler:
+    """Runs the pickles in `data`; a call that `builder` does not understand becomes a `PickledObject`.
+
+    `builder` is a `TensorBuilder` (it keeps the machine free of torch); `unsafe_globals` are the names that it does not
+    know (`known`), in order, once each.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        name: str,
+        builder: Any,
+        *,
+        max_opcodes: int = MAX_OPCODES,
+        max_object_bytes: int = MAX_OBJECT_BYTES,
+    ) -> None:
         self._max_object_bytes = max_object_bytes
+        self._max_opcodes = max_opcodes
         self._data = data
         self._name = name
+        self._builder = builder
         self._stack: list[Any] = []
+        self._memo: list[Any] = []
+        self._memoised = 0
         self._at = 0
         self._spent = len(data)
+        self._left = max_opcodes
+        self.unsafe_globals: dict[str, None] = {}
+
+    def run(self, start: int = 0) -> tuple[Any, int]:
+        """Returns the object, and the position after the pickle that begins at `start`.
+
+        Raises CheckpointError for a malformed pickle or an opcode that no checkpoint uses, LimitExceededError for one
+        larger than a checkpoint's.
+        """
+        self._stack, self._memo, self._memoised, self._at = [], [], 0, start
+        data, table = self._data, _TABLE
+        try:
+            for self._left in range(self._left - 1, -1, -1):  # noqa: B020 - what one pickle uses, the next has not
+                code = data[self._at]
+                self._at += 1
+                table[code](self)
+        except _Stop:
+            if not self._stack or self._stack[-1] is _MARK:
+                raise self._malformed("it ends without a value") from None
+            return self._stack[-1], self._at
+        except (IndexError, struct.error):
+            raise self._malformed("it is cut off") from None
+        except (KeyError, ValueError, TypeError, OverflowError, AttributeError):
+            raise self._malformed("its opcodes contradict each other") from None
+        raise LimitExceededError(f"{self._name}: opcodes of a pickle", self._max_opcodes, self._max_opcodes + 1)
+
+    def _marked(self) -> list[Any]:
+        """Take the values above the last mark off the stack, together with the mark."""
+        stack, at = self._stack, len(self._stack) - 1
+        while stack[at] is not _MARK:
+            if at == 0:
+                raise IndexError(at)
+            at -= 1
+        values = stack[at + 1 :]
+        del stack[at:]
+        return values
+
+    def _pop(self) -> Any:
+        value = self._stack.pop()
+        if value is _MARK:
+            raise ValueError(value)
+        return value
+
+    def _top(self) -> Any:
+        value = self._stack[-1]
+        if value is _MARK:
+            raise ValueError(value)
+        return value
+
+    # reading bytes: numbers and text, each charged with the memory that it takes
 
     def _malformed(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self._name} is corrupted: its pickled structure cannot be read, {why}.")
@@ -217,103 +281,6 @@ class PickleBytes:
         raw = self._take(self._number(form))
         self._spend(CONTAINER_COST + len(raw))
         self._stack.append(raw)
-
-
-# -- the machine --
-#
-# The standard library's unpickler imports and calls by design. torch's restricted one calls what is on its list,
-# refuses whole files for one `argparse.Namespace` beside the weights (DeepSpeed, Lightning), and a file of some
-# kilobytes can make it hash and fill memory. Here every opcode has a known cost, and a file is refused if the sum
-# exceeds what a checkpoint needs. Opcodes and their meaning: `pickletools` in the standard library.
-
-MAX_OPCODES = 5_000_000
-"""A tensor takes about 28: enough for an optimizer's state of 60,000 parameters, in about two seconds."""
-
-_ITEM_COST = 16
-_RECORD_COST = 160
-
-
-class _Stop(Exception):  # noqa: N818 - not an error: the pickle's last opcode
-    pass
-
-
-class _Mark:
-    """The mark on the stack before a list of arguments."""
-
-
-_MARK = _Mark()
-_NOTHING = object()
-"""An empty place of the memo."""
-
-
-class SafeUnpickler(PickleBytes):
-    """Runs the pickles in `data`. A call that `builder` does not understand becomes an `PickledObject`.
-
-    `unsafe_globals` holds the names of unknown classes and functions (`Builder.known`), in order, once each.
-    """
-
-    def __init__(
-        self,
-        data: bytes,
-        name: str,
-        builder: Builder,
-        *,
-        max_opcodes: int = MAX_OPCODES,
-        max_object_bytes: int = MAX_OBJECT_BYTES,
-    ) -> None:
-        super().__init__(data, name, max_object_bytes)
-        self._max_opcodes = max_opcodes
-        self._builder = builder
-        self._memo: list[Any] = []
-        self._memoised = 0
-        self._left = max_opcodes
-        self.unsafe_globals: dict[str, None] = {}
-
-    def run(self, start: int = 0) -> tuple[Any, int]:
-        """Returns the object, and the position after the pickle that begins at `start`.
-
-        Raises CheckpointError for a malformed pickle or an opcode that no checkpoint uses, LimitExceededError for one
-        larger than a checkpoint's.
-        """
-        self._stack, self._memo, self._memoised, self._at = [], [], 0, start
-        data, table = self._data, _TABLE
-        try:
-            for self._left in range(self._left - 1, -1, -1):  # noqa: B020 - what one pickle uses, the next has not
-                code = data[self._at]
-                self._at += 1
-                table[code](self)
-        except _Stop:
-            if not self._stack or self._stack[-1] is _MARK:
-                raise self._malformed("it ends without a value") from None
-            return self._stack[-1], self._at
-        except (IndexError, struct.error):
-            raise self._malformed("it is cut off") from None
-        except (KeyError, ValueError, TypeError, OverflowError, AttributeError):
-            raise self._malformed("its opcodes contradict each other") from None
-        raise LimitExceededError(f"{self._name}: opcodes of a pickle", self._max_opcodes, self._max_opcodes + 1)
-
-    def _marked(self) -> list[Any]:
-        """Take the values above the last mark off the stack, together with the mark."""
-        stack, at = self._stack, len(self._stack) - 1
-        while stack[at] is not _MARK:
-            if at == 0:
-                raise IndexError(at)
-            at -= 1
-        values = stack[at + 1 :]
-        del stack[at:]
-        return values
-
-    def _pop(self) -> Any:
-        value = self._stack.pop()
-        if value is _MARK:
-            raise ValueError(value)
-        return value
-
-    def _top(self) -> Any:
-        value = self._stack[-1]
-        if value is _MARK:
-            raise ValueError(value)
-        return value
 
     # one method per opcode, in the order of pickletools
 
@@ -506,13 +473,13 @@ def _constant_step(value: Any) -> _Step:
 # fmt: off
 _STEPS: dict[str, _Step] = {
     # numbers and constants
-    "I": PickleBytes._int, "L": PickleBytes._long,
+    "I": SafeUnpickler._int, "L": SafeUnpickler._long,
     "\x8a": lambda m: m._sized_long(U1), "\x8b": lambda m: m._sized_long(I4),
     "J": lambda m: m._plain_number(I4), "K": lambda m: m._stack.append(m._number(U1)),
-    "M": lambda m: m._plain_number(U2), "G": lambda m: m._plain_number(F8), "F": PickleBytes._float,
+    "M": lambda m: m._plain_number(U2), "G": lambda m: m._plain_number(F8), "F": SafeUnpickler._float,
     "N": _constant_step(None), "\x88": _constant_step(True), "\x89": _constant_step(False),
     # text and bytes
-    "S": PickleBytes._string, "V": PickleBytes._unicode,
+    "S": SafeUnpickler._string, "V": SafeUnpickler._unicode,
     "T": lambda m: m._old_string(I4), "U": lambda m: m._old_string(U1),
     "X": lambda m: m._sized_text(U4), "\x8c": lambda m: m._sized_text(U1), "\x8d": lambda m: m._sized_text(U8),
     "B": lambda m: m._sized_bytes(U4), "C": lambda m: m._sized_bytes(U1), "\x8e": lambda m: m._sized_bytes(U8),

@@ -1,10 +1,8 @@
 """Locates each parameter in the flat partitions that DeepSpeed's ZeRO splits between its ranks.
 
 ZeRO 1 and 2 concatenate the parameters of a group, pad the end to a multiple of twice the ranks, and cut the whole into
-equal partitions, one for each rank (runtime/zero/stage_1_and_2.py); they save it without the padding. ZeRO 3 cuts each
-parameter by itself into ceil(numel / ranks) elements for each rank; a rank's flat group is its concatenated pieces
-(runtime/zero/stage3.py). Names and shapes are in the model file, in that order (`param_shapes`). utils/zero_to_fp32.py
-undoes the same for the weights, but executes pickles to do so.
+equal partitions, saved without the padding (runtime/zero/stage_1_and_2.py). ZeRO 3 cuts each parameter into ceil(numel
+/ ranks) elements for each rank (runtime/zero/stage3.py). Names and shapes are in the model file, in that order.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ class RankState:
     options: tuple[Mapping[str, Any], ...] = ()  # settings of the parameter groups
     per_option: tuple[int, ...] = ()  # number of flat groups of each parameter group
     slices: tuple[Mapping[str, tuple[int, int]], ...] = ()  # by group: parameter -> (start, count) in the partition
-    gaps: tuple[tuple[int, ...], ...] = ()  # free elements after each parameter (`parameter_alignment`)
     counts: tuple[int, ...] = ()  # number of ranks that share each flat group
 
 
@@ -55,6 +52,9 @@ def read_rank(tree: Any) -> RankState | None:
     masters = state.get("single_partition_of_fp32_groups", state.get("fp32_flat_groups"))
     if not isinstance(masters, list | tuple) or not all(_is_flat(m) for m in masters):
         return None
+    gaps = state.get("param_alignment_paddings")  # free elements behind parameters (`parameter_alignment`)
+    if isinstance(gaps, list | tuple) and any(any(group) for group in gaps if isinstance(group, list | tuple)):
+        return None
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     states, options, counts = _base_state(base, len(masters))
     return RankState(
@@ -64,21 +64,13 @@ def read_rank(tree: Any) -> RankState | None:
         options=options,
         per_option=counts,
         slices=_slices(state.get("param_slice_mappings"), len(masters)),
-        gaps=_gaps(state.get("param_alignment_paddings"), len(masters)),
         counts=_counts(state.get("partition_count"), len(masters)),
     )
 
 
-def place_by_group(
-    shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[RankState], *, checked: bool
-) -> list[dict[str, list[Piece]]]:
-    """Returns where the parameters of each flat group are (ZeRO 1 and 2); {} for a group that does not add up.
-
-    `shapes` maps parameters to shapes in their order in the group. With `checked`, the places that newer files state
-    must agree. With `round_robin_gradients` they do not: DeepSpeed 0.19.8 writes them as if nothing had been dealt out,
-    and only `param_shapes` is right.
-    """
-    return [_place_group(group, wanted, ranks, checked=checked) for group, wanted in enumerate(shapes)]
+def place_by_group(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[RankState]) -> list[dict[str, list[Piece]]]:
+    """Returns where the parameters of each flat group are (ZeRO 1 and 2), in order; {} for one that does not add up."""
+    return [_place_group(group, wanted, ranks) for group, wanted in enumerate(shapes)]
 
 
 def place_by_parameter(
@@ -128,10 +120,7 @@ def join(partitions: Sequence[StridedTensor], pieces: Sequence[Piece], shape: Sh
 def partitions_of_state(
     ranks: Sequence[RankState], group: int
 ) -> tuple[dict[str, list[StridedTensor]], dict[str, Any]] | None:
-    """Returns every rank's partition of each entry of a flat group's state, and the entries with one value for all.
-
-    Returns None if ranks differ in more than their padding, because one rank's state would hide that of another.
-    """
+    """Returns the ranks' partitions of each entry of a flat group's state, and single values; None if ranks differ."""
     states = [rank.states[group] for rank in ranks]
     if any(state.keys() != states[0].keys() for state in states):
         return None
@@ -160,28 +149,25 @@ def join_state(
     return found if len(found) == len(joined) else None
 
 
-def _place_group(
-    group: int, wanted: Mapping[str, Shape], ranks: Sequence[RankState], *, checked: bool
-) -> dict[str, list[Piece]]:
+def _place_group(group: int, wanted: Mapping[str, Shape], ranks: Sequence[RankState]) -> dict[str, list[Piece]]:
     lengths = [rank.masters[group].numel for rank in ranks]
     starts = [0, *itertools.accumulate(lengths)]
     unit = 2 * len(ranks)
-    gaps = ranks[0].gaps[group] if ranks[0].gaps else ()
-    total = sum(math.prod(shape) for shape in wanted.values()) + sum(gaps)
+    total = sum(math.prod(shape) for shape in wanted.values())
     # versions differ in whether they save the padding of the last partitions; a partition shorter than the first is a
     # last one without its padding
     full = all(length == lengths[0] for length, after in itertools.pairwise(lengths) if after)
     padded = starts[-1] >= total and -(-starts[-1] // unit) == -(-total // unit)
     owners = ranks[0].counts[group] if ranks[0].counts else len(ranks)  # experts are split between fewer ranks
-    if len(gaps) not in {0, len(wanted)} or not full or not padded or owners != len(ranks):
+    if not full or not padded or owners != len(ranks):
         return {}
     placed: dict[str, list[Piece]] = {}
     begin = 0
-    for (name, shape), gap in zip(wanted.items(), gaps or [0] * len(wanted), strict=True):
+    for name, shape in wanted.items():
         end = begin + math.prod(shape)
         placed[name] = list(_across(group, begin, end, starts))
-        begin = end + gap
-    return placed if not checked or _as_the_ranks_say(group, placed, ranks) else {}
+        begin = end
+    return placed if _as_the_ranks_say(group, placed, ranks) else {}
 
 
 def _across(group: int, begin: int, end: int, starts: Sequence[int]) -> Iterator[Piece]:
@@ -252,14 +238,6 @@ def _slices(saved: Any, groups: int) -> tuple[dict[str, tuple[int, int]], ...]:
             return ()
         found.append({name: (a["start"], a["numel"]) for name, a in addresses.items()})
     return tuple(found)
-
-
-def _gaps(saved: Any, groups: int) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(saved, list | tuple) or len(saved) != groups:
-        return ()
-    if not all(isinstance(g, list | tuple) and all(type(n) is int and 0 <= n < 64 for n in g) for g in saved):
-        return ()
-    return tuple(tuple(group) if any(group) else () for group in saved)
 
 
 def _counts(saved: Any, groups: int) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ class OptimizerGroup:
     epsilon: float | None = None
     weight_decay: float | None = None
     fused: bool = False  # computes in fp32 whatever the state's dtype
-    capturable: bool = False  # by CUDA graphs; torch loads its and a fused one's counters as fp32
     parameters: int = 0  # number in the group
 
 
@@ -171,7 +170,6 @@ class TensorSummary(TensorRow):
     negatives: int | None = field(default=None, metadata=UNWRITTEN)  # None unless the tensor cannot be negative
     lowest: float | None = field(default=None, metadata=UNWRITTEN)  # the smallest negative element
     constant: float | None = field(default=None, metadata=UNWRITTEN)  # the value of all elements, if there are several
-    log2_span: float | None = field(default=None, metadata=UNWRITTEN)  # log2 of the largest over what 99 % reach
     fp16: CastLoss | None = None
     bf16: CastLoss | None = None
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint
-from ampdoctor.checkpoints.folder import may_hold_tensors, neighbour
+from ampdoctor.checkpoints.folder import neighbour
 from ampdoctor.checkpoints.found import PathContents, find
 from ampdoctor.checkpoints.series import step_in
 from ampdoctor.checkpoints.torch_files import is_lfs_pointer
@@ -21,12 +21,9 @@ from ampdoctor.errors import (
     SeveralRunsError,
     UsageError,
 )
-from ampdoctor.evidence.checkpoint_stats import TensorRow
 from ampdoctor.evidence.paths import file_within, shown_path
 from ampdoctor.evidence.report import (
-    Check,
     ErrorNote,
-    Finding,
     Report,
     Skipped,
     Verdict,
@@ -43,7 +40,7 @@ from ampdoctor.workflows.scan_series import scan_family
 
 
 def scan(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | PathContents,
     *,
     progress: Progress | None = None,
     jobs: int | None = None,
@@ -56,7 +53,7 @@ def scan(
     """Examine a checkpoint, or a folder of many checkpoints of one training.
 
     Args:
-        path: A file or a folder, as for `open_checkpoint`, or a folder of such.
+        path: A file or a folder, as for `open_checkpoint`, or a folder of such; also what was found at one.
         progress: Called with (tensor, bytes done, bytes in all) after each block that was read.
         jobs: Threads that read and examine; None: as many as torch uses.
         exact: Sort every element by magnitude; otherwise an even sample of each tensor beyond 2^20 elements. The sample
@@ -77,30 +74,7 @@ def scan(
         LimitExceededError: It asks for more than a safe bound.
         UsageError: `every_member` is set for a single checkpoint.
     """
-    return scan_found(
-        find(path),
-        progress=progress,
-        jobs=jobs,
-        exact=exact,
-        every_member=every_member,
-        whole=whole,
-        thresholds=thresholds,
-        set_aside=set_aside,
-    )
-
-
-def scan_found(
-    found: PathContents,
-    *,
-    progress: Progress | None,
-    jobs: int | None,
-    exact: bool,
-    every_member: bool = False,
-    whole: bool = False,
-    thresholds: Thresholds,
-    set_aside: SetAside,
-) -> Report:
-    """Examine what was found at a path; arguments, report and errors are those of `scan`."""
+    found = path if isinstance(path, PathContents) else find(path)
 
     def look(checkpoint: Checkpoint, member: str = "") -> Examined:
         told = progress_of(progress, member)
@@ -194,7 +168,7 @@ T = TypeVar("T")
 _WORST_FIRST: tuple[Verdict, ...] = ("sick", "inconclusive", "healthy", "not_judged")
 
 
-def scan_several(
+def scan_several(  # noqa: D417 - what is as for `scan` stands in one line
     paths: Sequence[str | os.PathLike[str]],
     *,
     progress: Progress | None = None,
@@ -212,14 +186,9 @@ def scan_several(
 
     Args:
         paths: Each as for `scan`; a path that is named twice is examined once.
-        progress: As for `scan`.
-        jobs: As for `scan`.
-        exact: As for `scan`.
-        skip_lfs_pointers: Leave out Git LFS pointers too, even if there is only one path. Otherwise a pointer is an
-            error, because the file that it stands for was not examined.
-        whole: As for `scan`.
-        thresholds: As for `scan`.
-        set_aside: As for `scan`.
+        progress, jobs, exact, whole, thresholds, set_aside: As for `scan`.
+        skip_lfs_pointers: Leave out paths that are Git LFS pointers, even the only one. Otherwise a pointer is an
+            error, because the file that it stands for was not examined; one in a folder always is.
 
     Returns:
         For one path, the report of `scan`. For several, one report: the findings of all, whose `where.file` begins with
@@ -237,130 +206,91 @@ def scan_several(
     if not given:
         raise UsageError("no path to scan")
     several = len(given) > 1
-    looks: list[_Look] = []
+    names: list[str] = []
+    reports: list[Report] = []
     for shown, path in given.items():
         found = PathContents(path)
         name = shown if several else found.name
+        names.append(name)
         try:
             found = find(path)
             left_out = _left_out(found, name, pointers=skip_lfs_pointers) if several or skip_lfs_pointers else None
             if left_out is not None:
-                looks.append(_Look(found, name, left_out=left_out))
+                reports.append(Report(command="scan", target={}, verdict="not_judged", skipped=(left_out,)))
                 continue
-            told = progress_of(progress, name if several else "")
-            report = scan_found(
+            report = scan(
                 found,
-                progress=told,
+                progress=progress_of(progress, name if several else ""),
                 jobs=jobs,
                 exact=exact,
                 whole=whole,
                 thresholds=thresholds,
                 set_aside=set_aside,
             )
-            report = _without_pointers(report, found) if skip_lfs_pointers else report
-            looks.append(_Look(found, name, report))
         except CheckpointError as error:
             if not several:
                 raise
-            looks.append(_Look(found, name, error=error))
-    only = looks[0].report
-    return only if only is not None and not several else _together(looks, thresholds)
+            kind = "limit" if isinstance(error, LimitExceededError) else "unreadable"
+            note = ErrorNote(what=name, kind=kind, message=str(error))
+            reports.append(Report(command="scan", target={}, verdict="inconclusive", complete=False, errors=(note,)))
+        else:
+            if not several:
+                return report
+            reports.append(_of_one_path(report, found, name))
+    return _together(names, reports, thresholds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """The result for one path: a report, an error, or why it was left out."""
+def _of_one_path(report: Report, found: PathContents, name: str) -> Report:
+    """Returns the report on one of several paths, in which every file and check is named with the path."""
 
-    found: PathContents
-    name: str
-    report: Report | None = None
-    error: CheckpointError | None = None
-    left_out: Skipped | None = None
-
-    def file(self, inner: str | None) -> str:
-        """Returns the name of a file that this path's report mentions."""
+    def within(inner: str | None) -> str:
         if not inner:
-            return self.name
-        if self.found.listing is not None or self.name.endswith(".json"):  # an index, whose files lie beside it
-            return file_within(self.name, inner)
-        return self.name if inner == self.found.path.name else f"{self.name}: {inner}"  # a part inside the file
+            return name
+        if found.listing is not None or name.endswith(".json"):  # an index, whose files lie beside it
+            return file_within(name, inner)
+        return name if inner == found.path.name else f"{name}: {inner}"  # a part inside the file
 
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        found = self.report.findings if self.report is not None else ()
-        return tuple(with_files(finding, self.file) for finding in found)
-
-    @property
-    def elsewhere(self) -> tuple[tuple[Finding, ...], ...]:
-        groups = self.report.elsewhere if self.report is not None else ()
-        return tuple(tuple(with_files(finding, self.file) for finding in group) for group in groups)
-
-    @property
-    def checks(self) -> tuple[Check, ...]:
-        made = self.report.checks if self.report is not None else ()
-        return tuple(replace(check, name=f"{self.name}: {check.name}") for check in made)
-
-    @property
-    def skipped(self) -> tuple[Skipped, ...]:
-        if self.left_out is not None:
-            return (self.left_out,)
-        if self.report is None:
-            return ()
-        return tuple(replace(one, what=self.file(one.what)) for one in self.report.skipped)
-
-    @property
-    def errors(self) -> tuple[ErrorNote, ...]:
-        if self.error is not None:
-            kind = "limit" if isinstance(self.error, LimitExceededError) else "unreadable"
-            return (ErrorNote(what=self.name, kind=kind, message=str(self.error)),)
-        noted = self.report.errors if self.report is not None else ()
-        return tuple(replace(note, what=self.file(note.what)) for note in noted)
-
-    @property
-    def tensors(self) -> tuple[TensorRow, ...]:
-        measured = (self.report.tensors or ()) if self.report is not None else ()
-        return tuple(replace(tensor, file=self.file(tensor.file)) for tensor in measured)
-
-    @property
-    def verdict(self) -> Verdict:
-        if self.error is not None:
-            return "inconclusive"
-        return self.report.verdict if self.report is not None else "not_judged"
+    return replace(
+        report,
+        target={
+            **report.target,
+            "files": [{**file, "path": within(file["path"])} for file in report.target.get("files", ())],
+        },
+        findings=tuple(with_files(finding, within) for finding in report.findings),
+        elsewhere=tuple(tuple(with_files(finding, within) for finding in group) for group in report.elsewhere),
+        checks=tuple(replace(check, name=f"{name}: {check.name}") for check in report.checks),
+        skipped=tuple(replace(one, what=within(one.what)) for one in report.skipped),
+        errors=tuple(replace(note, what=within(note.what)) for note in report.errors),
+        tensors=tuple(replace(tensor, file=within(tensor.file)) for tensor in report.tensors or ()),
+    )
 
 
-def _together(looks: Sequence[_Look], thresholds: Thresholds) -> Report:
+def _together(names: Sequence[str], reports: Sequence[Report], thresholds: Thresholds) -> Report:
     """Returns one report on all paths; a section that can occur only once is kept if only one path has it."""
-    reports = [look.report for look in looks if look.report is not None]
-    verdicts = {look.verdict for look in looks}
-    errors = tuple(note for look in looks for note in look.errors)
+    errors = tuple(note for report in reports for note in report.errors)
     return Report(
         command="scan",
         target={
-            "path": looks[0].name if len(looks) == 1 else f"{len(looks)} paths",
-            "paths": [look.name for look in looks],
-            "files": [
-                {**file, "path": look.file(file["path"])}
-                for look in looks
-                if look.report is not None
-                for file in look.report.target.get("files", ())
-            ],
+            "path": names[0] if len(names) == 1 else f"{len(names)} paths",
+            "paths": list(names),
+            "files": [file for report in reports for file in report.target.get("files", ())],
             "tensors": sum(report.target.get("tensors", 0) for report in reports),
             "bytes": sum(report.target.get("bytes", 0) for report in reports),
             "global_step": None,
         },
-        verdict=next(verdict for verdict in _WORST_FIRST if verdict in verdicts),
+        verdict=next(verdict for verdict in _WORST_FIRST if verdict in {report.verdict for report in reports}),
         complete=not errors,
-        findings=tuple(sorted((f for look in looks for f in look.findings), key=finding_order)),
-        checks=tuple(check for look in looks for check in look.checks),
-        skipped=tuple(one for look in looks for one in look.skipped),
+        findings=tuple(sorted((f for report in reports for f in report.findings), key=finding_order)),
+        checks=tuple(check for report in reports for check in report.checks),
+        skipped=tuple(one for report in reports for one in report.skipped),
         errors=errors,
         scaler=_only([report.scaler for report in reports]),
         trend=_only([report.trend for report in reports]),
-        tensors=tuple(tensor for look in looks for tensor in look.tensors)
+        tensors=tuple(tensor for report in reports for tensor in report.tensors or ())
         if any(report.tensors is not None for report in reports)
         else None,
         thresholds=thresholds.listed(),
-        elsewhere=tuple(group for look in looks for group in look.elsewhere),
+        elsewhere=tuple(group for report in reports for group in report.elsewhere),
     )
 
 
@@ -370,33 +300,7 @@ def _only(sections: Sequence[T | None]) -> T | None:
 
 
 def _left_out(found: PathContents, name: str, *, pointers: bool) -> Skipped | None:
-    if pointers and _is_nothing_but_pointers(found):
-        return _pointer(name)
+    if pointers and found.is_file and is_lfs_pointer(found.path):
+        return Skipped(what=name, reason="a Git LFS pointer, not the file itself", kind="lfs_pointer")
     reason = neighbour(found.path.name) if found.is_file else None
     return None if reason is None else Skipped(what=name, reason=reason)
-
-
-def _pointer(what: str) -> Skipped:
-    return Skipped(what=what, reason="a Git LFS pointer, not the file itself", kind="lfs_pointer")
-
-
-def _is_nothing_but_pointers(found: PathContents) -> bool:
-    """Whether a file is a pointer, or every file of a folder that could hold tensors is one."""
-    if found.listing is None:
-        return is_lfs_pointer(found.path)
-    files = [found.path / name for name in found.listing.files if may_hold_tensors(name)]
-    return bool(files) and all(map(is_lfs_pointer, files))
-
-
-def _without_pointers(report: Report, found: PathContents) -> Report:
-    pointers = [note for note in report.errors if is_lfs_pointer(found.path / note.what)]
-    if not pointers:
-        return report
-    errors = tuple(note for note in report.errors if note not in pointers)
-    return replace(
-        report,
-        verdict=verdict_of(report.found, settled=not errors),
-        complete=not errors,
-        skipped=(*report.skipped, *(_pointer(note.what) for note in pointers)),
-        errors=errors,
-    )

@@ -27,7 +27,7 @@ _Growth = tuple[TensorGrowth, ...]
 """Rows of the section on growth, the one nearest to fp16's limit first."""
 
 
-def compare(
+def compare(  # noqa: D417 - what is as for `scan` stands in one line
     new: str | os.PathLike[str],
     old: str | os.PathLike[str],
     *,
@@ -41,10 +41,7 @@ def compare(
     Args:
         new: The newer checkpoint: a file or a folder, as for `open_checkpoint`.
         old: The older one.
-        progress: As for `scan`.
-        jobs: As for `scan`.
-        exact: As for `scan`.
-        thresholds: As for `scan`.
+        progress, jobs, exact, thresholds: As for `scan`.
 
     Returns:
         The report of a scan of the newer one, with the result of the comparison.

@@ -63,15 +63,15 @@ class LogBeside:
         headroom = {"entries": self.run.steps, "last_step": self.run.last_step}
         return Check(name="training log", result="found" if findings else "ok", headroom=headroom)
 
-    def loss_until(self, step: float, after: int = -1) -> float | None:
-        """Returns the last loss logged up to a step and after an earlier step, or None."""
+    def loss_until(self, step: float) -> float | None:
+        """Returns the last loss logged up to a step, or None."""
         run = self.run
         curve = next((curve for curve in run.curves if curve.name == "loss"), None)
         if curve is None:
             return None
         lost = curve.nonfinite or (0,) * len(curve.middle)
         for last, loss, others in reversed([*zip(run.axis.last, curve.middle, lost, strict=True)]):
-            if after < last <= step and (loss is not None or others):
+            if last <= step and (loss is not None or others):
                 return math.nan if loss is None else loss
         return None
 
@@ -79,10 +79,7 @@ class LogBeside:
 def log_beside(
     folders: Iterable[tuple[Listing, str]], thresholds: Thresholds
 ) -> tuple[LogBeside | None, tuple[Skipped, ...]]:
-    """Returns the longest log of these folders, and the logs that could not be read.
-
-    Each folder comes with the prefix of its files in reports. In a folder with the Trainer's own log no other counts.
-    """
+    """Returns the longest log of these folders (a Trainer's own before others), and those that could not be read."""
     longest: LogBeside | None = None
     skipped: list[Skipped] = []
     searched: set[Path] = set()

@@ -27,10 +27,6 @@ from ampdoctor.workflows.scan_log import LogBeside
 _STATE = ("state:", "optimizer_state:", "scaler_state")
 """Ops of findings about a checkpoint's own values; findings from a log beside them are about earlier steps."""
 
-MAX_UNDATED = 4
-"""Maximum number of members of unknown time that are read by default, for the averaged and the best weights of a
-run."""
-
 Look = Callable[[Checkpoint, str], Examined]
 """Examines a member, given its name."""
 
@@ -44,12 +40,6 @@ class Seen:
     left: Report | None = None  # the report without what the user has set aside
     examined: Examined | None = None
     error: CheckpointError | None = None  # why it could not be read
-
-    @property
-    def shapes(self) -> set[tuple[int, ...]]:
-        """The shapes of its matrices."""
-        tensors = self.examined.summary.tensors if self.examined is not None else ()
-        return {t.shape for t in tensors if t.role == "weight" and len(t.shape) > 1}
 
     @property
     def sick(self) -> bool:
@@ -120,11 +110,7 @@ class _Reader:
 def read_family(
     family: Sequence[SavedCheckpoint], look: Look, *, every_member: bool = False, set_aside: SetAside = keep_all
 ) -> ReadSeries:
-    """Read as many members as needed; one that cannot be read is passed over, and its error is kept.
-
-    `family` is in order, and `look` examines a member. The search is for the first sick member, and for the first with
-    sickness that `set_aside` leaves.
-    """
+    """Read as many members as needed to find the first sick one, and the first that `set_aside` leaves sick."""
 
     def see(member: SavedCheckpoint, looking: Look = look) -> Seen:
         return _see(member, looking, set_aside)
@@ -145,7 +131,8 @@ def _with_undated(
     see: Callable[[SavedCheckpoint, Look], Seen],
 ) -> ReadSeries:
     """Read members of unknown time that are checkpoints; one in a folder of its own is read whatever it holds."""
-    known = {shape for seen in in_order for shape in seen.shapes}
+    tensors = [t for seen in in_order if seen.examined is not None for t in seen.examined.summary.tensors]
+    known = {t.shape for t in tensors if t.role == "weight" and len(t.shape) > 1}
     examined: list[Seen] = []
     skipped: list[Skipped] = []
 
@@ -154,25 +141,18 @@ def _with_undated(
             raise CheckpointError("it holds no matrix of the checkpoints' shapes")
         return look(checkpoint, name)
 
-    in_turn = sorted((m for m in unplaced if not m.beside), key=lambda m: not m.alias)
-    for member in in_turn[:MAX_UNDATED]:
+    for member in sorted((m for m in unplaced if not m.beside), key=lambda m: not m.alias):
         seen = see(member, akin)
         if seen.error is None or member.alias:
             examined.append(seen)
         else:
             skipped.append(Skipped(what=member.name, reason=f"not read as a checkpoint: {seen.error}"))
     examined += [see(member, look) for member in unplaced if member.beside]
-    rest = in_turn[MAX_UNDATED:]
-    skipped += [Skipped(what=m.name, reason="nothing tells when it was saved; --all reads it") for m in rest]
     return ReadSeries(in_order=in_order, beside=tuple(examined), left_out=tuple(skipped))
 
 
 def _search(reader: _Reader) -> None:
-    """Read enough to find the first sick member, or else to see a trend.
-
-    If some sickness is set aside, there are two: the first sick member, and the first with more than that. Statements
-    about checkpoints that were not read follow from both.
-    """
+    """Read enough to find the first sick member, also without what is set aside, or else to see a trend."""
     count = len(reader.family)
     last = next((i for i in reversed(range(count)) if reader(i).report is not None), None)
     if last is None:
@@ -180,7 +160,8 @@ def _search(reader: _Reader) -> None:
     if not reader(last).counts:
         own = [i for i in range(last + 1) if not (reader.family[i].final or reader.family[i].alias)]
         newest = own[-1] if own else last  # `last.pt` repeats it, and may be intact if it is not
-        for index in _spread(newest + 1, _budget(last + 1) - (newest < last)):
+        most = math.ceil(math.log2(last + 1)) + 2  # as many as a search could take, and one more
+        for index in _spread(newest + 1, most - (newest < last)):
             reader(index)
     for sick in ("counts", "sick", "collapsed"):
         _find_first(reader, attrgetter(sick))
@@ -201,11 +182,6 @@ def _find_first(reader: _Reader, sick: Callable[[Seen], bool]) -> None:
     for index in range(first - 1, low, -1):
         if reader(index).report is not None:
             break
-
-
-def _budget(count: int) -> int:
-    """Returns how many members of a healthy training are read: as many as a search could take, and one more."""
-    return math.ceil(math.log2(count)) + 2
 
 
 def _spread(count: int, wanted: int) -> list[int]:
@@ -264,16 +240,10 @@ def scan_family(
 ) -> Report:
     """Examine as many checkpoints of a training as needed.
 
-    The last one is read. If it is sick, the first sick one is searched by halving: at most ceil(log2(n)) + 1 of n are
-    read in all. If it is healthy, the first and evenly spread ones are read for the trend, ceil(log2(n)) + 2 in all. If
-    some sickness is set aside, the first with other sickness is searched as well, for up to ceil(log2(n)) + 1 more; so
-    is the first with a collapsed loss scale that is not yet sick. A member that cannot be read becomes an error of the
-    report, and the search continues around it. Up to `MAX_UNDATED` members of unknown time (`best.pt`, `ema.pt`) are
-    read as well.
-
-    The findings and the verdict are those of the first sick member, or of the last if none is sick. The run's training
-    `log` is judged once, beside that member, unless the member has a longer log. A decision of `set_aside` on one
-    checkpoint does not hold for the next. Raises CheckpointError where no member can be read.
+    The last one is read. If it is sick, the first sick one is searched by halving, else evenly spread ones are read for
+    the trend: ceil(log2(n)) + 2 of n at most, and as many for what is set aside; and those of unknown time (`best.pt`).
+    The findings and the verdict are those of the first sick member, or of the last; the run's `log` is judged once,
+    beside it, unless it has a longer one. Raises CheckpointError where no member can be read.
     """
     read = read_family(family, look, every_member=every_member, set_aside=set_aside)
     placed = [member for member in family if member.placed]
@@ -283,7 +253,9 @@ def scan_family(
     shown = shown or next((seen for seen in read.beside if seen.report is not None), None)
     if shown is None or shown.report is None:
         raise next(seen.error for seen in read.all if seen.error is not None)
-    points, unit = _on_one_axis(_with_losses(read.in_order, log), placed)
+    points, unit = _on_one_axis(
+        [_point(seen.member, seen.examined) for seen in read.in_order if seen.examined is not None], placed
+    )
     report = _beside_log(shown, log)
     errors = tuple(note for seen in read.all for note in _errors_of(seen))
     findings = tuple(sorted((*report.findings, *judge(Trend(points=points, unit=unit), thresholds)), key=finding_order))
@@ -324,23 +296,6 @@ def _beside_log(shown: Seen, log: LogBeside | None) -> Report:
     if log is None or (own is not None and log.run.steps <= own.run.steps):
         return shown.report
     return placed_in_folder(shown.examined.with_log(log).report, shown.member)
-
-
-def _with_losses(read: Sequence[Seen], log: LogBeside | None) -> list[TrendPoint]:
-    """Returns the points; a point without a loss gets the last one logged before it and after the previous point."""
-    points: list[TrendPoint] = []
-    before = latest = -1
-    for seen in read:
-        if seen.examined is None:
-            continue
-        point = _point(seen.member, seen.examined)
-        step = seen.step if point.step is not None or seen.member.unit == "step" else None
-        if step is not None and step > latest:  # `last.pt` has the loss of the checkpoint that it repeats
-            before, latest = latest, step
-        if point.loss is None and step is not None and log is not None:
-            point = replace(point, loss=log.loss_until(step, before))
-        points.append(point)
-    return points
 
 
 def _point(member: SavedCheckpoint, examined: Examined) -> TrendPoint:
@@ -401,12 +356,9 @@ def _target(name: str, family: Sequence[SavedCheckpoint], read: ReadSeries, show
 
 
 def _member(seen: Seen) -> dict[str, Any]:
-    row = {"name": seen.member.name, "step": seen.step, "verdict": _verdict(seen), "sick": seen.sick}
+    verdict = "unreadable" if seen.report is None else seen.report.verdict
+    row = {"name": seen.member.name, "step": seen.step, "verdict": verdict, "sick": seen.sick}
     return {**row, "collapsed": True} if seen.collapsed else row
-
-
-def _verdict(seen: Seen) -> str:
-    return "unreadable" if seen.report is None else seen.report.verdict
 
 
 def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: ReadSeries, count: int, shown: Seen) -> TrendSection:
@@ -425,13 +377,9 @@ def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: ReadSeries, coun
     else:
         said = _begun(readable)
     ahead = before if first is not None else readable
-    collapsed, recovered = _collapse(ahead)
+    collapsed = _collapsed_since(ahead)
     if collapsed is not None:
         said += f". In {_called(ahead[collapsed])} the loss scale has collapsed"
-    if collapsed is not None and recovered is not None:
-        said += f", and in {_called(ahead[recovered])} it has recovered"
-        collapsed = None
-    elif collapsed is not None:
         said += f"; {_called(ahead[collapsed - 1])} is before that" if collapsed else ", and none is read before it"
     turned = [(a, b) for at, a in enumerate(readable) if a.sick for b in readable[at + 1 :] if not b.sick]
     if turned:
@@ -451,15 +399,15 @@ def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: ReadSeries, coun
     )
 
 
-def _collapse(seen: Sequence[Seen]) -> tuple[int | None, int | None]:
-    """Returns where the loss scale last collapsed, and where it was next at 1 or above; None where neither was seen."""
-    collapsed = recovered = None
+def _collapsed_since(seen: Sequence[Seen]) -> int | None:
+    """Returns where the loss scale collapsed for good; None if it did not, or was seen at 1 or above again."""
+    since = None
     for at, one in enumerate(seen):
-        if one.collapsed and (collapsed is None or recovered is not None):
-            collapsed, recovered = at, None
-        elif one.well_scaled and collapsed is not None and recovered is None:
-            recovered = at
-    return collapsed, recovered
+        if one.collapsed:
+            since = at if since is None else since
+        elif one.well_scaled:
+            since = None
+    return since
 
 
 def _begun(readable: Sequence[Seen]) -> str:

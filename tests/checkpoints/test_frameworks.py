@@ -90,12 +90,6 @@ def test_an_average_that_is_a_list_gets_the_names_of_the_parameters(tmp_path, ke
         assert averaged == {name: 5.0 + number for number, name in enumerate(PARAMETERS)}
 
 
-def test_an_average_that_does_not_fit_keeps_its_numbers(tmp_path):
-    shadow = [parameter.detach().clone() for parameter in Net().parameters()][1:]
-    with open_checkpoint(save(tmp_path, {"model": state(), "ema": {"shadow_params": shadow}})) as checkpoint:
-        assert names(checkpoint, "ema", "ema.shadow_params") == [str(n) for n in range(len(shadow))]
-
-
 def test_an_average_alone_is_the_model(tmp_path):
     with open_checkpoint(save(tmp_path, {"model": None, "ema": Net().half(), "updates": 7})) as checkpoint:
         assert names(checkpoint, "weight") == PARAMETERS
@@ -224,11 +218,6 @@ def test_megatrons_window_is_larger_than_its_counter(tmp_path, args, interval):
         assert [s.growth_interval for s in checkpoint.scalers] == [interval]
 
 
-def test_a_dict_of_two_models_stays_two(tmp_path):
-    with open_checkpoint(save(tmp_path, {"generator": state(), "discriminator": state()})) as checkpoint:
-        assert list(checkpoint.models()) == ["generator", "discriminator"]
-
-
 def elementwise(**entries: Any) -> Any:
     return lambda p: {name: make(p) for name, make in entries.items()}
 
@@ -313,41 +302,6 @@ def test_bitsandbytes_keeps_plain_tensors(tmp_path):
     save_file(content, tmp_path / "model.safetensors")
     with open_checkpoint(tmp_path) as checkpoint:
         assert {ref.name for ref in checkpoint} == content.keys()
-
-
-def test_a_peft_adapter(tmp_path):
-    content = {
-        "base_model.model.q.lora_A.weight": torch.ones(2, 4),
-        "base_model.model.q.lora_B.weight": torch.zeros(4, 2),
-    }
-    save_file(content, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert set(names(checkpoint, "weight")) == content.keys()
-
-
-def test_several_models_of_accelerate(tmp_path):
-    for number, suffix in enumerate(("", "_1")):
-        save_file(state(float(number)), tmp_path / f"model{suffix}.safetensors")
-        torch.save(adam(), tmp_path / f"optimizer{suffix}.bin")
-    torch.save({"step": 6, "random_state": (3, (1, 2), None)}, tmp_path / "random_states_0.pkl")
-    (tmp_path / "custom_checkpoint_0.pkl").write_bytes(b"\x80\x04never opened")
-    (tmp_path / "sampler.bin").write_bytes(b"\x80\x04never opened")
-    with open_checkpoint(tmp_path) as checkpoint:
-        weights = [(ref.file, ref.name) for ref in checkpoint if ref.role == "weight"]
-        assert len(set(weights)) == 2 * len(PARAMETERS)
-        assert checkpoint.errors == ()
-        assert {s.what for s in checkpoint.skipped} == {"custom_checkpoint_0.pkl", "random_states_0.pkl", "sampler.bin"}
-        assert checkpoint.global_step == 1  # what the optimizer counted; Accelerate's own counter counts batches
-
-
-def test_accelerates_counter_serves_where_nothing_else_counts(tmp_path):
-    save_file(state(), tmp_path / "model.safetensors")
-    torch.save({"step": 6}, tmp_path / "random_states_0.pkl")
-    (tmp_path / "random_states_1.pkl").write_bytes(b"\x80\x04cannot be read")
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.global_step == 6
-        assert checkpoint.errors == ()
 
 
 def test_a_flat_average_is_told_from_the_weights(tmp_path):

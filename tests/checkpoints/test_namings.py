@@ -110,10 +110,3 @@ def test_two_trainings(tmp_path, name):
     assert len(found.several) == 2
     with pytest.raises(CheckpointError, match=r"holds 2 runs or checkpoints.* Type: ampdoctor scan "):
         scan(tmp_path)
-
-
-def test_two_trainings_are_named_by_patterns(tmp_path):
-    found = write(tmp_path / "a", TWO["experiments"])
-    assert [one.paths for one in found.several] == [("exp1_step*00.pt",), ("exp2_step*00.pt",)]
-    inside = write(tmp_path / "b", {f"saves/{name}": state for name, state in TWO["experiments"].items()})
-    assert [one.paths for one in inside.several] == [("saves/exp1_step*00.pt",), ("saves/exp2_step*00.pt",)]

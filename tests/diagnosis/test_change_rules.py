@@ -82,13 +82,6 @@ def test_without_steps_in_between_nothing_stands_still(steps):
     assert said(STILL, replace(STILL, unchanged=100, reach=LANDS), **steps) == []
 
 
-def test_without_optimizer_state_it_is_a_note():
-    bare = replace(STILL, moments=False, pure_half=False, reach=None)
-    assert said(bare) == [("AMP712", "note")]
-    assert said(replace(bare, dtype="float32", old_dtype="float32")) == []
-    assert said(bare, replace(bare, name="other.weight", elements=300, unchanged=0)) == []
-
-
 def test_trained_weights_that_did_not_change_at_all():
     frozen_step = replace(STILL, dtype="float32", old_dtype="float32", pure_half=False, unchanged=100, reach=LANDS)
     assert said(frozen_step, MOVED) == [("AMP713", "warning")]

@@ -241,13 +241,12 @@ def test_weights_buffers_and_averages_are_never_one_pile():
     ]
 
 
-@pytest.mark.parametrize(("binades", "result"), [(12.0, "ok"), (18.9, "1 of 1 matrices are too wide for e4m3")])
-def test_fp8_is_a_check_and_never_a_finding(binades, result):
-    summary = CheckpointSummary(format="torch-zip", tensors=(tensor(log2_span=binades),))
-    assert judge(summary) == ()
-    checks = {check.name: check for check in checks_of(summary, ())}
-    assert checks["fp8 with a scale for each matrix"].result == result
-    assert checks["fp8 with a scale for each matrix"].headroom["e5m2"] == 1
+def test_checks_are_by_role():
+    sick, fine = tensor(nan=1, role="ema", group="ema"), tensor()
+    roles = tuple(RoleSummary(role=r, tensors=1, elements=64, amax=1.0, amin=1.0, casts=()) for r in ("weight", "ema"))
+    summary = CheckpointSummary(format="torch-zip", tensors=(fine, sick), roles=roles)
+    checks = {check.name: check.result for check in checks_of(summary, judge(summary))}
+    assert (checks["finite weights"], checks["finite averaged weights"]) == ("ok", "found")
 
 
 @pytest.mark.parametrize(("fill", "taken"), [(1e4, True), (65504.0, True), (9.9e3, False)])

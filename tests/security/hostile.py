@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickletools
 import struct
 import tempfile
 import warnings
@@ -125,7 +124,3 @@ def distributed() -> dict[str, bytes]:
         warnings.simplefilter("ignore")  # that there is one process only
         checkpoint.save(state, checkpoint_id=folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-
-def opcodes_of(pickle: bytes) -> set[str]:
-    return {opcode.name for opcode, _, _ in pickletools.genops(pickle)}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import pickle
 import time
 from pathlib import Path
 
@@ -15,59 +13,15 @@ from safetensors.torch import save_file
 from ampdoctor.checkpoints.dcp_metadata import MAX_METADATA_BYTES
 from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from tests.security import hostile as h
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "checkpoints"
 
 
-@pytest.fixture
-def distributed(tmp_path):
-    """A folder with a small distributed checkpoint; beside the folder lies a copy of its data."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for name, content in h.distributed().items():
-        (folder / name).write_bytes(content)
-    (tmp_path / "secret.distcp").write_bytes((folder / h.FIRST_SHARD).read_bytes())
-    return folder
-
-
-def rewritten(folder, **changes):
-    """Change the place of the weight in the metadata."""
-    told = pickle.loads((folder / ".metadata").read_bytes())
-    for index, info in told.storage_data.items():
-        if index.fqn == "model.w":
-            told.storage_data[index] = dataclasses.replace(info, **changes)
-    (folder / ".metadata").write_bytes(pickle.dumps(told))
-    return folder
-
-
-@pytest.mark.parametrize("path", ["../secret.distcp", "{}/secret.distcp", "C:secret.distcp", "x:y", "..", "a\\b"])
-def test_data_are_read_beside_their_metadata_only(distributed, tmp_path, path):
-    """S15: torch joins the path to the folder unseen, and reads what lies there."""
-    rewritten(distributed, relative_path=path.format(tmp_path))
-    with pytest.raises(CheckpointError, match="not a plain file name; refused"):
-        open_checkpoint(distributed)
-
-
-@pytest.mark.parametrize("changes", [{"offset": 10**12}, {"offset": 10**12, "length": 2**60}])
-def test_a_place_past_the_end_is_an_error_and_no_number(distributed, changes):
-    with open_checkpoint(rewritten(distributed, **changes)) as checkpoint:
-        assert "w" not in {ref.name for ref in checkpoint}
-        assert [note.kind for note in checkpoint.errors] == ["truncated"]
-
-
-def test_two_entries_of_the_same_bytes_are_refused(distributed):
-    """One record would be shown as two tensors, and what lies in the place of the second as nothing."""
-    places = pickle.loads((distributed / ".metadata").read_bytes()).storage_data
-    other = next(info for index, info in places.items() if index.fqn == "model.n")
-    with pytest.raises(CheckpointError, match="share bytes"):
-        open_checkpoint(rewritten(distributed, offset=other.offset, length=other.length))
-
-
-def test_metadata_larger_than_any_run_has_are_refused_unread(distributed):
-    os.truncate(distributed / ".metadata", MAX_METADATA_BYTES + 1)
+def test_metadata_larger_than_any_run_has_are_refused_unread(tmp_path):
+    (tmp_path / ".metadata").touch()
+    os.truncate(tmp_path / ".metadata", MAX_METADATA_BYTES + 1)
     with pytest.raises(LimitExceededError, match="bytes") as caught:
-        open_checkpoint(distributed)
+        open_checkpoint(tmp_path)
     assert (caught.value.limit, caught.value.actual) == (MAX_METADATA_BYTES, MAX_METADATA_BYTES + 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import struct
@@ -66,7 +65,7 @@ def test_a_name_cannot_act_on_a_terminal_or_forge_a_line(name, tmp_path, run_in_
     assert name in {finding["where"]["tensor"] for finding in findings}
 
 
-@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("name", [NAMES[kind] for kind in ("clear", "line", "bidi", "markup", "workflow")])
 def test_nor_can_the_name_of_a_file_or_of_a_class(name, tmp_path, run_in_process):
     file = re.sub("[/\0]", "", name) or "x"
     (tmp_path / f"{file}.pt").write_bytes(h.model_and(h.call(h.text("m") + h.text(name) + b"\x93")))
@@ -112,12 +111,3 @@ def test_every_report_is_strict_json_the_same_twice_and_its_code_that_of_any_for
         assert human[1] == ""
         assert said.startswith("ampdoctor: error: ")
         assert len(said.splitlines()) == 1
-
-
-def test_the_exit_codes_of_a_process(tmp_path, run_cli):
-    """S22: 1 is a finding and nothing else."""
-    for content, expected in (("healthy", 0), ("sick", 1), ("refused", 2)):
-        (tmp_path / "c.pt").write_bytes(CONTENTS[content][1])
-        result = run_cli("scan", str(tmp_path / "c.pt"), "--format", "json")
-        assert result.returncode == expected
-        assert json.loads(result.stdout)["complete"] == (expected != 2)

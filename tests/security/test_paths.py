@@ -68,35 +68,34 @@ def test_the_cache_of_hugging_face_is_read(tmp_path):
 
 @pytest.fixture
 def odd_places(tmp_path):
-    """Links to what is no regular file, by what an error calls it."""
+    """Links to what is no regular file, and what an error says of it."""
     os.mkfifo(tmp_path / "pipe")
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(tmp_path / "server"))
     places = {
-        "FIFO": tmp_path / "pipe",
-        "character device": Path("/dev/zero"),
-        "socket": tmp_path / "server",
-        "link to nothing": tmp_path / "gone",
-        "symbolic links": tmp_path / "round",
-        "is empty": Path("/proc/self/environ"),
+        "FIFO": (tmp_path / "pipe", "not a regular file"),
+        "device": (Path("/dev/zero"), "not a regular file"),
+        "socket": (tmp_path / "server", "not a regular file"),
+        "nothing": (tmp_path / "gone", "link to nothing"),
+        "round": (tmp_path / "round", "symbolic links"),
+        "empty": (Path("/proc/self/environ"), "is empty"),
     }
     (tmp_path / "round").symlink_to(tmp_path / "round")
     yield places
     server.close()
 
 
-@pytest.mark.parametrize(
-    "kind", ["FIFO", "character device", "socket", "link to nothing", "symbolic links", "is empty"]
-)
+@pytest.mark.parametrize("kind", ["FIFO", "device", "socket", "nothing", "round", "empty"])
 @pytest.mark.parametrize("form", ["file", "folder", "shard"])
-def test_a_link_to_no_regular_file_is_refused_without_waiting(kind, form, odd_places, tmp_path, run_cli):
+def test_a_link_to_no_regular_file_is_refused_without_waiting(kind, form, odd_places, tmp_path):
     """S16; without O_NONBLOCK a FIFO would hold the scan forever, and /dev/zero has no end."""
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "model.safetensors").symlink_to(odd_places[kind])
+    target, said = odd_places[kind]
+    (folder / "model.safetensors").symlink_to(target)
     if form == "shard":
         index(folder, ["model.safetensors"])
-    with pytest.raises(CheckpointError, match=kind):
+    with pytest.raises(CheckpointError, match=said):
         open_checkpoint(folder / "model.safetensors" if form == "file" else folder)
 
 
@@ -114,13 +113,11 @@ def test_what_becomes_a_fifo_before_it_is_opened_is_refused_without_waiting(tmp_
         return found
 
     monkeypatch.setattr(files.os, "stat", swapped)
-    with pytest.raises(CheckpointError, match="is a FIFO, not a regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         RegularFile(path, path.name)
 
 
-READ_INERTLY = "random_states_0.pkl"
-"""Accelerate's count of steps lies in it: its structure is read, by the inert machine."""
-NEVER_OPENED = ("training_args.bin", "rng_state.pth", "rng_state_0.pth", "sampler.bin",
+NEVER_OPENED = ("training_args.bin", "rng_state.pth", "rng_state_0.pth", "random_states_0.pkl", "sampler.bin",
                 "custom_checkpoint_0.pkl", "tokenizer.pkl")  # fmt: skip
 
 
@@ -152,31 +149,17 @@ def test_neighbours_that_hold_pickles_are_not_even_opened(tmp_path):
     assert report.errors == ()
 
 
-@pytest.mark.parametrize("content", ["evil", "junk", "a FIFO"])
-def test_the_random_state_that_holds_the_step_is_read_inertly_and_harms_nothing(content, tmp_path):
-    folder = trainer_folder(tmp_path / "checkpoint-3")
-    if content == "a FIFO":
-        os.mkfifo(folder / READ_INERTLY)
-    else:
-        (folder / READ_INERTLY).write_bytes(h.model_and(EVIL) if content == "evil" else b"junk")
-    report = scan(folder)
-    assert report.verdict == "healthy"
-    assert [skip.what for skip in report.skipped] == [READ_INERTLY]
-    assert not Path("/tmp/ampdoctor-canary-of-the-tests").exists()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the names of files that a process has open")
-@pytest.mark.parametrize("form", ["human", pytest.param("json", marks=pytest.mark.slow)])
-def test_a_scan_imports_nothing_opens_nothing_else_and_connects_to_nothing(form, tmp_path, run_cli):
+def test_a_scan_imports_nothing_opens_nothing_else_and_connects_to_nothing(tmp_path, run_cli):
     """S1, S21: CVE-2026-4372 (config.json), Unit 42 on `_target_`: seen by the interpreter's own audit events."""
     folder = trainer_folder(tmp_path / "checkpoint-3")
-    for name in (READ_INERTLY, *NEVER_OPENED):
+    for name in NEVER_OPENED:
         (folder / name).write_bytes(h.model_and(EVIL))
     (folder / "optimizer.pt").write_bytes(h.model_and(EVIL))
     (folder / "pytorch_model.bin").write_bytes(h.legacy(h.table({"x": EVIL})))
     (folder / "more.safetensors").write_bytes(h.safetensors({"_target_": {}}))
     result = run_cli(
-        command=(sys.executable, str(AUDITED), str(folder), form), cwd=folder, env={"PYTHONPATH": str(ROOT)}
+        command=(sys.executable, str(AUDITED), str(folder), "human"), cwd=folder, env={"PYTHONPATH": str(ROOT)}
     )
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)
@@ -188,7 +171,6 @@ def test_a_scan_imports_nothing_opens_nothing_else_and_connects_to_nothing(form,
         "pytorch_model.bin",
         "more.safetensors",
         "trainer_state.json",
-        READ_INERTLY,
     }
     assert {"model.safetensors", "optimizer.pt"} <= opened
     assert {event for event, _ in seen["events"]} <= {"open", "os.listdir", "os.scandir"}
@@ -210,16 +192,6 @@ def test_a_scan_of_a_runs_checkpoints_opens_and_lists_nothing_above_them(tmp_pat
     assert named / "checkpoint-2" / "model.safetensors" in touched
     assert [path for path in touched if not path.is_relative_to(named) and not path.name.isdigit()] == []
     assert seen["code"] == 0
-
-
-def test_the_audit_can_fail(tmp_path, run_cli, python):
-    script = AUDITED.read_text().replace(
-        "code = scanned(target, form)", "import never_seen; code = scanned(target, form)"
-    )
-    (tmp_path / "never_seen.py").write_text("")
-    (tmp_path / "audited.py").write_text(script)
-    result = run_cli(command=(python, str(tmp_path / "audited.py"), str(tmp_path), "json"))
-    assert "never_seen" in json.loads(result.stdout)["modules"]
 
 
 def test_a_report_holds_no_absolute_path_and_no_hyper_parameter(tmp_path, monkeypatch):

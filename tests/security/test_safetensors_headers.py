@@ -36,6 +36,8 @@ REFUSED = {
     "rest": h.safetensors({"a": entry([2], 0, 8)}, bytes(9)),
     "truncated": h.safetensors({"a": entry([2], 0, 8)}, bytes(7)),
     "backwards": h.safetensors({"a": entry([2], 8, 0)}, bytes(8)),
+    "another size": h.safetensors({"a": entry([3], 0, 8)}, bytes(8)),
+    "no offsets": h.safetensors({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)),
     "negative": h.safetensors({"a": entry([2], -8, 0)}, bytes(8)),
     "overflow": h.safetensors({"a": entry([2**63, 2], 0, 0)}),
     "product that wraps": h.safetensors({"a": entry([2**32, 2**32], 0, 0)}),

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from ampdoctor.diagnosis.replay.scale_choice import FORWARD_HEADROOM, near_limit
 from ampdoctor.diagnosis.replay.updates import all_updates, update_notes, update_remedies
-from ampdoctor.diagnosis.scan.checks import E4M3_BINADES, E5M2_BINADES
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.run_facts import (
     OVERFLOWED,
@@ -24,6 +23,8 @@ from ampdoctor.evidence.run_facts import (
 from ampdoctor.evidence.targets import Target
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_NOTE, FP32_SHARE, Thresholds
 
+E4M3_BINADES = math.log2(448) + 10  # log2 of e4m3's largest number over its flush threshold, 2^-10
+E5M2_BINADES = math.log2(57344) + 17  # log2 of e5m2's largest number over its flush threshold, 2^-17
 SQUARE_LIMIT = 256.0  # from this magnitude on, a square overflows fp16
 COARSE_LOGITS = 0.5
 """Half a unit in the last place of the largest logits from which their rounding changes a weight by exp(0.5), 65 %."""

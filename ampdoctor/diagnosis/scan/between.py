@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import SCANNED, rule
@@ -68,12 +68,7 @@ class LinearTrend:
 
 
 def course(points: Sequence[tuple[int, float]], limit: float) -> LinearTrend | None:
-    """Extrapolates a steady growth; None where there is none, it slows down, or the limit is reached.
-
-    The rate is the least-squares slope of log2 over the steps, or that of the later half if smaller. `points` are
-    (step, positive finite value), ascending: at least two, and three to see a growth slow down. `limit` is positive,
-    and below the values if they fall.
-    """
+    """Extrapolates a steady growth of (step, positive value), ascending, to a limit; None if it slows or is there."""
     if len(points) < 2 or points[0][0] == points[-1][0]:
         return None
     rising = points[-1][1] >= points[0][1]
@@ -111,8 +106,6 @@ STAGNANT_WEIGHTS = rule("AMP712", SCANNED)
 STILL = STAGNANT_WEIGHTS["stalled"]
 WOULD_MOVE = STAGNANT_WEIGHTS["would_move"]
 MOST_STAGNANT = STAGNANT_WEIGHTS["most"]
-
-_HALF = frozenset({"float16", "bfloat16"})
 
 
 def stagnates(tensor: TensorChange, thresholds: Thresholds) -> bool:
@@ -163,29 +156,6 @@ def _stagnant_weights(change: CheckpointChange, thresholds: Thresholds) -> Itera
         also=also_of(worst, still),
         cause="optimizer_precision",
         evidence=evidence,
-    )
-
-
-@STAGNANT_WEIGHTS.judges(CheckpointChange)
-def _perhaps_stagnant(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
-    """Judges files without optimizer state: unchanged weights may be frozen, or copies of fp32 weights that move."""
-    matrices = [t for t in weights_of(change) if t.dtype in _HALF and t.old_dtype == t.dtype and len(t.shape) >= 2]
-    partly = [t for t in matrices if thresholds[STILL] * t.elements <= t.unchanged < t.elements]
-    if any(t.moments for t in change.tensors) or not partly:
-        return
-    if elements_of(partly) < thresholds[MOST_STAGNANT] * elements_of(matrices):
-        return
-    if not change.steps or change.steps < 0:
-        return
-    worst = max(partly, key=lambda t: (t.unchanged / t.elements, t.address))
-    message = (
-        f"In {len(partly)} of {len(matrices)} {worst.dtype} matrices most values did not change in {change.steps} "
-        f"steps ({percent(worst.unchanged / worst.elements)} in {worst.address}): either the updates are lost to "
-        f"rounding, or these are copies of fp32 weights that moved little. Without optimizer state this cannot be told."
-    )
-    evidence = {"steps": change.steps, "tensors": len(partly), "listed": [row_of(t) for t in partly[:MAX_LISTED]]}
-    yield STAGNANT_WEIGHTS.finding(
-        "note", message, where=where_of(worst, change.new_step), also=also_of(worst, partly), evidence=evidence
     )
 
 
@@ -268,11 +238,7 @@ LEAST_POINTS = 3  # fewer checkpoints do not show whether a growth slows down
 
 
 def _growing_finding(rows: Sequence[tuple[str, Largest, float, LinearTrend]], step: int | None, unit: str) -> Finding:
-    """Makes the finding for tensors that grow towards fp16's limit.
-
-    `rows` has at least one row: address, latest magnitude, magnitude at the beginning, trend. `unit` is the unit of
-    steps.
-    """
+    """Makes the finding for rows of address, latest magnitude, magnitude at the beginning and trend, at least one."""
     address, largest, before, heading = min(rows, key=lambda row: (row[3].meets, row[0]))
     severity: Severity = "warning" if any(now.cast_by_autocast for _, now, _, _ in rows) else "note"
     others = f" {len(rows) - 1} more tensors do so later." if len(rows) > 1 else ""
@@ -295,20 +261,19 @@ def _growing_finding(rows: Sequence[tuple[str, Largest, float, LinearTrend]], st
     return GROWING_RANGE.finding(
         severity,
         message,
-        where=Where(
-            phase="checkpoint",
-            global_step=step,
-            module=largest.module,
-            op=f"state:{largest.entry}",
-            tensor=address,
-            file=largest.file,
-        ),
-        also=tuple(
-            Where(phase="checkpoint", module=now.module, op=f"state:{now.entry}", tensor=name, file=now.file)
-            for name, now, _, _ in rows
-            if name != address
-        ),
+        where=replace(_place(address, largest), global_step=step),
+        also=tuple(_place(name, now) for name, now, _, _ in rows if name != address),
         evidence=evidence,
+    )
+
+
+def _place(address: str, largest: Largest) -> Where:
+    return Where(
+        phase="checkpoint",
+        module=largest.module,
+        op=f"state:{largest.entry}",
+        tensor=address,
+        file=largest.file,
     )
 
 

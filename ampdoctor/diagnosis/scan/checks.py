@@ -7,13 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ampdoctor.diagnosis.catalogue import codes_in
 from ampdoctor.diagnosis.scan.scaler import shown_scaler
-from ampdoctor.diagnosis.scan.tensors import FP16_MAX, is_mask
+from ampdoctor.diagnosis.scan.tensors import FP16_MAX, is_mask, losses
 from ampdoctor.evidence.checkpoint_stats import (
     DEAD_SCALE,
     CheckpointSummary,
     RoleSummary,
     TensorRole,
-    TensorSummary,
 )
 from ampdoctor.evidence.report import Check, Finding
 
@@ -26,18 +25,11 @@ _FINITE: tuple[tuple[str, tuple[str, ...], TensorRole], ...] = (
 )
 _CASTABLE: tuple[tuple[str, TensorRole], ...] = (("weights", "weight"), ("averaged weights", "ema"))
 _OPTIONAL = frozenset({"ema"})  # roles that most checkpoints lack: no check without such a tensor
-E4M3_BINADES = math.log2(448) + 10  # log2 of e4m3's largest number over its flush threshold, 2^-10
-E5M2_BINADES = math.log2(57344) + 17  # log2 of e5m2's largest number over its flush threshold, 2^-17
 
 
 def checks_of(summary: CheckpointSummary, findings: Sequence[Finding]) -> tuple[Check, ...]:
     """Returns the checks of a scan, in a fixed order."""
-    return tuple(_checks(summary, findings))
-
-
-def _checks(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator[Check]:
-    yield from _of_tensors(summary, findings)
-    yield _scaler(summary, findings)
+    return (*_of_tensors(summary, findings), _scaler(summary, findings))
 
 
 def _of_tensors(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator[Check]:
@@ -57,10 +49,11 @@ def _of_tensors(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iter
     yield Check(name="possible values", result=_result(found, ["AMP106", "AMP110", "AMP111", "AMP112"]))
     yield Check(name="values at the format's maximum", result=_result(found, ["AMP107"]))
     castable = [t for t in summary.tensors if t.role in {"weight", "buffer", "ema"} and not is_mask(t)]
+    amax = max((t.amax for t in castable if t.amax is not None), default=None)
     yield Check(
         name="fp16 range",
         result=_result(found, ["AMP104"]) if castable else "not in the file",
-        headroom=_headroom(castable),
+        headroom={} if amax is None else {"log2": math.log2(FP16_MAX) - math.log2(amax)},
     )
     for words, role in _CASTABLE:
         present = roles.get(role)
@@ -73,7 +66,6 @@ def _of_tensors(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iter
                 result="not in the file" if present is None else "found" if lossy else "ok",
                 headroom=_cast(present, name),
             )
-    yield from _fp8(summary)
     masks = [t for t in summary.tensors if is_mask(t)]
     if masks:
         yield Check(
@@ -85,21 +77,6 @@ def _of_tensors(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iter
 
 def _speaks_of(finding: Finding, code: str, role: TensorRole) -> bool:
     return finding.code == code and finding.evidence.get("role", role) == role
-
-
-def _fp8(summary: CheckpointSummary) -> Iterator[Check]:
-    """Yields how many matrices fit fp8 with one scale each: at most 1 % of their nonzero elements would flush."""
-    matrices = [t for t in summary.tensors if t.role == "weight" and len(t.shape) >= 2]
-    spans = [t.log2_span for t in matrices if t.log2_span is not None]
-    if not spans:
-        return
-    within = {"e4m3": sum(s <= E4M3_BINADES for s in spans), "e5m2": sum(s <= E5M2_BINADES for s in spans)}
-    beyond = len(spans) - within["e4m3"]
-    yield Check(
-        name="fp8 with a scale for each matrix",
-        result=f"{beyond} of {len(spans)} matrices are too wide for e4m3" if beyond else "ok",
-        headroom={"matrices": len(spans), **within, "widest_log2_span": max(spans)},
-    )
 
 
 def _scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> Check:
@@ -115,21 +92,9 @@ def _scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> Check:
     )
 
 
-def _headroom(tensors: Sequence[TensorSummary]) -> dict[str, float]:
-    amax = max((t.amax for t in tensors if t.amax is not None), default=None)
-    return {"log2": math.log2(FP16_MAX) - math.log2(amax)} if amax is not None else {}
-
-
 def _cast(role: RoleSummary | None, name: str) -> dict[str, float]:
     loss = next((c for c in role.casts if c.format == name), None) if role else None
-    if loss is None:
-        return {}
-    return {
-        "flushed": loss.flushed,
-        "subnormal": loss.subnormal,
-        "overflowed": loss.overflowed,
-        "relative_error": loss.relative_error,
-    }
+    return {} if loss is None else losses(loss)
 
 
 def _result(found: set[str], codes: Iterable[str]) -> str:

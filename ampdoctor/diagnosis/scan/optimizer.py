@@ -83,8 +83,7 @@ LARGEST_UPDATE = SECOND_MOMENT_FLUSHED["update"]
 MANY_STARVED = SECOND_MOMENT_FLUSHED["starved"]
 
 _SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126}
-"""Smallest normal number of the formats in which only a conversion loses an ordinary square. Processors may flush
-smaller squares."""
+"""Smallest normal number of the formats in which only a conversion loses an ordinary square."""
 
 
 def explained(betas: Sequence[float], smallest: float) -> float | None:
@@ -133,7 +132,9 @@ def _flushed(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
         "starved": starved,
         "examined": examined,
         "tensors": len(sick),
-        "listed": [_moment_row(moment) for moment in sick[:MAX_LISTED]],
+        "listed": [
+            {"tensor": m.name, "starved": m.starved, "of": m.examined, "largest": m.largest} for m in sick[:MAX_LISTED]
+        ],
     }
     yield SECOND_MOMENT_FLUSHED.finding(
         "error" if starved >= thresholds[MANY_STARVED] * examined else "warning",
@@ -160,10 +161,7 @@ def _flushed(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
 
 
 def _by_itself(moment: ZeroSecondMoment, optimizer: OptimizerSummary) -> bool:
-    """Returns whether the file's format loses such squares itself, or the optimizer does not keep both moments.
-
-    A narrow format loses them in training: then the update alone decides whether the first moment is too large.
-    """
+    """Returns whether the format itself loses such squares, as narrow ones do, or both moments are not kept."""
     smallest = _SMALLEST.get(moment.dtype)
     if smallest is None:
         return False
@@ -175,10 +173,6 @@ def _place(tensor: TensorSummary | ZeroSecondMoment) -> Where:
     return replace(where_of(tensor), phase="optimizer")
 
 
-def _moment_row(moment: ZeroSecondMoment) -> dict[str, str | int | float]:
-    return {"tensor": moment.name, "starved": moment.starved, "of": moment.examined, "largest": moment.largest}
-
-
 STEP_COUNTERS = rule("AMP504", SCANNED)
 WRONG_UPDATE = STEP_COUNTERS["update"]
 
@@ -187,11 +181,7 @@ STEP_LIMITS = {"bfloat16": 256.0, "float16": 2048.0}
 
 
 def length_at(count: float, betas: Sequence[float]) -> float:
-    """Returns the length of Adam's updates where the counter is stuck, over the correct length.
-
-    Adam multiplies by sqrt(1 - b2^n) / (1 - b1^n), which goes to 1 as its averages settle. It stays as it is at the
-    count at which n stops. Returns 1.0 where there are not two betas: that is not Adam.
-    """
+    """Returns the length of Adam's updates where the counter is stuck, over the correct one; 1.0 if it is not Adam."""
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or count <= 0:
         return 1.0
     first, second = (1.0 if beta == 0 else -math.expm1(count * math.log(beta)) for beta in betas)  # 1 - beta^count
@@ -227,16 +217,13 @@ def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
             continue
         stored = [t for t in summary.tensors if t.entry == "step" and t.dtype == dtype]
         counters = [counter for counter in stored if _is_of(counter, optimizer, summary)]
-        lengths = [1.0 if _widened(group) else length_at(last, group.betas) for group in optimizer.groups]
+        lengths = [1.0 if group.fused else length_at(last, group.betas) for group in optimizer.groups]
         length = max(lengths, key=lambda one: abs(one - 1), default=1.0)
-        stands = last >= limit and not all(map(_widened, optimizer.groups))
-        severity = severity_of_standing(length, dtype, thresholds) if stands else "note"
-        if stands:
-            message = standing_words(dtype, last, length)
-        else:
-            ends = f"Steps are counted in {dtype}, which cannot add 1 to {limit:g}: the count is {last:g}"
-            widened = ", and torch loads it as fp32 for a fused or capturable optimizer, rounded as it is"
-            message = f"{ends}{' and will stop there' if last < limit else widened}."
+        severity: Severity = "note"
+        ends = "will stop there" if last < limit else "goes on where torch loads it, as fp32 for a fused optimizer"
+        message = f"Steps are counted in {dtype}, which cannot add 1 to {limit:g}: the count is {last:g} and {ends}."
+        if last >= limit and not all(group.fused for group in optimizer.groups):
+            severity, message = severity_of_standing(length, dtype, thresholds), standing_words(dtype, last, length)
         places = [_place(counter) for counter in counters] or [Where(phase="optimizer", op="optimizer_state:step")]
         yield STEP_COUNTERS.finding(
             severity,
@@ -253,34 +240,6 @@ def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
                 "counters": len(counters),
             },
         )
-
-
-@STEP_COUNTERS.judges(CheckpointSummary)
-@each_optimizer
-def _disagreeing(summary: CheckpointSummary, optimizer: OptimizerSummary, _: Thresholds) -> Iterator[Finding]:
-    if len(optimizer.steps) < 2:
-        return
-    first, last = optimizer.steps[0][0], optimizer.steps[-1][0]
-    parameters = sum(count for _, count in optimizer.steps)
-    behind = parameters - optimizer.steps[-1][1]
-    message = (
-        f"Parameters have not taken the same number of steps: {behind} of {parameters} have taken fewer than "
-        f"{last:g}, one of them {first:g}. They joined late, had no gradient at times, or were skipped."
-    )
-    evidence: dict[str, object] = {
-        "steps": [{"step": step, "parameters": count} for step, count in optimizer.steps[-MAX_LISTED:]]
-    }
-    yield STEP_COUNTERS.finding(
-        "note",
-        message,
-        where=Where(phase="optimizer", global_step=summary.global_step, op="optimizer_state:step"),
-        evidence={"optimizer": optimizer.path, **evidence},
-    )
-
-
-def _widened(group: OptimizerGroup) -> bool:
-    """Whether torch loads its counters as fp32, whatever they were saved in (torch 2.13, `load_state_dict`)."""
-    return group.fused or group.capturable
 
 
 def _is_of(counter: TensorSummary, optimizer: OptimizerSummary, summary: CheckpointSummary) -> bool:

@@ -78,10 +78,7 @@ def fresh_scaler(detail: str = "Resume with a fresh scaler instead of the stored
 
 
 def without_a_scale() -> Prescription:
-    """Returns the change for a scale below 1: a fresh scaler would overflow again, as a scale of 1 does.
-
-    A file does not show whether values overflow or batches were bad, which no format cures.
-    """
+    """Returns the change for a scale below 1: a fresh scaler would overflow again, as a scale of 1 does."""
     alone = "If you must stay in fp16: a fresh scaler, once what overflows at a scale of 1 is mended."
     return Prescription(
         kind="dtype",
@@ -106,10 +103,7 @@ def scaler_numbers(scaler: ScalerState) -> dict[str, Any]:
 
 
 def shown_scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> ScalerState | None:
-    """Returns the scaler that the report shows: a GAN's checkpoint has two.
-
-    It is the scaler of the worst finding (they are sorted), else the scaler with the smallest scale.
-    """
+    """Returns the scaler that the report shows: of the worst finding, else that with the smallest scale."""
     of = {(scaler.key, scaler.file or None): scaler for scaler in reversed(summary.scalers)}
     told = (of.get((f.where.tensor or "", f.where.file)) for f in findings if f.where.op == "scaler_state")
     spoken_of = next((scaler for scaler in told if scaler is not None), None)
@@ -142,20 +136,17 @@ def _scaler_settings(summary: CheckpointSummary, scaler: ScalerState, _: Thresho
     if wrong:
         own = {**scaler_numbers(scaler), "init_scale": scaler.scale}
         better = {name: fresh if name in wrong else own[name] for name, fresh in FRESH_SCALER.items()}
+        arguments = ", ".join(f"{name}={plain(value)}" for name, value in better.items())
+        cure = Prescription(
+            kind="scaler", value=better, status="not_run", reason=NOT_REPLAYED, detail=f"GradScaler({arguments})"
+        )
         yield SCALER_SETTINGS.finding(
             "warning",
             f"The loss scaler's settings cannot work: {'; '.join(wrong.values())}.",
             where=place_of(summary, scaler),
             evidence={**scaler_numbers(scaler), "wrong": list(wrong.values())},
-            prescription=_with(better) if wrong.keys() & better.keys() else None,
+            prescription=cure if wrong.keys() & better.keys() else None,
         )
-
-
-def _with(better: Mapping[str, float]) -> Prescription:
-    arguments = ", ".join(f"{name}={plain(value)}" for name, value in better.items())
-    return Prescription(
-        kind="scaler", value=better, status="not_run", reason=NOT_REPLAYED, detail=f"GradScaler({arguments})"
-    )
 
 
 DEAD_SCALER = rule("AMP401", SCANNED, ruins_checkpoint=True)
@@ -194,24 +185,17 @@ JUST_FALLEN = 10
 between two back-offs. A scale at rest has any number of clean steps up to the growth interval, and seldom so few."""
 _SELDOM = 20  # these steps are at most one in so many of a growth interval
 FP16_SPACING = 2.0**-24
-"""Distance between neighbours in fp16's subnormal range; the rounding error has a standard deviation of this over
-sqrt(12)."""
+"""Distance between neighbours in fp16's subnormal range; rounding errors deviate by this over sqrt(12)."""
 
 
 def typical_gradient(log: LogTail | None, weights: int) -> float:
-    """Returns the average magnitude of a gradient element: the norm spread evenly over `weights` elements.
-
-    The norm is the median of the log's last ones, else 1, where most runs clip.
-    """
+    """Returns the average magnitude of a gradient element: the log's median norm, or 1, over `weights` elements."""
     norm = statistics.median(log.norms) if log is not None and log.norms else 1.0
     return norm / math.sqrt(max(weights, 1))
 
 
 def collapse_severity(scaler: ScalerState, element: float, step: int | None, thresholds: Thresholds) -> Severity:
-    """Returns how bad a scale below 1 is: an error if it still falls, or if such a loss has harmed trainings.
-
-    `element` is from `typical_gradient`; `step` is the number of steps that the training has made, if it is known.
-    """
+    """Returns how bad a scale below 1 is after `step` steps: an error if it still falls, or its rounding is harmful."""
     harmful = _error_of(scaler, element) >= thresholds[COLLAPSED_ERROR]
     return "error" if harmful or _is_falling(scaler, step, thresholds) else "warning"
 
@@ -364,13 +348,10 @@ def _missing_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
 
 # -- AMP702: gradients that are zero at the end of the log, explained by the checkpoint beside it --
 #
-# Three causes make every gradient zero while the loss is not: a loss scale so small, or missing, that all of them flush
-# in fp16; a graph that is cut; and an output that no longer depends on the weights. Only the first leaves traces in a
-# checkpoint: the scale itself, or fp16 weights without one.
+# Of the causes only a loss scale so small, or missing, that all of them flush in fp16 leaves traces in a checkpoint.
 
 
 WITHIN_REACH = GRADIENTS_VANISHED["reach"]
-TELLING_DECAY = 50  # steps of decay from which the moments prove missing gradients
 
 
 def explained_zeros(finding: Finding, summary: CheckpointSummary, thresholds: Thresholds) -> Finding:
@@ -381,7 +362,7 @@ def explained_zeros(finding: Finding, summary: CheckpointSummary, thresholds: Th
     elements = sum(t.examined for t in weights)
     log = summary.log or LogTail()
     typical = statistics.median(log.norms) / math.sqrt(elements) if log.norms and elements else None
-    numbers: dict[str, float | int | None] = {"typical_gradient_before": typical, **_starving(summary)}
+    numbers: dict[str, float | None] = {"typical_gradient_before": typical}
     scale = summary.scalers[0].scale if summary.scalers else log.scale
     bound = FP16_FLUSH_AT if scale is None else FP16_FLUSH_AT / scale if scale > 0 else math.inf
     flushing = typical is None or bound >= typical / thresholds[WITHIN_REACH]
@@ -410,7 +391,7 @@ def explained_zeros(finding: Finding, summary: CheckpointSummary, thresholds: Th
     return replace(
         finding,
         severity="error" if cause else finding.severity,
-        message=f"{finding.message.partition(': ')[0]}: {why}{_moments(numbers)}.",
+        message=f"{finding.message.partition(': ')[0]}: {why}.",
         cause=cause,
         evidence={**finding.evidence, **numbers},
         prescription=cure,
@@ -431,34 +412,3 @@ def _larger(typical: float) -> Prescription:
         reason=NOT_REPLAYED,
         detail=f"Start the scaler at {scale_text(scale)}, or train in bf16.",
     )
-
-
-def _starving(summary: CheckpointSummary) -> dict[str, float | int | None]:
-    """Returns the largest first moment, and how many steps without a gradient the moments show.
-
-    Without a gradient m falls by beta1 a step and the root of v by the root of beta2, so their ratio falls by beta1 /
-    sqrt(beta2). While gradients arrive, the largest of each are within a factor of ten of one another, which is 20
-    steps with Adam's defaults.
-    """
-    firsts = [t for t in summary.tensors if t.role == "moment" and t.entry == "exp_avg" and not t.nonfinite]
-    seconds = {(t.file, t.group, t.name): t for t in summary.tensors if t.role == "moment" and t.entry == "exp_avg_sq"}
-    if not firsts:
-        return {}
-    largest = max((t.amax or 0.0 for t in firsts), default=0.0)
-    betas = [g.betas for o in summary.optimizers for g in o.groups if len(g.betas) >= 2]
-    pairs = [(t.amax, seconds[key].amax) for t in firsts if (key := (t.file, t.group, t.name)) in seconds]
-    ratios = [math.sqrt(v) / m for m, v in pairs if m and v]
-    found: dict[str, float | int | None] = {"largest_first_moment": largest}
-    if betas and ratios and 0 < betas[0][0] < math.sqrt(betas[0][1]) < 1:
-        rate = math.log(math.sqrt(betas[0][1]) / betas[0][0])
-        found["steps_without_gradient"] = max(math.floor(math.log(min(ratios)) / rate), 0)
-    return found
-
-
-def _moments(evidence: dict[str, float | int | None]) -> str:
-    largest, steps = evidence.get("largest_first_moment"), evidence.get("steps_without_gradient")
-    if largest == 0:
-        return "; every first moment in the optimizer is zero as well"
-    if isinstance(steps, int) and steps >= TELLING_DECAY:
-        return f"; the optimizer's moments have decayed for about {steps} steps"
-    return ""

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, rule
 from ampdoctor.diagnosis.health.loss_rules import STEPS_NOT_FINITE
 from ampdoctor.evidence.checkpoint_stats import (
+    CastLoss,
     CheckpointSummary,
     IndexSummary,
     LostNumbers,
@@ -93,10 +94,7 @@ def each_tensor(
     cause: str | None = "bad_checkpoint",
     prescribe: Callable[[TensorSummary], Prescription | None] = lambda _: None,
 ) -> Iterator[Finding]:
-    """Yields a finding for each tensor, and one for all of those beyond `MAX_FINDINGS`, which `are` so.
-
-    `said` is the sentence on one tensor, and `more` its further evidence.
-    """
+    """Yields a finding for each tensor (`said`), and one for all beyond `MAX_FINDINGS`, which `are` so."""
     for tensor in tensors[:MAX_FINDINGS]:
         yield rule.finding(
             severity([tensor]),
@@ -165,14 +163,17 @@ def cast_row(tensor: TensorSummary, name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"tensor": address(tensor), "dtype": tensor.dtype, "amax": tensor.amax}
     if tensor.counted < tensor.examined:
         row |= {"counted": tensor.counted, "examined": tensor.examined}
-    if loss is not None:
-        row |= {
-            "flushed": loss.flushed,
-            "subnormal": loss.subnormal,
-            "overflowed": loss.overflowed,
-            "relative_error": loss.relative_error,
-        }
-    return row
+    return row if loss is None else row | losses(loss)
+
+
+def losses(cast: CastLoss) -> dict[str, float]:
+    """Returns the shares and the error of a cast as JSON values."""
+    return {
+        "flushed": cast.flushed,
+        "subnormal": cast.subnormal,
+        "overflowed": cast.overflowed,
+        "relative_error": cast.relative_error,
+    }
 
 
 def count_of(tensors: Sequence[TensorSummary], verb: str = " hold") -> str:
@@ -227,11 +228,7 @@ AVERAGE_THROUGH_HALF = rule("AMP114", (*SCANNED, "bisect-nan", "run"))
 
 
 def cast_averages(summary: CheckpointSummary) -> dict[str, tuple[TensorSummary, TensorSummary]]:
-    """Returns the averaged copies that went through fp16, each with the model's tensor, by the copy's address.
-
-    They hold Inf and no NaN, and the model's tensor of the same name and shape is finite and beyond fp16: an average of
-    finite numbers stays below the largest of them, and is never Inf in the range of fp32 and bf16.
-    """
+    """Returns averages that went through fp16, with the model's tensors: Inf where those are finite beyond fp16."""
     averages = [t for t in summary.tensors if t.role == "ema" and t.inf and not t.nan]
     if not averages:
         return {}
@@ -296,10 +293,7 @@ _HELD_OUT = frozenset({"val", "valid", "validation", "dev", "eval", "evaluation"
 
 
 def is_training_loss(lost: LostNumbers) -> bool:
-    """Returns whether the numbers are losses of the training, by their name, and the last is not finite.
-
-    An infinite one counts only under the plainest names: a best or an earlier loss starts at infinity.
-    """
+    """Returns whether these are losses of the training, by name, and the last is NaN, or Inf under a plain name."""
     *above, name = re.split(r"[./]", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", lost.name)) or [""]
     if name.isdigit() and above:
         name = above.pop()
@@ -445,14 +439,7 @@ def _number_finding(summary: CheckpointSummary, lost: Sequence[LostNumbers], sev
     return NON_FINITE_TENSOR.finding(
         severity,
         f"{what}{more}.",
-        where=Where(
-            phase="checkpoint",
-            global_step=summary.global_step,
-            op="number",
-            nonfinite="nan",
-            tensor=first.name or None,
-            file=first.file or None,
-        ),
+        where=replace(place, global_step=summary.global_step, nonfinite="nan"),
         also=tuple(replace(place, tensor=one.name or None, file=one.file or None) for one in lost[1:]),
         evidence={
             "numbers": first.count,

@@ -49,9 +49,11 @@ def _lossy(
     names = sorted({found.format for _, found in lossy}, reverse=True)
     tensors = list({id(t): t for t, _ in lossy}.values())
     erased = any(len(t.shape) >= 2 and found.flushed >= thresholds[ERASED_BY_CAST] for t, found in lossy)
+    most = thresholds[LOSSY_CAST]
+    bound = "bf16's own rounding" if most == LOSSY_CAST.default else f"a relative error of {most:.3g}"
     message = (
         f"A cast to {' or '.join(names)} would change {count_of(tensors, verb='')} by more than "
-        f"{_bound(thresholds[LOSSY_CAST])}, most of all {label(worst)}: in {loss.format} {percent(loss.flushed)} of "
+        f"{bound}, most of all {label(worst)}: in {loss.format} {percent(loss.flushed)} of "
         f"its nonzero values become zero, {percent(loss.subnormal)} subnormal, relative error "
         f"{loss.relative_error:.2g}{_sampled(worst)}."
     )
@@ -69,10 +71,6 @@ def _sampled(tensor: TensorSummary) -> str:
     if tensor.counted >= tensor.examined:
         return ""
     return f" (from a sample of 1 in {round(tensor.examined / max(tensor.counted, 1))}; --exact counts all)"
-
-
-def _bound(most: float) -> str:
-    return "bf16's own rounding" if most == LOSSY_CAST.default else f"a relative error of {most:.3g}"
 
 
 def _loses(loss: CastLoss, most: float) -> bool:
@@ -165,8 +163,9 @@ def _unmoved_weight(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
         return
     worst, update = stuck[0]
     value = _initial(worst)
+    are, their = ("1 weight is", "its") if len(stuck) == 1 else (f"{len(stuck)} weights are", "their")
     message = (
-        f"{_count(stuck)} exactly constant although {'its' if len(stuck) == 1 else 'their'} moments say that gradients "
+        f"{are} exactly constant although {their} moments say that gradients "
         f"arrive: all {worst.examined} values of {address(worst)} are {value:.6g}, and its next update reaches "
         f"{update:.2g}."
     )
@@ -182,11 +181,7 @@ def _unmoved_weight(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
 
 
 def _initial(weight: TensorSummary) -> float | None:
-    """Returns 0 or 1 where all elements are exactly that, as in no weight that moved.
-
-    Other shared values mean nothing: Adam moves elements equally whose gradients have one sign. Nor does 1 in half,
-    where a step there and back returns to it.
-    """
+    """Returns 0 or 1 where all elements are exactly that, as in no weight that moved (1 not in half)."""
     if weight.blank:
         return 0.0
     return 1.0 if weight.constant == 1 and weight.dtype in {"float32", "float64"} else None
@@ -208,7 +203,3 @@ def _settings(summary: CheckpointSummary, sure: float) -> tuple[float | None, fl
 def _invisible(value: float, dtype: str) -> float:
     """Returns the largest update that may leave a number unchanged."""
     return max(abs(value) * _SPACING.get(dtype, math.inf), _FLUSHED.get(dtype, math.inf))
-
-
-def _count(stuck: Sequence[object]) -> str:
-    return "1 weight is" if len(stuck) == 1 else f"{len(stuck)} weights are"

@@ -27,16 +27,6 @@ def test_a_moment_bears_the_name_that_the_file_gives_it(tmp_path):
     assert all(torch.equal(held[name], own[name]) for name in own)
 
 
-def test_names_that_are_not_one_for_each_parameter_are_no_names(tmp_path):
-    def shortened(state):
-        state["param_groups"][0]["param_names"].pop()
-        return state
-
-    held, own = moments(tmp_path, shortened)
-    assert len(held) == 4
-    assert [name for name in held if name in own and not torch.equal(held[name], own[name])] == []
-
-
 def test_groups_by_the_trainers_rule_are_told_by_their_names(tmp_path):
     class Gated(nn.Module):
         def __init__(self) -> None:

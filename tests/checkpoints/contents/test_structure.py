@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -89,14 +87,6 @@ def test_a_frozen_part_leaves_no_wrong_name(tmp_path):
     assert check_names(tmp_path / "c.pt", model, "exp_avg", 0.1) >= 1
 
 
-def test_an_unknown_buffer_among_the_weights_leaves_no_wrong_name(tmp_path):
-    model = Net()
-    model.blocks[0].register_buffer("scale_of_ours", torch.ones(4))
-    state = trained(model, lambda m: torch.optim.AdamW(m.parameters()))
-    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "c.pt")
-    assert check_names(tmp_path / "c.pt", model, "exp_avg", 0.1) >= 4
-
-
 def test_tied_weights_count_once_in_the_order(tmp_path):
     model = Net()
     model.head = nn.Linear(4, 10, bias=False)
@@ -133,40 +123,6 @@ def test_two_models_with_two_optimizers_keep_apart(tmp_path):
     assert loaded.optimizer is None
 
 
-@pytest.mark.parametrize("key", ["model", "state_dict", "module", "net", "model_state_dict", "ema"])
-def test_the_usual_wrappers_are_the_main_model(tmp_path, key):
-    torch.save({key: nn.Linear(2, 2).state_dict(), "epoch": 3}, tmp_path / "c.pt")
-    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
-        assert [(ref.group, ref.name) for ref in checkpoint] == [("", "weight"), ("", "bias")]
-
-
-def test_an_average_beside_the_model_is_a_group_of_its_own(tmp_path):
-    torch.save({"ema": nn.Linear(2, 2).state_dict(), "model": nn.Linear(2, 2).state_dict()}, tmp_path / "c.pt")
-    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
-        assert {ref.group for ref in checkpoint} == {"", "ema"}
-    assert next(iter(load_state(tmp_path / "c.pt").models)) == "model"
-
-
-def test_lightning_keys_are_found(tmp_path):
-    model = Net()
-    torch.save(
-        {
-            "pytorch-lightning_version": "2.5",
-            "state_dict": model.state_dict(),
-            "optimizer_states": [trained(model, lambda m: torch.optim.AdamW(m.parameters()))],
-            "MixedPrecision": copy.deepcopy(SCALER),
-            "global_step": 70,
-            "epoch": 2,
-            "loops": {"fit_loop": {"state_dict": {}}},
-        },
-        tmp_path / "l.ckpt",
-    )
-    with open_checkpoint(tmp_path / "l.ckpt") as checkpoint:
-        assert checkpoint.global_step == 70
-        assert [(s.scale, s.key) for s in checkpoint.scalers] == [(64.0, "MixedPrecision")]
-    assert check_names(tmp_path / "l.ckpt", model, "exp_avg", 0.1) == len(list(model.parameters()))
-
-
 def test_a_bare_optimizer_and_a_bare_scaler_are_recognised(tmp_path):
     torch.save(trained(nn.Linear(2, 2), lambda m: torch.optim.AdamW(m.parameters())), tmp_path / "o.pt")
     torch.save(SCALER, tmp_path / "s.pt")
@@ -185,12 +141,6 @@ def test_scaler_values_saved_as_tensors_and_apex_scalers_are_numbers(tmp_path):
             ("scaler", 64.0, 5),
             ("amp.loss_scaler0", 8.0, 4),
         ]
-
-
-def test_a_disabled_scaler_is_no_scaler(tmp_path):
-    torch.save({"model": nn.Linear(2, 2).state_dict(), "scaler": {}}, tmp_path / "c.pt")
-    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
-        assert checkpoint.scalers == ()
 
 
 def test_roles_are_told_apart(tmp_path):

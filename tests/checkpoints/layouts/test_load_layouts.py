@@ -126,27 +126,6 @@ def test_counters_that_lie_in_the_file_once_are_one_for_each_parameter():
     assert {float(state["step"]) for state in optimizer.state.values()} == {5.0}
 
 
-def test_the_trainers_checkpoint_goes_into_its_model_and_optimizer():
-    transformers = pytest.importorskip("transformers")
-    path = FOLDER / "hf_trainer_fp16" / "checkpoint-4"
-    truth = truth_of("hf_trainer_fp16", "checkpoint-4")
-    config = transformers.AutoConfig.from_pretrained(path)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    loaded = load_state(path)
-    assert loaded.model is not None
-    assert loaded.optimizer is not None
-    missing, unexpected = model.load_state_dict(loaded.model, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])  # tied to the embedding
-    named = list(model.named_parameters())
-    decayed = [p for n, p in named if not n.endswith("bias") and "ln_" not in n]
-    rest = [p for n, p in named if n.endswith("bias") or "ln_" in n]
-    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}])
-    optimizer.load_state_dict(loaded.optimizer)
-    check(
-        model, optimizer, {**truth, "buffers": {n: {"sum": b.double().sum().item()} for n, b in model.named_buffers()}}
-    )
-
-
 def test_a_model_of_several_ranks_that_cannot_be_joined_is_not_loaded_by_half(tmp_path):
     shutil.copytree(FOLDER / "megatron_old", tmp_path / "run")
     with pytest.raises(CheckpointError, match="holds 2 models"):

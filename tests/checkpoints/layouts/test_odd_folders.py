@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import folder as folder_layout
-from ampdoctor.checkpoints.checkpoint import TensorRef
-from ampdoctor.checkpoints.comparison import _by_key
 from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.errors import CheckpointError
 from ampdoctor.workflows import scan as scan_workflow
 from ampdoctor.workflows.scan import scan
 from ampdoctor.workflows.scan_against import compare
-from tests.checkpoints.nothing import NOTHING
 
 NAN = float("nan")
 
@@ -70,54 +65,16 @@ def test_a_shard_that_the_index_forgets_leaves_the_verdict_open(tmp_path, there)
         assert ["does not list model-00002-of-00002.safetensors" in e.message for e in report.errors] == [True]
 
 
-@pytest.mark.parametrize("to", ["../outside", "..", ".", "step5", "gone", "notes.txt", "../run-evil", "way/out"])
-def test_a_pointer_to_a_link_out_of_the_folder_is_not_followed(tmp_path, to):
-    outside, run = tmp_path / "outside", tmp_path / "run"
-    for path in (outside, run, run / "way", tmp_path / "run-evil"):
-        path.mkdir()
+@pytest.mark.parametrize("to", ["../outside", "kept", ".", "step5", "gone"])
+def test_a_pointer_to_a_link_is_not_followed(tmp_path, to):
+    run = tmp_path / "run"
+    for path in (tmp_path / "outside", run / "kept"):
+        path.mkdir(parents=True)
         save_file({"w": torch.ones(4)}, path / "model.safetensors")
-    (run / "model.safetensors").rename(run / "notes.txt")
-    (run / "way" / "out").symlink_to(outside)
     (run / "latest").write_text("step5")
     (run / "step5").symlink_to(to)
     with pytest.raises(CheckpointError, match="latest names step5, which is a link"):
         open_checkpoint(run)
-
-
-@pytest.mark.parametrize("to", ["real", "kept/5", "{}/real", "other"])
-def test_a_pointer_to_a_link_within_the_folder_is_followed(tmp_path, to):
-    run = tmp_path / "run"
-    for name in ("real", "kept/5"):
-        (run / name).mkdir(parents=True)
-        save_file({"w": torch.ones(4)}, run / name / "model.safetensors")
-    (run / "other").symlink_to("kept/5")
-    (run / "latest").write_text("newest")
-    (run / "newest").symlink_to(to.format(run))
-    (tmp_path / "named").symlink_to("run")
-    for named in (run, tmp_path / "named"):
-        with open_checkpoint(named) as checkpoint:
-            assert [ref.file for ref in checkpoint] == ["newest/model.safetensors"]
-
-
-def test_a_link_that_turns_after_it_was_judged_is_not_followed(tmp_path, monkeypatch):
-    outside, run = tmp_path / "outside", tmp_path / "run"
-    (run / "kept").mkdir(parents=True)
-    outside.mkdir()
-    save_file({"w": torch.ones(4)}, run / "kept" / "model.safetensors")
-    save_file({"secret": torch.ones(4)}, outside / "model.safetensors")
-    (run / "latest").write_text("step5")
-    (run / "step5").symlink_to("kept")
-    judged = folder_layout.folder_inside
-
-    def turned(*where):
-        found = judged(*where)
-        (run / "step5").unlink()
-        (run / "step5").symlink_to(outside)
-        return found
-
-    monkeypatch.setattr(folder_layout, "folder_inside", turned)
-    with open_checkpoint(run) as checkpoint:
-        assert [ref.name for ref in checkpoint] == ["w"]
 
 
 def test_a_link_to_itself_among_the_checkpoints_of_a_run_is_one_of_its_errors(tmp_path):
@@ -163,27 +120,3 @@ def test_a_thousand_links_to_one_index_open_its_shards_once(tmp_path):
     with open_checkpoint(tmp_path) as checkpoint:
         assert len(checkpoint.errors) == 49
         assert len(checkpoint) == 1
-
-
-def test_a_folder_that_a_pointer_names_and_nobody_may_list_leaves_what_lies_beside_it(folder, monkeypatch):
-    (folder / "latest").write_text("step5")
-    (folder / "step5").mkdir()
-    listed = folder_layout.list_folder
-
-    def refused(path):
-        if path.name == "step5":
-            raise CheckpointError("step5 cannot be listed: permission denied.")
-        return listed(path)
-
-    monkeypatch.setattr(folder_layout, "list_folder", refused)
-    with open_checkpoint(folder) as checkpoint:
-        assert [(error.what, error.kind) for error in checkpoint.errors] == [("step5", "unreadable")]
-        assert [ref.name for ref in checkpoint] == ["w"]
-
-
-def test_names_that_many_files_share_are_compared_in_little_time(tmp_path):
-    """Each is a model of its own, and the n-th is compared with the n-th."""
-    ref = TensorRef(name="w", role="other", entry="w", module="", group="", file="c", stored=NOTHING)
-    began = time.process_time()
-    assert len(_by_key([ref] * 20_000)) == 20_000
-    assert time.process_time() - began < 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.checkpoints.series import alias_of, moment_of
+from ampdoctor.checkpoints.series import moment_of
 
 
 @pytest.mark.parametrize(
@@ -76,28 +76,3 @@ def test_what_counts_pieces_versions_or_sizes_is_no_moment(name):
 def test_folders(name, unit):
     moment = moment_of(name, folder=True)
     assert (moment.unit if moment is not None else None) == unit
-
-
-def test_the_version_that_lightning_adds_is_no_step():
-    first, second = (moment_of(name, folder=False) for name in ("epoch=1-step=9.ckpt", "epoch=1-step=9-v1.ckpt"))
-    assert first is not None
-    assert second is not None
-    assert (first.number, first.epoch, first.version) == (9, 1, 0)
-    assert (second.number, second.epoch, second.version) == (9, 1, 1)
-    assert first.stem == second.stem
-
-
-@pytest.mark.parametrize(
-    ("name", "alias"),
-    [
-        ("last.ckpt", "last"),
-        ("last-v1.ckpt", "last"),
-        ("model_final.pth", "last"),
-        ("latest.pt", "last"),
-        ("model_best.pth.tar", "chosen"),
-        ("blast.pt", None),
-        ("model.pt", None),
-    ],
-)
-def test_aliases(name, alias):
-    assert alias_of(name, folder=False) == alias

@@ -28,7 +28,7 @@ def looked_at(path, steps=1):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["adam", "adamw", "momentum"])
-@pytest.mark.parametrize("lr", [1e-2, 1e-3, 1e-4, 1e-6])
+@pytest.mark.parametrize("lr", [1e-2, 1e-4])
 def test_as_many_elements_change_as_torch_changes(tmp_path, dtype, name, lr):
     torch.manual_seed(1)
     layer = torch.nn.Linear(64, 64, bias=False).to(dtype)
@@ -69,11 +69,3 @@ def test_an_optimizer_whose_rule_is_not_known_gives_nothing(tmp_path):
     optimizer.step()
     torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     assert looked_at(tmp_path / "c.pt") is None
-
-
-def test_a_parameter_that_several_groups_list_counts_in_the_first(tmp_path):
-    groups = [{"params": [0], "lr": 0.1}, {"params": [0], "lr": 0.2}]
-    state = {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": groups}
-    torch.save({"model": {"w": torch.ones(4)}, "optimizer": state}, tmp_path / "c.pt")
-    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
-        assert [stored.learning_rate for stored in states_of(checkpoint).values()] == [0.1]

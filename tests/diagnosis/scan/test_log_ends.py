@@ -10,7 +10,6 @@ import pytest
 
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.health.judge import Judge
-from ampdoctor.diagnosis.scan.optimizer import length_at
 from ampdoctor.diagnosis.scan.scaler import explained_zeros
 from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, LogTail, ScalerState
 from ampdoctor.evidence.log_records import StepLine
@@ -69,7 +68,7 @@ def explained(log, *, scale=None, dtype="float32", thresholds=DEFAULT_THRESHOLDS
     return explained_zeros(finding, summary, thresholds)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 5 else THOROUGH) for seed in range(20)])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 2 else THOROUGH) for seed in range(20)])
 def test_a_healthy_run_is_left_alone(seed):
     assert found(run(seed=seed)) == found(run(2000, 10, seed=seed)) == []
 
@@ -169,8 +168,8 @@ def simulated(steps, limit, *, interval=2000, hysteresis=1, scale=2.0**16, fresh
     return log
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 2 else THOROUGH) for seed in range(6)])
-@pytest.mark.parametrize("every", [1, 10, 50])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 1 else THOROUGH) for seed in range(6)])
+@pytest.mark.parametrize("every", [1, 50])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -199,9 +198,3 @@ def test_a_collapsed_scaler_whose_growth_factor_is_no_number():
     scaler = ScalerState(scale=0.25, growth_factor=NAN)
     summary = CheckpointSummary(format="folder", tensors=(tensor(),), scalers=(scaler,))
     assert {"AMP402", "AMP404"} <= {f.code for f in judge(summary)}
-
-
-@pytest.mark.parametrize("count", [1e-30, 1e-300])
-def test_a_step_counter_that_holds_whatever_was_in_memory(count):
-    assert length_at(count, (0.9, 0.999)) > 1
-    assert length_at(count, (0.0, 0.999)) > 0

@@ -84,7 +84,7 @@ def test_numpy_numbers_are_numbers():
 
 def test_of_a_tensors_summary_the_row_is_written_and_no_more():
     loss = CastLoss(format="fp16", flushed=0.25, subnormal=0.5, overflowed=0.125, relative_error=0.1, headroom=-1.0)
-    row = to_plain(tensor(neg_infs=4, pos_infs=3, log2_span=2.0, casts=(loss,)))
+    row = to_plain(tensor(neg_infs=4, pos_infs=3, casts=(loss,)))
     assert row.keys() == {field.name for field in fields(TensorRow)}
     assert (row["inf"], row["fp16"]) == (7, {"flushed": 0.25, "subnormal": 0.5, "overflowed": 0.125})
     assert row["bf16"] is None

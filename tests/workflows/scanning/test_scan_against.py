@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -59,7 +54,7 @@ def test_the_figures_are_those_of_torch(tmp_path):
         assert (row.amax, row.old_amax) == (float(b.abs().max()), float(a.abs().max()))
 
 
-@pytest.mark.parametrize(("lr", "between"), [(1e-5, 200), (1e-6, 200), (1e-5, 20)])
+@pytest.mark.parametrize(("lr", "between"), [(1e-5, 60)])
 def test_a_pure_bf16_training_with_a_small_rate_stands_still(tmp_path, lr, between):
     report = compare(*pair(tmp_path, Training(dtype=torch.bfloat16, lr=lr), before=20, between=between))
     assert report.verdict == "sick"
@@ -87,7 +82,7 @@ def test_moments_whose_weights_are_not_known_by_name_serve_those_of_their_shape(
     assert finding.evidence["share_of_trained_elements"] > 0.5
 
 
-@pytest.mark.parametrize("lr", [3e-3, 1e-2])
+@pytest.mark.parametrize("lr", [1e-2])
 def test_a_pure_bf16_training_that_learns_is_healthy(tmp_path, lr):
     report = compare(*pair(tmp_path, Training(dtype=torch.bfloat16, lr=lr), before=50, between=100))
     assert report.verdict == "healthy"
@@ -149,13 +144,6 @@ def test_steps_that_were_all_skipped_are_seen(tmp_path):
     assert ("AMP713", "warning") in codes(report)
 
 
-def test_equal_files_are_healthy(tmp_path):
-    path = Training().run(3).save(tmp_path / "a.pt")
-    report = compare(path, path)
-    assert (report.verdict, report.findings) == ("healthy", ())
-    assert {check.name: check.result for check in report.checks}["weights that moved"] == "none: all are equal"
-
-
 def test_a_nan_that_came_in_between_is_dated(tmp_path):
     training = Training().run(10)
     old = training.save(tmp_path / "old.pt")
@@ -172,15 +160,6 @@ def test_a_nan_that_was_there_before_is_not_new(tmp_path):
     (finding,) = [f for f in compare(training.save(tmp_path / "new.pt"), old).findings if f.code == "AMP101"]
     assert "not finite at step 10 already" in finding.message
     assert (finding.evidence["old_nonfinite"], finding.evidence["appeared_between"]) == (1, None)
-
-
-def test_moments_that_became_infinite_are_dated(tmp_path):
-    training = Training().run(10)
-    old = training.save(tmp_path / "old.pt")
-    training.run(5).optimizer.state[training.model.head.weight]["exp_avg_sq"][0, 0] = math.inf
-    report = compare(training.save(tmp_path / "new.pt"), old)
-    (finding,) = [f for f in report.findings if f.code == "AMP103"]
-    assert finding.evidence["appeared_between"] == [10, 15]
 
 
 def test_growth_is_told_with_the_step_at_which_it_meets_fp16(tmp_path):
@@ -212,14 +191,6 @@ def test_what_differs_in_structure_is_a_note(tmp_path):
     assert (report.change.appeared, report.change.vanished) == (("d",), ("c",))
     assert report.change.reshaped == {"b": ((2,), (3,))}
     assert rows(report)["a"].unchanged == 1.0  # 1 is 1 in every format
-
-
-def test_widening_is_exact(tmp_path):
-    values = torch.randn(64, 64)
-    save_file({"w.weight": values.bfloat16()}, tmp_path / "old.safetensors")
-    save_file({"w.weight": values.bfloat16().double()}, tmp_path / "new.safetensors")
-    report = compare(tmp_path / "new.safetensors", tmp_path / "old.safetensors")
-    assert rows(report)["w.weight"].unchanged == 1.0
 
 
 def test_layouts_of_memory_do_not_matter(tmp_path):
@@ -280,58 +251,6 @@ def test_the_wrong_order_is_said(tmp_path):
     new, old = pair(tmp_path, Training(), before=5, between=5)
     checks = {check.name: check.result for check in compare(old, new).checks}
     assert "saved after" in checks["order"]
-
-
-def test_averaged_copies_are_a_role_of_their_own(tmp_path):
-    training = Training().run(5)
-    for name, steps in (("old.pt", 5), ("new.pt", 10)):
-        training.run(steps - training.step)
-        average = {key: value * 0.5 for key, value in training.model.state_dict().items()}
-        torch.save({"model": copy.deepcopy(training.model.state_dict()), "ema": average}, tmp_path / name)
-    assert set(compare(tmp_path / "new.pt", tmp_path / "old.pt").change.roles) == {"weight", "ema"}
-
-
-@pytest.mark.parametrize("width", [80, 200])
-def test_people_see_what_changed(tmp_path, run_here, width):
-    new, old = pair(tmp_path, Training(dtype=torch.bfloat16, lr=1e-5), before=20, between=100)
-    result = run_here("scan", str(new), "--against", str(old), env={"COLUMNS": str(width)})
-    assert result.returncode == 1
-    assert max(map(len, result.stdout.splitlines())) <= width
-    assert "ERROR AMP712 stagnant-weights" in result.stdout
-    assert "since old.pt (step 20 to step 120, 100 steps)" in result.stdout
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_files(tmp_path):
-    """Two sparse files of 256 MiB: zeros that need no disk."""
-    size = 1 << 28
-    header = f'{{"w":{{"dtype":"BF16","shape":[{size // 2}],"data_offsets":[0,{size}]}}}}'.encode()
-    for name in ("a", "b"):
-        with (tmp_path / f"{name}.safetensors").open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            file.truncate(8 + len(header) + size)
-    code = """
-import sys, torch
-from ampdoctor.numerics.counting import count
-from ampdoctor.workflows.scan_against import compare
-peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-count(torch.zeros(1 << 20))
-before = peak()
-assert compare(*sys.argv[1:]).verdict == "healthy"
-print((peak() - before) // 1024)
-"""
-    if not Path("/proc/self/status").exists():
-        pytest.skip("peak memory is read from /proc")
-    root = Path(__file__).parents[3]
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
-    assert int(result.stdout) < 150
 
 
 def test_growth_by_the_last_bit_of_a_double_is_none(tmp_path):

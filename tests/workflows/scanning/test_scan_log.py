@@ -87,13 +87,6 @@ def json_lines(folder, log):
     return weights(folder)
 
 
-def console(folder, log):
-    folder.mkdir(exist_ok=True)
-    said = [f"step {r['step']} | loss {r['loss']:.6f} | grad_norm {r['grad_norm']:.6f}" for r in log]
-    (folder / "train.log").write_text("\n".join(said) + "\n")
-    return weights(folder)
-
-
 def require_agreement(folder):
     """The same findings at the same steps; those of `scan` are notes where the run came back, and else as bad."""
     of_log = [f for f in scan(folder).findings if f.code.startswith("AMP7")]
@@ -105,17 +98,6 @@ def require_agreement(folder):
         explained = finding.cause is not None and finding.severity == "error"
         assert finding.severity == ("note" if over else told[key].severity) or explained
     return {f.code: f.severity for f in reversed(of_log)}  # the worst of each
-
-
-PAIRS = list(zip(TRAINERS, [ours, table, json_lines, console] * 2, strict=True))
-
-
-@pytest.mark.parametrize(("name", "written"), PAIRS, ids=[name for name, _ in PAIRS])
-def test_scan_and_health_say_the_same(tmp_path, name, written):
-    log = TRAINERS[name]
-    if "loss_scale" in log[-1]:
-        log = [{"loss_scale": 65536.0} | row for row in log]
-    require_agreement(written(tmp_path / "run", log))
 
 
 SEVERITIES = {
@@ -183,11 +165,6 @@ def test_the_longest_log_of_a_folder_is_judged_and_the_trainers_own_before_all(t
     assert entries() == (200, ())
     trainer(folder, TRAINERS["healthy"][:20])
     assert entries() == (20, ())
-
-
-def test_a_link_to_nothing_is_left_out_with_its_reason(tmp_path):
-    (weights(tmp_path) / "metrics.csv").symlink_to(tmp_path / "nothing")
-    assert [(s.what, "link to nothing" in s.reason) for s in scan(tmp_path).skipped] == [("metrics.csv", True)]
 
 
 @pytest.mark.parametrize("written", [ours, json_lines, trainer])

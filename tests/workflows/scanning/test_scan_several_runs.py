@@ -56,9 +56,6 @@ def test_two_runs_in_a_folder(tmp_path, monkeypatch, capsys):
     "names",
     [
         ["ckpt1", "ckpt2"],
-        ["ckpt", "ckpt2", "ckpt3"],
-        ["checkpoint-1", "checkpoint-2"],
-        ["run_a", "run_b"],
         ["version_0/checkpoints", "version_1/checkpoints"],
         ["a/b/c", "d"],
     ],
@@ -74,7 +71,7 @@ def test_several_runs_are_listed_whichever_is_sick(tmp_path, names, at):
     assert scan_several(typed(refused.value)).verdict == "sick"
 
 
-@pytest.mark.parametrize("names", [["ckpt1", "ckpt2"], ["checkpoint-500", "checkpoint-1000"], ["ckpt", "ckpt2"]])
+@pytest.mark.parametrize("names", [["ckpt1", "ckpt2"], ["ckpt", "ckpt2"]])
 @pytest.mark.parametrize("at", [0, 1, None])
 def test_numbered_folders_that_are_checkpoints_are_one_series(tmp_path, names, at):
     for index, name in enumerate(names):
@@ -113,14 +110,6 @@ def test_files_in_folders_of_a_checkpoint_are_read_with_it(tmp_path, sick):
     }
 
 
-@pytest.mark.parametrize("sick", [True, False])
-def test_so_are_those_of_each_checkpoint_of_a_series(tmp_path, sick):
-    for step in (1, 2):
-        torch.save({"state": {}, "param_groups": []}, _made(tmp_path / f"checkpoint-{step}") / "optimizer.bin")
-        save_model(tmp_path / f"checkpoint-{step}" / "unet" / "model.safetensors", sick=sick and step == 2)
-    assert scan(tmp_path).verdict == ("sick" if sick else "healthy")
-
-
 def _made(folder):
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -135,20 +124,13 @@ def test_loose_files_beside_the_folder_of_a_series_are_listed_with_it(tmp_path):
     assert typed(refused.value) == [str(tmp_path / "model_final.pt"), str(tmp_path / "checkpoints")]
 
 
-def test_a_series_inside_a_series_is_listed_with_a_pattern_for_the_outer(tmp_path):
+def test_a_series_inside_a_series_is_listed_after_the_outer(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path / f"step_{step}.pt")
         save(tmp_path / "old" / f"step_{step}.pt", sick=True)
     with pytest.raises(CheckpointError, match=r"step_1\.pt to step_3\.pt; old \(3 checkpoints") as refused:
         scan(tmp_path)
-    assert typed(refused.value) == [str(tmp_path / "step_*.pt"), str(tmp_path / "old")]
-
-
-def test_best_and_last_beside_step_files_are_one_series(tmp_path):
-    for name in ("step_1.pt", "step_2.pt", "last.pt", "best.pt"):
-        save(tmp_path / name, sick=name == "best.pt")
-    report = scan(tmp_path)
-    assert (report.verdict, report.target["count"]) == ("sick", 4)
+    assert typed(refused.value) == [*(str(tmp_path / f"step_{step}.pt") for step in (1, 2, 3)), str(tmp_path / "old")]
 
 
 def test_the_only_checkpoint_below_is_the_folders(tmp_path):
@@ -263,14 +245,6 @@ def test_what_was_not_read_is_not_called_fixed(tmp_path, monkeypatch):
     assert baseline_of(tmp_path / "r.json")["fixed"] == []
 
 
-def test_a_baseline_of_one_checkpoint_and_of_several_paths_is_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    spreading(tmp_path / "run")
-    for paths in (["run/step0200.pt"], ["run/step0200.pt", "run/step0400.pt"], ["run", "run/step0400.pt"]):
-        assert main(["scan", *paths, "--write-baseline", "b.json", "-q", "--output", "w.txt"]) == 0
-        assert main(["scan", *paths, "--baseline", "b.json", "-q", "--output", "w.txt"]) == 0
-
-
 def test_healthy_ones_after_the_first_sick_one_are_not_denied(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for step in (1, 2, 3):
@@ -283,15 +257,3 @@ def test_healthy_ones_after_the_first_sick_one_are_not_denied(tmp_path, monkeypa
         save(tmp_path / "run" / f"step_{step}.pt", sick=True)
     assert main(["scan", "run", "--all"]) == 1
     assert "no earlier one is healthy" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("sick", [True, False])
-def test_a_checkpoint_of_another_model_beside_a_series_is_judged_too(tmp_path, sick):
-    for step in (1, 2, 3):
-        save_model(tmp_path / f"checkpoint-{step}" / "model.safetensors")
-    for number in range(6):
-        value = math.nan if sick and number == 5 else 1.0
-        save_file({"b.weight": torch.full((8, 8), value)}, _made(tmp_path / f"other_{number}x") / "model.safetensors")
-    report = scan(tmp_path)
-    assert report.verdict == ("sick" if sick else "healthy")
-    assert report.skipped == ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.scan import scan
 from ampdoctor.workflows.scan_against import compare
-from ampdoctor.workflows.scan_checkpoint import list_structure
 
 
 def state(step=7):
@@ -82,36 +79,6 @@ def test_the_rows_are_as_many_as_the_report_says_and_in_the_order_of_the_file(sa
     assert list(scan(saved, jobs=3).tensors) == list(report.tensors)
 
 
-def test_the_rows_of_a_folder_of_many_are_those_of_the_member_that_the_report_is_about(tmp_path, check_report):
-    sound = {"model": {"fc.weight": torch.ones(2, 3)}, "step": 1}
-    for step in (10, 20, 30, 40):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        torch.save(sound | {"step": step} if step < 30 else state(step), folder / "pytorch_model.bin")
-    report = scan(tmp_path)
-    assert report.target["examined"]["name"] == "checkpoint-30"
-    rows = rows_of(report, check_report)
-    assert {row["file"] for row in rows} == {"checkpoint-30/pytorch_model.bin"}
-    assert [row["nan"] for row in rows if row["name"] == "fc.weight" and row["role"] == "weight"] == [1]
-
-
 def test_a_comparison_shows_the_rows_of_the_newer_checkpoint(saved, tmp_path, check_report):
     torch.save(state(3), tmp_path / "old.pt")
     assert rows_of(compare(saved, tmp_path / "old.pt"), check_report) == rows_of(scan(saved), check_report)
-
-
-def test_a_listing_reads_no_tensor_and_so_has_no_rows(saved, check_report):
-    assert rows_of(list_structure(saved), check_report) is None
-
-
-def test_a_name_of_a_tensor_comes_whole_and_escaped(tmp_path, check_report):
-    name = "a" * 300 + "[/]\x1b[31m</script>"
-    torch.save({"model": {name: torch.ones(2, 2)}}, tmp_path / "odd.pt")
-    text = render_json(scan(tmp_path / "odd.pt"))
-    assert [row["name"] for row in check_report(text)["tensors"]] == [name]
-    assert "\x1b" not in text
-
-
-def test_two_scans_of_one_file_render_the_same_bytes(saved):
-    assert render_json(scan(saved)) == render_json(scan(saved))
-    assert json.loads(render_json(scan(saved)))["tensors"]

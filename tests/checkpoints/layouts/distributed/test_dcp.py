@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import tempfile
-import time
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,17 +12,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
+from ampdoctor.checkpoints import dcp_metadata
 from ampdoctor.checkpoints.dcp import MAX_NOTES
 from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.resume_state import load_state
 from ampdoctor.checkpoints.stored_tensor import JoinedTensor
 from ampdoctor.checkpoints.tensor_statistics import summarize
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.replay.fit_optimizers import plan_optimizers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -105,7 +102,7 @@ def tensors(draw):
     return made.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else made
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     st.dictionaries(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1), tensors(), min_size=1)
 )
@@ -133,63 +130,6 @@ def test_pieces_make_the_whole(tmp_path):
         assert summarize(checkpoint).tensors[0].amax == 5.0
 
 
-def halves(tmp_path):
-    """Write a checkpoint as two ranks do that do not speak with each other: each describes what it has."""
-    folder = plain(tmp_path)
-    split(folder, "model.a", [((0, 0), (1, 3)), ((1, 0), (1, 3))])
-    for rank in range(2):
-        told = metadata(folder)
-        entry = told.state_dict_metadata["model.a"]
-        told.storage_data = {k: v for k, v in told.storage_data.items() if k.fqn != "model.a" or k.index == rank}
-        entry.chunks = [entry.chunks[rank]]
-        (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(told))
-    (folder / ".metadata").unlink()
-    return folder
-
-
-def test_ranks_that_tell_each_of_their_own(tmp_path):
-    folder = halves(tmp_path)
-    assert load_state(folder).model["a"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    (folder / "__1.metadata").unlink()
-    with open_checkpoint(folder) as checkpoint:
-        assert [ref.name for ref in checkpoint] == ["b"]
-        assert "leave a hole, as __0.metadata describes it" in checkpoint.errors[0].message
-
-
-def test_ranks_that_disagree_are_refused(tmp_path):
-    folder = halves(tmp_path)
-    told = pickle.loads((folder / "__1.metadata").read_bytes())
-    told.state_dict_metadata["model.a"].size = torch.Size((4, 3))
-    (folder / "__1.metadata").write_bytes(pickle.dumps(told))
-    with pytest.raises(CheckpointError, match="in different ways"):
-        open_checkpoint(folder)
-
-
-def test_metadata_of_older_torch(tmp_path):
-    def change(told):
-        for entry in told.state_dict_metadata.values():
-            if isinstance(entry, TensorStorageMetadata):
-                entry.properties = OldProperties(dtype=entry.properties.dtype)  # where it was until torch 2.3
-        for forgotten in ("storage_meta", "version"):
-            vars(told).pop(forgotten, None)
-
-    found = load_state(rewrite(plain(tmp_path), change))
-    assert set(found.model) == {"a", "b"}
-    assert found.errors == ()
-
-
-def test_state_by_name_is_loaded_in_the_order_of_the_run(tmp_path):
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    moments = {"1.weight": torch.full((2, 2), 1.0), "0.weight": torch.full((2, 2), 2.0)}
-    group = {**optimizer.state_dict()["param_groups"][0], "params": list(moments)}
-    state = {"state": {name: {"momentum_buffer": value} for name, value in moments.items()}, "param_groups": [group]}
-    folder = save(tmp_path / "c", {"model": model.state_dict(), "optimizer": state})
-    plan_optimizers(model, {"optimizer": optimizer}, dict(load_state(folder).optimizers)).load()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], moments[name])
-
-
 def test_nested_state_comes_back_as_it_was(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -215,25 +155,12 @@ def test_an_optimizer_without_state_keeps_its_groups(tmp_path):
     assert load_state(folder).optimizer == optimizer.state_dict()
 
 
-def test_a_flat_state_dict_is_the_model(tmp_path):
-    folder = save(tmp_path / "c", {"a.weight": torch.ones(2), "a.bias": torch.zeros(1)})
-    assert set(load_state(folder).model) == {"a.weight", "a.bias"}
-
-
 def test_tensors_in_objects_are_read(tmp_path):
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     folder = save(tmp_path / "c", {"model": {"w": torch.full((2,), 7.0)}, "step": 5}, planner=planner)
     found = load_state(folder)
     assert found.model["w"].tolist() == [7.0, 7.0]
     assert found.global_step == 5
-
-
-def test_safetensors_inside(tmp_path):
-    writer = dcp.FileSystemWriter(tmp_path / "c", serialization_format=SerializationFormat.SAFETENSORS)
-    dcp.save({"w": torch.arange(4.0), "v": torch.ones(2, 2).half()}, storage_writer=writer, no_dist=True)
-    found = load_state(tmp_path / "c").model
-    assert found["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert bits(found["v"]) == bits(torch.ones(2, 2).half())
 
 
 @pytest.mark.parametrize(
@@ -269,16 +196,6 @@ def test_a_place_past_the_end_is_told(tmp_path, changes):
         assert [(note.what, note.kind) for note in checkpoint.errors] == [(DATA, "truncated")]
 
 
-def test_a_truncated_file_is_told(tmp_path):
-    folder = plain(tmp_path)
-    data = (folder / DATA).read_bytes()
-    for cut in (len(data) - 1, len(data) - 700):
-        (folder / DATA).write_bytes(data[:cut])
-        with open_checkpoint(folder) as checkpoint:
-            assert [ref.name for ref in checkpoint] == ["a"]
-            assert [note.kind for note in checkpoint.errors] == ["truncated"]
-
-
 def test_metadata_cut_at_any_place_is_one_sentence(tmp_path):
     folder = plain(tmp_path)
     told = (folder / ".metadata").read_bytes()
@@ -302,30 +219,14 @@ def test_files_that_are_not_there(tmp_path):
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize(
-    ("pieces", "why"),
-    [
-        ([((0, 0), (1, 3))], "leave a hole"),
-        ([((0, 0), (2, 2)), ((0, 1), (2, 2))], "overlap"),
-        ([((0, 0), (1, 3)), ((0, 1), (2, 1)), ((1, 2), (1, 1))], "overlap and leave a hole"),
-    ],
-)
-def test_pieces_that_do_not_fill_their_tensor(tmp_path, pieces, why):
+def test_pieces_that_do_not_fill_their_tensor(tmp_path):
     folder = plain(tmp_path)
-    split(folder, "model.a", pieces)
+    split(folder, "model.a", [((0, 0), (1, 3)), ((0, 1), (2, 1)), ((1, 2), (1, 1))])
     with open_checkpoint(folder) as checkpoint:
         assert [ref.name for ref in checkpoint] == ["b"]
         (note,) = checkpoint.errors
         assert (note.what, note.kind) == ("model.a", "unreadable")
-        assert why in note.message
-
-
-def test_a_piece_outside_its_tensor(tmp_path):
-    def change(told):
-        told.state_dict_metadata["model.a"].size = torch.Size((2, 2))
-
-    with open_checkpoint(rewrite(plain(tmp_path), change)) as checkpoint:
-        assert "a piece lies outside it" in checkpoint.errors[0].message
+        assert "overlap and leave a hole" in note.message
 
 
 @pytest.mark.parametrize("lie", ["dtype", "shape", "swap"])
@@ -357,43 +258,19 @@ def test_a_slice_that_is_no_zip(tmp_path):
         assert "was not written by torch.save" in checkpoint.errors[0].message
 
 
-def test_compressed_slices_are_skipped_with_their_reason(tmp_path):
-    folder = rewrite(plain(tmp_path), lambda told: place(told, "model.b", transform_descriptors=["stream.zstd/1"]))
-    with open_checkpoint(folder) as checkpoint:
-        assert [ref.name for ref in checkpoint] == ["a"]
-        (skipped,) = checkpoint.skipped
-        assert (skipped.what, skipped.reason) == (
-            "model.b",
-            "its bytes were written through stream.zstd/1, which is not read",
-        )
-
-
 def test_no_canary_fires(tmp_path):
     folder = plain(tmp_path)
     canary = Canary(tmp_path / "fired")
-    extra = save(tmp_path / "d", {"model": {"w": torch.ones(2)}, "evil": "placeholder"}, planner=_Hostile(canary))
 
     def change(told):
         told.planner_data = canary
         told.storage_meta = {"x": canary}
         told.state_dict_metadata["evil"] = canary
 
-    for target in (rewrite(folder, change), extra):
-        with open_checkpoint(target) as checkpoint:
-            list(checkpoint)
-            assert EXEC & set(checkpoint.unsafe_globals)
+    with open_checkpoint(rewrite(folder, change)) as checkpoint:
+        list(checkpoint)
+        assert EXEC & set(checkpoint.unsafe_globals)
     assert not (tmp_path / "fired").exists()
-
-
-class _Hostile(dcp.DefaultSavePlanner):
-    """Writes a canary in the place of an object."""
-
-    def __init__(self, canary):
-        super().__init__()
-        self.canary = canary
-
-    def transform_object(self, write_item, object):  # noqa: A002 - torch's name
-        return super().transform_object(write_item, self.canary if write_item.index.fqn == "evil" else object)
 
 
 def test_a_canary_in_the_place_of_a_tensor_is_skipped(tmp_path):
@@ -422,17 +299,15 @@ def test_metadata_that_contains_itself(tmp_path):
         open_checkpoint(rewrite(plain(tmp_path), change))
 
 
-@pytest.mark.slow
-def test_one_list_of_pieces_for_many_tensors_is_bounded(tmp_path):
+def test_one_list_of_pieces_for_many_tensors_is_bounded(tmp_path, monkeypatch):
     def change(told):
         entry = told.state_dict_metadata["model.b"]
-        entry.chunks *= 30_000
-        told.state_dict_metadata |= {f"model.{n}": entry for n in range(1000)}
+        entry.chunks *= 30
+        told.state_dict_metadata |= {f"model.{n}": entry for n in range(100)}
 
-    began = time.process_time()
+    monkeypatch.setattr(dcp_metadata, "MAX_PIECES", 1000)
     with pytest.raises(LimitExceededError, match="pieces of tensors"):
         open_checkpoint(rewrite(plain(tmp_path), change))
-    assert time.process_time() - began < 100
 
 
 def test_a_path_of_thousands_of_keys_is_refused(tmp_path):
@@ -479,41 +354,3 @@ def test_no_metadata_but_something_else(tmp_path):
         (tmp_path / ".metadata").write_bytes(content)
         with pytest.raises(CheckpointError):
             open_checkpoint(tmp_path)
-
-
-def test_a_slice_whose_zip_lies_inside_is_refused_as_any_other(tmp_path):
-    folder = plain(tmp_path)
-    told = metadata(folder)
-    compressed = tmp_path / "z.pt"
-    torch.save(torch.ones(4), tmp_path / "p.pt")
-    with zipfile.ZipFile(tmp_path / "p.pt") as source, zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as target:
-        for name in source.namelist():
-            target.writestr(name, source.read(name))
-    with (folder / DATA).open("ab") as file:
-        begin = file.tell()
-        file.write(compressed.read_bytes())
-        place(told, "model.b", offset=begin, length=file.tell() - begin)
-    (folder / ".metadata").write_bytes(pickle.dumps(told))
-    with open_checkpoint(folder) as checkpoint:
-        assert [ref.name for ref in checkpoint] == ["a"]
-        assert "compressed" in checkpoint.errors[0].message
-
-
-def test_a_change_while_it_is_open_is_seen(tmp_path):
-    folder = plain(tmp_path)
-    with open_checkpoint(folder) as checkpoint:
-        with (folder / DATA).open("ab") as file:
-            file.write(b"x")
-        with pytest.raises(CheckpointError, match="changed"):
-            checkpoint.require_unchanged()
-
-
-@pytest.mark.slow
-def test_thousands_of_slices_open_in_seconds(tmp_path):
-    folder = save(tmp_path / "c", {"model": {f"layers.{n}.weight": torch.full((2,), float(n)) for n in range(3000)}})
-    began = time.process_time()
-    with open_checkpoint(folder) as checkpoint:
-        took = time.process_time() - began
-        assert len(checkpoint) == 3000
-        assert sum(float(ref.stored.load()[0]) for ref in checkpoint) == sum(range(3000))
-    assert took < 10  # 0.7 s on an idle machine

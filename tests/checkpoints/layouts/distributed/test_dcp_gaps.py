@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import pickle
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -75,14 +73,6 @@ def test_a_save_that_was_interrupted_is_incomplete(tmp_path, inner):
     assert "interrupted" in error.message
 
 
-def test_data_without_metadata_beside_another_file_are_told_of(tmp_path):
-    folder = write(tmp_path / "c", {"w": ONE})
-    (folder / ".metadata").unlink()
-    torch.save({"w": ONE}, folder / "model.pt")
-    with open_checkpoint(folder) as checkpoint:
-        assert [error.what for error in checkpoint.errors] == [".metadata"]
-
-
 def test_a_data_file_that_the_metadata_leave_out_is_remarked(tmp_path):
     folder = write(tmp_path / "c", {"w": ONE})
     shutil.copy(folder / "__0_0.distcp", folder / "__1_0.distcp")
@@ -115,44 +105,3 @@ def test_two_entries_of_one_place_in_an_optimizer_are_refused(tmp_path, values):
 def test_no_master_copy_hides_another(tmp_path, names, sick):
     copies = {name: NAN if number == sick else ONE for number, name in enumerate(names)}
     assert broken_in(write(tmp_path / "c", {"w": torch.ones(9), **copies}))
-
-
-def test_settings_of_any_kind_are_compared_in_little_time(tmp_path):
-    nest = 1.0
-    for _ in range(7):
-        nest = [nest] * 8
-    settings = {"lr": nest, "betas": {1: 2, "a": 3}, "eps": 1e-8}
-    named = {f"optimizer.param_groups.w.{name}": value for name, value in settings.items()}
-    began = time.process_time()
-    folder = write(tmp_path / "c", {"w": ONE, "optimizer.state.w.exp_avg": NAN, **named})
-    assert broken_in(folder) == {":w"}
-    assert time.process_time() - began < 5
-
-
-def test_one_slice_does_not_serve_as_two_pieces(tmp_path):
-    save_file({"w": torch.ones(2), "x": NAN, "y": ONE}, tmp_path / "s.safetensors")
-    entries = {"w": described((4,), [((0,), (2,)), ((2,), (2,))]), "y": described((4,), [((0,), (4,))])}
-    at = [("w", 0), ("w", 2), ("y", 0)]
-    places = {MetadataIndex(name, torch.Size((n,))): _StorageInfo("s.safetensors", 0, 8) for name, n in at}
-    with open_checkpoint(tell(tmp_path, entries, places)) as checkpoint:
-        assert "one slice" in checkpoint.errors[0].message
-        assert "does not tell of 1 tensors" in checkpoint.remarks[0]
-    assert broken_in(tmp_path) == {":s.safetensors.x"}
-
-
-def test_a_safetensors_file_of_a_distributed_checkpoint_is_scanned_once(tmp_path):
-    save_file({"w": ONE}, tmp_path / "s.safetensors")
-    entries = {"w": described((4,), [((0,), (4,))])}
-    tell(tmp_path, entries, {MetadataIndex("w", torch.Size((0,))): _StorageInfo("s.safetensors", 0, 16)})
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert [ref.name for ref in checkpoint] == ["w"]
-
-
-def test_a_small_metadata_file_of_many_dimensions_takes_little_time(tmp_path):
-    shape = (2,) * 19
-    cuts = [{d % 19 for d in range(3 * n, 3 * n + 3)} for n in range(8)]
-    boxes = [((0,) * 19, tuple(1 if d in cut else 2 for d in range(19))) for cut in cuts]
-    began = time.process_time()
-    with pytest.raises(CheckpointError):
-        open_checkpoint(tell(tmp_path, {f"w{n}": described(shape, boxes) for n in range(20)}, {}))
-    assert time.process_time() - began < 10
