@@ -23,18 +23,19 @@ def flushed_plan(
     after: AnyPlan,
     reduction: Reduction = "mean",
     *,
-    scale: float | None = None,
     file: str = "",
 ) -> FlushedByPlan:
     """Returns the flushed shares of every gradient under both plans, and the `init_scale` that keeps them.
 
     The profile has its own accumulation, and is assumed to have the micro-batch of `before`; it may come from one
-    device. `scale` is the present loss scale, by default the profile's; raises UsageError where it is invalid, or
-    missing. `init_scale` is the smallest power of two, from the scale that moves with the activation gradients on, at
-    which no gradient loses more than before; if one would overflow there, the largest at which none does. Weight
-    gradients that cancel (`scaling.cancelled`) are left out: their small values are fp32's own rounding.
+    device. Raises UsageError for a run without a loss scale. `init_scale` is the smallest power of two, from the scale
+    that moves with the activation gradients on, at which no gradient loses more than before; if one would overflow
+    there, the largest at which none does. Weight gradients that cancel (`scaling.cancelled`) are left out: their small
+    values are fp32's own rounding.
     """
-    now = _scale_of(profile, scale)
+    if profile.run.precision != "fp16":
+        raise UsageError(f"a run in {profile.run.precision} has no loss scale: profile the job in fp16")
+    now = profile.run.loss_scale
     measured = BatchPlan(micro_batch=before.micro_batch, accumulation=profile.run.accumulation, data_parallel=1)
     gradients = _Gradients(
         profile,
@@ -58,16 +59,6 @@ def flushed_plan(
         totals=tuple(gradients.shares("", found, kept, lossy=lossy) for found in of_kinds if found),
         layers=tuple(sorted(layers, key=lambda one: (one.before - one.after_most, one.layer, one.kind))),
     )
-
-
-def _scale_of(profile: RangeProfile, scale: float | None) -> float:
-    if scale is None:
-        if profile.run.precision != "fp16":
-            raise UsageError(f"a run in {profile.run.precision} has no loss scale: the one of the fp16 job is needed")
-        return profile.run.loss_scale
-    if not 0.0 < scale < math.inf:
-        raise UsageError(f"a loss scale is a positive finite number, not {scale}")
-    return scale
 
 
 class _Gradients:

@@ -21,7 +21,6 @@ from ampdoctor.scaling.closed_forms import (
     upper_log2,
 )
 from ampdoctor.scaling.scalers import ScalerSettings
-from ampdoctor.scaling.trace import Shift
 
 COMPOUNDING = 3.5
 """A run's gradient error divided by that of rounding each tensor once: the median for runs that flush fewer than 1 % of
@@ -33,9 +32,6 @@ NOISE = 2.0**-18
 """A weight gradient this far below its module's largest output gradient has cancelled (fp32 keeps 24 bits, and sums
 over some thousand terms lose some), or has inputs that fp16 itself cannot hold: the loss scale is not the cause."""
 _SEARCHED = 64  # exponents that are searched below a tensor's highest one: more than fp16's 40
-
-
-_NONE = Shift()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,19 +56,16 @@ class ScaleChoice:
         return ScalerSettings(scale=2.0**self.exponent)
 
 
-def choose_scale(profile: RangeProfile, thresholds: Thresholds, shift: Shift = _NONE) -> ScaleChoice | None:
-    """Returns the scale and the modules that it does not serve; None if no half gradient has a finite nonzero value.
-
-    `shift` is the effect of the training on gradients that the recording lacks.
-    """
-    limits = {index: highest + math.floor(shift.highest) for index, highest in _limits(profile).items()}
+def choose_scale(profile: RangeProfile, thresholds: Thresholds) -> ScaleChoice | None:
+    """Returns the scale and the modules that it does not serve; None if no half gradient has a finite nonzero value."""
+    limits = _limits(profile)
     if not limits:
         return None
     exponent, label = min((highest, profile.sites[index].label) for index, highest in limits.items())
     noise = cancelled(profile)
     limits = {index: highest for index, highest in limits.items() if index not in noise}
     choice = ScaleChoice(exponent=exponent, bound_by=label)
-    errors = _Errors(profile, limits, thresholds[ERROR_NOTE] / COMPOUNDING, lost=math.ceil(shift.lowest))
+    errors = _Errors(profile, limits, thresholds[ERROR_NOTE] / COMPOUNDING)
     if not all(errors.tolerable(index, exponent) for index in limits):
         choice = _among_intervals(profile, limits, errors, choice, thresholds[FP32_SHARE])
     return _capped(profile, choice)
@@ -156,15 +149,15 @@ class _Errors:
     """Relative L2 errors of gradients in fp16 by loss scale, for all of them at once.
 
     `limits` has the largest exponent to compute for each gradient. A tensor with an error of at most `tolerated` is
-    served. The gradients are smaller than recorded by 2^lost.
+    served.
     """
 
-    def __init__(self, profile: RangeProfile, limits: Mapping[int, int], tolerated: float, *, lost: int = 0) -> None:
+    def __init__(self, profile: RangeProfile, limits: Mapping[int, int], tolerated: float) -> None:
         self._rows = {index: row for row, index in enumerate(limits)}
         if not limits:
             return
         self._first = min(limits.values()) - _SEARCHED
-        base = math.ceil(math.log2(profile.run.base_scale)) + lost
+        base = math.ceil(math.log2(profile.run.base_scale))
         exponents = np.arange(self._first, max(limits.values()) + 1) - base
         counts = np.stack([profile.histograms[index].counts for index in limits])
         total = np.maximum(powers(counts), np.finfo(np.float64).tiny)
@@ -222,13 +215,12 @@ def growth_interval(
     *,
     skip_rate: float,
     drift: float = 0.0,
-    steps_left: int | None = None,
     spikes: Spikes | None = None,
 ) -> SettingBound:
     """Returns the usual 2000, or clamp(ln(1 + a/b) / rho, 200, smallest upper bound) if 2000 is too short or too long.
 
-    Upper bounds: a/|r|, so that the scale climbs as fast as gradients fall; a tenth of the steps left, so that it grows
-    at all; `Spikes.longest_interval`, so that spikes do not ratchet it down. They win over the lower bounds.
+    Upper bounds: a/|r|, so that the scale climbs as fast as gradients fall; `Spikes.longest_interval`, so that spikes
+    do not ratchet it down. They win over the lower bounds.
 
     `skip_rate` is rho, the share of steps that a settled scaler may skip. `drift` is r, the trend of log2 of the
     largest gradient per step; only a fall binds.
@@ -238,8 +230,6 @@ def growth_interval(
     upper = SettingBound(value=math.inf, by=NOTHING)
     if drift < 0.0:
         upper = SettingBound(value=climb / -drift, by="gradients that shrink")
-    if steps_left is not None and steps_left / 10 < upper.value:
-        upper = SettingBound(value=steps_left / 10, by="the steps that are left")
     ratchet = spikes.longest_interval(growth_factor, backoff_factor) if spikes is not None else math.inf
     if ratchet < upper.value:
         upper = SettingBound(value=ratchet, by="spikes that would ratchet the scale down")

@@ -20,7 +20,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.json_records import UNWRITTEN
 from ampdoctor.evidence.report_scaler import ScalePath, ScalingConfidence, ScalingMargin, SettingBound, SimulatedOutcome
 from ampdoctor.evidence.targets import Framework
-from ampdoctor.evidence.thresholds import ERROR_NOTE, ERROR_WARNING, FLUSHED, HORIZON, SKIP_RATE, Thresholds
+from ampdoctor.evidence.thresholds import ERROR_NOTE, ERROR_WARNING, FLUSHED, SKIP_RATE, Thresholds
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 from ampdoctor.scaling import choose
 from ampdoctor.scaling.choose import COMPOUNDING
@@ -190,28 +190,18 @@ def search(
     framework: Framework,
     thresholds: Thresholds,
     censored: float = 0.0,
-    remaining_steps: int | None = None,
 ) -> Outcome:
-    """Returns the settings to use with a trace; raises UsageError where no step was recorded, or none is left.
+    """Returns the settings to use with a trace; raises UsageError where no step was recorded.
 
     `current` is the run's scaler, if it has one. `start` is log2 of the largest scale at which no gradient should
-    overflow, and what bounds it. `censored` is the share of the steps whose largest gradient is unknown. The horizon is
-    that of `thresholds` where `remaining_steps` is None.
+    overflow, and what bounds it. `censored` is the share of the steps whose largest gradient is unknown.
     """
-    if trace.steps < 1 or (remaining_steps is not None and remaining_steps < 1):
-        raise UsageError("a search for a scaler's settings needs a recorded step, and a step to come")
-    horizon = min(remaining_steps or thresholds.horizon, int(HORIZON.highest))
+    if trace.steps < 1:
+        raise UsageError("a search for a scaler's settings needs a recorded step")
+    horizon = thresholds.horizon
     drift = find_drift(trace.log2_amax)
     spikes = find_spikes(trace.log2_amax - drift.slope * np.arange(trace.steps))
-    bounds = closed_form(
-        trace,
-        drift=drift,
-        spikes=spikes,
-        start=start,
-        framework=framework,
-        thresholds=thresholds,
-        remaining_steps=remaining_steps,
-    )
+    bounds = _closed_form(trace, drift, spikes, start=start, framework=framework, thresholds=thresholds)
     default = DEFAULTS[framework]
     incumbent = _in_use(current, framework) if current is not None else default
     closed = _settings_of(bounds, framework)
@@ -257,19 +247,9 @@ def search(
     )
 
 
-def expect(
-    settings: ScalerSettings,
-    trace: StepTrace,
-    *,
-    framework: Framework,
-    thresholds: Thresholds,
-    remaining_steps: int | None = None,
-) -> Expectation:
-    """Returns the effect of settings on a trace, over the same replicas as `search`.
-
-    The horizon is that of `thresholds` where `remaining_steps` is None.
-    """
-    horizon = min(remaining_steps or thresholds.horizon, int(HORIZON.highest))
+def expect(settings: ScalerSettings, trace: StepTrace, *, framework: Framework, thresholds: Thresholds) -> Expectation:
+    """Returns the effect of settings on a trace, over the same replicas as `search`."""
+    horizon = thresholds.horizon
     many = resample(trace, find_drift(trace.log2_amax), replicas=_replicas(horizon), steps=horizon)
     run_as = expressible(settings, framework)
     return expectation(run_as, score_all([run_as], trace, many, framework, thresholds[ERROR_NOTE])[0])
@@ -304,42 +284,24 @@ def predict(profile: RangeProfile, settings: ScalerSettings, without: Collection
     )
 
 
-def closed_form(
-    trace: StepTrace,
-    *,
-    drift: Drift,
-    spikes: Spikes,
-    start: SettingBound,
-    framework: Framework,
-    thresholds: Thresholds,
-    remaining_steps: int | None = None,
+def _closed_form(
+    trace: StepTrace, drift: Drift, spikes: Spikes, *, start: SettingBound, framework: Framework, thresholds: Thresholds
 ) -> dict[str, SettingBound]:
-    """Returns scale, growth_factor, backoff_factor, growth_interval, hysteresis and min_scale, each with its bound.
-
-    `start` is as in `search`.
-    """
+    """Returns scale, growth_factor, backoff_factor, growth_interval, hysteresis and min_scale, each with its bound."""
     fixed = RULES[framework] is not GradScalerSim
-    bounds = {"scale": SettingBound(value=2.0**start.value, by=start.by)}
     backoff = SettingBound(value=0.5, by="the framework, which halves") if fixed else choose.backoff_factor(spikes)
     interval = choose.growth_interval(
-        2.0,
-        backoff.value,
-        skip_rate=thresholds[SKIP_RATE],
-        drift=drift.slope,
-        steps_left=remaining_steps,
-        spikes=spikes,
+        2.0, backoff.value, skip_rate=thresholds[SKIP_RATE], drift=drift.slope, spikes=spikes
     )
-    growth = (
-        SettingBound(value=2.0, by="the framework, which doubles")
-        if fixed
-        else choose.growth_factor(drift.slope, interval.value)
-    )
-    bounds["growth_factor"] = growth
-    bounds["backoff_factor"] = backoff
-    bounds["growth_interval"] = interval
-    bounds["hysteresis"] = choose.hysteresis(spikes)
-    bounds["min_scale"] = choose.alarm_scale(_lowest(trace, thresholds))
-    return bounds
+    doubles = SettingBound(value=2.0, by="the framework, which doubles")
+    return {
+        "scale": SettingBound(value=2.0**start.value, by=start.by),
+        "growth_factor": doubles if fixed else choose.growth_factor(drift.slope, interval.value),
+        "backoff_factor": backoff,
+        "growth_interval": interval,
+        "hysteresis": choose.hysteresis(spikes),
+        "min_scale": choose.alarm_scale(_lowest(trace, thresholds)),
+    }
 
 
 def _in_use(current: ScalerSettings, framework: Framework) -> ScalerSettings:

@@ -26,7 +26,7 @@ from ampdoctor.numerics.formats import FORMATS, FloatFormat
 from ampdoctor.scaling.choose import COMPOUNDING, ScaleChoice, choose_scale
 from ampdoctor.scaling.scalers import ScalerSettings
 from ampdoctor.scaling.search import Outcome, Prediction, expect, largest_scales, predict, search, trajectory
-from ampdoctor.scaling.trace import Shift, StepTrace, accumulation_shift, reduction_shift, trace_of
+from ampdoctor.scaling.trace import StepTrace, trace_of
 from ampdoctor.workflows.replay_under_change import FLUSH_THAT_PAYS
 
 if TYPE_CHECKING:
@@ -74,14 +74,14 @@ class Advice:
 
 def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
     """Returns the advice; None if no half gradient has a finite nonzero value, so that nothing needs scaling."""
-    thresholds, framework, shift = request.thresholds, request.framework, shift_of(ranges, request)
-    choice = choose_scale(ranges, thresholds, shift)
+    thresholds, framework = request.thresholds, request.framework
+    choice = choose_scale(ranges, thresholds)
     if choice is None:
         return None
     state = ranges.run.scaler
     fixed = ScalerSettings(scale=ranges.run.loss_scale, backoff_factor=1.0, growth_interval=0)  # nothing moves it
     current = ScalerSettings.of_state(state) if state is not None else fixed
-    trace = trace_of(ranges, choice.fp32_modules, shift)
+    trace = trace_of(ranges, choice.fp32_modules)
     outcome = search(
         trace,
         current=current if state is not None else None,
@@ -101,17 +101,6 @@ def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
         now=predict(ranges, current),
         then=predict(ranges, recommended, choice.fp32_modules),
         large=large_activations(ranges, thresholds),
-    )
-
-
-def shift_of(ranges: RangeProfile, request: ReplayRequest) -> Shift:
-    """Returns what only the training does to gradients, not the recording: an fp16 all-reduce, another accumulation."""
-    run = ranges.run
-    reduced = reduction_shift(request.ranks, request.reduce_fp16) if request.reduce_fp16 is not None else Shift()
-    after = request.accumulation or run.accumulation
-    pure = not run.autocast and not run.master_weights
-    return reduced + accumulation_shift(
-        run.accumulation, after, loss_divided=run.loss_divided, half_gradients=pure and run.precision == "fp16"
     )
 
 

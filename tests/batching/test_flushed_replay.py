@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,7 +61,9 @@ def beside(network, accumulation, cut=1):
     after = BatchPlan(micro_batch=micro, accumulation=accumulation, data_parallel=cut)
     assert before.global_batch == after.global_batch
     for shadow in profile_section(replayed, None)["shadows"]:
-        yield flushed_plan(profile(network), before, after, scale=shadow["scale"]), shadow
+        known = profile(network)
+        at_scale = replace(known, run=replace(known.run, loss_scale=shadow["scale"]))
+        yield flushed_plan(at_scale, before, after), shadow
 
 
 def total_of(found, kind):
@@ -109,7 +112,6 @@ def test_where_batchnorm_mixes_the_samples_of_another_micro_batch_it_lies_near_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("accumulation", "cut"), [(4, 1), (8, 2)])
-def test_what_weight_gradients_lose_lies_where_it_is_said_to(accumulation, cut):
-    sure = [pair for pair in beside("lstm", accumulation, cut) if not total_of(pair[0], "weight_grad").lower_bound]
+def test_what_weight_gradients_lose_lies_where_it_is_said_to():
+    sure = [pair for pair in beside("lstm", 8, cut=2) if not total_of(pair[0], "weight_grad").lower_bound]
     assert sum(holds("lstm", found, shadow, "weight_grad") for found, shadow in sure) >= 1

@@ -314,7 +314,6 @@ def test_the_targets_are_as_their_makers_say():
     assert has["rtx50"] == {"fp16", "bf16", "tf32", "fp8", "nvfp4"}
     assert has["mi200"] == {"fp16", "bf16"}
     assert [name for name, t in TARGETS.items() if t.flushes_subnormals] == ["mi200"]
-    assert all(t.source and t.name == name for name, t in TARGETS.items())
 
 
 @pytest.mark.parametrize(
