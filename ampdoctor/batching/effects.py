@@ -56,9 +56,7 @@ def _figures(step: Step) -> Iterator[tuple[str, str]]:
 
 def _half_gradients(step: Step) -> Iterator[tuple[str, str]]:
     shift = gradient_shift(step.before, step.after, step.said.reduction or "mean")
-    mixed = shift.activation_mixed
-    batch_norm = "" if mixed == shift.activation else f" (what BatchNorm mixes into them: {smaller(mixed)})"
-    yield "fp16 activation gradients", smaller(shift.activation) + batch_norm
+    yield "fp16 activation gradients", smaller(shift.activation)
     yield "fp16 local weight gradients", " to ".join(map(smaller, sorted({shift.weight, shift.weight_noise})))
     scale, least = math.ceil(shift.activation), shift.weight_least
     kept = f" (x 2^{math.floor(least)} where weight gradients would overflow)" if least < shift.activation else ""

@@ -13,9 +13,6 @@ from ampdoctor.ranges.profile import SURE_BELOW, RangeProfile
 from ampdoctor.scaling.choose import cancelled
 from ampdoctor.scaling.closed_forms import TAIL, highest_exponent, upper_log2
 
-_MIXES = frozenset({"batch_norm", "sync_batch_norm"})
-"""Ops whose backward mixes the other samples of the micro-batch into a sample's gradient."""
-
 
 def flushed_plan(
     profile: RangeProfile,
@@ -72,7 +69,6 @@ class _Gradients:
         self._then = then
         self._new = new
         self._now = now
-        self._mixed = any(_MIXES & module.ops.keys() for module in profile.modules)
         noise = cancelled(profile)
         self.indices = [index for index in profile.half_gradients() if index not in noise]
 
@@ -80,8 +76,8 @@ class _Gradients:
         """Returns the joint shares of these sites, which are of one kind.
 
         Weight gradients lose more than their own magnitudes show where their inputs are incomplete (`lossy`: an
-        activation gradient loses 1 %). At least and at most differ under another micro-batch, because it is unknown how
-        far the samples' gradients agree: for weight gradients, and for all of a model with BatchNorm.
+        activation gradient loses 1 %). Their least and most differ under another micro-batch, because it is unknown how
+        far the samples' gradients agree.
         """
         kind = self._profile.sites[indices[0]].kind
         histogram = sum((self._profile.histograms[index] for index in indices), Histogram.empty())
@@ -125,5 +121,4 @@ class _Gradients:
         """Returns the least and the most by which gradients of a kind become smaller."""
         if kind == "weight_grad":
             return shift.weight_least, shift.weight_most
-        ends = (shift.activation, shift.activation_mixed if self._mixed else shift.activation)
-        return min(ends), max(ends)
+        return shift.activation, shift.activation

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.json_records import UNWRITTEN
 from ampdoctor.evidence.report_plan import PlannedBatch, PlannedCluster
 from ampdoctor.evidence.targets import PlanFramework
 
@@ -53,15 +52,13 @@ def exact_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> 
 class Cluster(PlannedCluster):
     """Devices, and their groups that work on the same samples; raises UsageError for sizes that do not fit together.
 
-    Expert parallelism takes its ranks from the data parallel ones and is not counted. `per_node` is the devices of a
-    node, if given.
+    Expert parallelism takes its ranks from the data parallel ones and is not counted.
     """
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     data_parallel: int = field(init=False)  # groups of devices with different samples
-    per_node: int | None = field(default=None, metadata=UNWRITTEN)
 
     def __post_init__(self) -> None:
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
@@ -90,13 +87,7 @@ class Cluster(PlannedCluster):
 
     def with_data_parallel(self, ranks: int) -> Cluster:
         """Returns a cluster of so many groups with the same parallel sizes."""
-        return Cluster(
-            devices=ranks * self.model_parallel,
-            tensor=self.tensor,
-            pipeline=self.pipeline,
-            context=self.context,
-            per_node=self.per_node,
-        )
+        return replace(self, devices=ranks * self.model_parallel)
 
 
 # -- where no plan is exact --
@@ -132,11 +123,11 @@ def most_ranks_that_divide(global_batch: int, data_parallel: int) -> int:
 # | step: a sum over the N tokens of all            | 1/N     | 1/N                 | m/N          | sqrt(m)/N     |
 # | a sum that nothing divides                      | 1       | 1                   | m            | sqrt(m)       |
 #
-# An activation's gradient belongs to one sample. (BatchNorm mixes samples: its backward subtracts from each the mean
-# over the micro-batch, which is a sum of m over m.) A weight's gradient is summed over the micro-batch inside a single
-# product, whose result fp16 has to hold: between m times a sample's (they all point one way) and sqrt(m) times it (they
-# are independent; the usual case late in a training). N is m A D samples' tokens, hence the second line; in the third
-# it is the same for every plan of a batch. The division by the ranks in the reduce comes on top.
+# An activation's gradient belongs to one sample (what BatchNorm mixes into it shrinks more). A weight's gradient is summed
+# over the micro-batch inside a single product, whose result fp16 has to hold: between m times a sample's (they all point
+# one way) and sqrt(m) times it (they are independent; the usual case late in a training). N is m A D samples' tokens,
+# hence the second line; in the third it is the same for every plan of a batch. The division by the ranks in the reduce
+# comes on top.
 
 
 Reduction = Literal["mean", "sum", "tokens", "step"]
@@ -156,11 +147,6 @@ class GradientShift:
     activation: float  # of activation gradients; exact for each sample
     weight: float  # of the weight gradients of one backward, where the samples' gradients agree
     weight_noise: float  # the same where they are independent
-
-    @property
-    def activation_mixed(self) -> float:
-        """Of BatchNorm's part of each activation gradient, as far as it is the mean of independent samples."""
-        return self.activation + (self.activation - self.weight) / 2.0
 
     @property
     def weight_least(self) -> float:

@@ -28,16 +28,15 @@ _NUMBER = re.compile(r"(?P<number>\d{1,15}(\.\d{1,6})?(e\d{1,2})?)(?P<unit>[kmbt
 _POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
 
 
-def devices_of(option: str, text: str) -> tuple[int, int | None]:
-    """Return the number of devices, and the number on each node where it is given; may raise UsageError."""
+def devices_of(option: str, text: str) -> int:
+    """Return the number of devices; may raise UsageError."""
     found = _DEVICES.fullmatch(text.strip())
     if found is None:
         raise UsageError(f"{option} {text}: devices are a number, or nodes x devices of a node, as in 512 or 64x8")
-    first, each = int(found["first"]), found["each"]
-    devices = first if each is None else first * int(each)
+    devices = int(found["first"]) * int(found["each"] or 1)
     if devices < 1:
         raise UsageError(f"{option} {text}: a job needs at least 1 device")
-    return devices, None if each is None else int(each)
+    return devices
 
 
 def parameters_of(option: str, text: str) -> float:
@@ -114,14 +113,14 @@ class ClusterOptions:
                 if given is not None and given < 1:
                     raise UsageError(f"the {name} parallel size starts at 1, not {given}")
         then = {name: getattr(self, f"to_{name}") or sizes[name] for name in _SIZES}
-        now = self._devices("--gpus", self.gpus) or ((said.devices, None) if said.devices else None)
+        now = self._devices("--gpus", self.gpus) or said.devices
         after = self._devices("--to-gpus", self.to_gpus) or now
         if after is None:
             raise UsageError("no devices are named: --to-gpus says how many there will be, --gpus how many there are")
-        before = None if now is None else Cluster(devices=now[0], per_node=now[1], **sizes)
-        return before, Cluster(devices=after[0], per_node=after[1], **then)
+        before = None if now is None else Cluster(devices=now, **sizes)
+        return before, Cluster(devices=after, **then)
 
-    def _devices(self, option: str, text: str | None) -> tuple[int, int | None] | None:
+    def _devices(self, option: str, text: str | None) -> int | None:
         refuse_empty(option, text)
         return None if text is None else devices_of(option, text)
 

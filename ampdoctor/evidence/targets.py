@@ -92,7 +92,7 @@ Framework = Literal["torch", "accelerate", "transformers", "lightning", "deepspe
 
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
 
-PlanFramework = Literal["transformers", "accelerate", "lightning", "deepspeed", "megatron", "torchtitan", "torchrun"]
-"""Frameworks for which a batch plan can be written; `torchrun` is a user's own loop."""
+PlanFramework = Literal["transformers", "accelerate", "lightning", "deepspeed", "megatron", "torchtitan"]
+"""Frameworks for which a batch plan can be written."""
 
 PLAN_FRAMEWORKS: tuple[PlanFramework, ...] = get_args(PlanFramework)

@@ -212,8 +212,6 @@ def deepspeed(request: Request) -> Fragment:
         notes=(
             *request.differences(),
             f"at the scale {floor} the next overflow ends the run under ZeRO 1 to 3; without ZeRO steps are skipped on",
-            *_hysteresis(request, "; without ZeRO (stage 0) there is no hysteresis"),
-            f"from the start and from each overflow it takes {real.growth_interval + 1} clean steps to the next growth",
             *request.half_loss("ZeRO scales the loss in its own dtype", "write `engine.backward(loss.float())`"),
             *_islands(request, "DeepSpeed"),
             "resumed with its optimizer's state, a run goes on with the checkpoint's settings instead of these",
@@ -242,18 +240,9 @@ def megatron(request: Request) -> Fragment:
         notes=(
             *request.differences(),
             f"at the scale {floor:g} Megatron-LM goes on skipping steps and never stops",
-            *_hysteresis(request),
             *islands,
         ),
     )
-
-
-def _hysteresis(request: Request, otherwise: str = "") -> Iterator[str]:
-    if request.real.hysteresis > 1:
-        yield (
-            "only growth refills the hysteresis: overflows use it up however far apart they are, and then each one "
-            f"backs off{otherwise}"
-        )
 
 
 def _islands(request: Request, framework: str) -> Iterator[str]:

@@ -408,11 +408,7 @@ MOST_POINTS = 2000  # most points of a line, and most skipped steps of a path: a
 def trajectory(expected: Expectation, trace: StepTrace, framework: Framework, horizon: int) -> ScalePath:
     """Returns the path of the replica with the median number of skipped steps, over `horizon` simulated steps."""
     replica = resample(trace, find_drift(trace.log2_amax), replicas=1, steps=horizon, first=expected.typical)
-    return drawn(simulate_lanes([expected.settings], replica.maxima, framework), expected.typical)
-
-
-def drawn(run: Simulation, replica: int = 0) -> ScalePath:
-    """Returns the path of a simulation's first lane, which is the replica of this number."""
+    run = simulate_lanes([expected.settings], replica.maxima, framework)
     scale, over = run.scale[0, 0], run.skipped[0, 0] | run.ended[0, 0]
     starts = np.concatenate([[0], np.flatnonzero(scale[1:] != scale[:-1]) + 1])
     skips = np.flatnonzero(over)
@@ -421,7 +417,7 @@ def drawn(run: Simulation, replica: int = 0) -> ScalePath:
         changes=len(starts),
         skips=drawn_skips(skips),
         skipped=len(skips),
-        replica=replica,
+        replica=expected.typical,
     )
 
 

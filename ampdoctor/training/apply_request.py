@@ -149,7 +149,8 @@ def _of_report(
         left_out += [f"{kind}: {changes['dtype'].value} needs no loss scale" for kind in needless]
         if dtype_of(changes["dtype"].value) is torch.float32 and changes.pop("fp32_modules", None) is not None:
             left_out.append("fp32_modules: float32 for the whole model does that already")
-    _refuse_two_scales(changes, name)
+    if {"init_scale", "scaler"} <= changes.keys():
+        raise _two_things(changes["init_scale"], changes["scaler"], name)
     if not changes:
         why = f": {left_out[0]}" if left_out else f" (its verdict is {verdict})"
         raise UsageError(f"{name} has no change that apply can make{why}")
@@ -163,15 +164,6 @@ def _both(one: Prescription, other: Prescription, name: str) -> Prescription:
         names = tuple(dict.fromkeys((*one.value, *other.value)))
         return Prescription(kind=one.kind, value=names, status=other.status, detail=f"run {', '.join(names)} in fp32")
     raise _two_things(one, other, name)
-
-
-def _refuse_two_scales(changes: Mapping[str, Prescription], name: str) -> None:
-    """Raises UsageError where `init_scale` and the scaler's settings have different initial scales."""
-    alone, settings = changes.get("init_scale"), changes.get("scaler")
-    if alone is None or settings is None or not isinstance(settings.value, Mapping):
-        return
-    if settings.value.get("init_scale", alone.value) != alone.value:
-        raise _two_things(alone, settings, name)
 
 
 def _two_things(one: Prescription, other: Prescription, name: str) -> UsageError:

@@ -265,14 +265,12 @@ def precision_facts(
     harm: str | None = None,
     settled: bool = False,
     precision_matters: bool = False,
-    flushed: float = FP8_FLUSHED,
 ) -> PrecisionFacts:
     """Returns the facts from a profile that `diagnosis.precision_advice.advise_precision` needs.
 
     `choice` is None if no half gradient was seen. `pure`: the run keeps its weights in its compute format, without
     autocast or fp32 master weights. `harm` is a clause on what went wrong in an fp16 replay that no loss scale cures,
-    and `settled` says that the scaler skipped no steps after it. `flushed` is the share (0 to 1) of a tensor's nonzero
-    elements that FP8 may lose.
+    and `settled` says that the scaler skipped no steps after it.
     """
     forward: dict[str, float] = {}
     for index in profile.of_kind("activation"):
@@ -296,7 +294,7 @@ def precision_facts(
         bf16_error=bf16,
         harm=harm,
         settled=settled,
-        spreads=tuple(_spreads(profile, flushed)),
+        spreads=tuple(_spreads(profile)),
         modules=profile.modules,
         updates=profile.updates,
         precision_matters=precision_matters,
@@ -316,11 +314,11 @@ def fp16_of(target: Target) -> FloatFormat:
     return replace(fp16, min_normal=least, min_subnormal=least, flush_at=math.nextafter(least, 0.0))
 
 
-def _spreads(profile: RangeProfile, flushed: float) -> Iterator[Spread]:
+def _spreads(profile: RangeProfile) -> Iterator[Spread]:
     kinds: tuple[Literal["activation", "weight", "activation_grad"], ...] = ("activation", "weight", "activation_grad")
     for kind in kinds:
         for index in profile.of_kind(kind):
-            top, low = profile.histograms[index].amax, profile.histograms[index].quantile(flushed)
+            top, low = profile.histograms[index].amax, profile.histograms[index].quantile(FP8_FLUSHED)
             if top is not None and low is not None and top < MASK_LIKE:
                 binades = math.log2(top) - math.log2(low)
                 yield Spread(module=profile.sites[index].module, kind=kind, log2_span=binades)

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -295,25 +295,20 @@ def shadowed(
 
 
 def _zeroed(session: Session, moment: MeasuredStep, factor: float) -> Zeroed | None:
-    """Run the step once, its loss scaled by `factor` beyond the run's own scale; None if the user's code raises."""
+    """Run the step once, its loss scaled by `factor` more; None if the run's scale is dead, or the code raises."""
     moment.state.restore()
+    scale = session.events.scale()
+    if scale is not None and not 0.0 < scale < math.inf:
+        return None
     probe = ZeroedProbe(moment.gradients, factor=factor)
     # attach the probe first: it sees a half parameter's gradient before the factor is divided out in half
     other = nullcontext() if factor == 1.0 else rescaled(factor)(session)
     try:
-        with _usable_scale(session), session.watched(probe), other:
+        with session.watched(probe), other:
             session.step(moment.step)
     except AmpdoctorError:
         return None  # the user's own asserts fail at this scale
     return probe.zeroed
-
-
-def _usable_scale(session: Session) -> AbstractContextManager[None]:
-    """Make the scale 1 if it is 0, negative or not finite: it counts as 1 in a profile."""
-    scale = session.events.scale()
-    if scale is None or 0.0 < scale < math.inf:
-        return nullcontext()
-    return session.scaling_with(torch.amp.GradScaler(session.device.type, init_scale=1.0))
 
 
 class _Tally:

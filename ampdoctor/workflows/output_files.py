@@ -27,15 +27,11 @@ def refuse_unwritable(file: str) -> None:
         raise UsageError(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from None
     if there is not None and stat.S_ISDIR(there):
         raise UsageError(f"cannot write {file}: it is a folder")
-    if there is not None and not stat.S_ISREG(there):
-        if not os.access(file, os.W_OK):
-            raise UsageError(f"cannot write {file}: permission denied")
-        return
-    if there is not None and not os.access(file, os.W_OK):  # replacing it takes only the folder's permission
-        raise UsageError(f"cannot write {file}: permission denied")
-    if not path.parent.is_dir():
+    is_file = there is None or stat.S_ISREG(there)  # not a pipe or a device
+    if is_file and not path.parent.is_dir():
         raise UsageError(f"cannot write {file}: its folder does not exist")
-    if not os.access(path.parent, os.W_OK):
+    needed = [*([] if there is None else [Path(file)]), *([path.parent] if is_file else [])]
+    if not all(os.access(one, os.W_OK) for one in needed):  # replacing a file takes only the folder's permission
         raise UsageError(f"cannot write {file}: permission denied")
 
 

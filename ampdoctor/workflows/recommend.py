@@ -251,7 +251,6 @@ class _Recommendation:
             return ScalerSection(current=current), None
         if ranges.run.precision != "fp16":
             self._say("loss scaling", f"not needed in {ranges.run.precision}: its exponents reach as far as fp32's")
-            self._say_what_fp16_would_take(advice)
             return ScalerSection(), None
         if advice is None:
             self._say("loss scaling", "nothing to scale: no gradient of a half tensor is nonzero")
@@ -375,22 +374,6 @@ class _Recommendation:
         if run.scaler is not None:
             return {key: value for key, value in run.scaler.items() if not key.startswith("_")}
         return {"scale": run.base_scale, "by_hand": True} if run.base_scale != 1.0 else None
-
-    def _say_what_fp16_would_take(self, advice: Advice | None) -> None:
-        if advice is None:
-            return
-        if advice.large:
-            worst = max(advice.large, key=lambda name: (advice.large[name], name))
-            self._say("fp16 instead", f"does not fit: {worst or 'the model'} reaches {advice.large[worst]:.4g}")
-            return
-        bf16 = self.ranges.merged("weight_grad").relative_error("bf16")
-        self.checks.append(
-            Check(
-                name="fp16 instead",
-                result=f"fits with GradScaler(init_scale={advice.recommended.scale:g})",
-                headroom={"relative_error_fp16": advice.then.relative_error, "relative_error_bf16": bf16},
-            )
-        )
 
     def _say(self, name: str, result: str) -> None:
         self.checks.append(Check(name=name, result=result))

@@ -103,15 +103,6 @@ def test_what_activation_gradients_lose_with_another_accumulation_is_predicted_t
 
 
 @pytest.mark.slow
-def test_where_batchnorm_mixes_the_samples_of_another_micro_batch_it_lies_near_two_shares():
-    pairs = list(beside("convolutions", 8, cut=2))
-    assert sum(holds("convolutions", found, shadow, "activation_grad", close=0.2) for found, shadow in pairs) >= 2
-    assert all(
-        total_of(found, "activation_grad").after < total_of(found, "activation_grad").after_most for found, _ in pairs
-    )
-
-
-@pytest.mark.slow
 def test_what_weight_gradients_lose_lies_where_it_is_said_to():
     sure = [pair for pair in beside("lstm", 8, cut=2) if not total_of(pair[0], "weight_grad").lower_bound]
     assert sum(holds("lstm", found, shadow, "weight_grad") for found, shadow in sure) >= 1

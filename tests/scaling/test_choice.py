@@ -62,6 +62,19 @@ def gaussian(log2_size, steps=3, seed=0, count=4000):
     return [torch.randn(count, generator=generator) * 2.0**log2_size for _ in range(steps)]
 
 
+@pytest.mark.slow
+@given(st.integers(-40, 20), st.integers(0, 5))
+def test_the_chosen_scale_is_the_largest_that_overflows_nothing(size, seed):
+    steps = gaussian(size, seed=seed, count=64)
+    choice = chosen(profile(site("fc", steps)))
+    scaled = torch.cat(steps).double() * 2.0**choice.exponent
+    assert torch.isfinite(scaled.half()).all()
+    if choice.exponent < MAX_EXPONENT:
+        assert choice.bound_by == "fc.output (activation_grad)"
+        assert choice.exponent >= 14 - size - 4  # and no more than a few binades below what was seen to fit
+    assert choice.fp32_modules == ()
+
+
 def test_the_largest_gradient_binds_and_fp32_tensors_do_not_count():
     choice = chosen(
         profile(

@@ -87,7 +87,8 @@ def test_a_scale_made_by_hand_is_taken_out(base):
     expected, _ = by_hand(steps, (A, B), base)
     flushed = trace.activation_flushed
     np.testing.assert_allclose(flushed[:, recorded], expected[:, recorded], atol=0.02 if base == 1000.0 else 1e-6)
-    assert (flushed[:, ~recorded] == flushed[:, recorded][:, :1]).all()  # at least as much is lost there
+    lowest = flushed[:, recorded][:, :1]
+    np.testing.assert_allclose(flushed[:, ~recorded], lowest.repeat((~recorded).sum(), 1), atol=0.01)
     amax = [max(t[where].abs().max().item() for where in (A, B, WA, WB)) / base for t in steps]
     assert trace.log2_amax.tolist() == pytest.approx([math.log2(a) for a in amax], abs=1e-12)
     over = np.array(amax)[:, None] * np.exp2(EXPONENTS) >= 65520
