@@ -394,11 +394,7 @@ _COUNTED = frozenset(
 
 
 def flags_in(text: str, name: str) -> dict[str, str | bool]:
-    """Returns the flags of a shell script.
-
-    Raises UsageError where a variable names a flag, or a relevant flag has several values (of another command or
-    branch).
-    """
+    """Returns a shell script's flags; UsageError where a variable names one, or a relevant one has several values."""
     script = _COMMENT.sub("", text.replace("\r\n", "\n"))
     named = _NAMED.search(script)
     if named is not None:

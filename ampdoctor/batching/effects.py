@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from ampdoctor.batching.plans import BatchPlan, BatchSettings, GradReduceScaling, gradient_shift
+from ampdoctor.batching.plans import BatchPlan, BatchSettings, GradientShift, GradReduceScaling, gradient_shift
 from ampdoctor.evidence.report_plan import PlanChange
 
 _DIVISIONS: tuple[GradReduceScaling, ...] = ("before", "after", "split")
 _NO_WINDOW = ("megatron", "torchtitan")  # they count samples over epochs, so that no step is left in part
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """The step from one plan to another."""
-
-    before: BatchPlan
-    after: BatchPlan
-    said: BatchSettings  # what is known of the job
 
 
 def has_scale(said: BatchSettings) -> bool:
@@ -27,18 +17,17 @@ def has_scale(said: BatchSettings) -> bool:
     return said.precision in (None, "fp16")
 
 
-def changes(step: Step) -> tuple[PlanChange, ...]:
-    """Returns what changes, in the order in which a user should read it."""
-    return tuple(PlanChange(what=what, figure=figure) for what, figure in _figures(step))
+def changes(old: BatchPlan, new: BatchPlan, said: BatchSettings) -> tuple[PlanChange, ...]:
+    """Returns what changes from one plan to another, in the order in which a user should read it."""
+    return tuple(PlanChange(what=what, figure=figure) for what, figure in _figures(old, new, said))
 
 
-def _figures(step: Step) -> Iterator[tuple[str, str]]:
-    old, new, said = step.before, step.after, step.said
+def _figures(old: BatchPlan, new: BatchPlan, said: BatchSettings) -> Iterator[tuple[str, str]]:
     same = old.global_batch == new.global_batch
     batch = new.global_batch / old.global_batch
     yield "learning rate", "x 1" if same else f"x {batch:.4g} (SGD) or x {math.sqrt(batch):.4g} (Adam)"
     if has_scale(said):
-        yield from _half_gradients(step)
+        yield from _half_gradients(gradient_shift(old, new, said.reduction or "mean"))
         yield from _reduces(old.data_parallel, new.data_parallel, said)
     else:
         yield "gradients' range", "no loss scale"
@@ -54,8 +43,7 @@ def _figures(step: Step) -> Iterator[tuple[str, str]]:
         yield "micro-batches per epoch", f"x {new.accumulation / old.accumulation:.3g} a rank"
 
 
-def _half_gradients(step: Step) -> Iterator[tuple[str, str]]:
-    shift = gradient_shift(step.before, step.after, step.said.reduction or "mean")
+def _half_gradients(shift: GradientShift) -> Iterator[tuple[str, str]]:
     yield "fp16 activation gradients", smaller(shift.activation)
     yield "fp16 local weight gradients", " to ".join(map(smaller, sorted({shift.weight, shift.weight_noise})))
     scale, least = math.ceil(shift.activation), shift.weight_least

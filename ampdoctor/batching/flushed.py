@@ -59,10 +59,7 @@ def flushed_plan(
 
 
 class _Gradients:
-    """The half gradients of a profile under two plans: `then` and `new` are the shifts from the measured plan to each.
-
-    `indices` are their sites, without those that cancel.
-    """
+    """Half gradients of a profile that do not cancel; `then` and `new` are the shifts from the measured plan."""
 
     def __init__(self, profile: RangeProfile, *, then: GradientShift, new: GradientShift, now: float) -> None:
         self._profile = profile
@@ -75,9 +72,7 @@ class _Gradients:
     def shares(self, layer: str, indices: list[int], kept: float, *, lossy: bool = False) -> FlushedOfPlan:
         """Returns the joint shares of these sites, which are of one kind.
 
-        Weight gradients lose more than their own magnitudes show where their inputs are incomplete (`lossy`: an
-        activation gradient loses 1 %). Their least and most differ under another micro-batch, because it is unknown how
-        far the samples' gradients agree.
+        Weight gradients lose more than their own magnitudes show where an activation gradient loses 1 % (`lossy`).
         """
         kind = self._profile.sites[indices[0]].kind
         histogram = sum((self._profile.histograms[index] for index in indices), Histogram.empty())

@@ -29,10 +29,7 @@ AnyPlan: TypeAlias = BatchPlan | PlannedBatch
 
 
 def exact_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> tuple[BatchPlan, ...]:
-    """Returns all plans whose product is `global_batch` exactly, the largest micro-batch first.
-
-    There is none if `data_parallel` does not divide `global_batch`.
-    """
+    """Returns all plans whose product is `global_batch` exactly, the largest micro-batch first."""
     each, left = divmod(global_batch, data_parallel)
     if left:
         return ()
@@ -94,11 +91,7 @@ class Cluster(PlannedCluster):
 
 
 def nearest_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> tuple[BatchPlan, ...]:
-    """Returns the plans of the nearest multiples of `data_parallel` below and above, nearest first.
-
-    Among equally near plans, the one below comes first, then the larger micro-batch. Every batch that the ranks can
-    share evenly is a multiple of their number: no other plan is nearer.
-    """
+    """Returns the plans of the multiples of `data_parallel` below and above, nearest first; no other is nearer."""
     below = global_batch // data_parallel * data_parallel
     reachable = [batch for batch in (below, below + data_parallel) if batch]
     plans = [plan for batch in reachable for plan in exact_plans(batch, data_parallel, max_micro_batch)]
@@ -123,11 +116,10 @@ def most_ranks_that_divide(global_batch: int, data_parallel: int) -> int:
 # | step: a sum over the N tokens of all            | 1/N     | 1/N                 | m/N          | sqrt(m)/N     |
 # | a sum that nothing divides                      | 1       | 1                   | m            | sqrt(m)       |
 #
-# An activation's gradient belongs to one sample (what BatchNorm mixes into it shrinks more). A weight's gradient is summed
-# over the micro-batch inside a single product, whose result fp16 has to hold: between m times a sample's (they all point
-# one way) and sqrt(m) times it (they are independent; the usual case late in a training). N is m A D samples' tokens,
-# hence the second line; in the third it is the same for every plan of a batch. The division by the ranks in the reduce
-# comes on top.
+# An activation's gradient belongs to one sample (what BatchNorm mixes into it shrinks more). A weight's gradient is
+# summed over the micro-batch inside a single product, whose result fp16 has to hold: between m times a sample's (they
+# all point one way) and sqrt(m) times it (they are independent; the usual case late in a training). N is m A D samples'
+# tokens, hence the second line; in the third it is the same for every plan of a batch.
 
 
 Reduction = Literal["mean", "sum", "tokens", "step"]
@@ -139,10 +131,7 @@ reduce that adds them up (torchtitan since 0.2.2)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientShift:
-    """log2 of the factor by which gradients become smaller, and the suitable scale rises; below 0: larger.
-
-    For weight gradients the truth lies between the two figures, which are equal under the same micro-batch.
-    """
+    """log2 of the factor by which gradients become smaller; weight gradients lie between the two figures."""
 
     activation: float  # of activation gradients; exact for each sample
     weight: float  # of the weight gradients of one backward, where the samples' gradients agree
@@ -228,14 +217,19 @@ _NO_BATCH = "the global batch is not known: --global-batch says it, or --micro-b
 def current_plan(said: BatchSettings, data_parallel: int | None, most: int | None) -> tuple[BatchPlan | None, str]:
     """Returns the plan in force, and how it is known; None if no cluster before is given.
 
-    `data_parallel` counts the ranks before that see different samples, `most` is the largest micro-batch that fits a
-    device there, if known. Raises UsageError for contradictions, or where no plan on that cluster gives the batch.
+    `data_parallel` counts the ranks before, and `most` is the largest micro-batch that fits there, if known.
     """
     micro, steps, batch = said.micro_batch, said.accumulation, said.global_batch
     if data_parallel is None:
         return None, ""
     if micro is not None and steps is not None:
-        return _checked(BatchPlan(micro_batch=micro, accumulation=steps, data_parallel=data_parallel), batch), GIVEN
+        plan = BatchPlan(micro_batch=micro, accumulation=steps, data_parallel=data_parallel)
+        if batch not in (None, plan.global_batch):
+            raise UsageError(
+                f"{micro} x {steps} x {data_parallel} data parallel ranks = {plan.global_batch}, and not the global "
+                f"batch of {batch}"
+            )
+        return plan, GIVEN
     if batch is None:
         raise UsageError(_NO_BATCH)
     shared = f"{batch} samples over {data_parallel} data parallel ranks"
@@ -271,15 +265,6 @@ def within_bounds(batch: int) -> int:
     if batch > MAX_GLOBAL_BATCH:
         raise UsageError(f"a global batch of {batch} is beyond {MAX_GLOBAL_BATCH}: it counts samples, not tokens")
     return batch
-
-
-def _checked(plan: BatchPlan, batch: int | None) -> BatchPlan:
-    if batch is not None and plan.global_batch != batch:
-        raise UsageError(
-            f"{plan.micro_batch} x {plan.accumulation} x {plan.data_parallel} data parallel ranks = "
-            f"{plan.global_batch}, and not the global batch of {batch}"
-        )
-    return plan
 
 
 # -- memory of a device: the states of its share of the parameters, and the samples --
@@ -334,11 +319,7 @@ class Memory:
         return micro_batch * self.per_sample + (0.0 if self.states is None else self.states.on(cluster))
 
     def most(self, before: Cluster | None, after: Cluster) -> int | None:
-        """Returns the largest micro-batch that fits after, if anything determines it; the smaller of two bounds.
-
-        One is the device's memory. The other is the micro-batch that is known to fit before, less the samples whose
-        memory larger shards now take.
-        """
+        """Returns the largest micro-batch that fits after: by memory and by what fits before, the smaller."""
         found: list[int] = []
         if self.per_sample is not None and self.device is not None:
             left = self.device - (0.0 if self.states is None else self.states.on(after))
@@ -360,10 +341,7 @@ class Memory:
 
 
 def per_sample_of_peak(peak: float, micro_batch: int, states: States | None, cluster: Cluster) -> float:
-    """Returns the bytes of a sample from the measured peak memory: at most the rest beside the states.
-
-    Raises UsageError where the states alone exceed the peak: they are not those of the measured run.
-    """
+    """Returns the bytes of a sample: of the measured peak, at most the rest beside the states; may raise UsageError."""
     beside = peak - (0.0 if states is None else states.on(cluster))
     if beside <= 0:
         raise UsageError(

@@ -36,11 +36,7 @@ _SEARCHED = 64  # exponents that are searched below a tensor's highest one: more
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleChoice:
-    """The scale for one profile.
-
-    `fp32_modules` are all of `modules_not_covered` if they are few. Otherwise there are none, and the scale is one at
-    which nothing overflows.
-    """
+    """The scale for one profile; with too many modules to keep in fp32, one at which nothing overflows."""
 
     exponent: int  # log2 of the scale; the largest at which no gradient should overflow
     bound_by: str  # what forbids a larger scale: a site's label, the loss, or the cap
@@ -146,11 +142,7 @@ def cancelled(profile: RangeProfile) -> frozenset[int]:
 
 
 class _Errors:
-    """Relative L2 errors of gradients in fp16 by loss scale, for all of them at once.
-
-    `limits` has the largest exponent to compute for each gradient. A tensor with an error of at most `tolerated` is
-    served.
-    """
+    """Whether each gradient's relative L2 error in fp16 is at most `tolerated`, up to the exponents of `limits`."""
 
     def __init__(self, profile: RangeProfile, limits: Mapping[int, int], tolerated: float) -> None:
         self._rows = {index: row for row, index in enumerate(limits)}
@@ -219,9 +211,7 @@ def growth_interval(
 ) -> SettingBound:
     """Returns the usual 2000, or clamp(ln(1 + a/b) / rho, 200, smallest upper bound) if 2000 is too short or too long.
 
-    Upper bounds: a/|r|, so that the scale climbs as fast as gradients fall; `Spikes.longest_interval`, so that spikes
-    do not ratchet it down. They win over the lower bounds.
-
+    Upper bounds, which win: a/|r|, so that the scale climbs as fast as gradients fall, and `Spikes.longest_interval`.
     `skip_rate` is rho, the share of steps that a settled scaler may skip. `drift` is r, the trend of log2 of the
     largest gradient per step; only a fall binds.
     """
@@ -259,10 +249,7 @@ def backoff_factor(spikes: Spikes) -> SettingBound:
 
 
 def growth_factor(drift: float, interval: float) -> SettingBound:
-    """Returns 2; or 4 if gradients shrink by more than half per interval, which doubling cannot follow.
-
-    `drift` is log2 per step, as in `growth_interval`.
-    """
+    """Returns 2; or 4 if gradients shrink by more than half per interval, which doubling cannot follow."""
     if -drift * interval > 1.0:
         return SettingBound(value=4.0, by="gradients that shrink")
     return SettingBound(value=2.0, by=NOTHING)
@@ -274,10 +261,7 @@ def hysteresis(spikes: Spikes) -> SettingBound:
 
 
 def alarm_scale(lowest: int) -> SettingBound:
-    """Returns the scale at which something is wrong: 2^max(lowest - 4, -10). It is an alarm, never a floor to train on.
-
-    `lowest` is the smallest exponent at which the gradients do not flush.
-    """
+    """Returns the scale at which something is wrong, never a floor: 2^max(lowest that does not flush - 4, -10)."""
     if lowest - 4 <= -10:
         return SettingBound(value=2.0**-10, by="2^-10, at which any run is in trouble")
     return SettingBound(value=2.0 ** (lowest - 4), by="gradients that flush, a factor of 16 further down")

@@ -74,8 +74,7 @@ _INSIDE = "where a LightningModule holds the model that was measured as an attri
 _STAYS_HALF = "GradScaler leaves a half loss half unless it has no dimension at all"
 
 
-def torch_loop(request: Request) -> Fragment:
-    """Returns a fragment for a user's own loop with torch.amp."""
+def _torch_loop(request: Request) -> Fragment:
     if request.precision != "fp16":
         imports = ("import torch",) if request.precision == "bf16" else ()
         return _python(request, imports, autocast_step(request.device, _TORCH_DTYPE[request.precision]))
@@ -91,8 +90,7 @@ def torch_loop(request: Request) -> Fragment:
     )
 
 
-def accelerate(request: Request) -> Fragment:
-    """Returns a fragment for Hugging Face Accelerate."""
+def _accelerate(request: Request) -> Fragment:
     importing = "from accelerate import Accelerator"
     if request.precision != "fp16":
         mode = quoted(_ACCELERATE[request.precision])
@@ -112,8 +110,7 @@ def accelerate(request: Request) -> Fragment:
     )
 
 
-def transformers(request: Request) -> Fragment:
-    """Returns a fragment for the Trainer of Hugging Face transformers: its arguments only set the precision."""
+def _transformers(request: Request) -> Fragment:
     importing = "from transformers import Trainer, TrainingArguments"
     made = f"trainer = Trainer(model, TrainingArguments({_TRAINING_ARGUMENTS[request.precision]}))"
     if request.precision != "fp16":
@@ -135,8 +132,7 @@ def transformers(request: Request) -> Fragment:
     )
 
 
-def lightning(request: Request) -> Fragment:
-    """Returns a fragment for PyTorch Lightning."""
+def _lightning(request: Request) -> Fragment:
     importing = "from lightning.pytorch import Trainer"
     notes = (_INSIDE,) if request.islands else ()
     if request.precision != "fp16":
@@ -193,8 +189,7 @@ def _resumed(request: Request, scaler: str) -> Iterator[str]:
 SHOWN = 8  # most module names in one sentence
 
 
-def deepspeed(request: Request) -> Fragment:
-    """Returns the sections `fp16` and `bf16` of a DeepSpeed configuration."""
+def _deepspeed(request: Request) -> Fragment:
     sections: dict[str, dict[str, Any]] = {half: {"enabled": request.precision == half} for half in ("fp16", "bf16")}
     if request.precision != "fp16":
         return Fragment(lines=_json(sections), notes=tuple(_islands(request, "DeepSpeed")))
@@ -219,8 +214,7 @@ def deepspeed(request: Request) -> Fragment:
     )
 
 
-def megatron(request: Request) -> Fragment:
-    """Returns flags of Megatron-LM's training scripts."""
+def _megatron(request: Request) -> Fragment:
     islands = tuple(_islands(request, "Megatron-LM"))
     if request.precision != "fp16":
         return Fragment(
@@ -268,12 +262,12 @@ def _flags(script: str, *flags: str) -> tuple[str, ...]:
 
 
 _EMITTERS: Mapping[Framework, tuple[Language, Callable[[Request], Fragment]]] = {
-    "torch": ("python", torch_loop),
-    "accelerate": ("python", accelerate),
-    "transformers": ("python", transformers),
-    "lightning": ("python", lightning),
-    "deepspeed": ("json", deepspeed),
-    "megatron": ("shell", megatron),
+    "torch": ("python", _torch_loop),
+    "accelerate": ("python", _accelerate),
+    "transformers": ("python", _transformers),
+    "lightning": ("python", _lightning),
+    "deepspeed": ("json", _deepspeed),
+    "megatron": ("shell", _megatron),
 }
 
 

@@ -265,11 +265,7 @@ class Simulation:
 
 
 def simulate_lanes(settings: Sequence[ScalerSettings], maxima: NDArray[np.float64], framework: Framework) -> Simulation:
-    """Simulates each scaler over each trace.
-
-    `maxima` is float64 of shape (traces, steps): the largest magnitude of all unscaled half gradients, 0.0 if all were
-    zero, inf or NaN if one was not finite at any scale.
-    """
+    """Simulates each scaler over each trace of largest unscaled half gradients, float64 of shape (traces, steps)."""
     traces, steps = maxima.shape
     trace_of_lane = np.tile(np.arange(traces), len(settings))
     lanes = RULES[framework]([s for s in settings for _ in range(traces)])
@@ -326,10 +322,7 @@ def _walk(lanes: ScalerSim, trace_of_lane: Integers, maxima: Floats) -> tuple[In
 
 
 def _clean_ahead(maxima: Floats, scale: Floats) -> Integers:
-    """Returns the number of steps before the first overflow in each row of (lanes, steps), all if there is none.
-
-    A gradient is multiplied by the scale in fp32; zero times an infinite scale is NaN, which counts as an overflow.
-    """
+    """Returns the steps before the first overflow in each row of (lanes, steps); zero times infinity is one."""
     over = ~(maxima * np.abs(fp32(scale))[:, None] < OVERFLOW_AT)
     free: Integers = np.where(over.any(axis=1), over.argmax(axis=1), maxima.shape[1])
     return free

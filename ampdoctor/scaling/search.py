@@ -55,10 +55,7 @@ class Expectation(SimulatedOutcome):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Figures of one candidate over `steps` steps, each float64 of shape (replicas,), named as in `Expectation`.
-
-    `excess` is the mean of max(0, compounded error - the tolerated error); `inf_in_weights` and `ended` are 0 or 1.
-    """
+    """Figures of one candidate over `steps` steps, each float64 of shape (replicas,), named as in `Expectation`."""
 
     skips: NDArray[np.float64]
     error: NDArray[np.float64]
@@ -83,10 +80,7 @@ def score_all(
     framework: Framework,
     tolerated: float,
 ) -> list[Scores]:
-    """Returns each candidate's figures over each replica of the trace.
-
-    `tolerated` is the relative error of a run up to which nothing is lost.
-    """
+    """Returns each candidate's figures over each replica; up to the relative error `tolerated` nothing is lost."""
     run = simulate_lanes(candidates, replicas.maxima, framework)
     return [_score(run, lane, trace, replicas, tolerated) for lane in range(len(candidates))]
 
@@ -364,10 +358,7 @@ def _best(
 def _rank(
     scores: Scores, settings: ScalerSettings, incumbent: ScalerSettings, thresholds: Thresholds
 ) -> tuple[float, bool, float, float, int]:
-    """Ranks by ruined runs, ruined gradients, skips beyond the tolerated, objective, changes; smaller is better.
-
-    Gradients come before skips: a scale that spikes have pushed down until they fit skips nothing, and trains nothing.
-    """
+    """Ranks by ruined runs, ruined gradients (before skips), skips beyond the tolerated, objective, changes."""
     ruined = float(np.maximum(scores.inf_in_weights, scores.ended).mean())
     lost = COMPOUNDING * float(np.median(scores.error)) > thresholds[ERROR_WARNING]
     too_many = max(0.0, float(np.median(scores.skips)) / scores.steps - thresholds[SKIP_RATE])
@@ -422,10 +413,7 @@ def trajectory(expected: Expectation, trace: StepTrace, framework: Framework, ho
 
 
 def largest_scales(trace: StepTrace) -> tuple[tuple[float, float], ...]:
-    """Returns (step, largest power of two that does not overflow) of the recorded steps with a known largest gradient.
-
-    If there are more than `MOST_POINTS` steps: the one with the lowest in each of that many equal spans.
-    """
+    """Returns (step, largest power of two that does not overflow), the lowest of each of `MOST_POINTS` spans."""
     known = np.flatnonzero(np.isfinite(trace.log2_amax))
     spans = np.array_split(known, min(MOST_POINTS, len(known))) if len(known) else []
     steps = [int(span[np.argmax(trace.log2_amax[span])]) for span in spans]

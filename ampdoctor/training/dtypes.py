@@ -28,11 +28,7 @@ def put(undo: ExitStack, value: Any, *, read: Callable[[], Any], write: Callable
 def hold_dtype(
     tensors: Iterable[Tensor], dtype: torch.dtype, model: nn.Module, optimizers: Iterable[Any], *, undo: ExitStack
 ) -> None:
-    """Casts tensors, their gradients and moments in place until `undo` is closed; values are rounded on the way back.
-
-    `tensors` are floating-point parameters and buffers of the model. The moments of `optimizers` follow, but for those
-    that have another dtype than their parameter.
-    """
+    """Casts a model's tensors, their gradients and moments in place until `undo` is closed, which may round."""
     chosen = {id(tensor): tensor for tensor in tensors}
     if not chosen:
         return

@@ -49,11 +49,9 @@ SKIPS_THAT_PAY = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What a profile of an fp16 run says about loss scaling.
+    """What a profile of an fp16 run says about loss scaling; for a run without a scaler, `current` never moves.
 
-    `current` is the run's scaler; for a run without one, a scaler that never moves (and its skips do not happen). `now`
-    and `then` are the predictions for the current and the recommended settings over the recorded steps in `trace`, and
-    `expected` is the simulation of the recommended ones.
+    `now`, `then`: predictions over the recorded steps; `expected`: the simulation of the recommended settings.
     """
 
     choice: ScaleChoice  # the scale that fits
@@ -124,21 +122,21 @@ def is_sound(settings: ScalerSettings) -> bool:
 
 def large_activations(ranges: RangeProfile, thresholds: Thresholds) -> dict[str, float]:
     """Returns the largest magnitude of half activations near fp16's limit, by module."""
-    found: dict[str, float] = {}
     near = near_limit(thresholds)
+    return {module: amax for module, amax in _largest_activations(ranges).items() if amax >= near}
+
+
+def _largest_activations(ranges: RangeProfile) -> dict[str, float]:
+    found: dict[str, float] = {}
     for index in ranges.of_kind("activation"):
         module, amax = ranges.sites[index].module, ranges.histograms[index].amax
-        if amax is not None and near <= amax < MASK_LIKE:
+        if amax is not None and amax < MASK_LIKE:
             found[module] = max(amax, found.get(module, 0.0))
     return found
 
 
 def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed | None, then: Observed | None) -> bool:
-    """Whether the recommended scaler is better than the present one by more than noise; replays overrule predictions.
-
-    `scaled`: the run has a scaler or scales by hand; without either it does not survive an overflow. `now` and `then`
-    are the replays with the run's own and the recommended scaler, if there were any.
-    """
+    """Whether the recommended scaler beats the present one by more than noise; replays overrule predictions."""
     if not scaled and advice.now.skipped:
         return True
     if advice.outcome.expected_current is not None and not is_sound(advice.current):
@@ -272,11 +270,6 @@ def precision_facts(
     autocast or fp32 master weights. `harm` is a clause on what went wrong in an fp16 replay that no loss scale cures,
     and `settled` says that the scaler skipped no steps after it.
     """
-    forward: dict[str, float] = {}
-    for index in profile.of_kind("activation"):
-        module, amax = profile.sites[index].module, profile.histograms[index].amax
-        if amax is not None and amax < MASK_LIKE:
-            forward[module] = max(amax, forward.get(module, 0.0))
     scale = fp16 = bf16 = None
     if choice is not None:
         gradients = profile.merged("weight_grad", choice.fp32_modules)
@@ -287,7 +280,7 @@ def precision_facts(
         target=target,
         own=profile.run.precision,
         pure=pure,
-        forward=forward,
+        forward=_largest_activations(profile),
         forward_flushed=profile.merged("activation").flushed(fp16_of(target)),
         scale=scale,
         fp16_error=fp16,

@@ -177,10 +177,7 @@ def harmful(affected: Sequence[str]) -> list[str]:
 
 
 def manual_loss_scale(factors: Sequence[float | None]) -> float:
-    """Returns the factor by which a step scales its loss by hand, or 1.0: the same in at least two steps, and not 1.
-
-    `factors` holds for each step the backward's largest gradient divided by the largest that the optimizer got.
-    """
+    """Returns the factor by which each step, of at least two, scales its loss by hand, or 1.0."""
     known = [factor for factor in factors if factor is not None and factor > 0.0 and math.isfinite(factor)]
     if len(known) < 2 or len(known) < len(factors):
         return 1.0
@@ -234,9 +231,8 @@ def comes_back(
     found: Zeroed,
     again: Callable[[], Zeroed | None],
 ) -> bool:
-    """Whether a step and its twin give the same values when they are run once more.
+    """Whether a step and its twin give the same values when they are run once more, the step first.
 
-    First the step runs, then the twin: hidden state that advances once, or back and forth, shows in one of the two.
     `reference` holds the twin's gradients, `found` the step's beside them, and `again` runs the step from the state
     before it. The session is left in any state.
     """
@@ -269,9 +265,8 @@ def shadowed(
 ) -> tuple[RangeProfile, int | None]:
     """Returns the profile with a shadow for each scale, of the first and the last measured step.
 
-    If a step is not reproduced, the measured one saw other data: then there is no shadow, and the second value is its
-    number. If it is unknown which tensors are half, nothing can be compared. A scale at which the user's code raises
-    has no shadow. `scales` has no duplicates. The session is back at its start afterwards.
+    If a step is not reproduced, there is no shadow, and the second value is its number. A scale at which the user's
+    code raises has no shadow. The session is back at its start afterwards.
     """
     run, tallies = taken.ranges.run, [_Tally(taken.ranges, scale) for scale in scales]
     unlike = None

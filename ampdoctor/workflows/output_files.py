@@ -81,11 +81,7 @@ def write_whole(file: str, data: bytes) -> None:
 
 
 def _create(file: Path, data: bytes, *, like: Path) -> None:
-    """Create a file, readable to the same users as `like`, or as the umask says if `like` does not exist.
-
-    Nobody else may decide where the bytes go: neither another process, even one with the same number (in containers
-    each is number 1), nor somebody who has put a link there.
-    """
+    """Create a file, readable to the same users as `like`, or as the umask says; nobody else decides where bytes go."""
     try:
         mode = stat.S_IMODE(like.stat().st_mode)
     except FileNotFoundError:
@@ -107,10 +103,7 @@ FOLDERS = "ampdoctor-health"
 
 
 def usual_folder(script: str, *, is_module: bool) -> str:
-    """Returns `ampdoctor-health/<time>-<name>`, made where that is possible, so that no other run has it.
-
-    Processes of one launcher share it: its time is the launcher's start. `script` is a path or a module's name.
-    """
+    """Returns `ampdoctor-health/<time>-<name>`, one for each run; processes of one launcher share it."""
     last = script.rpartition(".")[2] if is_module else Path(script).absolute().stem
     name = re.sub(r"[^\w.-]+", "_", last) or "script"
     several = os.environ.get("WORLD_SIZE", "1") != "1" or launched_as().world > 1 or _is_spawned()

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mode
 
-from ampdoctor.batching.effects import Step, changes, has_scale
+from ampdoctor.batching.effects import changes, has_scale
 from ampdoctor.batching.emitting import emit_plan
 from ampdoctor.batching.flushed import flushed_plan
 from ampdoctor.batching.plans import (
@@ -124,8 +124,7 @@ def plan_section(request: PlanRequest) -> PlanSection:
     planned_for = next(iter((*first, *near)), None)
     if planned_for is None or plan_before is None or request.before is None:
         return section
-    step = Step(before=plan_before, after=planned_for, said=request.said)
-    return replace(section, changes=changes(step))
+    return replace(section, changes=changes(plan_before, planned_for, request.said))
 
 
 def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None:
@@ -200,11 +199,7 @@ def gigabytes(count: float) -> str:
 
 
 def batch_of_log(path: str) -> BatchSettings:
-    """Returns what a run has measured of itself: ranks, accumulation, samples of a step, and the most memory.
-
-    A log does not hold the parallel sizes, so each rank is assumed to see other samples. `path` is the log's folder.
-    Raises UsageError where there is no log, it cannot be read, or it holds no step.
-    """
+    """Returns what a run's log has measured of it; each rank is taken to see other samples. May raise UsageError."""
     try:
         found = find_log(Path(path))
         return _measured(found.lines(ReadIssues()), path)

@@ -174,11 +174,7 @@ def _measured(request: ReplayRequest, progress: Progress | None) -> Report:
 
 
 def recommend_from_file(path: str, request: ReplayRequest) -> Report:
-    """Recommend settings from a saved profile, or from a run's log; nothing runs.
-
-    Of `request`, only the thresholds and the options of the advice count. Raises AmpdoctorError where the file holds no
-    ranges.
-    """
+    """Recommend settings from a saved profile, or from a run's log, without a run; may raise AmpdoctorError."""
     ranges = ranges_in(path)
     report = _Recommendation(ranges, request, None).report()
     if report.verdict == "healthy" and _loses(ranges, report):
@@ -340,13 +336,8 @@ class _Recommendation:
     def _of_the_settings(self, state: Mapping[str, Any]) -> list[Finding]:
         """Returns what is wrong with a scaler known only from the profile, unless a replay has found it already."""
         settings, said = ScalerSettings.of_state(state), {finding.code for finding in self.findings}
-        own = ScalerState(
-            scale=settings.scale,
-            growth_factor=settings.growth_factor,
-            backoff_factor=settings.backoff_factor,
-            growth_interval=settings.growth_interval,
-            growth_tracker=settings.growth_tracker,
-        )
+        names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "growth_tracker")
+        own = ScalerState(**{name: getattr(settings, name) for name in names})
         return [finding for finding in run_scaler_findings(own, self.request.thresholds) if finding.code not in said]
 
     def _emitted(self, advice: Advice | None, section: ScalerSection, precision: PrecisionAdvice) -> EmittedSettings:

@@ -18,6 +18,7 @@ import torch
 from ampdoctor.batching.config_files import STRATEGIES, read_settings
 from ampdoctor.batching.emitting import emit_plan
 from ampdoctor.batching.plans import BatchPlan, Cluster
+from tests.scaling.simulated import library
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's libraries
 ALONE = BatchPlan(micro_batch=8, accumulation=2, data_parallel=1)
@@ -25,11 +26,6 @@ HERE = Cluster(devices=1)
 PLAN = BatchPlan(micro_batch=8, accumulation=2, data_parallel=128)
 THERE = Cluster(devices=128)
 SAMPLES = torch.utils.data.TensorDataset(torch.zeros(16, 1))
-
-
-def library(name):
-    """The module, or a skip; libraries warn while they are imported, before a mark can hold."""
-    return pytest.importorskip(name, exc_type=ImportError)
 
 
 def run(emitted):

@@ -107,15 +107,6 @@ def test_a_factor_that_the_gradients_carry_is_divided_out():
     assert found.init_scale == 2.0**8
 
 
-def test_a_ratio_that_is_no_power_of_two_rounds_the_scale_up():
-    third = BatchPlan(micro_batch=4, accumulation=3, data_parallel=1)
-    found = flushed_plan(
-        profile(spread(-31), spread(-30)), BatchPlan(micro_batch=4, accumulation=1, data_parallel=3), third
-    )
-    assert found.init_scale == 2.0**12
-    assert total(found, "activation_grad").kept <= total(found, "activation_grad").before
-
-
 def test_weight_gradients_that_are_made_of_flushed_ones_are_a_lower_bound():
     healthy = flushed_plan(profile(values(-12), values(-12)), OLD, NEW)
     assert not total(healthy, "weight_grad").lower_bound

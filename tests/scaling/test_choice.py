@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,10 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.evidence.report_scaler import SettingBound
-from ampdoctor.evidence.run_facts import Place
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.numerics.counting import count
-from ampdoctor.ranges.profile import Collector, RunFacts
 from ampdoctor.scaling.choose import (
     MAX_EXPONENT,
     NOTHING,
@@ -29,28 +25,18 @@ from ampdoctor.scaling.choose import (
 from ampdoctor.scaling.closed_forms import Spikes
 from ampdoctor.scaling.scalers import ScalerSettings
 from ampdoctor.scaling.search import predict
-
-
-class Measured(NamedTuple):
-    place: Place
-    steps: list
-    half: bool
-    weight: int
+from tests.ranges.known import collected, place
 
 
 def site(name, steps, *, kind="activation_grad", half=True, weight=100):
     """A place with the values of each step."""
-    part = "parameter" if kind.startswith("weight") else "output"
-    return Measured(Place(name, kind, part), steps, half, weight)
+    return place(name, kind), steps, half, weight
 
 
 def profile(*sites, **facts):
-    collector = Collector()
-    for values in zip(*(s.steps for s in sites), strict=True):
-        collector.add_step({s.place: count(v) for s, v in zip(sites, values, strict=True)})
-    half = {s.place: s.half for s in sites}
-    weight = {s.place.module: s.weight for s in sites}
-    return collector.profile(RunFacts(precision="fp16", **facts), half=half.__getitem__, weight=weight.__getitem__)
+    steps = [{s[0]: v for s, v in zip(sites, row, strict=True)} for row in zip(*(s[1] for s in sites), strict=True)]
+    wide = [where.name for where, _, half, _ in sites if not half]
+    return collected(steps, wide=wide, sizes={where.module: weight for where, _, _, weight in sites}, **facts)
 
 
 def chosen(measured):
@@ -117,8 +103,7 @@ def test_modules_too_far_apart_are_named():
     assert choice.fp32_modules == ("quiet",)
     assert choice.share == pytest.approx(10 / 1010)
     cheap = chosen(profile(site("loud", loud, weight=10), site("quiet", quiet, weight=1000)))
-    assert cheap.fp32_modules == ("loud",)
-    assert cheap.exponent == MAX_EXPONENT
+    assert (cheap.fp32_modules, cheap.exponent) == (("loud",), MAX_EXPONENT)
     many = chosen(profile(site("loud", loud, weight=10), site("quiet", quiet, weight=10)))
     assert many.fp32_modules == ()
     assert many.modules_not_covered == ("quiet",)  # nothing overflows; what is lost is named

@@ -14,15 +14,11 @@ import torch
 
 from ampdoctor.scaling.emit import emit
 from ampdoctor.scaling.scalers import ScalerSettings
+from tests.scaling.simulated import library
 
 OURS = ScalerSettings(scale=1024.0, growth_interval=500)
 SPECIAL = ScalerSettings(scale=3000.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=77)
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's libraries
-
-
-def library(name):
-    """The module, or a skip; libraries warn while they are imported, before a mark can hold."""
-    return pytest.importorskip(name, exc_type=ImportError)
 
 
 def run(emitted, **space):
@@ -91,16 +87,6 @@ def test_accelerate_takes_the_other_precisions(accelerate, precision, mode):
     accelerator = run(emit(OURS, "accelerate", precision=precision))["accelerator"]
     assert accelerator.mixed_precision == mode
     assert accelerator.scaler is None
-
-
-def test_accelerate_keeps_modules_in_fp32(accelerate):
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    space = run(emit(OURS, "accelerate", precision="bf16", fp32_modules=["1"]), model=model)
-    seen = []
-    for layer in model:
-        layer.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
-    space["accelerator"].prepare(model)(torch.ones(1, 2, device=space["accelerator"].device))
-    assert seen == [torch.bfloat16, torch.float32]
 
 
 # -- transformers ------------------------------------------------------------------------------------------------
@@ -201,12 +187,6 @@ def test_deepspeed_stops_at_the_floor_when_the_notes_say(first_rank):
     assert scaler.cur_scale == 1.0
     with pytest.raises(Exception, match="already at minimum"):
         scaler.update_scale(overflow=True)
-
-
-def test_deepspeed_scales_a_half_loss_in_half():
-    emitted = emit(OURS, "deepspeed", loss_in_half=True)
-    assert any("one of 63.9844 or more becomes inf" in note for note in emitted.notes)
-    assert torch.isinf(deepspeed_scaler(emitted).scale_loss(torch.tensor(64.0, dtype=torch.half)))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

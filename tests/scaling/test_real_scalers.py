@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ampdoctor.scaling.scalers import ScalerSettings
-from tests.scaling.simulated import simulate
+from tests.scaling.simulated import library, simulate
 
 traces = st.lists(
     st.one_of(
@@ -54,8 +54,8 @@ def simulated(start, trace, framework):
 
 
 @pytest.fixture(scope="module")
-def deepspeed_scalers(real):
-    module = real("deepspeed.runtime.fp16.loss_scaler")
+def deepspeed_scalers():
+    module = library("deepspeed.runtime.fp16.loss_scaler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "dist", types.SimpleNamespace(get_rank=lambda: 0))  # one process, no process group
         patch.setattr(module.logger, "disabled", True)
@@ -94,8 +94,8 @@ def test_it_does_what_deepspeeds_scaler_does(start, trace, deepspeed_scalers):
 
 
 @pytest.fixture(scope="module")
-def megatron_scaler(real):
-    module = real("megatron.core.optimizer.grad_scaler")
+def megatron_scaler():
+    module = library("megatron.core.optimizer.grad_scaler")
 
     def on_the_cpu(values, dtype, device):
         assert device == "cuda"

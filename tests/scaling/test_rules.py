@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ampdoctor.evidence.targets import FRAMEWORKS
 from ampdoctor.scaling.scalers import DEFAULTS, ScalerSettings, expressible
+from tests.scaling.simulated import library
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -56,8 +57,8 @@ def test_a_start_that_the_framework_can_say():
     assert expressible(ScalerSettings(scale=0.5), "megatron").min_scale == 0.5
 
 
-def test_deepspeeds_defaults_are_its_configurations(real):
-    config = real("deepspeed.runtime.precision_config").DeepSpeedFP16Config(enabled=True)
+def test_deepspeeds_defaults_are_its_configurations():
+    config = library("deepspeed.runtime.precision_config").DeepSpeedFP16Config(enabled=True)
     arguments = config.dynamic_loss_scale_args()
     assert (arguments["init_scale"], arguments["scale_window"], arguments["min_scale"], arguments["delayed_shift"]) == (
         DEFAULTS["deepspeed"].scale,
@@ -68,8 +69,8 @@ def test_deepspeeds_defaults_are_its_configurations(real):
     assert not arguments["consecutive_hysteresis"]
 
 
-def test_megatrons_defaults_are_its_configurations(real):
-    config = real("megatron.core.optimizer.optimizer_config").OptimizerConfig()
+def test_megatrons_defaults_are_its_configurations():
+    config = library("megatron.core.optimizer.optimizer_config").OptimizerConfig()
     assert DEFAULTS["megatron"] == ScalerSettings(
         scale=config.initial_loss_scale,
         growth_interval=config.loss_scale_window,

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ampdoctor.ranges.profile import EXPONENTS
-from ampdoctor.scaling.trace import StepTrace, autocorrelation_length, find_drift, resample, trace_of
+from ampdoctor.scaling.trace import autocorrelation_length, find_drift, resample, trace_of
 from tests.ranges.known import collected, place, values
+from tests.scaling.simulated import bare_trace
 
 A, B, NORM = place("a"), place("b"), place("norm")
 WA, WB = place("a.weight", "weight_grad"), place("b.weight", "weight_grad")
@@ -70,14 +71,6 @@ def test_modules_in_fp32_do_not_count(without):
     agrees(trace_of(profile_of(steps), without), steps, activations, weights)
 
 
-def test_nothing_is_left_where_all_modules_are_in_fp32():
-    trace = trace_of(profile_of([step(1)]), ("a", "b"))
-    assert trace.log2_amax.tolist() == [-math.inf]
-    assert not trace.error.any()
-    assert not trace.activation_flushed.any()
-    assert not trace.weight_flushed.any()
-
-
 @pytest.mark.parametrize("base", [2.0**-4, 2.0**10, 1000.0])
 def test_a_scale_made_by_hand_is_taken_out(base):
     steps = [step(seed, factor=base) for seed in (1, 2)]
@@ -120,14 +113,8 @@ def test_a_step_without_a_nonzero_gradient_overflows_and_loses_nothing(base):
 # -- replicas and drift --
 
 
-def made_of(log2_amax):
-    log2_amax = np.asarray(log2_amax, np.float64)
-    curves = np.zeros((len(log2_amax), len(EXPONENTS)))
-    return StepTrace(log2_amax=log2_amax, error=curves, activation_flushed=curves, weight_flushed=curves)
-
-
 def replicas_of(log2_amax, steps=1000, replicas=20, **options):
-    trace = made_of(log2_amax)
+    trace = bare_trace(log2_amax)
     return resample(trace, find_drift(trace.log2_amax), replicas=replicas, steps=steps, **options)
 
 
@@ -171,12 +158,6 @@ def test_a_drift_goes_on_as_long_again_as_it_was_seen():
     assert level[n : n + 40].mean() == pytest.approx(-0.01 * (n + 20), abs=0.15)
     assert level[2 * n :].mean() == pytest.approx(-0.01 * 2 * n, abs=0.15)
     assert level[-40:].mean() == pytest.approx(level[2 * n : 2 * n + 40].mean(), abs=0.1)
-
-
-def test_steps_without_a_finite_gradient_stay_what_they_are():
-    made = replicas_of([*(-0.1 * np.arange(40)), np.inf, -np.inf])
-    assert np.array_equal(np.isinf(made.maxima), made.source == 40)
-    assert np.array_equal(made.maxima == 0.0, made.source == 41)
 
 
 @pytest.mark.parametrize("n", [20, 400])
