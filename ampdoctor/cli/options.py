@@ -87,17 +87,6 @@ class AdviceOptions:
         bool,
         typer.Option("--precision-matters", help="bf16's 8 bits are too few (training and sampling must agree)."),
     ] = False
-    ranks: Annotated[
-        int, typer.Option("--ranks", metavar="N", min=1, help="Processes that the training averages gradients over.")
-    ] = 1
-    reduce_fp16: Annotated[
-        Literal["before", "after", "split"] | None,
-        typer.Option("--reduce-fp16", help="Gradients are reduced in fp16, divided before or after the sum, or both."),
-    ] = None
-    accumulation: Annotated[
-        int | None,
-        typer.Option("--accumulation", metavar="N", min=1, help="Micro-batches a step of the training, if others."),
-    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -205,9 +205,6 @@ def recommend(
         emit=advice.emit,
         target=advice.hardware,
         precision_matters=advice.precision_matters,
-        ranks=advice.ranks,
-        reduce_fp16=advice.reduce_fp16,
-        accumulation=advice.accumulation,
     )
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:

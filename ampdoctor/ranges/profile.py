@@ -121,10 +121,7 @@ class RangeProfile:
         return functools.reduce(Histogram.__add__, parts, Histogram.empty())
 
     def factor(self, kind: SiteKind, scale: float) -> float:
-        """The factor for a histogram of this kind at a loss scale; 1 for activations and weights, which are not scaled.
-
-        The factor that the measured gradients already carry (`RunFacts.base_scale`) is divided out.
-        """
+        """The factor for a histogram of a kind at a loss scale, without the base scale; 1 for what is not scaled."""
         return scale / self.run.base_scale if kind in GRADIENTS else 1.0
 
     def log2_series(self, index: int) -> list[float]:
@@ -200,11 +197,7 @@ class Collector:
     def profile(
         self, run: RunFacts, *, half: Callable[[Place], bool], weight: Callable[[str], int], **more: Any
     ) -> RangeProfile:
-        """The profile of everything that was added; sites are sorted by kind, name and part.
-
-        `half(place)`: whether the tensor there is in the half format, in the half-precision run. `weight(name)` is the
-        number of parameter elements of a module. `more` are further fields of the profile.
-        """
+        """The profile of all that was added, sites by kind, name and part; `weight(name)` is a module's elements."""
         places = sorted(self._total, key=lambda p: (KINDS.index(p.kind), p.name, p.part))
         gradients = sum(place.kind in GRADIENTS for place in places)
         return RangeProfile(

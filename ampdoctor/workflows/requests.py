@@ -35,7 +35,7 @@ _OF_THE_RUN = (
     *("policy", "half_products", "device", "strategy", "compare_steps", "fresh_scaler"),
     *("until_sick", "max_steps", "skip_batches"),
 )
-_OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16", "accumulation")
+_OF_THE_ADVICE = ("emit", "target", "precision_matters")
 
 
 def is_profile(target: str) -> bool:
@@ -130,9 +130,6 @@ class ReplayRequest:
         emit: Framework for which `recommend` writes the settings; its scaler's rules are simulated, too.
         target: The hardware that a precision is recommended for, a name of `evidence.targets.TARGETS`.
         precision_matters: The user needs more than bf16's 8 bits.
-        ranks: Number of processes over which the training averages gradients.
-        reduce_fp16: When an all-reduce in fp16 divides by that number; None if it runs in fp32 or bf16.
-        accumulation: Micro-batches per step of the training; None for the run's number.
 
     Raises:
         UsageError: An option has none of the values above, or two options contradict each other.
@@ -164,9 +161,6 @@ class ReplayRequest:
     emit: Framework | None = None
     target: str = DEFAULT_TARGET
     precision_matters: bool = False
-    ranks: int = 1
-    reduce_fp16: Literal["before", "after", "split"] | None = None
-    accumulation: int | None = None
 
     @property
     def framework(self) -> Framework:
@@ -205,8 +199,6 @@ class ReplayRequest:
             raise UsageError(f"half products {self.half_products!r} are neither fp32 nor plain")
         if self.strategy not in get_args(Strategy):
             raise UsageError(f"strategy {self.strategy!r} is neither trace nor bisect")
-        if self.ranks < 1 or (self.accumulation is not None and self.accumulation < 1):
-            raise UsageError("ranks and micro-batches start at 1")
         if self.emit is not None and self.emit not in FRAMEWORKS:
             raise UsageError(f"framework {self.emit!r} is none of {', '.join(FRAMEWORKS)}")
         target_named(self.target)

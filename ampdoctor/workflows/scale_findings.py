@@ -15,7 +15,7 @@ from ampdoctor.diagnosis.replay.scaler_state import unusable_scale_finding
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from ampdoctor.evidence.python_lines import exact
-from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
+from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind
 from ampdoctor.workflows.changes import Change, both, compute_dtype, fp32_modules, no_change, rescaled, with_scaler
 from ampdoctor.workflows.profile import range_findings
 from ampdoctor.workflows.replay_under_change import Observed, observe
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.measure import Measurement
     from ampdoctor.workflows.requests import Progress
 
-NOT_RUN: PrescriptionStatus = "not_run"
 TRIED_STEPS = 8
 """Steps of a replay that only has to show that another precision is a cure."""
 
@@ -244,7 +243,7 @@ class _Trial:
         kind: PrescriptionKind = "scaler" if new else "init_scale"
         value = settings.arguments() if new else settings.scale
         if judgement.then is None:
-            status, reason = NOT_RUN, judgement.unusable
+            status, reason = "not_run", judgement.unusable
         else:
             status, reason = judgement.then.cures(judgement.now, skips=advice.then.skipped)
         if judgement.by_hand:
@@ -314,7 +313,4 @@ class _Trial:
 
     @staticmethod
     def _first(*attempts: Callable[[], Prescription]) -> Prescription:
-        made = first_cure(attempt() for attempt in attempts)
-        if made is None:
-            raise AssertionError("there is always bf16 to try")
-        return made
+        return first_cure(attempt() for attempt in attempts) or attempts[-1]()

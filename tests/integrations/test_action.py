@@ -25,9 +25,9 @@ LEFT_TO_ARGS = {
     *("help", "output", "verbose", "color", "no-progress", "show-config", "list", "jobs", "exact", "strategy"),
     *("half-products", "compare-steps", "no-compare", "spill", "fresh-scaler"),
     *("until-sick", "max-steps", "skip-batches", "model"),
-    *("follow", "samples", "reduction", "tp", "pp", "cp", "to-tp", "to-pp", "to-cp", "device-memory"),
-    *("memory-per-sample", "peak-memory", "params", "shard-stage", "state-bytes", "profile", "scale"),
-    *("target", "precision-matters", "ranks", "reduce-fp16", "accumulation"),
+    *("follow", "reduction", "tp", "pp", "cp", "to-tp", "to-pp", "to-cp", "device-memory"),
+    *("memory-per-sample", "peak-memory", "params", "shard-stage", "state-bytes", "profile"),
+    *("target", "precision-matters", "reduce-fp16", "accumulation"),
 }
 """Flags without an input: for a terminal, of little use in CI, or rare; `args` takes them."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 
+from ampdoctor.batching.effects import divisors
 from ampdoctor.cli.main import main
 from ampdoctor.cli.plan_command import bytes_of
 from ampdoctor.errors import UsageError
@@ -60,7 +62,7 @@ def test_the_case_that_this_began_with(plan):
     }
     said = figures(section)
     assert said["learning rate"] == said["optimizer steps per epoch"] == "x 1"
-    assert said["fp16 activation gradients"] == "4 times smaller (what BatchNorm mixes into them: 5.66 times smaller)"
+    assert said["fp16 activation gradients"] == "4 times smaller"
     assert said["fp16 local weight gradients"] == "2 times smaller to 2.83 times smaller"
     assert said["loss scale"] == "x 2^2 (x 2^1 where weight gradients would overflow)"
     assert said["last partial window"] == "0 of 1 -> up to 1 of 2 micro-batches"
@@ -172,13 +174,6 @@ def test_a_watched_run_says_what_is_in_force_and_what_a_sample_takes(plan, watch
     assert used(section) == (2, 2, 16)
 
 
-def test_a_log_without_a_measured_peak_says_so(watched, capsys):
-    job = ["plan", str(watched(None, None, None)), "--to-gpus", "2", "--device-memory", "10GB", "--isolated"]
-    assert main(job) == 2
-    assert "the log has no measured peak of memory" in " ".join(capsys.readouterr().err.split())
-    assert main([*job, "--peak-memory", "9GB"]) == main([*job, "--memory-per-sample", "1GB"]) == 0
-
-
 def test_what_is_in_force_comes_from_a_configuration(plan, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(DEEPSPEED))
@@ -224,6 +219,41 @@ def test_hybrid_shards_are_cut_over_a_node(plan, tmp_path, gpus, states, noted):
     assert any("cut over the devices of a node" in note for note in memory["notes"]) is noted
 
 
+def test_a_split_reduce_divides_by_what_the_ranks_allow(plan):
+    job = ["--global-batch", 512 * 509, "--gpus", 512, "--to-gpus", 509, "--micro-batch", 1, "--reduce-fp16", "split"]
+    _, section = plan(*job)
+    assert figures(section)["reduce in fp16"] == "/32 sum /16 -> /2 sum /254.5"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "figure"),
+    [
+        (["--reduction", "sum"], "over the whole step"),
+        (["--reduction", "tokens"], "over the whole step"),
+        (["--max-micro-batch", 8], "512 -> 256 means"),
+    ],
+)
+def test_what_a_token_weighs(plan, arguments, figure):
+    _, section = plan(*THE_CASE, "--micro-batch", 4, *arguments)
+    assert figures(section)["token-weighted averages"] == figure
+
+
+@pytest.mark.parametrize("reduction", ["sum", "step"])
+@pytest.mark.parametrize(
+    ("most", "weights", "scale"),
+    [
+        (64, "16 times larger to 4 times larger", "x 2^0 (x 2^-4 where weight gradients would overflow)"),
+        (4, "as before", "x 2^0"),
+    ],
+)
+def test_a_larger_micro_batch_makes_weight_gradients_larger(plan, reduction, most, weights, scale):
+    job = ["--micro-batch", 4, "--max-micro-batch", most, "--reduction", reduction]
+    _, section = plan("--global-batch", 2048, "--gpus", 512, "--to-gpus", 32, *job)
+    said = figures(section)
+    assert said["fp16 activation gradients"].startswith("as before")
+    assert (said["fp16 local weight gradients"], said["loss scale"]) == (weights, scale)
+
+
 def test_a_job_without_fp16_has_no_shares_of_it(capsys, check_report, tmp_path):
     file = str(tmp_path / "run.ampprofile")
     write_profile(file, collected([{place("fc"): values(-31)}], loss_scale=2.0**10))
@@ -250,7 +280,11 @@ def test_a_job_without_fp16_has_no_shares_of_it(capsys, check_report, tmp_path):
             ["--gpus", "8", "--device-memory", "8GB", "--memory-per-sample", "9GB"],
             "not one sample fits a device of the job",
         ),
-        (["--gpus", "8", "--params", "1B", "--state-bytes", "1e308,1e308,1e308", "--micro-batch", "1"], "be counted"),
+        (
+            ["--gpus", "8", "--params", "1B", "--state-bytes", "1e308,1e308,1e308", "--micro-batch", "1"],
+            "are 0 to 1000",
+        ),
+        (["--gpus", "8", "--device-memory", "80GB"], "--device-memory says what fits beside"),
         (["--gpus", "8", "--shard-stage", "3", "--max-micro-batch", "1"], "give both"),
         (
             ["--gpus", "8", "--params", "7B", "--shard-stage", "5", "--max-micro-batch", "1"],
@@ -258,7 +292,6 @@ def test_a_job_without_fp16_has_no_shares_of_it(capsys, check_report, tmp_path):
         ),
         (["--gpus", "8", "--params", "1B", "--state-bytes", "2,2", "--max-micro-batch", "1"], "as in 2,2,12"),
         (["--gpus", "8", "--peak-memory", "9GB", "--max-micro-batch", "1"], "a peak memory is of the job in force"),
-        (["--to-gpus", "8", "--max-micro-batch", "8", "--emit", "torchrun"], "say both, as in --to-gpus 16x8"),
         (["--to-gpus", "8", "--max-micro-batch", "8", "--profile", "none.st"], "--gpus, and what else is in force"),
     ],
 )
@@ -283,6 +316,13 @@ def test_every_form_shows_it(form, ranks, capsys, tmp_path):
         assert ("global_batch_size = 2048" in shown) is (ranks == 128)
     if form != "human" and ranks == 100:
         assert "AMP801" in shown or form == "html"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 64, 100, 512, 1000])
+def test_fsdp_divides_as_torch_does(ranks):
+    before, after = divisors(ranks, "split")
+    assert before == DefaultState._get_gradient_predivide_factor(ranks)
+    assert before * after == ranks
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,9 @@ def test_advice_is_watched_for_whom_it_was_given():
     sought = replace(report, command="bisect-nan")
     assert said(sought) == "lower the learning rate or clip the gradients, then run the same command again"
     saved = Report(
-        command="recommend", target={"profile": "a b.st", "advice_options": {"--ranks": ["8"]}}, verdict="healthy"
+        command="recommend", target={"profile": "a b.st", "advice_options": {"--target": ["h100"]}}, verdict="healthy"
     )
-    assert next_step(saved).line == "ampdoctor recommend 'a b.st' --ranks 8 --fail-on warning"
+    assert next_step(saved).line == "ampdoctor recommend 'a b.st' --target h100 --fail-on warning"
 
 
 def test_what_is_incomplete_is_mended_first():

@@ -11,13 +11,13 @@ from ampdoctor.workflows.requests import ReplayRequest
 
 def test_what_makes_it_another_run_is_said_as_it_is_typed():
     arguments = {"lr": 0.123456789, "case": "a"}
-    request = ReplayRequest(factory="r:m", arguments=arguments, precision="bf16", allow_partial=True, ranks=8)
+    request = ReplayRequest(factory="r:m", arguments=arguments, precision="bf16", allow_partial=True, target="h100")
     assert request.described("r:m")["options"] == {
         "--arg": ["lr=0.123456789", 'case="a"'],
         "--allow-partial": [],
         "--precision": ["bf16"],
     }
-    assert request.described_advice() == {"advice_options": {"--ranks": ["8"]}}
+    assert request.described_advice() == {"advice_options": {"--target": ["h100"]}}
 
 
 def test_an_argument_that_cannot_be_typed_is_not_said():
