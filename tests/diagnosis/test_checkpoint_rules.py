@@ -11,7 +11,7 @@ from ampdoctor.diagnosis.catalogue import SCANNED, find_rule, judge, rules
 from ampdoctor.diagnosis.scan.checks import checks_of
 from ampdoctor.diagnosis.scan.tensors import MAX_FINDINGS, is_mask
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.checkpoint_stats import CastLoss, CheckpointSummary, LogTail, ScalerState
+from ampdoctor.evidence.checkpoint_stats import CastLoss, CheckpointSummary, LogTail, RoleSummary, ScalerState
 from tests.diagnosis.summaries import moment, tensor
 
 FOLDER = Path(__file__).parent

@@ -197,28 +197,6 @@ def test_a_saved_profile_says_what_is_flushed(plan, tmp_path):
     assert of_fc["kept"] == of_fc["before"]
 
 
-def test_what_one_job_of_its_own_can_do(plan):
-    """100 samples on 8 devices nobody can have in force: the question is what comes nearest."""
-    code, section = plan("--global-batch", 100, "--gpus", 8, "--max-micro-batch", 4)
-    assert (code, section["current"], section["exact"]) == (1, None, [])
-    assert [one["off"] for one in section["nearest"][:1]] == [-4]
-    assert product(section["fewer"]) == (5, 4, 5)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "states", "noted"),
-    [(["8x8", "4x8"], (2e9, 2e9), False), (["64", "32"], (0.25e9, 0.5e9), True), (["8x8", "32"], (2e9, 2e9), True)],
-)
-def test_hybrid_shards_are_cut_over_a_node(plan, tmp_path, gpus, states, noted):
-    file = tmp_path / "default_config.json"
-    file.write_text(json.dumps({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}))
-    job = ["--gpus", gpus[0], "--to-gpus", gpus[1], "--micro-batch", 4, "--accumulation", 1, "--params", "1B"]
-    _, section = plan(file, *job)
-    memory = section["memory"]
-    assert (memory["states_before"], memory["states_after"]) == states
-    assert any("cut over the devices of a node" in note for note in memory["notes"]) is noted
-
-
 def test_a_split_reduce_divides_by_what_the_ranks_allow(plan):
     job = ["--global-batch", 512 * 509, "--gpus", 512, "--to-gpus", 509, "--micro-batch", 1, "--reduce-fp16", "split"]
     _, section = plan(*job)
