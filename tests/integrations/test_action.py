@@ -172,9 +172,9 @@ def test_a_plan_needs_no_target(step):
 
 
 def test_saved_reports_become_one(step):
-    for name in ("healthy", "sick"):
-        step(target=f"{name}.safetensors", report=f"json={name}.json")
-    done, outputs, _ = step(command="merge", target="healthy.json\nsick.json")
+    for name in ("one", "other"):
+        step(target="sick.safetensors", report=f"json={name}.json")
+    done, outputs, _ = step(command="merge", target="one.json\nother.json")
     assert (done.returncode, outputs["verdict"]) == (1, "sick"), done.stderr
 
 
