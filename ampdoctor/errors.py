@@ -130,6 +130,3 @@ class LimitExceededError(CheckpointError):
 
     def __init__(self, what: str, limit: int, actual: int) -> None:
         super().__init__(f"{what}: {actual} is beyond the limit of {limit}")
-        self.what = what
-        self.limit = limit
-        self.actual = actual

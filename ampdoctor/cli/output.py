@@ -133,10 +133,8 @@ def destinations(
             where = "standard output" if file == STDOUT else file
             raise UsageError(f"two outputs for {where}: give one of them a file of its own")
         taken.add(place)
-        if file in also:
+        if file in also or (file != STDOUT and not (rank and log)):  # a log's folder is created with the log
             _refuse(file, inputs)
-        elif file != STDOUT and not (rank and log):  # a log's folder is created with the log
-            _refuse(file, inputs, f": rank {rank} keeps its report beside the file of --output" if rank else "")
     return tuple(wanted)
 
 
@@ -156,20 +154,16 @@ def deliver(report: Report, places: Iterable[Destination], options: OutputOption
     failed: Exception | None = None
     for place in places:
         try:
-            _deliver_one(report, place, options)
+            if place.append:
+                append_summary(report, place.file)
+            elif place.file == STDOUT:
+                write_stdout(_render(report, place.format, options, report_stream()))
+            else:
+                write_file(place.file, _render(report, place.format, options, None))
         except Exception as error:  # noqa: BLE001 - raised below
             failed = failed or error
     if failed is not None:
         raise failed
-
-
-def _deliver_one(report: Report, place: Destination, options: OutputOptions) -> None:
-    if place.append:
-        append_summary(report, place.file)
-    elif place.file == STDOUT:
-        write_stdout(_render(report, place.format, options, report_stream()))
-    else:
-        write_file(place.file, _render(report, place.format, options, None))
 
 
 def canvas(stream: TextIO | None, *, color: Color, quiet: bool = False, verbose: int = 0) -> RenderOptions:
@@ -226,13 +220,10 @@ def _identity(file: str) -> object:
     return file if found is None else (found.st_dev, found.st_ino)
 
 
-def _refuse(file: str, inputs: Iterable[str], hint: str = "") -> None:
-    try:
-        refuse_unwritable(file)
-        for read in inputs:
-            _refuse_input(file, read)
-    except UsageError as error:
-        raise UsageError(f"{error}{hint}") from None
+def _refuse(file: str, inputs: Iterable[str]) -> None:
+    refuse_unwritable(file)
+    for read in inputs:
+        _refuse_input(file, read)
     place = Path(os.path.realpath(file))
     if place.suffix == ".py" and place.is_file():  # the factory, or a module that it imports
         raise UsageError(f"cannot write {file}: it is Python source, not a report; name another file")

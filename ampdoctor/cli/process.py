@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import io
 import os
@@ -10,7 +9,8 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO, NoReturn, TextIO
+from pathlib import Path
+from typing import NoReturn, TextIO
 
 from ampdoctor.cli import interrupt
 from ampdoctor.errors import EXIT_ERROR, OutputError, UsageError
@@ -205,8 +205,13 @@ def read_text(file: str, *, limit: int, what: str, lenient: bool = False) -> str
     `what` names it in errors ("the baseline"). `lenient` replaces bytes that are not UTF-8. Raises UsageError where the
     file is missing, unreadable, not regular, not UTF-8, or too large.
     """
-    with _opened(file, what) as stream:
-        data = stream.read(limit + 1)
+    try:
+        regular = stat.S_ISREG(os.stat(file).st_mode)  # noqa: PTH116 - opening a named pipe would block
+        data = _beginning(file, limit + 1) if regular else b""
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        raise UsageError(f"cannot read {what} {file}: {getattr(error, 'strerror', None) or error}") from None
+    if not regular:
+        raise UsageError(f"cannot read {what} {file}: it is no regular file")
     if len(data) > limit:
         raise UsageError(f"cannot read {what} {file}: it is larger than {limit // 1024} KiB")
     try:
@@ -215,17 +220,6 @@ def read_text(file: str, *, limit: int, what: str, lenient: bool = False) -> str
         raise UsageError(f"cannot read {what} {file}: it is not UTF-8 text") from None
 
 
-@contextlib.contextmanager
-def _opened(file: str, what: str) -> Iterator[BinaryIO]:
-    try:
-        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a named pipe must not block
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {what} {file}: {getattr(error, 'strerror', None) or error}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise UsageError(f"cannot read {what} {file}: it is no regular file")
-    with os.fdopen(descriptor, "rb") as stream:
-        try:
-            yield stream
-        except OSError as error:  # a file of /proc, a broken disk
-            raise UsageError(f"cannot read {what} {file}: {error.strerror or error}") from None
+def _beginning(file: str, size: int) -> bytes:
+    with Path(file).open("rb") as stream:
+        return stream.read(size)

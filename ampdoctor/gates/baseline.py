@@ -8,6 +8,7 @@ about one more tensor.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections import defaultdict
@@ -104,12 +105,8 @@ def apply_baseline(report: Report, baseline: Baseline, file: str, *, written: bo
     known = _Known(baseline.entries, report.target)
     worst = worst_first(report.findings)
     accepted = {id(finding) for finding in worst if known.accept(finding)}
-    for finding in worst:
-        if id(finding) not in accepted:
-            known.mark_seen(finding)
-    for one in report.suppressed:
-        known.mark_seen(one.finding)
-    for finding in (finding for group in report.elsewhere for finding in group):
+    left = [finding for finding in worst if id(finding) not in accepted]
+    for finding in (*left, *(one.finding for one in report.suppressed), *itertools.chain(*report.elsewhere)):
         known.mark_seen(finding)
     fresh = tuple(finding for finding in report.findings if id(finding) not in accepted)
     old = [Suppressed(finding=f, by="baseline", reason=file) for f in report.findings if id(f) in accepted]

@@ -15,7 +15,7 @@ from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.report_health import HealthSection
 from ampdoctor.evidence.report_plan import PlanSection
-from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerSection, ScalingConfidence, ScalingMargin, Simulated
+from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerSection, ScalingConfidence, ScalingMargin
 from ampdoctor.evidence.report_scan import ChangedCheckpoint, ListedMember, ListedOptimizer, ListedTensor, TrendFigures
 from ampdoctor.evidence.run_facts import PrecisionAdvice
 from ampdoctor.reports import section_words
@@ -126,12 +126,8 @@ def _outcomes(scaler: ScalerSection, console: Console) -> None:
 
 def _simulated(scaler: ScalerSection, console: Console) -> None:
     rows = []
-    simulated = scaler.simulated or Simulated(current=None, default=None, recommended=None)
-    for name, expected in (
-        ("current", simulated.current),
-        ("default", simulated.default),
-        ("recommended", simulated.recommended),
-    ):
+    for name in ("current", "default", "recommended"):
+        expected = getattr(scaler.simulated, name, None)
         if expected is not None:
             low, middle, high = expected.skips
             skips = f"{middle:g}" if low == high else f"{middle:g} ({low:g} to {high:g})"

@@ -58,12 +58,6 @@ def test_what_comes_behind_a_failure_that_is_lived_with_is_found(decided, comman
     assert (code, errors_of(report), report["verdict"]) == (1, [("AMP202", 6)], "sick"), said
 
 
-def test_the_way_and_the_proof_are_those_of_what_is_new(ask):
-    _, report, _ = ask("known_and_new", config=IGNORE.format("AMP204"))
-    assert report["path"]["fingerprint"] == report["findings"][0]["fingerprint"]
-    assert report["path"]["step"] == 6
-
-
 def test_a_baseline_holds_every_failure_of_the_run(ask):
     code, report, _ = ask("known_and_new", "--write-baseline", "known.json")
     assert code == 0
@@ -102,8 +96,3 @@ def test_a_failure_that_is_no_error_is_not_the_one_that_is_expected(ask):
     assert "AMP902" in [finding["code"] for finding in report["findings"]]
     code, report, _ = ask("known", "--expect-failure", config=IGNORE.format("AMP204"))
     assert (code, report["verdict"]) == (0, "sick"), "it came back, and is lived with"
-
-
-def test_the_comparison_that_a_lived_with_step_prevents_is_named(ask):
-    _, report, _ = ask("known", config=IGNORE.format("AMP204"))
-    assert left_out(report, "comparison with fp32") == ["a step that is set aside is not finite"]

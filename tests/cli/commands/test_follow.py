@@ -303,3 +303,8 @@ def test_a_picture_is_as_large_as_its_window_and_no_larger(width):
             assert "2^1.0" in text
             assert "/some/where/200.pt is good" in text
         assert all(line.isprintable() for line in lines)
+
+
+def test_silence_is_said():
+    assert "silent for 2 min" in view(FULL, name="x", width=80, height=5, now=NOW + 150.0).plain
+    assert "running" in view(FULL, name="x", width=80, height=5, now=NOW + 40.0).plain

@@ -63,13 +63,6 @@ def test_an_export_is_not_written_over_the_log(run, tmp_path, log, export):
     assert {file: text for file, text in after.items() if "cache" not in file.parts} == before
 
 
-def test_an_export_may_lie_beside_the_log_that_it_is_of(run, tmp_path):
-    write(tmp_path / "run" / "log.jsonl", [HEADER, *steps(0, 40)])
-    for _ in range(2):
-        assert run("run", "--export", "csv=run", "--export", "openmetrics=run/run.prom").returncode == 0
-    assert len((tmp_path / "run" / "steps.csv").read_text().splitlines()) == 81
-
-
 def test_the_people_read_the_verdict_the_run_and_the_command_of_its_bundle(run, tmp_path):
     look = LookLine(step=40, verdict="sick", bundle="bundle-40", reason="the loss is not finite")
     scaled = [StepLine(step=at, loss=2.0, loss_scale=65536.0 if at else 131072.0, skipped=at == 0) for at in range(40)]
@@ -88,3 +81,10 @@ def test_the_people_read_the_verdict_the_run_and_the_command_of_its_bundle(run, 
         "next: the sick step was kept, and is replayed by: ampdoctor bisect-nan run/bundle-40",
     ):
         assert said in re.sub(r"(?<=\w)  +(?=\w)", "  ", done.stdout)
+
+
+def test_an_export_may_lie_beside_the_log_that_it_is_of(run, tmp_path):
+    write(tmp_path / "run" / "log.jsonl", [HEADER, *steps(0, 40)])
+    for _ in range(2):
+        assert run("run", "--export", "csv=run", "--export", "openmetrics=run/run.prom").returncode == 0
+    assert len((tmp_path / "run" / "steps.csv").read_text().splitlines()) == 81

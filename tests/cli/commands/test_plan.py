@@ -252,6 +252,7 @@ def test_a_job_without_fp16_has_no_shares_of_it(capsys, check_report, tmp_path):
         (["--gpus", "8", "--tp", "3", "--max-micro-batch", "1"], "8 devices are not divided by tensor 3"),
         (["--max-micro-batch", "1"], "no devices are named"),
         (["--to-gpus", "8"], "what fits a device is not known"),
+        (["--to-gpus", "8", "--global-batch", "4194304000", "--max-micro-batch", "8"], "counts samples, not tokens"),
         (["--gpus", "8", "--micro-batch", "4", "--accumulation", "4"], "= 128, and not the global batch of 64"),
         (["--gpus", "7", "--to-gpus", "8", "--max-micro-batch", "8"], "are not even, which no job has in force"),
         (
@@ -321,3 +322,17 @@ def test_a_size_has_the_units_that_people_type(text, size):
 def test_what_is_no_size_is_a_sentence(text):
     with pytest.raises(UsageError, match="--bundle-max"):
         bytes_of("--bundle-max", text)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "states", "noted"),
+    [(["8x8", "4x8"], (2e9, 2e9), False), (["64", "32"], (0.25e9, 0.5e9), True), (["8x8", "32"], (2e9, 2e9), True)],
+)
+def test_hybrid_shards_are_cut_over_a_node(plan, tmp_path, gpus, states, noted):
+    file = tmp_path / "default_config.json"
+    file.write_text(json.dumps({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}))
+    job = ["--gpus", gpus[0], "--to-gpus", gpus[1], "--micro-batch", 4, "--accumulation", 1, "--params", "1B"]
+    _, section = plan(file, *job)
+    memory = section["memory"]
+    assert (memory["states_before"], memory["states_after"]) == states
+    assert any("cut over the devices of a node" in note for note in memory["notes"]) is noted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -11,10 +10,6 @@ from ampdoctor.cli.main import main
 from ampdoctor.cli.options import parse_thresholds
 from ampdoctor.diagnosis.catalogue import all_thresholds, thresholds_from
 from ampdoctor.errors import UsageError
-from ampdoctor.reports.json_report import render_json
-from ampdoctor.reports.jsonl import render_jsonl
-from ampdoctor.reports.merge import merge_reports
-from ampdoctor.reports.read_json import report_from_text
 from tests.samples import HEALTHY
 
 MOVED = thresholds_from({"AMP107": {"saturated": 0.1}, "AMP301": {"flushed": 0.25}})
@@ -24,7 +19,6 @@ MOVED = thresholds_from({"AMP107": {"saturated": 0.1}, "AMP301": {"flushed": 0.2
     ("given", "words"),
     [
         ("saturated=0.1", "the form is CODE.NAME=VALUE, for example AMP107.saturated=0.1"),
-        ("", "the form is CODE.NAME=VALUE"),
         ("AMP107.saturated=many", "'many' is no number"),
         ("AMP107.saturated=nan", "AMP107.saturated is nan, not between 0 and 1"),
         ("AMP107.satiated=0.1", "AMP107 has no threshold 'satiated'; it has saturated"),
@@ -145,21 +139,3 @@ def test_a_page_shows_what_may_be_moved(capsys):
         "highest": 1,
         "why": all_thresholds()["AMP301.flushed"].why,
     }
-
-
-def test_a_report_says_which_were_moved(stub_workflow, capsys, check_report):
-    moved = replace(HEALTHY, thresholds=MOVED.listed())
-    stub_workflow("scan", lambda path, **_: moved)
-    assert main(["scan", "a.pt"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "thresholds moved: AMP107.saturated = 0.1 (default 0.0625), AMP301.flushed = 0.25 (default 0.001)" in said
-    assert main(["scan", "a.pt", "--format", "markdown"]) == 0
-    assert "thresholds moved: `AMP107.saturated` = 0.1" in capsys.readouterr().out
-    assert report_from_text(render_json(moved)).thresholds == moved.thresholds
-    assert report_from_text(render_jsonl(moved)).thresholds == moved.thresholds
-    assert merge_reports([moved, HEALTHY, moved]).thresholds == moved.thresholds
-    assert [(one["code"], one["name"], one["value"]) for one in check_report(render_json(moved))["thresholds"]] == [
-        ("AMP107", "saturated", 0.1),
-        ("AMP301", "flushed", 0.25),
-    ]
-    assert check_report(render_json(HEALTHY))["thresholds"] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.output import of_rank, rank_file, rank_of
+from ampdoctor.cli.output import rank_of
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.read_json import report_from_text
 from tests.samples import SICK
@@ -36,14 +36,6 @@ def test_the_rank_is_that_of_the_environment(environment, rank):
 def test_a_rank_that_is_none_is_refused(rank, size):
     with pytest.raises(UsageError, match=f"RANK={rank} and WORLD_SIZE={size}"):
         rank_of({"RANK": rank, "WORLD_SIZE": size})
-
-
-def test_a_report_of_a_rank_says_so_in_every_address():
-    assert of_rank(SICK, 0) is SICK
-    assert {finding.where.rank for finding in of_rank(SICK, 5).findings} == {5}
-    assert [f.fingerprint for f in of_rank(SICK, 5).findings] == [f.fingerprint for f in SICK.findings]
-    assert rank_file(2, None) == "rank2.jsonl"
-    assert rank_file(2, "reports/all.json") == "reports/rank2.jsonl"
 
 
 def test_a_profile_is_saved_in_a_file_for_each_rank(tmp_path, stub_workflow, monkeypatch):

@@ -45,16 +45,3 @@ def test_nothing_is_lost_and_no_line_is_too_long(text, width, hang):
     parts = [text[start:end] for start, end in zip([0, *at], [*at, len(text)], strict=True)]
     assert "".join(parts) == text
     assert all(cell_len(part.rstrip()) <= width - (hang if index else 0) for index, part in enumerate(parts))
-
-
-def test_names_in_a_table_fold_before_its_figures():
-    table = layout.table_of(("name", "size"), [(NAME, "12.5 MB"), ("short", "1 B")])
-    lines = shown(table, 50)
-    assert lines[0].split() == ["name", "size"]
-    assert [line.split()[0] for line in lines[1:]] == [
-        "transformer_encoder_layers.3.",
-        "feed_forward_network.0.weight",
-        "short",
-    ]
-    assert lines[2].endswith("12.5 MB")
-    assert all(len(line) <= 50 for line in lines)

@@ -149,5 +149,4 @@ def test_the_least_severe_results_give_way_to_the_limits(monkeypatch):
 def test_the_uri_decodes_to_the_path_of_the_file(name):
     place = run_of(full(name))["results"][1]["locations"][0]["physicalLocation"]["artifactLocation"]
     path = str(PurePosixPath(name))
-    told = unquote_to_bytes(place["uri"])
-    assert told == path.replace("\udcff", "").encode("utf-8", "surrogatepass") + b"\xff" * path.count("\udcff")
+    assert unquote_to_bytes(place["uri"]) == path.encode("utf-8", "surrogatepass")

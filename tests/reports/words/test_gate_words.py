@@ -42,13 +42,6 @@ def test_each_is_listed_with_its_reason_when_asked():
     assert text.count("error AMP201 forward-overflow") == 2
 
 
-def test_what_is_fixed_asks_for_a_new_baseline():
-    baseline = BaselineSection(file="base.json", written=False, new=0, known=0, fixed=(FIXED,))
-    text = shown(replace(HEALTHY, baseline=baseline))
-    assert "1 finding of the baseline base.json no longer there: --write-baseline base.json writes it anew" in text
-    assert "error AMP101 w: A NaN" in text
-
-
 FORMS = {
     "human": shown,
     "markdown": render_markdown,

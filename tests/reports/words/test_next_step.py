@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ampdoctor.evidence.location import Source
 from ampdoctor.evidence.report import BaselineSection, Prescription, Report
 from ampdoctor.evidence.report_replay import ProofSection, ProofStep, StepFigures
 from ampdoctor.evidence.report_scaler import EmittedSettings
@@ -233,3 +234,18 @@ def test_another_format_is_a_way_around_a_kernel_and_no_cure():
     words = "oneDNN off: torch.backends.mkldnn.enabled = False"
     other = replace(defect, prescription=Prescription(kind="code", value=words, status="verified", detail=words))
     assert said(replace(SICK, findings=(other,))) == f"{words}: that is proved to cure this run"
+
+
+def test_a_packages_own_line_is_never_the_users_to_change():
+    code = Prescription(kind="code", value="add eps", status="intervention")
+    where = replace(OVERFLOW.where, source=Source("accelerate/accelerator.py", 2955, installed=True))
+    text = said(replace(SICK, findings=(replace(OVERFLOW, prescription=code, where=where),)))
+    assert text.startswith("change your own code as AMP201 says (the line shown is an installed package's)")
+    assert "accelerator.py" not in text
+
+
+@pytest.mark.parametrize(
+    ("kept", "step"), [({"health": "h"}, "nothing; its log is judged by: ampdoctor health h"), ({}, "nothing")]
+)
+def test_a_training_without_anything_sick_leaves_its_log(kept, step):
+    assert said(Report(command="run", target={"factory": "train.py"}, run={"kept": kept}, verdict="not_judged")) == step
