@@ -322,17 +322,3 @@ def test_a_size_has_the_units_that_people_type(text, size):
 def test_what_is_no_size_is_a_sentence(text):
     with pytest.raises(UsageError, match="--bundle-max"):
         bytes_of("--bundle-max", text)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "states", "noted"),
-    [(["8x8", "4x8"], (2e9, 2e9), False), (["64", "32"], (0.25e9, 0.5e9), True), (["8x8", "32"], (2e9, 2e9), True)],
-)
-def test_hybrid_shards_are_cut_over_a_node(plan, tmp_path, gpus, states, noted):
-    file = tmp_path / "default_config.json"
-    file.write_text(json.dumps({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}))
-    job = ["--gpus", gpus[0], "--to-gpus", gpus[1], "--micro-batch", 4, "--accumulation", 1, "--params", "1B"]
-    _, section = plan(file, *job)
-    memory = section["memory"]
-    assert (memory["states_before"], memory["states_after"]) == states
-    assert any("cut over the devices of a node" in note for note in memory["notes"]) is noted
