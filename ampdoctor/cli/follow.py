@@ -283,7 +283,7 @@ def _print(lines: _Lines, follower: Follower, latest: Latest, log: str, pause: C
     waiting = caught_up = False
     while True:
         for whole in follower.new():
-            lines.happened(latest.hear(whole))
+            lines.happened(latest.add(whole))
             if caught_up:
                 lines.step(latest)
         if follower.found is None and not waiting:
@@ -309,7 +309,7 @@ def _draw(follower: Follower, latest: Latest, picture: _Picture, pause: Callable
                 live.update(picture.drawn(latest), refresh=True)
                 drawn_at = time.monotonic()
                 for whole in follower.new():
-                    latest.hear(whole)
+                    latest.add(whole)
                     if time.monotonic() - drawn_at > FRAME_S:  # while a long existing log is read
                         live.update(picture.drawn(latest), refresh=True)
                         drawn_at = time.monotonic()

@@ -96,7 +96,7 @@ class RunSummarizer:
     _lost: dict[tuple[str, int], int] = field(default_factory=dict)
     _end: EndLine | None = None
 
-    def hear(self, whole: LogRecord) -> None:
+    def add(self, whole: LogRecord) -> None:
         """Takes a line."""
         line = whole.line
         if isinstance(line, StepLine):

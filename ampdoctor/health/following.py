@@ -184,20 +184,20 @@ class _Others:
                 raise
             return  # it is being written
         self._state = state
-        yield from self._unheard(lines)
+        yield from self._unseen(lines)
         ended = time.monotonic()
         ends = self._held is not None and isinstance(self._held.line, EndLine)
         self._quiet_at = ended + (_ENDS_S if ends else _QUIET_S)
         if ended - began > _LONG_S:
             self._rests_until = ended + _RESTS * (ended - began)
 
-    def _unheard(self, lines: list[LogRecord]) -> Iterator[LogRecord]:
+    def _unseen(self, lines: list[LogRecord]) -> Iterator[LogRecord]:
         before = self._given
-        heard = next((at for at, one in enumerate(lines) if at >= len(before) or not _are_alike(before[at], one)), None)
-        self._held = lines.pop() if heard is not None and _may_change(*lines[-2:]) else None
+        new = next((at for at, one in enumerate(lines) if at >= len(before) or not _are_alike(before[at], one)), None)
+        self._held = lines.pop() if new is not None and _may_change(*lines[-2:]) else None
         self._given = lines
-        if heard is not None:
-            yield from lines[heard:]
+        if new is not None:
+            yield from lines[new:]
 
     def _quiet(self, now: float) -> Iterator[LogRecord]:
         """Gives the held step if nothing has come for a while."""

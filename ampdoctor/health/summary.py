@@ -70,7 +70,7 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
     noticed = ReadIssues()
     reader = _Reader(thresholds)
     for number, whole in enumerate(found.lines(noticed)):
-        reader.hear(whole)
+        reader.add(whole)
         if told is not None and number % _EVERY == 0:
             told(number)
     reader.ends()
@@ -137,7 +137,7 @@ class _Reader:
         self._judged = codes_in("health")
         self._last: dict[int, LogRecord] = {}
 
-    def hear(self, whole: LogRecord) -> None:
+    def add(self, whole: LogRecord) -> None:
         stamp, line = whole.stamp, whole.line
         if self._turn != (turn := (stamp.rank, stamp.run_id, stamp.restarts)):
             self._taken_turns |= turn in self._turns
@@ -145,7 +145,7 @@ class _Reader:
             self._turn = turn
             self._judge = self._judge_of(stamp)
         if stamp.rank == self._shown:
-            self.condenser.hear(whole)
+            self.condenser.add(whole)
         self._last[stamp.rank] = whole
         kind = type(line)
         if kind is AlertLine and isinstance(line, AlertLine):
@@ -155,7 +155,7 @@ class _Reader:
             self._judge.knows(line)
             for finding in line.findings:  # which have the step of the replay
                 self._add(whole, replace(finding, where=replace(finding.where, step=line.step)))
-        elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine | EndLine):
+        elif (found := self._judge.add(line)) and isinstance(line, StepLine | DetailLine | EndLine):
             for finding in found:
                 self._add(whole, finding)
 

@@ -172,14 +172,14 @@ class LoopWatch:
             return run()
         call = _Call(run)
         try:
-            return self._heard(scaler, method, argument, call)
+            return self._observed(scaler, method, argument, call)
         except Exception as error:
             if call.raised:
                 raise
             self.failed(error)
             return call()
 
-    def _heard(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
+    def _observed(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
         if method in ("get_scale", "state_dict"):
             # `state_dict` calls `get_scale`: saving a checkpoint is no use of the scale in arithmetic
             self.scalers.knows_scale |= method == "get_scale" and not self._here.saving

@@ -110,7 +110,7 @@ class Session:
         self.told: Callable[[], None] | None = None
         self._probes: list[Probe] = []
         self._batches: list[Any] = []
-        self._heard: set[int] = set()
+        self._printed: set[int] = set()
         self._drawn: list[Any] = []
 
     def _build(self, precision: str | None) -> None:
@@ -308,9 +308,9 @@ class Session:
         loss: Any = None
         running = False
         try:
-            quiet = self.precision is not self._own_precision or index in self._heard  # a step's output is shown once
+            quiet = self.precision is not self._own_precision or index in self._printed  # a step's output is shown once
             if not quiet:
-                self._heard.add(index)
+                self._printed.add(index)
             with self._surroundings(f"step {index}", quiet=quiet):
                 self._drawn.clear()
                 self._batches = self.batches_of(index)  # before the probes: the copying is not part of the user's step

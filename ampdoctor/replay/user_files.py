@@ -69,15 +69,15 @@ def audit_file_writes(
 
 _Listener = Callable[[str, tuple[Any, ...]], None]
 _FILES, _NETWORK = "files", "network"
-_HEARD: dict[str, _Listener] = {}
+_LISTENERS: dict[str, _Listener] = {}
 """The listeners of the audit hook; there is one hook per process, because Python cannot remove it."""
 
 
 @functools.cache
 def _install_hook() -> None:
     # a default argument, because the hook outlives the module's names at the end of the process
-    def hook(event: str, arguments: tuple[Any, ...], heard: dict[str, _Listener] = _HEARD) -> None:
-        for listener in list(heard.values()):
+    def hook(event: str, arguments: tuple[Any, ...], listeners: dict[str, _Listener] = _LISTENERS) -> None:
+        for listener in list(listeners.values()):
             listener(event, arguments)
 
     sys.addaudithook(hook)
@@ -87,14 +87,14 @@ def _install_hook() -> None:
 def _audited_by(kind: str, listener: _Listener) -> Iterator[None]:
     """Inside, audit events go to the listener, and to no earlier one of this kind."""
     _install_hook()
-    before = _HEARD.get(kind)
-    _HEARD[kind] = listener
+    before = _LISTENERS.get(kind)
+    _LISTENERS[kind] = listener
     try:
         yield
     finally:
-        _HEARD.pop(kind)
+        _LISTENERS.pop(kind)
         if before is not None:
-            _HEARD[kind] = before
+            _LISTENERS[kind] = before
 
 
 # -- events --

@@ -55,14 +55,14 @@ class Alerting:
         self._write, self._say, self._on_alert = write, say, on_alert
         self._earlier: Iterable[StepLine] | None = earlier
 
-    def hear(self, whole: LogRecord) -> None:
+    def add(self, whole: LogRecord) -> None:
         """Judge a line of the log."""
         if self._earlier is not None:
             for step in self._earlier:
-                self._judge.hear(step)
+                self._judge.add(step)
             self._judge.resumes()
             self._earlier = None
-        for finding in self._judge.hear(whole.line):
+        for finding in self._judge.add(whole.line):
             self._write(AlertLine(step=finding.where.step or 0, finding=finding))
             if finding.severity == "error":
                 self.errors[finding.code] = finding
@@ -138,7 +138,7 @@ class LogOfRank:
         if place.rank == 0 and not self.log.closed:  # the others' numbers are the same, or parts of these
             export_while_it_runs(self.log, request.export)
             if self.log.failed is None:  # reported already
-                self.log.listen(self.alerting.hear, name="the judge of the run over time", answers=True)
+                self.log.listen(self.alerting.add, name="the judge of the run over time", answers=True)
 
 
 # -- exports while the training runs --
@@ -169,7 +169,7 @@ def export_while_it_runs(log: RunLog, exports: Iterable[Export | Sink]) -> None:
     for one in exports:
         if isinstance(one, Export):
             far = Apart(one)
-            log.listen(far.hear, name=f"the export {one}", end=far.close, dropped=far.abandon)
+            log.listen(far.add, name=f"the export {one}", end=far.close, dropped=far.abandon)
         else:
             near = Exporter(lambda _, sink=one: sink, often=True)  # type: ignore[misc]
-            log.listen(near.hear, name=f"the export {type(one).__name__}", idle=near.idle, end=near.close)
+            log.listen(near.add, name=f"the export {type(one).__name__}", idle=near.idle, end=near.close)

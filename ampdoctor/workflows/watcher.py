@@ -424,7 +424,7 @@ class TrainingWatcher:
         """Report a training that has taken no step, although it looked like a scaler that settles."""
         if self.report is not None or self._rank.alerting is None or self._lines.taken:
             return
-        self._log.hear_out()
+        self._log.drain()
         finding = self._rank.alerting.errors.get(NO_STEP.code)
         if finding is not None:
             self._found(finding, finding.where.step or 0, "no step was taken")

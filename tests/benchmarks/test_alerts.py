@@ -146,7 +146,7 @@ QUIET = noisy(150)
 )
 def test_a_rival_fires_where_its_formula_does_and_not_before(rule, after, fires):
     one = rule()
-    said = [line.step for line in steps(QUIET + after) if one.hear(line)]
+    said = [line.step for line in steps(QUIET + after) if one.add(line)]
     assert said == [fires]
 
 

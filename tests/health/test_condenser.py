@@ -16,7 +16,7 @@ from tests.health.logs import HEADER, detail, stamped, steps
 def condensed(lines, *, lately=False):
     condenser = RunSummarizer()
     for line in lines:
-        condenser.hear(line if hasattr(line, "stamp") else stamped(line))
+        condenser.add(line if hasattr(line, "stamp") else stamped(line))
     return condenser.runs(name="run", source="runs/run", kind="ampdoctor", lately=lately)
 
 

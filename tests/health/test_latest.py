@@ -32,7 +32,7 @@ class Log:
         happened = []
         for line in lines:
             self.time += 100
-            happened += self.latest.hear(LogRecord(Stamp(time_ms=self.time, **self.stamp), line))
+            happened += self.latest.add(LogRecord(Stamp(time_ms=self.time, **self.stamp), line))
         return happened
 
 

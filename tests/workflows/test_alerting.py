@@ -55,11 +55,11 @@ def test_an_alert_is_a_line_a_sentence_and_a_call(tmp_path, caplog):
 def test_of_several_optimizers_it_is_said_whose_step_it_was():
     said = []
     alerting = Alerting(lambda _: None, said.append, DEFAULT_THRESHOLDS)
-    alerting.hear(stamped(RunLine(name="gan", optimizers=("optimizer", "optimizer2"))))
+    alerting.add(stamped(RunLine(name="gan", optimizers=("optimizer", "optimizer2"))))
     for step in range(40):
         for at in range(2):
             loss = math.nan if (step, at) == (39, 1) else 2.0
-            alerting.hear(stamped(StepLine(step=step, optimizer=at, loss=loss, gradient_norm=1.0, skipped=False)))
+            alerting.add(stamped(StepLine(step=step, optimizer=at, loss=loss, gradient_norm=1.0, skipped=False)))
     assert [one.partition(":")[0] for one in said] == ["error AMP722 at step 39 of optimizer2"]
 
 

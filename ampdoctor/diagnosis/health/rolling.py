@@ -350,7 +350,7 @@ class BatchSize:
     _steps: int = 0
     _new: int | None = None
 
-    def hear(self, elements: int | None) -> None:
+    def add(self, elements: int | None) -> None:
         """Adds a step."""
         self.changed = self.other = False
         if elements is None:
@@ -372,23 +372,23 @@ class Repeats:
     cycle: int = 0  # steps back to the last equal batch; 0 for a new one
     new_before: int = 0  # new batches in a row before the first repeated one
     _seen: dict[int, int] = field(default_factory=dict)
-    _heard: int = 0
+    _count: int = 0
 
-    def hear(self, fingerprint: int | None) -> None:
+    def add(self, fingerprint: int | None) -> None:
         """Adds a step that was not skipped."""
         if fingerprint is None:
             self.steps = self.cycle = 0
             return
-        self._heard += 1
+        self._count += 1
         last = self._seen.pop(fingerprint, None)
-        self._seen[fingerprint] = self._heard
+        self._seen[fingerprint] = self._count
         if last is None:
             if len(self._seen) > REMEMBERED:
                 del self._seen[next(iter(self._seen))]
             self.new_before = 1 if self.steps or self.cycle else self.new_before + 1
             self.steps = self.cycle = 0
             return
-        self.cycle = self._heard - last
+        self.cycle = self._count - last
         short = self.cycle <= self.new_before * _SHORT
         self.steps = self.steps + 1 if short else 0
         if not short:
@@ -404,13 +404,13 @@ class BatchCourses:
     rms: RollingStats = field(default_factory=RollingStats)  # root mean square, without this step's
     zeros: RollingStats = field(default_factory=RollingStats)  # share of zeros, without this step's
 
-    def hear(self, line: StepLine) -> None:
+    def add(self, line: StepLine) -> None:
         """Adds a step; `end_of` adds its numbers to the usual ones."""
-        self.size.hear(line.batch_elements)
+        self.size.add(line.batch_elements)
         if self.size.changed:  # longer sequences have another share of padding, say
             self.rms, self.zeros = RollingStats(), RollingStats()
         if not line.skipped:
-            self.repeats.hear(line.batch_fingerprint)
+            self.repeats.add(line.batch_fingerprint)
 
     def end_of(self, line: StepLine) -> None:
         """Adds the numbers of a finished step to the usual ones."""

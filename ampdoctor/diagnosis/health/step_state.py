@@ -41,7 +41,7 @@ class IllSteps:
     _rows: int = 0  # rows since `waiting`
     _seen_finite: bool = False
 
-    def hear(self, line: StepLine, *, skipped: bool) -> None:
+    def add(self, line: StepLine, *, skipped: bool) -> None:
         """Adds a step; `skipped` is whether the step before it was skipped, according to the log or this line."""
         self.lost = None
         if skipped:
@@ -118,7 +118,7 @@ class ZeroNorms:
     coarse: bool = True  # no finite norm had more than four decimals
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MOST_LOSSES))  # since the first zero
 
-    def hear(self, line: StepLine) -> None:
+    def add(self, line: StepLine) -> None:
         """Adds a step."""
         norm, loss = line.norm, _finite(line.loss)
         if norm is not None and 0 < abs(norm) < math.inf:
@@ -149,7 +149,7 @@ class EqualLosses:
     _rates_rest: bool = False
     _norms_rest: bool = False
 
-    def hear(self, line: StepLine) -> None:
+    def add(self, line: StepLine) -> None:
         """Adds a step."""
         loss = line.loss
         if loss is None:
@@ -206,10 +206,10 @@ class ScaleHistory:
     wrong_before: int = 0  # the longest such run after which a valid scale followed
     _step: int = -1
 
-    def hear(self, line: StepLine) -> None:
+    def add(self, line: StepLine) -> None:
         """Adds a step; `settle` was called for the one before."""
         self.is_new = False
-        scale = self._heard(line)
+        scale = self._take_scale(line)
         if scale is not None:
             before, self.now = self.now, scale
             self.unmoved = self.unmoved + 1 if line.skipped and scale == before else 0
@@ -223,7 +223,7 @@ class ScaleHistory:
         if line.skipped is not None:
             self.settle(line, skipped=line.skipped)
 
-    def _heard(self, line: StepLine) -> float | None:
+    def _take_scale(self, line: StepLine) -> float | None:
         """Returns a step's scale; None where it is not positive and finite."""
         scale = line.loss_scale
         if scale is None:
@@ -322,7 +322,7 @@ class Setting:
     before: tuple[float, ...] = ()  # in the step before; empty where the number of groups has changed
     highest: tuple[float, ...] = ()  # the highest of each group before this step
 
-    def hear(self, values: tuple[float, ...]) -> None:
+    def add(self, values: tuple[float, ...]) -> None:
         """Adds a step."""
         if values == self.now == self.before:
             return
@@ -401,18 +401,18 @@ class StepState:
     _loss: float | None = None
     _norm: float | None = None
 
-    def hear(self, line: StepLine) -> None:
+    def add(self, line: StepLine) -> None:
         """Adds a step, in the order of the steps."""
         self.end = None
         skipped = self._settle_last(line)
         self._end_of_last(skipped=skipped)
-        self.ill.hear(line, skipped=skipped)
-        self.zeros.hear(line)
-        self.equal.hear(line)
+        self.ill.add(line, skipped=skipped)
+        self.zeros.add(line)
+        self.equal.add(line)
         self.line = line
         if self._began is None:
             self._began = line.step
-        self.scale.hear(line)
+        self.scale.add(line)
         self._hear_settings(line)
         self._hear_batch(line)
         self.judged = self.accepted - self._since >= LEAST and self._quiet == 0 and not self.batch.size.other
@@ -527,7 +527,7 @@ class StepState:
             self.memory.add(line.memory_bytes)
 
     def _hear_batch(self, line: StepLine) -> None:
-        self.batch.hear(line)
+        self.batch.add(line)
         if line.micro_steps is not None:
             if self._micro_steps is not None and line.micro_steps != self._micro_steps:
                 self._quiet = QUIET
@@ -541,8 +541,8 @@ class StepState:
             self.descent, self.early_seconds = self.descent.anew(), math.inf
 
     def _hear_settings(self, line: StepLine) -> None:
-        self.decays.hear(line.weight_decays)
-        self.rates.hear(line.learning_rates)
+        self.decays.add(line.weight_decays)
+        self.rates.add(line.learning_rates)
         if self.decays.rises(_NO_SCHEDULE) or self.decays.falls(_NO_SCHEDULE) or self.rates.rises(_NO_SCHEDULE):
             self.departs("schedule")
         if not line.learning_rates:

@@ -126,7 +126,7 @@ class TensorCourses:
             measures=np.empty((len(MEASURES), 0, LOOKS)),
         )
 
-    def hear(self, line: DetailLine) -> None:
+    def add(self, line: DetailLine) -> None:
         """Adds a line; several lines of one step are one look."""
         moment = self.moment
         if line.step != self._step:

@@ -131,7 +131,7 @@ def lines_of(
     made = _RunLines(run, order)
     yield made.stamped(run, 0)
     for row in rows:
-        yield from made.hear(row)
+        yield from made.add(row)
     yield from made.rest()
     end = ended()
     if end is not None:
@@ -146,7 +146,7 @@ class _RunLines:
         self._waiting: list[Row] = []
         self.steps = self.last = self._attempt = 0
 
-    def hear(self, row: Row) -> Iterator[LogRecord]:
+    def add(self, row: Row) -> Iterator[LogRecord]:
         """Takes a row, and yields the lines of the steps that are complete."""
         if not 0 <= row.step < _MOST_STEPS:
             return
@@ -267,7 +267,7 @@ class Unread:
 
     _columns: dict[str, _Column] = field(default_factory=dict)
 
-    def hear(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
         """Takes a row: its values by column name."""
         numbers = known_fields(row)
         if "step" in numbers and step_of(numbers) is None:

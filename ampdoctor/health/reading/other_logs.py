@@ -133,7 +133,7 @@ class TableRows(LineRows):
         """As in `LineRows`."""
         for values in self._parsed(lines, left):
             if not _is_of_an_evaluation(values):
-                self._unread.hear(values)
+                self._unread.add(values)
             fields = _fields(values)
             step = self._step(values, fields)
             if step is not None:
@@ -297,7 +297,7 @@ def _read_trainer_state(folder: Path, names: Sequence[str], noticed: ReadIssues)
     noticed.left[name].damaged += len(history) - len(known)
     rows: list[Row] = []
     for values in known:
-        noticed.unread.hear(values)
+        noticed.unread.add(values)
         row = row_of(known_fields(values))
         if row is not None:
             rows.append(row)

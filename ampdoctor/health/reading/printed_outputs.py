@@ -58,7 +58,7 @@ class Ending:
     _chained: bool = False
     _others: int = 0
 
-    def hear(self, line: bytes) -> None:
+    def add(self, line: bytes) -> None:
         """Takes a line."""
         prefix = _RANK.match(line)
         rank, text = (b"", line) if prefix is None else (prefix[0].strip(), line[prefix.end() :])
@@ -120,7 +120,7 @@ class PrintedRows(LineRows):
 
     def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:
         """As in `LineRows`."""
-        for row in self._rows.rows(self._heard(lines), left):
+        for row in self._rows.rows(self._watched(lines), left):
             self._since = self._since + 1 if self._ending.may_have_ended else 0
             if self._since >= _GOES_ON:
                 self._ending.goes_on()
@@ -134,9 +134,9 @@ class PrintedRows(LineRows):
         """As in `LineRows`."""
         return self._ending.line
 
-    def _heard(self, lines: Iterator[bytes]) -> Iterator[bytes]:
+    def _watched(self, lines: Iterator[bytes]) -> Iterator[bytes]:
         for line in lines:
-            self._ending.hear(line)
+            self._ending.add(line)
             yield line
 
 

@@ -99,7 +99,7 @@ class Exporter:
         self._given = self._flushed = float("-inf")
         self._fresh = False
 
-    def hear(self, whole: LogRecord) -> None:
+    def add(self, whole: LogRecord) -> None:
         """Takes a line."""
         for said in self._projection.of(whole):
             self._take(said)
@@ -169,7 +169,7 @@ def export(lines: Iterable[LogRecord], exports: Sequence[Export]) -> None:
                 failed.append(f"the export {pair[0]} has failed: {sentence_of(error)}")
 
     for whole in lines:
-        do(lambda exporter, whole=whole: exporter.hear(whole))  # type: ignore[misc]
+        do(lambda exporter, whole=whole: exporter.add(whole))  # type: ignore[misc]
     do(Exporter.close)
     if failed:
         raise OutputError("; ".join(failed))
@@ -218,7 +218,7 @@ class Apart:
         self._what = what
         self._process: subprocess.Popen[bytes] | None = None
 
-    def hear(self, whole: LogRecord) -> None:
+    def add(self, whole: LogRecord) -> None:
         """Sends a line; raises OutputError with the sink's reason where the sink has ended."""
         line = whole.line
         if isinstance(line, DetailLine):  # no sink shows histograms, which are most of a line
@@ -301,7 +301,7 @@ def _serve(what: Export, lines: Queue[bytes], parent: int) -> None:
             break
         whole = line_of(text)
         if whole is not None:
-            exporter.hear(whole)
+            exporter.add(whole)
     exporter.close()
 
 

@@ -47,7 +47,7 @@ class Limits:
     lines: int = 20_000  # that wait, without details: 20 seconds of steps of 1 ms, some 10 MB
     details: int = 16  # that wait; each may hold a histogram of every tensor
     last: int = 256  # steps that are kept for a bundle
-    heard_details: int = 64  # lines of details that wait for a listener, up to 100 kB each; for other lines, `lines`
+    listener_details: int = 64  # lines of details that wait for a listener, up to 100 kB each; for other lines, `lines`
     close_timeout: float = 10.0  # for all listeners together at the end: a metrics server needs the last lines
 
 

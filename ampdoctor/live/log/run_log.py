@@ -16,7 +16,7 @@ from typing import Any
 from ampdoctor.evidence.log_records import Line, LogRecord, RunLine, Stamp
 from ampdoctor.evidence.paths import log_name
 from ampdoctor.live.log.files import Limits
-from ampdoctor.live.log.thread import Hear, Listening, LogQueue, Make, QueuedLine, Writer
+from ampdoctor.live.log.thread import Listening, LogQueue, Make, OnLine, QueuedLine, Writer
 from ampdoctor.package import version
 
 
@@ -102,7 +102,7 @@ class RunLog:
 
     def listen(
         self,
-        hear: Hear,
+        on_line: OnLine,
         *,
         name: str = "what listens to the log",
         idle: Callable[[], None] = _nothing,
@@ -112,7 +112,7 @@ class RunLog:
     ) -> Listening:
         """Calls a listener for each line from now on, the header first, on its own thread, as a `Listening`."""
         limits, say = self._limits, self._say
-        one = Listening(hear, name=name, idle=idle, end=end, dropped=dropped, limits=limits, say=say)
+        one = Listening(on_line, name=name, idle=idle, end=end, dropped=dropped, limits=limits, say=say)
         if self._idle():
             one.give_up("there is no log to listen to")
             return one
@@ -154,12 +154,12 @@ class RunLog:
                 continue
         return False
 
-    def hear_out(self, timeout: float = 2.0) -> None:
+    def drain(self, timeout: float = 2.0) -> None:
         """Waits until the listeners that answer have received all lines, within the limits."""
         deadline = monotonic() + self._limits.close_timeout
         for one in self._answering:
             self.flush(timeout)
-            one.heard(deadline - monotonic())
+            one.wait(deadline - monotonic())
 
     def close(self, timeout: float = 2.0) -> bool:
         """Writes the waiting lines within `timeout` seconds; returns whether the log is complete (False in a fork)."""
@@ -169,7 +169,7 @@ class RunLog:
         ours = here and not self._closed
         deadline = monotonic() + self._limits.close_timeout
         if ours:
-            self.hear_out(timeout)
+            self.drain(timeout)
         self._end(timeout)
         if ours:
             self._let_go(deadline)

@@ -27,17 +27,17 @@ from ampdoctor.live.log.files import Limits, Segments
 
 # -- listeners: each has a thread of its own, and slows down neither training nor log --
 
-Hear = Callable[[LogRecord], None]
+OnLine = Callable[[LogRecord], None]
 Say = Callable[[str], None]
 _Waiting = tuple[int, LogRecord]
 
 
 class Listening(Thread):
-    """Calls `hear` with each line in order, `idle` where none waits, `end` last; `dropped` instead, if it fails."""
+    """Calls `on_line` with each line in order, `idle` where none waits, `end` last; `dropped` instead, if it fails."""
 
     def __init__(
         self,
-        hear: Hear,
+        on_line: OnLine,
         *,
         name: str,
         idle: Callable[[], None],
@@ -49,12 +49,12 @@ class Listening(Thread):
         super().__init__(name="ampdoctor-listener", daemon=True)
         self.failed: str | None = None  # the sentence with which it was dropped
         self.dropped = 0  # lines that it did not get
-        self._hear, self._idle, self._end, self._dropped, self._what = hear, idle, end, dropped, name
+        self._on_line, self._idle, self._end, self._dropped, self._what = on_line, idle, end, dropped, name
         self._limits, self._say = limits, say
         self._calls: SimpleQueue[SimpleQueue[bool] | None] = SimpleQueue()
         self._count = itertools.count()
         self._lines: deque[_Waiting] = deque(maxlen=limits.lines)
-        self._details: deque[_Waiting] = deque(maxlen=limits.heard_details)
+        self._details: deque[_Waiting] = deque(maxlen=limits.listener_details)
         self._names: LogRecord | None = None  # a header that was dropped, but that later lines refer to
 
     def put(self, whole: LogRecord) -> None:
@@ -77,7 +77,7 @@ class Listening(Thread):
                 call = self._nap()
                 going = call is not None
                 while self.failed is None and (whole := self._take()) is not None:
-                    self._hear(whole)
+                    self._on_line(whole)
                 if isinstance(call, SimpleQueue):
                     call.put(True)
                 elif going:
@@ -100,7 +100,7 @@ class Listening(Thread):
         with suppress(Exception):
             self._say(self.failed)
 
-    def heard(self, timeout: float) -> bool:
+    def wait(self, timeout: float) -> bool:
         """Waits until the listener has got all queued lines; False after the timeout."""
         reply: SimpleQueue[bool] = SimpleQueue()
         self._calls.put(reply)

@@ -123,28 +123,28 @@ class ClipLog:
     """The clippings that no step has used yet."""
 
     def __init__(self) -> None:
-        self._heard: list[ClipEvent] = []
+        self._events: list[ClipEvent] = []
 
     def __bool__(self) -> bool:
-        return bool(self._heard)
+        return bool(self._events)
 
     def add(self, clip: Clip) -> None:
         """Called before a clipping."""
-        self._heard.append(ClipEvent(clip))
+        self._events.append(ClipEvent(clip))
 
     def carry_scale(self, gradients: AbstractSet[int]) -> None:
         """Marks the clippings of these gradients so far: the gradients were still scaled."""
-        for heard in self._heard:
-            if heard.clip.gradients & gradients:
-                heard.scaled = True
+        for event in self._events:
+            if event.clip.gradients & gradients:
+                event.scaled = True
 
     def forget(self, gradients: AbstractSet[int] | None = None) -> None:
         """Drops clippings of gradients (None: all) that a step has used or that are cleared: ids may be reused."""
-        self._heard = [h for h in self._heard if gradients is not None and not h.clip.gradients & gradients]
+        self._events = [h for h in self._events if gradients is not None and not h.clip.gradients & gradients]
 
     def norm_of(self, gradients: AbstractSet[int]) -> Norm:
         """Returns the clippings of these gradients; of two clippings of the same gradients the first counts."""
-        mine = [heard for heard in self._heard if heard.clip.gradients & gradients]
+        mine = [event for event in self._events if event.clip.gradients & gradients]
         first = mine[0] if mine and mine[0].clip.gradients == gradients else None
         whole = first if first is not None and first.clip.norm_type in {2.0, None} else None
         return Norm(whole=whole, clipped=bool(mine), only=mine[0] if len(mine) == 1 else None)

@@ -349,8 +349,8 @@ class Answers:
         torch.version.__class__ = self._version
 
     def _cuda_version(self, module: Any) -> str | None:
-        heard = self._says_yes() and sees_cuda(sys._getframe(1))
-        return CUDA_VERSION if heard else vars(module)["cuda"]
+        sees = self._says_yes() and sees_cuda(sys._getframe(1))
+        return CUDA_VERSION if sees else vars(module)["cuda"]
 
     def _serve(self, original: Any, answer: Callable[..., Any]) -> Any:
         @functools.wraps(original)

@@ -26,7 +26,7 @@ from ampdoctor.precision.fake_gpu.answers import Answers
 from ampdoctor.precision.fake_gpu.devices import AttentionKernels, DeviceRedirection
 from ampdoctor.precision.fake_gpu.missing_libraries import StandIns
 from ampdoctor.precision.fake_gpu.processes import OneProcess, lasting_emulation
-from ampdoctor.precision.fake_gpu.replace import Patches, Replacements, forget_what_was_heard
+from ampdoctor.precision.fake_gpu.replace import Patches, Replacements, forget_callers
 from ampdoctor.precision.kernels import CUSTOM_FWD_CAST, LOCK
 
 _PREVIOUS = "_ampdoctor_previous"
@@ -92,14 +92,14 @@ class _Installed:
                     self.patches.close()
                     raise
             self.regions.append(region)
-            forget_what_was_heard()
+            forget_callers()
 
     def leave(self, region: CudaEmulation) -> None:
         with LOCK:
             self.regions.remove(region)
             if not self.regions:
                 self.patches.close()
-                forget_what_was_heard()
+                forget_callers()
                 if self.cuda_state is not None:
                     _set_cuda_state(*self.cuda_state)
 

@@ -125,7 +125,7 @@ _STATES: Final = ("PartialState", "AcceleratorState", "GradientState")
 _ABOUT: Final = frozenset({"cuda", "accelerator"})
 
 
-def forget_what_was_heard() -> None:
+def forget_callers() -> None:
     """Clear the cached answers, which differ inside and outside of an emulation."""
     for name in _ASK:
         for forget in _forgetting(sys.modules[name]) if name in sys.modules else ():

@@ -190,7 +190,7 @@ class Runner:
         self._arguments, self._path = arguments, path
         self._process: ProcessState | None = None
         self._main: MainModule | None = None
-        self._heard = False
+        self._has_printed = False
         self._registered = registrations_of(str(file))
 
     @contextlib.contextmanager
@@ -293,7 +293,7 @@ class Runner:
                 self.user_code(f"the script {self._name}"),
                 eagerly(),
                 quiet_threads(),
-                prints_to_nobody() if self._heard else contextlib.nullcontext(),
+                prints_to_nobody() if self._has_printed else contextlib.nullcontext(),
                 self.files.guarded(run.is_left),
             ):
                 try:
@@ -312,7 +312,7 @@ class Runner:
             if not run.is_left():
                 raise
         finally:
-            self._heard = True
+            self._has_printed = True
 
 
 def no_loop(name: str, factories: Sequence[str] = ()) -> str:

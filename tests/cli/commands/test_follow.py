@@ -254,7 +254,7 @@ def test_one_log_at_a_time(tmp_path, capsys):
 def latest_of(*lines):
     latest = Latest()
     for at, line in enumerate(lines):
-        latest.hear(LogRecord(Stamp(run_id="r", time_ms=NOW * 1000 + at * 100), line))
+        latest.add(LogRecord(Stamp(run_id="r", time_ms=NOW * 1000 + at * 100), line))
     return latest
 
 

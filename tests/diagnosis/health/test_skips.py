@@ -17,8 +17,8 @@ NAN, INF = math.nan, math.inf
 def heard(lines, end=None):
     """What is found in a log to its end, as (code, severity, step), notes left out."""
     judge = Judge()
-    found = [one for line in lines for one in judge.hear(line)]
-    found += judge.ends() if end is None else judge.hear(end)
+    found = [one for line in lines for one in judge.add(line)]
+    found += judge.ends() if end is None else judge.add(end)
     assert judge.ends() == ()
     return [(f.code, f.severity, f.where.step) for f in found if f.severity != "note"]
 
@@ -60,7 +60,7 @@ def test_weights_that_took_a_nan_never_give_a_finite_loss_again(norm, loss, foun
 
 def test_while_nothing_follows_both_are_said():
     judge = Judge()
-    assert [one for line in foreign(50, norm={49: INF}) for one in judge.hear(line)] == []
+    assert [one for line in foreign(50, norm={49: INF}) for one in judge.add(line)] == []
     (found,) = judge.ends()
     assert (found.code, found.severity, found.where.step) == ("AMP722", "warning", 49)
     assert "either a scaler has skipped it, as it should, or the weights are lost" in found.message
@@ -114,7 +114,7 @@ def scaler_anew(batches, epochs, taken_from=math.inf):
 def test_a_scaler_that_is_new_in_each_epoch_is_told_when_it_starts_over_again(batches, told):
     lines = [line if told else replace(line, skipped=None) for line in scaler_anew(batches, 16)]
     judge = Judge()
-    first = next(one for line in lines for one in judge.hear(line))
+    first = next(one for line in lines for one in judge.add(line))
     assert (first.code, first.severity, first.where.step) == ("AMP740", "error", 2 * batches)
     assert "Make it once, before the epochs" in first.message
 
@@ -181,8 +181,8 @@ def test_a_run_that_ends_while_its_steps_are_skipped_has_ended_there():
     assert heard(deepspeed(6), end) == [("AMP723", "warning", 144), ("AMP723", "error", 146)]
     judge = Judge()
     for line in deepspeed(11):
-        judge.hear(line)
-    (last,) = judge.hear(end)
+        judge.add(line)
+    (last,) = judge.add(end)
     assert "the run has ended there" in last.message
     assert heard(deepspeed(6), EndLine(exit_code=0)) == [("AMP723", "warning", 144)]
 

@@ -236,8 +236,8 @@ def test_a_learning_rate_of_a_group_that_jumps():
 def test_a_weight_decay_that_jumps(before, now):
     lines = steps(weight_decays=lambda at, _: (0.0, now if at >= BAD else before))
     judge = Judge()
-    judge.hear(RunLine(name="made-up", tensors=("w", "b", "g"), optimizers=("AdamW",), groups=(((0, 1), (2,)),)))
-    (finding,) = [found for line in lines for found in judge.hear(line)]
+    judge.add(RunLine(name="made-up", tensors=("w", "b", "g"), optimizers=("AdamW",), groups=(((0, 1), (2,)),)))
+    (finding,) = [found for line in lines for found in judge.add(line)]
     assert (finding.code, finding.where.step, finding.where.tensor) == ("AMP729", BAD, "g")
     assert (finding.evidence["what"], finding.evidence["group"]) == ("weight_decay", 1)
     assert "parameter group 1 (g)" in finding.message
@@ -316,7 +316,7 @@ def test_a_loss_may_be_negative():
 def test_after_a_rollback_the_past_is_not_this_runs():
     judge = Judge()
     first, again = steps(300), steps(300, seed=1, gradient_norm=lambda at, value: value * 50)
-    assert [f for line in first + again for f in judge.hear(line)] == []
+    assert [f for line in first + again for f in judge.add(line)] == []
 
 
 def test_two_optimizers_are_judged_apart_and_named():

@@ -43,9 +43,9 @@ def test_a_weight_that_begins_to_grow_or_to_shrink_and_one_that_has_always(code,
 def test_the_query_and_key_of_an_attention_make_logits():
     names = ("blocks.0.fc.weight", "blocks.0.fc.bias", "blocks.1.attention.q_proj.weight", "head.weight")
     judge = Judge()
-    judge.hear(RunLine(name="made-up", tensors=names, optimizers=("AdamW",)))
+    judge.add(RunLine(name="made-up", tensors=names, optimizers=("AdamW",)))
     grows = details(change=changed("norm", 2, "parameter", since(1.1)))
-    (finding,) = [found for line in grows for found in judge.hear(line)]
+    (finding,) = [found for line in grows for found in judge.add(line)]
     assert (finding.code, finding.evidence["first"]) == ("AMP733", "logits")
 
 

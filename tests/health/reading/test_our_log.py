@@ -104,7 +104,7 @@ def lack(path, how):
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("FIFO", "log.2.jsonl is a FIFO, not a regular file."),
+        ("FIFO", "log.2.jsonl is not a regular file."),
         ("link", "log.2.jsonl is a link to nothing."),
         ("empty", "log.2.jsonl is empty: its lines are lost."),
         ("gone", "log.2.jsonl cannot be found, between log.1.jsonl and log.3.jsonl."),

@@ -61,7 +61,7 @@ def is_gone(pid):
 def test_what_goes_through_a_pipe_is_what_is_written_here(tmp_path):
     far = Apart(export_of(f"csv={tmp_path / 'far'}"))
     for whole in a_run():
-        far.hear(whole)
+        far.add(whole)
     far.close()
     export(a_run(), [export_of(f"csv={tmp_path / 'here'}")])
     for name in ("steps.csv", "others.csv", "alerts.csv"):
@@ -181,7 +181,7 @@ log.write(StepLine(step=100))
 
 def test_one_that_is_abandoned_leaves_no_process_and_no_pipe(tmp_path):
     far = Apart(export_of(f"csv={tmp_path}"))
-    far.hear(next(a_run()))
+    far.add(next(a_run()))
     process = far._process
     far.abandon()
     assert process.returncode is not None

@@ -381,9 +381,9 @@ def test_a_sink_that_asks_a_server_gets_a_row_a_second_with_the_worst_of_it(monk
     sink = Kept()
     exporter = Exporter(lambda _: sink, often=False)
     for step in range(100):
-        exporter.hear(stamped(StepLine(step=step, loss=100.0 if step == 42 else 1.0)))
+        exporter.add(stamped(StepLine(step=step, loss=100.0 if step == 42 else 1.0)))
         now += 0.125
-    exporter.hear(stamped(StepLine(step=100, loss=2.0)))
+    exporter.add(stamped(StepLine(step=100, loss=2.0)))
     rows = [told for told in sink.told if isinstance(told, tuple)]
     assert [step for step, _ in rows] == [*range(0, 97, 8)]
     assert [values["loss"] for _, values in rows] == [1.0] * 6 + [100.0] + [1.0] * 6
@@ -401,7 +401,7 @@ def test_an_alert_waits_for_nothing_and_comes_after_what_it_is_about():
     sink = Kept()
     exporter = Exporter(lambda _: sink, often=False)
     for whole in a_run():
-        exporter.hear(whole)
+        exporter.add(whole)
     exporter.close()
     order = [told for told in sink.told if isinstance(told, tuple)]
     assert [step for step, _ in order] == [0, 9, 7, 7, 9]
