@@ -374,6 +374,7 @@ def _add(into: CheckpointBuilder, level: FolderState, inner: str, names: Sequenc
                 "was interrupted, or each rank described its own pieces, which is not read."
             )
             into.lack(below + METADATA, message)
+            into.refusals.append(CheckpointError(message))
         return None
     if not inner:
         level.unit = level.prefix + METADATA

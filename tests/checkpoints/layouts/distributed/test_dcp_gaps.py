@@ -66,6 +66,8 @@ def test_a_save_that_was_interrupted_is_incomplete(tmp_path, inner):
     saved = next((FIXTURES / "accelerate_fsdp2").rglob(inner)).parent
     folder = shutil.copytree(saved, tmp_path / "c")
     (folder / inner / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match="missing: nothing says what lies in"):
+        open_checkpoint(folder / inner)
     with open_checkpoint(folder) as checkpoint:
         (error,) = checkpoint.errors
         assert len(list(checkpoint)) > 0
