@@ -233,7 +233,7 @@ def _optimizer(value: Any, training: Training) -> Change:
         if not _number(number) or number < 0:
             raise UsageError(f"{name} must be a finite number, 0 or above, not {number!r}")
         found = [
-            (optimizer, group, name, number)
+            ((optimizer, group, name), number)
             for optimizer in training.optimizers
             for group, settings in enumerate(optimizer.param_groups)
             if _number(settings.get(name))
@@ -245,8 +245,8 @@ def _optimizer(value: Any, training: Training) -> Change:
     return partial(_set_all, places)
 
 
-def _set_all(places: list[tuple[Optimizer, int, str, Any]], undo: ExitStack) -> None:
-    for *place, number in places:
+def _set_all(places: list[tuple[tuple[Optimizer, int, str], Any]], undo: ExitStack) -> None:
+    for place, number in places:
         put(undo, number, read=partial(_option, *place), write=partial(_set_option, *place))
 
 

@@ -15,7 +15,7 @@ from ampdoctor.diagnosis.replay.scaler_state import unusable_scale_finding
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from ampdoctor.evidence.python_lines import exact
-from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind
+from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.workflows.changes import Change, both, compute_dtype, fp32_modules, no_change, rescaled, with_scaler
 from ampdoctor.workflows.profile import range_findings
 from ampdoctor.workflows.replay_under_change import Observed, observe
@@ -242,9 +242,9 @@ class _Trial:
         new = advice.current.growth_interval == 0 and not judgement.by_hand  # there is no scaler yet
         kind: PrescriptionKind = "scaler" if new else "init_scale"
         value = settings.arguments() if new else settings.scale
-        if judgement.then is None:
-            status, reason = "not_run", judgement.unusable
-        else:
+        status: PrescriptionStatus = "not_run"
+        reason = judgement.unusable
+        if judgement.then is not None:
             status, reason = judgement.then.cures(judgement.now, skips=advice.then.skipped)
         if judgement.by_hand:
             detail = f"multiply the loss by {exact(settings.scale)} where the step multiplies it, or use {detail}"
