@@ -133,7 +133,7 @@ class RunLine:
         scalers: Names of the scalers, by their index.
         precision: The format that the run computes in (fp16, bf16, fp32, tf32), where it is known.
         autocast: Whether it computes under autocast.
-        master_weights: Whether a half model has fp32 masters in its optimizer.
+        master_weights: Whether a half model has fp32 master weights in its optimizer.
         accumulation: Micro-steps of a step.
         detail_every: Steps from one detail to the next where nothing fires.
         scaler: State of the first enabled scaler when the run began (`state_dict()` form); null without one.

@@ -1,4 +1,4 @@
-"""Parameters and buffers temporarily in another dtype: pure half, the fp32 reference, fp32 islands."""
+"""Parameters and buffers temporarily in another dtype: pure half, the fp32 reference, modules in fp32."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class MasterWeights:
     """The fp32 copies that optimizers step in place of half parameters; `pairs` are (half parameter, master).
 
     A gradient of a half parameter is added at once, in fp32, to its master's, and removed from the parameter. After a
-    step of an optimizer its half parameters are overwritten with the rounded masters.
+    step of an optimizer its half parameters are overwritten with the rounded master weights.
     """
 
     __slots__ = ("_handles", "_of", "_optimizers", "pairs")
@@ -261,13 +261,13 @@ class MasterWeights:
         return self._of.get(id(parameter), parameter)
 
     def publish(self) -> None:
-        """Overwrite the half parameters with the rounded masters."""
+        """Overwrite the half parameters with the rounded master weights."""
         with torch.no_grad():
             for parameter, master in self.pairs:
                 parameter.copy_(master)
 
     def reload(self) -> None:
-        """Overwrite the masters with the half parameters, after a state was loaded into the model."""
+        """Overwrite the master weights with the half parameters, after a state was loaded into the model."""
         with torch.no_grad():
             for parameter, master in self.pairs:
                 master.copy_(parameter)
@@ -309,8 +309,8 @@ def _state_in(state: Any, dtype: torch.dtype) -> Any:
 @contextmanager
 def master_weights(optimizers: Iterable[Optimizer]) -> Iterator[MasterWeights]:
     """Let optimizers step fp32 copies of half parameters, until the context ends; fp32 parameters stay."""
-    masters = MasterWeights(optimizers)
+    kept = MasterWeights(optimizers)
     try:
-        yield masters
+        yield kept
     finally:
-        masters.remove()
+        kept.remove()

@@ -1,4 +1,4 @@
-"""fp32 islands: modules of a mixed-precision model that compute in fp32."""
+"""modules in fp32: modules of a mixed-precision model that compute in fp32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.precision.casting import REDUCED, TemporaryCast, cast_up, map_tensors, parameters_and_buffers
 from ampdoctor.precision.kernels import let_compile_see_hooks, outside_graphs
 
-# -- one fp32 island: the pair of hooks that lets a module compute in fp32 --
+# -- one module in fp32: the pair of hooks that lets a module compute in fp32 --
 
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")  # their autocast is switched off inside (never on where torch lacks one)
 
@@ -29,7 +29,7 @@ class _Entry(NamedTuple):
 
 
 class _Open(threading.local):
-    """Calls of islands that have begun and not ended, by thread as autocast is; islands themselves are copied."""
+    """Calls of fp32 modules that have begun and not ended, by thread as autocast is (modules may be copied)."""
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
@@ -95,11 +95,11 @@ class Fp32Module:
         return tensor.to(dtype)
 
 
-def forget(islands: list[Any]) -> None:
-    """End calls of these islands that were left open without a hook (Ctrl-C), and restore autocast."""
+def forget(in_fp32: list[Any]) -> None:
+    """End calls of these modules that were left open without a hook (Ctrl-C), and restore autocast."""
     entries = _OPEN.entries
     first = next(
-        (i for i, entry in enumerate(entries) if any(entry.fp32_module is fp32_module for fp32_module in islands)), None
+        (i for i, entry in enumerate(entries) if any(entry.fp32_module is fp32_module for fp32_module in in_fp32)), None
     )
     if first is not None:
         _set_autocast(entries[first].autocast)
@@ -107,7 +107,7 @@ def forget(islands: list[Any]) -> None:
 
 
 def fp32_module_of(module: nn.Module) -> Fp32Module | None:
-    """The island whose hooks `module` has, if any."""
+    """The fp32 module whose hooks `module` has, if any."""
     hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - there is no public way to see hooks
     owners = (getattr(hook, "__self__", None) for hook in hooks)
     return next((owner for owner in owners if isinstance(owner, Fp32Module)), None)
@@ -154,7 +154,7 @@ class Fp32Modules:
 
 
 class _Watched(Fp32Module):
-    """An island of a replay: counts its calls, and records outputs that overflow the model's dtype."""
+    """An fp32 module of a replay: counts its calls, and records outputs that overflow the model's dtype."""
 
     def __init__(self, name: str, dtype: torch.dtype | None, report: Fp32Modules) -> None:
         super().__init__(dtype)
@@ -208,7 +208,7 @@ def resolve_fp32_modules(model: nn.Module, names: Iterable[str]) -> dict[str, nn
 
 
 def upcast_fp32_modules(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
-    """Modules outside the islands that own a half tensor that an island owns too: name -> the island's name."""
+    """Modules that own a half tensor which an fp32 module owns too: name -> the fp32 module's name."""
     owner: dict[int, str] = {}
     inside: set[int] = set()
 
@@ -238,15 +238,15 @@ def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Opti
     Inputs are cast up, half parameters and buffers (and the optimizers' half state for them) are fp32 for the duration,
     autocast is off inside. Under autocast the output stays fp32: cast back it would overflow again. In a half model the
     output is cast to the module's half dtype, and what overflows is recorded in `beyond`. Where half parameters are
-    shared with a module outside, that becomes an island as well. Enter and leave between steps. Raises UsageError where
+    shared with a module outside, that computes in fp32 as well. Enter and leave between steps. Raises UsageError where
     a name is unknown.
     """
     chosen = resolve_fp32_modules(model, names)
     widened = upcast_fp32_modules(model, chosen)
     modules = dict(model.named_modules())
     everything = {**chosen, **{name: modules[name] for name in widened}}
-    islands = Fp32Modules(everything)
-    # Within an island all is fp32: an island inside another one casts no outputs.
+    in_fp32 = Fp32Modules(everything)
+    # Within such a module all is fp32: one inside another one casts no outputs.
     inside = {inner for module in everything.values() for inner in module.modules() if inner is not module}
     dtypes = {name: None if module in inside else half_dtype(module) for name, module in everything.items()}
     with ExitStack() as stack:
@@ -256,9 +256,9 @@ def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Opti
                 other.dtype = None
         halves = [tensor for module in everything.values() for tensor in half_tensors(module)]
         stack.callback(TemporaryCast(halves, torch.float32, optimizers).restore)
-        watched = [_Watched(name, dtypes[name], islands) for name in everything]
+        watched = [_Watched(name, dtypes[name], in_fp32) for name in everything]
         stack.callback(forget, watched)
         for fp32_module, module in zip(watched, everything.values(), strict=True):
             for handle in fp32_module.attach(module):
                 stack.callback(handle.remove)
-        yield islands
+        yield in_fp32

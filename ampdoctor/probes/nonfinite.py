@@ -265,7 +265,7 @@ def first_difference(first: Sequence[Observation], second: Sequence[Observation]
 def trained_parameters(run: ObservedRun) -> frozenset[int]:
     """`id` of each parameter that an optimizer holds; of all parameters if the run has no optimizer."""
     held = set(map(id, optimizer_parameters(run)))
-    # with fp32 masters the optimizers hold copies, which take their gradients from the model's own parameters
+    # with fp32 master weights the optimizers hold copies, which take their gradients from the model's own parameters
     own = {id(p) for p in run.model.parameters()}
     return frozenset(held if held & own else own)
 
@@ -293,7 +293,7 @@ def state_tensors(run: ObservedRun) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def outside_gradients(run: ObservedRun) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, gradient) of parameters that only an optimizer holds: fp32 masters of half parameters."""
+    """(name, gradient) of parameters that only an optimizer holds: fp32 master weights of half parameters."""
     inside = {id(parameter) for parameter in run.model.parameters()}
     outside = [(id(p), p.grad) for p in optimizer_parameters(run) if id(p) not in inside and p.grad is not None]
     names = run.parameter_names() if outside else {}

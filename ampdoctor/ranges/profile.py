@@ -34,7 +34,7 @@ class RunFacts:
     precision: str  # that the run itself uses
     factory: str = ""  # name of the factory that made the run
     autocast: bool = True
-    master_weights: bool = False  # a half model has fp32 masters in its optimizer
+    master_weights: bool = False  # a half model has fp32 master weights in its optimizer
     scaler: Mapping[str, Any] | None = None  # state of its own enabled GradScaler (`state_dict()` form)
     loss_scale: float = 1.0  # the scaler's, a manual one, or 1.0
     base_scale: float = 1.0  # factor in the measured gradients: a manual loss scale inside the user's step
@@ -112,7 +112,7 @@ class RangeProfile:
         ]
 
     def half_gradients(self, without: Collection[str] = ()) -> list[int]:
-        """Indices of the gradients in the half format, except those of the modules `without` (fp32 islands)."""
+        """Indices of the gradients in the half format, except those of the modules `without` (modules in fp32)."""
         return [index for kind in GRADIENTS for index in self.of_kind(kind, without)]
 
     def merged(self, kind: SiteKind, without: Collection[str] = ()) -> Histogram:

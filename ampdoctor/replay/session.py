@@ -87,8 +87,8 @@ class Session:
         self._cast_to: torch.dtype | None = None
         self._overridden = compute != run.precision
         self._wide_casts = False
-        self.masters: MasterWeights | None = None
-        self._names_of_masters: dict[int, str] = {}
+        self.master_weights: MasterWeights | None = None
+        self._names_of_master_weights: dict[int, str] = {}
         self._stack = ExitStack()
         try:
             self._build(precision)
@@ -127,12 +127,12 @@ class Session:
             self.scaler = scaler_of(run, device, enabled=self.precision.compute == "fp16")
             self.schedulers = schedulers_of(run, self.optimizers)
         if self.precision.master_weights:
-            self.masters = self._stack.enter_context(master_weights(self.optimizers.values()))
+            self.master_weights = self._stack.enter_context(master_weights(self.optimizers.values()))
 
     def state_loaded(self) -> None:
-        """Update the fp32 masters after a state was loaded into the model."""
-        if self.masters is not None:
-            self.masters.reload()
+        """Update the fp32 master weights after a state was loaded into the model."""
+        if self.master_weights is not None:
+            self.master_weights.reload()
 
     def close(self) -> None:
         """Restore the optimizers' own parameters and the model's dtype, and stop the loader's workers."""
@@ -196,7 +196,7 @@ class Session:
 
     def parameter_names(self) -> dict[int, str]:
         """See `ObservedRun`."""
-        return {**names_of_parameters(self.model, self.module_names, self.optimizers), **self._names_of_masters}
+        return {**names_of_parameters(self.model, self.module_names, self.optimizers), **self._names_of_master_weights}
 
     @property
     def scaler_state(self) -> dict[str, Any] | None:
@@ -426,17 +426,17 @@ class Session:
     @contextmanager
     def keeping_master_weights(self) -> Iterator[None]:
         """Let the optimizers step fp32 copies of their half-precision parameters; frozen parameters are not copied."""
-        if self.masters is not None:
+        if self.master_weights is not None:
             yield
             return
         names = self.parameter_names()
-        with master_weights(self.optimizers.values()) as masters:
-            self.masters = masters
-            self._names_of_masters = {id(master): names[id(half)] for half, master in masters.pairs}
+        with master_weights(self.optimizers.values()) as kept:
+            self.master_weights = kept
+            self._names_of_master_weights = {id(master): names[id(half)] for half, master in kept.pairs}
             try:
                 yield
             finally:
-                self.masters, self._names_of_masters = None, {}
+                self.master_weights, self._names_of_master_weights = None, {}
 
     @contextmanager
     def _cast(self, dtype: torch.dtype) -> Iterator[None]:

@@ -55,7 +55,7 @@ class TrainingRun:
         after_step: `after_step(run, step)`, called after each step (for an EMA, for example).
         precision: "fp32", "tf32", "bf16" or "fp16".
         autocast: True: `torch.autocast` with that dtype; False: the model's own dtypes (pure half).
-        master_weights: True: half model, fp32 masters in the optimizer.
+        master_weights: True: half model, fp32 master weights in the optimizer.
         scaler: GradScaler arguments, a GradScaler, a callable that returns one, or None (a disabled one).
         max_grad_norm: Clip gradients to this total norm, after unscaling.
         accumulation_steps: Micro-batches in one optimizer step.

@@ -35,7 +35,7 @@ class Request:
     settings: ScalerSettings
     real: ScalerSettings  # the settings as the framework will run them
     precision: Precision  # the run's compute precision; the settings matter only for fp16
-    islands: tuple[str, ...]  # modules that compute in fp32 nevertheless; () if the whole run does
+    in_fp32: tuple[str, ...]  # modules that compute in fp32 nevertheless; () if the whole run does
     loss_in_half: bool  # the loss is fp16 where it is scaled
     device: str  # device type of the training
 
@@ -134,7 +134,7 @@ def _transformers(request: Request) -> Fragment:
 
 def _lightning(request: Request) -> Fragment:
     importing = "from lightning.pytorch import Trainer"
-    notes = (_INSIDE,) if request.islands else ()
+    notes = (_INSIDE,) if request.in_fp32 else ()
     if request.precision != "fp16":
         mode = quoted(_LIGHTNING[request.precision])
         return _python(request, (importing,), (f"trainer = Trainer(precision={mode})",), notes)
@@ -154,10 +154,10 @@ def _lightning(request: Request) -> Fragment:
 
 
 def _python(request: Request, imports: tuple[str, ...], body: tuple[str, ...], notes: tuple[str, ...] = ()) -> Fragment:
-    """Returns imports, islands and body, with blank lines as formatters expect."""
+    """Returns imports, fp32 modules and body, with blank lines as formatters expect."""
     lines = list(imports)
-    if request.islands:
-        importing, *applied = apply_call("fp32_modules", request.islands)
+    if request.in_fp32:
+        importing, *applied = apply_call("fp32_modules", request.in_fp32)
         body = (*applied, *body)
         lines += ["", importing]
     if lines:
@@ -192,7 +192,7 @@ SHOWN = 8  # most module names in one sentence
 def _deepspeed(request: Request) -> Fragment:
     sections: dict[str, dict[str, Any]] = {half: {"enabled": request.precision == half} for half in ("fp16", "bf16")}
     if request.precision != "fp16":
-        return Fragment(lines=_json(sections), notes=tuple(_islands(request, "DeepSpeed")))
+        return Fragment(lines=_json(sections), notes=tuple(_in_fp32(request, "DeepSpeed")))
     real, floor = request.real, int(request.real.min_scale or 1)
     sections["fp16"] |= {
         "loss_scale": 0,  # dynamic
@@ -208,17 +208,17 @@ def _deepspeed(request: Request) -> Fragment:
             *request.differences(),
             f"at the scale {floor} the next overflow ends the run under ZeRO 1 to 3; without ZeRO steps are skipped on",
             *request.half_loss("ZeRO scales the loss in its own dtype", "write `engine.backward(loss.float())`"),
-            *_islands(request, "DeepSpeed"),
+            *_in_fp32(request, "DeepSpeed"),
             "resumed with its optimizer's state, a run goes on with the checkpoint's settings instead of these",
         ),
     )
 
 
 def _megatron(request: Request) -> Fragment:
-    islands = tuple(_islands(request, "Megatron-LM"))
+    in_fp32 = tuple(_in_fp32(request, "Megatron-LM"))
     if request.precision != "fp16":
         return Fragment(
-            lines=_flags("pretrain_gpt.py", *(("--bf16",) if request.precision == "bf16" else ())), notes=islands
+            lines=_flags("pretrain_gpt.py", *(("--bf16",) if request.precision == "bf16" else ())), notes=in_fp32
         )
     real = request.real
     floor = real.min_scale or 1.0
@@ -234,15 +234,15 @@ def _megatron(request: Request) -> Fragment:
         notes=(
             *request.differences(),
             f"at the scale {floor:g} Megatron-LM goes on skipping steps and never stops",
-            *islands,
+            *in_fp32,
         ),
     )
 
 
-def _islands(request: Request, framework: str) -> Iterator[str]:
-    if request.islands:
-        shown = ", ".join(map(quoted, request.islands[:SHOWN]))
-        more = f" and {len(request.islands) - SHOWN} more" if len(request.islands) > SHOWN else ""
+def _in_fp32(request: Request, framework: str) -> Iterator[str]:
+    if request.in_fp32:
+        shown = ", ".join(map(quoted, request.in_fp32[:SHOWN]))
+        more = f" and {len(request.in_fp32) - SHOWN} more" if len(request.in_fp32) > SHOWN else ""
         yield (
             f"{framework} casts the whole model: what is to stay in fp32 ({shown}{more}) has to be cast, with its "
             "inputs, in the model's own code"
@@ -290,7 +290,7 @@ def emit(
         settings=settings,
         real=expressible(settings, framework),
         precision=precision,
-        islands=() if precision == "fp32" else tuple(fp32_modules),
+        in_fp32=() if precision == "fp32" else tuple(fp32_modules),
         loss_in_half=loss_in_half,
         device=device,
     )

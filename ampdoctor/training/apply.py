@@ -94,15 +94,15 @@ def _fp32_modules(value: Any, training: Training) -> Change:
             raise UsageError(f"{name} is a scripted module, whose precision cannot be changed from outside")
     halves = [tensor for module in everything.values() for tensor in half_tensors(module)]
     refuse_wrapped(halves, torch.float32, model)
-    return partial(_make_islands, list(everything.values()), halves, training)
+    return partial(_make_fp32, list(everything.values()), halves, training)
 
 
-def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Training, undo: ExitStack) -> None:
+def _make_fp32(modules: list[nn.Module], halves: list[Tensor], training: Training, undo: ExitStack) -> None:
     let_compile_see_hooks()
     inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
     for module in modules:
         below = (inner for inner in module.modules() if inner is not module)
-        _set_bases(below, None, undo)  # the code around these islands is fp32 now: their outputs stay fp32
+        _set_bases(below, None, undo)  # the code around these modules is fp32 now: their outputs stay fp32
         if fp32_module_of(module) is None:
             Fp32Module(None if id(module) in inside else half_dtype(module)).attach(module)
             undo.callback(_unhook, module, Fp32Module)
@@ -110,7 +110,7 @@ def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Trai
 
 
 def _set_bases(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: ExitStack) -> None:
-    """Sets the output dtype of the islands among the modules, but for those inside other islands."""
+    """Sets the output dtype of the fp32 modules among these, but for those inside other fp32 modules."""
     for module in modules:
         fp32_module = fp32_module_of(module)
         if fp32_module is not None and fp32_module.dtype is not None:
@@ -119,7 +119,7 @@ def _set_bases(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: Ex
 
 def _unhook(module: nn.Module, kind: type) -> None:
     """Removes hooks of this kind, or of its methods. A copied model has copies of the hooks, but no handles."""
-    before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)  # noqa: SLF001 - see island_on
+    before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)  # noqa: SLF001 - see fp32_module_on
     after = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)  # noqa: SLF001
     kinds: tuple[tuple[dict[int, Any], ...], ...] = (before, after)
     for hooks, *notes in kinds:
@@ -160,7 +160,7 @@ def _make_dtype(dtype: torch.dtype, tensors: list[Tensor], training: Training, u
 
 
 def _input_cast(model: nn.Module) -> torch.dtype | None:
-    hooks = model._forward_pre_hooks.values()  # noqa: SLF001 - see island_on
+    hooks = model._forward_pre_hooks.values()  # noqa: SLF001 - see fp32_module_on
     return next((hook.dtype for hook in hooks if isinstance(hook, CastInputs)), None)
 
 
@@ -357,7 +357,7 @@ def apply(
     - `skip_batch` and `code` do not change a model: they are refused with a sentence that says what to do.
 
     Handles of changes to the same model, optimizer or scaler are removed in the reverse order, as nested `with` blocks
-    are. After the last one, everything is as it was. An fp32 island stays fp32 in a model of any dtype.
+    are. After the last one, everything is as it was. A module in fp32 stays fp32 in a model of any dtype.
 
     Args:
         model: The model, wrapped (DDP, compiled) or not; names are those of the user's own model.
@@ -378,7 +378,7 @@ def apply(
     """
     training = _training(model, optimizer, scaler)
     wanted = wanted_of(prescription, unverified=unverified)
-    # a dtype is the whole model's, and islands in it come after it
+    # a dtype is the whole model's, and modules in fp32 come after it
     plans = [plan(change, training) for change in sorted(wanted.changes, key=lambda change: change.kind != "dtype")]
     with ExitStack() as undone:
         for make in plans:

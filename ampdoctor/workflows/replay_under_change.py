@@ -155,7 +155,7 @@ class _Watch:
         self._plan = plan
         self._compare = compare if unlike is None else frozenset()
         run = session.run
-        self._ours = run.step is None and run.max_grad_norm is None and not session.masters
+        self._ours = run.step is None and run.max_grad_norm is None and not session.master_weights
         """The optimizer gets the backward's gradients unchanged: no clipping, and no step of the user's own."""
         self._times: Mapping[str, int] = {}
         self._nonfinite_probe = NonFiniteProbe()

@@ -124,7 +124,7 @@ class StepRerun:
         wide = {name: tensor.detach().clone() for name, tensor in _wide_beside(session)}
         run_step(session, self.step, own)
         done = own.moves.trained
-        found = _with_masters(session, wide, own.before.trained, meant)
+        found = _with_master_weights(session, wide, own.before.trained, meant)
         for name, key, tensor in _optimizer_state(session):
             now = sample(tensor).double()
             if name not in meant or now.shape != meant[name].shape:
@@ -313,7 +313,7 @@ def _attributes(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[st
             yield from _attributes(inner, f"{name}.{key}", depth + 1)
 
 
-def _with_masters(session: Session, before: Mapping[str, torch.Tensor], start: State, meant: State) -> set[str]:
+def _with_master_weights(session: Session, before: Mapping[str, torch.Tensor], start: State, meant: State) -> set[str]:
     """Returns the half parameters whose fp32 master moved as the parameter does in fp32."""
     weights, found = dict(held(session)), set()
     for name, tensor in _wide_beside(session):

@@ -57,8 +57,8 @@ class Replays:
         by_hand = self.taken.ranges.run.base_scale
         scaler = with_scaler(**advice.recommended.arguments())
         scaled = scaler if by_hand == 1.0 else rescaled(advice.recommended.scale / by_hand)
-        islands = fp32_modules(advice.choice.fp32_modules) if advice.choice.fp32_modules else no_change
-        return self._observe(both(scaled, islands), self.taken.ranges.steps)
+        in_fp32 = fp32_modules(advice.choice.fp32_modules) if advice.choice.fp32_modules else no_change
+        return self._observe(both(scaled, in_fp32), self.taken.ranges.steps)
 
     def tried(self, change: Change) -> Observed:
         """Returns a short replay with another change."""
@@ -112,7 +112,7 @@ def judge(
         judgement = replace(judgement, change=False, no_scale=True)
     findings = _of_the_scale(ranges, thresholds, advice, judgement, trial)
     if advice.large:
-        findings.append(forward_range(advice.large, trial.islands()))
+        findings.append(forward_range(advice.large, trial.in_fp32()))
     choice = advice.choice
     if choice.modules_not_covered:
         findings.append(
@@ -264,15 +264,15 @@ class _Trial:
         large = self._advice.large
         beyond = sorted(name for name in large if name and large[name] > FP16_MAX)
         near = sorted(name for name in large if name)
-        tried = [partial(self._islands, names) for names in ([beyond] if beyond == near else [beyond, near]) if names]
+        tried = [partial(self._in_fp32, names) for names in ([beyond] if beyond == near else [beyond, near]) if names]
         return self._first(*tried, self.in_bf16)
 
-    def islands(self) -> Prescription:
+    def in_fp32(self) -> Prescription:
         """fp32 for the modules with large activations."""
         names = sorted(name for name in self._advice.large if name)
-        return self._islands(names) if names else self.in_bf16()
+        return self._in_fp32(names) if names else self.in_bf16()
 
-    def _islands(self, names: list[str]) -> Prescription:
+    def _in_fp32(self, names: list[str]) -> Prescription:
         return self._try("fp32_modules", names, fp32_modules(names), f"run {', '.join(names)} in fp32")
 
     def modules_no_scale_fits(self) -> Prescription:

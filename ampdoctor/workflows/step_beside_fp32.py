@@ -101,14 +101,14 @@ def _same(states: Mapping[Named, torch.Tensor], name: Named, old: torch.Tensor) 
 def kept_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) for what a run keeps; an fp32 master counts in place of its half copy."""
     names = session.parameter_names()
-    master = session.masters.of if session.masters else _masters_by_hand(session)
+    master = session.master_weights.of if session.master_weights else _master_weights_by_hand(session)
     yield from ((names[id(p)], master(p)) for p in session.model.parameters())
     for name, buffer in session.model.named_buffers():
         if buffer.is_floating_point():
             yield session.clean_name(name), buffer
 
 
-def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]:
+def _master_weights_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function from a half parameter to the fp32 master, or its part of a flat one, or to itself."""
     own = {id(p) for p in session.model.parameters()}
     held = [*optimizer_parameters(session)]
@@ -121,7 +121,7 @@ def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]
             return half
         parts = (p[at[id(half)] :][: half.numel()] for p in flat if at[id(half)] + half.numel() <= p.numel())
         for one in (*(p for p in others if p.shape == half.shape), *(p.view(half.shape) for p in parts)):
-            if half.detach().equal(one.detach().to(half)):  # masters may lie on the CPU
+            if half.detach().equal(one.detach().to(half)):  # master weights may lie on the CPU
                 return one
         return half
 

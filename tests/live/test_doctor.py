@@ -78,15 +78,15 @@ def test_a_scaler_that_skips_masters_may_settle(sick, tmp_path):
     """Where it would let them step cannot be asked; a loss that is not finite is looked at."""
     told, said = [], []
     model = nn.Linear(4, 2).half()
-    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
-    optimizer, scaler = torch.optim.SGD(masters, lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    master_weights = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer, scaler = torch.optim.SGD(master_weights, lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**20)
     watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, said.append)
     with watching.attending():
         for step in range(10):
             model.zero_grad()
             batch = torch.full((4,), torch.nan if sick and step == 9 else 1.0).half()
             scaler.scale(model(batch).float().square().sum()).backward()
-            for master, parameter in zip(masters, model.parameters(), strict=True):
+            for master, parameter in zip(master_weights, model.parameters(), strict=True):
                 master.grad = parameter.grad.float()
             scaler.step(optimizer)
             scaler.update()

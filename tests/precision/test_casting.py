@@ -134,14 +134,14 @@ def test_with_a_scaler_clipping_and_accumulation():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     x = torch.rand(3, 4, dtype=HALF)
-    with master_weights([optimizer]) as masters:
+    with master_weights([optimizer]) as kept:
         for _ in range(2):
             scaler.scale(model(x).float().mean()).backward()
-        master = masters.pairs[0][1]
+        master = kept.pairs[0][1]
         assert master.grad.dtype is SINGLE
         assert model[0].weight.grad is None
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_([m for _, m in masters.pairs], 1e-3)
+        nn.utils.clip_grad_norm_([m for _, m in kept.pairs], 1e-3)
         scaler.step(optimizer)
         scaler.update()
         assert torch.equal(model[0].weight, master.to(HALF))
@@ -162,21 +162,21 @@ def test_state_from_before_is_continued_and_fp32_parameters_are_left():
     model["wide"](torch.rand(1, 2)).sum().backward()
     optimizer.step()
     moment = optimizer.state[model["narrow"].weight]["exp_avg"].clone()
-    with master_weights([optimizer]) as masters:
-        assert len(masters.pairs) == 2
-        assert torch.equal(optimizer.state[masters.pairs[0][1]]["exp_avg"], moment.float())
-        assert masters.pairs[0][1].grad is not None
+    with master_weights([optimizer]) as kept:
+        assert len(kept.pairs) == 2
+        assert torch.equal(optimizer.state[kept.pairs[0][1]]["exp_avg"], moment.float())
+        assert kept.pairs[0][1].grad is not None
         optimizer.step()
         with torch.no_grad():
             model["narrow"].weight.fill_(0.5)
-        masters.reload()
-        assert masters.pairs[0][1].unique().tolist() == [0.5]
+        kept.reload()
+        assert kept.pairs[0][1].unique().tolist() == [0.5]
     assert model["wide"].weight in set(optimizer.param_groups[0]["params"])
 
 
 def test_a_weight_shared_by_two_optimizers_has_one_master():
     model = nn.Linear(2, 2).half()
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-    with master_weights([first, second]) as masters:
-        assert len(masters.pairs) == 2
+    with master_weights([first, second]) as kept:
+        assert len(kept.pairs) == 2
         assert first.param_groups[0]["params"][0] is second.param_groups[0]["params"][0]

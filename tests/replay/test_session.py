@@ -182,17 +182,17 @@ def test_master_weights():
     hand.load_state_dict(wide.state_dict())
     ours = nn.Linear(4, 2).half()
     ours.load_state_dict(hand.state_dict())
-    masters = [p.detach().float() for p in hand.parameters()]
-    optimizer = torch.optim.SGD(masters, lr=1e-4)
+    master_weights = [p.detach().float() for p in hand.parameters()]
+    optimizer = torch.optim.SGD(master_weights, lr=1e-4)
     data = [torch.randn(3, 4, generator=torch.Generator().manual_seed(s)).half() for s in range(STEPS)]
     for x in data:
         hand.zero_grad()
         hand(x).float().square().mean().backward()
-        for master, parameter in zip(masters, hand.parameters(), strict=True):
+        for master, parameter in zip(master_weights, hand.parameters(), strict=True):
             master.grad = parameter.grad.float()
         optimizer.step()
         with torch.no_grad():
-            for master, parameter in zip(masters, hand.parameters(), strict=True):
+            for master, parameter in zip(master_weights, hand.parameters(), strict=True):
                 parameter.copy_(master)
     run = TrainingRun(
         model=ours,
@@ -209,7 +209,7 @@ def test_master_weights():
             session.step(step)
     assert same(state(ours), state(hand))
     held = session.optimizers["optimizer"].param_groups[0]["params"]
-    assert all(torch.equal(a, b) for a, b in zip(held, masters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(held, master_weights, strict=True))
     session.close()
     assert [id(p) for p in session.optimizers["optimizer"].param_groups[0]["params"]] == [
         id(p) for p in ours.parameters()

@@ -231,9 +231,9 @@ def test_a_replay_of_an_applied_model_finds_it_healthy():
     model = Net()
     ampdoctor.apply(model, LOUD)
     x = torch.rand(2, 4)
-    with torch.autocast("cpu", HALF), force_fp32(model, ["blocks.1.down"]) as islands:
+    with torch.autocast("cpu", HALF), force_fp32(model, ["blocks.1.down"]) as in_fp32:
         assert model(x).isfinite().all()
-    assert islands.calls == {"blocks.1.down": 1}
+    assert in_fp32.calls == {"blocks.1.down": 1}
     with torch.autocast("cpu", HALF):
         assert model(x).isfinite().all()
 

@@ -56,16 +56,16 @@ _PRODUCTS = frozenset(
 def table(
     facts: PrecisionFacts,
     half: RowPrecision,
-    islands: Mapping[str, str],
+    in_fp32: Mapping[str, str],
     eighth: Mapping[str, tuple[RowPrecision, str]],
 ) -> Iterator[PrecisionRow]:
-    """Yields the rows of a run in half precision; `islands` stay in fp32, `eighth` is what FP8 takes or leaves."""
+    """Yields the rows of a run in half precision; `in_fp32` stay in fp32, `eighth` is what FP8 takes or leaves."""
     for module in facts.modules:
         yield from _own_ops(module, half)
-        if module.name in islands:
+        if module.name in in_fp32:
             wide: RowPrecision = "tf32" if facts.target.tf32 and _computes_products(module) else "fp32"
             tail = "; its products may use TF32" if wide == "tf32" else ""
-            yield _row(module, "", wide, islands[module.name] + tail)
+            yield _row(module, "", wide, in_fp32[module.name] + tail)
         elif module.name in eighth:
             yield _row(module, "", *eighth[module.name])
         elif _statistics(module) is not None:
@@ -76,8 +76,8 @@ def table(
         elif "embedding" in module.ops:
             yield _row(module, "embedding", "fp32", "autocast casts no look-up: its rows come out as they are stored")
     seen = {module.name for module in facts.modules}
-    for name in sorted(islands.keys() - seen):
-        yield PrecisionRow(module=name, type="", part="", precision="fp32", reason=islands[name])
+    for name in sorted(in_fp32.keys() - seen):
+        yield PrecisionRow(module=name, type="", part="", precision="fp32", reason=in_fp32[name])
 
 
 def wide_table(facts: PrecisionFacts, wide: RowPrecision, why: str) -> Iterator[PrecisionRow]:
@@ -288,7 +288,7 @@ nothing was measured."""
 class _Fp16:
     """What fp16 needs on the target."""
 
-    islands: Mapping[str, str]  # modules to keep in fp32, with the reason
+    in_fp32: Mapping[str, str]  # modules to keep in fp32, with the reason
     share: float  # their share of all parameters
     obstacle: str | None  # why fp16 does not fit even so
 
@@ -309,7 +309,7 @@ def advise_precision(facts: PrecisionFacts, thresholds: Thresholds = DEFAULT_THR
                 f"the products that hold {eighth.share:.0%} of the matrices' parameters fit FP8 and are large enough "
                 "to gain; the rest, and all of it should the loss suffer, in BF16"
             )
-        rows = table(facts, half, fp16.islands if half == "fp16" else {}, eighth.rows if chosen else {})
+        rows = table(facts, half, fp16.in_fp32 if half == "fp16" else {}, eighth.rows if chosen else {})
         remedies = [*logit_remedies(facts, half), *loss_remedies(facts)]
     else:
         wide: RowPrecision = "tf32" if precision == "tf32" else "fp32"
@@ -333,10 +333,10 @@ def advise_precision(facts: PrecisionFacts, thresholds: Thresholds = DEFAULT_THR
 def _half(facts: PrecisionFacts, fp16: _Fp16, *, near: bool) -> tuple[RunPrecision, str, RunPrecision | None]:
     target = facts.target
     wide: RunPrecision = "tf32" if target.tf32 else "fp32"
-    kept = f" with {_listed(fp16.islands)} ({fp16.share:.1%} of the parameters) in fp32" if fp16.islands else ""
+    kept = f" with {_listed(fp16.in_fp32)} ({fp16.share:.1%} of the parameters) in fp32" if fp16.in_fp32 else ""
     if fp16.obstacle is None and not target.bf16:
         return "fp16", f"FP16 fits{_at_scale(facts)}{kept}, and {target.name} has no native BF16", None
-    if fp16.obstacle is None and not fp16.islands:
+    if fp16.obstacle is None and not fp16.in_fp32:
         both = f"FP16 and BF16 are both fine: FP16 fits{_at_scale(facts)}{_errors(facts)}"
         if facts.own == "fp16" or (facts.precision_matters and not target.bf16_backward):
             own = "and is what the run has" if facts.own == "fp16" else "and is the finer one, which was asked for"
@@ -344,8 +344,8 @@ def _half(facts: PrecisionFacts, fp16: _Fp16, *, near: bool) -> tuple[RunPrecisi
         return "bf16", f"{both}; BF16 needs no loss scale to look after", "fp16"
     gradients_only = facts.own == "fp16" and not near
     if fp16.obstacle is None and (gradients_only or facts.precision_matters):
-        return "fp16", f"FP16 fits{_at_scale(facts)}{kept}; BF16 needs neither islands nor a loss scale", "bf16"
-    against = fp16.obstacle or f"FP16 fits only{kept}: {next(iter(fp16.islands.values()))}"
+        return "fp16", f"FP16 fits{_at_scale(facts)}{kept}; BF16 needs neither modules in fp32 nor a loss scale", "bf16"
+    against = fp16.obstacle or f"FP16 fits only{kept}: {next(iter(fp16.in_fp32.values()))}"
     if target.bf16 and not facts.precision_matters:
         return "bf16", f"{against}; BF16 has the range of fp32", None
     if not target.bf16:
@@ -355,23 +355,23 @@ def _half(facts: PrecisionFacts, fp16: _Fp16, *, near: bool) -> tuple[RunPrecisi
 
 def _fp16(facts: PrecisionFacts, thresholds: Thresholds) -> _Fp16:
     near = _near(facts, thresholds)
-    islands = {name: _reach(amax, thresholds) for name, amax in near.items()}
+    in_fp32 = {name: _reach(amax, thresholds) for name, amax in near.items()}
     scale = facts.scale
     for name in scale.modules_not_covered if scale is not None else ():
-        islands.setdefault(name, f"its gradients need another loss scale than the 2^{scale.exponent} of the others")  # type: ignore[union-attr]  # checked above
-    return _Fp16(islands, _share(facts, islands), _obstacle(facts, islands, thresholds))
+        in_fp32.setdefault(name, f"its gradients need another loss scale than the 2^{scale.exponent} of the others")  # type: ignore[union-attr]  # checked above
+    return _Fp16(in_fp32, _share(facts, in_fp32), _obstacle(facts, in_fp32, thresholds))
 
 
-def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], thresholds: Thresholds) -> str | None:
-    target, scale, share = facts.target, facts.scale, _share(facts, islands)
+def _obstacle(facts: PrecisionFacts, in_fp32: Mapping[str, str], thresholds: Thresholds) -> str | None:
+    target, scale, share = facts.target, facts.scale, _share(facts, in_fp32)
     if not target.fp16:
         return f"{target.name} has no native fp16"
     if share > thresholds[FP32_SHARE]:
         worst = max(_near(facts, thresholds).items(), key=lambda item: (item[1], item[0]), default=None)
         forward = f": the forward reaches {worst[1]:.5g} in {worst[0] or 'the model'}" if worst is not None else ""
         return f"FP16 would need {share:.0%} of the parameters in fp32{forward}"
-    if "" in islands:
-        return f"FP16 does not fit the model's own forward or its loss: {islands['']}"
+    if "" in in_fp32:
+        return f"FP16 does not fit the model's own forward or its loss: {in_fp32['']}"
     if scale is not None and scale.exponent < 0:
         return f"the largest loss scale that does not overflow fp16 is 2^{scale.exponent}, below 1"
     if facts.harm is not None and not facts.settled:  # some skipped steps are a scaler at work

@@ -120,7 +120,7 @@ def all_updates(updates: Sequence[UpdateFacts]) -> AllUpdates | None:
 
 
 def stagnation_expected(updates: Sequence[UpdateFacts], thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
-    """Judges AMP501 for bf16 weights (no autocast, no masters) from an fp32 pass; only for torch's own optimizers."""
+    """Judges AMP501 by an fp32 pass: bf16 weights without autocast or master weights, with torch's optimizers."""
     if not all(u.optimizer.startswith(ROUNDS_TO_NEAREST) for u in updates):
         return None
     modules: defaultdict[str, list[UpdateFacts]] = defaultdict(list)

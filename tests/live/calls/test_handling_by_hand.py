@@ -268,17 +268,17 @@ def scales_twice_and_divides(loop):
 
 def keeps_masters(loop):
     if not hasattr(loop, "masters"):
-        loop.masters = [nn.Parameter(p.detach().clone().float()) for p in loop.parameters]
-        loop.of_masters = torch.optim.SGD(loop.masters, lr=1e-2)
+        loop.master_weights = [nn.Parameter(p.detach().clone().float()) for p in loop.parameters]
+        loop.of_masters = torch.optim.SGD(loop.master_weights, lr=1e-2)
         loop.model.half()
     loop.model.zero_grad()
     loss = loop.model(torch.randn(8, 4).half()).float().pow(2).mean()
     loop.scaler.scale(loss).backward()
-    for master, parameter in zip(loop.masters, loop.parameters, strict=True):
+    for master, parameter in zip(loop.master_weights, loop.parameters, strict=True):
         master.grad = parameter.grad.float() / SCALE
     loop.of_masters.step()
     with torch.no_grad():
-        for master, parameter in zip(loop.masters, loop.parameters, strict=True):
+        for master, parameter in zip(loop.master_weights, loop.parameters, strict=True):
             parameter.copy_(master)
 
 

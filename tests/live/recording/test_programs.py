@@ -205,8 +205,8 @@ def test_masters_that_no_backward_reaches_take_all_of_the_step(skipping):
     """Of a half model whose loop copies gradients to fp32 masters, and skips an update by its own judgement."""
     loop = Loop()
     model = nn.Linear(4, 2).bfloat16()
-    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
-    optimizer = torch.optim.SGD(masters, lr=0.1)
+    master_weights = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(master_weights, lr=0.1)
     programs = []
 
     def body(step):
@@ -214,7 +214,7 @@ def test_masters_that_no_backward_reaches_take_all_of_the_step(skipping):
         (model(torch.full((3, 4), torch.nan if step == 1 else 1.0).bfloat16()).float().square().sum() * 8).backward()
         if step == 1 and skipping:
             return
-        for master, parameter in zip(masters, model.parameters(), strict=True):
+        for master, parameter in zip(master_weights, model.parameters(), strict=True):
             master.grad = parameter.grad.float() / 8
         if step == 2:
             programs.append(loop.recorder.program(optimizer, name="optimizer", scaler=None, step=step))

@@ -61,7 +61,7 @@ def mean_square(model, x):
     return model(x).float().square().mean()
 
 
-def pure_half(optimizer: str, lr: float, precision: str, *, masters: bool = False) -> TrainingRun:
+def pure_half(optimizer: str, lr: float, precision: str, *, master_weights: bool = False) -> TrainingRun:
     torch.manual_seed(0)
     model = Net().to(DTYPES[precision])
     return TrainingRun(
@@ -72,11 +72,11 @@ def pure_half(optimizer: str, lr: float, precision: str, *, masters: bool = Fals
         precision=precision,
         autocast=False,
         scaler=None,
-        master_weights=masters,
+        master_weights=master_weights,
     )
 
 
-def averaged(decay: float, precision: str, *, masters: bool = False) -> TrainingRun:
+def averaged(decay: float, precision: str, *, master_weights: bool = False) -> TrainingRun:
     torch.manual_seed(0)
     net = Net().to(DTYPES[precision])
     model = nn.ModuleDict({"net": net, "ema": AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay))})
@@ -93,7 +93,7 @@ def averaged(decay: float, precision: str, *, masters: bool = False) -> Training
         precision=precision,
         autocast=False,
         scaler=None,
-        master_weights=masters,
+        master_weights=master_weights,
         after_step=after_step,
     )
 

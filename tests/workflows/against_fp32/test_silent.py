@@ -33,13 +33,13 @@ def test_updates_that_arrive(optimizer, lr, precision):
 
 @pytest.mark.parametrize(("precision", "lr"), [("bf16", 1e-5), ("fp16", 1e-7)])
 def test_half_copies_that_stay_while_their_fp32_masters_move(lr, precision):
-    report = replay("pure_half", optimizer="adamw", lr=lr, precision=precision, masters=True)
+    report = replay("pure_half", optimizer="adamw", lr=lr, precision=precision, master_weights=True)
     assert (report.verdict, report.findings) == ("healthy", ())
 
 
 @pytest.mark.parametrize(("precision", "masters"), [("bf16", False), ("fp16", True)])
-def test_a_frozen_average(precision, masters):
-    report = replay("averaged", steps=6, decay=0.9999, precision=precision, masters=masters)
+def test_a_frozen_average(precision, master_weights):
+    report = replay("averaged", steps=6, decay=0.9999, precision=precision, master_weights=master_weights)
     finding = report.findings[0]
     assert (finding.code, finding.where.op) == ("AMP508", "aten.lerp_")
     assert finding.where.module.startswith("ema.module")
