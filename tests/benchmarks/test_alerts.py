@@ -21,7 +21,7 @@ from benchmarks.alerting.harm import STAYS, harm_step  # noqa: E402
 from benchmarks.alerting.logs import Record  # noqa: E402
 from benchmarks.alerting.loop import Fault, clean_loss, take_step  # noqa: E402
 from benchmarks.alerting.mechanisms import MECHANISMS  # noqa: E402
-from benchmarks.alerting.scoring import Alarm, Score  # noqa: E402
+from benchmarks.alerting.scoring import Alarm  # noqa: E402
 
 
 def script():
@@ -165,13 +165,6 @@ SUDDEN = Record(name="a/0", kind="sick", seed=0, task="text", steps=200, every=2
 )
 def test_in_time_is_before_the_update_and_after_the_onset(alarms, found):
     assert (scoring.in_time(SUDDEN, alarms) is not None) is found
-
-
-def test_alarms_that_follow_each_other_are_one():
-    assert scoring.episodes([Alarm(5), Alarm(6), Alarm(50), Alarm(101), Alarm(400)]) == 3
-    score = Score()
-    scoring.add_healthy(score, [Alarm(1), Alarm(2)], 1000)
-    assert (score.false_alarms, score.healthy_steps) == (1, 1000)
 
 
 def test_a_training_is_collected_once_and_judged(tmp_path, monkeypatch, capsys):

@@ -147,6 +147,15 @@ def test_the_runner_knows_every_script_of_speed_and_stops_at_the_first_failure(m
     assert f"torch {torch.__version__}" in capsys.readouterr().out
 
 
+def test_the_search_until_sick_takes_turns_with_the_loop_by_hand(capsys, monkeypatch):
+    until_sick = importlib.import_module("benchmarks.until_sick")
+    monkeypatch.setitem(until_sick.SIZES, "1M", {"blocks": 1, "width": 64})
+    ratios = until_sick.measure("1M", 8, "fp16", 4, most=16)
+    assert len(ratios) == 2
+    assert all(ratio > 0 for ratio in ratios)
+    assert "| fp16 | 8 |" in capsys.readouterr().out
+
+
 def test_a_long_log_is_what_a_run_writes_and_is_looked_at_twice(tmp_path, monkeypatch, capsys):
     health_log = script("health_log")
     monkeypatch.setattr(health_log, "SEGMENT", 200_000)

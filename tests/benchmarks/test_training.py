@@ -149,13 +149,6 @@ def test_a_loss_above_the_defaults_by_more_than_the_seeds_differ_is_worse():
     assert verdict(near, [trained(loss) for loss in (1.01, 1.02, 1.03)]) == "as good"
 
 
-def test_what_no_training_suffers_from_is_no_verdict():
-    assert verdict([trained(flushed=0.0, error=1e-4)] * 3, [trained(flushed=5e-3, error=4e-3)] * 3) == "as good"
-    assert verdict([trained()] * 3, [trained(flushed=0.5, error=0.2)] * 3) == (
-        "WORSE: flushed activation gradients, flushed weight gradients, gradient error"
-    )
-
-
 def test_what_a_file_holds_is_not_trained_again(monkeypatch, tmp_path):
     made = []
 

@@ -141,6 +141,7 @@ def test_every_kind_of_tensor_has_its_path(make):
 def test_what_cannot_be_non_finite_does_not_fire(tensor):
     assert not fires(tensor)
     assert nonfinite_counts(tensor) == (0, 0, 0)
+    assert nonfinite_counts(tensor.to("meta")) == (0, 0, 0)
 
 
 class _SeenFunctions(TorchFunctionMode):

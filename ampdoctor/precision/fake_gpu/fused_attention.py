@@ -36,7 +36,8 @@ def flash_attn_func(
         if isinstance(asked, Tensor) or asked != without:
             raise ReplayError(f"flash_attn is not installed, and what stands in for it has no {name}")
     times = q.shape[2] // k.shape[2]
-    k, v = (part.repeat_interleave(times, 2) for part in (k, v))
+    if times > 1:
+        k, v = (part.repeat_interleave(times, 2) for part in (k, v))
     queries, keys = q.shape[1], k.shape[1]
     mask = None
     if causal and queries != keys:  # the last query stands at the last key
