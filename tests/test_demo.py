@@ -34,6 +34,7 @@ def played(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("demo")  # it is played once for both
 def test_the_demo_shows_each_command_its_report_and_its_code(played):
     played, _ = played
     scan = played.partition("$ ampdoctor scan ")[2]
@@ -48,6 +49,7 @@ def test_the_demo_shows_each_command_its_report_and_its_code(played):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("demo")  # it is played once for both
 def test_the_demo_s_watched_training_is_alerted_before_it_fails_and_has_a_page(played):
     played, page = played
     found = re.search(r"the alert came at step (\d+), (\d+) steps before the failure at step (\d+)", played)
