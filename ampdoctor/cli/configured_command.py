@@ -209,12 +209,20 @@ class ReplayCommand(ConfiguredCommand):
     """A command whose target may be a script with arguments of its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words before `--`; those after it are the script's own."""
+        """Parse the words before `--` where they name the target; else `--` only ends the options, as usual."""
         if "--" in args and not ctx.resilient_parsing:
             at = args.index("--")
-            ctx.meta[_KEY] = tuple(args[at + 1 :])
-            args = args[:at]
+            if self._names_target(ctx, args[:at]):
+                ctx.meta[_KEY] = tuple(args[at + 1 :])
+                args = args[:at]
         return super().parse_args(ctx, args)
+
+    def _names_target(self, ctx: Any, args: list[str]) -> bool:
+        try:
+            parsed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        except Exception:  # noqa: BLE001 - the real parsing reports the error
+            return True
+        return any(parsed.get(one.name) for one in self.params if one.param_type_name == "argument")
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the usage line's pieces."""

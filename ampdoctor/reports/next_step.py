@@ -143,6 +143,9 @@ def _scanned(report: Report) -> Step:
     """Return how to go on from an earlier checkpoint, or replay from there: a checkpoint itself shows no cause."""
     if report.verdict != "sick":
         warned = next((finding for finding in report.findings if finding.severity == "warning"), None)
+        collapsed = any(member.get("collapsed") for member in report.target.get("members", ()))
+        if collapsed and report.trend is not None and (before := report.trend.last_healthy) is not None:
+            return _resume(before, f"{_path(report)}/{before}", "the last one before the loss scale collapsed")
         if warned is not None:
             return _its_page(warned)
         return Step("nothing; in CI the same command stops the job at a sick checkpoint, by exit code 1")

@@ -48,7 +48,7 @@ def steps_in(folder):
 
 
 def process_of(log, which=0):
-    return log._writer.listeners[which]._hear.__self__._process
+    return log._writer.listeners[which]._on_line.__self__._process
 
 
 def is_gone(pid):
@@ -125,7 +125,7 @@ for step in range(100):
     log.write(StepLine(step=step))
 while not os.path.exists(sys.argv[2] + "/out/alerts.csv"):
     time.sleep(0.05)
-far = log._writer.listeners[0]._hear.__self__._process.pid
+far = log._writer.listeners[0]._on_line.__self__._process.pid
 """
 
 

@@ -267,7 +267,7 @@ def scales_twice_and_divides(loop):
 
 
 def keeps_masters(loop):
-    if not hasattr(loop, "masters"):
+    if not hasattr(loop, "master_weights"):
         loop.master_weights = [nn.Parameter(p.detach().clone().float()) for p in loop.parameters]
         loop.of_masters = torch.optim.SGD(loop.master_weights, lr=1e-2)
         loop.model.half()

@@ -26,7 +26,6 @@ SCALERS = {
     "infinite": {"init_scale": math.inf},
     "zero": {"init_scale": 0.0},
     "fraction": {"growth_interval": 2.5},
-    "no interval": {"growth_interval": math.nan},
     "bool interval": {"growth_interval": True},
     "explodes": {"growth_factor": math.inf},
     "text": {"init_scale": "65536"},

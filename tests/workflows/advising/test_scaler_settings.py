@@ -79,7 +79,6 @@ def test_settings_that_work_are_none(capsys, check_report, command, name):
         ("grows back", "factor must be"),  # what the constructor refuses
         ("text", "the run's scaler state holds something else than a number as scale"),
         ("bool interval", "the run's scaler state holds something else than a number as growth_interval"),
-        ("no interval", "growth_interval is nan"),
     ],
 )
 def test_what_is_no_setting_is_one_sentence(capsys, check_report, name, sentence):

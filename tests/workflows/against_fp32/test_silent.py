@@ -37,7 +37,7 @@ def test_half_copies_that_stay_while_their_fp32_masters_move(lr, precision):
     assert (report.verdict, report.findings) == ("healthy", ())
 
 
-@pytest.mark.parametrize(("precision", "masters"), [("bf16", False), ("fp16", True)])
+@pytest.mark.parametrize(("precision", "master_weights"), [("bf16", False), ("fp16", True)])
 def test_a_frozen_average(precision, master_weights):
     report = replay("averaged", steps=6, decay=0.9999, precision=precision, master_weights=master_weights)
     finding = report.findings[0]
