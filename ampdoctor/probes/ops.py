@@ -24,7 +24,7 @@ from ampdoctor.hooks.torch_internals import (
     sequence_of,
 )
 from ampdoctor.probes.modules import ModuleStack, is_watched, tensors_in
-from ampdoctor.probes.user_code import as_source, hook_line, user_line
+from ampdoctor.probes.user_code import applied_line, as_source, hook_line, user_line
 
 # -- names of ops as users know them --
 
@@ -161,6 +161,7 @@ class Site:
     micro_batch: int = 0
     recompute: bool = False  # run again by activation checkpointing
     sequence: int | None = None  # autograd's number of the forward op; None where autograd does not record it
+    applied: Line = None  # of the first op in a custom autograd function, whose node has its number: who called that
     after_backward: bool = False  # the user's own code after the backward, outside every optimizer
 
     def where(self, step: int, nonfinite: NonFinite, tensor: str | None = None) -> Where:
@@ -275,7 +276,8 @@ class Sites:
         # only an op that autograd records advances the counter
         if not self._order or sequence > self._order[-1]:
             self._order.append(sequence)
-            site = self._by_sequence[sequence] = replace(site, sequence=sequence)
+            applied = None if torch.is_grad_enabled() else applied_line()
+            site = self._by_sequence[sequence] = replace(site, sequence=sequence, applied=applied)
         return site
 
     def _backward_site(self, kernel: str) -> Site:
@@ -301,7 +303,7 @@ class Sites:
         return replace(
             forward,
             phase="backward",
-            forward_line=forward.line,
+            forward_line=forward.applied or forward.line if custom else forward.line,
             line=line,
             op=self._op(kernel) if line is not None else forward.op,
             recompute=False,

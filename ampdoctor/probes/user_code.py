@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
@@ -12,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -111,6 +112,46 @@ def hook_line() -> tuple[str, int] | None:
             line = filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return line  # in a thread of the engine's own
+
+
+def applied_line() -> tuple[str, int] | None:
+    """The line that called the custom autograd function whose forward is running; None outside of one."""
+    frame = sys._getframe(1)
+    inside = False
+    while frame is not None and frame.f_code.co_filename != _BOUNDARY:
+        if _is_forward_of_function(frame):
+            inside = True
+        elif inside and _is_user(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _is_forward_of_function(frame: FrameType) -> bool:
+    """Whether it is the forward of a custom autograd function, or a decorator around one.
+
+    `Function.apply` has no torch frame of its own from torch 2.14 on. A forward gets the context as its first argument;
+    one that uses `setup_context` instead is recognised by its class.
+    """
+    code = frame.f_code
+    if code.co_argcount or code.co_flags & inspect.CO_VARARGS:
+        first = frame.f_locals.get(code.co_varnames[0 if code.co_argcount else code.co_kwonlyargcount])
+        first = first[0] if isinstance(first, tuple) and first and not code.co_argcount else first
+        if isinstance(first, torch.autograd.function.BackwardCFunction):
+            return True
+    return code.co_name == "forward" and any(
+        inspect.unwrap(forward).__code__ is code for forward in _forwards(torch.autograd.Function)
+    )
+
+
+def _forwards(function: type[Any]) -> Iterator[FunctionType]:
+    below: type[Any]
+    for below in function.__subclasses__():
+        forward = vars(below).get("forward")
+        forward = getattr(forward, "__func__", forward)
+        if isinstance(forward, FunctionType):
+            yield forward
+        yield from _forwards(below)
 
 
 def raising_line(error: BaseException) -> tuple[str, int] | None:

@@ -115,6 +115,30 @@ def test_a_birth_in_the_recomputation_alone(reentrant):
     assert (where.phase, where.recompute, where.module, where.op) == ("forward", True, "body", "aten.div")
 
 
+class Custom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.reciprocal().log_().mul_(0).reciprocal_()  # CUSTOM
+
+
+def test_in_a_custom_backward():
+    applied = Custom.apply  # as users write it: the name is bound once
+
+    def forward(self, x):
+        return applied(self.l(x))  # APPLIED
+
+    body = Inline(forward, l=lin())
+    origin = only_birth(nn.ModuleDict({"b": body}), lambda m, x: m["b"](x).sum())
+    assert (origin.where.phase, origin.where.module, origin.where.op) == ("backward", "b", "aten.reciprocal_")
+    assert origin.where.source.line == line("CUSTOM")
+    assert origin.where.forward_source.line == line("APPLIED")
+    assert origin.operand.source.line == line("CUSTOM")
+
+
 def test_in_a_second_backward_it_is_the_op_of_the_forward():
     def penalty(m, x):
         value = (m(x).square().sum() * 0).abs().pow(1.5)  # POWER
