@@ -112,7 +112,7 @@ def lack(path, how):
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("FIFO", "log.2.jsonl is a FIFO, not a regular file."),
+        ("FIFO", "log.2.jsonl is not a regular file."),
         ("link", "log.2.jsonl is a link to nothing."),
         ("empty", "log.2.jsonl is empty: its lines are lost."),
         ("packed", "log.2.jsonl.gz is not read: unpack it first."),

@@ -77,9 +77,9 @@ def test_what_is_no_profile_is_refused(content, sentence, tmp_path):
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (os.mkfifo, "is a FIFO, not a regular file"),
-        (Path.mkdir, "is a folder, not a regular file"),
-        (lambda path: path.symlink_to("/dev/zero"), "is a character device, not a regular file"),
+        (os.mkfifo, "is not a regular file"),
+        (Path.mkdir, "is not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
         (lambda path: path.symlink_to("nowhere"), "is a link to nothing"),
     ],
     ids=["fifo", "folder", "device", "dangling"],
