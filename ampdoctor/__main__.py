@@ -8,7 +8,7 @@ from ampdoctor.cli import interrupt
 
 
 def main() -> int:
-    """Run the command line of this process and return its exit code; Ctrl-C is heard before the rest is imported."""
+    """Run the command line of this process and return its exit code; Ctrl-C ends it from the first import on."""
     interrupt.claim()
     from ampdoctor.cli.main import main as answer
 

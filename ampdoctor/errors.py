@@ -1,8 +1,4 @@
-"""The exception tree: each error carries one sentence for the user.
-
-Only `main()` prints errors and turns them into an exit code. All of them have the same code: no error is a finding,
-even if the examined code raises it.
-"""
+"""The exception tree: each error carries one sentence for the user; only `main()` prints it, and exits with 2."""
 
 from __future__ import annotations
 
@@ -91,18 +87,11 @@ class UserCodeError(FactoryError):
 
 
 class ForkedChildError(BaseException):
-    """The user's code forked, and the child returned as if it were the parent process.
-
-    It is neither an `AmpdoctorError` nor an `Exception`: the child has to end and must not report anything.
-    """
+    """The user's code forked, and the child came back as if it were the parent: it must end and report nothing."""
 
 
 class StoppedError(SystemExit):
-    """Ends a watched training at its first bad step, because of `on_sick="stop"`.
-
-    As a `SystemExit` with the code of findings it passes `except Exception`, runs every `finally`, and ends the process
-    without a traceback, whoever started the training.
-    """
+    """Ends a watched training at its first bad step, past any `except Exception` and without a traceback."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_FINDINGS)
@@ -141,6 +130,3 @@ class LimitExceededError(CheckpointError):
 
     def __init__(self, what: str, limit: int, actual: int) -> None:
         super().__init__(f"{what}: {actual} is beyond the limit of {limit}")
-        self.what = what
-        self.limit = limit
-        self.actual = actual

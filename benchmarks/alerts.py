@@ -61,7 +61,7 @@ def judge(seed: int, only: str, cache: Path, *, details: bool) -> None:
     records = [record for record in logs.kept(seed, cache) if only in record.name]
     pair: tuple[Record, Heard] | None = None  # a sick one, whose twin is the next
     for record in records:
-        heard = scoring.hear(logs.lines(record, cache))
+        heard = scoring.add(logs.lines(record, cache))
         add(scores, record, heard, pair)
         pair = (record, heard) if record.kind == "sick" else None
         if details:

@@ -62,9 +62,11 @@ class Numbers(Monitor):
     def __init__(self, loop: Loop, every: int) -> None:
         self.numbers = StepNumbers(lambda _: None, lambda make: make({}, lambda _: 0) and None, every=every)
         self._named = list(loop.model.named_parameters())
+        self._step = 0
 
     def began(self, step: int) -> None:
         """As in `Monitor`."""
+        self._step = step
         self.numbers.begin_step(step)
 
     def lost(self, loss: Tensor) -> None:
@@ -73,7 +75,7 @@ class Numbers(Monitor):
 
     def ready(self) -> None:
         """As in `Monitor`."""
-        self.numbers.about_to_step("optimizer", self._named)
+        self.numbers.about_to_step("optimizer", self._named, number=self._step)
 
     def stepped(self) -> None:
         """As in `Monitor`."""

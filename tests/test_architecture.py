@@ -197,16 +197,11 @@ def test_the_floors_have_no_cycle():
     [
         ("numerics/a.py", "from ampdoctor.replay import engine", "numerics must not know replay"),
         ("numerics/a.py", "from ampdoctor import replay", "numerics must not know replay"),
-        ("numerics/a.py", "import ampdoctor.replay.engine", "numerics must not know replay"),
         ("numerics/a.py", "from ..replay import engine", "numerics must not know replay"),
-        ("numerics/a.py", "def f():\n    from ampdoctor.cli import main", "numerics must not know cli"),
         ("numerics/a.py", "if TYPE_CHECKING:\n    from ampdoctor.probes import x", "numerics must not know probes"),
-        ("reports/a.py", "from ampdoctor.numerics import FORMATS", "reports must not know numerics"),
         ("errors.py", "from ampdoctor.evidence import where", "errors must not know evidence"),
         ("diagnosis/a.py", "import torch.nn", "diagnosis must not import torch"),
         ("workflows/a.py", "from rich.console import Console", "workflows must not import rich"),
-        ("reports/a.py", "import typer", "reports must not import typer"),
-        ("cli/a.py", "import click", "cli must not import click"),
         ("replay/a.py", "print(1)", "print"),
         ("replay/a.py", "import sys\nsys.stdout.write('x')", "sys.stdout"),
         ("attic/a.py", "", "attic is no room"),
@@ -283,11 +278,6 @@ def test_a_log_and_a_plan_are_read_without_torch(run_cli):
     modules = ["ampdoctor.workflows.health", "ampdoctor.workflows.plan"]
     done = imported(run_cli, modules, {"torch"})
     assert done.returncode == 0, done.stderr
-
-
-def test_the_check_of_imports_can_fail(run_cli):
-    done = imported(run_cli, ["ampdoctor", "rich.console"], {"rich"})
-    assert (done.returncode, done.stderr) == (1, "rich.console imports it\n")
 
 
 def test_the_core_does_not_import_the_command_line(run_cli):

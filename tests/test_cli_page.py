@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from typer.main import get_command
 
 from ampdoctor.cli.main import app
@@ -102,14 +101,6 @@ def options_of_the_page():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", contexts())
-def test_the_help_and_the_page_have_the_same_options(name, run_cli):
-    told = run_cli(name, "--help").stdout
-    listed = told.partition("\nOptions:\n")[2].partition("\n\n")[0]
-    first = "\n".join(line[2:].partition("  ")[0] for line in listed.splitlines() if re.match(r"  -", line))
-    assert set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", first)) == options_of_the_page()[name]
-
-
 def test_every_option_of_the_readme_is_on_the_page():
     known = set().union(*options_of_the_page().values()) | {"--version", "--install-completion", "--show-completion"}
     text = re.sub(r" -- [^`]*", "", (ROOT / "README.md").read_text(encoding="utf-8"))  # a script's own arguments
@@ -117,13 +108,6 @@ def test_every_option_of_the_readme_is_on_the_page():
     named = set(re.findall(r"`ampdoctor [^`]*?(--[a-z][a-z0-9-]+)", text))
     assert named
     assert named <= known
-
-
-def test_defaults_and_variables_are_there():
-    options = {row[0].split()[0]: row for row in rows(contexts()["scan"], "option")}
-    assert options["--fail-on"][2] == "error"
-    assert "AMPDOCTOR_FAIL_ON" in options["--fail-on"][3]
-    assert "default" not in options["--fail-on"][1]
 
 
 def test_a_default_that_the_help_tells_in_words_is_one_and_the_bounds_are_not():

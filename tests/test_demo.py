@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,16 +10,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "fixtures" / "demo"
-
-
-@pytest.fixture
-def demo(monkeypatch):
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("run_demo", DEMO / "run_demo.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "run_demo", module)  # a dataclass looks its module up there
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +34,7 @@ def played(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("demo")  # it is played once for both
 def test_the_demo_shows_each_command_its_report_and_its_code(played):
     played, _ = played
     scan = played.partition("$ ampdoctor scan ")[2]
@@ -60,6 +49,7 @@ def test_the_demo_shows_each_command_its_report_and_its_code(played):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("demo")  # it is played once for both
 def test_the_demo_s_watched_training_is_alerted_before_it_fails_and_has_a_page(played):
     played, page = played
     found = re.search(r"the alert came at step (\d+), (\d+) steps before the failure at step (\d+)", played)
@@ -69,62 +59,8 @@ def test_the_demo_s_watched_training_is_alerted_before_it_fails_and_has_a_page(p
     assert str(page) in played
 
 
-@pytest.mark.slow
-def test_the_demo_leaves_nothing_but_the_page_behind(played):
-    played, _ = played
-    checkpoint = played.partition("$ ampdoctor scan ")[2].partition("\n")[0]
-    assert checkpoint.endswith("run.pt")
-    assert not Path(checkpoint).parent.exists()
-
-
 def test_the_checkpoint_is_sick_in_weights_moments_and_scaler(tmp_path, python, run_cli, check_report):
     path = tmp_path / "run.pt"
     assert run_cli(str(path), command=(python, str(DEMO / "sick_checkpoint.py"))).returncode == 0
     report = check_report(run_cli("scan", str(path), "--format", "json").stdout)
     assert {finding["code"] for finding in report["findings"]} == {"AMP101", "AMP103", "AMP402"}
-
-
-def test_an_unexpected_exit_code_fails_the_demo(demo, monkeypatch, capfd, tmp_path):
-    wrong = demo.Act(title="a version", arguments=("--version",), expected=1)
-    monkeypatch.setattr(demo, "acts", lambda _: (wrong,))
-    monkeypatch.setattr(demo, "watched_acts", lambda *_: ())
-    monkeypatch.setattr(demo.subprocess, "run", _instead_of_training(demo.subprocess.run))
-    assert demo.main(tmp_path / "page.html") == 1
-    said = capfd.readouterr().out
-    assert "--> exit code 0: nothing at or above" in said
-    assert "UNEXPECTED: it should have been 1" in said
-    assert "Not every command ended as it should." in said
-
-
-@pytest.mark.parametrize(
-    ("seen", "good"), [(([5], [9]), True), (([9], [9]), False), (([], [9]), False), (([5], []), False)]
-)
-def test_an_alert_that_does_not_come_before_fails_the_demo(demo, seen, good, tmp_path, capsys):
-    alerts, looks = seen
-    lines = [{"kind": "alert", "step": step, "finding": {"severity": "warning"}} for step in alerts]
-    lines += [{"kind": "look", "step": step} for step in looks]
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert demo.came_before(tmp_path) == good
-    assert ("UNEXPECTED" in capsys.readouterr().out) == (not good)
-
-
-def _instead_of_training(run):
-    def fake(command, **options):
-        return run([sys.executable, "-c", ""] if "sick_checkpoint" in command[1] else command, **options)
-
-    return fake
-
-
-@pytest.mark.slow
-def test_the_text_is_real_and_the_model_learns_from_it():
-    import torch
-
-    from ampdoctor.replay.factory import load_factory
-    from ampdoctor.replay.session import Session
-
-    run = load_factory(f"{DEMO / 'text_gpt.py'}:make_run").make()
-    session = Session(run, device=torch.device("cpu"))
-    losses = [session.step(step).loss for step in range(100) if session.has_step(step)]
-    session.close()
-    assert len(losses) > 10
-    assert losses[-1] < losses[0] - 0.5

@@ -6,8 +6,6 @@ After a change of a page: `PYTHONPATH=. python tests/test_rules_page.py`.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +13,9 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.diagnosis import catalogue as page_module
-from ampdoctor.diagnosis.catalogue import FORMER, rules
+from ampdoctor.diagnosis.catalogue import ALIASES, rules
 from ampdoctor.diagnosis.health.rolling import MOST
 from ampdoctor.diagnosis.health.step_state import SETTLING
-from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import (
     ERROR_BAD,
     ERROR_NOTE,
@@ -48,17 +44,12 @@ def index():
         f"| {escaped(rule.title)} |"
         for rule in rules().values()
     ]
-    former = [
-        f"| {code} | {name} | {'nothing' if now is None else f'[{now}](rules/{now}.md)'} |"
-        for code, (name, now) in FORMER.items()
-    ]
+    aliases = ", ".join(f"{code} is [{now}](rules/{now}.md)" for code, now in ALIASES.items())
     return (
         "# Rules\n\n"
         "One page for each code that a finding can have. `ampdoctor rule CODE` shows the same in a terminal.\n\n"
         "| code | name | worst severity | in a line |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n\n"
-        "## Codes of earlier versions\n\n"
-        "They are still understood: in the configuration, in a baseline, and by `ampdoctor rule`.\n\n"
-        "| code | name | now found under |\n| --- | --- | --- |\n" + "\n".join(former) + "\n\n"
+        f"Of the codes that are gone, {aliases}.\n\n"
         "```{toctree}\n:hidden:\n:glob:\n\nrules/*\n```\n"
     )
 
@@ -66,12 +57,6 @@ def index():
 def test_every_section_says_something():
     sections = [(rule.code, text) for rule in rules().values() for _, text in rule.page.sections]
     assert [code for code, text in sections if not text.endswith(".") or "\\" in text or "| ---" in text] == []
-
-
-def test_a_page_says_in_a_terminal_what_its_markdown_says():
-    page = (FOLDER / "AMP105.md").read_text(encoding="utf-8")
-    for heading, text in rules()["AMP105"].page.sections:
-        assert f"## {heading}\n\n{escaped(text)}\n" in page
 
 
 PAGE = """# AMP107 saturated-values
@@ -135,10 +120,8 @@ def test_a_page_is_all_that_a_rule_says(read):
     ("found", "instead", "said"),
     [
         ("# AMP107", "# AMP108", "expected '# AMP107 its-name', and 'Its title. Worst severity: error.' below it"),
-        ("Worst severity: error", "Worst severity: fatal", "expected '# AMP107 its-name', and"),
         ("## Threshold", "## Limits", "expected the sections What it means, How it is decided, Threshold, What to do,"),
         ("| default |", "| value |", "expected a table that begins with '| `--threshold` | default |"),
-        ("AMP107.share", "AMP108.share", "expected the five cells of a threshold of AMP107, not '| `AMP108.share` |"),
         ("| 0.5 |", "| half |", "expected the five cells of a threshold of AMP107, not '| `AMP107.share` | half |"),
         ("not below `share`", "not below `least`", "expected the five cells of a threshold of AMP107, not"),
     ],
@@ -156,13 +139,6 @@ def test_what_the_code_says_of_a_threshold_the_page_says_too():
     assert rules()["AMP724"]["norm"].highest == MOST
 
 
-def test_help_reads_no_page():
-    program = "main(['--help']); print(read_page.cache_info())"
-    imports = "from ampdoctor.cli.main import main; from ampdoctor.diagnosis.catalogue import read_page"
-    done = subprocess.run([sys.executable, "-c", f"{imports}; {program}"], capture_output=True, text=True, check=True)
-    assert "misses=0" in done.stdout
-
-
 def test_a_wheel_carries_the_pages_where_they_are_looked_for():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (source, target), *others = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].items()
@@ -174,12 +150,6 @@ def test_a_wheel_carries_the_pages_where_they_are_looked_for():
 def test_the_index_is_the_catalogue():
     assert INDEX.read_text(encoding="utf-8") == index()
     assert {page.stem for page in FOLDER.iterdir()} == rules().keys()
-
-
-def test_a_finding_leads_to_its_page():
-    for code, rule in rules().items():
-        finding = Finding(code=code, name=rule.name, severity="note", message="", where=Where(phase="forward"))
-        assert (ROOT / finding.url) == FOLDER / f"{code}.md"
 
 
 if __name__ == "__main__":

@@ -6,13 +6,12 @@ import json
 from collections.abc import Callable, Mapping
 
 from ampdoctor.batching.plans import BatchPlan, Cluster
-from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report_scaler import EmittedSettings, Language
 from ampdoctor.evidence.targets import PlanFramework
 
 
 def emit_plan(plan: BatchPlan, cluster: Cluster, framework: PlanFramework) -> EmittedSettings:
-    """Returns the fragment; raises UsageError for torchrun without the devices of a node."""
+    """Returns the fragment."""
     return _EMITTERS[framework](plan, cluster)
 
 
@@ -53,13 +52,12 @@ def _accelerate(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
 
 
 def _lightning(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
-    where = f"devices={cluster.per_node}, num_nodes={cluster.devices // cluster.per_node}, " if cluster.per_node else ""
     lines = (
         "from lightning.pytorch import Trainer",
         "from torch.utils.data import DataLoader",
         "",
         f"loader = DataLoader(dataset, batch_size={plan.micro_batch}, shuffle=True)",
-        f"trainer = Trainer({where}accumulate_grad_batches={plan.accumulation})",
+        f"trainer = Trainer(accumulate_grad_batches={plan.accumulation})",
         (
             f"assert {plan.micro_batch} * trainer.accumulate_grad_batches * trainer.world_size{_shared(cluster)} "
             f"== {plan.global_batch}"
@@ -119,24 +117,6 @@ def _torchtitan(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
     return _emitted("torchtitan", "toml", lines, notes)
 
 
-def _torchrun(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
-    if cluster.per_node is None:
-        raise UsageError("--emit torchrun: it is told nodes, and devices of a node: say both, as in --to-gpus 16x8")
-    lines = (
-        "TORCHRUN_ARGS=(",
-        f"    --nnodes={cluster.devices // cluster.per_node}",
-        f"    --nproc-per-node={cluster.per_node}",
-        ')  # then: torchrun "${TORCHRUN_ARGS[@]}" ... train.py',
-    )
-    notes = (
-        (
-            f"torchrun knows no batch: in the loop a micro-batch of {plan.micro_batch} and {plan.accumulation} of them "
-            f"before a step; ampdoctor.elastic_batch({plan.global_batch}, {plan.micro_batch}) finds both"
-        ),
-    )
-    return _emitted("torchrun", "shell", lines, notes)
-
-
 def _shared(cluster: Cluster) -> str:
     """Returns the divisor of the ranks where some see the same samples."""
     return f" // {cluster.model_parallel}" if cluster.model_parallel > 1 else ""
@@ -156,5 +136,4 @@ _EMITTERS: Mapping[PlanFramework, Callable[[BatchPlan, Cluster], EmittedSettings
     "deepspeed": _deepspeed,
     "megatron": _megatron,
     "torchtitan": _torchtitan,
-    "torchrun": _torchrun,
 }

@@ -13,9 +13,6 @@ from ampdoctor.ranges.profile import SURE_BELOW, RangeProfile
 from ampdoctor.scaling.choose import cancelled
 from ampdoctor.scaling.closed_forms import TAIL, highest_exponent, upper_log2
 
-_MIXES = frozenset({"batch_norm", "sync_batch_norm"})
-"""Ops whose backward mixes the other samples of the micro-batch into a sample's gradient."""
-
 
 def flushed_plan(
     profile: RangeProfile,
@@ -23,18 +20,19 @@ def flushed_plan(
     after: AnyPlan,
     reduction: Reduction = "mean",
     *,
-    scale: float | None = None,
     file: str = "",
 ) -> FlushedByPlan:
     """Returns the flushed shares of every gradient under both plans, and the `init_scale` that keeps them.
 
     The profile has its own accumulation, and is assumed to have the micro-batch of `before`; it may come from one
-    device. `scale` is the present loss scale, by default the profile's; raises UsageError where it is invalid, or
-    missing. `init_scale` is the smallest power of two, from the scale that moves with the activation gradients on, at
-    which no gradient loses more than before; if one would overflow there, the largest at which none does. Weight
-    gradients that cancel (`scaling.cancelled`) are left out: their small values are fp32's own rounding.
+    device. Raises UsageError for a run without a loss scale. `init_scale` is the smallest power of two, from the scale
+    that moves with the activation gradients on, at which no gradient loses more than before; if one would overflow
+    there, the largest at which none does. Weight gradients that cancel (`scaling.cancelled`) are left out: their small
+    values are fp32's own rounding.
     """
-    now = _scale_of(profile, scale)
+    if profile.run.precision != "fp16":
+        raise UsageError(f"a run in {profile.run.precision} has no loss scale: profile the job in fp16")
+    now = profile.run.loss_scale
     measured = BatchPlan(micro_batch=before.micro_batch, accumulation=profile.run.accumulation, data_parallel=1)
     gradients = _Gradients(
         profile,
@@ -60,37 +58,21 @@ def flushed_plan(
     )
 
 
-def _scale_of(profile: RangeProfile, scale: float | None) -> float:
-    if scale is None:
-        if profile.run.precision != "fp16":
-            raise UsageError(f"a run in {profile.run.precision} has no loss scale: the one of the fp16 job is needed")
-        return profile.run.loss_scale
-    if not 0.0 < scale < math.inf:
-        raise UsageError(f"a loss scale is a positive finite number, not {scale}")
-    return scale
-
-
 class _Gradients:
-    """The half gradients of a profile under two plans: `then` and `new` are the shifts from the measured plan to each.
-
-    `indices` are their sites, without those that cancel.
-    """
+    """Half gradients of a profile that do not cancel; `then` and `new` are the shifts from the measured plan."""
 
     def __init__(self, profile: RangeProfile, *, then: GradientShift, new: GradientShift, now: float) -> None:
         self._profile = profile
         self._then = then
         self._new = new
         self._now = now
-        self._mixed = any(_MIXES & module.ops.keys() for module in profile.modules)
         noise = cancelled(profile)
         self.indices = [index for index in profile.half_gradients() if index not in noise]
 
     def shares(self, layer: str, indices: list[int], kept: float, *, lossy: bool = False) -> FlushedOfPlan:
         """Returns the joint shares of these sites, which are of one kind.
 
-        Weight gradients lose more than their own magnitudes show where their inputs are incomplete (`lossy`: an
-        activation gradient loses 1 %). At least and at most differ under another micro-batch, because it is unknown how
-        far the samples' gradients agree: for weight gradients, and for all of a model with BatchNorm.
+        Weight gradients lose more than their own magnitudes show where an activation gradient loses 1 % (`lossy`).
         """
         kind = self._profile.sites[indices[0]].kind
         histogram = sum((self._profile.histograms[index] for index in indices), Histogram.empty())
@@ -134,5 +116,4 @@ class _Gradients:
         """Returns the least and the most by which gradients of a kind become smaller."""
         if kind == "weight_grad":
             return shift.weight_least, shift.weight_most
-        ends = (shift.activation, shift.activation_mixed if self._mixed else shift.activation)
-        return min(ends), max(ends)
+        return shift.activation, shift.activation

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.json_records import UNWRITTEN
 from ampdoctor.evidence.report_plan import PlannedBatch, PlannedCluster
 from ampdoctor.evidence.targets import PlanFramework
-from ampdoctor.scaling.trace import GradReduceScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +29,7 @@ AnyPlan: TypeAlias = BatchPlan | PlannedBatch
 
 
 def exact_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> tuple[BatchPlan, ...]:
-    """Returns all plans whose product is `global_batch` exactly, the largest micro-batch first.
-
-    There is none if `data_parallel` does not divide `global_batch`.
-    """
+    """Returns all plans whose product is `global_batch` exactly, the largest micro-batch first."""
     each, left = divmod(global_batch, data_parallel)
     if left:
         return ()
@@ -54,15 +49,13 @@ def exact_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> 
 class Cluster(PlannedCluster):
     """Devices, and their groups that work on the same samples; raises UsageError for sizes that do not fit together.
 
-    Expert parallelism takes its ranks from the data parallel ones and is not counted. `per_node` is the devices of a
-    node, if given.
+    Expert parallelism takes its ranks from the data parallel ones and is not counted.
     """
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     data_parallel: int = field(init=False)  # groups of devices with different samples
-    per_node: int | None = field(default=None, metadata=UNWRITTEN)
 
     def __post_init__(self) -> None:
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
@@ -91,24 +84,14 @@ class Cluster(PlannedCluster):
 
     def with_data_parallel(self, ranks: int) -> Cluster:
         """Returns a cluster of so many groups with the same parallel sizes."""
-        return Cluster(
-            devices=ranks * self.model_parallel,
-            tensor=self.tensor,
-            pipeline=self.pipeline,
-            context=self.context,
-            per_node=self.per_node,
-        )
+        return replace(self, devices=ranks * self.model_parallel)
 
 
 # -- where no plan is exact --
 
 
 def nearest_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> tuple[BatchPlan, ...]:
-    """Returns the plans of the nearest multiples of `data_parallel` below and above, nearest first.
-
-    Among equally near plans, the one below comes first, then the larger micro-batch. Every batch that the ranks can
-    share evenly is a multiple of their number: no other plan is nearer.
-    """
+    """Returns the plans of the multiples of `data_parallel` below and above, nearest first; no other is nearer."""
     below = global_batch // data_parallel * data_parallel
     reachable = [batch for batch in (below, below + data_parallel) if batch]
     plans = [plan for batch in reachable for plan in exact_plans(batch, data_parallel, max_micro_batch)]
@@ -133,11 +116,10 @@ def most_ranks_that_divide(global_batch: int, data_parallel: int) -> int:
 # | step: a sum over the N tokens of all            | 1/N     | 1/N                 | m/N          | sqrt(m)/N     |
 # | a sum that nothing divides                      | 1       | 1                   | m            | sqrt(m)       |
 #
-# An activation's gradient belongs to one sample. (BatchNorm mixes samples: its backward subtracts from each the mean
-# over the micro-batch, which is a sum of m over m.) A weight's gradient is summed over the micro-batch inside a single
-# product, whose result fp16 has to hold: between m times a sample's (they all point one way) and sqrt(m) times it (they
-# are independent; the usual case late in a training). N is m A D samples' tokens, hence the second line; in the third
-# it is the same for every plan of a batch. The division by the ranks in the reduce is `scaling.trace.reduction_shift`.
+# An activation's gradient belongs to one sample (what BatchNorm mixes into it shrinks more). A weight's gradient is
+# summed over the micro-batch inside a single product, whose result fp16 has to hold: between m times a sample's (they
+# all point one way) and sqrt(m) times it (they are independent; the usual case late in a training). N is m A D samples'
+# tokens, hence the second line; in the third it is the same for every plan of a batch.
 
 
 Reduction = Literal["mean", "sum", "tokens", "step"]
@@ -149,19 +131,11 @@ reduce that adds them up (torchtitan since 0.2.2)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientShift:
-    """log2 of the factor by which gradients become smaller, and the suitable scale rises; below 0: larger.
-
-    For weight gradients the truth lies between the two figures, which are equal under the same micro-batch.
-    """
+    """log2 of the factor by which gradients become smaller; weight gradients lie between the two figures."""
 
     activation: float  # of activation gradients; exact for each sample
     weight: float  # of the weight gradients of one backward, where the samples' gradients agree
     weight_noise: float  # the same where they are independent
-
-    @property
-    def activation_mixed(self) -> float:
-        """Of BatchNorm's part of each activation gradient, as far as it is the mean of independent samples."""
-        return self.activation + (self.activation - self.weight) / 2.0
 
     @property
     def weight_least(self) -> float:
@@ -197,6 +171,9 @@ def _divisor(plan: AnyPlan, reduction: Reduction) -> int:
 
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+GradReduceScaling = Literal["before", "after", "split"]
+"""When a reduction over n ranks divides by n: before the sum (DDP's fp16_compress_hook, prescale_gradients), after it
+(DeepSpeed's default), or about sqrt(n) on each side (FSDP1, FSDP2 with reduce_dtype=fp16)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,15 +188,20 @@ class BatchSettings:
     tensor: int | None = None
     pipeline: int | None = None
     context: int | None = None
-    per_node: int | None = None
     shard_stage: int | None = None  # as in ZeRO
-    within_node: bool = False  # only the devices of a node share a copy of the states (FSDP's HYBRID_SHARD)
     precision: Precision | None = None
     reduction: Reduction | None = None
     division: GradReduceScaling | Literal["none"] | None = None  # of an fp16 reduce; `none`: it is not in fp16
     peak_memory: int | None = None  # largest measured number of bytes on a device
-    unmeasured: bool = False  # it is from a run's log, without measured memory
     notes: tuple[str, ...] = ()  # further remarks, a sentence each
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "micro_batch", "accumulation"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"the {name.replace('_', ' ')} starts at 1, not {value}")
+        if self.global_batch is not None:
+            within_bounds(self.global_batch)
 
 
 # -- the plan in force, from what is given --
@@ -229,35 +211,36 @@ MAX_GLOBAL_BATCH = 1 << 24  # samples of a step: more are counted in tokens
 GIVEN = "micro-batch and accumulation as given"
 DERIVED = "one of micro-batch and accumulation as given, and the other derived"
 ASSUMED = "taken to be the largest micro-batch that fits and divides; --micro-batch says otherwise"
+_NO_BATCH = "the global batch is not known: --global-batch says it, or --micro-batch and --accumulation beside --gpus"
 
 
 def current_plan(said: BatchSettings, data_parallel: int | None, most: int | None) -> tuple[BatchPlan | None, str]:
     """Returns the plan in force, and how it is known; None if no cluster before is given.
 
-    `data_parallel` counts the ranks before that see different samples, `most` is the largest micro-batch that fits a
-    device there, if known. Raises UsageError for contradictions, or where no plan on that cluster gives the batch.
+    `data_parallel` counts the ranks before, and `most` is the largest micro-batch that fits there, if known.
     """
-    _counted(said)
+    micro, steps, batch = said.micro_batch, said.accumulation, said.global_batch
     if data_parallel is None:
         return None, ""
-    micro, steps, batch = said.micro_batch, said.accumulation, said.global_batch
     if micro is not None and steps is not None:
-        return _checked(BatchPlan(micro_batch=micro, accumulation=steps, data_parallel=data_parallel), batch), GIVEN
+        plan = BatchPlan(micro_batch=micro, accumulation=steps, data_parallel=data_parallel)
+        if batch not in (None, plan.global_batch):
+            raise UsageError(
+                f"{micro} x {steps} x {data_parallel} data parallel ranks = {plan.global_batch}, and not the global "
+                f"batch of {batch}"
+            )
+        return plan, GIVEN
     if batch is None:
-        raise UsageError(
-            "the global batch is not known: --global-batch says it, or --micro-batch and --accumulation beside --gpus"
-        )
+        raise UsageError(_NO_BATCH)
     shared = f"{batch} samples over {data_parallel} data parallel ranks"
-    if micro is not None:
-        each, left = divmod(batch, data_parallel * micro)
+    known = micro or steps
+    if known is not None:
+        each, left = divmod(batch, data_parallel * known)
         if left or not each:
-            raise UsageError(f"{shared} are no whole number of micro-batches of {micro}: that is not what is in force")
-        return BatchPlan(micro_batch=micro, accumulation=each, data_parallel=data_parallel), DERIVED
-    if steps is not None:
-        each, left = divmod(batch, data_parallel * steps)
-        if left or not each:
-            raise UsageError(f"{shared} are not cut into {steps} micro-batches evenly: that is not what is in force")
-        return BatchPlan(micro_batch=each, accumulation=steps, data_parallel=data_parallel), DERIVED
+            what = f"whole number of micro-batches of {micro}" if micro is not None else f"{steps} even micro-batches"
+            raise UsageError(f"{shared} are no {what}: that is not what is in force")
+        sizes = (micro, each) if micro is not None else (each, known)
+        return BatchPlan(micro_batch=sizes[0], accumulation=sizes[1], data_parallel=data_parallel), DERIVED
     if batch % data_parallel:
         raise UsageError(
             f"{shared} are not even, which no job has in force: check --global-batch and --gpus, or leave --gpus "
@@ -269,23 +252,11 @@ def current_plan(said: BatchSettings, data_parallel: int | None, most: int | Non
     return plans[0], ASSUMED
 
 
-def is_only_asked(said: BatchSettings, before: Cluster | None, after: Cluster) -> bool:
-    """Returns whether no job runs yet: one cluster and no division of the batch are given, and none is even.
-
-    Then the user only wants to know what this cluster can do.
-    """
-    cut = said.micro_batch is not None or said.accumulation is not None
-    batch = said.global_batch
-    return before == after and not cut and batch is not None and batch > 0 and batch % after.data_parallel > 0
-
-
 def global_batch_of(said: BatchSettings, plan: BatchPlan | None) -> int:
     """Returns the batch to keep; raises UsageError if it is not given, or counts tokens."""
     batch = said.global_batch if plan is None else plan.global_batch
     if batch is None:
-        raise UsageError(
-            "the global batch is not known: --global-batch says it, or --micro-batch and --accumulation beside --gpus"
-        )
+        raise UsageError(_NO_BATCH)
     return within_bounds(batch)
 
 
@@ -296,33 +267,13 @@ def within_bounds(batch: int) -> int:
     return batch
 
 
-def _counted(said: BatchSettings) -> None:
-    for name, value in (
-        ("global batch", said.global_batch),
-        ("micro-batch", said.micro_batch),
-        ("accumulation", said.accumulation),
-    ):
-        if value is not None and value < 1:
-            raise UsageError(f"the {name} starts at 1, not {value}")
-    if said.global_batch is not None:
-        within_bounds(said.global_batch)
-
-
-def _checked(plan: BatchPlan, batch: int | None) -> BatchPlan:
-    if batch is not None and plan.global_batch != batch:
-        raise UsageError(
-            f"{plan.micro_batch} x {plan.accumulation} x {plan.data_parallel} data parallel ranks = "
-            f"{plan.global_batch}, and not the global batch of {batch}"
-        )
-    return plan
-
-
 # -- memory of a device: the states of its share of the parameters, and the samples --
 
 
 ADAM_BYTES = (2, 2, 12)
 """Bytes of a parameter in mixed precision with Adam: half weight, half gradient, and in fp32 weight and two moments
 (ZeRO, Rajbhandari et al. 2020, section 3.1: 2 + 2 + K with K = 12)."""
+MOST_BYTES = 1000
 STAGES = (0, 1, 2, 3)
 """ZeRO's: nothing is sharded; optimizer states; also gradients; also parameters, as FSDP's full shard."""
 
@@ -334,18 +285,12 @@ class States:
     parameters: float  # of the whole model
     stage: int = 0  # ZeRO's; 0 also for DDP, 3 for FSDP's full shard
     bytes_each: tuple[float, float, float] = ADAM_BYTES  # of a parameter's weight, gradient and optimizer states
-    within_node: bool = False  # only the devices of a node share a copy (FSDP's HYBRID_SHARD)
-    node: int | None = None  # assumed devices of a node where the cluster does not have them; None: all on one
 
     def __post_init__(self) -> None:
-        if not 1 <= self.parameters < math.inf:
-            raise UsageError(f"a model has at least 1 parameter, not {self.parameters:g}")
         if self.stage not in STAGES:
             raise UsageError(f"there is no shard stage {self.stage}: 0 (DDP), 1, 2 or 3 (ZeRO-3, FSDP)")
-        if not all(0 <= each < math.inf for each in self.bytes_each):
-            raise UsageError("the bytes of a parameter are finite, and not negative")
-        if not math.isfinite(self.parameters * sum(self.bytes_each)):
-            raise UsageError("the bytes of all parameters are more than can be counted: check --params, --state-bytes")
+        if not all(0 <= each <= MOST_BYTES for each in self.bytes_each):
+            raise UsageError(f"the bytes of a parameter are 0 to {MOST_BYTES}")
 
     def on(self, cluster: Cluster) -> float:
         """Returns the bytes on each device: tensor and pipeline parallel ranks cut the model, shards cut its states.
@@ -355,13 +300,7 @@ class States:
         weight, gradient, moments = self.bytes_each
         cut = {1: moments, 2: gradient + moments, 3: weight + gradient + moments}.get(self.stage, 0.0)
         whole = weight + gradient + moments - cut
-        return self.parameters / (cluster.tensor * cluster.pipeline) * (whole + cut / self._shards(cluster))
-
-    def _shards(self, cluster: Cluster) -> int:
-        node = cluster.per_node or self.node if self.within_node else None
-        if node is None:
-            return cluster.shards
-        return max(1, min(cluster.shards, node // (cluster.tensor * cluster.pipeline)))
+        return self.parameters / (cluster.tensor * cluster.pipeline) * (whole + cut / cluster.shards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,11 +319,7 @@ class Memory:
         return micro_batch * self.per_sample + (0.0 if self.states is None else self.states.on(cluster))
 
     def most(self, before: Cluster | None, after: Cluster) -> int | None:
-        """Returns the largest micro-batch that fits after, if anything determines it; the smaller of two bounds.
-
-        One is the device's memory. The other is the micro-batch that is known to fit before, less the samples whose
-        memory larger shards now take.
-        """
+        """Returns the largest micro-batch that fits after: by memory and by what fits before, the smaller."""
         found: list[int] = []
         if self.per_sample is not None and self.device is not None:
             left = self.device - (0.0 if self.states is None else self.states.on(after))
@@ -406,10 +341,7 @@ class Memory:
 
 
 def per_sample_of_peak(peak: float, micro_batch: int, states: States | None, cluster: Cluster) -> float:
-    """Returns the bytes of a sample from the measured peak memory: at most the rest beside the states.
-
-    Raises UsageError where the states alone exceed the peak: they are not those of the measured run.
-    """
+    """Returns the bytes of a sample: of the measured peak, at most the rest beside the states; may raise UsageError."""
     beside = peak - (0.0 if states is None else states.on(cluster))
     if beside <= 0:
         raise UsageError(
@@ -430,8 +362,6 @@ class PlanRequest:
     before: Cluster | None  # the cluster in force, if one is given
     after: Cluster
     memory: Memory = field(default_factory=Memory)
-    samples: int | None = None  # of an epoch, if given
     emit: PlanFramework | None = None  # the framework whose settings are wanted
     profile: str | None = None  # file of a saved profile
-    scale: float | None = None  # the present loss scale, for a profile whose run has none
     config: str | None = None  # file of the configuration

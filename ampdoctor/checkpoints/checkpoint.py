@@ -268,7 +268,7 @@ class Checkpoint:
                 for path, optimizer in part.sections.optimizers.items():
                     names = name_parameters(optimizer, models, ordered=owner is not None and owner.ordered)
                     yield from self._moments(optimizer, names, path if several else "")
-                    yield from self._masters(optimizer, names, part.sections.masters.get(path, []))
+                    yield from self._master_weights(optimizer, names, part.sections.master_weights.get(path, []))
                 for path, stored in part.sections.others.items():
                     yield self._loose(path, stored, weightless=weightless)
 
@@ -284,7 +284,7 @@ class Checkpoint:
                     role = "ema"
                 yield self._ref(name, role, "" if path == unit.main else path, stored)
 
-    def _masters(
+    def _master_weights(
         self, optimizer: Mapping[str, Any], names: Mapping[Any, str], groups: list[list[StoredTensor]]
     ) -> Iterator[TensorRef]:
         """Yields an optimizer's fp32 copies, under the names of its parameters if there is a copy for each."""

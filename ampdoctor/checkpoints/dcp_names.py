@@ -47,15 +47,15 @@ def sections_of(
     if sum(len(paths.get(key, ())) for key in values) > MAX_NODES:
         raise LimitExceededError(f"{name}: values", MAX_NODES, MAX_NODES + 1)
     tree = nest(values, paths, name)
-    masters = _gather(tree, name)
+    master_weights = _gather(tree, name)
     require_finite_tree(tree, name)
     loose = {key: value for key, value in tree.items() if isinstance(value, StoredTensor | Skipped)}
     sections = classify_contents(Saved({key: value for key, value in tree.items() if key not in loose}, unsafe_globals))
     if sections.global_step is None:
         sections.global_step = _step(tree)
     _place_loose(loose, sections)
-    if masters:
-        _put_beside(sections.models.setdefault(MASTER_GROUP, {}), masters, "master")
+    if master_weights:
+        _put_beside(sections.models.setdefault(MASTER_GROUP, {}), master_weights, "master")
     return sections
 
 
@@ -121,10 +121,10 @@ def _gather(root: dict[Any, Any], name: str) -> dict[str, StoredTensor]:
     for owner, flat in apart.items():
         if flat.state:
             root[owner if owner not in root else f"{owner}.state"] = flat.state_dict()
-    masters: dict[str, StoredTensor] = {}
+    master_weights: dict[str, StoredTensor] = {}
     for owner, flat in (*owned.items(), *apart.items()):
-        _put_beside(masters, flat.masters, owner)
-    return masters
+        _put_beside(master_weights, flat.master_weights, owner)
+    return master_weights
 
 
 def _put_beside(there: dict[str, StoredTensor], more: Mapping[str, StoredTensor], owner: str) -> None:
@@ -150,7 +150,7 @@ class _Flat:
         self._name = name
         self._settings: dict[str, dict[str, Any]] = {}
         self.state: dict[str, dict[str, Any]] = {}
-        self.masters: dict[str, StoredTensor] = {}
+        self.master_weights: dict[str, StoredTensor] = {}
 
     def take(self, kind: str, rest: str, value: Any) -> bool:
         """Take an entry; False if it is not understood."""
@@ -167,7 +167,7 @@ class _Flat:
         if not parameter or not entry:
             return False
         if entry in _MASTERS and isinstance(value, StoredTensor):
-            _put_beside(self.masters, {parameter: value}, entry)
+            _put_beside(self.master_weights, {parameter: value}, entry)
             return True
         state = self.state.setdefault(parameter, {})
         if entry in state:

@@ -63,7 +63,7 @@ def _tensors(sections: FileContents) -> Iterator[tuple[str, StoredTensor]]:
     yield from sections.others.items()
     for path, model in sections.models.items():
         yield from ((f"{path}.{name}" if path else name, tensor) for name, tensor in model.items())
-    trees = {**{path: found["state"] for path, found in sections.optimizers.items()}, **sections.masters}
+    trees = {**{path: found["state"] for path, found in sections.optimizers.items()}, **sections.master_weights}
     for path, tree in trees.items():
         yield from ((at, tensor) for at, tensor in tensors_in(tree, path) if isinstance(tensor, StoredTensor))
 
@@ -218,14 +218,14 @@ class _Joined:
     """Joined partitions by parameter name; those that could not be mapped (`flat` of them) by rank and group."""
 
     def __init__(self, tree: Mapping[Any, Any], ranks: Sequence[RankState], *, complete: bool) -> None:
-        self.masters: dict[str, StoredTensor] = {}
+        self.master_weights: dict[str, StoredTensor] = {}
         self.loose: dict[str, StoredTensor] = {}
         self.optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
         self.flat = 0
         shapes = _shapes(tree.get("param_shapes"))
-        groups = len(ranks[0].masters)
+        groups = len(ranks[0].master_weights)
         by_parameter = ranks[0].by_parameter
-        alike = all(len(rank.masters) == groups for rank in ranks)
+        alike = all(len(rank.master_weights) == groups for rank in ranks)
         placed: list[dict[str, list[Piece]]] = [{} for _ in range(groups)]
         if complete and alike and shapes and by_parameter:
             placed = place_by_parameter(shapes, ranks)
@@ -241,8 +241,8 @@ class _Joined:
     def _take(
         self, group: int, placed: Mapping[str, list[Piece]], wanted: Mapping[str, Shape], ranks: Sequence[RankState]
     ) -> bool:
-        masters, states = {}, {}
-        flat = [rank.masters[group] for rank in ranks]
+        master_weights, states = {}, {}
+        flat = [rank.master_weights[group] for rank in ranks]
         told = partitions_of_state(ranks, group)
         if told is None:
             return False
@@ -252,16 +252,16 @@ class _Joined:
             state = join_state(cut, pieces, wanted[name])
             if master is None or state is None:
                 return False
-            masters[name], states[name] = master, {**alike, **state}
-        self.masters.update(masters)
+            master_weights[name], states[name] = master, {**alike, **state}
+        self.master_weights.update(master_weights)
         self.optimizer["state"].update({name: state for name, state in states.items() if state})
-        return bool(placed) or not any(rank.masters[group].numel for rank in ranks)
+        return bool(placed) or not any(rank.master_weights[group].numel for rank in ranks)
 
     def _keep_flat(self, group: int, ranks: Sequence[RankState]) -> None:
         for number, rank in enumerate(ranks):
-            if group < len(rank.masters):
+            if group < len(rank.master_weights):
                 name = f"rank {number} group {group}"
-                self.loose[name] = rank.masters[group]
+                self.loose[name] = rank.master_weights[group]
                 self.optimizer["state"][name] = rank.states[group]
                 self.flat += 1
 
@@ -273,11 +273,11 @@ def _add_weights(into: FileContents, mine: _Slice, joined: _Joined) -> None:
     buffers = into.buffers.get(_MODULE, frozenset())
     hollow = [name for name, stored in module.items() if name not in buffers and not stored.numel]
     if not hollow:
-        copies = {**joined.masters, **joined.loose}
+        copies = {**joined.master_weights, **joined.loose}
         if copies:
             into.models[MASTER_GROUP] = copies
         return
-    whole = {**joined.masters, **_frozen(trees)}
+    whole = {**joined.master_weights, **_frozen(trees)}
     shared = trees[0].get("shared_params")
     ties = {name: of for name, of in shared.items() if isinstance(of, str)} if isinstance(shared, Mapping) else {}
     for name in hollow:

@@ -226,14 +226,14 @@ MASTER_GROUP = "fp32"
 class FileContents:
     """The parts of one file. Keys are paths in the file ("model"; "" for a flat file), entries in stored order.
 
-    `masters` are the fp32 copies that an optimizer steps, by the optimizer's path: a list for each group. `places` are
-    the paths in use, each with the number of entries that print like it.
+    `master_weights` are the fp32 copies that an optimizer steps, by its path: a list for each group. `places` are the
+    paths in use, each with the number of entries that print like it.
     """
 
     models: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
     optimizers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     scalers: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # as they were saved
-    masters: dict[str, list[list[StoredTensor]]] = field(default_factory=dict)
+    master_weights: dict[str, list[list[StoredTensor]]] = field(default_factory=dict)
     others: dict[str, StoredTensor] = field(default_factory=dict)  # tensors that belong to none of these
     global_step: int | None = None
     loss: float | None = None  # the one stored beside the weights
@@ -300,10 +300,10 @@ def _local_tensor(node: PickledObject) -> Any:
 
 
 def _examined(sections: FileContents) -> set[int]:
-    masters = (tensor for groups in sections.masters.values() for group in groups for tensor in group)
+    master_weights = (tensor for groups in sections.master_weights.values() for group in groups for tensor in group)
     models = (tensor for model in sections.models.values() for tensor in model.values())
     states = (tensor for node in sections.optimizers.values() for _, tensor in tensors_in(node["state"]))
-    return {id(tensor) for some in (models, sections.others.values(), masters, states) for tensor in some}
+    return {id(tensor) for some in (models, sections.others.values(), master_weights, states) for tensor in some}
 
 
 def main_model(paths: Sequence[str]) -> str | None:
@@ -385,7 +385,7 @@ def _visit_mapping(node: Mapping[Any, Any], path: str, into: FileContents, below
     elif _is_state_dict(node, path, below):
         _take_model(node, path, into, below)
     else:
-        taken = _take_masters(node, path, into)
+        taken = _take_master_weights(node, path, into)
         for key, value in node.items():
             if key not in taken:
                 _visit_entry(key, value, path, into, below)
@@ -450,7 +450,7 @@ def _take_optimizer(node: Mapping[Any, Any], path: str, into: FileContents, belo
         into.scalers[path] = {"loss_scale": node["loss_scale"], "unskipped": 0}
 
 
-def _take_masters(node: Mapping[Any, Any], path: str, into: FileContents) -> set[str]:
+def _take_master_weights(node: Mapping[Any, Any], path: str, into: FileContents) -> set[str]:
     """Take fp32 copies beside the only optimizer, which steps them; returns the handled keys."""
     steppers = [key for key, value in node.items() if is_optimizer(value)]
     for key in _MASTERS:
@@ -458,7 +458,7 @@ def _take_masters(node: Mapping[Any, Any], path: str, into: FileContents) -> set
         if len(steppers) != 1 or not isinstance(groups, list | tuple):
             continue
         if all(isinstance(g, list | tuple) and all(isinstance(t, StoredTensor) for t in g) for g in groups):
-            into.masters[join(path, steppers[0])] = [list(group) for group in groups]
+            into.master_weights[join(path, steppers[0])] = [list(group) for group in groups]
             return {key}
     return set()
 

@@ -36,7 +36,7 @@ class RankState:
     """The contents of one rank's optimizer file, in one form for all stages."""
 
     by_parameter: bool  # each parameter was cut by itself (ZeRO 3)
-    masters: tuple[StridedTensor, ...]  # fp32 partition of each flat group
+    master_weights: tuple[StridedTensor, ...]  # fp32 partition of each flat group
     states: tuple[Mapping[str, Any], ...]  # for each flat group: "exp_avg" etc., as long as the partition or padded
     options: tuple[Mapping[str, Any], ...] = ()  # settings of the parameter groups
     per_option: tuple[int, ...] = ()  # number of flat groups of each parameter group
@@ -49,22 +49,22 @@ def read_rank(tree: Any) -> RankState | None:
     state = tree.get("optimizer_state_dict") if isinstance(tree, Mapping) else None
     if not isinstance(state, Mapping):
         return None
-    masters = state.get("single_partition_of_fp32_groups", state.get("fp32_flat_groups"))
-    if not isinstance(masters, list | tuple) or not all(_is_flat(m) for m in masters):
+    master_weights = state.get("single_partition_of_fp32_groups", state.get("fp32_flat_groups"))
+    if not isinstance(master_weights, list | tuple) or not all(_is_flat(m) for m in master_weights):
         return None
     gaps = state.get("param_alignment_paddings")  # free elements behind parameters (`parameter_alignment`)
     if isinstance(gaps, list | tuple) and any(any(group) for group in gaps if isinstance(group, list | tuple)):
         return None
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
-    states, options, counts = _base_state(base, len(masters))
+    states, options, counts = _base_state(base, len(master_weights))
     return RankState(
         by_parameter="fp32_flat_groups" in state,
-        masters=tuple(masters),
+        master_weights=tuple(master_weights),
         states=states,
         options=options,
         per_option=counts,
-        slices=_slices(state.get("param_slice_mappings"), len(masters)),
-        counts=_counts(state.get("partition_count"), len(masters)),
+        slices=_slices(state.get("param_slice_mappings"), len(master_weights)),
+        counts=_counts(state.get("partition_count"), len(master_weights)),
     )
 
 
@@ -77,8 +77,8 @@ def place_by_parameter(
     shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[RankState]
 ) -> list[dict[str, list[Piece]]]:
     """Returns the same for ZeRO 3; all groups are {} if one does not add up."""
-    lengths = [master.numel for master in ranks[0].masters]
-    if any([m.numel for m in rank.masters] != lengths for rank in ranks):
+    lengths = [master.numel for master in ranks[0].master_weights]
+    if any([m.numel for m in rank.master_weights] != lengths for rank in ranks):
         return [{} for _ in lengths]
     placed: list[dict[str, list[Piece]]] = [{} for _ in lengths]
     group, start = 0, 0
@@ -126,7 +126,7 @@ def partitions_of_state(
         return None
     cut: dict[str, list[StridedTensor]] = {}
     alike: dict[str, Any] = {}
-    sizes = [rank.masters[group].numel for rank in ranks]
+    sizes = [rank.master_weights[group].numel for rank in ranks]
     whole = max(sizes) if ranks[0].by_parameter else 2 * -(-sum(sizes) // (2 * len(ranks)))
     for entry, value in states[0].items():
         partitions = [state[entry] for state in states]
@@ -150,7 +150,7 @@ def join_state(
 
 
 def _place_group(group: int, wanted: Mapping[str, Shape], ranks: Sequence[RankState]) -> dict[str, list[Piece]]:
-    lengths = [rank.masters[group].numel for rank in ranks]
+    lengths = [rank.master_weights[group].numel for rank in ranks]
     starts = [0, *itertools.accumulate(lengths)]
     unit = 2 * len(ranks)
     total = sum(math.prod(shape) for shape in wanted.values())

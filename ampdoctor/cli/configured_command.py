@@ -11,20 +11,18 @@ import functools
 import inspect
 import json
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
-from ampdoctor.cli.config import Config, ConfigOption, Default, load_config, paths_in, read_config, settings_of
+from ampdoctor.cli.config import Config, ConfigOption, Default, load_config, read_config, settings_of
 from ampdoctor.cli.options import refuse_empty
-from ampdoctor.cli.process import note, write_stdout
+from ampdoctor.cli.process import write_stdout
 from ampdoctor.cli.run_command import Action, Outcome, ReportCommand
-from ampdoctor.cli.suggest import close_match, said_of_the_value
+from ampdoctor.cli.suggest import said_of_the_value
 from ampdoctor.errors import EXIT_OK, UsageError
 from ampdoctor.evidence.thresholds import Moves
 from ampdoctor.reports.escape import sanitise
@@ -115,22 +113,13 @@ class ConfiguredCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Action:
         """Return the command's action, with the configuration's decisions."""
         if ctx.params["show_config"]:
-            variables = [v for name, group in _all_settings(ctx).items() for s in group for v in s.variables(name)]
-            form = ctx.params["format"]
-            return show_config(self.name or "", self._effective(ctx), self.config(ctx), form, variables)
-        with self._blaming(ctx):
-            action: Action = super().invoke(ctx)
+            return show_config(self.name or "", self._effective(ctx), self.config(ctx), ctx.params["format"])
+        action: Action = super().invoke(ctx)
         if isinstance(action, ReportCommand):
             action = replace(action, command=self.name or "", config=self.config(ctx))
-
-        def blamed() -> Any:
-            with self._blaming(ctx):
-                return action()
-
-        return blamed
+        return action
 
     def _parse(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; --show-config needs no target."""
         typed = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -169,23 +158,6 @@ class ConfiguredCommand(TyperCommand):
             )
             for setting in self.settings
         ]
-
-    @contextmanager
-    def _blaming(self, ctx: Any) -> Iterator[None]:
-        """Put the source of the setting before an error about an option that is not on the command line."""
-        # An error is about the options before its first colon; the advice after it may name others
-        try:
-            yield
-        except UsageError as error:
-            about = str(error).partition(": ")[0]
-            for setting in self.settings:
-                origin = self._origin(ctx, setting.parameter)
-                named = (setting.option, *paths_in(setting.key, ctx.params[setting.parameter]))
-                if origin is not None and any(
-                    re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", about) for name in named
-                ):
-                    raise UsageError(f"{origin}: {error}") from error
-            raise
 
 
 class _Defaults:
@@ -238,30 +210,23 @@ class ReplayCommand(ConfiguredCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words before `--` where they name the target; else `--` only ends the options, as usual."""
-        head, after = _split(args)
-        if after and not ctx.resilient_parsing and self._names_target(ctx, head):
-            ctx.meta[_KEY] = tuple(after)
-            args = head
+        if "--" in args and not ctx.resilient_parsing:
+            at = args.index("--")
+            if self._names_target(ctx, args[:at]):
+                ctx.meta[_KEY] = tuple(args[at + 1 :])
+                args = args[:at]
         return super().parse_args(ctx, args)
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the usage line's pieces."""
-        return [*super().collect_usage_pieces(ctx), "[-- ARGS]"]
 
     def _names_target(self, ctx: Any, args: list[str]) -> bool:
         try:
             parsed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         except Exception:  # noqa: BLE001 - the real parsing reports the error
             return True
-        arguments: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
-        return any(isinstance(parsed.get(one.name), str | list | tuple) and parsed[one.name] for one in arguments)
+        return any(parsed.get(one.name) for one in self.params if one.param_type_name == "argument")
 
-
-def _split(args: list[str]) -> tuple[list[str], list[str]]:
-    if "--" not in args:
-        return args, []
-    at = args.index("--")
-    return args[:at], args[at + 1 :]
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the usage line's pieces."""
+        return [*super().collect_usage_pieces(ctx), "[-- ARGS]"]
 
 
 def script_arguments(context: typer.Context) -> tuple[str, ...]:
@@ -272,29 +237,15 @@ def script_arguments(context: typer.Context) -> tuple[str, ...]:
 
 # -- `--show-config` --
 
-_PREFIX = "AMPDOCTOR_"
 
-
-def show_config(
-    command: str, settings: Sequence[tuple[str, Any, str]], config: Config, form: str, variables: Sequence[str]
-) -> Action:
+def show_config(command: str, settings: Sequence[tuple[str, Any, str]], config: Config, form: str) -> Action:
     """Return the action that shows `settings` (key, value and origin of each), as `form` "json" or as text."""
 
     def action() -> Outcome:
-        _note_strangers(variables)
         write_stdout(_as_json(command, settings, config) if form == "json" else _as_text(settings, config))
         return Outcome(EXIT_OK)
 
     return action
-
-
-def _note_strangers(variables: Sequence[str]) -> None:
-    """Say which variables look like settings and are none: a typing error there is reported nowhere else."""
-    for name in sorted(os.environ):
-        if name.startswith(_PREFIX) and name not in variables:
-            near = close_match(name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in variables])
-            hint = f"; did you mean {_PREFIX}{near}?" if near else ""
-            note(f"ampdoctor: {name} is set, and no setting{hint}")
 
 
 def _as_json(command: str, settings: Sequence[tuple[str, Any, str]], config: Config) -> str:

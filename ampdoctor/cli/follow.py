@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from ampdoctor.cli.process import note, report_stream, write_stdout
@@ -23,8 +20,7 @@ from ampdoctor.reports.escape import sanitise
 from ampdoctor.reports.text import sparkline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from types import FrameType
+    from collections.abc import Callable, Iterable
 
     from rich.console import Console
     from rich.text import Text
@@ -88,22 +84,22 @@ def number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
-def view(latest: Latest, *, name: str, width: int, height: int, plain: bool = False, now: float | None = None) -> Text:
-    """Returns the picture, at most `width` by `height`, ASCII only if `plain`; `now` is in seconds since 1970."""
+def view(latest: Latest, *, name: str, width: int, height: int, now: float | None = None) -> Text:
+    """Returns the picture, at most `width` by `height`; `now` is in seconds since 1970."""
     from rich.text import Text
 
     head = _head(latest, name, time.time() if now is None else now)
-    curves = _curves(latest, width, plain=plain)
+    curves = _curves(latest, width)
     left = height - len(head) - len(curves)
     told = [event for event in latest.events if event.kind not in {"checkpoint", "end"}]
     checkpoints = [event for event in latest.events if event.kind == "checkpoint"][-1:]
     wanted = min(2 * len(told), 8)
-    layers = _layers(latest, width, max(left - min(wanted, left // 3) - bool(wanted) - len(checkpoints), 0))
+    layers = _layers(latest, max(left - min(wanted, left // 3) - bool(wanted) - len(checkpoints), 0))
     left -= len(layers) + len(checkpoints)
     events = _events(told, left, width)
     lines = [*head, *curves, *layers, *events, *(_event(event) for event in checkpoints)][:height]
     for line in lines:
-        line.truncate(width, overflow="crop" if plain else "ellipsis")
+        line.truncate(width, overflow="ellipsis")
         line.no_wrap = True
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
@@ -145,7 +141,7 @@ def _facts(latest: Latest, last: StepLine) -> list[str]:
     return [fact for fact in facts if fact]
 
 
-def _curves(latest: Latest, width: int, *, plain: bool) -> list[Text]:
+def _curves(latest: Latest, width: int) -> list[Text]:
     from rich.text import Text
 
     steps: Sequence[StepLine] = tuple(latest.steps)
@@ -162,50 +158,30 @@ def _curves(latest: Latest, width: int, *, plain: bool) -> list[Text]:
         latest_value = next(value for value in reversed(values) if value is not None)
         line = Text(f"{label:<{_LABEL}}{number(latest_value):<{_VALUE}}")
         line.append(
-            sparkline(values, width - _LABEL - _VALUE, logarithmic=logarithmic, plain=plain),
+            sparkline(values, width - _LABEL - _VALUE, logarithmic=logarithmic),
             style="red" if not math.isfinite(latest_value) else "blue",
         )
         found.append(line)
     return found
 
 
-def _layers(latest: Latest, width: int, room: int) -> list[Text]:
-    """Returns the worst tensors: several measures side by side where they fit, else the first that has values."""
+def _layers(latest: Latest, room: int) -> list[Text]:
+    """Returns the worst tensors of the last look by each measure."""
     from rich.text import Text
 
-    count = min(room - 1, 5)
+    count = min((room - 1) // len(_MEASURES), 5)
     if latest.detail_step is None or count < 1:
         return []
-    blocks = [(title, _worst(latest, measure, count)) for measure, title in _MEASURES]
-    blocks = [(title, rows) for title, rows in blocks if rows]
-    if not blocks:
-        return []
-    blocks = blocks[: max(width // 38, 1)]
-    column = width // len(blocks)
-    lines = [Text("".join(_cell(f"{title} at step {latest.detail_step}", column) for title, _ in blocks), style="bold")]
-    for at in range(max(len(rows) for _, rows in blocks)):
-        cells = [_row(*rows[at], column) if at < len(rows) else " " * column for _, rows in blocks]
-        lines.append(Text("".join(cells)))
-    return lines
-
-
-def _worst(latest: Latest, measure: Measure, count: int) -> list[tuple[str, str, str]]:
-    return [
-        (f"2^{value:.1f}" if measure == "log2_headroom" else f"{value:.2%}", sanitise(name), role)
+    lines = [
+        Text(f"{title:<{_LABEL}}{_shown(measure, value):>9} {sanitise(name)} {_SHORT_ROLES.get(role, role)}")
+        for measure, title in _MEASURES
         for name, role, value in latest.worst(measure, count)
     ]
+    return [Text(f"worst tensors at step {latest.detail_step}", style="bold"), *lines] if lines else []
 
 
-def _row(value: str, name: str, role: str, width: int) -> str:
-    """Returns a tensor's number and name; of a name that is too long the end is kept."""
-    role = _SHORT_ROLES.get(role, role)
-    room = max(width - 12 - len(role) - 3, 4)
-    shown = name if len(name) <= room else f"..{name[2 - room :]}"
-    return _cell(f"{value:>9} {shown} {role}", width)
-
-
-def _cell(text: str, width: int) -> str:
-    return f"{text[: width - 1]:<{width}}"
+def _shown(measure: Measure, value: float) -> str:
+    return f"2^{value:.1f}" if measure == "log2_headroom" else f"{value:.2%}"
 
 
 def _events(events: Sequence[Event], room: int, width: int) -> list[Text]:
@@ -238,8 +214,6 @@ def _amount(value: float) -> str:
 
 FRAME_S = 0.25  # seconds between two reads: nobody reads faster, and the log is only a twentieth of a second late
 _EVERY = 100  # steps between two plain lines
-_ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-"""Signals that end a process silently: `kill`, and a closed terminal."""
 _SLOW_S = 60.0  # seconds after which a step is printed anyway: some steps take minutes
 
 
@@ -262,8 +236,7 @@ def follow(
     follower, latest = Follower(log), Latest(thresholds=thresholds)
     if stream is not None and _is_drawn_on(stream) and not output.quiet:
         try:
-            with _told_to_end():
-                _draw(follower, latest, _Picture(stream, output.color, log), pause)
+            _draw(follower, latest, _Picture(stream, output.color, log), pause)
         except OSError as error:
             raise OutputError(f"the terminal cannot be written: {error.strerror or error}") from None
     else:
@@ -276,35 +249,8 @@ def _noted(text: str) -> None:
 
 
 def _is_drawn_on(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb" and sys.platform != "win32"
-
-
-class _ToldToEnd(KeyboardInterrupt):
-    """A signal that ends a process. It does not end process 1 of a container, and acts as Ctrl-C there."""
-
-
-@contextmanager
-def _told_to_end() -> Iterator[None]:
-    """Lets its body clean up before one of these signals ends the process, as it ends every other command."""
-    # A signal that is ignored (`nohup`) or handled by others is left alone
-    came: list[int] = []
-
-    def end(number: int, _: FrameType | None) -> None:
-        if not came:  # further signals during the cleanup are ignored
-            came.append(number)
-            raise _ToldToEnd
-
-    mine = threading.current_thread() is threading.main_thread()
-    taken = [one for one in _ENDING if mine and signal.getsignal(one) == signal.SIG_DFL]
-    try:
-        for one in taken:
-            signal.signal(one, end)
-        yield
-    finally:
-        for one in taken:
-            signal.signal(one, signal.SIG_DFL)
-        if came:
-            os.kill(os.getpid(), came[0])
+    capable = os.environ.get("TERM") != "dumb" and sys.platform != "win32"
+    return capable and stream.isatty() and (stream.encoding or "").lower().startswith("utf")
 
 
 class _Lines:
@@ -337,7 +283,7 @@ def _print(lines: _Lines, follower: Follower, latest: Latest, log: str, pause: C
     waiting = caught_up = False
     while True:
         for whole in follower.new():
-            lines.happened(latest.hear(whole))
+            lines.happened(latest.add(whole))
             if caught_up:
                 lines.step(latest)
         if follower.found is None and not waiting:
@@ -363,7 +309,7 @@ def _draw(follower: Follower, latest: Latest, picture: _Picture, pause: Callable
                 live.update(picture.drawn(latest), refresh=True)
                 drawn_at = time.monotonic()
                 for whole in follower.new():
-                    latest.hear(whole)
+                    latest.add(whole)
                     if time.monotonic() - drawn_at > FRAME_S:  # while a long existing log is read
                         live.update(picture.drawn(latest), refresh=True)
                         drawn_at = time.monotonic()
@@ -383,7 +329,6 @@ class _Picture:
         self.console = _console(stream, color)
         self.name = name
         self._stream = stream
-        self._plain = not (stream.encoding or "").lower().startswith("utf")
 
     def drawn(self, latest: Latest, *, lines_left: int = 0) -> Text:
         """Returns the picture, with `lines_left` lines of the terminal left free."""
@@ -391,7 +336,7 @@ class _Picture:
         from rich.console import ConsoleDimensions
 
         self.console.size = ConsoleDimensions(width, height)
-        return view(latest, name=self.name, width=width, height=height - lines_left, plain=self._plain)
+        return view(latest, name=self.name, width=width, height=height - lines_left)
 
 
 def _console(stream: TextIO, color: Color) -> Console:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ampdoctor.cli.options import GateOptions, ListFormat, OutputOptions, flatten, refuse_empty
+from ampdoctor.cli.options import GateOptions, ListFormat, OutputOptions, flatten
 from ampdoctor.cli.output import canvas
 from ampdoctor.cli.process import read_text, report_stream, write_stdout
 from ampdoctor.cli.run_command import Action, Outcome, ReportCommand
@@ -62,17 +62,8 @@ def _as_json(rules: list[Rule]) -> str:
 
 
 def _whole(rule: Rule) -> dict[str, Any]:
-    thresholds = [
-        {
-            "name": threshold.name,
-            "default": threshold.default,
-            "unit": threshold.unit,
-            "lowest": threshold.lowest,
-            "highest": threshold.highest,
-            "why": threshold.why,
-        }
-        for threshold in rule.thresholds
-    ]
+    said = ("name", "default", "unit", "lowest", "highest", "why")
+    thresholds = [{key: getattr(threshold, key) for key in said} for threshold in rule.thresholds]
     named = {"code": rule.code, "name": rule.name, "title": rule.title, "worst": rule.worst}
     return {**named, **rule.page.texts, "thresholds": thresholds}
 
@@ -159,13 +150,11 @@ def merge(
 ) -> Action:
     """Show reports again, in any form; several become one.
 
-    Several are those of the ranks of a job, or of several jobs: a finding of more than one rank is there once, with its
-    ranks. Under torchrun rank 0 writes as it is told, and rank N its report to rankN.jsonl, in the folder of --output
-    or here; give every rank --exit-zero, for torchrun ends the others when one exits with 1, and let `merge` judge.
-    `run` needs no --exit-zero there, and keeps rank N's report beside its log, in report.rankN.jsonl.
+    Several are those of the ranks of one job: a finding of more than one rank is there once, with its ranks. Under
+    torchrun rank 0 writes as it is told, and rank N its report to rankN.jsonl, in the folder of --output or here; give
+    every rank --exit-zero, for torchrun ends the others when one exits with 1, and let `merge` judge. `run` needs no
+    --exit-zero there, and keeps rank N's report beside its log, in report.rankN.jsonl.
     """
-    for file in reports:
-        refuse_empty("REPORT", file)
 
     def work(_: Progress | None, __: SetAside) -> Report:
         from ampdoctor.reports.merge import merge_reports

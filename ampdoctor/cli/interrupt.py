@@ -18,8 +18,6 @@ _leave = os._exit  # Python's own, which `process.claim_process` replaces
 
 
 class _Claim:
-    """State of the process, of which there is one."""
-
     answering: bool = False
     interrupted: bool = False
     deaf: bool = False

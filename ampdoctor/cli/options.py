@@ -8,9 +8,10 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import typer
+from typer.models import ParameterInfo
 
 from ampdoctor.diagnosis.catalogue import check_threshold, thresholds_from
 from ampdoctor.errors import UsageError
@@ -65,9 +66,6 @@ class OutputOptions:
     color: Annotated[Color, typer.Option("--color", help="auto: colour on a terminal, as NO_COLOR etc. say.")] = "auto"
     no_progress: Annotated[bool, typer.Option("--no-progress", help="No progress on stderr.")] = False
 
-    def __post_init__(self) -> None:
-        refuse_empty("--output", self.output)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviceOptions:
@@ -89,17 +87,6 @@ class AdviceOptions:
         bool,
         typer.Option("--precision-matters", help="bf16's 8 bits are too few (training and sampling must agree)."),
     ] = False
-    ranks: Annotated[
-        int, typer.Option("--ranks", metavar="N", min=1, help="Processes that the training averages gradients over.")
-    ] = 1
-    reduce_fp16: Annotated[
-        Literal["before", "after", "split"] | None,
-        typer.Option("--reduce-fp16", help="Gradients are reduced in fp16, divided before or after the sum, or both."),
-    ] = None
-    accumulation: Annotated[
-        int | None,
-        typer.Option("--accumulation", metavar="N", min=1, help="Micro-batches a step of the training, if others."),
-    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,16 +149,6 @@ class ReplayOptions:
         ),
     ] = False
 
-    def __post_init__(self) -> None:
-        for option, value in (
-            ("--checkpoint", self.checkpoint),
-            ("--app-dir", self.app_dir),
-            ("--batches", self.batches),
-            ("--loss", self.loss),
-            ("--model", self.model),
-        ):
-            refuse_empty(option, value)
-
     def inputs(self, target: str) -> list[str]:
         """Return the files and folders that the arguments name and the command may read."""
         named = [part for part in (target, self.batches, self.loss, self.model) if part is not None]
@@ -190,9 +167,9 @@ class ReplayOptions:
         )
 
 
-def refuse_empty(name: str, value: str | None) -> None:
-    """Raise UsageError for an empty or blank value, as an unset variable of a script gives."""
-    if value is not None and not value.strip():
+def refuse_empty(name: str, value: Any) -> None:
+    """Raise UsageError for an empty or blank text, as an unset variable of a script gives."""
+    if isinstance(value, str) and not value.strip():
         raise UsageError(f"{name} is empty: is a variable of the script not set?")
 
 
@@ -215,17 +192,14 @@ def _value(pair: str, key: str, text: str) -> Any:
 
     try:
         return json.loads(text, parse_constant=refuse)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         quoted = json.dumps(text)
         raise UsageError(f"--arg {key}: the value is not JSON; a string needs quotes: '{key}={quoted}'") from None
-    except RecursionError:
-        raise UsageError(f"--arg {key}: the value is nested too deeply") from None
-    except ValueError:  # Python reads no integer of more than some thousand digits
-        raise UsageError(f"--arg {key}: a number in the value has too many digits") from None
 
 
 # -- one Typer option per field of an options dataclass --
 
+SCRIPTS_OWN = "ARGS"  # the arguments of a user's script, which may be empty
 ONE_RUN = "of one run"  # marks an option that no file or environment variable may set: all of a group `of_one_run`
 
 R = TypeVar("R")
@@ -244,8 +218,13 @@ def flatten(function: Callable[..., R]) -> Callable[..., R]:
         else:
             parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
 
+    named = {parameter.name: _named(parameter) for parameter in parameters}
+
     @functools.wraps(function)
     def command(**values: Any) -> R:
+        for name, value in values.items():
+            for text in value if isinstance(value, list) and named[name] != SCRIPTS_OWN else [value]:
+                refuse_empty(named[name], text)
         built = {
             name: group(**{field.name: values.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
@@ -255,6 +234,13 @@ def flatten(function: Callable[..., R]) -> Callable[..., R]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect reads it
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def _named(parameter: inspect.Parameter) -> str:
+    """Return an option with its dashes, or what the help calls an argument."""
+    told = next((one for one in get_args(parameter.annotation) if isinstance(one, ParameterInfo)), None)
+    first = next((str(one) for one in (getattr(told, "default", ""), *(getattr(told, "param_decls", None) or ()))), "")
+    return first if first.startswith("--") else str(getattr(told, "metavar", None) or parameter.name)
 
 
 def _options_of(group: type[Any]) -> list[inspect.Parameter]:
@@ -308,10 +294,6 @@ class GateOptions:
             "--write-baseline", metavar="FILE", help="Write what is found as the baseline: from now on known."
         ),
     ] = None
-
-    def __post_init__(self) -> None:
-        refuse_empty("--baseline", self.baseline)
-        refuse_empty("--write-baseline", self.write_baseline)
 
     def lived_with(self, set_aside: SetAside) -> SetAside:
         """Return the failures that a replay continues past: suppressed ones; with --write-baseline, all."""

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -133,10 +133,8 @@ def destinations(
             where = "standard output" if file == STDOUT else file
             raise UsageError(f"two outputs for {where}: give one of them a file of its own")
         taken.add(place)
-        if file in also:
+        if file in also or (file != STDOUT and not (rank and log)):  # a log's folder is created with the log
             _refuse(file, inputs)
-        elif file != STDOUT and not (rank and log):  # a log's folder is created with the log
-            _refuse(file, inputs, f": rank {rank} keeps its report beside the file of --output" if rank else "")
     return tuple(wanted)
 
 
@@ -156,27 +154,21 @@ def deliver(report: Report, places: Iterable[Destination], options: OutputOption
     failed: Exception | None = None
     for place in places:
         try:
-            _deliver_one(report, place, options)
+            if place.append:
+                append_summary(report, place.file)
+            elif place.file == STDOUT:
+                write_stdout(_render(report, place.format, options, report_stream()))
+            else:
+                write_file(place.file, _render(report, place.format, options, None))
         except Exception as error:  # noqa: BLE001 - raised below
             failed = failed or error
     if failed is not None:
         raise failed
 
 
-def _deliver_one(report: Report, place: Destination, options: OutputOptions) -> None:
-    if place.append:
-        append_summary(report, place.file)
-    elif place.file == STDOUT:
-        write_stdout(_render(report, place.format, options, report_stream()))
-    else:
-        write_file(place.file, _render(report, place.format, options, None))
-
-
 def canvas(stream: TextIO | None, *, color: Color, quiet: bool = False, verbose: int = 0) -> RenderOptions:
-    """Return the width, colour and detail for a report on `stream`, or in a file; `COLUMNS` is honoured."""
-    interactive = stream is not None and stream.isatty()
-    width = _columns_given() or (_width(stream) if interactive else WIDTH_WITHOUT_TERMINAL)
-    return RenderOptions(width=width, stream=stream, color=color, quiet=quiet, verbose=verbose)
+    """Return the width, colour and detail for a report on `stream`, or in a file."""
+    return RenderOptions(width=_columns(stream), stream=stream, color=color, quiet=quiet, verbose=verbose)
 
 
 def write_file(file: str, text: str) -> None:
@@ -184,20 +176,15 @@ def write_file(file: str, text: str) -> None:
     write_whole(file, text.encode("utf-8", "backslashreplace"))
 
 
-def _columns_given() -> int | None:
-    """Return the width from COLUMNS, where a report is readable in it."""
+def _columns(stream: TextIO | None) -> int:
+    """Return COLUMNS, where a report is readable in it, else the width of the terminal that shows the report."""
     given = os.environ.get("COLUMNS", "")
-    if not re.fullmatch(r"[0-9]{1,4}", given) or not _NARROWEST <= int(given) <= _WIDEST:
-        return None
-    return int(given)
-
-
-def _width(terminal: TextIO | None) -> int:
-    """Return the columns of the terminal that shows the report, which may not be descriptor 1."""
-    if terminal is None:
-        return _USUAL_WIDTH
+    if re.fullmatch(r"[0-9]{1,4}", given) and _NARROWEST <= int(given) <= _WIDEST:
+        return int(given)
+    if stream is None or not stream.isatty():
+        return WIDTH_WITHOUT_TERMINAL
     try:
-        return os.get_terminal_size(terminal.fileno()).columns or _USUAL_WIDTH
+        return os.get_terminal_size(stream.fileno()).columns or _USUAL_WIDTH
     except (OSError, ValueError):
         return _USUAL_WIDTH
 
@@ -233,13 +220,10 @@ def _identity(file: str) -> object:
     return file if found is None else (found.st_dev, found.st_ino)
 
 
-def _refuse(file: str, inputs: Iterable[str], hint: str = "") -> None:
-    try:
-        refuse_unwritable(file)
-        for read in inputs:
-            _refuse_input(file, read)
-    except UsageError as error:
-        raise UsageError(f"{error}{hint}") from None
+def _refuse(file: str, inputs: Iterable[str]) -> None:
+    refuse_unwritable(file)
+    for read in inputs:
+        _refuse_input(file, read)
     place = Path(os.path.realpath(file))
     if place.suffix == ".py" and place.is_file():  # the factory, or a module that it imports
         raise UsageError(f"cannot write {file}: it is Python source, not a report; name another file")
@@ -266,22 +250,8 @@ def repository_root(folder: Path) -> Path | None:
 
 def place_in_repository() -> dict[str, Any]:
     """Return the working directory's place for a report's target; {} at the root, or outside any repository."""
-    # In a job of GitHub Actions the root is the workspace, which may not be a clone
-    try:
-        here = Path.cwd()
-    except OSError:  # the folder was deleted
-        return {}
-    root = next((root for root in _roots(here) if here.is_relative_to(root)), here)
-    if root == here:
+    here = Path.cwd()
+    root = repository_root(here)
+    if root is None or root == here:
         return {}
     return {"repository": {"root": root.as_posix(), "folder": here.relative_to(root).as_posix()}}
-
-
-def _roots(here: Path) -> Iterator[Path]:
-    """Yield possible roots, the likeliest first, with links resolved."""
-    workspace = Path(os.environ.get("GITHUB_WORKSPACE", ""))
-    if workspace.is_absolute():
-        yield Path(os.path.realpath(workspace))
-    nearest = repository_root(here)
-    if nearest is not None:
-        yield nearest

@@ -28,16 +28,15 @@ _NUMBER = re.compile(r"(?P<number>\d{1,15}(\.\d{1,6})?(e\d{1,2})?)(?P<unit>[kmbt
 _POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
 
 
-def devices_of(option: str, text: str) -> tuple[int, int | None]:
-    """Return the number of devices, and the number on each node where it is given; may raise UsageError."""
+def devices_of(option: str, text: str) -> int:
+    """Return the number of devices; may raise UsageError."""
     found = _DEVICES.fullmatch(text.strip())
     if found is None:
         raise UsageError(f"{option} {text}: devices are a number, or nodes x devices of a node, as in 512 or 64x8")
-    first, each = int(found["first"]), found["each"]
-    devices = first if each is None else first * int(each)
+    devices = int(found["first"]) * int(found["each"] or 1)
     if devices < 1:
         raise UsageError(f"{option} {text}: a job needs at least 1 device")
-    return devices, None if each is None else int(each)
+    return devices
 
 
 def parameters_of(option: str, text: str) -> float:
@@ -114,14 +113,14 @@ class ClusterOptions:
                 if given is not None and given < 1:
                     raise UsageError(f"the {name} parallel size starts at 1, not {given}")
         then = {name: getattr(self, f"to_{name}") or sizes[name] for name in _SIZES}
-        now = self._devices("--gpus", self.gpus) or ((said.devices, said.per_node) if said.devices else None)
+        now = self._devices("--gpus", self.gpus) or said.devices
         after = self._devices("--to-gpus", self.to_gpus) or now
         if after is None:
             raise UsageError("no devices are named: --to-gpus says how many there will be, --gpus how many there are")
-        before = None if now is None else Cluster(devices=now[0], per_node=now[1], **sizes)
-        return before, Cluster(devices=after[0], per_node=after[1], **then)
+        before = None if now is None else Cluster(devices=now, **sizes)
+        return before, Cluster(devices=after, **then)
 
-    def _devices(self, option: str, text: str | None) -> tuple[int, int | None] | None:
+    def _devices(self, option: str, text: str | None) -> int | None:
         refuse_empty(option, text)
         return None if text is None else devices_of(option, text)
 
@@ -143,10 +142,6 @@ class BatchOptions:
     accumulation: Annotated[
         int | None,
         typer.Option("--accumulation", metavar="N", help="Micro-batches before a step, in force."),
-    ] = None
-    samples: Annotated[
-        int | None,
-        typer.Option("--samples", metavar="N", min=1, help="Of an epoch: sizes its last window."),
     ] = None
     reduction: Annotated[
         Literal["mean", "sum", "tokens", "step"] | None,
@@ -177,13 +172,7 @@ class BatchOptions:
             "precision": self.precision,
             "division": self.reduce_fp16,
         }
-        typed = {name: value for name, value in given.items() if value is not None}
-        moved = [
-            f"{name.replace('_', '-')} {value} of the command line stands in place of the file's {getattr(read, name)}"
-            for name, value in typed.items()
-            if getattr(read, name) not in (None, value)
-        ]
-        return replace(read, **typed, notes=(*read.notes, *moved))
+        return replace(read, **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,13 +214,13 @@ class MemoryOptions:
         ),
     ] = "2,2,12"
 
-    def memory(self, said: BatchSettings, before: Cluster | None, after: Cluster) -> Memory:
+    def memory(self, said: BatchSettings, before: Cluster | None) -> Memory:
         """Return the known figures; raises UsageError where a size is invalid, or figures contradict each other."""
         from ampdoctor.batching.plans import Memory, per_sample_of_peak
 
         if self.max_micro_batch is not None and self.max_micro_batch < 1:
             raise UsageError(f"--max-micro-batch {self.max_micro_batch}: a micro-batch starts at 1")
-        states = self._states(said, (before.per_node if before is not None else None) or after.per_node)
+        states = self._states(said)
         each = None if self.memory_per_sample is None else bytes_of("--memory-per-sample", self.memory_per_sample)
         device = None if self.device_memory is None else bytes_of("--device-memory", self.device_memory)
         per_sample = None if each is None else float(each)
@@ -243,11 +232,6 @@ class MemoryOptions:
                 raise UsageError("a peak memory is of the job in force: --gpus and --micro-batch say which that is")
             per_sample = per_sample_of_peak(peak, said.micro_batch, states, before)
         if device is not None and per_sample is None and self.max_micro_batch is None:
-            if said.unmeasured:
-                raise UsageError(
-                    "--device-memory: the log has no measured peak of memory (a run on a CPU has none), and "
-                    "--memory-per-sample or --peak-memory says what fits in its place"
-                )
             raise UsageError("--device-memory says what fits beside --memory-per-sample or --peak-memory alone")
         return Memory(
             per_sample=per_sample,
@@ -256,7 +240,7 @@ class MemoryOptions:
             known_to_fit=self.max_micro_batch,
         )
 
-    def _states(self, said: BatchSettings, node: int | None) -> States | None:
+    def _states(self, said: BatchSettings) -> States | None:
         from ampdoctor.batching.plans import States
 
         stage = said.shard_stage if self.shard_stage is None else self.shard_stage
@@ -268,8 +252,6 @@ class MemoryOptions:
             parameters=parameters_of("--params", self.params),
             stage=stage or 0,
             bytes_each=bytes_each_of("--state-bytes", self.state_bytes),
-            within_node=said.within_node,
-            node=node,
         )
 
 
@@ -285,10 +267,6 @@ class PlanOptions:
             "--profile", metavar="FILE", help="Of `profile --save`, or a log: what fp16 flushes before and after."
         ),
     ] = None
-    scale: Annotated[
-        float | None,
-        typer.Option("--scale", metavar="S", help="The loss scale of now [default: the profile's]."),
-    ] = None
     emit: Annotated[
         PlanFramework | None,
         typer.Option("--emit", help="Print the plan in this framework's own words."),
@@ -303,19 +281,15 @@ class PlanOptions:
         """Return the request for the workflow; `read` holds the settings of the file `config`."""
         from ampdoctor.batching.plans import PlanRequest
 
-        if self.scale is not None and self.profile is None:
-            raise UsageError("--scale is the loss scale of the job of --profile: give both")
         said = batch.said(read)
         before, after = cluster.clusters(said)
         return PlanRequest(
             said=said,
             before=before,
             after=after,
-            memory=fit.memory(said, before, after),
-            samples=batch.samples,
+            memory=fit.memory(said, before),
             emit=self.emit,
             profile=self.profile,
-            scale=self.scale,
             config=config,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import io
 import os
@@ -10,7 +9,8 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO, NoReturn, TextIO
+from pathlib import Path
+from typing import NoReturn, TextIO
 
 from ampdoctor.cli import interrupt
 from ampdoctor.errors import EXIT_ERROR, OutputError, UsageError
@@ -30,8 +30,6 @@ class StdoutClosedError(Exception):
 
 
 class _StreamClaim:
-    """The stream of `claim_stdout()`: one for the process, like its file descriptors."""
-
     made: bool = False
     stream: TextIO | None = None
 
@@ -44,16 +42,13 @@ def harden() -> None:
 
 
 def claim_stdout() -> None:
-    """Keep the process's stdout for the report until the process ends.
+    """Keep the process's stdout for the report: descriptor 1 and `sys.stdout` become stderr until the process ends.
 
-    The report gets a descriptor of its own; descriptor 1 and `sys.stdout` become stderr. So late output of the examined
-    code (from a thread, a child, an exit handler) cannot end up in the report. Nothing is changed where `sys.stdout`
-    has been replaced already.
+    Nothing is changed where `sys.stdout` has been replaced already.
     """
     out = sys.stdout
     if _StreamClaim.made or out is not sys.__stdout__:
         return
-    _open_missing_stderr()
     try:
         if out is not None:
             out.flush()
@@ -122,24 +117,11 @@ def discard(stream: TextIO) -> None:
     os.close(nowhere)
 
 
-def _open_missing_stderr() -> None:
-    """Open a missing stderr: else the next file would get its number, and the examined code's output."""
-    try:
-        os.fstat(_STDERR)
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        if nowhere != _STDERR:
-            os.dup2(nowhere, _STDERR)
-            os.close(nowhere)
-
-
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # set how OpenMP's threads wait
 _KEEP = {-3: 1 << 30, -1: (1 << 31) - 1}  # glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (malloc.h), in bytes
 
 
 class _Claim:
-    """State of the process, of which there is one."""
-
     process: int | None = None
     code: int | None = None
 
@@ -147,10 +129,8 @@ class _Claim:
 def claim_process() -> None:
     """Note each Ctrl-C, and let `os._exit` end the process only with an exit code of ours.
 
-    OpenMP's waiting threads are set to sleep, unless the user has set something. By default they spin, and where
-    another process uses a core, two threads then take longer than one (products and casts of a transformer's size
-    beside one busy process, two cores: 6.2 to 18.5 s against 4.2 to 4.4 s on one thread; asleep 4.5 to 5.5 s, and alone
-    as fast as with the default).
+    OpenMP's waiting threads are set to sleep, unless the user has set something: where another process uses a core, two
+    that spin take longer than one.
     """
     if not _WAITING & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is imported, which happens later
@@ -162,11 +142,9 @@ def claim_process() -> None:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Imports modules that stay until the process ends, without searching them for garbage cycles.
+    """Imports modules that stay until a process of ours ends, without searching them for garbage cycles.
 
-    torch makes hundreds of thousands of objects. Searching them during the import takes a tenth of its time, and once
-    more at the process's end a quarter of it. In a process that is not ours nothing is frozen, since its own objects
-    would be frozen too.
+    torch makes hundreds of thousands of objects: their search takes a tenth of the import, and a quarter at the end.
     """
     if _Claim.process != os.getpid() or not gc.isenabled():
         yield
@@ -180,11 +158,7 @@ def loading() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse freed memory: it returns large blocks to the system, and each new one needs page faults.
-
-    They take a fifth of a diagnosis: four steps of a GPT-2 124M took 36.5 s instead of 44.7, and 6.2 GB instead of 5.7.
-    Nothing is changed where the user has configured the allocator, or it is not glibc's.
-    """
+    """Make glibc reuse freed memory, unless it is configured: its page faults take a fifth of a diagnosis."""
     if os.name != "posix" or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     import ctypes
@@ -231,8 +205,13 @@ def read_text(file: str, *, limit: int, what: str, lenient: bool = False) -> str
     `what` names it in errors ("the baseline"). `lenient` replaces bytes that are not UTF-8. Raises UsageError where the
     file is missing, unreadable, not regular, not UTF-8, or too large.
     """
-    with _opened(file, what) as stream:
-        data = stream.read(limit + 1)
+    try:
+        regular = stat.S_ISREG(os.stat(file).st_mode)  # noqa: PTH116 - opening a named pipe would block
+        data = _beginning(file, limit + 1) if regular else b""
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        raise UsageError(f"cannot read {what} {file}: {getattr(error, 'strerror', None) or error}") from None
+    if not regular:
+        raise UsageError(f"cannot read {what} {file}: it is no regular file")
     if len(data) > limit:
         raise UsageError(f"cannot read {what} {file}: it is larger than {limit // 1024} KiB")
     try:
@@ -241,17 +220,6 @@ def read_text(file: str, *, limit: int, what: str, lenient: bool = False) -> str
         raise UsageError(f"cannot read {what} {file}: it is not UTF-8 text") from None
 
 
-@contextlib.contextmanager
-def _opened(file: str, what: str) -> Iterator[BinaryIO]:
-    try:
-        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a named pipe must not block
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {what} {file}: {getattr(error, 'strerror', None) or error}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise UsageError(f"cannot read {what} {file}: it is no regular file")
-    with os.fdopen(descriptor, "rb") as stream:
-        try:
-            yield stream
-        except OSError as error:  # a file of /proc, a broken disk
-            raise UsageError(f"cannot read {what} {file}: {error.strerror or error}") from None
+def _beginning(file: str, size: int) -> bytes:
+    with Path(file).open("rb") as stream:
+        return stream.read(size)

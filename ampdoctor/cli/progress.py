@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
-from ampdoctor.cli.process import note
 from ampdoctor.reports.escape import sanitise
 from ampdoctor.workflows.requests import Progress
 
@@ -103,33 +102,3 @@ def progress_line(*, wanted: bool) -> Iterator[Progress | None]:
         yield line
     finally:
         line.clear()
-
-
-# -- an estimate for thousands of steps: printed once, on stderr, after the first steps --
-
-TIMED = 3  # steps that are timed. The first one also creates the optimizer's state, so the median counts
-
-
-class Estimate:
-    """A `Progress` that times the first steps, prints an estimate for all, and passes everything on to `onto`."""
-
-    def __init__(self, onto: Progress | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._onto = onto
-        self._clock = clock
-        self._times: list[float] = []
-
-    def __call__(self, what: str, done: int, total: int | None, *, unit: str = "") -> None:
-        """Pass the progress of `what` on."""
-        if total is not None and done == len(self._times) <= TIMED:
-            self._times.append(self._clock())
-            if done == TIMED < total:
-                self._say(total)
-        if self._onto is not None:
-            self._onto(what, done, total, unit=unit)
-
-    def _say(self, total: int) -> None:
-        each = sorted(end - begin for begin, end in zip(self._times, self._times[1:], strict=False))[TIMED // 2]
-        if isinstance(self._onto, ProgressLine):
-            self._onto.clear()
-        left = duration(each * (total - TIMED))
-        note(f"ampdoctor: {total:,} steps at {each:.2g} s: {left} if none fails; Ctrl-C reports what is known by then")

@@ -15,11 +15,9 @@ from ampdoctor.cli.options import (
     ReplayOptions,
     ThresholdOptions,
     flatten,
-    refuse_empty,
 )
 from ampdoctor.cli.output import own_file, rank_of
 from ampdoctor.cli.process import keep_freed_memory, loading
-from ampdoctor.cli.progress import Estimate
 from ampdoctor.cli.run_command import Action, ReportCommand
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
@@ -111,7 +109,6 @@ def bisect_nan(
     Replays the run's first steps and names the step, module, op and source line, the cause with its numbers, and the
     smallest change with which the same steps stay finite.
     """
-    refuse_empty("FACTORY", factory)
     thresholds = limits.thresholds(moved_in_the_file(context))
     request = replay.request(factory, allow_partial=gates.allow_partial, script_arguments=script_arguments(context))
     if no_compare and compare_steps:
@@ -136,8 +133,6 @@ def bisect_nan(
         with loading():
             from ampdoctor.workflows import bisect_nan as workflow
 
-        if request.until_sick and not output.quiet:
-            progress = Estimate(progress)
         return workflow.bisect_nan(request, progress=progress, set_aside=gates.lived_with(set_aside))
 
     return ReportCommand(work, output, gates, replay.inputs(factory))
@@ -171,7 +166,6 @@ def profile(
     beside it. --save keeps the measurement: a saved profile is shown, and read by `recommend`, without running anything
     again.
     """
-    refuse_empty("--save", save)
     save = None if save is None else own_file(save, rank_of())
     request, file = _asked(context, target, replay, limits, gates)
 
@@ -211,9 +205,6 @@ def recommend(
         emit=advice.emit,
         target=advice.hardware,
         precision_matters=advice.precision_matters,
-        ranks=advice.ranks,
-        reduce_fp16=advice.reduce_fp16,
-        accumulation=advice.accumulation,
     )
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
@@ -241,8 +232,6 @@ def _asked(
 
     Raises UsageError for several targets, and for options of a replay where nothing runs.
     """
-    for target in targets:
-        refuse_empty("TARGET", target)
     if len(targets) > 1:
         raise UsageError(f"{targets[1]} is one target too many: give one factory, or one profile (they do not add up)")
     file = targets[0] if is_profile(targets[0]) else None

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ampdoctor.cli import interrupt
 from ampdoctor.cli.config import Config
@@ -100,12 +100,7 @@ def _answer(report: Report, *, fail_on: Literal["error", "warning", "never"], ex
     if any(finding.severity in threshold for finding in report.findings):
         return Outcome(EXIT_OK if exit_zero else EXIT_FINDINGS)
     if report.verdict == "not_reproduced":
-        from ampdoctor.diagnosis.replay.outcome import comparison_left_out
-
-        cut = comparison_left_out(report)
-        more = "--max-steps" if "--until-sick" in (report.target.get("options") or {}) else "--steps"
-        further = f"more {more} may reach it" if cut is None else f"one that stays finite shows without {cut}"
-        return Outcome(EXIT_ERROR, f"not reproduced: the failure did not come back; {further}")
+        return Outcome(EXIT_ERROR, "not reproduced: the failure did not come back")
     if report.verdict == "inconclusive":
         return Outcome(EXIT_ERROR, "inconclusive: what was examined does not settle whether the run is healthy")
     return Outcome(EXIT_OK)
@@ -224,9 +219,6 @@ class ReportCommand:
         from ampdoctor.gates.baseline import from_text, refuse_other_command
 
         name = self.gates.baseline or ""
-        if not os.path.lexists(name):
-            why = f"No such file or directory; `{shlex.join(['--write-baseline', name])}` makes one"
-            raise UsageError(f"cannot read the baseline {name}: {why}")
         baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
         if self.command != _SHOWING_AGAIN:
             refuse_other_command(baseline, self.command, name)
@@ -243,10 +235,7 @@ def today() -> date:
 _RAISED = 1  # Python's exit code after an uncaught error
 
 
-class _Ended:
-    """State of the process, of which there is one."""
-
-    interrupted: ClassVar[list[KeyboardInterrupt]] = []
+_interrupted: list[KeyboardInterrupt] = []  # the one that ended the script
 
 
 def answer(error: BaseException | None) -> int:
@@ -259,7 +248,7 @@ def answer(error: BaseException | None) -> int:
     if asked is not None:
         return asked
     if isinstance(error, KeyboardInterrupt):
-        _Ended.interrupted[:] = [error]
+        _interrupted[:] = [error]
         return EXIT_INTERRUPTED
     return _RAISED
 
@@ -275,9 +264,9 @@ def end_as_python(code: int) -> int:
     """Return the exit code of the process."""
     # Raises KeyboardInterrupt where one ended the script; it has been printed already. Python then ends by the signal,
     # after exit handlers and threads, which is how a shell's loop knows to stop.
-    if _Ended.interrupted and code == EXIT_INTERRUPTED:
+    if _interrupted and code == EXIT_INTERRUPTED:
         sys.excepthook = _say_nothing
-        raise _Ended.interrupted.pop()
+        raise _interrupted.pop()
     return code
 
 
@@ -295,22 +284,12 @@ def _show(error: BaseException) -> int | None:
     """Call the script's `sys.excepthook`, or Python's; return an exit code where the hook ends the process."""
     told = (type(error), error, error.__traceback__)
     sys.last_type, sys.last_value, sys.last_traceback = told
-    if sys.version_info >= (3, 12):  # it clears last_exc at the end of the process; older versions do not
-        sys.last_exc = error
-    hook = getattr(sys, "excepthook", None)
-    sys.audit("sys.excepthook", hook, *told)
-    if hook is None:
-        _write("sys.excepthook is missing\n")
     try:
-        (hook or sys.__excepthook__)(*told)
+        sys.excepthook(*told)
     except SystemExit as asked:
         return _asked(asked)
     except BaseException as failed:  # noqa: BLE001 - as Python does
-        _write("Error in sys.excepthook:\n")
-        ours = failed.__traceback__  # its first frame is this function's
-        failed.__traceback__ = ours and ours.tb_next
         sys.__excepthook__(type(failed), failed, failed.__traceback__)
-        _write("\nOriginal exception was:\n")
         sys.__excepthook__(*told)
     return None
 
@@ -330,8 +309,6 @@ def _say_nothing(*_: object) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """The script's one run."""
-
     script: Script
     request: WatchRequest
     code: int | None = None  # the script's exit code; None before it has ended
@@ -345,7 +322,7 @@ class _Job:
     def is_one_of_several(self) -> bool:
         """Whether a launcher or other processes take an exit code other than 0 for a crash."""
         doctor = None if self.watch is None else self.watch.doctor
-        return exit_code_ends_others() or (doctor is not None and doctor.world > 1)
+        return exit_code_ends_others() or (doctor is not None and doctor.place.world > 1)
 
     def _told(self, report: Report) -> None:
         doctor = None if self.watch is None else self.watch.doctor
@@ -367,7 +344,7 @@ class _Job:
         interrupt.release()
         try:
             ended = run_script(self.script)
-            if self.script.kind == "file":
+            if not self.script.is_module:
                 flush()
             self.code = answer(ended)
             if watch is not None and os.getpid() == process:
@@ -450,7 +427,7 @@ class WatchedRun(ReportCommand):
 
 def watched_run(script: Script, request: WatchRequest, output: OutputOptions, gates: GateOptions) -> WatchedRun:
     """Return the action that runs the script under the watch, then judges and delivers the report."""
-    files = () if script.kind == "module" else (script.named,)
+    files = () if script.is_module else (script.named,)
     job = _Job(script=script, request=request)
     exports = files_of(one for one in request.export if isinstance(one, Export))
     return WatchedRun(work=job, output=output, gates=gates, inputs=files, also=exports, log=request.health)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ampdoctor.cli.configured_command import moved_in_the_file
-from ampdoctor.cli.options import GateOptions, OutputOptions, ThresholdOptions, flatten, refuse_empty
+from ampdoctor.cli.options import GateOptions, OutputOptions, ThresholdOptions, flatten
 from ampdoctor.cli.process import loading
 from ampdoctor.cli.run_command import Action, ReportCommand
 from ampdoctor.errors import UsageError
@@ -112,9 +112,6 @@ def scan(
     Nothing that the checkpoint holds is ever executed. Of a folder of many checkpoints the first sick one is found by
     halving.
     """
-    for path in paths:
-        refuse_empty("PATH", path)
-    refuse_empty("--against", asked.against)
     thresholds = limits.thresholds(moved_in_the_file(context))
     asked.refuse_contradictions(paths)
     inputs = paths if asked.against is None else [*paths, asked.against]

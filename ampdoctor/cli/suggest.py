@@ -6,7 +6,7 @@ import ast
 import difflib
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -161,18 +161,9 @@ def _in_folder(command: str, folder: Path) -> list[str]:
     return ["In this folder:", *lines, *more] if lines else []
 
 
-# -- similar names: words, files --
+# -- similar names --
 
 _NEAR = 0.75  # similarity from which two names count as spellings of one: about one letter moved, missing or added
-
-
-def close_match(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that begins with the word, if there is only one, or the most similar name."""
-    known = sorted(set(names))
-    begun = [name for name in known if name.startswith(word)]
-    if len(begun) == 1:
-        return begun[0]
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=_NEAR)), None)
 
 
 def close_file(path: str) -> str | None:
@@ -188,60 +179,26 @@ def close_file(path: str) -> str | None:
 
 # -- a target of `run` that is no Python script: a launcher, a notebook, a shell script --
 
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun")
-_INTERPRETERS = ("python", "python3", "ipython", "uv", "poetry", "pipenv")
-_AS_A_MODULE = {"accelerate": "--module", "deepspeed": "--module", "torchrun": "-m"}
-"""The option with which each launcher starts a module instead of a file."""
+_STARTERS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun")
 _SHELLS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch")
-_HEAD = 128  # the first line names its interpreter within these bytes
 
 
-def no_script(named: str, arguments: Sequence[str]) -> str | None:
+def no_script(named: str) -> str | None:
     """Return a sentence that says what to write instead; None where `named` may be a script."""
     file = Path(named)
-    name = file.name
     if file.suffix == ".ipynb" and file.is_file():
         made = f"jupyter nbconvert --to script {shlex.quote(named)}"
         return f"{named} is a notebook: `{made}` makes a script of it; run that"
-    if file.is_file() and (file.suffix in _SHELLS or _is_of_a_shell(file)):
+    if file.suffix in _SHELLS and file.is_file():
         return (
             f"{named} is a script of the shell: write `ampdoctor run` in it, where it starts Python, in python's place"
         )
-    if os.sep not in named and file.exists():
+    if file.name not in _STARTERS or (os.sep not in named and file.exists()):
         return None
-    if name in _INTERPRETERS or name.startswith("python3."):
-        return f"{name} is left out: write `{_joined(['ampdoctor', 'run', *_from_script(arguments)])}`"
-    if name in _LAUNCHERS:
-        before = arguments[: len(arguments) - len(_from_script(arguments))]
-        ours = (
-            ["-m", "ampdoctor", "run"]
-            if name == "torchrun"
-            else [_AS_A_MODULE.get(name, "python -m"), "ampdoctor", "run"]
-        )
-        typed = _joined([name, *before, *ours, *_from_script(arguments)])
-        return f"{name} starts the processes, and each of them runs ampdoctor: write `{typed}`"
-    return None
-
-
-def _from_script(arguments: Sequence[str]) -> list[str]:
-    """Return the words from the first that names a script, or `-m`; all of them where none does."""
-    for at, word in enumerate(arguments):
-        if word.endswith(".py") or word in ("-m", "--module"):
-            return list(arguments[at:])
-    return list(arguments)
-
-
-def _joined(words: Sequence[str]) -> str:
-    return " ".join(word if word == "python -m" else shlex.quote(word) for word in words)
-
-
-def _is_of_a_shell(file: Path) -> bool:
-    try:
-        with file.open("rb") as opened:
-            first = opened.read(_HEAD).partition(b"\n")[0]
-    except OSError:
-        return False
-    return first.startswith(b"#!") and first.rstrip().endswith(b"sh")
+    return (
+        f"{file.name} is no script: write `ampdoctor run train.py`; of several processes `torchrun -m ampdoctor run "
+        "train.py`, `accelerate launch --module ampdoctor run train.py` or `srun python -m ampdoctor run train.py`"
+    )
 
 
 # -- paths in errors as the user typed them: deeper code only has the file's name --

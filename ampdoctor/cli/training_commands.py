@@ -18,7 +18,6 @@ from ampdoctor.cli.options import (
     ThresholdOptions,
     files_of,
     flatten,
-    refuse_empty,
 )
 from ampdoctor.cli.plan_command import bytes_of
 from ampdoctor.cli.process import loading
@@ -83,9 +82,6 @@ class WatchOptions:
     ] = 0
     no_bundle: Annotated[bool, typer.Option("--no-bundle", help="Keep no bundle.")] = False
 
-    def __post_init__(self) -> None:
-        refuse_empty("--health", self.health)
-
 
 @flatten
 def run(
@@ -113,7 +109,6 @@ def run(
     sick. The exit code is the script's where that is not 0, else that of the findings. Options stand before SCRIPT.
     With torchrun: torchrun -m ampdoctor run SCRIPT.
     """
-    refuse_empty("SCRIPT", script)
     given = tuple(arguments or ())
     named = _named(script, given, is_module=module)
     health = watch.health or usual_folder(script, is_module=module)
@@ -141,8 +136,8 @@ def _named(script: str, arguments: tuple[str, ...], *, is_module: bool) -> Scrip
     if is_module:
         if script.endswith(".py"):
             raise UsageError(f"-m {script}: a module is named without .py; a file without -m")
-        return Script(named=script, arguments=arguments, kind="module")
-    other = no_script(script, arguments)
+        return Script(named=script, arguments=arguments, is_module=True)
+    other = no_script(script)
     if other is not None:
         raise UsageError(other)
     try:
@@ -205,8 +200,6 @@ def health(
 
     The log is ampdoctor's own or another's, of a run that has ended or that goes on. Several are shown side by side.
     """
-    for log in logs:
-        refuse_empty("LOG", log)
     if asked.follow and len(logs) > 1:
         raise UsageError(f"--follow takes one LOG, and {len(logs)} were given: follow each in a terminal of its own")
     if exporting.export and len(logs) > 1:

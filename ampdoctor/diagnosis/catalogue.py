@@ -104,7 +104,6 @@ def pages_folder() -> Path:
 
 
 def _prose(section: str) -> str:
-    """Return the section as plain text on one line, without its table."""
     lines = (line for line in section.splitlines() if not line.startswith("|"))
     return _plain(" ".join(" ".join(lines).split()))
 
@@ -221,47 +220,7 @@ def rule(code: str, commands: tuple[Command, ...], *, ruins_checkpoint: bool = F
     return REGISTERED[code]
 
 
-# -- codes of earlier versions --
-
-
-FORMER: Mapping[str, tuple[str, str | None]] = MappingProxyType(
-    {
-        "AMP409": ("scale-without-bound", None),
-        "AMP701": ("loss-not-finite", "AMP722"),
-        "AMP703": ("gradients-not-finite", "AMP722"),
-        "AMP704": ("spike", "AMP720"),
-        "AMP706": ("scale-spiral", "AMP723"),
-        "AMP707": ("skip-rate", "AMP723"),
-        "AMP731": ("plateau", None),
-        "AMP732": ("loss-falls", None),
-    }
-)
-"""Each with its name and the code of the rule that took its place, if any; users may still write them."""
-
-
-def today(code: str) -> str:
-    """Return the code that a rule has today."""
-    return FORMER.get(code, ("", None))[1] or code
-
-
-def former(wanted: str) -> str | None:
-    """Return the code of an earlier version that is meant by a code or a name; None for any other."""
-    return next((code for code, (name, _) in FORMER.items() if wanted.upper() == code or wanted.lower() == name), None)
-
-
-def is_gone(wanted: str) -> bool:
-    """Return whether nothing is found any more under a code or name of an earlier version."""
-    code = former(wanted)
-    return code is not None and FORMER[code][1] is None
-
-
 # -- all rules --
-
-
-_A_WORD = 4  # letters from which a part of a name is specific enough
-_A_DIGIT = 0.8  # similarity of codes that differ in one digit or in the order of two
-_A_SLIP = 0.9  # similarity from which only that name can be meant
-_MANY = 8  # rules that a sentence can suggest
 
 
 @cache
@@ -288,32 +247,22 @@ def codes_in(*places: str) -> frozenset[str]:
     return frozenset(code for of in FINDERS.values() for code, find in of if f"{find.__module__}.".startswith(inside))
 
 
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {"AMP701": "AMP722", "AMP703": "AMP722", "AMP704": "AMP720", "AMP706": "AMP723", "AMP707": "AMP723"}
+)
+"""Codes of `scan`'s own rules on logs, and the rules of `health` that took their place; users may still write them."""
+
+
 def find_rule(wanted: str) -> Rule:
     """Return the rule with a code or a name, in any case; raises UsageError with similar names if there is none."""
     key = wanted.strip()
-    code = former(key)
-    if is_gone(key):
-        raise UsageError(f"{wanted} is a code of an earlier version; nothing is found under it any more")
     for one in rules().values():
-        if key.upper() == one.code or key.lower() == one.name or (code is not None and today(code) == one.code):
+        if ALIASES.get(key.upper(), key.upper()) == one.code or key.lower() == one.name:
             return one
-    near = _near(key)
+    known = [name for rule in rules().values() for name in (rule.code.lower(), rule.name)]
+    near = [name.upper() if name.startswith("amp") else name for name in difflib.get_close_matches(key.lower(), known)]
     hint = f"; did you mean {' or '.join(near)}?" if near else "; `ampdoctor rule` lists them."
     raise UsageError(f"There is no rule {wanted!r}{hint}")
-
-
-def _near(key: str) -> list[str]:
-    """Return codes with the same first digits or names that contain the word, else those with a similar spelling."""
-    digits, word = "".join(filter(str.isdecimal, key)), key.lower().replace("_", "-").replace(" ", "-")
-    codes = [code for code in rules() if digits and code.startswith(f"AMP{digits}")]
-    names = [rule.name for rule in rules().values() if not digits and len(word) >= _A_WORD and word in rule.name]
-    found = codes or names
-    if not found and digits:
-        found = difflib.get_close_matches(f"AMP{digits}", rules(), n=_MANY, cutoff=_A_DIGIT)
-    elif not found:
-        spelt = [rule.name for rule in rules().values()]
-        found = difflib.get_close_matches(word, spelt, n=1, cutoff=_A_SLIP) or difflib.get_close_matches(word, spelt)
-    return found[:_MANY]
 
 
 # -- thresholds that a user has moved --
@@ -356,10 +305,10 @@ def check_threshold(code: str, name: str, value: float) -> None:
 
 
 def _find(code: str, name: str) -> Threshold:
-    found = all_thresholds().get(f"{today(code)}.{name}")
+    code = ALIASES.get(code, code)
+    found = all_thresholds().get(f"{code}.{name}")
     if found is not None:
         return found
-    code = today(code)
     names = [threshold.name for threshold in rules()[code].thresholds] if code in rules() else []
     if names:
         raise UsageError(f"{code} has no threshold {name!r}; it has {', '.join(names)}")

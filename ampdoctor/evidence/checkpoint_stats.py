@@ -26,11 +26,7 @@ class OptimizerGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroSecondMoment:
-    """A second moment that holds zeros at elements where its first moment does not.
-
-    `starved` counts these elements among `examined`; `largest` is the largest magnitude of the first moment there, 0.0
-    without one.
-    """
+    """A second moment that holds zeros at elements where its first moment does not."""
 
     name: str
     module: str
@@ -38,9 +34,9 @@ class ZeroSecondMoment:
     file: str
     entry: str  # the second moment ("exp_avg_sq")
     dtype: str  # without "torch."
-    starved: int
+    starved: int  # these elements
     examined: int
-    largest: float
+    largest: float  # largest magnitude of the first moment there; 0.0 without one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,15 +106,11 @@ class CastShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastLoss(CastShares):
-    """What a cast to a format would do to stored values; fractions (0 to 1) are of the nonzero finite elements.
-
-    `relative_error` is the L2 norm of the rounding error over that of the values. `headroom` is log2 of the format's
-    largest number over the largest magnitude; negative beyond it, None without a nonzero value.
-    """
+    """What a cast to a format would do to stored values; fractions are of the nonzero finite elements."""
 
     format: str = field(metadata=UNWRITTEN)  # "fp16"
-    relative_error: float = field(metadata=UNWRITTEN)
-    headroom: float | None = field(metadata=UNWRITTEN)
+    relative_error: float = field(metadata=UNWRITTEN)  # L2, of the rounding error over the values
+    headroom: float | None = field(metadata=UNWRITTEN)  # log2 of the largest number over the largest magnitude
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +163,7 @@ class TensorRow:
 class TensorSummary(TensorRow):
     """One tensor of a checkpoint in numbers: its row in the report, and more for the rules.
 
-    `fp16` and `bf16` are known where its values leave the format's normal range; inside that range a cast only rounds.
+    `fp16` and `bf16` are known where its values leave the format's normal range; inside it a cast only rounds.
     """
 
     neg_infs: int = field(default=0, metadata=UNWRITTEN)
@@ -216,12 +208,7 @@ class RoleSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSummary:
-    """A small buffer of whole numbers: a counter, or a table of positions.
-
-    `displaced` counts elements that differ from their position along the last dimension (0, 1, 2, ...); NaN differs.
-    `rounded_as` is the half format ("bf16", "fp16") whose rounding of the positions gives exactly these values; "" if
-    they are right, or wrong in another way.
-    """
+    """A small buffer of whole numbers: a counter, or a table of positions."""
 
     name: str
     entry: str
@@ -231,8 +218,8 @@ class IndexSummary:
     dtype: str
     shape: tuple[int, ...]
     lowest: float
-    displaced: int  # 0 for counters
-    rounded_as: str = ""
+    displaced: int  # elements that differ from their position along the last dimension; 0 for counters
+    rounded_as: str = ""  # the half format whose rounding of the positions gives exactly these values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,11 +244,7 @@ class LostNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """A whole checkpoint in numbers.
-
-    `format` is "safetensors", "torch-zip", "torch-legacy", "sharded", a folder's layout if names show it ("hf-trainer",
-    "accelerate", "deepspeed", "torch-dcp", ...), else "folder".
-    """
+    """A whole checkpoint in numbers; `format` is as in a report's target."""
 
     format: str
     tensors: tuple[TensorSummary, ...]  # in the order of the files
@@ -281,28 +264,18 @@ class CheckpointSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReach:
-    """How many elements of a weight one optimizer step would change, given the format it is stored in.
+    """How many elements of a weight one optimizer step would change, given the format it is stored in."""
 
-    `learning_rate` is the larger of those stored in the two checkpoints. `steps` is the number of steps between them,
-    and at least 1000 unless a schedule has lowered the rate. `changed_by_one` and `changed_by_many` are shares of the
-    elements.
-    """
-
-    learning_rate: float
-    changed_by_one: float  # changed by one such update
-    changed_by_many: float  # changed by `steps` updates, summed exactly and rounded once
-    steps: int
+    learning_rate: float  # the larger of the two checkpoints'
+    changed_by_one: float  # share of the elements
+    changed_by_many: float  # by `steps` updates, summed exactly and rounded once
+    steps: int  # between them, and at least 1000 unless a schedule has lowered the rate
     rms: float  # root mean square of the update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorChange:
-    """One tensor in both checkpoints; name, role, entry, module, group and file are those of the newer one.
-
-    Values are compared after exact widening. `change_norm` and `old_norm` are |new - old| and |old| in L2 over the
-    elements that are finite in both. `pure_half` says that the weight and its moments are stored in one 16-bit format,
-    so that no more exact copy is updated in its place.
-    """
+    """One tensor in both checkpoints, compared after exact widening; its names are those of the newer one."""
 
     name: str
     role: TensorRole
@@ -315,14 +288,14 @@ class TensorChange:
     old_dtype: str
     elements: int  # number of compared elements
     unchanged: int  # elements of equal value; NaN equals NaN
-    change_norm: float
-    old_norm: float
+    change_norm: float  # |new - old| in L2 over the elements that are finite in both
+    old_norm: float  # |old|, likewise
     amax: float | None  # largest finite magnitude; None without a nonzero one
     old_amax: float | None
     nonfinite: int  # elements that are NaN or infinite
     old_nonfinite: int
     moments: bool = False  # the newer one has nonzero optimizer state for it
-    pure_half: bool = False
+    pure_half: bool = False  # stored with its moments in one 16-bit format: no more exact copy is updated
     reach: UpdateReach | None = None  # None if not needed, or the rule or rate is unknown
 
     @property
@@ -371,14 +344,10 @@ class CheckpointChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """The largest finite magnitude of a tensor in one checkpoint.
-
-    `cast_by_autocast` says that fp16 autocast would cast this tensor, or its format is fp16 itself: it becomes Inf if
-    it grows beyond fp16.
-    """
+    """The largest finite magnitude of a tensor in one checkpoint."""
 
     amax: float
-    cast_by_autocast: bool
+    cast_by_autocast: bool  # fp16 autocast would cast it, or it is fp16: beyond fp16 it becomes Inf
     module: str
     entry: str
     file: str

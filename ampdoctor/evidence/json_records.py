@@ -1,4 +1,4 @@
-"""Records to JSON and back, by their classes; and the JSON Schema of a class.
+"""Records to JSON and back, by their classes.
 
 A `RecordReader` reads values from anybody, by the types of the fields; `unique_keys` refuses an object that has one key
 twice.
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
-from inspect import cleandoc
 from numbers import Integral, Real
 from types import MappingProxyType, NoneType, UnionType
 from typing import (
@@ -20,7 +19,6 @@ from typing import (
     Any,
     Literal,
     NotRequired,
-    TypeAlias,
     TypeVar,
     Union,
     cast,
@@ -31,7 +29,6 @@ from typing import (
 )
 
 T = TypeVar("T")
-Node: TypeAlias = dict[str, Any]
 
 _EXACT_INTEGERS = 2.0**53
 
@@ -76,10 +73,6 @@ Hexadecimal = Annotated[
         pattern=r"^(inf|0x[01](\.[0-9a-f]{1,13})?p[+-](102[0-3]|10[01][0-9]|[0-9]{1,3}))$",
     ),
 ]
-_NUMBER = {
-    "description": "A float; a non-finite one is a string.",
-    "anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}],
-}
 
 
 def to_plain(value: Any, path: str = "report") -> Any:
@@ -107,17 +100,6 @@ def to_plain(value: Any, path: str = "report") -> Any:
     raise TypeError(f"{path} is a {type(value).__name__}, which JSON has no form for")
 
 
-def schema_of(record: type, more: Mapping[type, type] = MappingProxyType({}), *, sparse: bool = False) -> Node:
-    """Return the JSON Schema of a record, with the records in it as parts (`$defs`).
-
-    `more` maps the class of a record to another one, whose keys are written beside its own because they follow from
-    them. `sparse` is for records that leave out defaults.
-    """
-    made = _Schema(more, sparse=sparse)
-    node = made.record(record)
-    return {**node, "$defs": dict(sorted(made.parts.items()))}
-
-
 def plain_float(value: float) -> float | str:
     """Return a float as `to_plain` does."""
     if math.isnan(value):
@@ -132,7 +114,6 @@ def plain_float(value: float) -> float | str:
 
 @cache
 def _keys(record: type) -> tuple[tuple[str, str], ...]:
-    """The written attributes of a dataclass, each with its key."""
     return tuple((f.name, f.name.rstrip("_")) for f in fields(record) if f.metadata.get("written", True))
 
 
@@ -142,7 +123,6 @@ def _hints(record: type) -> Mapping[str, Any]:
 
 
 def _split(hint: Any) -> tuple[Any, Any]:
-    """A type, and its note in `Annotated`."""
     return get_args(hint)[:2] if get_origin(hint) is Annotated else (hint, None)
 
 
@@ -159,89 +139,6 @@ def _members(record: type, *, sparse: bool) -> tuple[dict[str, tuple[str, Any]],
         return members, list(members)
     given = {f.name for f in fields(record) if f.default is f.default_factory is MISSING}
     return members, [key for key, (name, _) in members.items() if name in given]
-
-
-class _Schema:
-    def __init__(self, more: Mapping[type, type], *, sparse: bool) -> None:
-        self._more = more
-        self._sparse = sparse
-        self.parts: dict[str, Node] = {}
-        self._records: dict[str, type] = {}
-
-    def of(self, hint: Any) -> Node:
-        """The node of a type."""
-        kind, note = _split(hint)
-        origin, parts = get_origin(kind), get_args(kind)
-        if isinstance(note, Shape) and not (self._sparse and is_dataclass(kind)):  # a sparse record is written whole
-            return self.of(note.like)
-        if isinstance(note, Form):
-            node = ({} if kind is float else self.of(kind)) | dict(note.keywords)
-            return self._named(note.name, node) if note.name else node
-        if is_dataclass(kind) or is_typeddict(kind):
-            return self._part(cast("type", kind))
-        if origin is Literal:
-            return {"enum": list(parts)} if len(parts) > 1 else {"const": parts[0]}
-        if origin in (Union, UnionType):
-            inner = self.of(next(part for part in parts if part is not NoneType))
-            simple = set(inner) == {"type"}
-            return {"type": [inner["type"], "null"]} if simple else {"anyOf": [inner, {"type": "null"}]}
-        if origin in (tuple, Sequence):
-            length = (
-                {} if origin is Sequence or parts[1:] == (...,) else {"minItems": len(parts), "maxItems": len(parts)}
-            )
-            return {"type": "array", "items": self.of(parts[0]), **length}
-        if origin is Mapping:
-            names = self.of(parts[0])
-            keys = {} if names == {"type": "string"} else {"propertyNames": names}
-            others = {} if parts[1] is Any else {"additionalProperties": self.of(parts[1])}
-            return {"type": "object", **keys, **others}
-        if kind is float:
-            return self._named("number", _NUMBER)
-        return {} if kind is Any else {"type": _TYPES[kind]}
-
-    def record(self, record: type) -> Node:
-        """The node of a record itself."""
-        properties, required = self._properties(record)
-        if record in self._more:
-            derived, of_derived = self._properties(self._more[record])
-            properties, required = {**derived, **properties}, required + of_derived
-        closed = {} if is_typeddict(record) else {"additionalProperties": False}
-        needed = {"required": sorted(required)} if required else {}
-        return {"description": _summary(record), "type": "object", "properties": properties, **needed, **closed}
-
-    def _properties(self, record: type) -> tuple[dict[str, Node], list[str]]:
-        said = _descriptions(record)
-        members, required = _members(record, sparse=self._sparse)
-        return {key: {"description": said[name], **self.of(hint)} for key, (name, hint) in members.items()}, required
-
-    def _part(self, record: type) -> Node:
-        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", record.__name__.removesuffix("Section")).lower()
-        if self._records.setdefault(name, record) is not record:
-            raise ValueError(f"two records are called {name}")
-        if name not in self.parts:
-            self.parts[name] = {}  # a record may hold others of its own class
-            self.parts[name] = self.record(record)
-        return {"$ref": f"#/$defs/{name}"}
-
-    def _named(self, name: str, node: Node) -> Node:
-        self.parts[name] = node
-        return {"$ref": f"#/$defs/{name}"}
-
-
-_TYPES = {str: "string", int: "integer", bool: "boolean", dict: "object"}
-
-
-def _summary(record: type) -> str:
-    return " ".join(cleandoc(record.__doc__ or "").partition("\n\n")[0].split())
-
-
-def _descriptions(record: type) -> dict[str, str]:
-    """The description of each attribute in a docstring; two in one line ("old, new: Their names.") share theirs."""
-    text = cleandoc(record.__doc__ or "").partition("Attributes:\n")[2].split("\n\n")[0]
-    found = re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n     +.*)*)", text, re.MULTILINE)
-    return {
-        name: re.sub(r"\bNone\b", "null", " ".join(said.split())) for names, said in found for name in names.split(", ")
-    }
 
 
 # -- records from JSON values: a value that does not fit its field's type is refused --

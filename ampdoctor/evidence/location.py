@@ -12,7 +12,7 @@ Phase = Literal["data", "checkpoint", "forward", "loss", "backward", "optimizer"
 is not part of a step: the finding is about ampdoctor's own settings."""
 
 NonFinite = Literal["nan", "inf", "none"]
-"""What is born at a place: NaN, an infinity of either sign, or nothing non-finite (silent sickness)."""
+"""What first appears at a place: NaN, an infinity of either sign, or nothing non-finite (silent sickness)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Where:
         op: User-level aten op ("aten.linear"); in a backward the *forward* op whose derivative fails; or one of
             `data`, `state:KEY`, `optimizer_state:KEY`, `scaler_state`, `unscale`, `optimizer.step`, `clip_grad_norm_`;
             `gradient clipping`, where it was not that function that cut them.
-        nonfinite: What is born there.
+        nonfinite: What first appears there.
         recompute: True if the op ran again inside a backward (activation checkpointing).
         tensor: Name of the tensor ("blocks.0.fc.weight"), if there is one.
         file: The checkpoint file, if there is one.
@@ -74,10 +74,7 @@ class Place:
     """As much of an address as tells it from others of one finding.
 
     Attributes:
-        module: As in where.
-        op: As in where.
-        tensor: As in where.
-        file: As in where.
+        module, op, tensor, file: As in where.
     """
 
     module: str

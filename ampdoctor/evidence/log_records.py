@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
-from math import isfinite, nan
-from operator import attrgetter
+from math import isfinite
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
-from ampdoctor.evidence.json_records import Count, Fraction, Positive, Shape, Text, form, schema_of
+from ampdoctor.evidence.json_records import Count, Fraction, Positive, Shape, Text, form
 from ampdoctor.evidence.report import Finding, Verdict
 from ampdoctor.evidence.report_health import Health
 from ampdoctor.evidence.report_profile import HistogramValues
@@ -92,67 +90,6 @@ class DetailLine:
     tensors: tuple[TensorDetail, ...] = ()
 
 
-# -- a line of details by columns, which a pipe carries in one piece --
-
-MEASURES = (
-    "norm",
-    "amax",
-    "nonfinite",
-    "flushed_share",
-    "zero_share",
-    "log2_headroom",
-    "update_ratio",
-    "unmoved_share",
-    "elements",
-    "scale",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class DetailTable:
-    """Tensors of a step, as in `DetailLine`, by columns: each sequence has one entry for each tensor.
-
-    `measures` holds the values of each of `MEASURES` in turn, as float64; NaN if not measured.
-    """
-
-    step: int
-    reason: str
-    optimizer: int
-    loss_scale: float | None
-    tensors: tuple[int, ...]
-    roles: tuple[str, ...]
-    parts: tuple[str, ...]
-    calls: tuple[int, ...]
-    formats: tuple[str | None, ...]
-    measures: bytes
-
-
-_ADDRESS = ("tensor", "role", "part", "call", "format")
-_COLUMNS = attrgetter(*_ADDRESS, *MEASURES)
-
-
-def table_of(line: DetailLine) -> DetailTable:
-    """Returns a line by columns."""
-    columns: list[Any] = list(zip(*map(_COLUMNS, line.tensors), strict=True)) or [()] * len((*_ADDRESS, *MEASURES))
-    tensors, roles, parts, calls, formats, *measures = columns
-    return DetailTable(
-        step=line.step,
-        reason=line.reason,
-        optimizer=line.optimizer,
-        loss_scale=line.loss_scale,
-        tensors=tensors,
-        roles=roles,
-        parts=parts,
-        calls=calls,
-        formats=formats,
-        measures=b"".join(map(_numbers, measures)),
-    )
-
-
-def _numbers(column: Sequence[float | None]) -> bytes:
-    return array("d", [nan if value is None else value for value in column]).tobytes()
-
-
 SCHEMA_VERSION = 2
 """Raised when a change would break a reader of the last version; new kinds and keys do not raise it."""
 
@@ -196,7 +133,7 @@ class RunLine:
         scalers: Names of the scalers, by their index.
         precision: The format that the run computes in (fp16, bf16, fp32, tf32), where it is known.
         autocast: Whether it computes under autocast.
-        master_weights: Whether a half model has fp32 masters in its optimizer.
+        master_weights: Whether a half model has fp32 master weights in its optimizer.
         accumulation: Micro-steps of a step.
         detail_every: Steps from one detail to the next where nothing fires.
         scaler: State of the first enabled scaler when the run began (`state_dict()` form); null without one.
@@ -452,40 +389,12 @@ class LogRecord:
     line: Line
 
 
-# -- the JSON Schema of a line, made from the classes and shipped beside this file --
+# -- the JSON Schema of a line, made from the classes (tests/schemas.py) and shipped beside this file --
 
 FILE = "run-log-line.schema.json"
-_ABOUT = (
-    "What this version writes; a reader passes by kinds and keys that it does not know. A key that is missing has its "
-    "default, which is null unless the documentation says another. A non-finite number is the string NaN, Infinity or "
-    "-Infinity."
-)
 
 
 def schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) that every line of a run's log follows."""
     loaded: dict[str, Any] = json.loads(files("ampdoctor.evidence").joinpath(FILE).read_text(encoding="utf-8"))
     return loaded
-
-
-def schema_of_classes() -> dict[str, Any]:
-    """Return the same, made from the classes; it needs docstrings, which `python -OO` removes."""
-    parts: dict[str, Any] = {}
-    kinds: dict[str, Any] = {}
-    for kind, record in KINDS.items():
-        made = schema_of(record, {record: Stamp}, sparse=True)
-        parts |= made.pop("$defs")
-        made["properties"] = {"kind": {"const": kind}, **made["properties"]}
-        made["properties"]["schema_version"] |= {"const": SCHEMA_VERSION}
-        made["required"] = sorted({"kind", "schema_version", *made.get("required", ())})
-        kinds[f"{kind}_line"] = made
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": f"urn:ampdoctor:run-log-line:{SCHEMA_VERSION}",
-        "title": "A line of an ampdoctor run's log",
-        "description": _ABOUT,
-        "type": "object",
-        "required": ["kind", "schema_version"],
-        "oneOf": [{"$ref": f"#/$defs/{name}"} for name in kinds],
-        "$defs": dict(sorted((parts | kinds).items())),
-    }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal
 
 from ampdoctor.evidence import notebook
@@ -225,12 +225,8 @@ class FixedEntry:
     """An entry of the baseline that was not found again.
 
     Attributes:
-        fingerprint: As the finding's.
-        code: As the finding's.
-        severity: As the finding's.
-        module: As in where.
-        op: As in where.
-        tensor: As in where.
+        fingerprint, code, severity: As the finding's.
+        module, op, tensor: As in where.
         file: The checkpoint's file where several checkpoints were examined.
         message: As it was when the baseline was written.
     """
@@ -396,42 +392,34 @@ def finding_order(finding: Finding) -> tuple[int, int, str, str, str]:
 
 # -- a report with the training's step numbers --
 
-_IN_WORDS = re.compile(r"\bstep (\d+)\b")
-"""How all our sentences name a step."""
-_RAISED = r"\b\w*(?:Error|Exception|Exit|Interrupt|Warning): [^;]*"
-"""An exception as sentences quote it, with its own text (`loop.raised.describe`), up to a semicolon."""
+_SAID = re.compile(r"\b\w*(?:Error|Exception|Exit|Interrupt|Warning): [^;]*|\bstep (\d+)\b")
+"""How sentences name a step; an exception that they quote, up to a semicolon, is the user's text."""
 
 
 def renumber_steps(report: Report, first: int) -> Report:
     """Returns the report of a replay with the training's step numbers: the replay's step 0 becomes `first`.
 
-    A recorded step has one number, its own; "step 0" of its replay means nothing to the user. The user's own texts stay
-    unchanged: names of modules, tensors and files, the text of an exception, and any number beyond the replayed steps,
-    which is no replay's.
+    A recorded step has one number, its own; "step 0" of its replay means nothing to the user. Addresses, the target,
+    the text of an exception, and any number beyond the replayed steps, which is no replay's, stay unchanged.
     """
     if first == 0:
         return report
     steps = report.run.get("steps")
-    counting = _Counting(first, steps if type(steps) is int and steps > 0 else 1, frozenset(_names(report)))
+    counting = _Counting(first, steps if type(steps) is int and steps > 0 else 1)
     counted: Report = counting.of(report)
     return counted
 
 
 class _Counting:
-    """Adds `first` to each of the replayed `steps` in a report.
+    """Adds `first` to each of the replayed `steps` in a report."""
 
-    `names` are the user's texts that mention a step, which sentences quote.
-    """
-
-    def __init__(self, first: int, steps: int, names: frozenset[str]) -> None:
+    def __init__(self, first: int, steps: int) -> None:
         self._first, self._steps = first, steps
-        quoted = [re.escape(name) for name in sorted(names, key=len, reverse=True)]
-        self._words = re.compile("|".join([*quoted, _RAISED, _IN_WORDS.pattern]))
 
     def of(self, value: Any) -> Any:
         """The value with its steps renumbered, in sentences too."""
         if isinstance(value, str):
-            return self._words.sub(self._said, value)
+            return _SAID.sub(self._said, value)
         if isinstance(value, Mapping):
             return {key: self._entry(key, item) for key, item in value.items()}
         if isinstance(value, tuple | list):
@@ -465,26 +453,9 @@ class _Counting:
         return item + self._first if key == "step" and type(item) is int else self.of(item)
 
     def _figure(self, key: Any, item: Any) -> Any:
-        """Part of the evidence: its texts are names, its steps are numbers."""
         if isinstance(item, Mapping):
             return {name: self._figure(name, one) for name, one in item.items()}
         if isinstance(item, tuple | list):
             all_steps = key == "steps" and all(type(one) is int for one in item)
             return type(item)(one + self._first if all_steps else self._figure("", one) for one in item)
         return item + self._first if key == "step" and type(item) is int else item
-
-
-def _names(report: Report) -> Iterator[str]:
-    """The user's texts that contain a step and more: in addresses, in the evidence, in the target."""
-    places = [asdict(place) for finding in report.found for place in finding.places]
-    for text in _texts([report.target, places, [finding.evidence for finding in report.found]]):
-        if _IN_WORDS.search(text) and not _IN_WORDS.fullmatch(text):
-            yield text
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | tuple | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(item)

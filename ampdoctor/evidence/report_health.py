@@ -195,8 +195,7 @@ class HealthRun:
         maps: Those that the log has details for.
         scalers: One a scaler.
         checkpoints: In the order of their steps.
-        looks: Likewise.
-        actions: Likewise.
+        looks, actions: Likewise.
     """
 
     name: str

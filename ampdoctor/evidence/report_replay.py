@@ -17,8 +17,7 @@ class PathNode:
 
     Attributes:
         order: Position among the ops of the step; -1 for what was there before it.
-        phase: As in where.
-        module: As in where.
+        phase, module: As in where.
         type: Class of the module, empty for code outside the model.
         op: As in where; of a harm the name of the target.
         role: before: finite, and the largest input of the next node. carrier: one op of a call of a module

@@ -218,8 +218,7 @@ class ListedRole:
 
     Attributes:
         tensors: How many there are.
-        elements: Of all of them.
-        bytes: Of all of them.
+        elements, bytes: Of all of them.
         dtypes: How many tensors of each format.
     """
 

@@ -110,16 +110,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """One measured place, all steps and calls together.
-
-    `half` says that in the half-precision run this tensor has, or passes through, the half format. Only such places
-    count in a summary: tensors that autocast keeps in fp32 (layer norms, losses) cannot flush. `weight` is the number
-    of the module's parameter elements, at least 1: the cost of keeping it in fp32.
-    """
+    """One measured place, all steps and calls together."""
 
     place: Place
-    half: bool
-    weight: int
+    half: bool  # has, or passes through, the half format in the half-precision run: only such places count in a summary
+    weight: int  # parameter elements of the module, at least 1: the cost of keeping it in fp32
 
     @property
     def kind(self) -> SiteKind:
@@ -157,15 +152,11 @@ RowPrecision = Literal["fp16", "bf16", "tf32", "fp32", "fp8 e4m3", "fp8 hybrid",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How far apart a tensor's values lie.
-
-    `kind` is `activation` or `weight` (operands of the forward) or `activation_grad` (of the backward). `log2_span` is
-    log2 of the largest magnitude over the one below which a share tau of the nonzero values lies.
-    """
+    """How far apart a tensor's values lie."""
 
     module: str
-    kind: Literal["activation", "weight", "activation_grad"]
-    log2_span: float
+    kind: Literal["activation", "weight", "activation_grad"]  # operands of the forward, or of the backward
+    log2_span: float  # log2 of the largest magnitude over the one below which a share tau of the nonzero values lies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,26 +170,18 @@ class ScaleFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionFacts:
-    """The facts from which a precision is chosen.
-
-    `pure` says that the weights are kept in the run's own precision: no autocast, no fp32 master weights. `forward` is
-    the largest magnitude of each module's half activations, without masks. `forward_flushed` is the share of the
-    nonzero half activations that the target treats as zero in fp16, 0 to 1. `fp16_error` is the expected relative L2
-    error of the weight gradients in fp16 at `scale`, `bf16_error` the same in bf16. `harm` is a clause about what was
-    wrong in an fp16 replay and no loss scale cures ("the loss is not finite"); `settled` says that the steps after it
-    were taken.
-    """
+    """The facts from which a precision is chosen."""
 
     target: Target
     own: str  # the run's own ("fp32", "tf32", "bf16", "fp16")
-    pure: bool = False
-    forward: Mapping[str, float] = field(default_factory=dict)
-    forward_flushed: float = 0.0
+    pure: bool = False  # weights in the run's own precision: no autocast, no fp32 master weights
+    forward: Mapping[str, float] = field(default_factory=dict)  # largest half activation of each module, without masks
+    forward_flushed: float = 0.0  # share of the nonzero half activations that the target treats as zero in fp16
     scale: ScaleFacts | None = None  # None if no half gradient was seen
-    fp16_error: float | None = None
+    fp16_error: float | None = None  # expected relative L2 error of the weight gradients, at `scale`
     bf16_error: float | None = None
-    harm: str | None = None
-    settled: bool = False
+    harm: str | None = None  # what was wrong in an fp16 replay and no loss scale cures, a clause
+    settled: bool = False  # the steps after it were taken
     spreads: tuple[Spread, ...] = ()  # of the tensors that FP8 would hold
     modules: tuple[ModuleFacts, ...] = ()  # in the order in which they first ran
     updates: tuple[UpdateFacts, ...] = ()  # what bf16 weights would make of them; () if not examined
@@ -258,15 +241,12 @@ class PrecisionAdvice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedScaler:
-    """The run's scaler before (`own`) and after (`now`) a checkpoint was loaded, and the checkpoint's (`file`).
-
-    `asked` are the GradScaler arguments that the run names; None if it passed a scaler, whose arguments are unknown.
-    """
+    """The run's scaler before (`own`) and after (`now`) a checkpoint was loaded, and the checkpoint's (`file`)."""
 
     own: ScalerState
     file: ScalerState
     now: ScalerState
-    asked: frozenset[str] | None = None
+    asked: frozenset[str] | None = None  # GradScaler arguments that the run names; None if it passed a scaler
 
 
 # -- what a loop's own code did to its gradients in one step, beside its scaler --
@@ -284,20 +264,15 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handling:
-    """A step on gradients of scaled losses alone.
-
-    `by_itself` says that the optimizer divides the gradients in its own step, or may: it is none of torch's, or a fused
-    one. `scaled_again` is the line that scaled a loss of which a part was scaled already. `before` and `after` are
-    changes of the gradients before they were unscaled, and since the backward or the unscaling; None if unknown.
-    """
+    """A step on gradients of scaled losses alone, and their changes before and after they were unscaled."""
 
     step: int
     scale: float  # the loss scale
     unscaled: bool  # a scaler has divided the gradients by it
-    by_itself: bool
+    by_itself: bool  # the optimizer divides the gradients in its own step, or may: none of torch's, or a fused one
     knows_scale: bool  # the loop has read it, and may multiply and divide by it
-    scaled_again: Source | None
-    before: Change | None
+    scaled_again: Source | None  # the line that scaled a loss of which a part was scaled already
+    before: Change | None  # None if unknown
     after: Change | None
     clipped: float  # factor of `clip_grad_norm_`; 1.0 without one
     source: Source | None  # the line that makes the step

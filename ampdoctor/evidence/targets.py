@@ -18,7 +18,7 @@ FP16_FLUSH = -25.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One kind of hardware; `source` is where its row comes from.
+    """One kind of hardware.
 
     `bf16` means matrix products run natively; if it is emulated, torch reports support, but it gains nothing.
     `fp16_flush` is log2 of the magnitude below which an operand of a forward product in fp16 becomes zero.
@@ -26,16 +26,13 @@ class Target:
     """
 
     name: str
-    hardware: str  # in words
     fp16: bool = True  # native matrix products
     bf16: bool = True
     tf32: bool = False  # fp32 matrix products may read 10 mantissa bits
     fp8: bool = False  # E4M3 and E5M2 with a scale for each tensor
     mxfp8: bool = False  # a power-of-two scale for each 32 elements
-    nvfp4: bool = False  # E2M1 with an E4M3 scale for each 16 elements
     fp16_flush: float = FP16_FLUSH
     bf16_backward: bool = False
-    source: str
 
     @property
     def flushes_subnormals(self) -> bool:
@@ -43,113 +40,32 @@ class Target:
         return self.fp16_flush > FP16_FLUSH
 
 
-_TENSOR_CORES = "tensor cores keep fp16 subnormals (Fasi et al., PeerJ CS 7:e330)"
-_MATRIX = "NVIDIA Transformer Engine's datatype and hardware support matrix"
-
-TARGETS: Mapping[str, Target] = MappingProxyType(
-    {
-        target.name: target
-        for target in (
-            Target(
-                name="v100",
-                hardware="NVIDIA V100 (compute capability 7.0)",
-                bf16=False,
-                source=f"{_MATRIX}: bf16 from 8.0 on; {_TENSOR_CORES}",
-            ),
-            Target(
-                name="t4",
-                hardware="NVIDIA T4 (compute capability 7.5)",
-                bf16=False,
-                source=f"{_MATRIX}: bf16 from 8.0 on; {_TENSOR_CORES}",
-            ),
-            Target(
-                name="a100",
-                hardware="NVIDIA A100 (compute capability 8.0)",
-                tf32=True,
-                source=f"{_MATRIX}: no FP8 before 8.9; {_TENSOR_CORES}",
-            ),
-            Target(
-                name="l4",
-                hardware="NVIDIA L4, L40S (compute capability 8.9)",
-                tf32=True,
-                fp8=True,
-                source=f"{_MATRIX}: FP8 per tensor, no block scaling",
-            ),
-            Target(
-                name="h100",
-                hardware="NVIDIA H100, H200 (compute capability 9.0)",
-                tf32=True,
-                fp8=True,
-                source=f"{_MATRIX}: FP8 per tensor, no MXFP8; fp16 subnormals taken as on the A100, not measured",
-            ),
-            Target(
-                name="b200",
-                hardware="NVIDIA B200, GB200, B300 (compute capability 10.0, 10.3)",
-                tf32=True,
-                fp8=True,
-                mxfp8=True,
-                nvfp4=True,
-                source=f"{_MATRIX}: MXFP8 and NVFP4; fp16 subnormals taken as on the A100, not measured",
-            ),
-            Target(
-                name="gtx10",
-                hardware="NVIDIA GTX 10, Pascal without tensor cores (compute capability 6.1)",
-                fp16=False,
-                bf16=False,
-                source="CUDA C++ Programming Guide, arithmetic instructions: fp16 at 1/64 of fp32's throughput at 6.1",
-            ),
-            Target(
-                name="gtx16",
-                hardware="NVIDIA GTX 16, Turing without tensor cores (compute capability 7.5)",
-                bf16=False,
-                source="NVIDIA's Turing whitepaper: TU116 has fp16 units at twice fp32's rate in place of tensor cores",
-            ),
-            Target(
-                name="rtx20",
-                hardware="NVIDIA RTX 20, Titan RTX (compute capability 7.5)",
-                bf16=False,
-                source=f"{_MATRIX}: bf16 from 8.0 on; {_TENSOR_CORES}",
-            ),
-            Target(
-                name="rtx30",
-                hardware="NVIDIA RTX 30 (compute capability 8.6)",
-                tf32=True,
-                source=f"{_MATRIX}: no FP8 before 8.9; fp16 subnormals taken as on the A100, not measured",
-            ),
-            Target(
-                name="rtx40",
-                hardware="NVIDIA RTX 40 (compute capability 8.9)",
-                tf32=True,
-                fp8=True,
-                source=f"{_MATRIX}: FP8 per tensor, no block scaling",
-            ),
-            Target(
-                name="rtx50",
-                hardware="NVIDIA RTX 50 (compute capability 12.0)",
-                tf32=True,
-                fp8=True,
-                nvfp4=True,
-                source=f"{_MATRIX}: NVFP4 from 10.0 on, MXFP8 not on 12.0; fp16 subnormals taken as on the A100",
-            ),
-            Target(
-                name="mi200",
-                hardware="AMD Instinct MI210, MI250, MI250X (CDNA2, gfx90a)",
-                fp16_flush=-14.0,
-                bf16_backward=True,
-                source="PyTorch's notes on numerical accuracy and MIOpen's on MI200: MFMA flushes fp16 subnormals; the "
-                "alternate implementation through bf16 is off in the forward and on in the backward",
-            ),
-            Target(
-                name="cpu",
-                hardware="a CPU with AVX512_BF16, AMX or Arm's BF16 extension",
-                fp16=False,
-                source="PyTorch's notes on bfloat16 on Xeon; fp16 products are converted to fp32 before AMX-FP16, and "
-                "torch's CPU autocast takes bfloat16 by default",
-            ),
-        )
-    }
+# Sources: NVIDIA Transformer Engine's datatype and hardware support matrix (bf16 from 8.0 on, FP8 from 8.9, MXFP8
+# from 10.0, but not on 12.0). Tensor cores keep fp16 subnormals (Fasi et al., PeerJ CS 7:e330: V100 to A100;
+# later ones taken as on the A100, not measured).
+_ROWS = (
+    Target(name="v100", bf16=False),  # compute capability 7.0
+    Target(name="t4", bf16=False),  # 7.5
+    Target(name="a100", tf32=True),  # 8.0
+    Target(name="l4", tf32=True, fp8=True),  # and L40S: 8.9
+    Target(name="h100", tf32=True, fp8=True),  # and H200: 9.0
+    Target(name="b200", tf32=True, fp8=True, mxfp8=True),  # and GB200, B300: 10.0, 10.3
+    # Pascal without tensor cores, 6.1: fp16 at 1/64 of fp32's throughput (CUDA C++ Programming Guide)
+    Target(name="gtx10", fp16=False, bf16=False),
+    # Turing without tensor cores, 7.5: fp16 units at twice fp32's rate (NVIDIA's Turing whitepaper: TU116)
+    Target(name="gtx16", bf16=False),
+    Target(name="rtx20", bf16=False),  # and Titan RTX: 7.5
+    Target(name="rtx30", tf32=True),  # 8.6
+    Target(name="rtx40", tf32=True, fp8=True),  # 8.9
+    Target(name="rtx50", tf32=True, fp8=True),  # 12.0
+    # AMD MI210, MI250 (CDNA2): MFMA flushes fp16 subnormals; the alternate implementation through bf16 is off in the
+    # forward and on in the backward (PyTorch's notes on numerical accuracy, MIOpen's on MI200)
+    Target(name="mi200", fp16_flush=-14.0, bf16_backward=True),
+    # AVX512_BF16, AMX or Arm's BF16 extension; fp16 products are converted to fp32 before AMX-FP16, and torch's CPU
+    # autocast takes bfloat16 by default (PyTorch's notes on bfloat16 on Xeon)
+    Target(name="cpu", fp16=False),
 )
-
+TARGETS: Mapping[str, Target] = MappingProxyType({target.name: target for target in _ROWS})
 
 _CARD = re.compile(r"(?:geforce)?(rtx|gtx)(\d\d)\d\d(?:ti|super|d|laptop|mobile|maxq)*")
 """One card of a family: its first two figures are the family's."""
@@ -170,12 +86,12 @@ def target_named(name: str) -> Target:
 
 # -- frameworks --
 
-Framework = Literal["torch", "accelerate", "transformers", "lightning", "deepspeed", "megatron", "fsdp"]
-"""`fsdp` is FSDP1's ShardedGradScaler; accelerate, transformers, lightning and fsdp use torch's rules."""
+Framework = Literal["torch", "accelerate", "transformers", "lightning", "deepspeed", "megatron"]
+"""accelerate, transformers and lightning use torch's rules."""
 
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
 
-PlanFramework = Literal["transformers", "accelerate", "lightning", "deepspeed", "megatron", "torchtitan", "torchrun"]
-"""Frameworks for which a batch plan can be written; `torchrun` is a user's own loop."""
+PlanFramework = Literal["transformers", "accelerate", "lightning", "deepspeed", "megatron", "torchtitan"]
+"""Frameworks for which a batch plan can be written."""
 
 PLAN_FRAMEWORKS: tuple[PlanFramework, ...] = get_args(PlanFramework)

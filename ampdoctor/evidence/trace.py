@@ -31,25 +31,15 @@ class TensorStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """The op of an origin, run again in float64 and in float32 on the same inputs.
+    """The op of an origin, run again in float64 and in float32 on the same inputs, and over its non-finite elements."""
 
-    `finite` says that every element that was non-finite is finite in float64, `finite32` the same for float32: if not,
-    no fp32 module cures the op. `amax` and `amax32` are the largest finite magnitudes among those elements, 0.0 without
-    one.
-
-    `overflow` is for cases that `amax` does not show: the op is finite in its own format after its inputs are reduced
-    to at most 1, so that something overflows: a partial result inside it (the squares of a layer norm), or a result
-    beyond float64 (exp(1000)). `returns` says that the op is again not finite in its own format on the same inputs: it
-    is False for a kernel that shows memory which it has not written, or whose threads race.
-    """
-
-    finite: bool
-    amax: float
+    finite: bool  # all are finite in float64
+    amax: float  # largest finite magnitude in float64; 0.0 without one
     limit: float  # largest finite number of the output's format
-    finite32: bool | None = None  # None without a float32 kernel
+    finite32: bool | None = None  # the same in float32: if not, no fp32 module cures the op; None without a kernel
     amax32: float = 0.0
-    overflow: bool | None = None  # None if not tried
-    returns: bool | None = None  # None if not tried
+    overflow: bool | None = None  # finite in its own format once its inputs are at most 1; None if not tried
+    returns: bool | None = None  # not finite again on the same inputs: no unwritten memory, no race; None if not tried
 
 
 LOST = ("flushed_epsilon", "flushed", "rounded_to_one")
@@ -58,58 +48,40 @@ LOST = ("flushed_epsilon", "flushed", "rounded_to_one")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """The input that takes an op out of its domain, and the cause of its value.
+    """The input that takes an op out of its domain, and the cause of its value (`made_by`).
 
-    Attributes:
-        made_by: How the value came about:
-
-            - "flushed_epsilon": an op or a cast whose constant is too small for the format;
-            - "flushed": an op whose result is not zero in float64 from the same inputs;
-            - "rounded_to_one": an op whose result is not 1 in float64 from the same inputs;
-            - "computed": an op that gives the same value in float64;
-            - "constant": a value that the user's code wrote down;
-            - "data", "param:NAME", "buffer:NAME", "optimizer_state:NAME", "grad:NAME": it came with the step;
-            - "gradient": the backward computed it;
-            - "masked_row": a whole row of infinities; "infinity": infinities of both signs, or times zero;
-            - "added_up": infinities that mask, in a sum; "masked_target": the class to be learned is masked;
-            - "number": a Python number (a factor, a learning rate) that is not finite, and that no tensor gave;
-            - "empty_input": an input without elements;
-            - "unwritten": memory that no op has written (`torch.empty`);
-            - "unseen": memory that an op left finite, and that was then written without a torch op;
-            - "any": an operator that torch does not have itself is not finite for any input that was tried.
-        op, module, source: The op that made it ("aten.add"), its module and the user's line; None before the step.
-        dtype: The format in which it was made.
-        here: Its value.
-        float64: The value that it would have had if its op had computed in float64; None if unknown.
-        fraction: Share of the elements of the op's result that were lost.
-        amax: Largest float64 magnitude among those elements; for elements rounded to one, the smallest.
+    - "flushed_epsilon": an op or a cast whose constant is too small for the format;
+    - "flushed", "rounded_to_one": an op whose result is not zero, or not 1, in float64 from the same inputs;
+    - "computed": an op that gives the same value in float64; "constant": a value that the user's code wrote down;
+    - "data", "param:NAME", "buffer:NAME", "optimizer_state:NAME", "grad:NAME": it came with the step;
+    - "gradient": the backward computed it; "number": a Python number that is not finite, and that no tensor gave;
+    - "masked_row": a whole row of infinities; "infinity": infinities of both signs, or times zero;
+    - "added_up": infinities that mask, in a sum; "masked_target": the class to be learned is masked;
+    - "empty_input": an input without elements; "unwritten": memory that no op has written (`torch.empty`);
+    - "unseen": memory that an op left finite, and that was then written without a torch op;
+    - "any": an operator that torch does not have itself is not finite for any input that was tried.
     """
 
     made_by: str
-    op: str | None = None
+    op: str | None = None  # that made it ("aten.add"); None before the step
     module: str | None = None
     source: Source | None = None
-    dtype: str = ""
-    here: float | None = None
-    float64: float | None = None
-    fraction: float = 0.0
-    amax: float = 0.0
+    dtype: str = ""  # in which it was made
+    here: float | None = None  # its value
+    float64: float | None = None  # the value if its op had computed in float64; None if unknown
+    fraction: float = 0.0  # of the elements of the op's result: lost
+    amax: float = 0.0  # largest float64 magnitude among those; of elements rounded to one, the smallest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathOp:
-    """An op on the path from an origin's inputs to its harm, or a target (harmed value) that the origin's values reach.
+    """An op on the path from an origin's inputs to its harm, or a target (harmed value) that they reach."""
 
-    `order` is the position among the ops of the step; for a target, that of the op that wrote it. The op in `where` of
-    a target is the target's name ("loss", "grad:fc.weight"). `input_amax` is the largest finite magnitude among the
-    inputs; before an origin, among those that the step made.
-    """
-
-    order: int
-    where: Where
+    order: int  # among the ops of the step; of a target, of the op that wrote it
+    where: Where  # the op of a target is its name ("loss", "grad:fc.weight")
     dtype: str = ""  # of the result; "" without a tensor
     shape: tuple[int, ...] = ()
-    input_amax: float | None = None
+    input_amax: float | None = None  # largest finite magnitude of the inputs; before an origin, of those the step made
     amax: float | None = None  # largest finite magnitude of the result
     nans: int = 0  # of the result
     infs: int = 0
@@ -117,29 +89,17 @@ class PathOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PropagationPath:
-    """How an origin came about, and what it harmed.
+    """How an origin came about, and what it harmed."""
 
-    `before` are finite ops that fed it, the nearest last; each made the largest input of the next. `carriers` are ops
-    between it and its first harm that carry its values: for each call of a module, the first op that does more than
-    move them. `affected` are the first affected of each kind that it reached, in the order of the ops. `omitted` is the
-    number of other ops between it and its first harm that carry its values and make something.
-    """
-
-    before: tuple[PathOp, ...] = ()
-    carriers: tuple[PathOp, ...] = ()
-    affected: tuple[PathOp, ...] = ()
-    omitted: int = 0
+    before: tuple[PathOp, ...] = ()  # finite ops that fed it, the nearest last: each made the next one's largest input
+    carriers: tuple[PathOp, ...] = ()  # up to its first harm: the first op of each module call that computes
+    affected: tuple[PathOp, ...] = ()  # the first of each kind that it reached, in the order of the ops
+    omitted: int = 0  # other ops up to its first harm that carry its values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFiniteOrigin:
-    """A non-finite value made from finite inputs.
-
-    `departs` is the largest difference, relative to the value in float32, of a finite result made from this origin's
-    values; 0.0 if none departs (inf -> tanh -> 1), up to 1.0 (inf -> rsqrt -> 0) and beyond. `after_backward` marks, in
-    the phase "optimizer", an op of the user's own code after the backward and outside every optimizer (an EMA, a
-    projection of the weights).
-    """
+    """A non-finite value made from finite inputs."""
 
     order: int  # among the ops of the step; -1 before the step
     where: Where
@@ -150,9 +110,9 @@ class NonFiniteOrigin:
     recomputed: Recomputation | None = None  # None if it cannot run in float64
     operand: Operand | None = None  # that took the op out of its domain
     affected: tuple[str, ...] = ()  # names of the values that it has made non-finite
-    departs: float = 0.0
+    departs: float = 0.0  # largest relative difference from float32 of a finite result made from its values
     way: PropagationPath = field(default_factory=PropagationPath)
-    after_backward: bool = False
+    after_backward: bool = False  # of the user's own code, outside every optimizer (an EMA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,10 +136,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amplified:
-    """An op of the forward that turns a small error into a large one, or makes one itself.
-
-    Errors are relative L2 errors against the forward in fp32.
-    """
+    """An op of the forward that turns a small relative L2 error, against fp32, into a large one, or makes one."""
 
     order: int
     where: Where
@@ -255,11 +212,7 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """How one replayed step ended.
-
-    `skipped` means: an enabled scaler's `step` was called and no optimizer stepped; without an optimizer: none would
-    have.
-    """
+    """How one replayed step ended; `skipped`: an enabled scaler let no optimizer step."""
 
     step: int
     loss: float | None  # None if the user's step returned none
@@ -277,11 +230,7 @@ class StepOutcome:
 
     @property
     def guarded(self) -> bool:
-        """Whether it made updates, each through a scaler, so that no gradient that is not finite was used.
-
-        A scaler's `step` steps its optimizer only if all gradients of that optimizer are finite. Others may be left
-        behind: a generator's backward goes through the discriminator, which has stepped before.
-        """
+        """Whether it made updates, each through a scaler, so that no gradient that is not finite was used."""
         return 0 < sum(map(self._takes, self._asked())) == self.optimizer_steps
 
     @property
@@ -295,10 +244,7 @@ class StepOutcome:
         return self.skipped or self.passes_over
 
     def is_harmed_by(self, affected: Sequence[str]) -> bool:
-        """Whether one of these non-finite values (names as in `NonFiniteReport`) was used, or skipped.
-
-        Gradients that are left behind do no harm.
-        """
+        """Whether one of these non-finite values was used, or skipped; gradients that are left behind do no harm."""
         left = self.guarded and not self.updates_skipped and self.raised is None
         return bool(affected) and not (left and all(target.startswith("grad:") for target in affected))
 
@@ -331,17 +277,12 @@ class Headroom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFiniteReport:
-    """The results of the cheap check of one step.
+    """The results of the cheap check of one step."""
 
-    `affected` are names of harmed values ("loss", "grad:fc.weight", "param:...", "buffer:...", "optimizer_state:..."),
-    and "raised" if the user's code ended the step with an exception. `fingerprint` is a hash of the loss, every checked
-    output and every gradient: equal for bit-identical steps.
-    """
-
-    affected: tuple[str, ...]
+    affected: tuple[str, ...]  # "loss", "grad:fc.weight", "param:...", "optimizer_state:...", "raised"
     outputs: tuple[str, ...]  # modules with non-finite outputs, in the order of execution
     output_grads: tuple[str, ...]  # modules with non-finite output gradients, as the backward ran
-    fingerprint: str
+    fingerprint: str  # of the loss, every checked output and every gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,14 +300,7 @@ class ModuleUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterVsFp32:
-    """A trained parameter's gradient and move in one step, compared with the same step in fp32.
-
-    `looked_at` counts the elements whose moves were compared; `update` and `expected_update` are norms over these.
-    `below_half_ulp` counts elements whose move in fp32 is less than half a unit in the last place of the weight's
-    format. `rounding` is the norm of what rounding to the weight's format may do to either update: half a unit in the
-    last place of each. `course` is fp32's move of some elements, in half units in the last place, if none moves in the
-    run.
-    """
+    """A trained parameter's gradient and move in one step, compared with the same step in fp32."""
 
     name: str
     gradient: float  # norm of the gradient that the optimizer got
@@ -375,36 +309,29 @@ class ParameterVsFp32:
     flushed_error: float  # norm of fp32's elements where the run's are zero
     nonzero: int  # nonzero elements of fp32's gradient
     flushed: int  # those that are zero in the run
-    looked_at: int
+    looked_at: int  # elements whose moves were compared
     moved: int  # elements that moved in the run
     meant_to_move: int  # elements that moved in fp32
     stalled: int  # those that did not move in the run
-    below_half_ulp: int
-    update: float
+    below_half_ulp: int  # elements whose move in fp32 is less than half a unit in the last place of the weight's format
+    update: float  # norm of the run's moves
     expected_update: float
-    rounding: float = 0.0
-    course: tuple[float, ...] = ()
+    rounding: float = 0.0  # norm of what rounding to the weight's format may do to either update
+    course: tuple[float, ...] = ()  # fp32's move of some elements, in half units in the last place, if none moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateVsFp32:
-    """How a state in a half format that no optimizer trains moved in a step, compared with fp32.
+    """How a state in a half format that no optimizer trains moved in a step, compared with fp32."""
 
-    `name` is "norm.running_var", for optimizer state "optimizer:PARAMETER.KEY", for state of the run's own code its
-    name there ("EMA.module.out.weight"). `kind` is "buffer" also for a parameter without an optimizer; "counter" is
-    optimizer state of one element. `meant_to_move` counts elements that moved in fp32 by more than fp32's own rounding,
-    `value` is the largest magnitude among them before the step. `course` is fp32's move of some elements, in half units
-    in the last place.
-    """
-
-    name: str
-    kind: StateKind
+    name: str  # "norm.running_var", "optimizer:PARAMETER.KEY", "EMA.module.out.weight"
+    kind: StateKind  # "buffer" also for a parameter without an optimizer
     dtype: str  # "float16" or "bfloat16"
     looked_at: int  # elements whose moves were compared
     moved: int  # elements that moved in the run
-    meant_to_move: int
-    value: float
-    course: tuple[float, ...]
+    meant_to_move: int  # elements that moved in fp32 by more than fp32's own rounding
+    value: float  # the largest magnitude among them before the step
+    course: tuple[float, ...]  # fp32's move of some elements, in half units in the last place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

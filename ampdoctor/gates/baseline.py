@@ -8,6 +8,7 @@ about one more tensor.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections import defaultdict
@@ -16,9 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import FORMER, rules, today
+from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.json_records import DuplicateKeyError, MismatchError, RecordReader, unique_keys
+from ampdoctor.evidence.json_records import MismatchError, RecordReader
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import (
     SEVERITIES,
@@ -104,12 +105,8 @@ def apply_baseline(report: Report, baseline: Baseline, file: str, *, written: bo
     known = _Known(baseline.entries, report.target)
     worst = worst_first(report.findings)
     accepted = {id(finding) for finding in worst if known.accept(finding)}
-    for finding in worst:
-        if id(finding) not in accepted:
-            known.mark_seen(finding)
-    for one in report.suppressed:
-        known.mark_seen(one.finding)
-    for finding in (finding for group in report.elsewhere for finding in group):
+    left = [finding for finding in worst if id(finding) not in accepted]
+    for finding in (*left, *(one.finding for one in report.suppressed), *itertools.chain(*report.elsewhere)):
         known.mark_seen(finding)
     fresh = tuple(finding for finding in report.findings if id(finding) not in accepted)
     old = [Suppressed(finding=f, by="baseline", reason=file) for f in report.findings if id(f) in accepted]
@@ -194,9 +191,7 @@ def to_text(baseline: Baseline) -> str:
 def from_text(text: str, file: str) -> Baseline:
     """Return the baseline in a file's text; raises UsageError for any other text, or an unknown version."""
     try:
-        read = json.loads(text, object_pairs_hook=unique_keys)
-    except DuplicateKeyError as error:
-        raise _no_baseline(file, f"it has the key {error.key!r} twice in one object") from None
+        read = json.loads(text)
     except (ValueError, RecursionError):
         raise _no_baseline(file, "it is not JSON") from None
     if not isinstance(read, dict) or read.get("format") != FORMAT:
@@ -222,21 +217,12 @@ def _no_baseline(file: str, why: str) -> UsageError:
 
 def _read_entry(item: Any, index: int, file: str) -> Entry:
     try:
-        entry = _READER.read(Entry, item)
+        return _READER.read(Entry, item)
     except MismatchError:
         raise _no_baseline(file, f"findings[{index}] is not what --write-baseline writes") from None
-    return _renamed(entry) if entry.code in FORMER else entry
-
-
-def _renamed(entry: Entry) -> Entry:
-    """Return an entry of a code of an earlier version as it would be written today."""
-    op = None if entry.op == "scaler_state" else entry.op  # a log's scale is no state of a checkpoint
-    code, where = today(entry.code), Where(phase="loss", module=entry.module, op=op, tensor=entry.tensor)
-    return replace(entry, code=code, op=op, fingerprint=fingerprint_at(code, where))
 
 
 def _command(report: Report) -> str:
-    """Return the command: comparing two checkpoints searches other things than scanning one."""
     return f"{report.command} --against" if report.change is not None else report.command
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
-from fnmatch import fnmatchcase, translate
-from itertools import starmap
+from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from ampdoctor.diagnosis.catalogue import EXPIRED_IGNORE, UNUSED_IGNORE, Rule, rules
 from ampdoctor.evidence.location import Source, Where
@@ -95,29 +93,13 @@ class Ignore:
     expires: date | None = None  # the last day on which it holds
     written: Source | None = None  # where the entry is written
 
-    def matcher(self, target: Mapping[str, Any]) -> _Matcher:
-        """Return a test whether it matches a rule's finding at an address. Make it once: patterns compile slowly."""
-        tensor, module, file = (_pattern(pattern) for pattern in (self.tensor, self.module, self.file))
-
-        def fits(code: str, where: Where) -> bool:
-            return (
-                code == self.rule
-                and (tensor is None or tensor(where.tensor or ""))
-                and (module is None or module(where.module))
-                and (file is None or any(map(file, files_of(where, target))))
-            )
-
-        return fits
-
-
-_Matcher: TypeAlias = Callable[[str, Where], bool]
-
-
-def _pattern(pattern: str | None) -> Callable[[str], bool] | None:
-    if pattern is None:
-        return None
-    compiled = re.compile(translate(pattern))
-    return lambda name: compiled.match(name) is not None
+    def fits(self, code: str, where: Where, target: Mapping[str, Any]) -> bool:
+        """Whether it matches a rule's finding at an address of a report about `target`."""
+        if code != self.rule:
+            return False
+        files = files_of(where, target) if self.file is not None else []
+        named = ((self.tensor, [where.tensor or ""]), (self.module, [where.module]), (self.file, files))
+        return all(pattern is None or any(fnmatchcase(name, pattern) for name in names) for pattern, names in named)
 
 
 def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Report:
@@ -130,40 +112,38 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Rep
     """
     if not ignores:
         return report
-    expired = [ignore.expires is not None and today > ignore.expires for ignore in ignores]
-    matchers = [ignore.matcher(report.target) for ignore in ignores]
-    current = [(entry, fits) for entry, fits, past in zip(ignores, matchers, expired, strict=True) if not past]
+    current = [ignore for ignore in ignores if not _is_past(ignore, today)]
     kept: list[Finding] = []
     suppressed = list(report.suppressed)
     for finding in report.findings:
-        reasons = _reasons(finding, current)
+        reasons = _reasons(finding, current, report.target)
         if reasons:
             suppressed.append(Suppressed(finding=finding, by="ignore", reason="; ".join(reasons)))
         else:
             kept.append(finding)
     said = {finding.fingerprint for finding in report.found}  # from an earlier call, if reports are merged
-    addresses = [(finding.code, where) for finding in report.found for where in finding.places]
-    outlived = (
-        _outlived(ignore, report, used=any(starmap(fits, addresses)), expired=past)
-        for ignore, fits, past in zip(ignores, matchers, expired, strict=True)
-    )
+    outlived = (_outlived(ignore, report, today) for ignore in ignores)
     kept += [finding for finding in outlived if finding is not None and finding.fingerprint not in said]
     return replace(report, findings=worst_first(kept), suppressed=suppressed_worst_first(suppressed))
 
 
-def _reasons(finding: Finding, current: Sequence[tuple[Ignore, _Matcher]]) -> list[str]:
+def _is_past(ignore: Ignore, today: date) -> bool:
+    return ignore.expires is not None and today > ignore.expires
+
+
+def _reasons(finding: Finding, current: Sequence[Ignore], target: Mapping[str, Any]) -> list[str]:
     reasons: dict[str, None] = {}
     for where in finding.places:
-        fitting = next((ignore for ignore, fits in current if fits(finding.code, where)), None)
+        fitting = next((ignore for ignore in current if ignore.fits(finding.code, where, target)), None)
         if fitting is None:
             return []
         reasons[fitting.reason] = None
     return list(reasons)
 
 
-def _outlived(ignore: Ignore, report: Report, *, used: bool, expired: bool) -> Finding | None:
-    if used:
-        return _expired(ignore) if expired else None
+def _outlived(ignore: Ignore, report: Report, today: date) -> Finding | None:
+    if any(ignore.fits(one.code, where, report.target) for one in report.found for where in one.places):
+        return _expired(ignore) if _is_past(ignore, today) else None
     return _unused(ignore) if _could_have_been_used(ignore, report) else None
 
 

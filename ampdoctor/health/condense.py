@@ -96,7 +96,7 @@ class RunSummarizer:
     _lost: dict[tuple[str, int], int] = field(default_factory=dict)
     _end: EndLine | None = None
 
-    def hear(self, whole: LogRecord) -> None:
+    def add(self, whole: LogRecord) -> None:
         """Takes a line."""
         line = whole.line
         if isinstance(line, StepLine):
@@ -131,25 +131,50 @@ class RunSummarizer:
     def runs(self, *, name: str, source: str, kind: str, lately: bool | None) -> tuple[HealthRun, ...]:
         """Returns the run, or one for each of several optimizers.
 
-        `name` is used where the log has none; `source` is the log's path as the user gave it; `kind` is the log's
-        format. `lately` says whether the log has grown lately; None where logs of this kind do not say whether a run
-        has ended.
+        `name` is used where the log has none; `source` is its path as the user gave it; `kind` is its format. `lately`
+        says whether it has grown lately; None where logs of this kind do not say whether a run has ended.
         """
-        optimizers = sorted(self._steps)
+        names = self.header.optimizers
         ending: Ending = "ended" if self._end is not None else "unknown"
         if self._end is None and lately is not None:
             ending = "running" if lately else "cut_off"
-        return tuple(
-            self._run(
-                optimizer,
-                several=len(optimizers) > 1,
+        made = []
+        for optimizer in sorted(self._steps):
+            columns = with_proved_skips(standing(self._steps[optimizer].whole(), self.groups))
+            steps, skipped = columns["step"], int((columns["skipped"] == 1).sum())
+            # a line stands for the steps since the last line
+            since = np.maximum(np.diff(steps, prepend=steps[:1] - 1), 1)
+            told = int(since[~np.isnan(columns["skipped"])].sum())
+            maps = self._maps.get(optimizer) or Maps()
+            own_name = names[optimizer] if optimizer < len(names) else str(optimizer)
+            run = HealthRun(
                 name=self.header.name or name,
                 source=source,
-                kind=kind,
+                format=kind,
+                optimizer=own_name if len(self._steps) > 1 else "",
                 ending=ending,
+                exit_code=None if self._end is None else self._end.exit_code,
+                precision=self.header.precision,
+                steps=len(steps),
+                skipped=skipped,
+                first_step=int(steps[0]) if len(steps) else 0,
+                last_step=int(steps[-1]) if len(steps) else 0,
+                lost=sum(self._lost.values()),
+                skip_share=skipped / told if told else None,
+                axis=axis_of(columns, spans_of(steps)),
+                curves=_curves(columns, maps.headroom),
+                maps=maps.heat_maps(),
+                scalers=scaler_histories(columns, self.header.scalers, self.header.scaler),
+                checkpoints=self._checkpoints(),
+                looks=self._looks(source),
+                actions=tuple(
+                    ActionMark(step=line.step, action=line.action, reason=line.reason)
+                    for _, line in self._marks
+                    if isinstance(line, ActionLine)
+                ),
             )
-            for optimizer in optimizers
-        )
+            made.append(run)
+        return tuple(made)
 
     def tail(self) -> LogTail:
         """Returns the last numbers of the first optimizer."""
@@ -157,41 +182,6 @@ class RunSummarizer:
         norms, scales = columns["norm"], columns["loss_scale"]
         good, known = norms[(norms > 0) & np.isfinite(norms)], scales[~np.isnan(scales)]
         return LogTail(norms=tuple(good[-LAST_NORMS:].tolist()), scale=float(known[-1]) if len(known) else None)
-
-    def _run(self, optimizer: int, *, several: bool, name: str, source: str, kind: str, ending: Ending) -> HealthRun:
-        columns = with_proved_skips(standing(self._steps[optimizer].whole(), self.groups))
-        steps, names = columns["step"], self.header.optimizers
-        skipped = int((columns["skipped"] == 1).sum())
-        since = np.maximum(np.diff(steps, prepend=steps[:1] - 1), 1)  # a line stands for the steps since the last line
-        told = int(since[~np.isnan(columns["skipped"])].sum())
-        maps = self._maps.get(optimizer) or Maps()
-        spans = spans_of(steps)
-        return HealthRun(
-            name=name,
-            source=source,
-            format=kind,
-            optimizer=(names[optimizer] if optimizer < len(names) else str(optimizer)) if several else "",
-            ending=ending,
-            exit_code=None if self._end is None else self._end.exit_code,
-            precision=self.header.precision,
-            steps=len(steps),
-            skipped=skipped,
-            first_step=int(steps[0]) if len(steps) else 0,
-            last_step=int(steps[-1]) if len(steps) else 0,
-            lost=sum(self._lost.values()),
-            skip_share=skipped / told if told else None,
-            axis=axis_of(columns, spans),
-            curves=_curves(columns, maps.headroom),
-            maps=maps.heat_maps(),
-            scalers=scaler_histories(columns, self.header.scalers, self.header.scaler),
-            checkpoints=self._checkpoints(),
-            looks=self._looks(source),
-            actions=tuple(
-                ActionMark(step=line.step, action=line.action, reason=line.reason)
-                for _, line in self._marks
-                if isinstance(line, ActionLine)
-            ),
-        )
 
     def _checkpoints(self) -> tuple[CheckpointMark, ...]:
         by_path = {line.path: line for _, line in self._marks if isinstance(line, CheckpointLine)}

@@ -8,40 +8,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
-from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, LogRecord, StepLine
-from ampdoctor.evidence.log_text import kind_of, parse_line_fast
+from ampdoctor.evidence.log_text import parse_line_fast
 from ampdoctor.evidence.paths import logs_in, rank_and_number
-from ampdoctor.health.reading.log_files import MAX_BYTES, SkippedLines
-from ampdoctor.health.reading.log_kind import Begin, ReadIssues, RunLines, StepOrder, run_of
+from ampdoctor.health.reading.log_files import MAX_BYTES
+from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import AMPDOCTOR, FileState, FoundLog, find_log
 
-_ENOUGH = 2 * 1024 * 1024  # a late reader begins so many bytes before the end: some ten thousand steps, read in 1 s
 _AT_ONCE = 1024 * 1024
 _OUTPUTS = frozenset({".log", ".out", ".err"})
 _BEGINS_S = 600.0  # seconds without a change after which an output is no starting job: the longest a start takes
-_SMALL = 64 * 1024  # a log up to so many bytes is read anew each time: its beginning, and so its layout, may change
-_BEGINNING = 256  # bytes at the beginning that tell whether a file is still the same; a shorter file is read anew
 _QUIET_S = 2.0  # seconds without a change after which the last step is given even if numbers are missing
 _ENDS_S = 60.0  # seconds without a change after which an exception at the end of an output counts as uncaught
-_LONG_S, _RESTS = 0.2, 20.0  # after a full read longer than `_LONG_S`, the next waits `_RESTS` times as long
+_LONG_S, _RESTS = 0.2, 5.0  # after a full read longer than `_LONG_S`, the next waits `_RESTS` times as long
 _NUMBERS = ("loss", "gradient_norm", "loss_scale", "learning_rates")
 _AGAIN = 8  # times that a folder is listed again if it changes meanwhile; the next call reads the rest
-
-
-class _Source(Protocol):
-    """A growing log: files that are read on, or files that are written anew each time."""
-
-    def new(self) -> Iterator[LogRecord]:
-        """Yields the lines since the last call; raises CheckpointError where it cannot be read."""
 
 
 class Follower:
@@ -49,7 +37,7 @@ class Follower:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._source: _Source | None = None
+        self._source: _Ours | _Others | None = None
         self._size = 0  # of a file without a step
         self.found: FoundLog | None = None
 
@@ -108,17 +96,12 @@ class _Ours:
         self._names: Sequence[str] = found.names
         self._finished: set[str] = set()
         self._place: _Place | None = None
-        self._begun = False
-        self._passed_by = 0  # bytes of the first file that are skipped, except for its tables of names
 
     def new(self) -> Iterator[LogRecord]:
         with ExitStack() as stack:
             files = self._opened(stack)
-            if not self._begun:
-                self._begin_late(files)
             for at, (name, file) in enumerate(files):
                 yield from self._read(file)
-                self._passed_by = 0
                 if at < len(files) - 1:  # nobody writes there any more, so a torn last line stays torn
                     self._finished.add(name)
                     self._place = None
@@ -150,20 +133,6 @@ class _Ours:
         # opening a FIFO would block, and a broken link would be listed again each time
         return [name for name in names if name not in self._finished and (self._folder / name).is_file()]
 
-    def _begin_late(self, files: list[tuple[str, BinaryIO]]) -> None:
-        """Skips what lies before the last `_ENOUGH` bytes."""
-        self._begun = bool(files)
-        enough = 0
-        for at in reversed(range(len(files))):
-            enough += os.fstat(files[at][1].fileno()).st_size
-            if enough >= _ENOUGH:
-                self._passed_by = enough - _ENOUGH
-                for name, file in files[:at]:
-                    self._finished.add(name)
-                    file.close()
-                del files[:at]
-                return
-
     def _read(self, file: BinaryIO) -> Iterator[LogRecord]:
         size = os.fstat(file.fileno()).st_size
         first = file.readline(MAX_BYTES)
@@ -178,8 +147,6 @@ class _Ours:
                 if not text.endswith(b"\n"):
                     return
                 place.offset += len(text)
-                if place.offset <= self._passed_by and kind_of(text) != "run":
-                    continue
                 try:
                     whole = parse_line_fast(text)
                 except ValueError:
@@ -189,18 +156,16 @@ class _Ours:
 
 
 class _Others:
-    """A log of another tool: one growing file is read on; any other is read anew after each change.
+    """A log of another tool, which is read anew after each change; lines given before are skipped.
 
-    Lines given before are skipped. If a step has got a new number since, as where the learning rate is written after
-    the loss, the steps from it on are given again. To make this rare, a last step with fewer numbers than the one
-    before is held back.
+    If a step has got a new number since, the steps from it on are given again. To make this rare, a last step with
+    fewer numbers than the one before is held back.
     """
 
     def __init__(self, found: FoundLog) -> None:
         self._found = found
         self._state: list[FileState] = []
-        self._given: list[LogRecord] = []  # lines that may still change
-        self._growing: _Growing | None = None
+        self._given: list[LogRecord] = []
         self._held: LogRecord | None = None
         self._quiet_at = self._rests_until = 0.0
 
@@ -213,56 +178,26 @@ class _Others:
             if state == self._state:
                 yield from self._quiet(began)
                 return
-            lines = self._lines(state)
-            self._state = state
-            yield from self._unheard(lines)
+            lines = list(self._found.lines(ReadIssues()))
         except CheckpointError:
             if not self._state:
                 raise
             return  # it is being written
+        self._state = state
+        yield from self._unseen(lines)
         ended = time.monotonic()
         ends = self._held is not None and isinstance(self._held.line, EndLine)
         self._quiet_at = ended + (_ENDS_S if ends else _QUIET_S)
-        if self._growing is None and ended - began > _LONG_S:
+        if ended - began > _LONG_S:
             self._rests_until = ended + _RESTS * (ended - began)
 
-    def _lines(self, state: Sequence[FileState]) -> Iterator[tuple[LogRecord, bool]]:
-        """Returns the lines from the first changed one on, each with whether it may still change."""
-        begin = self._found.kind.begin
-        if begin is None or state[0].size < _SMALL:
-            self._growing = None
-            return ((whole, True) for whole in list(self._found.lines(ReadIssues())))
-        if self._growing is None or self._growing.is_another():
-            self._growing = _Growing(self._found, begin)
-        return self._growing.new()
-
-    def _unheard(self, lines: Iterable[tuple[LogRecord, bool]]) -> Iterator[LogRecord]:
-        known, may_change = deque(self._given), list[LogRecord]()
-        before = last = None
-        waits = False
-        for whole, open_ in lines:
-            if last is not None:
-                yield last
-                last = None
-            if open_:
-                may_change.append(whole)
-            if known and _are_alike(known[0], whole):
-                known.popleft()
-            else:
-                known.clear()
-                last, waits = whole, open_ and self._may_change(whole, before)
-            before = whole
-        self._held = last if waits else None
-        if waits:
-            may_change.pop()
-        elif last is not None:
-            yield last
-        self._given = may_change
-
-    def _may_change(self, whole: LogRecord, before: LogRecord | None) -> bool:
-        if isinstance(whole.line, EndLine):  # after an exception, which may have been caught
-            return self._found.kind.begin is not None
-        return before is not None and _says_less(whole, before)
+    def _unseen(self, lines: list[LogRecord]) -> Iterator[LogRecord]:
+        before = self._given
+        new = next((at for at, one in enumerate(lines) if at >= len(before) or not _are_alike(before[at], one)), None)
+        self._held = lines.pop() if new is not None and _may_change(*lines[-2:]) else None
+        self._given = lines
+        if new is not None:
+            yield from lines[new:]
 
     def _quiet(self, now: float) -> Iterator[LogRecord]:
         """Gives the held step if nothing has come for a while."""
@@ -273,45 +208,10 @@ class _Others:
             yield held
 
 
-class _Growing:
-    """A file to which lines are added; raises CheckpointError where it cannot be read or is no log any more."""
-
-    def __init__(self, found: FoundLog, begin: Begin) -> None:
-        (self._name,) = found.names
-        self._path = found.folder / self._name
-        with RegularFile(self._path, self._name) as file:
-            self._rows = begin(file)
-            self._first = file.head(_BEGINNING)
-        self._lines = RunLines(run_of(found.folder, self._name), StepOrder())
-        self._offset = 0
-
-    def is_another(self) -> bool:
-        """Whether another file has taken its place, or it was restarted."""
-        with RegularFile(self._path, self._name) as file:
-            return file.size < self._offset or file.head(_BEGINNING) != self._first
-
-    def new(self) -> Iterator[tuple[LogRecord, bool]]:
-        """Yields new lines, then the steps that may still change."""
-        if not self._offset:
-            yield self._lines.header(), False
-        with RegularFile(self._path, self._name) as file:
-            for texts in self._texts(file):
-                for row in self._rows.rows(iter(texts), SkippedLines()):
-                    yield from ((whole, False) for whole in self._lines.hear(row))
-        yield from ((whole, True) for whole in self._lines.waiting())
-        end = self._rows.end()
-        if end is not None:
-            yield self._lines.end(end), True
-
-    def _texts(self, file: RegularFile) -> Iterator[list[bytes]]:
-        """Yields complete lines in blocks; a line longer than a block is skipped."""
-        while self._offset < file.size:
-            block = file.read(self._offset, min(_AT_ONCE, file.size - self._offset)).replace(b"\r", b"\n")
-            end = block.rfind(b"\n") + 1
-            if not end and len(block) < _AT_ONCE:
-                return
-            self._offset += end or len(block)
-            yield [text for text in block[:end].split(b"\n") if text]
+def _may_change(*last: LogRecord) -> bool:
+    if isinstance(last[-1].line, EndLine):
+        return bool(last[-1].line.reason)  # an exception in an output, which may have been caught
+    return len(last) > 1 and _says_less(last[1], last[0])
 
 
 def _are_alike(one: LogRecord, other: LogRecord) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.log_records import MEASURES, DetailLine, DetailTable, table_of
+from ampdoctor.diagnosis.health.tensor_state import MEASURES, measured
+from ampdoctor.evidence.log_records import DetailLine
 from ampdoctor.evidence.report_health import HeatMap, MapName
 
 MOST_COLUMNS = 400
@@ -81,31 +82,23 @@ class Maps:
 
     def __init__(self) -> None:
         self._maps = {key: _Growing(key[0]) for key in SHOWN}
-        self._layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], _Layout] = {}
-        self._table: Sequence[str] = ()
         self.headroom: dict[int, float] = {}
         """The least headroom of the gradients at each measured step."""
 
     def add(self, line: DetailLine, table: Sequence[str]) -> None:
         """Adds a line with the tensors of a step, or some of them; `table` holds their names."""
-        if table is not self._table:
-            self._table, self._layouts = table, {}
-        details = table_of(line)
-        signature = (details.tensors, details.roles)
-        layout = self._layouts.get(signature)
-        if layout is None:
-            if len(self._layouts) >= _MOST_LAYOUTS:
-                self._layouts = {}
-            layout = self._layouts[signature] = _Layout(details, table)
-        measures = np.frombuffer(details.measures).reshape(len(MEASURES), -1)
-        for key, members in layout.members.items():
-            growing = self._maps[key]
-            values = measures[MEASURES.index(key[0]), members.at]
-            known = ~np.isnan(values)
-            if known.any():
-                rows = members.rows_in(growing)
-                growing.add(line.step, rows[known], values[known])
-            if key == ("log2_headroom", "gradient") and known.any():
+        if not line.tensors:
+            return
+        names = [table[one.tensor] if one.tensor < len(table) else f"#{one.tensor}" for one in line.tensors]
+        roles, measures = np.array([one.role for one in line.tensors]), measured(line.tensors)
+        for (name, role), growing in self._maps.items():
+            values = measures[:, MEASURES.index(name)]
+            known = np.flatnonzero((roles == role) & ~np.isnan(values))
+            if not len(known):
+                continue
+            rows = [growing.rows.setdefault(names[at], len(growing.rows)) for at in known]
+            growing.add(line.step, np.array(rows, np.intp), values[known])
+            if (name, role) == ("log2_headroom", "gradient"):
                 least = float(values[known].min())
                 self.headroom[line.step] = min(self.headroom.get(line.step, least), least)
 
@@ -121,38 +114,6 @@ class Maps:
         rows = sum(min(len(growing.rows), MOST_ROWS) for _, growing in there)
         columns = max(min(MOST_COLUMNS, MOST_CELLS // max(rows, 1)), 2)
         return tuple(_heat_map(key[0], key[1], growing, columns) for key, growing in there)
-
-
-_MOST_LAYOUTS = 64
-
-
-@dataclass(slots=True)
-class _Members:
-    """The tensors of a line that belong to one map: their positions in the line, and their names."""
-
-    at: list[int] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    rows: NDArray[np.intp] | None = None
-
-    def rows_in(self, growing: _Growing) -> NDArray[np.intp]:
-        if self.rows is None:
-            self.rows = np.array([growing.rows.setdefault(name, len(growing.rows)) for name in self.names], np.intp)
-        return self.rows
-
-
-class _Layout:
-    """The tensors of a line; most lines of a log have the same."""
-
-    def __init__(self, details: DetailTable, table: Sequence[str]) -> None:
-        self.members: dict[tuple[MapName, str], _Members] = {}
-        by_role: dict[str, list[MapName]] = {}
-        for name, role in SHOWN:
-            by_role.setdefault(role, []).append(name)
-        for at, (tensor, role) in enumerate(zip(details.tensors, details.roles, strict=True)):
-            for name in by_role.get(role, ()):
-                members = self.members.setdefault((name, role), _Members())
-                members.at.append(at)
-                members.names.append(table[tensor] if tensor < len(table) else f"#{tensor}")
 
 
 def _badness(name: MapName, table: _Values) -> _Values:
@@ -197,13 +158,5 @@ def _heat_map(name: MapName, role: str, growing: _Growing, most: int) -> HeatMap
         steps=tuple(growing.steps[at] for at in kept),
         tensors=tuple(tensors[at] for at in rows),
         of=len(tensors),
-        values=tuple(_cells(table[at, kept]) for at in rows),
+        values=tuple(tuple(None if value != value else value for value in table[at, kept].tolist()) for at in rows),  # noqa: PLR0124 - NaN is not itself
     )
-
-
-def _cells(values: _Values) -> tuple[float | None, ...]:
-    return tuple(_known(values.tolist()))
-
-
-def _known(values: Sequence[float]) -> Iterator[float | None]:
-    return (None if value != value else value for value in values)  # noqa: PLR0124 - NaN is not itself

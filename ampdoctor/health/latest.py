@@ -81,7 +81,7 @@ class Latest:
     def __post_init__(self) -> None:
         self._judge = Judge(self.thresholds)
 
-    def hear(self, whole: LogRecord) -> tuple[Event, ...]:
+    def add(self, whole: LogRecord) -> tuple[Event, ...]:
         """Takes a line, and returns its events."""
         line, before = whole.line, self.stamp
         happened: list[Event] = []
@@ -101,7 +101,7 @@ class Latest:
         happened += _event_of(line)
         if isinstance(line, AlertLine):
             happened += self._alerts([line.finding], line.step)
-        happened += self._alerts(self._judge.hear(line), getattr(line, "step", None))
+        happened += self._alerts(self._judge.add(line), getattr(line, "step", None))
         self.events.extend(happened)
         return tuple(happened)
 

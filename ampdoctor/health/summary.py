@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import math
@@ -11,9 +10,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -71,11 +69,10 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
     """Reads a log; raises NoStepError where it has no step, and CheckpointError where it cannot be read."""
     noticed = ReadIssues()
     reader = _Reader(thresholds)
-    with _no_search_for_cycles():
-        for number, whole in enumerate(found.lines(noticed)):
-            reader.hear(whole)
-            if told is not None and number % _EVERY == 0:
-                told(number)
+    for number, whole in enumerate(found.lines(noticed)):
+        reader.add(whole)
+        if told is not None and number % _EVERY == 0:
+            told(number)
     reader.ends()
     source = shown_path(found.folder)
     kind = found.kind.format
@@ -116,19 +113,6 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
     )
 
 
-@contextmanager
-def _no_search_for_cycles() -> Iterator[None]:
-    """Stops Python's search for garbage cycles, which runs after every few hundred new objects."""
-    # Lines make no cycles, and the search takes an eighth of the time of a long log
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def grown_lately(found: FoundLog) -> bool:
     """Whether a log was written to within `LATELY_S`."""
     newest = max((file.written_ns for file in found.state()), default=0)
@@ -153,7 +137,7 @@ class _Reader:
         self._judged = codes_in("health")
         self._last: dict[int, LogRecord] = {}
 
-    def hear(self, whole: LogRecord) -> None:
+    def add(self, whole: LogRecord) -> None:
         stamp, line = whole.stamp, whole.line
         if self._turn != (turn := (stamp.rank, stamp.run_id, stamp.restarts)):
             self._taken_turns |= turn in self._turns
@@ -161,7 +145,7 @@ class _Reader:
             self._turn = turn
             self._judge = self._judge_of(stamp)
         if stamp.rank == self._shown:
-            self.condenser.hear(whole)
+            self.condenser.add(whole)
         self._last[stamp.rank] = whole
         kind = type(line)
         if kind is AlertLine and isinstance(line, AlertLine):
@@ -169,9 +153,9 @@ class _Reader:
                 self._add(whole, line.finding)
         elif kind is LookLine and isinstance(line, LookLine):
             self._judge.knows(line)
-            for finding in line.findings:
-                self._add(whole, _at(finding, line.step))
-        elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine | EndLine):
+            for finding in line.findings:  # which have the step of the replay
+                self._add(whole, replace(finding, where=replace(finding.where, step=line.step)))
+        elif (found := self._judge.add(line)) and isinstance(line, StepLine | DetailLine | EndLine):
             for finding in found:
                 self._add(whole, finding)
 
@@ -237,11 +221,6 @@ def _as_written(finding: Finding, zeros: AbstractSet[int]) -> Finding:
     return replace(finding, message=f"{finding.message.removesuffix('.')}; {said}.")
 
 
-def _at(finding: Finding, step: int) -> Finding:
-    """Returns a look's finding with the step of the run, not of its replay."""
-    return replace(finding, where=replace(finding.where, step=step))
-
-
 def _of_ranks(finding: Finding, ranks: int) -> Finding:
     return finding if ranks == 1 else replace(finding, evidence={**finding.evidence, "ranks": ranks})
 
@@ -274,10 +253,9 @@ def look_again(found: FoundLog, thresholds: Thresholds, told: OnProgress | None 
 
 
 def _folder() -> Path | None:
-    """Returns the folder; None for a user without a home. XDG ignores a relative path."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    """Returns the folder; None for a user without a home, or where it is a relative path."""
     try:
-        cache = named if named.is_absolute() else Path("~/.cache").expanduser()
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError:
         return None
     return cache / "ampdoctor" / "health" if cache.is_absolute() else None

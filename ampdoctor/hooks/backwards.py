@@ -35,12 +35,7 @@ class _Use:
 
 
 class UsedGradients:
-    """Compares each optimizer's gradients with those of its last update.
-
-    They are the same as long as neither autograd's engine nor a CUDA graph has run, and each checked gradient is the
-    same tensor, written to only by a clipping or a scaler. Gradients that are made by hand (evolution strategies, a
-    server that receives them) may be written where no counter shows it: only a backward's gradients are compared.
-    """
+    """Compares each optimizer's gradients with those of its last update; gradients made by hand are not compared."""
 
     def __init__(self) -> None:
         self._runs = 0
@@ -119,10 +114,7 @@ class UsedGradients:
 
 
 def inside_own_step(optimizer: Any, *, known: int = 0) -> bool:
-    """Returns whether the optimizer's `step` was called by its own `step`: `super().step()` is part of a step.
-
-    `known` is the number of its calls that are certainly running: 1 in a closure.
-    """
+    """Returns whether an optimizer's `step` was called by its own; `known`: calls that surely run (1 in a closure)."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -149,14 +141,7 @@ _SCALED = "ampdoctor.scaled"
 
 
 class Backwards:
-    """Records for each parameter the scales of the losses that its gradient is summed from.
-
-    A backward counts as scaled if it runs through the output of a scaler's `scale`, however the step computed its loss
-    from that output. `torch.autograd.grad` does not count as a backward.
-
-    `parameters` returns the watched ones; there may be more at each backward. `on_kept_graph` is called when
-    `create_graph` gradients of a scaled loss are computed outside any backward.
-    """
+    """Records for each parameter the scales of the losses that its gradient is summed from; `grad` is no backward."""
 
     def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], on_kept_graph: Callable[[], None]) -> None:
         self._parameters = parameters
@@ -322,10 +307,7 @@ def mark_scaled(output: torch.Tensor) -> list[bool]:
 
 
 def scaled_within(outputs: Any, *, most: int | None = None) -> list[list[bool]]:
-    """Returns the marks of the scaled tensors from which a tensor, or a nested list of tensors, was computed.
-
-    At most `most` nodes of each graph are searched, the nearest first; None for all.
-    """
+    """Returns the marks of the scaled tensors behind a tensor, or a list of them, within `most` nodes of each graph."""
     if isinstance(outputs, list | tuple):
         return [marked for output in outputs for marked in scaled_within(output, most=most)]
     has_graph = isinstance(outputs, torch.Tensor) and outputs.grad_fn is not None

@@ -16,10 +16,8 @@ import torch
 from torch import nn
 from torch.nn import utils
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 
-from ampdoctor.hooks.torch_internals import put_outermost, replaced, seen_scripting, take_away
+from ampdoctor.hooks.torch_internals import FunctionMode, put_outermost, replaced, seen_scripting, take_away
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -29,51 +27,12 @@ if TYPE_CHECKING:
 
 
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
-    """As `Tensor.register_hook`, but does not call the hook where there is no gradient.
-
-    A node with several outputs of which the loss needs one (a compiled model's, an unused chunk's, a function with
-    `set_materialize_grads(False)`) gives the others an undefined gradient, and torch calls their hooks with None.
-    """
+    """As `Tensor.register_hook`, but without the call where the gradient is undefined: torch gives None there."""
 
     def told(gradient: torch.Tensor | None) -> torch.Tensor | None:
         return None if gradient is None else hook(gradient)
 
     return tensor.register_hook(told)  # type: ignore[no-any-return]
-
-
-# -- optimizers: a program may clear these hooks together with its own --
-
-
-class OptimizerHooks:
-    """Hooks before and after the `step` of every optimizer.
-
-    torch calls them as it calls those of `register_optimizer_step_pre_hook` and `register_optimizer_step_post_hook`.
-    """
-
-    def __init__(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        self._hung = (
-            (register_optimizer_step_pre_hook, before),
-            (register_optimizer_step_post_hook, after),
-        )
-        self._handles: list[Any] = []
-
-    def hang(self) -> None:
-        """Installs the hooks, again if a program has cleared them."""
-        if not self._handles or not all(map(is_in_place, self._handles)):
-            self.remove()
-            self._handles = [register(hook) for register, hook in self._hung]
-
-    def remove(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
-def is_in_place(handle: Any) -> bool:
-    """Whether the hook of a `RemovableHandle` is still in its table."""
-    table = handle.hooks_dict_ref()
-    return table is not None and handle.id in table
 
 
 # -- reads of numbers: without one, a loop's decisions cannot depend on what it has computed --
@@ -92,7 +51,7 @@ class NumberReads:
 
     def __init__(self) -> None:
         self.any = False  # a number was read since the last `listen`
-        self._mode = _Listening(self)
+        self._mode = FunctionMode(self._called)
 
     def listen(self) -> None:
         """Starts to observe."""
@@ -104,18 +63,10 @@ class NumberReads:
         """Stops observing."""
         take_away(self._mode)
 
-
-class _Listening(TorchFunctionMode):
-    def __init__(self, reads: NumberReads) -> None:
-        super().__init__()
-        self._reads = reads
-
-    def __torch_function__(
-        self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in READS:
-            self._reads.any = True
-        return func(*args, **(kwargs or {}))
+    def _called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(function, "__name__", "") in READS:
+            self.any = True
+        return function(*args, **kwargs)
 
 
 # -- module hooks that copies, pickles and scripts of a model do not have --
@@ -131,12 +82,7 @@ _HOOKS = (
 
 
 class UncopiedHooks:
-    """Forward hooks that `copy`, `pickle` and `torch.save` leave out.
-
-    A loop copies its best model and saves whole models; those would contain the hooks and, through them, the watch.
-    Copying and pickling look in `copyreg.dispatch_table` before they ask the object itself. While hooks are installed,
-    the classes of their modules have an entry there. A class with its own `__deepcopy__` is not looked up there.
-    """
+    """Forward hooks that `copy`, `pickle` and `torch.save` leave out, by entries in `copyreg.dispatch_table`."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
@@ -146,6 +92,8 @@ class UncopiedHooks:
 
     def add(self, module: nn.Module, *handles: Any) -> None:
         """Registers the handles of forward hooks on a module."""
+        while self._handles and self._handles[-1].hooks_dict_ref() is None:  # of a module that was made for one call
+            self._keys.discard(self._handles.pop().id)
         self._handles += handles
         self._keys.update(handle.id for handle in handles)
         kind = type(module)
@@ -226,10 +174,7 @@ Wraps = Callable[[Callable[..., Any], str], Callable[..., Any]]
 
 @contextmanager
 def wrapped_in_each_class(methods: Iterable[str], wraps: Wraps) -> Iterator[None]:
-    """Wraps these methods in GradScaler and in each subclass that overrides them.
-
-    A later subclass is wrapped when its first scaler is made. Where a method calls `super()`, both wrappers run.
-    """
+    """Wraps these methods in GradScaler and each subclass that overrides them, later ones at their first scaler."""
     names, base = tuple(methods), torch.amp.GradScaler
     seen: set[type] = set()
     making: Any = base.__init__
@@ -279,10 +224,7 @@ makes the call, and returns its result."""
 def on_scaler_call(
     called: ScalerCall, *others: Any, methods: Iterable[str] = _METHODS, disabled: bool = False
 ) -> Iterator[None]:
-    """Hands each call on a `torch.amp.GradScaler`, or on a subclass, to `called` once; on `disabled` ones if asked.
-
-    `others` are scalers of other classes with the same methods; torch's own may be among them.
-    """
+    """Hands each call on a GradScaler, a subclass or one of `others` to `called` once; on `disabled` ones if asked."""
     running: list[tuple[int, int, str]] = []
     told: ScalerCall | None = called
 
@@ -309,11 +251,7 @@ def on_scaler_call(
                 if isinstance(scaler, torch.amp.GradScaler) and method not in vars(scaler):
                     continue
                 call = wrapped(_unbound(getattr(scaler, method)), method)
-                try:
-                    stack.enter_context(replaced(scaler, method, MethodType(call, scaler)))
-                except AttributeError:  # it has slots: wrap the method of its class
-                    original = getattr(type(scaler), method)
-                    stack.enter_context(replaced(type(scaler), method, wrapped(original, method)))
+                stack.enter_context(replaced(scaler, method, MethodType(call, scaler)))
         try:
             yield
         finally:
@@ -356,10 +294,7 @@ OnClip = Callable[[Clip], None]
 
 @contextmanager
 def on_clip(*listeners: OnClip) -> Iterator[bool]:
-    """Calls each of `listeners` before each clipping, and restores torch's functions afterwards.
-
-    Yields whether this torch makes clippings visible. Computes nothing, and does not wait for a device.
-    """
+    """Calls `listeners` before each clipping, without waiting; yields whether this torch makes clippings visible."""
     if not all(hasattr(clip_grad, name) for name in (_NORM, _CLIP)):
         yield False
         return

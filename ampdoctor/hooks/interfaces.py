@@ -30,43 +30,34 @@ class ObservedRun(Protocol):
     @property
     def model(self) -> nn.Module:
         """The model with the run's parameters, buffers and modules."""
-        ...
 
     @property
     def module_names(self) -> Mapping[str, str]:
         """Maps names of `model.named_modules()` to the names to show."""
-        ...
 
     @property
     def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
         """The optimizers by name."""
-        ...
 
     @property
     def events(self) -> StepEvents:
         """Shows which part of the step is running."""
-        ...
 
     @property
     def micro_batch(self) -> int:
         """The micro-batch's index inside an accumulated step."""
-        ...
 
     def beside(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor) of weights that the run's own code keeps outside the model: averages, teachers."""
-        ...
 
     def parameter_names(self) -> dict[int, str]:
         """Returns names by `id(parameter)`; "NAME.group0.param0" for one that only the optimizer NAME has."""
-        ...
 
     def clean_name(self, name: str) -> str:
         """Returns the name to show for a parameter or buffer."""
-        ...
 
     def current_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (path, tensor) of the running step's batches."""
-        ...
 
 
 # -- probes: the replay does not depend on what they look for --
@@ -77,27 +68,16 @@ class Probe(Protocol):
 
     def attach(self, run: ObservedRun) -> AbstractContextManager[None]:
         """Installs hooks for the time of this context; they are removed afterwards, also after an exception."""
-        ...
 
     def during(self, step: int) -> AbstractContextManager[None]:
         """Surrounds one step; modes that must see every op are entered here."""
-        ...
 
     def finish(self, step: int, loss: Any) -> None:
-        """Ends a step; a host sync belongs here.
-
-        `loss` is what the step returned: a 0-dim tensor, a number or None. If the user's code ended the step with an
-        exception, perhaps because of a non-finite value, it is that `UserCodeError`.
-        """
-        ...
+        """Ends a step, where a host sync belongs; `loss` is what it returned, or the `UserCodeError` that ended it."""
 
 
 class StepHalted(BaseException):
-    """Raised by a probe to end the running step early.
-
-    It is not an `Exception`, so that a user's `except Exception` in a forward or around a step does not catch it. The
-    code that attached the probe catches it, and restores the snapshot from before the step.
-    """
+    """Raised by a probe to end the running step early; no `Exception`, so that a user's code does not catch it."""
 
 
 # -- exceptions of training code --
@@ -148,10 +128,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def harmless_while(
     works: Callable[[Any], bool], failed: Callable[[Any, Exception], None]
 ) -> Callable[[Method], Method]:
-    """Returns a decorator of methods that run inside a user's loop, and must raise nothing into it.
-
-    The method does nothing where `works` is false for its object; `failed` gets its error.
-    """
+    """Returns a decorator of methods that raise nothing into a loop, and do nothing where `works` is false."""
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)
@@ -208,10 +185,7 @@ def on_marked_loop(tell: _Told) -> Iterator[None]:
 def when_imported(
     name: str, then: Callable[[], None], failed: Callable[[Exception], None] | None = None
 ) -> Iterator[None]:
-    """Calls `then` once inside the block, as soon as the module `name` has been imported, or at once.
-
-    `then` runs in the importing thread, before its next line. An error in it goes to `failed`, if that is given.
-    """
+    """Calls `then` once inside, as soon as the module `name` is imported, or at once; its error goes to `failed`."""
 
     def begin() -> None:
         try:

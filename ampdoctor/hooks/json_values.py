@@ -1,7 +1,4 @@
-"""Values as JSON and back: plain values, containers, torch's functions by name, modules, global constants.
-
-The JSON names code but contains none, and reading it runs none.
-"""
+"""Values as JSON, which names code but contains none, and back: containers, torch's functions, modules, constants."""
 
 # ruff: noqa: SLF001 - a module's own tables have no public name
 
@@ -95,10 +92,7 @@ def name_of(function: Callable[..., Any]) -> str | None:
 
 
 def function_named(name: str) -> Callable[..., Any] | None:
-    """Returns torch's function of this name ("torch.nn.functional.gelu", "torch.Tensor.T.__get__"), or None.
-
-    Only public functions that compute are found, from torch's table of overridable functions; nothing is imported.
-    """
+    """Returns torch's public function of this name ("torch.nn.functional.gelu"), or None; nothing is imported."""
     return _table().get(name)
 
 
@@ -121,11 +115,7 @@ class NotSerializableError(Exception):
 
 
 def written(value: Any, special: WriteSpecial = lambda _value: None) -> Tree:
-    """Returns a value as a tree, copied at once; `special` is asked first.
-
-    Raises NotInertError where a part cannot be written (an open file, a user's function, a tensor that `special` does
-    not take), is nested too deeply, or contains itself.
-    """
+    """Returns a value as a tree, copied at once; `special` is asked first. Raises NotSerializableError."""
     return _Writer(special).tree(value, 0)
 
 
@@ -283,10 +273,7 @@ class UnreadableTreeError(ValueError):
 
 
 def read(tree: Any, find: FindClass, special: ReadSpecial = lambda _kind, _tree: NOTHING) -> Any:
-    """Returns the value of a tree of parsed JSON, in which nothing is trusted; `special` is asked first.
-
-    Raises UnreadableTreeError where the tree is malformed, nested too deeply, or names an unknown function or class.
-    """
+    """Returns the value of an untrusted tree of parsed JSON; `special` is asked first. Raises UnreadableTreeError."""
     try:
         return _Reader(find, special).value(tree, 0)
     except UnreadableTreeError:
@@ -494,10 +481,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def module_written(module: nn.Module, child: Callable[[nn.Module], Tree]) -> dict[str, Tree]:
-    """Returns a module's class, attributes, tensor names and submodules (written by `child`), without tensor values.
-
-    Raises NotInertError where an attribute cannot be written, the class is not found by its name, or it has hooks.
-    """
+    """Returns a module's class, attributes, names and submodules, without values. Raises NotSerializableError."""
     cls = type(module)
     there: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
@@ -521,10 +505,7 @@ def module_written(module: nn.Module, child: Callable[[nn.Module], Tree]) -> dic
 def module_read(
     tree: Mapping[str, Any], cls: type[nn.Module], find: FindClass, child: Callable[[Any], nn.Module]
 ) -> nn.Module:
-    """Returns a module of class `cls` from an untrusted tree of `module_written`; `child` reads a submodule.
-
-    Its parameters have no values yet, and its buffers are None. Raises UnreadableTreeError where the tree is malformed.
-    """
+    """Returns a module without values from an untrusted tree of `module_written`. Raises UnreadableTreeError."""
     module: nn.Module = object.__new__(cls)
     nn.Module.__init__(module)
     try:
@@ -557,10 +538,7 @@ _LONGEST = 10_000
 
 
 def constants_of(classes: Iterable[type]) -> dict[str, Tree]:
-    """Returns trees, by name, of the `__main__` values that methods of its classes, or functions they call, name.
-
-    Classes of other modules are ignored, and values that cannot be written are left out.
-    """
+    """Returns trees, by name, of the `__main__` values that methods of its classes, or functions they call, name."""
     space = vars(sys.modules["__main__"])
     found: dict[str, Tree] = {}
     todo: list[CodeType] = [code for cls in classes if cls.__module__ == "__main__" for code in _codes_of(cls)]

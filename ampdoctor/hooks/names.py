@@ -1,8 +1,4 @@
-"""Names of modules and tensors as the user wrote them, without the parts that DataParallel, DDP, compile etc. add.
-
-`module` may also be a user's own attribute. It is removed only if a wrapper has evidently added it: the parent module
-has the type of a wrapper, or the keys of a checkpoint fit the model without it.
-"""
+"""Names of modules and tensors as the user wrote them, without the parts that DataParallel, DDP, compile etc. add."""
 
 from __future__ import annotations
 
@@ -29,11 +25,7 @@ UNMISTAKABLE = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrap
 
 
 def clean_name(name: str) -> str:
-    """Returns the name without the parts that only a wrapper can have added, at any place.
-
-    `module` stays: only the model (`clean_names`) or the names that it has to match (`match_keys`) show whether a
-    wrapper wrote it.
-    """
+    """Returns the name without the parts that only a wrapper can have added; `module` may be the user's, and stays."""
     return ".".join(part for part in name.split(".") if part not in UNMISTAKABLE)
 
 
@@ -47,10 +39,7 @@ def wrapped_as(module: nn.Module) -> str | None:
 
 
 def clean_names(model: nn.Module) -> dict[str, str]:
-    """Maps every name of `model.named_modules(remove_duplicate=False)` to the name as the user wrote it.
-
-    A wrapper and its module get the same clean name.
-    """
+    """Maps every name of `model.named_modules(remove_duplicate=False)` to the name as the user wrote it."""
     names: dict[str, str] = {}
     skipped: set[str] = set()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -82,10 +71,7 @@ def clean_tensor_name(key: str, modules: Mapping[str, str]) -> str:
 def names_of_parameters(
     model: nn.Module, modules: Mapping[str, str], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> dict[int, str]:
-    """Returns names by `id(parameter)`: the model's, and "NAME.group0.param0" for one that only the optimizer NAME has.
-
-    `modules` maps the model's module names to the names to show.
-    """
+    """Returns names by `id(parameter)`: the model's, else "NAME.group0.param0"; `modules` maps to names to show."""
     names = {id(p): clean_tensor_name(name, modules) for name, p in model.named_parameters()}
     for key, optimizer in optimizers.items():
         for g, group in enumerate(optimizer.param_groups):
@@ -122,11 +108,7 @@ def scripted_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def match_keys(keys: Collection[str], expected: Collection[str]) -> dict[str, str]:
-    """Maps each of a checkpoint's `keys` to the name to look up in `expected`, which need not contain it.
-
-    One way of stripping is chosen for all keys: the one with which most keys fit; among equals, the one that strips
-    least. A choice per key would map `module.x` of a DDP checkpoint to a model's own `module.x`.
-    """
+    """Maps a checkpoint's `keys` to the names to look up in `expected`, all by the stripping with which most fit."""
     wanted = set(expected)
     best = {key: key for key in keys}
     most = sum(name in wanted for name in best.values())
@@ -163,10 +145,7 @@ _STRIPS: tuple[Callable[[str], str], ...] = (
 
 
 def common_prefix_fit(keys: Collection[str], expected: Collection[str]) -> str | None:
-    """Returns the prefix ("model.") whose removal from `keys`, or ("+model.") addition to them, makes most of them fit.
-
-    It is only a hint for an error: whether to change a prefix that no wrapper writes is the user's decision.
-    """
+    """Returns the prefix to remove ("model.") or to add ("+model.") that makes most keys fit, or None."""
     wanted = set(expected)
     for label, shorter, longer in (("", wanted, set(keys)), ("+", set(keys), wanted)):
         prefixes = {key.split(".", 1)[0] + "." for key in longer if "." in key}

@@ -1,8 +1,4 @@
-"""Tensors in batches of any shape: mappings, dataclasses, named tuples, packed sequences and objects of the user's.
-
-One walk (`map_tensors`) does the moving, casting and copying. It keeps the types and ends on cycles; an object that
-occurs twice occurs twice in the result.
-"""
+"""Tensors in batches of any shape: mappings, dataclasses, named tuples, packed sequences and objects of the user's."""
 
 from __future__ import annotations
 
@@ -51,11 +47,7 @@ _ATOMS = (
 
 
 def map_tensors(function: TensorFunction, value: Any) -> Any:
-    """Returns `value` with each tensor replaced by `function(tensor)`: containers of the same types, the rest shared.
-
-    A plain object is copied, and its attributes mapped, only if it holds tensors. The `batch_sizes` of a
-    `PackedSequence` stay as they are (they live on the CPU by contract).
-    """
+    """Returns `value` with each tensor replaced by `function(tensor)`, in containers of the same types."""
     return _Walk(function).map(value)
 
 
@@ -87,11 +79,7 @@ def iter_kind(kind: type | UnionType, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def move_batch(batch: Any, device: torch.device | str, move: Callable[[Any, Any], Any] | None = None) -> Any:
-    """Returns the batch on `device`.
-
-    An object that is not a container and has its own `to` is moved by that method, perhaps in place: pass a copy. The
-    user's own `move(batch, device) -> batch` replaces all of this.
-    """
+    """Returns the batch on `device`, by objects' own `to` (perhaps in place) or the user's `move(batch, device)`."""
     if move is not None:
         return move(batch, device)
     return _Walk(lambda tensor: _as_leaf(tensor, tensor.to(device)), device=device).map(batch)
@@ -110,13 +98,7 @@ def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def copy_batch(batch: Any) -> Any:
-    """Returns a copy that shares nothing mutable with `batch`, so that a loss may write into it.
-
-    Tensors are cloned and keep `requires_grad` (a non-leaf becomes a leaf) and their class, such as `nn.Parameter`; a
-    tensor that occurs twice occurs twice in the copy, but views of one memory become separate tensors. Arrays, lists,
-    random generators and the user's objects are copied too. What cannot be copied is shared: open files, iterators,
-    modules.
-    """
+    """Returns a copy that shares nothing mutable, except what cannot be copied (open files, iterators, modules)."""
     clones = {id(tensor): _like(tensor, tensor.detach().clone()) for _, tensor in iter_tensors(batch)}
     return _Walk(lambda tensor: clones[id(tensor)], leaf=_copy_leaf, clones=clones).map(batch)
 

@@ -35,12 +35,7 @@ class RandomState:
 
     @classmethod
     def capture(cls, generators: tuple[torch.Generator, ...] = (), like: RandomState | None = None) -> RandomState:
-        """Copies the states of Python's, torch's (CPU and each CUDA device) and numpy's global generators.
-
-        CUDA is not initialized for it: before that, its generators follow from the seed. `generators` are the user's
-        own (a DataLoader's). Equal parts are shared with the earlier state `like`, because 30 kB a step add up over a
-        long run.
-        """
+        """Copies the states of the global generators and of `generators`; equal parts are shared with `like`."""
         import numpy as np
 
         # reading a state would initialize CUDA: it takes GPU memory, and forked processes could not use CUDA
@@ -83,10 +78,7 @@ def _same_numpy(here: Any, there: Any) -> bool:
 
 @contextmanager
 def no_anomaly_mode() -> Iterator[None]:
-    """Keeps anomaly mode off inside, even if the user's code turns it on; restores it afterwards.
-
-    Only `torch.set_anomaly_enabled` is replaced: `detect_anomaly` and `set_detect_anomaly` both call it.
-    """
+    """Keeps anomaly mode off inside, even if the user's code turns it on; restores it afterwards."""
     enabled, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     switch = torch.set_anomaly_enabled
     switch(False, checks_nan)
@@ -156,10 +148,7 @@ def is_by_horovod() -> bool:
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Raises CollectiveError, before the launch, where this thread, or a backward of it, starts a collective inside.
-
-    Other threads are not affected. Without a process group, nothing is installed.
-    """
+    """Raises CollectiveError, before the launch, where this thread, or a backward of it, starts a collective inside."""
     if not are_joined():
         yield
         return
@@ -194,11 +183,7 @@ def _communicates(func: Any) -> bool:
 
 @contextmanager
 def _without_what_is_no_op() -> Iterator[None]:
-    """Inside, this thread starts no collective past the dispatcher, as far as this torch has the ways for it.
-
-    Who takes the backend out of its group (`group._get_backend(device)`) calls no op; and an op that is written in
-    Python (`torch.library.custom_op`) runs where no mode is in place, and calls the group's methods there.
-    """
+    """Inside, this thread starts no collective past the dispatcher: by a group's or its backend's own methods."""
     from torch._C import _distributed_c10d as in_c
     from torch.distributed import distributed_c10d
 
@@ -261,11 +246,7 @@ class _OnThisThread:
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """Hides this thread's warnings inside, and does not count them as shown.
-
-    Python shows most warnings once a line, until filters change; then it shows each once more. Much of torch changes
-    filters when it inspects itself (`warnings.catch_warnings`): this does not make the script's warnings repeat.
-    """
+    """Hides this thread's warnings inside, and does not count them as shown."""
     ours = ("ignore", _OnThisThread(), Warning, None, 0)
     lists = [_filters()]
     with ExitStack() as stack:
@@ -293,26 +274,6 @@ def unwarned_of_hooks() -> Iterator[None]:
         yield
 
 
-class CallersOfForwards:
-    """The two lines of torch that call a forward, with hooks and without.
-
-    A forward that warns of its caller (`stacklevel=2`) is remembered with that line, and would be shown once for each.
-    """
-
-    def __init__(self) -> None:
-        self._lines: dict[int, int] = {}
-        if not any(getattr(modules, name, {}) for name in _GLOBAL):  # with global hooks, torch uses one line for all
-            plain, hooked = (_line_that_calls(hooked=hooked) for hooked in (False, True))
-            self._lines = {plain: hooked, hooked: plain}
-
-    def remember(self) -> None:
-        """Marks a warning that was shown for one line as shown for the other."""
-        shown = vars(modules).get("__warningregistry__") or {}
-        for key in list(shown):
-            if isinstance(key, tuple) and key[-1] in self._lines:
-                shown.setdefault((*key[:-1], self._lines[key[-1]]), shown[key])
-
-
 def is_ours(hook: Any) -> bool:
     """Whether a hook is ampdoctor's."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
@@ -320,19 +281,6 @@ def is_ours(hook: Any) -> bool:
 
 def _has_hooks_of_others() -> bool:
     return any(not is_ours(hook) for name in _GLOBAL for hook in getattr(modules, name, {}).values())
-
-
-def _line_that_calls(*, hooked: bool) -> int:
-    asked = _Asked()
-    if hooked:
-        asked.register_forward_pre_hook(lambda *_: None)
-    line: int = asked()
-    return line
-
-
-class _Asked(modules.Module):
-    def forward(self) -> int:
-        return sys._getframe(1).f_lineno  # noqa: SLF001 - a traceback would be slow
 
 
 def _filters() -> list[Any]:

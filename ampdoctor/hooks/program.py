@@ -1,9 +1,4 @@
-"""A step as a program: its model calls, the ops around them, its backwards, and its scaler's and clipping's operations.
-
-A training loop is Python that cannot be run again. Its tensor operations can: the calls of its outermost models with
-their inputs, and the ops on the outputs, up to the loss. References to tensors say where these come from, so that the
-program can be run in place or, once written to a file, elsewhere.
-"""
+"""A step as a program: its model calls, the ops around them, its backwards, its scaler's and clipping's operations."""
 
 from __future__ import annotations
 
@@ -199,10 +194,7 @@ class PriorSteps:
 
 
 def updates_made(optimizer: torch.optim.Optimizer) -> int | None:
-    """Returns how many updates an optimizer has made, by the count in its state; None without a count.
-
-    It is the largest count, because some parameters have no gradient in every step. Waits for a device.
-    """
+    """Returns the largest count of updates in an optimizer's state; None without one. Waits for a device."""
     counted = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
     return max((number for one in counted if (number := _whole(one)) is not None), default=None)
 

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -67,27 +67,11 @@ class CallContext:
         return closure
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A scaler's scale, valid as long as its tensor is not written to."""
-
-    tensor: torch.Tensor  # kept, so that its id stays its own
-    version: int
-    scale: float
-
-
 _METHODS = ("scale", "unscale_", "step", "update")
 
 
 class StepEvents:
-    """Records the calls of a step, and which part of the step is running.
-
-    Every GradScaler of torch's is observed, and other scalers where they are given. A replay, whose parts are known,
-    clears the record before each step.
-
-    `parameters` returns those whose gradients are watched, anew at each backward. `optimizers` that are present when
-    `watching` begins are hooked. `scaler` is the run's own, enabled or not; None for the one that scaled a loss last.
-    """
+    """Records a step's calls on scalers and `optimizers`, and which part runs; `scaler` is the run's own, or None."""
 
     def __init__(
         self,
@@ -117,7 +101,6 @@ class StepEvents:
         self._asked_for: dict[str, int] = {}  # by optimizer: the engine's runs before the loop's own `unscale_`
         self._scaled_by: Any = None
         self._stepping: Any = None  # the scaler whose `step` was called last
-        self._scales: dict[int, _Known] = {}
         self._running: list[tuple[int, str]] = []
         self._held_back: set[str] = set()  # optimizers whose last update was skipped by their scaler
         self.refused: str | None = None  # the scaler's method in which torch raised: it was called out of turn
@@ -134,7 +117,7 @@ class StepEvents:
 
     def scale(self) -> float | None:
         """Returns the run's own loss scale now; None where no scaler is enabled. Synchronises on CUDA."""
-        return self._look(self._own)
+        return self._scale_of(self._own)
 
     @property
     def _own(self) -> Any:
@@ -277,17 +260,6 @@ class StepEvents:
         self._note(StepEvent(kind="grad", scale=self._scale_of(self._scaled_by)))
 
     def _scale_of(self, scaler: Any) -> float | None:
-        """Returns a scaler's scale, read once as long as its tensor is unchanged: reading synchronises on CUDA."""
-        tensor = getattr(scaler, "_scale", None)
-        if not isinstance(tensor, torch.Tensor) or not _is_enabled(scaler):
-            return self._look(scaler)
-        version = tensor._version  # noqa: SLF001 torch has no public way to ask
-        known = self._scales.get(id(tensor))
-        if known is None or known.version != version:
-            known = self._scales[id(tensor)] = _Known(tensor, version, self._look(scaler) or 0.0)
-        return known.scale
-
-    def _look(self, scaler: Any) -> float | None:
         if scaler is None or not _is_enabled(scaler):
             return None
         return float(scaler.get_scale())

@@ -73,16 +73,7 @@ class _SeenEngine:
 
 @contextmanager
 def seen_backwards(seen: SeenBackward) -> Iterator[None]:
-    """Passes every backward that starts in Python, in every thread, to `seen`; nested contexts: the inner comes first.
-
-    `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` all call the engine at `Variable`, however a
-    program has imported them, and DDP and FSDP queue their callbacks there. Replacing the functions themselves would
-    not do. An earlier `from torch.autograd import grad` misses a later replacement. And under a `TorchFunctionMode`,
-    `grad` passes itself to the mode, which torch switches off before the call: ops that a backward recomputes would
-    lose their names, and the mode can be entered again only below these functions.
-
-    Not seen: backwards that C++ starts (distributed autograd, a LibTorch extension), and those of a compiled graph.
-    """
+    """Passes every backward that starts in Python, in any thread, to `seen`; of nested contexts the inner is first."""
     engine = getattr(Variable, _ENGINE, None)
     if engine is None:
         yield
@@ -132,12 +123,7 @@ def seen_scripting(seen: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[No
 
 @contextmanager
 def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
-    """Sets `owner.name` to `ours` inside; restores it afterwards, unless other code has replaced it since.
-
-    Nested contexts may end in any order: the last one to end restores the original. Other code may call `ours` long
-    afterwards; `ours` must then only call the original. A module that is imported inside, or a table of torch's, may
-    keep `ours` until the process ends: it must then hold nothing of the user's.
-    """
+    """Sets `owner.name` to `ours` inside; restores it unless others have replaced it. Contexts may end in any order."""
     own: Any = getattr(owner, "__dict__", {})
     layer = _Replacement(ours, own[name] if name in own else getattr(owner, name), owned=name in own)
     setattr(owner, name, ours)
@@ -218,11 +204,21 @@ def version_of(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
-def put_outermost(mode: TorchFunctionMode) -> None:
-    """Puts a mode around the active ones: leaving a mode always removes the innermost one, whichever that is.
+class FunctionMode(TorchFunctionMode):
+    """Hands each of torch's functions, with its arguments, to `called`, which calls it."""
 
-    Only the mode of `torch.set_default_device` stays farther out, where torch expects it.
-    """
+    def __init__(self, called: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._called = called
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self._called(func, args, kwargs or {})
+
+
+def put_outermost(mode: TorchFunctionMode) -> None:
+    """Puts a mode around the active ones; only that of `torch.set_default_device` stays farther out."""
     inner = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     if inner and inner[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
         _push_mode(inner.pop())

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class WatchCallback:
-    """Watches each training between two events of a framework.
-
-    Args:
-        settings: Those of `ampdoctor.watch`, by keyword.
-    """
+    """Watches each training between two events of a framework, with the `settings` of `ampdoctor.watch`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
@@ -37,11 +33,7 @@ class WatchCallback:
         self._watch = self._stack.enter_context(watch(model, **self._settings))
 
     def end(self, error: BaseException | None) -> None:
-        """Ends the watch, with the exception that ended the training, if any; a second call has no effect.
-
-        Raises:
-            SickTrainingError: It was stopped at a bad step.
-        """
+        """Ends the watch with the exception that ended the training, if any, which may become a SickTrainingError."""
         stack = self._stack.pop_all()
         try:
             stack.__exit__(

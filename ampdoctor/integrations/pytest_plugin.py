@@ -1,8 +1,4 @@
-"""The pytest plugin: tests fail with a diagnosis when a training step goes non-finite.
-
-`@pytest.mark.amp_finite` watches a whole test, the fixture `amp_guard` a part of one. Every pytest run loads this file
-if ampdoctor is installed, so it imports neither torch nor the rest of ampdoctor.
-"""
+"""The pytest plugin: `@pytest.mark.amp_finite` and `amp_guard`. Every pytest run loads it: it imports no torch."""
 
 from __future__ import annotations
 

@@ -35,23 +35,12 @@ class SampleCount:
     def __add__(self, other: SampleCount) -> SampleCount:
         return SampleCount(_sum(self.samples, other.samples), _sum(self.tokens, other.tokens))
 
-    def times(self, ranks: int) -> SampleCount:
-        """Returns the same for this number of processes."""
-        if ranks == 1:
-            return self
-        return SampleCount(*(None if n is None else n * ranks for n in (self.samples, self.tokens)))
-
 
 _UNKNOWN = SampleCount(None, None)
 
 
 class Batches:
-    """Counts the batch of the first call before each backward of a step, over `world_size` processes.
-
-    Uncertain batches are not counted, nor any after them: a step whose backwards begin with calls of different models
-    (a GAN's critic); a call with tensors whose first dimensions differ, with lists of tensors, or of a model whose
-    batch dimension is the second; on several processes, any model that is not replicated over all of them.
-    """
+    """Counts the batch of the first call before each backward of a step; after an uncertain one, nothing is counted."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -66,10 +55,7 @@ class Batches:
     def called(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backwards: int
     ) -> Tensor | None:
-        """Counts a call of a model after `backwards` backwards of the running step.
-
-        Returns the tensor that represents the batch; None where that is not certain, or it was returned before.
-        """
+        """Counts a call after `backwards` backwards of the step; returns the batch's tensor if new and certain."""
         if self._over:
             self._step, self._over, self._counted_at = SampleCount(), False, None
             self._model = self._batch = None
@@ -87,7 +73,7 @@ class Batches:
             return None
         self._batch = weakref.ref(found)
         ranks = self._ranks(model)
-        self._step += _UNKNOWN if ranks is None else _size(found).times(ranks)
+        self._step += _UNKNOWN if ranks is None else _size(found, ranks)
         return found
 
     def stepping(self, optimizer: str) -> SampleCount:
@@ -141,9 +127,9 @@ def _batch_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None
     return batch if batch.shape[0] == rows else None
 
 
-def _size(batch: Tensor) -> SampleCount:
+def _size(batch: Tensor, ranks: int) -> SampleCount:
     is_ids = batch.dtype in _IDS and batch.dim() == 2
-    return SampleCount(batch.shape[0], batch.numel() if is_ids else None)
+    return SampleCount(batch.shape[0] * ranks, batch.numel() * ranks if is_ids else None)
 
 
 def _has_batches_second(model: nn.Module) -> bool:
@@ -204,10 +190,7 @@ class DataWait:
                 listens.clear()  # a program that has wrapped our function still calls it
 
     def since(self, optimizer: str) -> float | None:
-        """Returns the seconds that this thread has waited since the last call for this optimizer.
-
-        None where it has loaded nothing since, or at the first call: the loop may have other data.
-        """
+        """Returns the seconds that this thread has waited since the last call for this optimizer; None if unknown."""
         here = self._here
         seconds, batches = self._marks.get(optimizer, (0.0, here.batches))
         self._marks[optimizer] = here.seconds, here.batches
@@ -220,52 +203,31 @@ _PAUSE_S = 0.05
 """Between two readings: one costs tens of microseconds, and memory changes over many steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """An allocator's counters."""
-
-    most_bytes: int | None = None  # the peak of allocated bytes, since the process or the loop itself reset it
-    retries: int | None = None  # how often it had to free its cache and try again
-
-
-_NONE = Memory()
-
-
-class MemoryReadings:
-    """Reads the training device's allocator at intervals; never resets the peak, because the loop may read it too."""
-
-    def __init__(self) -> None:
-        self._last = float("-inf")
-
-    def of(self, optimizer: torch.optim.Optimizer) -> Memory:
-        """Returns the counters of an optimizer's device; none on a CPU, or within the pause after the last reading."""
-        first = next((group["params"][0] for group in optimizer.param_groups if group["params"]), None)
-        if first is None or first.device.type != "cuda":
-            return _NONE
-        now = monotonic()
-        if now - self._last < _PAUSE_S:
-            return _NONE
-        self._last = now
-        counters = torch.cuda.memory_stats_as_nested_dict(first.device)
-        held = counters.get("allocated_bytes", {}).get("all", {}).get("peak")
-        return Memory(most_bytes=held, retries=counters.get("num_alloc_retries"))
-
-
 class DataStats:
     """Collects the statistics of a loop's data."""
 
     def __init__(self, world_size: int) -> None:
         self.batches = Batches(world_size)
         self.wait = DataWait()
-        self._memory = MemoryReadings()
+        self._asked = float("-inf")
 
     def stepping(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Called once a step, before the optimizer steps or its scaler skips; returns fields of its `StepLine`."""
-        counted, memory = self.batches.stepping(name), self._memory.of(optimizer)
+        counted = self.batches.stepping(name)
         return {
             "samples": counted.samples,
             "tokens": counted.tokens,
             "data_seconds": self.wait.since(name),
-            "memory_bytes": memory.most_bytes,
-            "memory_retries": memory.retries,
+            **self._memory_of(optimizer),
         }
+
+    def _memory_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Returns the counters of a GPU's allocator, now and then; the peak is not reset, for the loop may read it."""
+        first = next((group["params"][0] for group in optimizer.param_groups if group["params"]), None)
+        now = monotonic()
+        if first is None or first.device.type != "cuda" or now - self._asked < _PAUSE_S:
+            return {}
+        self._asked = now
+        counters = torch.cuda.memory_stats_as_nested_dict(first.device)
+        peak = counters.get("allocated_bytes", {}).get("all", {}).get("peak")
+        return {"memory_bytes": peak, "memory_retries": counters.get("num_alloc_retries")}

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import monotonic  # bound here, because a script may patch it
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampdoctor.hooks.backwards import inside_own_step
-from ampdoctor.hooks.callbacks import OptimizerHooks, on_scaler_call
+from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.hooks.interfaces import harmless_while
 from ampdoctor.hooks.process_state import RandomState, refused
 from ampdoctor.hooks.program import Program
@@ -22,7 +23,6 @@ from ampdoctor.hooks.scaler_events import raised_by_scaler
 from ampdoctor.hooks.torch_internals import under_fake_tensors, unseen
 from ampdoctor.live.recording.programs import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.probes.user_code import own_line, user_frames
 
 harmless = harmless_while(lambda watcher: not watcher.broken, lambda watcher, error: watcher.failed(error))
 """For methods of a watcher: `failed` handles its first error and sets `broken`."""
@@ -44,42 +44,6 @@ class UpdateAttempt:
     def is_called_either_way(self) -> bool:
         """Whether the scaler calls the optimizer even after an overflow: a fused optimizer skips on its device."""
         return self.scaler is not None and getattr(self.optimizer, "grad_scale", None) is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedUpdate:
-    """An optimizer, or its scaler, steps again on the gradients of its last update. This is not a new step."""
-
-    step: int  # the number of that update
-    name: str  # the optimizer's
-    scaled: bool  # a scaler made that update, or skipped it
-    held_back: bool  # the scaler skipped it
-    line: tuple[str, int] | None  # the user's line that makes the call, as Python names it
-
-
-class LoopListener(Protocol):
-    """Receives a loop's updates. An exception that it raises ends the loop; it has no other effect on the loop."""
-
-    def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before a scaler divides an optimizer's gradients by its scale."""
-
-    def about_to_step(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
-        """Called before an update; the weights are unchanged."""
-
-    def held_back(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
-        """Called after a scaler has skipped an update; the weights are unchanged."""
-
-    def attempted(self, attempt: UpdateAttempt, *, skipped: bool | None) -> None:
-        """Called after the update was made or skipped; `skipped` is None where the answer is still on a device."""
-
-    def refused(self, method: str, optimizer: Any, error: Exception) -> None:
-        """Called after a scaler's "unscale_", "step" or "update" raised an error; `optimizer` may be None."""
-
-    def stepping_again(self, again: RepeatedUpdate) -> None:
-        """Called before an optimizer steps on gradients that it has used, or after its scaler has skipped that."""
-
-    def failed(self, error: Exception) -> None:
-        """Called when the watch itself has failed; no other call follows."""
 
 
 @dataclass(slots=True)
@@ -126,13 +90,9 @@ class _Call:
 
 
 class LoopWatch:
-    """Watches the loops of this process for as long as `watching` lasts.
+    """Watches the loops of this process while `watching` lasts, by hooks, and tells a `TrainingWatcher`."""
 
-    Hooks tell scalers and optimizers apart. Where a scaler skips an update, the optimizer is not called. A closure is
-    judged after it has run, and before the update that it is for.
-    """
-
-    def __init__(self, listener: LoopListener) -> None:
+    def __init__(self, listener: Any) -> None:
         self.recorder = StepRecorder()
         self.scalers = ScalerFacts()
         self._listener = listener
@@ -151,10 +111,8 @@ class LoopWatch:
         with ExitStack() as stack:
             stack.enter_context(self.recorder.watching())
             stack.enter_context(on_scaler_call(self.scaler_called, *scalers))
-            hooks = OptimizerHooks(self._before_step, self._after_step)
-            stack.callback(hooks.remove)
-            hooks.hang()
-            self.recorder.stay = hooks.hang
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(self._over)
             yield
 
@@ -175,10 +133,7 @@ class LoopWatch:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Does not watch inside; a collective raises `CollectiveError`, because the other processes do not run it.
-
-        The random states are restored afterwards: writing a report in colours draws random numbers too.
-        """
+        """Does not watch inside; a collective raises `CollectiveError`, and random states are restored afterwards."""
         busy, away = self._busy, self.recorder.away
         self._busy = self.recorder.away = True
         random = RandomState.capture()
@@ -203,12 +158,11 @@ class LoopWatch:
         return known.name if known is not None and known.there() is optimizer else ""
 
     def whose(self, name: str) -> str | None:
-        """Returns the loop's variable and the class of the optimizer of this name; None where it is the only one."""
+        """Returns the name and the class of the optimizer of this name; None where it is the only one."""
         living = {known.name: there for known in self._optimizers.values() if (there := known.there()) is not None}
         if name not in living or len(living) == 1:
             return None
-        kind, variable = type(living[name]).__name__, _variable_of(living[name])
-        return f"{name} ({kind})" if variable in (None, name) else f"{variable} ({kind}, {name} in the log)"
+        return f"{name} ({type(living[name]).__name__})"
 
     # -- scalers -----------------------------------------------------------------------------------------------------
 
@@ -216,17 +170,16 @@ class LoopWatch:
         """As in `ScalerCall`."""
         if self._is_not_ours():
             return run()
-        self.recorder.stays()
         call = _Call(run)
         try:
-            return self._heard(scaler, method, argument, call)
+            return self._observed(scaler, method, argument, call)
         except Exception as error:
             if call.raised:
                 raise
             self.failed(error)
             return call()
 
-    def _heard(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
+    def _observed(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
         if method in ("get_scale", "state_dict"):
             # `state_dict` calls `get_scale`: saving a checkpoint is no use of the scale in arithmetic
             self.scalers.knows_scale |= method == "get_scale" and not self._here.saving
@@ -363,23 +316,13 @@ class LoopWatch:
             self.recorder.fail(error)
 
     def _steps_again(self, optimizer: Any, *, inside: int = 0) -> bool:
-        """Whether an optimizer is about to use its gradients again; reports that, unless it is part of its own step.
-
-        `inside` is the number of its calls that are running: 1 inside a closure.
-        """
+        """Whether an optimizer uses its gradients again; reports that. `inside`: its running calls (1 in a closure)."""
         known = self._optimizers.get(id(optimizer))
         if known is None or known.there() is not optimizer or not self.recorder.used.are_used(optimizer):
             return False
         if not inside_own_step(optimizer, known=inside):
-            self._listener.stepping_again(
-                RepeatedUpdate(
-                    step=known.attempts - 1,
-                    name=known.name,
-                    scaled=known.scaled,
-                    held_back=known.held_back,
-                    line=own_line(),
-                )
-            )
+            step = known.attempts - 1  # the number of its last update
+            self._listener.stepping_again(step, known.name, scaled=known.scaled, held_back=known.held_back)
         return True
 
     def _find_models(self, attempt: UpdateAttempt, *, first: bool) -> None:
@@ -411,6 +354,7 @@ class LoopWatch:
     def _attempt_of(self, optimizer: Any, scaler: Any) -> tuple[UpdateAttempt, list[torch.Tensor]]:
         """Returns the coming update, and the recorded losses that its gradients come from."""
         known, recorded = self._known_as(optimizer), self.recorder.trains()
+        unscaled = known.unscaled or (-1, None)
         attempt = UpdateAttempt(
             step=known.attempts,
             optimizer=optimizer,
@@ -418,13 +362,9 @@ class LoopWatch:
             scaler=scaler,
             micro_steps=self.recorder.micro_steps(optimizer),
             seconds=None if known.last is None else monotonic() - known.last,
-            unscaled_by=None if scaler is not None else self._unscaled_by(known),
+            unscaled_by=unscaled[1] if scaler is None and unscaled[0] == self.recorder.used.runs else None,
         )
         return attempt, self.recorder.losses(optimizer) if recorded else []
-
-    def _unscaled_by(self, known: _Known) -> Any:
-        """Returns the scaler on which the loop itself called `unscale_` for the present gradients; None without one."""
-        return None if known.unscaled is None or known.unscaled[0] != self.recorder.used.runs else known.unscaled[1]
 
     def _known_as(self, optimizer: Any) -> _Known:
         known = self._optimizers.get(id(optimizer))
@@ -441,11 +381,7 @@ class LoopWatch:
         return known
 
     def _followed_by(self, trained: dict[int, weakref.ref[torch.Tensor]]) -> _Known | None:
-        """Returns the record of an optimizer that trained these parameters before; None without one.
-
-        A loop that unfreezes a layer makes a new optimizer and goes on. Two optimizers that alternate over the same
-        parameters are different: each makes its first update before the other makes its second.
-        """
+        """Returns the record of an optimizer that this one replaces (it trained these parameters before), or None."""
         for known in self._optimizers.values():
             shared = (there for key, there in known.trained.items() if key in trained)
             if known.attempts > 1 and any((p := there()) is not None and trained[id(p)]() is p for there in shared):
@@ -489,15 +425,6 @@ def _holds_back(optimizer: Any) -> bool | None:
         return None
     with unseen():
         return bool(found)
-
-
-def _variable_of(optimizer: Any) -> str | None:
-    for frame in user_frames():
-        for variables in (frame.f_globals, frame.f_locals):
-            for variable, value in variables.items():
-                if value is optimizer:
-                    return variable
-    return None
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -33,11 +33,7 @@ _SHOWN_BY_CALLS = "the calls alone show it"
 
 
 class Protocol:
-    """Judges the calls of each update, by the rule of a replay, and the changes of its gradients.
-
-    A loop that has read its scale may scale and unscale in its own code: there, samples of its gradients decide
-    (`misuse_by_hand`), not its calls. It waits for a device only where a scaler's step has already waited.
-    """
+    """Judges each update's calls by a replay's rule, and by samples of its gradients; waits only where a scaler has."""
 
     def __init__(self, watch: LoopWatch) -> None:
         self._watch = watch
@@ -147,10 +143,7 @@ class Protocol:
 def half_weights(
     optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str], made: HalfMade
 ) -> HalfWeights | None:
-    """Returns the float16 parameters of these optimizers that have gradients, which no GradScaler unscales, or None.
-
-    `names` are by id; `made` knows where the parameters were made.
-    """
+    """Returns these optimizers' float16 parameters with gradients, which no GradScaler unscales, or None."""
     held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     halves = [p for p in held.values() if p.grad is not None and p.grad.dtype is torch.float16]
     if not halves:

@@ -5,53 +5,37 @@ from __future__ import annotations
 import builtins
 import importlib.machinery
 import os
-import pkgutil
 import runpy
 import sys
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from types import CodeType, ModuleType, TracebackType
-from typing import Any, Literal
+from types import ModuleType, TracebackType
+from typing import Any
 
 from ampdoctor.errors import UsageError
 from ampdoctor.package import FOLDER
 
-Kind = Literal["file", "container", "module"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A script and its arguments.
-
-    `named` is the path or module name as it was typed. `kind` is `file` for Python source or compiled code, `container`
-    for a folder or zip archive with a `__main__`, and `module` for the name after `-m`.
-    """
+    """A script and its arguments; `named` is the path, or the module's name after `-m`, as it was typed."""
 
     named: str
     arguments: tuple[str, ...] = ()
-    kind: Kind = "file"
-
-    @property
-    def path(self) -> str:
-        """The absolute path as in Python's `__file__`: the working directory and the typed path."""
-        return self.named if os.path.isabs(self.named) else f"{os.getcwd()}{os.sep}{self.named}"  # noqa: PTH109, PTH117
+    is_module: bool = False
 
 
 def script_at(path: str, arguments: tuple[str, ...] = ()) -> Script:
-    """Returns the script at a path; raises UsageError where Python cannot run it."""
+    """Returns the script at a path; raises UsageError where it is no Python source."""
     if not os.path.exists(path):  # noqa: PTH110 - as it was typed
         raise UsageError(f"there is no file {path}")
-    contained = pkgutil.get_importer(path) is not None
-    if contained and os.path.isdir(path) and not _has_main(path):  # noqa: PTH112
-        raise UsageError(f"{path} is a folder without a __main__.py: name a script in it")
-    if not contained and not os.path.isfile(path) and os.path.isdir(path):  # noqa: PTH112, PTH113
+    if os.path.isdir(path):  # noqa: PTH112
         raise UsageError(f"{path} is a folder: name a script in it")
-    return Script(named=path, arguments=arguments, kind="container" if contained else "file")
-
-
-def _has_main(folder: str) -> bool:
-    return any(os.path.isfile(os.path.join(folder, f"__main__{end}")) for end in (".py", ".pyc"))  # noqa: PTH113, PTH118
+    if path.endswith(".pyc") or zipfile.is_zipfile(path):
+        raise UsageError(f"{path} is no Python source: name a script, or a module by -m")
+    return Script(named=path, arguments=arguments)
 
 
 # -- tracebacks, as they are without a watch --
@@ -62,11 +46,7 @@ _IMPORTING = "<frozen importlib._bootstrap"
 
 
 def cut_our_frames(error: BaseException) -> None:
-    """Removes ampdoctor's frames from the tracebacks of an error, of its causes and of the errors in a group.
-
-    Frames before the script's first one are removed, and those between two frames of others: a hook through which the
-    script calls itself. Frames after the script's last one stay: there, the script has called ampdoctor.
-    """
+    """Removes our frames before the script's last one from the tracebacks of an error, its causes and its group."""
     for one in _all_of(error):
         kept = _kept(list(_frames(_behind_the_start(one.__traceback__))))
         for frame, following in pairwise([*kept, None]):
@@ -120,8 +100,6 @@ def _file(frame: TracebackType) -> str:
 
 _NO_SUCH_MODULE: type[BaseException] = runpy._Error  # type: ignore[attr-defined]  # noqa: SLF001
 """`runpy` turns it into a sentence and exits."""
-_EAGER_ANNOTATIONS = sys.version_info < (3, 14)
-"""Whether `__main__` has `__annotations__` from the start."""
 
 
 class _Replaced:
@@ -131,17 +109,12 @@ class _Replaced:
 
 
 def run_script(script: Script) -> BaseException | None:
-    """Runs a script from its first line to its last, in the process's main thread.
-
-    Returns the error that ended it, without our frames, or None. Raises UsageError where the module cannot be run.
-    `sys.argv`, `sys.path[0]` and `sys.modules["__main__"]` stay the script's: its threads, exit handlers and pickles
-    may outlive it.
-    """
+    """Runs a script in the main thread; returns the error that ended it, without our frames. Raises UsageError."""
     try:
-        if script.kind == "file":
-            _run_file(script)
+        if script.is_module:
+            _run_module(script)
         else:
-            _run_by_runpy(script)
+            _run_file(script)
     except BaseException as error:  # noqa: BLE001 - any error may end the script
         if isinstance(error, SystemExit) and type(error.__context__) is _NO_SUCH_MODULE:
             raise UsageError(f"cannot run {script.named}: {error.__context__}") from None
@@ -154,46 +127,36 @@ def _run_file(script: Script) -> None:
     main = _new_main()
     sys.argv = [script.named, *script.arguments]
     _search_first(os.path.dirname(os.path.realpath(script.named)))  # noqa: PTH120 - a link's target
-    path = script.path
-    compiled = path.endswith(".pyc")
-    loaders = importlib.machinery
-    main.__loader__ = (loaders.SourcelessFileLoader if compiled else loaders.SourceFileLoader)("__main__", path)
+    # as in Python's `__file__`: the working directory and the typed path
+    path = script.named if os.path.isabs(script.named) else f"{os.getcwd()}{os.sep}{script.named}"  # noqa: PTH109, PTH117
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     main.__file__ = path
     main.__dict__["__cached__"] = None
-    exec(_code(main.__loader__, path, compiled=compiled), main.__dict__)  # noqa: S102 - the user's own script
-
-
-def _code(loader: Any, path: str, *, compiled: bool) -> CodeType:
-    if compiled:
-        code: CodeType = loader.get_code("__main__")
-        return code
     with open(path, "rb") as file:  # noqa: PTH123
-        return compile(file.read(), path, "exec", dont_inherit=True)
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)  # noqa: S102 - the user's own script
 
 
-def _run_by_runpy(script: Script) -> None:
+def _run_module(script: Script) -> None:
     _new_main()
-    by_name = script.kind == "module"
-    sys.argv = ["-m" if by_name else script.named, *script.arguments]
-    _search_first(os.getcwd() if by_name else script.path, always=not by_name)  # noqa: PTH109
+    sys.argv = ["-m", *script.arguments]
+    _search_first(os.getcwd())  # noqa: PTH109
     run: Any = runpy._run_module_as_main  # type: ignore[attr-defined]  # noqa: SLF001
-    run(script.named if by_name else "__main__", by_name)
+    run(script.named, True)
 
 
 def _new_main() -> ModuleType:
     """Replaces our `__main__` by a new one, with the names that Python gives it, in their order."""
     _Replaced.main = sys.modules.get("__main__")
     main = ModuleType("__main__")
-    if _EAGER_ANNOTATIONS:
+    if sys.version_info < (3, 14):  # later, it is made when it is asked for
         main.__annotations__ = {}
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
     return main
 
 
-def _search_first(folder: str, *, always: bool = False) -> None:
+def _search_first(folder: str) -> None:
     """Replaces our folder, the first in `sys.path`, by the script's. `python -P` has neither."""
     if not sys.flags.safe_path:
-        del sys.path[0]
-    if always or not sys.flags.safe_path:
-        sys.path.insert(0, folder)
+        sys.path[0] = folder

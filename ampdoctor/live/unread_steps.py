@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -13,7 +13,6 @@ from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.loop_watch import UpdateAttempt
 from ampdoctor.live.numbers.readings import StepReading
 
-State = Literal["changed", "intact"]
 _MOST = 64
 """Updates that may wait for numbers; numbers of older ones will not come."""
 TOO_LATE = (
@@ -45,11 +44,7 @@ def too_late(news: LateFailure) -> str:
 
 
 def ways_out(bundle: str | None, model: str | None, *, records: bool) -> str:
-    """Returns what to do after a sick step that was known only after its update.
-
-    `bundle` is its bundle, and `model` the value of `--model` for it, if there are such. `records`: the batches of the
-    last updates are kept.
-    """
+    """Returns what to do after a sick step that was known late; `model` is the `--model` of its `bundle`."""
     there = "from which the training is run again" if records else RECORD
     if bundle is not None:
         option = f" --model {model}" if model is not None else ""
@@ -68,7 +63,7 @@ class LateFailure:
     step: int
     optimizer: str  # its name
     what: str  # what was not finite
-    weights: State  # the update was made ("changed"), or held back on the device ("intact")
+    intact: bool  # the update was held back on the device
     unread: int = 0  # steps just before it whose numbers were lost: one of them may have been the first sick one
 
 
@@ -102,13 +97,7 @@ class UnreadSteps:
         if what is None:
             return None
         intact = held or reading.skipped is True
-        return LateFailure(
-            step=reading.step,
-            optimizer=reading.optimizer,
-            what=what,
-            weights="intact" if intact else "changed",
-            unread=len(lost),
-        )
+        return LateFailure(step=reading.step, optimizer=reading.optimizer, what=what, intact=intact, unread=len(lost))
 
 
 # -- a fused optimizer that holds a sick update back, on its device --
@@ -125,12 +114,7 @@ class SkipNonFiniteUpdate:
         self._held: list[Any] = []
 
     def hold(self, optimizer: torch.optim.Optimizer, losses: list[torch.Tensor], norm: torch.Tensor | None) -> bool:
-        """Lets the optimizer's next step, without a scaler, be held back if its numbers are not finite.
-
-        Returns whether that is possible: the optimizer is fused, its gradients have a `norm` of their own, and all of
-        them are in this process. The losses are ignored where several processes share a step, which would decide
-        differently then.
-        """
+        """Has a fused optimizer's next step, without a scaler, held back if it is sick; returns whether it can."""
         self.release()
         if not getattr(optimizer, "_step_supports_amp_scaling", False) or hasattr(optimizer, _FLAG) or norm is None:
             return False

@@ -13,24 +13,20 @@ import functools
 import math
 import os
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ampdoctor.errors import UsageError
 from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.numerics.rounding_error import BEYOND_FP32, BINS, COLUMNS, PATTERN_SHIFT, bin_of
-from ampdoctor.numerics.tensors import E2M1_PAIRS, E8M0, SPARSE_LAYOUTS, Unseen, dense_elements, flat
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from numpy.typing import NDArray
-
+from ampdoctor.numerics.tensors import E8M0, SPARSE_LAYOUTS, Unseen, dense_elements, flat
 
 # -- a small pool of threads, each with one torch thread, for kernels that torch itself runs on one thread --
 
@@ -97,16 +93,10 @@ _workers = _Workers()
 os.register_at_fork(after_in_child=_workers.forget)
 
 
-def map_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size: int) -> list[Result]:
-    """Apply `work` to each item on `size` threads, or on this one where they cannot start; in the items' order."""
-    pool = _workers.get(size)
-    return [work(item) for item in items] if pool is None else list(pool.map(work, items))
-
-
 def imap_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size: int) -> Iterator[Result]:
-    """Yield the same results one by one; only a few items are taken ahead of the next result.
+    """Apply `work` to each item on `size` threads, or on this one where they cannot start; in the items' order.
 
-    If the iteration ends early, by an error or Ctrl-C, it waits for running work: nothing runs on in the background.
+    It is a few items ahead of the results; if the iteration ends early, it waits for running work.
     """
     pool = _workers.get(size)
     if pool is None:
@@ -170,14 +160,13 @@ _PRECISION: dict[torch.dtype, tuple[int, float]] = {
     torch.float8_e4m3fnuz: (4, 2.0**-10),
     torch.float8_e5m2fnuz: (3, 2.0**-17),
     **dict.fromkeys(E8M0, (1, 2.0**-127)),
-    **dict.fromkeys(E2M1_PAIRS, (2, 0.5)),
 }  # significand bits (hidden one included) and smallest spacing of the countable dtypes
 
 
 def count(tensor: Tensor) -> Histogram:
     """Count a tensor's elements; raises UsageError for a dtype that is not floating-point, or a meta tensor.
 
-    Any shape, layout and device; float64, float32, bfloat16, float16, a float8 or float4 dtype, or complex (real and
+    Any shape, layout and device; float64, float32, bfloat16, float16, a float8 dtype, or complex (real and
     imaginary parts are elements). Unstored elements of a sparse tensor count as zero.
     """
     return fetched(count_there(tensor))
@@ -225,7 +214,7 @@ def _host_counts(part: Tensor) -> Histogram:
     if threads == 1 or len(pieces) == 1:
         return work(pieces)
     shares = [pieces[i::threads] for i in range(threads) if i < len(pieces)]
-    return functools.reduce(Histogram.__add__, map_on_workers(work, shares, threads))
+    return functools.reduce(Histogram.__add__, imap_on_workers(work, shares, threads))
 
 
 def _host_wide(pieces: list[Tensor], precision: tuple[int, float]) -> Histogram:
@@ -349,9 +338,6 @@ def _host_bins_of_raw64() -> NDArray[np.int64]:
 @functools.cache
 def _values_of_codes(dtype: torch.dtype) -> NDArray[np.float64]:
     """The value of every bit pattern of a dtype of at most 16 bits, as torch itself reads it."""
-    if dtype in E2M1_PAIRS:
-        magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-        return np.array(magnitudes + [-m for m in magnitudes])
     bits = 8 * dtype.itemsize
     integer = torch.uint8 if bits == 8 else torch.int16
     codes = torch.arange(1 << bits, dtype=torch.int32).to(integer)
@@ -371,9 +357,6 @@ def _host_table(pieces: list[Tensor], precision: tuple[int, float]) -> Histogram
             codes = torch.bitwise_and(codes, 0x7FFF, out=scratch[: codes.numel()])
         raw += torch.bincount(codes, minlength=size)
     by_code = raw.numpy()
-    if dtype in E2M1_PAIRS:
-        pairs = by_code.reshape(16, 16)
-        by_code = pairs.sum(axis=0) + pairs.sum(axis=1)
     values = _values_of_codes(dtype)[: by_code.size]
     pos_infs = int(by_code[values == math.inf].sum())
     neg_infs = int(by_code[values == -math.inf].sum())
@@ -449,19 +432,9 @@ class DeviceCounts:
 def device_counts(part: Tensor) -> DeviceCounts:
     """Count a plain strided tensor on its device without a sync, so by `index_add_`: `torch.bincount` would sync."""
     bits, spacing = _PRECISION[part.dtype]
-    if part.dtype in E2M1_PAIRS:
-        part = _unpack_e2m1(part)
     elements = flat(part)
     counts = (DeviceCounts(_device_piece(piece), bits, spacing) for piece in _pieces(elements, DEVICE_CHUNK))
     return functools.reduce(DeviceCounts.__add__, counts)
-
-
-def _unpack_e2m1(part: Tensor) -> Tensor:
-    codes = part.view(torch.uint8)
-    codes = torch.stack([codes & 0xF, codes >> 4], dim=-1)
-    exponent, mantissa = ((codes >> 1) & 3).to(torch.float32), (codes & 1).to(torch.float32)
-    magnitude = torch.where(exponent == 0, 0.5 * mantissa, (2.0 + mantissa) * torch.exp2(exponent - 2.0))
-    return torch.where(codes >= 8, -magnitude, magnitude)
 
 
 def _device_piece(piece: Tensor) -> Tensor:

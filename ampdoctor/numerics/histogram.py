@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,9 +96,6 @@ class Histogram:
 
     __hash__ = None  # type: ignore[assignment]  # holds an array
 
-    def __repr__(self) -> str:
-        return f"Histogram(numel={self.numel}, amin={self.amin}, amax={self.amax})"
-
     def repeated(self, times: int) -> Histogram:
         """Return the histogram of the same elements, each `times` times (at least 1), which a sample represents."""
         if times < 1:
@@ -139,7 +136,7 @@ class Histogram:
 
     def flushed(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the fraction that becomes zero (in E8M0: the smallest code; see `FloatFormat`)."""
-        return self.share_at_most(as_format(fmt).flush_at / _positive(scale))
+        return self._share(as_format(fmt).flush_at / _positive(scale), inclusive=True)
 
     def subnormal(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the fraction between the flush threshold and the smallest normal value: kept with fewer bits.
@@ -149,14 +146,14 @@ class Histogram:
         fmt, scale = as_format(fmt), _positive(scale)
         if fmt.min_subnormal == fmt.min_normal:
             return 0.0
-        return max(self.share_below(fmt.min_normal / scale) - self.flushed(fmt, scale), 0.0)
+        return max(self._share(fmt.min_normal / scale) - self.flushed(fmt, scale), 0.0)
 
     def overflowed(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the fraction that the format cannot represent: it becomes Inf or NaN, or is clipped to `max`."""
         fmt, scale = as_format(fmt), _positive(scale)
         if self.amax is None or self.amax * scale < fmt.overflow_at:
             return 0.0
-        at_least = 1.0 - self.share_below(fmt.overflow_at / scale)
+        at_least = 1.0 - self._share(fmt.overflow_at / scale)
         return max(at_least, 1.0 / self.finite_nonzero)  # the largest element is known to overflow
 
     def relative_error(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
@@ -211,15 +208,8 @@ class Histogram:
         fmt, scale = as_format(fmt), _positive(scale)
         return math.inf if self.amax is None else math.log2(fmt.max) - math.log2(self.amax) - math.log2(scale)
 
-    def share_at_most(self, threshold: float) -> float:
-        """Return the fraction of magnitudes that are <= threshold; exact if that is a bin's edge."""
-        return self._share(threshold, inclusive=True)
-
-    def share_below(self, threshold: float) -> float:
-        """Return the fraction of magnitudes that are < threshold."""
-        return self._share(threshold, inclusive=False)
-
-    def _share(self, threshold: float, *, inclusive: bool) -> float:
+    def _share(self, threshold: float, *, inclusive: bool = False) -> float:
+        """The fraction of magnitudes that are < threshold, or <= threshold; exact if that is a bin's edge."""
         total = self.finite_nonzero
         if total == 0:
             return 0.0
@@ -277,21 +267,23 @@ class Histogram:
         version = data.get("version")
         if version != SERIAL_VERSION:
             raise UsageError(f"histogram data have version {version!r}; this ampdoctor reads version {SERIAL_VERSION}")
-        made = cls(
-            counts=_read_counts(data.get("bins"), data.get("counts")),
-            zeros=_read_count(data, "zeros"),
-            nans=_read_count(data, "nans"),
-            pos_infs=_read_count(data, "pos_infs"),
-            neg_infs=_read_count(data, "neg_infs"),
-            amax=_read_magnitude(data, "amax"),
-            amin=_read_magnitude(data, "amin"),
-            significand_bits=_read_count(data, "significand_bits"),
-            min_spacing=_read_hex(data, "min_spacing"),
-        )
+        bins: Any = data.get("bins")
+        amounts: Any = data.get("counts")
+        inside = _are_counts(bins) and list(bins) == sorted(set(bins)) and max(bins, default=0) <= BEYOND_FP32
+        if not (inside and _are_counts(amounts) and len(bins) == len(amounts) and 0 not in amounts):
+            raise UsageError("histogram data: bins must ascend from 0 to 2040, each with a positive count")
+        whole: Any = {key: data.get(key) for key in ("zeros", "nans", "pos_infs", "neg_infs", "significand_bits")}
+        if not _are_counts([*whole.values()]):
+            raise UsageError(f"histogram data: {whole} are not counts")
+        counts = np.zeros(BINS, dtype=np.int64)
+        counts[np.array(bins, dtype=np.intp)] = amounts
+        amax, amin = (None if data.get(key, "") is None else _read_hex(data, key) for key in ("amax", "amin"))
+        made = cls(counts=counts, amax=amax, amin=amin, min_spacing=_read_hex(data, "min_spacing"), **whole)
         occupied = np.flatnonzero(made.counts)
         expected: list[int] = [] if occupied.size == 0 else [int(occupied[0]), int(occupied[-1])]
         extremes = [v for v in (made.amin, made.amax) if v is not None]
-        if bin_of(np.array(extremes)).tolist() != expected or extremes != sorted(extremes):
+        in_order = extremes == sorted(extremes) and math.inf not in extremes
+        if bin_of(np.array(extremes)).tolist() != expected or not in_order:
             raise UsageError("histogram data contradict themselves: the extremes do not lie in the outermost bins")
         if made.finite_nonzero == 1 and made.amin != made.amax:
             raise UsageError("histogram data contradict themselves: one element with two magnitudes")
@@ -307,26 +299,9 @@ def _positive(scale: float) -> float:
     return float(scale)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST_COUNT
-
-
-def _read_count(data: Mapping[str, Any], key: str) -> int:
-    value = data.get(key)
-    if not _is_count(value):
-        raise UsageError(f"histogram data: {key} is {value!r}, not a count")
-    return int(value)  # type: ignore[arg-type]  # checked above
-
-
-def _read_counts(bins: object, counts: object) -> NDArray[np.int64]:
-    if not isinstance(bins, Sequence) or not isinstance(counts, Sequence) or len(bins) != len(counts):
-        raise UsageError("histogram data: bins and counts are not two lists of one length")
-    inside = all(_is_count(b) and b <= BEYOND_FP32 for b in bins) and list(bins) == sorted(set(bins))
-    if not inside or not all(_is_count(c) and c > 0 for c in counts):
-        raise UsageError("histogram data: bins must ascend from 0 to 2040, each with a positive count")
-    result = np.zeros(BINS, dtype=np.int64)
-    result[np.array(bins, dtype=np.intp)] = np.array(counts, dtype=np.int64)
-    return result
+def _are_counts(values: Any) -> bool:
+    whole = isinstance(values, list | tuple) and all(type(value) is int for value in values)
+    return whole and all(0 <= value <= _LARGEST_COUNT for value in values)
 
 
 def _read_hex(data: Mapping[str, Any], key: str) -> float:
@@ -337,13 +312,4 @@ def _read_hex(data: Mapping[str, Any], key: str) -> float:
         number = math.nan
     if not number > 0:
         raise UsageError(f"histogram data: {key} is {value!r}, not a positive number in hexadecimal")
-    return number
-
-
-def _read_magnitude(data: Mapping[str, Any], key: str) -> float | None:
-    if data.get(key, "") is None:
-        return None
-    number = _read_hex(data, key)
-    if math.isinf(number):
-        raise UsageError(f"histogram data: {key} is not finite")
     return number

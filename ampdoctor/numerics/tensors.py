@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -18,10 +18,6 @@ from torch._C import (
     _ExcludeDispatchKeyGuard,
 )
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
 
 # -- tensor ops hidden from traces, autocast and autograd --
 
@@ -50,10 +46,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class Unseen:
-    """Context manager: ops inside are hidden from function and dispatch modes, autocast and autograd.
+    """Ops inside are hidden from function and dispatch modes, autocast and autograd.
 
-    It masks dispatch keys (1 microsecond), because `no_grad` with `_disable_current_modes` costs 8, and the non-finite
-    check enters it once per module output. If the ops read a wrapper tensor, which needs the Python key, it is slower.
+    Masked dispatch keys cost 1 microsecond, `no_grad` with `_disable_current_modes` 8; a wrapper needs the latter.
     """
 
     __slots__ = ("_functions", "_keys", "_modes", "_tensor")
@@ -86,11 +81,10 @@ class Unseen:
 
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 SPARSE_LAYOUTS = _COMPRESSED | {torch.sparse_coo}  # layouts that store fewer elements than `numel()`
-E8M0: tuple[torch.dtype, ...] = tuple(dtype for dtype in [getattr(torch, "float8_e8m0fnu", None)] if dtype is not None)
-"""The dtype of MX scales, which torch has from 2.7 on; else none."""
-E2M1_PAIRS: tuple[torch.dtype, ...] = tuple(
-    dtype for dtype in [getattr(torch, "float4_e2m1fn_x2", None)] if dtype is not None
-)  # the dtype of two FP4 numbers in a byte, which torch has from 2.8 on; else none
+Dtypes = tuple[torch.dtype, ...]
+E8M0: Dtypes = tuple(getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name))  # from 2.7 on
+E2M1_PAIRS: Dtypes = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name))
+"""The dtype of two FP4 numbers in a byte, which torch has from 2.8 on and whose elements cannot be read; else none."""
 
 
 def dense_elements(tensor: Tensor) -> Tensor:
@@ -186,19 +180,15 @@ def flat(tensor: Tensor) -> Tensor:
 
 # -- non-finite values: a flag for the cost of one reduction, exact counts, and statistics --
 
-_BLOCK = 1 << 16  # elements that are counted at a time: with their masks they stay in a processor's cache
 _NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 
 
 def nonfinite_flag(tensor: Tensor) -> Tensor:
     """Return a 0-dim tensor on the tensor's device that is non-finite if and only if some element is.
 
-    It takes one reduction per tensor (`aminmax` propagates NaN, while `isfinite().all()` writes a mask first) and does
-    not wait for the device: collect the flags and read them together. It is hidden from autocast, autograd and every
-    trace. A sum would not do: finite values can add up to infinity (a mask of `finfo.min`, fp16 activations).
-
-    Any shape, dtype, layout and device works; checked are the elements that `dense_elements` returns. Integers,
-    booleans, empty and meta tensors are finite. The flag is float32 (float64 for float64); do not use its value.
+    It takes one reduction per tensor (`aminmax` propagates NaN) and does not wait for the device. A sum would not do:
+    finite values can add up to infinity. Checked are the elements that `dense_elements` returns; integers, booleans,
+    empty and meta tensors are finite. The flag is float32 (float64 for float64); do not use its value.
     """
     low, high = extremes(tensor)
     with Unseen(low):
@@ -210,9 +200,8 @@ def nonfinite_flag(tensor: Tensor) -> Tensor:
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest element as 0-dim tensors on the tensor's device.
 
-    `nonfinite_flag` is made of them, at the same cost and for the same tensors. An element is non-finite if and only if
-    one of the two is, and a NaN makes both NaN. They also show the distance to the format's limit. Their dtype is the
-    tensor's own if that has reductions, else one that holds its elements; both are 0 if no element could be non-finite.
+    An element is non-finite if and only if one of the two is, and a NaN makes both NaN. Their dtype is the tensor's own
+    if that has reductions, else one that holds its elements; both are 0 if no element could be non-finite.
     """
     with Unseen(tensor):
         return _extremes_of(tensor) if is_plain(tensor) and _is_simple(tensor) else _extremes_of_any(tensor)
@@ -284,11 +273,7 @@ class TensorStats:
 
 
 def describe(tensor: Tensor) -> TensorStats:
-    """Return the statistics of a tensor for a trace; waits for the device.
-
-    A finite tensor costs the one reduction of `nonfinite_flag`; only in a non-finite one elements are counted. Integers
-    and booleans have a range too; a meta tensor only has a shape.
-    """
+    """Return the statistics of a tensor; waits for the device. Only in a non-finite one elements are counted."""
     with Unseen(tensor):
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_meta:
@@ -305,28 +290,17 @@ def describe(tensor: Tensor) -> TensorStats:
 
 
 def _counted(values: Tensor, shape: tuple[int, ...], dtype: str) -> TensorStats:
-    """Count non-finite elements block by block, so that the masks stay in the cache; on a GPU all at once."""
-    counts = [0, 0, 0]
-    lows, highs = [], []
-    flat = values.reshape(-1)
-    for block in flat.split(_BLOCK if flat.device.type == "cpu" else len(flat)):
-        wrong = int(torch.count_nonzero(block.isfinite().logical_not_()))
-        if wrong:
-            above, below = (int(torch.count_nonzero(block == end)) for end in (math.inf, -math.inf))
-            counts = [sum(pair) for pair in zip(counts, (wrong - above - below, above, below), strict=True)]
-        finite = block[block.isfinite()] if wrong else block
-        if finite.numel():
-            low, high = torch.aminmax(finite)
-            lows.append(float(low))
-            highs.append(float(high))
+    finite = values[values.isfinite()]
+    above, below = (int(torch.count_nonzero(values == end)) for end in (math.inf, -math.inf))
+    low, high = (float(end) for end in torch.aminmax(finite)) if finite.numel() else (None, None)
     return TensorStats(
         shape=shape,
         dtype=dtype,
-        nans=counts[0],
-        pos_infs=counts[1],
-        neg_infs=counts[2],
-        finite_min=min(lows, default=None),
-        finite_max=max(highs, default=None),
+        nans=values.numel() - finite.numel() - above - below,
+        pos_infs=above,
+        neg_infs=below,
+        finite_min=low,
+        finite_max=high,
     )
 
 
@@ -366,11 +340,8 @@ class Distance:
 
         `got` has any floating dtype; `reference` is float32 or float64, and is the dtype of the division and the sums.
         """
-        if got is None:
-            for block in blocks(reference):
-                self._add_missing(block)
-            return
-        for one, other in zip(blocks(got), blocks(reference), strict=True):
+        beside = reference.new_zeros(()).expand_as(reference) if got is None else got
+        for one, other in zip(blocks(beside), blocks(reference), strict=True):
             self._add(one, other, scale)
 
     def _add(self, got: Tensor, reference: Tensor, scale: float) -> None:
@@ -390,26 +361,13 @@ class Distance:
         self.norm += squares(got)
         self.reference += squares(reference)
 
-    def _add_missing(self, reference: Tensor) -> None:
-        present, size = int(torch.count_nonzero(reference)), squares(reference)
-        self.flushed += present
-        self.nonzero += present
-        self.flushed_error += size
-        self.error += size
-        self.reference += size
-
 
 def together(distances: Iterable[Distance]) -> Distance:
     """The distance of all tensors from all references."""
     total = Distance()
     for one in distances:
-        total.error += one.error
-        total.norm += one.norm
-        total.reference += one.reference
-        total.flushed_error += one.flushed_error
-        total.flushed += one.flushed
-        total.below += one.below
-        total.nonzero += one.nonzero
+        for name in ("error", "norm", "reference", "flushed_error", "flushed", "below", "nonzero"):
+            setattr(total, name, getattr(total, name) + getattr(one, name))
     return total
 
 

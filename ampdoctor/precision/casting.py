@@ -1,23 +1,17 @@
-"""Parameters and buffers temporarily in another dtype: pure half, the fp32 reference, fp32 islands."""
+"""Parameters and buffers temporarily in another dtype: pure half, the fp32 reference, modules in fp32."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
-from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from torch import Tensor
-    from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
-
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 # -- tensors inside nested values --
 
@@ -26,11 +20,9 @@ REDUCED: Final = frozenset(HALVES)  # the dtypes that mixed precision computes i
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `fn` to every tensor in a nested structure.
+    """Apply `fn` to every tensor in lists, tuples, mappings and dataclasses, which are rebuilt with their own type.
 
-    Lists, tuples, named tuples, mappings (ordered ones, defaultdicts, model outputs) and dataclass instances are
-    rebuilt with their own type; other objects (a cache that the model writes into, a string) are passed on unchanged. A
-    container in which nothing changes is returned itself.
+    Other objects are passed on unchanged. A container in which nothing changes is returned itself.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
@@ -122,11 +114,9 @@ class _Swapped:
 
 
 class TemporaryCast:
-    """A set of parameters and buffers (and the optimizers' state for them) cast to another dtype until `restore()`.
+    """Parameters and buffers (and the optimizers' state for them) cast to another dtype until `restore()`.
 
-    Identity is kept (an optimizer holds the same parameters), storage too: on restoring, values are written into the
-    original memory, rounded to its dtype where they changed and bit for bit where they did not. Gradients are cast
-    along. Tied weights are cast once; tensors that share a storage (views of one another) are separate until then.
+    The tensor objects and their memory stay: restored values are rounded where they changed, and else bit for bit.
     """
 
     __slots__ = ("_state", "_swapped")
@@ -172,46 +162,13 @@ class TemporaryCast:
                 self._swapped.pop().restore()
 
 
-class InPlaceCast:
-    """Parameters and buffers in another dtype permanently, as `Module.to` casts them: no original is kept.
-
-    The tensor objects stay, and with them the optimizers' references. Gradients are cast along, and the optimizers'
-    moments that had their parameter's dtype.
-    """
-
-    __slots__ = ("_before", "_dtype", "_moments_apart", "_optimizers")
-
-    def __init__(self, tensors: Iterable[Tensor], dtype: torch.dtype, optimizers: Iterable[Optimizer] = ()) -> None:
-        self._dtype = dtype
-        self._optimizers = tuple(optimizers)
-        self._before = {id(tensor): (tensor, tensor.dtype) for tensor in tensors}
-        self._moments_apart: set[tuple[int, Any]] = set()
-        for tensor, _ in self._before.values():
-            for optimizer in self._optimizers:
-                apart = moments(optimizer.state.get(tensor, {})).items()
-                self._moments_apart |= {(id(tensor), key) for key, moment in apart if moment.dtype is not tensor.dtype}
-        try:
-            for tensor, _ in self._before.values():
-                self._cast(tensor, dtype)
-        except BaseException:
-            self.undo()
-            raise
-
-    def undo(self) -> None:
-        """Restore the dtypes; values are rounded to them."""
-        for tensor, dtype in self._before.values():
-            if tensor.dtype is not dtype:
-                self._cast(tensor, dtype)
-
-    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        gradient, tensor.grad = tensor.grad, None  # a gradient must have its tensor's dtype at every moment
-        tensor.data = tensor.data.to(dtype)
-        if gradient is not None:
-            tensor.grad = gradient.to(dtype)
-        for optimizer in self._optimizers:
-            state = optimizer.state.get(tensor, {})
-            found = moments(state).items()
-            state.update({key: m.to(dtype) for key, m in found if (id(tensor), key) not in self._moments_apart})
+def cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
+    """A tensor's values and gradient in another dtype permanently, as `Module.to` casts them; the object stays."""
+    values = tensor.data.to(dtype)
+    gradient = None if tensor.grad is None else tensor.grad.to(dtype)
+    tensor.grad = None  # a gradient must have its tensor's dtype at every moment
+    tensor.data = values
+    tensor.grad = gradient
 
 
 def moments(state: Mapping[Any, Any]) -> dict[Any, Tensor]:
@@ -230,11 +187,7 @@ def parameters_and_buffers(module: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def cast_model(model: nn.Module, dtype: torch.dtype, optimizers: Iterable[Optimizer] = ()) -> Iterator[TemporaryCast]:
-    """Run a model with all its floating parameters and buffers in `dtype` (pure half, or the fp32 reference).
-
-    Parameters keep their identity; the optimizers' state for them is cast along. fp64 is left alone when widening to
-    fp32 and cast when narrowing, as `Module.to` does. The dtypes are restored at the end, also after an exception.
-    """
+    """Run a model with all its floating parameters and buffers in `dtype`; fp64 is left alone when widening to fp32."""
     tensors = parameters_and_buffers(model)
     if dtype is torch.float32:
         tensors = [tensor for tensor in tensors if tensor.dtype is not torch.float64]
@@ -268,12 +221,10 @@ class CastInputs:
 
 
 class MasterWeights:
-    """The fp32 copies that optimizers step in place of half parameters.
+    """The fp32 copies that optimizers step in place of half parameters; `pairs` are (half parameter, master).
 
-    A gradient of a half parameter is added at once, in fp32, to its master's, and removed from the parameter:
-    unscaling, clipping and `zero_grad` then act on what the optimizer holds. After each step of an optimizer its half
-    parameters are overwritten with the rounded masters. `pairs` are (half parameter, master) in the order of the
-    optimizers' groups; a shared parameter occurs once.
+    A gradient of a half parameter is added at once, in fp32, to its master's, and removed from the parameter. After a
+    step of an optimizer its half parameters are overwritten with the rounded master weights.
     """
 
     __slots__ = ("_handles", "_of", "_optimizers", "pairs")
@@ -310,13 +261,13 @@ class MasterWeights:
         return self._of.get(id(parameter), parameter)
 
     def publish(self) -> None:
-        """Overwrite the half parameters with the rounded masters."""
+        """Overwrite the half parameters with the rounded master weights."""
         with torch.no_grad():
             for parameter, master in self.pairs:
                 parameter.copy_(master)
 
     def reload(self) -> None:
-        """Overwrite the masters with the half parameters, after a state was loaded into the model."""
+        """Overwrite the master weights with the half parameters, after a state was loaded into the model."""
         with torch.no_grad():
             for parameter, master in self.pairs:
                 master.copy_(parameter)
@@ -358,8 +309,8 @@ def _state_in(state: Any, dtype: torch.dtype) -> Any:
 @contextmanager
 def master_weights(optimizers: Iterable[Optimizer]) -> Iterator[MasterWeights]:
     """Let optimizers step fp32 copies of half parameters, until the context ends; fp32 parameters stay."""
-    masters = MasterWeights(optimizers)
+    kept = MasterWeights(optimizers)
     try:
-        yield masters
+        yield kept
     finally:
-        masters.remove()
+        kept.remove()

@@ -15,11 +15,7 @@ from ampdoctor.precision.casting import REDUCED
 
 
 class AutocastOverride:
-    """Every autocast region that is entered computes in `dtype` instead of its own, until `remove()`.
-
-    `dtype` is float16, bfloat16, or None, which switches the regions off. Regions that are switched off
-    (`enabled=False` islands) stay off. Of several overrides, the latest is used; they may be removed in any order.
-    """
+    """Every autocast region that is entered computes in `dtype` (None: is off) until `remove()`; the latest wins."""
 
     __slots__ = ("dtype",)
 
@@ -70,11 +66,7 @@ def without_overrides() -> Iterator[None]:
 
 @contextmanager
 def override_autocast(dtype: torch.dtype | None) -> Iterator[None]:
-    """Every autocast region that is entered inside computes in `dtype`, also one that names fp16; None: all are off.
-
-    A user's loss often opens `torch.autocast("cuda", dtype=torch.float16)` on its own; a replay in another precision,
-    or in fp32 for reference, must change it.
-    """
+    """Every autocast region that is entered inside computes in `dtype`, also one that names fp16; None: all are off."""
     override = AutocastOverride(dtype)
     try:
         yield

@@ -12,19 +12,14 @@ Attention is written out, because its inner roundings decide which non-finite va
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ampdoctor.precision.kernels import Kernel, SharedOverlay, kernel_of, narrowed, widened
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from ampdoctor.precision.kernels import BoxedKernel
+from ampdoctor.precision.kernels import BoxedKernel, Kernel, SharedOverlay, kernel_of, narrowed, widened
 
 HALF: Final = torch.float16
 LEAST: Final = 2**14  # multiplications from which on the fp32 path is faster (`benchmarks/half_products.py`)
@@ -47,71 +42,35 @@ def _of_convolution(args: tuple[Any, ...]) -> int:
     return int(source.numel() // max(source.shape[1], 1) * weight.numel())
 
 
-def _of_convolution_backward(args: tuple[Any, ...]) -> int:
-    return _of_convolution(args[1:])
-
-
-class Product(NamedTuple):
-    """An op that multiplies."""
-
-    multiplications: Callable[[tuple[Any, ...]], int]  # their number, from its arguments
-    least: int = LEAST  # number from which on the fp32 path is used
-    forms: tuple[str, ...] = ()  # of the op: "out" for `out=`, "_" for the in-place form
-
-
 PRODUCTS: Final = {
-    "mm": Product(_of_matrices(0), forms=("out",)),
-    "bmm": Product(_of_matrices(0), forms=("out",)),
-    "addmm": Product(_of_matrices(1), forms=("out", "_")),
-    "baddbmm": Product(_of_matrices(1), forms=("out", "_")),
-    "_addmm_activation": Product(_of_matrices(1)),
-    "convolution": Product(_of_convolution, LEAST_CONVOLUTION),
-    "convolution_backward": Product(_of_convolution_backward, LEAST_CONVOLUTION),
-}  # ops on the fp32 path. Not `addbmm`, which rounds between batches, nor `mv`, whose plain kernel is faster.
+    "mm": (_of_matrices(0), LEAST),
+    "bmm": (_of_matrices(0), LEAST),
+    "addmm": (_of_matrices(1), LEAST),
+    "baddbmm": (_of_matrices(1), LEAST),
+    "_addmm_activation": (_of_matrices(1), LEAST),
+    "convolution": (_of_convolution, LEAST_CONVOLUTION),
+    "convolution_backward": (lambda args: _of_convolution(args[1:]), LEAST_CONVOLUTION),
+}  # ops on the fp32 path (not in place or into `out`), with the number of multiplications from which on they take it.
+# Not `addbmm`, which rounds between batches, nor `mv`.
 
 
 def _is_half(args: tuple[Any, ...]) -> bool:
     """Whether every tensor argument is half: the plain kernel rejects mixed formats."""
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    return all(tensor.dtype is HALF for tensor in tensors)
+    return all(arg.dtype is HALF for arg in args if isinstance(arg, torch.Tensor))
 
 
-def _kernels(name: str, product: Product) -> Iterator[Kernel]:
+def _kernel(name: str, multiplications: Callable[..., int], least: int) -> Kernel | None:
     original = kernel_of(name, "CPU")
     if original is None:
-        return
+        return None
 
-    def wide(keyset: torch._C.DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if not _is_half(args) or multiplications(args) < least:
+            return original(keyset, *args, **kwargs)
         _SHARED.used = True
         return narrowed(original(keyset, *map(widened, args), **kwargs))
 
-    def detoured(args: tuple[Any, ...]) -> bool:
-        return _is_half(args) and product.multiplications(args) >= product.least
-
-    def plain_form(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if not detoured(args):
-            return original(keyset, *args, **kwargs)
-        return wide(keyset, args, kwargs)
-
-    yield Kernel(name, "CPU", plain_form, with_keyset=True)
-    for form in product.forms:
-        full = f"{name}_" if form == "_" else f"{name}.{form}"
-        kept = kernel_of(full, "CPU")
-        if kept is not None:
-            yield Kernel(full, "CPU", _into(kept, detoured, wide), with_keyset=True)
-
-
-def _into(kept: BoxedKernel, detoured: Callable[..., bool], wide: Callable[..., Any]) -> Callable[..., Any]:
-    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        out = kwargs.get("out", args[0])
-        if out.dtype is not HALF or not detoured(args):
-            return kept(keyset, *args, **kwargs)
-        result = wide(keyset, args, {key: value for key, value in kwargs.items() if key != "out"})
-        if out.shape != result.shape:
-            return kept(keyset, *args, **kwargs)  # it resizes `out`, and warns or raises as it should
-        return out.copy_(result)
-
-    return kernel
+    return Kernel(name, "CPU", kernel, with_keyset=True)
 
 
 # -- attention -----------------------------------------------------------------------------------------------------
@@ -173,11 +132,7 @@ def _attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention with the roundings of flash attention: only the probabilities are rounded to half, before the values.
-
-    The probabilities are those before their division by the row's sum (Dao 2023, algorithm 1; the CPU's kernel too).
-    Returns the result, half, and the logsumexp of each row, fp32.
-    """
+    """The result and each row's logsumexp; only the undivided probabilities are rounded (Dao 2023, algorithm 1)."""
     heads = _heads(query, key, value, scale)
     mask = None if attn_mask is None else attn_mask.float()
     result = torch.empty_like(query)  # in the query's memory order, as the op's own: a user may `view` it
@@ -207,10 +162,7 @@ def _attention_backward(  # noqa: PLR0917 - the op's signature
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its backward: the probabilities and the gradient of the scores are rounded to half (Dao 2023, algorithm 2).
-
-    Returns the gradients of query, key and value, half.
-    """
+    """The gradients, half; the probabilities and the scores' gradient are rounded (Dao 2023, algorithm 2)."""
     heads = _heads(query, key, value, scale)
     mask = None if attn_mask is None else attn_mask.float()
     grad_query = torch.empty_like(heads.query)
@@ -262,8 +214,8 @@ def _choosing(original: BoxedKernel, written: Callable[..., Any], halves: int) -
 
 
 def _every_kernel() -> Iterator[Kernel]:
-    for name, product in PRODUCTS.items():
-        yield from _kernels(name, product)
+    found = (_kernel(name, *product) for name, product in PRODUCTS.items())
+    yield from (kernel for kernel in found if kernel is not None)
     yield from _attention_kernels()
 
 
@@ -272,10 +224,6 @@ _SHARED = SharedOverlay(_every_kernel)
 
 @contextmanager
 def half_products() -> Iterator[SharedOverlay]:
-    """Run fp16 products, convolutions and attention on the CPU through fp32 kernels, rounded once, in every thread.
-
-    bf16 stays native: its kernels are faster than this. No widened tensor is kept. Regions nest, and belong to the
-    process; `used` says whether the fp32 path was used since the outermost one was entered.
-    """
+    """Run fp16 products, convolutions and attention on the CPU through fp32 kernels, rounded once, in every thread."""
     with _SHARED.region():
         yield _SHARED

@@ -1,26 +1,22 @@
-"""fp32 islands: modules of a mixed-precision model that compute in fp32."""
+"""modules in fp32: modules of a mixed-precision model that compute in fp32."""
 
 from __future__ import annotations
 
 import difflib
 import threading
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ampdoctor.errors import UsageError
 from ampdoctor.precision.casting import REDUCED, TemporaryCast, cast_up, map_tensors, parameters_and_buffers
 from ampdoctor.precision.kernels import let_compile_see_hooks, outside_graphs
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
-
-# -- one fp32 island: the pair of hooks that lets a module compute in fp32 --
+# -- one module in fp32: the pair of hooks that lets a module compute in fp32 --
 
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")  # their autocast is switched off inside (never on where torch lacks one)
 
@@ -33,11 +29,7 @@ class _Entry(NamedTuple):
 
 
 class _Open(threading.local):
-    """Calls of islands that have begun and not ended, on this thread.
-
-    By thread, as autocast itself is: DataParallel runs replicas side by side, and activation checkpointing recomputes
-    on autograd's threads. Not stored in the island, which is copied and pickled with its model.
-    """
+    """Calls of fp32 modules that have begun and not ended, by thread as autocast is (modules may be copied)."""
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
@@ -49,12 +41,8 @@ _OPEN = _Open()
 class Fp32Module:
     """The hooks of one module, without a reference to it: copies and pickles of the module keep them.
 
-    `torch.compile` breaks its graph at them, so that the island is compiled as a graph of its own, without autocast.
-    Traced into its parent's graph its forward would be right; but a graph's backward is traced under the autocast in
-    which the graph is called (`torch._functorch.config.backward_pass_autocast`), and so in half precision.
-
-    In a half model, `dtype` is the dtype that the parameters had before they became fp32, and fp32 outputs are cast to
-    it; if it is None, to the dtype of the first half input, if there is one. Under autocast they stay fp32.
+    `torch.compile` breaks its graph at them: in its parent's graph the backward would be traced under autocast.
+    In a half model fp32 outputs are cast to `dtype`, or to that of the first half input.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -91,10 +79,9 @@ class Fp32Module:
             if entry.module is module:
                 narrow = entry.narrow
                 break
-        return output if narrow is None else map_tensors(output, lambda tensor: self._narrowed(tensor, narrow))
-
-    def _narrowed(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.narrow(tensor, dtype) if tensor.dtype is torch.float32 else tensor
+        if narrow is None:
+            return output
+        return map_tensors(output, lambda t: self.narrow(t, narrow) if t.dtype is torch.float32 else t)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -108,11 +95,11 @@ class Fp32Module:
         return tensor.to(dtype)
 
 
-def forget(islands: list[Any]) -> None:
-    """End calls of these islands that were left open without a hook (Ctrl-C), and restore autocast."""
+def forget(in_fp32: list[Any]) -> None:
+    """End calls of these modules that were left open without a hook (Ctrl-C), and restore autocast."""
     entries = _OPEN.entries
     first = next(
-        (i for i, entry in enumerate(entries) if any(entry.fp32_module is fp32_module for fp32_module in islands)), None
+        (i for i, entry in enumerate(entries) if any(entry.fp32_module is fp32_module for fp32_module in in_fp32)), None
     )
     if first is not None:
         _set_autocast(entries[first].autocast)
@@ -120,15 +107,10 @@ def forget(islands: list[Any]) -> None:
 
 
 def fp32_module_of(module: nn.Module) -> Fp32Module | None:
-    """The island whose hooks `module` has, if any."""
+    """The fp32 module whose hooks `module` has, if any."""
     hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - there is no public way to see hooks
     owners = (getattr(hook, "__self__", None) for hook in hooks)
     return next((owner for owner in owners if isinstance(owner, Fp32Module)), None)
-
-
-def fp32_module_on(module: nn.Module) -> bool:
-    """Whether `module` has the hooks of an island."""
-    return fp32_module_of(module) is not None
 
 
 def _set_autocast(enabled: tuple[bool, ...]) -> None:
@@ -137,40 +119,31 @@ def _set_autocast(enabled: tuple[bool, ...]) -> None:
 
 
 def _first_reduced(value: Any) -> torch.dtype | None:
-    found: list[torch.dtype] = []
+    found: list[Tensor] = []
 
     def look(tensor: Tensor) -> Tensor:
-        if tensor.dtype in REDUCED:
-            found.append(tensor.dtype)
+        found.append(tensor)
         return tensor
 
     map_tensors(value, look)
-    return found[0] if found else None
+    return next((tensor.dtype for tensor in found if tensor.dtype in REDUCED), None)
 
 
 class Fp32Modules:
-    """Modules that compute in fp32, while `force_fp32` is open.
+    """Modules that compute in fp32, while `force_fp32` is open, with those that share a half parameter with one.
 
-    `names` are the requested modules; containers that have no forward are replaced by their children. `widened` has
-    further modules that share a parameter with one of them and are cast with it, each with the name of that parameter's
-    island. A module whose `calls` stay at 0 was never called: the model uses its parameters directly, and the island
-    had no effect.
+    A module whose `calls` stay at 0 was never called: the model uses its parameters directly.
     """
 
-    __slots__ = ("_beyond", "calls", "names", "widened")
+    __slots__ = ("_beyond", "calls")
 
-    def __init__(self, names: Sequence[str], widened: dict[str, str]) -> None:
-        self.names = tuple(names)
-        self.widened = widened
-        self.calls = dict.fromkeys((*names, *widened), 0)
+    def __init__(self, names: Iterable[str]) -> None:
+        self.calls = dict.fromkeys(names, 0)
         self._beyond: dict[str, Tensor] = {}
 
     @property
     def beyond(self) -> dict[str, float]:
-        """Islands of a pure half model whose finite output overflows the model's dtype: its largest magnitude.
-
-        Cast back, such an output is infinite again: fp32 in that module alone does not help.
-        """
+        """The largest magnitude of finite outputs that overflow a half model's dtype: fp32 there does not help."""
         found = {name: float(amax) for name, amax in self._beyond.items()}  # the only device synchronisation
         return {name: amax for name, amax in found.items() if amax > 0}
 
@@ -181,7 +154,7 @@ class Fp32Modules:
 
 
 class _Watched(Fp32Module):
-    """An island of a replay: counts its calls, and records outputs that overflow the model's dtype."""
+    """An fp32 module of a replay: counts its calls, and records outputs that overflow the model's dtype."""
 
     def __init__(self, name: str, dtype: torch.dtype | None, report: Fp32Modules) -> None:
         super().__init__(dtype)
@@ -235,10 +208,7 @@ def resolve_fp32_modules(model: nn.Module, names: Iterable[str]) -> dict[str, nn
 
 
 def upcast_fp32_modules(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
-    """Modules outside the islands that own a half tensor that an island owns too: name -> the island's name.
-
-    A tied weight that becomes fp32 is fp32 for all its owners, and an owner left outside would mix it with half inputs.
-    """
+    """Modules that own a half tensor which an fp32 module owns too: name -> the fp32 module's name."""
     owner: dict[int, str] = {}
     inside: set[int] = set()
 
@@ -265,26 +235,18 @@ def upcast_fp32_modules(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[
 def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Optimizer] = ()) -> Iterator[Fp32Modules]:
     """Let modules of a mixed-precision model compute in fp32, forward and backward; `names` are from `named_modules()`.
 
-    Inputs are cast up (in nested structures and keywords too), half parameters and buffers (and the optimizers' half
-    state for them) are fp32 for the duration, autocast is off inside. Under autocast the output stays fp32: cast back
-    it would overflow again. Without autocast (a pure half model) fp32 outputs are cast to the module's half dtype, and
-    what overflows that dtype is recorded in `beyond`. Forward and backward both belong inside: enter and leave between
-    steps.
-
-    Hooks rather than a wrapped `forward`: they leave no attribute on the instance for copies, pickles and signature
-    readers to find, they run again when activation checkpointing recomputes, and with `always_call` also when a forward
-    raises. Neither works for a parent that uses a module's weight without calling the module; `calls` then stays 0.
-
-    Tied weights: where half parameters are shared with a module outside, that module becomes an island as well, and is
-    listed in `widened`. Under autocast parameters are fp32, and sharing them does not matter. Raises UsageError where a
-    name is unknown.
+    Inputs are cast up, half parameters and buffers (and the optimizers' half state for them) are fp32 for the duration,
+    autocast is off inside. Under autocast the output stays fp32: cast back it would overflow again. In a half model the
+    output is cast to the module's half dtype, and what overflows is recorded in `beyond`. Where half parameters are
+    shared with a module outside, that computes in fp32 as well. Enter and leave between steps. Raises UsageError where
+    a name is unknown.
     """
     chosen = resolve_fp32_modules(model, names)
     widened = upcast_fp32_modules(model, chosen)
     modules = dict(model.named_modules())
-    islands = Fp32Modules(tuple(chosen), widened)
     everything = {**chosen, **{name: modules[name] for name in widened}}
-    # Within an island all is fp32: an island inside another one casts no outputs.
+    in_fp32 = Fp32Modules(everything)
+    # Within such a module all is fp32: one inside another one casts no outputs.
     inside = {inner for module in everything.values() for inner in module.modules() if inner is not module}
     dtypes = {name: None if module in inside else half_dtype(module) for name, module in everything.items()}
     with ExitStack() as stack:
@@ -294,9 +256,9 @@ def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Opti
                 other.dtype = None
         halves = [tensor for module in everything.values() for tensor in half_tensors(module)]
         stack.callback(TemporaryCast(halves, torch.float32, optimizers).restore)
-        watched = [_Watched(name, dtypes[name], islands) for name in everything]
+        watched = [_Watched(name, dtypes[name], in_fp32) for name in everything]
         stack.callback(forget, watched)
         for fp32_module, module in zip(watched, everything.values(), strict=True):
             for handle in fp32_module.attach(module):
                 stack.callback(handle.remove)
-        yield islands
+        yield in_fp32

@@ -5,7 +5,6 @@
 | `_C._dispatch_get_registrations_for_dispatch_key` | 1.12 | no list of what is cast on CUDA: nothing can be emulated |
 | `_C._ExcludeDispatchKeyGuard`, `_C.DispatchKeySet` | 1.12, 1.13 | as above |
 | `library.get_kernel` (public) | 2.9 | `kernels-by-overload`: an op's other overloads do its work |
-| `_C._set_mkldnn_enabled` | 2.0 | needed only without `get_kernel` |
 | `utils._device._device_constructors` | 2.0 | `device=` of factories cannot be redirected: nothing can be emulated |
 | `jit._builtins` | 1.4 | a script that names a redirected factory fails to compile |
 | `amp.autocast_mode._cast` | 1.6 | `custom_fwd(cast_inputs=...)` does not cast under emulation |
@@ -18,17 +17,13 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo as outside_graphs
 from torch.utils import _device
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 # -- CUDA's autocast policy as data: which op is cast how --
 #
@@ -103,7 +98,6 @@ __all__ = ["outside_graphs"]
 Excluded = torch._C._ExcludeDispatchKeyGuard  # context in which dispatch keys are skipped
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 CUSTOM_FWD_CAST = "_cast"  # in `torch.amp.autocast_mode`: the function that casts the inputs of `custom_fwd`
-_UNSIZED = frozenset({"rrelu_with_noise"})  # writes into a given result without resizing it first, beyond its end
 BoxedKernel = Callable[..., Any]  # takes the dispatch key set and the op's arguments
 
 
@@ -131,9 +125,7 @@ def cast_on_cuda() -> frozenset[str]:
 def kernel_of(name: str, key: str) -> BoxedKernel | None:
     """The kernel of an op ("mm", "addmm_", "fft_rfft") for the key "CPU" or "AutogradCPU", to call from an overlay.
 
-    From torch 2.9 on `torch.library.get_kernel` returns it. Before that another overload is used that does not call the
-    op itself: the parts of a composite op, or the overload that writes into a given result. None where there is no such
-    overload (`mkldnn_rnn_layer` before 2.9).
+    Before torch 2.9 another overload that does not call the op itself; None where there is none (`mkldnn_rnn_layer`).
     """
     if lends_kernels():
         boxed: BoxedKernel = torch.library.get_kernel(f"aten::{name}", key).call_boxed
@@ -173,23 +165,11 @@ def _writing(name: str) -> BoxedKernel | None:
     def kernel(_keys: Any, *args: Any, **kwargs: Any) -> Any:
         first = args[0]
         dtype = first.dtype.to_complex() if to_complex else first.dtype.to_real() if to_real else first.dtype
-        size = first.shape if name in _UNSIZED else (0,)
-        made = [first] if name.endswith("_") else [first.new_empty(size, dtype=dtype) for _ in outputs]
+        made = [first] if name.endswith("_") else [first.new_empty((0,), dtype=dtype) for _ in outputs]
         with torch._C.DisableTorchFunction():  # otherwise a mode would count it as an op of the program
             return op(*args, **kwargs, **dict(zip(outputs, made, strict=True)))
 
     return kernel
-
-
-@contextmanager
-def without_mkldnn() -> Iterator[None]:
-    """Compute layers by ATen's own ops; `torch.backends.mkldnn.flags` would change more settings, and warn."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
 
 
 def device_constructors() -> Any:
@@ -202,21 +182,15 @@ DeviceContext = _device.DeviceContext
 
 def known_to_scripts(replacement: Any, original: Any) -> None:
     """Let TorchScript call `original` for its `replacement`, which it cannot compile."""
-    try:
-        from torch.jit import _builtins
-    except ImportError:
-        return
+    from torch.jit import _builtins
+
     builtin = _builtins._find_builtin(original)
     if builtin is not None:
         _builtins._register_builtin(replacement, builtin)
 
 
 def let_compile_see_hooks() -> None:
-    """Make `torch.compile` distinguish modules with hooks from those without, for the rest of the process.
-
-    By default its guards skip hooks. Where a graph is broken, the code compiled for one block then runs for the next,
-    whether that is an island or not.
-    """
+    """Make `torch.compile` distinguish modules with hooks, which its guards skip by default, for the whole process."""
     from torch._dynamo import config  # every torch optimizer has imported it already
 
     if hasattr(config, "skip_nnmodule_hook_guards"):
@@ -229,8 +203,8 @@ def shims() -> dict[str, str]:
     if not lends_kernels():
         found["slow-half-products"] = "fp16 products on a CPU run in its own kernels, tens of times slower than fp32."
         found["kernels-by-overload"] = (
-            "Missing half kernels and TF32 stand on other overloads of the ops; recurrent layers multiply in TF32 by "
-            "their matrix products."
+            "Missing half kernels and TF32 stand on other overloads of the ops; recurrent layers stay fp32 where a CPU "
+            "replays TF32."
         )
     lacks = ALL - LATER - cast_on_cuda()
     if lacks:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,18 +17,9 @@ from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.precision import kernels
 from ampdoctor.precision.tf32 import tf32
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
 Compute = Literal["fp32", "tf32", "bf16", "fp16"]  # what matrix products compute in
 
-_DTYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +118,13 @@ def device_facts() -> dict[str, Any]:
 _LIBRARIES = frozenset({"torchao"})  # their nn.Linear subclasses quantise, but keep weight and bias as nn.Linear does
 
 
-def computes_in_low_bits(module: nn.Module) -> bool:
-    """Whether it is a linear layer that a library computes in fewer bits (torchao's `Float8Linear`, `MXLinear`)."""
-    kind = type(module)
-    quantises = isinstance(module, nn.Linear) and kind.forward is not nn.Linear.forward
-    return quantises and kind.__module__.partition(".")[0] in _LIBRARIES
-
-
 @contextmanager
 def as_plain_linears(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, such layers compute `x @ weight.T + bias` in their weights' own format, without quantisation."""
     with ExitStack() as stack:
         for module in modules:
-            if computes_in_low_bits(module) and "forward" not in vars(module):
-                module.forward = MethodType(nn.Linear.forward, module)
+            library = type(module).__module__.partition(".")[0]
+            if isinstance(module, nn.Linear) and library in _LIBRARIES and "forward" not in vars(module):
+                module.forward = MethodType(nn.Linear.forward, module)  # type: ignore[method-assign]  # for a while
                 stack.callback(vars(module).pop, "forward", None)
         yield

@@ -6,18 +6,15 @@ products and convolutions like that, below autograd, so that the products of a b
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ampdoctor.precision.kernels import Kernel, SharedOverlay, kernel_of, without_mkldnn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
+from ampdoctor.precision.kernels import Kernel, SharedOverlay, kernel_of
 
 _DROPPED_BITS: Final = 13  # fp32 has 23 mantissa bits, TF32 10
 _MASK: Final = -(1 << _DROPPED_BITS)
@@ -85,8 +82,7 @@ def tf32() -> Iterator[None]:
 
     The backward pass must run inside too. Attention is computed by its matrix products, since the fused kernel hides
     the second one's operand. Matrix-vector products stay fp32, as in cuBLAS, which uses no tensor cores for them. On a
-    torch without `get_kernel`, recurrent layers are also computed by their matrix products.
+    torch without `get_kernel`, recurrent layers stay fp32.
     """
-    fused = kernel_of("mkldnn_rnn_layer", "CPU") is not None
-    with _SHARED.region(), sdpa_kernel(SDPBackend.MATH), nullcontext() if fused else without_mkldnn():
+    with _SHARED.region(), sdpa_kernel(SDPBackend.MATH):
         yield

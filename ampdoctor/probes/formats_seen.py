@@ -7,11 +7,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ampdoctor.evidence.run_facts import OVERFLOWED, ModuleFacts
+from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.numerics.tensors import Unseen
 from ampdoctor.precision.casting import HALVES, REDUCED
@@ -26,12 +28,6 @@ from ampdoctor.probes.modules import (
 from ampdoctor.probes.ops import UNINITIALISED, Site, is_cast, kernel_name
 from ampdoctor.probes.probe import OpProbe, Probe
 from ampdoctor.probes.user_code import own_line
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from ampdoctor.hooks.interfaces import ObservedRun
-
 
 # -- the autocast regions that a step enters --
 
@@ -54,7 +50,6 @@ class AutocastProbe(Probe):
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
-        """Watch the making and the entering of regions."""
         made: dict[int, tuple[Any, bool, tuple[str, int] | None]] = {}
         make, enter = torch.autocast.__init__, torch.autocast.__enter__
 
@@ -86,15 +81,10 @@ def softmax_logits(logits: Tensor, dim: int) -> float | None:
         return None
     with Unseen(logits):
         rows = logits.detach().movedim(dim, -1) if logits.dim() else logits.detach().reshape(1, 1)
-        return _largest(rows)
-
-
-def _largest(rows: Tensor) -> float | None:
-    """Of rows in the last dimension; None where all are masked."""
-    values = rows if rows.dtype == torch.float64 else rows.float()
-    top = values.amax(-1, keepdim=True)
-    counted = (values >= top - REACH) & (top > MASKED)
-    found = float(torch.where(counted, values.abs(), -1.0).max())
+        values = rows if rows.dtype == torch.float64 else rows.float()
+        top = values.amax(-1, keepdim=True)
+        counted = (values >= top - REACH) & (top > MASKED)
+        found = float(torch.where(counted, values.abs(), -1.0).max())
     return min(found, OVERFLOWED) if found >= 0.0 else None
 
 
@@ -121,12 +111,7 @@ class _Seen:
 
 
 class FormatsProbe(OpProbe):
-    """Records the formats of the steps that run while it is attached; one step is enough.
-
-    These are the dtypes of module inputs and outputs, the parameters that autocast casts, and what each module computes
-    in forward and loss. It runs below autocast, so an op's floating-point inputs have the format that it computes in;
-    if they differ, type promotion makes that the widest. Casts, views and copies are not counted as ops.
-    """
+    """Records, below autocast, which tensors are half and the widest format of the inputs of each op of a module."""
 
     takes_apart = False
 
@@ -165,7 +150,6 @@ class FormatsProbe(OpProbe):
             yield
 
     def begin(self) -> None:
-        """Forget the last step's outputs."""
         self._made.clear()
 
     def finish(self, step: int, loss: Any) -> None:
@@ -212,7 +196,6 @@ class FormatsProbe(OpProbe):
         )
 
     def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
-        """Note the format that the op computes in; a cast of a parameter reads the parameter's own storage."""
         kernel = kernel_name(func)
         if func is _CAST and kwargs.get("dtype") in REDUCED and (name := self._storages.get(memory_of(args[0]))):
             self._parameters.add(name)

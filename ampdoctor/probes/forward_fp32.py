@@ -14,12 +14,13 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.trace import Amplified
 from ampdoctor.hooks.torch_internals import in_backward, no_modes
 from ampdoctor.precision.dtype_overrides import wide_numbers
@@ -28,9 +29,6 @@ from ampdoctor.probes.ops import UNINITIALISED, Site, kernel_name, reads_layout,
 from ampdoctor.probes.probe import OpProbe
 from ampdoctor.probes.recompute import NO_RESULT, widened
 from ampdoctor.probes.tensor_memory import ByMemory, storage_key, view_key
-
-if TYPE_CHECKING:
-    from ampdoctor.evidence.location import Source, Where
 
 AMPLIFIES = 8.0
 """Factor by which an op has to enlarge a relative error.
@@ -69,11 +67,7 @@ class _Twin:
 
 
 class WideForwardProbe(OpProbe):
-    """Watches the forward of the steps that run while it is attached; random draws count as exact.
-
-    At the places in `right`, the step gets the fp32 results, rounded to their own format. `amplified` is that of the
-    step that was finished last, in the order of its ops.
-    """
+    """Finds ops that enlarge errors (`amplified`); at the places in `right` the step gets the fp32 results, rounded."""
 
     def __init__(self, right: Collection[Where] = ()) -> None:
         super().__init__()
@@ -85,7 +79,6 @@ class WideForwardProbe(OpProbe):
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
-        """Switch the modes on, also the one that sees tensors made of numbers."""
         with super().during(step), _MadeOfNumbers(self):
             yield
 
@@ -99,19 +92,16 @@ class WideForwardProbe(OpProbe):
             self._twins.setdefault(storage_key(result), {})[view_key(result)] = _Twin(wide, made)
 
     def finish(self, step: int, loss: Any) -> None:
-        """Publish the findings of the step."""
         super().finish(step, loss)
         self.amplified = tuple(self._found)
         self.begin()
 
     def begin(self) -> None:
-        """Forget the last step."""
         self._twins.clear()
         self._found = []
         self._ops = 0
 
     def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the op as it is and in fp32."""
         self._ops += 1
         if site.phase not in ("forward", "loss") or site.recompute:
             return func(*args, **kwargs)
@@ -191,11 +181,7 @@ def _place(where: Where) -> tuple[str, str | None, Source | None]:
 
 
 def _sources(made: _Made) -> list[_Made]:
-    """The ops whose own rounding caused an error, the largest contribution first.
-
-    The inputs are followed back as long as they contribute more than the op adds. Nothing is returned if this reaches a
-    matrix product: its error is the rounding of a whole network, which has no single source.
-    """
+    """The ops whose own rounding caused an error, the largest first; [] where it comes from a product of matrices."""
     ahead, found, followed = [made], dict[int, _Made](), 0
     while ahead and followed < MOST_FOLLOWED:
         one, followed = ahead.pop(), followed + 1
@@ -241,11 +227,7 @@ class _Call:
         self._plain = self._plain and all(t.is_floating_point() for t in self.written)
 
     def in_fp32(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The results in fp32 from the inputs' fp32 values, and from the inputs as they are; [] where unknown.
-
-        Both are lists of the returned tensors. The second is empty (as it would equal the first) where no input has
-        fp32 values.
-        """
+        """The results in fp32 from the inputs' fp32 values, and from the inputs as they are if that differs."""
         if not self._plain:
             return [], []
         if not self.made:

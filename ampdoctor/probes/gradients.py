@@ -6,15 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.tensors import Distance, together
 from ampdoctor.probes.probe import Probe
-
-if TYPE_CHECKING:
-    from ampdoctor.hooks.interfaces import ObservedRun
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -75,7 +73,6 @@ class GradientProbe(_Received):
         self.times[name] += 1
 
     def begin(self) -> None:
-        """Forget the last step."""
         self.gradients, self.times = {}, Counter()
 
 
@@ -108,7 +105,6 @@ class DistanceProbe(_Received):
 
     @property
     def distance(self) -> Distance:
-        """Of all gradients together."""
         return together(self.distances.values())
 
 

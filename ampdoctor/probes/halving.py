@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 
 from ampdoctor.evidence.trace import NonFiniteOrigin
 from ampdoctor.hooks.callbacks import on_gradient
-from ampdoctor.hooks.interfaces import StepHalted
+from ampdoctor.hooks.interfaces import ObservedRun, StepHalted
 from ampdoctor.hooks.torch_internals import (
     Backward,
     in_backward,
@@ -25,15 +26,9 @@ from ampdoctor.hooks.torch_internals import (
 from ampdoctor.probes.modules import is_watched, tensors_in
 from ampdoctor.probes.nonfinite import is_mask, is_nonfinite, trained_parameters
 from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.probes.ops import Site
 from ampdoctor.probes.probe import Probe
 from ampdoctor.probes.tensor_memory import NONE, OriginIds, union
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from ampdoctor.hooks.interfaces import ObservedRun
-    from ampdoctor.probes.ops import Site
-
 
 # -- points of a step --
 #
@@ -65,11 +60,7 @@ Reached = Callable[[Sequence["Tensor"]], None]  # called at a point with the ten
 
 
 class OrderProbe(Probe):
-    """Records `points` in their order, up to the first arrival after `gradients` gradients (None: the whole step).
-
-    No tensor is read. A module that returns what another one returned (a container its last child's output) is no
-    point.
-    """
+    """Records `points` in their order, up to the first arrival after `gradients` gradients (None: the whole step)."""
 
     def __init__(self, gradients: int | None) -> None:
         self._wanted = gradients
@@ -83,7 +74,6 @@ class OrderProbe(Probe):
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install hooks on all modules and on the parameters that the optimizers hold."""
         names = run.parameter_names()
         trained = trained_parameters(run)
         with ExitStack() as stack:
@@ -105,7 +95,6 @@ class OrderProbe(Probe):
                 self._made.clear()
 
     def begin(self) -> None:
-        """Count sequence numbers from here."""
         self._base = sequence_number()
 
     def _on_output(self, name: str, module: nn.Module, stack: ExitStack) -> Callable[[nn.Module, Any, Any], None]:
@@ -174,7 +163,6 @@ class PointProbe(Probe):
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install one hook, at the point."""
         with at_point(run, self._point, self._look):
             yield
 
@@ -255,11 +243,9 @@ def _nth_output(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Part of a step, from the point `after` (None: the step's start) to the point `until`.
+    """Part of a step, from `after` (None: its start) to `until` (None: the first backward of a non-finite loss).
 
-    Where `until` is None, it ends with the first backward after `after` whose loss is non-finite. `oldest` (exclusive)
-    and `newest` (inclusive) bound autograd's numbers of the forward ops whose derivatives may run in it; `newest` is
-    below `oldest` for an interval in a forward.
+    `oldest` (exclusive) and `newest` (inclusive) bound autograd's numbers of forward ops whose derivatives run in it.
     """
 
     after: Point | None
@@ -269,10 +255,7 @@ class Interval:
 
 
 class _Gate:
-    """Tracks whether the running step is inside an interval, and calls `ended` at its end.
-
-    A derivative becomes non-finite where its forward op left its domain: that op then belongs to the interval, too.
-    """
+    """Tracks whether the running step is inside an interval, with its derivatives' forward ops, and calls `ended`."""
 
     def __init__(self, interval: Interval, ended: Reached) -> None:
         self._interval = interval
@@ -328,11 +311,7 @@ class _Gate:
 
 
 class IntervalTrace(OpTraceProbe):
-    """Traces the ops of one interval, then ends the step.
-
-    With `follow`, the step goes on, and the trace covers those later ops that read descendants of the interval's
-    origins. `reached` are the origins behind the non-finite tensors at the interval's end, in the order of the ops.
-    """
+    """Traces an interval and ends the step, or follows the descendants; `reached` are the origins at its end."""
 
     def __init__(self, interval: Interval, *, follow: bool = False) -> None:
         super().__init__()
@@ -344,7 +323,6 @@ class IntervalTrace(OpTraceProbe):
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install the trace's own hooks, and those at the ends."""
         with super().attach(run), self._gate.attach(run):
             yield
 
@@ -355,7 +333,6 @@ class IntervalTrace(OpTraceProbe):
             yield
 
     def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
-        """Examine the ops of the interval and those that follow it; others only run."""
         if self._gate.is_open():
             self._opened = True
         elif not (self._opened and self._follow and any(map(self._taint.origins, tensors_in([args, kwargs])))):
@@ -385,7 +362,6 @@ class UpdateTrace(OpTraceProbe):
     """Traces what follows the backward: unscaling, clipping, the optimizers' steps, the user's own updates."""
 
     def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
-        """Examine the ops after the backward; others only run."""
         if site.phase in ("optimizer", "scaler"):
             return super().on_op(site, func, args, kwargs)
         self._ops += 1

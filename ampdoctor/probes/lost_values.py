@@ -12,12 +12,12 @@ from ampdoctor.hooks.torch_internals import of_transform
 from ampdoctor.probes.modules import tensors_in
 from ampdoctor.probes.nonfinite import dense
 from ampdoctor.probes.ops import CONSTANTS, Ran, Site, Split
-from ampdoctor.probes.recompute import NO_RESULT, RecomputeAt, doubled
-from ampdoctor.probes.tensor_memory import ByMemory, Memory, is_freed, storage_key
+from ampdoctor.probes.recompute import NO_RESULT, aligned, doubled
+from ampdoctor.probes.tensor_memory import ByMemory, storage_key
 
 # -- lost elements: 0 or 1 here, and another number in float64 from the same inputs --
 
-KEPT = 2**16  # lost elements that one record keeps, the first ones: one is enough to name the op
+KEPT = 2**12  # lost elements that one record keeps, the first ones: one is enough to name the op
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,6 @@ def lost_numbers(call: Split, dtype: torch.dtype, kernel: str) -> Iterator[tuple
 # is run again on the float64 values. So the loss is inherited where it still has an effect, through views, copies and
 # casts, across modules and from the forward into the backward.
 
-ALL_KEPT = 2**22  # lost elements kept in all (64 MiB); then the oldest are dropped and their operands stay unexplained
 FILLS = CONSTANTS | {
     "zeros",
     "zeros_like",
@@ -124,32 +123,21 @@ class Provenance:
 
     def __init__(self, name_of: Callable[[torch.Tensor], str | None]) -> None:
         self._name_of = name_of
-        self._lost: dict[Memory, list[RoundedAway]] = {}
-        self._kept = 0
+        self._lost: ByMemory[list[RoundedAway]] = ByMemory()
         self._zeros: ByMemory[Producer] = ByMemory()
         self._makers: ByMemory[Producer] = ByMemory()
         self._gradients: ByMemory[None] = ByMemory()
 
     def clear(self) -> None:
-        """Forget everything."""
-        self._lost.clear()
-        self._kept = 0
-        self._zeros.clear()
-        self._makers.clear()
-        self._gradients.clear()
+        for known in (self._lost, self._zeros, self._makers, self._gradients):
+            known.clear()
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Drop all records of a tensor's memory."""
         key = storage_key(tensor)
-        self._drop(key)
-        self._zeros.pop(key, None)
-        self._makers.pop(key, None)
-        self._gradients.pop(key, None)
-
-    # -- queries -----------------------------------------------------------------------------------------------------
+        for known in (self._lost, self._zeros, self._makers, self._gradients):
+            known.pop(key, None)
 
     def losses(self, tensor: torch.Tensor) -> tuple[RoundedAway, ...]:
-        """The records of lost elements in a tensor's storage."""
         return tuple(self._lost.get(storage_key(tensor), ()))
 
     def meant(self, tensor: torch.Tensor, before: torch.Tensor, losses: tuple[RoundedAway, ...]) -> torch.Tensor | None:
@@ -186,8 +174,6 @@ class Provenance:
             name = "gradient"
         return Producer(name, None, tensor.dtype) if name is not None else None
 
-    # -- every op --------------------------------------------------------------------------------------------------
-
     def note(self, ran: Ran) -> None:
         """Record what an op made, and where its zeros and ones come from; `losses` must still describe its inputs."""
         read = {storage_key(t) for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()])}
@@ -199,9 +185,9 @@ class Provenance:
                 self.forget(tensor)
                 self._gradients[storage_key(tensor)] = None
             return
-        special = {id(t): kinds for t in made if any(kinds := _special(t))}
+        special = {id(t): values for t in made if (values := _special(t))}
         lost = self._losses_of(ran, special) if special else {}
-        zeros = self._zeros_of(ran, [t for t in made if special.get(id(t), _NEITHER)[0]])
+        zeros = self._zeros_of(ran, [t for t in made if 0 in special.get(id(t), ())])
         for tensor in made:
             key = storage_key(tensor)
             self._gradients.pop(key, None)
@@ -229,40 +215,29 @@ class Provenance:
         return [t for t in (*floats, *others) if is_plain(t)]
 
     def _follows_a_gradient(self, ran: Ran) -> bool:
-        """Whether a backward's op reads a gradient: gradients are full of zeros, and no operand is sought among them.
-
-        In a backward, only what is computed from saved values alone can be an operand. Gradients start as a constant
-        (the gradient of the loss is 1), and the result of an op that reads a gradient is a gradient.
-        """
+        """Whether a backward's op reads a gradient: full of zeros, among which no operand is sought."""
         if ran.site.phase != "backward" or ran.site.line is not None:
             return False  # the user's own backward code is treated like a forward
         if ran.kernel in FILLS and ran.kernel != "where":
             return True
         return any(storage_key(t) in self._gradients for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()]))
 
-    def _losses_of(self, ran: Ran, special: dict[int, tuple[bool, bool]]) -> dict[int, list[RoundedAway]]:
+    def _losses_of(self, ran: Ran, special: dict[int, tuple[int, ...]]) -> dict[int, list[RoundedAway]]:
         """By `id` of a result: the elements that the op itself loses, and those that it inherits."""
         call = ran.call
-        candidates = [t for t in ran.results if id(t) in special and t.dtype != torch.float64]
-        if not candidates or not call.repeatable:
-            return {}
+        candidates = [i for i, t in enumerate(ran.results) if id(t) in special and t.dtype != torch.float64]
         inherited = self.inherited(call)
-        if ran.kernel in FILLS and not inherited:
+        if not candidates or not call.repeatable or (ran.kernel in FILLS and not inherited):
             return {}
         put_back = call.substituted(lambda t: inherited[id(t)][0] if id(t) in inherited else None)
-        own, meant = RecomputeAt(ran, call), RecomputeAt(ran, put_back)
+        own = aligned(ran, call)
+        meant = (aligned(ran, put_back) if inherited else []) or own
         found: dict[int, list[RoundedAway]] = {}
-        for position, result in enumerate(ran.results):
-            if not any(result is t for t in candidates):
-                continue
-            records = []
-            for present, value in zip(special[id(result)], (0, 1), strict=True):
-                at = (dense(result).abs() == value).reshape(-1).nonzero()[:, 0] if present else None
-                alone = own.at(position, at) if at is not None else None
-                if at is None or alone is None:
-                    continue
-                together = meant.at(position, at) if inherited else None
-                together = alone if together is None else together
+        for position in candidates if own else ():
+            result, records = ran.results[position], found.setdefault(id(ran.results[position]), [])
+            for value in special[id(result)]:
+                at = (dense(result).abs() == value).reshape(-1).nonzero()[:, 0]
+                alone, together = (wide[position].reshape(-1)[at] for wide in (own, meant))
                 real = doubled(dense(result).reshape(-1)[at])
                 here = (alone != real) & torch.isfinite(alone)
                 there = ~here & (together != real) & torch.isfinite(together)
@@ -272,8 +247,6 @@ class Provenance:
                 if bool(there.any()):
                     ancestor = next(iter(inherited.values()))[1]
                     records.append(record_of(result, at[there], real[there], together[there], ancestor))
-            if records:
-                found[id(result)] = records
         return found
 
     def inherited(self, call: Split) -> dict[int, tuple[torch.Tensor, Producer]]:
@@ -317,28 +290,14 @@ class Provenance:
             if (key in self._zeros or key not in self._makers) and is_plain(item) and bool((dense(item) == 0).any()):
                 yield tensor, item
 
-    # -- records ---------------------------------------------------------------------------------------------------
-
     def _keep(self, tensor: torch.Tensor, records: list[RoundedAway]) -> None:
         """Replace the storage's records where the tensor lies."""
         key = storage_key(tensor)
-        left = [lost for old in self._lost.get(key, ()) if (lost := outside(old, tensor)) is not None]
-        self._drop(key)
-        if not (left or records):
-            return
-        self._lost[key] = [*left, *records]
-        self._kept += sum(len(lost.places) for lost in self._lost[key])
-        if self._kept > ALL_KEPT:
-            for freed in [known for known in self._lost if is_freed(known)]:
-                self._drop(freed)
-        while self._kept > ALL_KEPT:
-            self._drop(next(iter(self._lost)))
-
-    def _drop(self, key: Memory) -> None:
-        self._kept -= sum(len(lost.places) for lost in self._lost.pop(key, ()))
+        left = [lost for old in self._lost.pop(key, ()) if (lost := outside(old, tensor)) is not None]
+        if left or records:
+            self._lost[key] = [*left, *records]
 
 
-_NEITHER = (False, False)
 _NO_KERNELS = (torch.uint16, torch.uint32, torch.uint64)  # formats without most kernels: attention's seeds and offsets
 
 
@@ -351,16 +310,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and not of_transform(tensor)
 
 
-def _special(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """(holds an exact zero, its largest magnitude is exactly 1, as of a rounded probability or cosine)."""
+def _special(tensor: torch.Tensor) -> tuple[int, ...]:
+    """0 if it holds an exact zero, 1 if its largest magnitude is exactly 1, as of a rounded probability or cosine."""
     values = dense(tensor.detach())
-    if tensor.dtype is torch.bool:
-        return not bool(values.all()), False
-    low, high = (float(end) for end in torch.aminmax(values))
+    low, high = (float(end) for end in (torch.aminmax(values) if tensor.dtype is not torch.bool else (values.all(), 2)))
     if math.isnan(low):
-        return False, False
+        return ()
     zero = low == 0.0 or high == 0.0 or (low < 0.0 < high and int(torch.count_nonzero(values)) < values.numel())
-    return zero, max(-low, high) == 1.0 and tensor.is_floating_point()
+    one = max(-low, high) == 1.0 and tensor.is_floating_point()
+    return (0,) * zero + (1,) * one
 
 
 def _moved_by(
@@ -371,17 +329,11 @@ def _moved_by(
     if not ran.call.repeatable or torch.Tag.nondeterministic_seeded in getattr(ran.func, "tags", ()):
         return
     call = ran.call.substituted(lambda t: instead if t is tensor else None)
-    again = RecomputeAt(ran, call)
-    others = [] if ran.results else _as_it_is(ran, call)
+    others = aligned(ran, call) if ran.results else _as_it_is(ran, call)  # integers and booleans have no wider dtype
     for result in results:
         position = next((i for i, t in enumerate(ran.results) if t is result), 0)
-        at = (dense(result) == 0).reshape(-1).nonzero()[:, 0]
-        if ran.results:
-            other = again.at(position, at)
-        else:  # integers and booleans have no wider dtype
-            same = position < len(others) and others[position].shape == result.shape
-            other = others[position].reshape(-1)[at] if same else None
-        if other is not None and bool((other != 0).any()):
+        same = position < len(others) and others[position].shape == result.shape
+        if same and bool(((others[position] != 0) & (dense(result) == 0)).any()):
             yield result
 
 

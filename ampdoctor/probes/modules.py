@@ -7,21 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ampdoctor.evidence.run_facts import Place
 from ampdoctor.hooks.callbacks import on_gradient
+from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.hooks.torch_internals import in_backward, of_transform
 from ampdoctor.numerics.tensors import is_plain, is_readable
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from ampdoctor.hooks.interfaces import ObservedRun
-
 
 # -- which module is running, also while activation checkpointing runs a forward again --
 
@@ -34,18 +30,15 @@ class ModuleStack:
         self._calls: Counter[tuple[str, bool]] = Counter()
 
     def clear(self) -> None:
-        """Begin a step."""
         self._stack.clear()
         self._calls.clear()
 
     @property
     def current(self) -> tuple[str, int] | None:
-        """(name, call) of the innermost running module; None outside the model."""
         return self._stack[-1] if self._stack else None
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install hooks on every module."""
         scripted: dict[int, str] = {}
         with ExitStack() as stack:
             for name, module in run.model.named_modules():
@@ -124,12 +117,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def takes_apart(types: Any, values: Any) -> bool:
-    """Whether a tensor subclass has to run this op itself, as other ops on the tensors that it consists of.
-
-    A mode that returns `NotImplemented` for it sees those ops: of an FP8 product the casts, the product and the
-    division, each with its numbers. The subclass itself refuses most ops that read values. `types` are the arguments'
-    types, as `__torch_dispatch__` gets them.
-    """
+    """Whether a tensor subclass has to run this op itself, as ops on its parts, which a mode sees."""
     if all(kind is torch.Tensor or kind is torch.nn.Parameter for kind in types):
         return False
     own = (tensor for tensor in tensors_in(values) if not is_plain(tensor))
@@ -137,12 +125,7 @@ def takes_apart(types: Any, values: Any) -> bool:
 
 
 def is_watched(tensor: torch.Tensor) -> bool:
-    """Whether the values can be checked: floating-point or complex tensors with data.
-
-    A double backward uses zero tensors that have a shape and no memory. Inside `vmap` and `grad` a tensor belongs to a
-    transform's level, and a flag made from it would outlive the level. Nested tensors lack most reductions; dense
-    tensors made from them are checked. A subclass whose values cannot be read is left out.
-    """
+    """Whether the values can be checked: floating-point or complex, in memory, readable, of no transform's level."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or tensor._is_zerotensor():
         return False
     return not tensor.is_nested and not of_transform(tensor) and is_readable(tensor)
@@ -194,16 +177,10 @@ def optimizer_parameters(run: ObservedRun) -> Iterator[Tensor]:
 
 
 class GradientHooks:
-    """Hooks that pass on every gradient; module outputs are hooked tensor by tensor (in-place modules keep the hooks).
+    """Hooks that pass on every gradient, each time it is delivered, tensor by tensor (in-place modules keep the hooks).
 
-    The gradient of a tensor that an in-place module overwrites is seen, unless the tensor is a view (a linear's output
-    in three dimensions is one). Autograd then rewrites the history with the hook, and only the gradient of the
-    overwritten value is seen.
-
-    A tensor's gradient is seen each time it is delivered: a second derivative runs through the forward again. A
-    parameter's gradient is seen as each backward delivers it, before micro-batches add up, unscaling and clipping,
-    because that is the tensor in half precision. Input gradients are those of the modules named in `inputs`, and
-    contain only what flows through that module.
+    Of a view that an in-place module overwrites only the later value's gradient is seen. A parameter's is seen as each
+    backward delivers it, half and unscaled; input gradients (`inputs`) are what flows through that module alone.
     """
 
     def __init__(
@@ -216,13 +193,11 @@ class GradientHooks:
         self._hooked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def clear(self) -> None:
-        """Begin a step."""
         self._counts.clear()
         self._hooked.clear()
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install the hooks."""
         names = run.parameter_names()
         with ExitStack() as stack:
             for name, module in observed_modules(run):

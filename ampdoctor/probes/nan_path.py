@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,11 +15,8 @@ from ampdoctor.numerics.tensors import describe
 from ampdoctor.probes.lost_values import FILLS, MOVES, ROOTS
 from ampdoctor.probes.modules import is_watched, tensors_in
 from ampdoctor.probes.nonfinite import dtype_name, kind_of
+from ampdoctor.probes.ops import Ran, Site
 from ampdoctor.probes.tensor_memory import NONE, ByMemory, OriginIds, storage_key
-
-if TYPE_CHECKING:
-    from ampdoctor.probes.ops import Ran, Site
-
 
 # -- finite ops before an origin, modules that carry its values on, and what it affects --
 
@@ -58,7 +55,6 @@ class Ways:
         self.clear(0)
 
     def clear(self, step: int) -> None:
-        """Begin another step."""
         self._step = step
         self._fed: ByMemory[_Fed] = ByMemory()
         self._written: ByMemory[int] = ByMemory()
@@ -67,8 +63,6 @@ class Ways:
         self._arrived: set[int] = set()
         self._backwards: list[int] = []
         self._in_backward = False
-
-    # -- every op --------------------------------------------------------------------------------------------------
 
     def pass_finite(self, ran: Ran, order: int) -> None:
         """Note an op without a non-finite result; `order` is its position in the step."""
@@ -88,10 +82,7 @@ class Ways:
                 self._fed[key] = _Fed(order, ran.site, dtype_name(tensor), shape, amax, fed)
 
     def carry(self, ran: Ran, poisoned: Sequence[torch.Tensor], origins: OriginIds, order: int, *, born: bool) -> None:
-        """Note an op with non-finite results (`poisoned`), which descend from `origins`.
-
-        If `born`, it is the origin.
-        """
+        """Note an op with non-finite results (`poisoned`) that descend from `origins`; if `born`, it is the origin."""
         site = ran.site
         self._note_phase(site, order)
         for tensor in poisoned:
@@ -127,13 +118,11 @@ class Ways:
             phase=_PHASES.get(kind, "optimizer"),
             module=owner.rpartition(".")[0],
             op=target,
-            nonfinite=_kind(value),
+            nonfinite="none" if value is None else kind_of([torch.as_tensor(value)]),
             tensor=owner or None,
         )
         passage = passage_of(value, order, where)
         self._affected.update({(origin, kind): passage for origin in new})
-
-    # -- results -----------------------------------------------------------------------------------------------------
 
     def before(self, reads: Iterable[torch.Tensor]) -> tuple[PathOp, ...]:
         """The finite ops behind an op's inputs, the nearest last: each time the op that made the largest input."""
@@ -166,7 +155,7 @@ class Ways:
                 for (index, kind), harm in self._affected.items()
                 if index == origin
             ),
-            key=_rank,
+            key=lambda passage: (passage.order, passage.where.op != "loss"),  # a loss comes before its gradients
         )
         end = affected[0].order if affected else math.inf
         shown: dict[tuple[Any, ...], PathOp] = {}
@@ -223,33 +212,17 @@ def _own_memory(ran: Ran) -> Iterator[torch.Tensor]:
     return (tensor for tensor in ran.results if storage_key(tensor) not in read)
 
 
-def _kind(value: torch.Tensor | float | None) -> Any:
-    if isinstance(value, torch.Tensor):
-        return kind_of([value])
-    return "none" if value is None else "nan" if math.isnan(value) else "inf"
-
-
-def _rank(passage: PathOp) -> tuple[int, bool]:
-    """Sort key: the order of the ops; a loss comes before its gradients."""
-    return passage.order, passage.where.op != "loss"
-
-
 # -- non-finite values that the step's Python code reads --
 
 
 class Readings:
-    """The origins behind the non-finite values that were read last.
-
-    A training loop that checks itself reads values before it raises: `loss.item()`, `torch.isfinite(loss)`,
-    `gradient.isnan().any()`. Each is an op with a non-finite input and a result that is a Python number or boolean.
-    """
+    """The origins behind the non-finite values that the step's code read last, as a loop does that checks itself."""
 
     def __init__(self) -> None:
         self.number: OriginIds = NONE  # of the last value that became a Python number
         self.asked: OriginIds = NONE  # of the last value that became a number, was compared, or that an op refused
 
     def note(self, ran: Ran, origins: Callable[[Sequence[torch.Tensor], Site], OriginIds]) -> None:
-        """Note an op; `origins` gives the origins of non-finite inputs at a site."""
         if not ran.bad:
             return
         if ran.kernel == "_local_scalar_dense":

@@ -7,25 +7,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.location import NonFinite
 from ampdoctor.evidence.trace import Headroom, NonFiniteReport, TensorStats
 from ampdoctor.hooks.callbacks import on_gradient
+from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.numerics.tensors import describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
 from ampdoctor.precision.casting import HALVES
 from ampdoctor.probes.modules import is_watched, optimizer_parameters, tensors_in
 from ampdoctor.probes.probe import Probe
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ampdoctor.hooks.interfaces import ObservedRun
-
 
 # -- headroom: how far finite tensors stay below the largest number of their format --
 
@@ -35,10 +31,8 @@ FAR = 8.0  # headroom in powers of two from which on a module's largest output i
 class Tightest:
     """The smallest headroom among a step's extremes (`found`), and the outputs near their format's limit (`near`).
 
-    Counted are outputs of leaf modules and of the root, the gradients that arrive at them, and the gradients of
-    parameters whose module computes in a reduced format: autograd makes those in the reduced format and casts them to
-    float32 after. -inf and the format's lowest number are masks that someone wrote. Of such a tensor only the upper end
-    counts, which is then the largest of the values that are not masked.
+    A parameter's gradient counts in its module's format. -inf and the format's lowest number are masks: there only the
+    upper end counts.
     """
 
     def __init__(self, step: int) -> None:
@@ -48,10 +42,7 @@ class Tightest:
         self._reduced: dict[str, str] = {}
 
     def note(self, kind: str, name: str, dtype: torch.dtype, low: float, high: float) -> None:
-        """Note a tensor's smallest and largest element; the outputs of a step come before its gradients.
-
-        `kind` is "output", "output_grad" or "grad" (others are ignored); `name` the module, for "grad" the parameter.
-        """
+        """Note a tensor's smallest and largest element; the outputs of a step come before its gradients."""
         if kind == "output" and dtype in HALVES:
             self._reduced[name] = HALVES[dtype]
         module = name.rpartition(".")[0] if kind == "grad" else name
@@ -104,13 +95,9 @@ class Observation(NamedTuple):
 class NonFiniteProbe(Probe):
     """Detects non-finite values in every module's outputs and their gradients, in gradients, and in the run's state.
 
-    Not counted are state that was infinite when the probe was attached (an attention mask kept as a buffer), a mask
-    that a step makes and keeps, and a gradient that no optimizer uses. A NaN is never intended: a buffer that holds one
-    is reported. With `locate=False`, module outputs and their gradients are not checked.
-
-    `nonfinite`, `observed` (everything that the fingerprint covers, in order), `headroom` (the tightest) and `near`
-    (outputs near their format's limit) are those of the step that was finished last. The last two are empty where no
-    tensor in a reduced format was seen, or a value was non-finite; buffers (a mask's -inf) do not count here.
+    Not counted are state that was infinite before, a mask that a step makes and keeps, and a gradient that no optimizer
+    uses; a NaN in a buffer is never intended. `nonfinite`, `observed` (what the fingerprint covers), `headroom` (the
+    tightest) and `near` are those of the step that was finished last; the last two are empty if it was not finite.
     """
 
     def __init__(self, *, locate: bool = True) -> None:
@@ -126,7 +113,6 @@ class NonFiniteProbe(Probe):
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install hooks on leaf modules (and the root), their outputs, and every trained parameter."""
         self._run = run
         self._names = run.parameter_names()
         self._before = self._nonfinite_state()
@@ -147,7 +133,6 @@ class NonFiniteProbe(Probe):
             yield
 
     def begin(self) -> None:
-        """Forget the last step, and record which tensors beside the model are finite."""
         self._forget()
         self._beside = FiniteBeside(self._run)
 
@@ -187,10 +172,8 @@ class NonFiniteProbe(Probe):
 
     def _is_made_as_mask(self, buffer: str) -> bool:
         """Whether the step made a buffer as a mask (-inf, else 0), as a causal mask is made at the first call."""
-        for kind, name, tensor in state_tensors(self._run):
-            if (kind, name) == ("buffer", buffer):
-                return is_made_mask(tensor)
-        return False
+        buffers = {name: tensor for kind, name, tensor in state_tensors(self._run) if kind == "buffer"}
+        return is_made_mask(buffers[buffer])
 
     def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         if is_watched(tensor):
@@ -267,8 +250,8 @@ class NonFiniteProbe(Probe):
 
 def first_difference(first: Sequence[Observation], second: Sequence[Observation]) -> tuple[str, float, float] | None:
     """The first difference of two replays, in what both checked: (what, first value, second value); else None."""
-    if not (_located(first) and _located(second)):
-        first, second = _harmed(first), _harmed(second)
+    if not all(any(one.kind in _LOCATING for one in observed) for observed in (first, second)):
+        first, second = ([one for one in observed if one.kind not in _LOCATING] for observed in (first, second))
     for here, there in zip(first, second, strict=False):
         if here.what != there.what:
             return f"the order of execution, at {here.what}", here.value, there.value
@@ -279,18 +262,10 @@ def first_difference(first: Sequence[Observation], second: Sequence[Observation]
     )
 
 
-def _located(observed: Sequence[Observation]) -> bool:
-    return any(one.kind in _LOCATING for one in observed)
-
-
-def _harmed(observed: Sequence[Observation]) -> tuple[Observation, ...]:
-    return tuple(one for one in observed if one.kind not in _LOCATING)
-
-
 def trained_parameters(run: ObservedRun) -> frozenset[int]:
     """`id` of each parameter that an optimizer holds; of all parameters if the run has no optimizer."""
     held = set(map(id, optimizer_parameters(run)))
-    # with fp32 masters the optimizers hold copies, which take their gradients from the model's own parameters
+    # with fp32 master weights the optimizers hold copies, which take their gradients from the model's own parameters
     own = {id(p) for p in run.model.parameters()}
     return frozenset(held if held & own else own)
 
@@ -318,7 +293,7 @@ def state_tensors(run: ObservedRun) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def outside_gradients(run: ObservedRun) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, gradient) of parameters that only an optimizer holds: fp32 masters of half parameters."""
+    """(name, gradient) of parameters that only an optimizer holds: fp32 master weights of half parameters."""
     inside = {id(parameter) for parameter in run.model.parameters()}
     outside = [(id(p), p.grad) for p in optimizer_parameters(run) if id(p) not in inside and p.grad is not None]
     names = run.parameter_names() if outside else {}
@@ -361,8 +336,7 @@ def is_written_mask(copy: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool
 class FiniteBeside:
     """The tensors that the run's own code keeps beside the model and that were finite when this was made.
 
-    A tensor is recognised by identity, or by its name if the step makes it anew (an average). Not counted are tensors
-    that were non-finite before (`best = inf`, uninitialised memory), other tensors that the step makes, and masks.
+    A tensor is recognised by identity, or by its name if the step makes it anew (an average); a mask is not counted.
     """
 
     def __init__(self, run: ObservedRun) -> None:
@@ -374,21 +348,15 @@ class FiniteBeside:
         self._known = [named for named, value in zip(kept, worst, strict=True) if math.isfinite(value)]
 
     def now(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor)."""
         names, tensors = {name for name, _ in self._known}, {id(tensor) for _, tensor in self._known}
         for name, tensor in self._run.beside() if self._known else ():
             if id(tensor) in tensors or name in names:
                 yield name, tensor
 
     def harmed(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) for those that are no longer finite."""
         own = list(self._run.model.parameters())
         for name, tensor in self.now():
-            if (
-                is_watched(tensor)
-                and not bool(torch.isfinite(tensor.detach()).all())
-                and not is_written_mask(tensor, own)
-            ):
+            if is_nonfinite(tensor) and not is_written_mask(tensor, own):
                 yield name, tensor
 
 
@@ -428,8 +396,6 @@ def stats_of(tensor: torch.Tensor) -> TensorStats:
     values = dense(tensor).detach()
     if not is_watched(values) or values.numel() == 0:
         return TensorStats(dtype=dtype_name(tensor), shape=tuple(tensor.shape), amax=0.0, nans=0, infs=0, zeros=0)
-    if values.is_complex():
-        return _stats_of_complex(values, tuple(tensor.shape))
     seen = describe(values)
     return TensorStats(
         dtype=dtype_name(tensor),
@@ -438,19 +404,6 @@ def stats_of(tensor: torch.Tensor) -> TensorStats:
         nans=seen.nans,
         infs=seen.pos_infs + seen.neg_infs,
         zeros=values.numel() - int(torch.count_nonzero(values)),
-    )
-
-
-def _stats_of_complex(values: torch.Tensor, shape: tuple[int, ...]) -> TensorStats:
-    wide = values.to(torch.complex128)
-    fine = wide[torch.isfinite(wide)]
-    return TensorStats(
-        dtype=dtype_name(values),
-        shape=shape,
-        amax=float(fine.abs().max()) if fine.numel() else 0.0,
-        nans=int(torch.isnan(wide).sum()),
-        infs=int(torch.isinf(wide).sum()),
-        zeros=int((wide == 0).sum()),
     )
 
 

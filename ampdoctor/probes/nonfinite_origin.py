@@ -29,11 +29,7 @@ INSIDE = 0.5  # in the domain of every function with a limited domain: log, sqrt
 def operand_of(
     ran: Ran, verdict: Recomputation | None, provenance: Provenance, meant: Where | None = None
 ) -> Operand | None:
-    """The input of an origin that made the op invalid; None for an overflow, or where no single input is at fault.
-
-    `verdict` is the op in float64; `provenance` covers all earlier values, but not the op itself. `meant` is where the
-    user wrote the infinities among its inputs, if there are any.
-    """
+    """The input of an origin that made the op invalid; None for an overflow, or where no single input is at fault."""
     number = nonfinite_number(ran)
     if number is not None:
         return described(None, "number", here=number)
@@ -54,10 +50,7 @@ def operand_of(
 
 
 def _whatever(ran: Ran) -> Operand | None:
-    """Names no input, for a non-finite op of another library that no change of an input makes finite.
-
-    For torch's own ops it is known what they compute; for such an op only its results are.
-    """
+    """Names no input, for a non-finite op of another library that no change of an input makes finite."""
     return described(None, "any", here=None) if ran.func.namespace != "aten" and ran.call.repeatable else None
 
 
@@ -93,10 +86,7 @@ def _as_read(ran: Ran, before: torch.Tensor) -> torch.Tensor:
 
 
 def lost_inside(ran: Ran) -> Operand | None:
-    """A constant of the op that its format rounds to zero or one, and that causes the failure.
-
-    An argument is tested with a number that the format can hold; a constant in the kernel's code cannot be tested.
-    """
+    """A constant of the op or of its kernel's code that its format rounds to 0 or 1, and that causes the failure."""
     for dtype in dict.fromkeys(result.dtype for result in ran.results):
         for number, rounded in lost_numbers(ran.call, dtype, ran.kernel):
             if number not in LITERALS.get(ran.kernel, ()) and not _heals(ran, number, dtype):

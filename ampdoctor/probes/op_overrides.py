@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ampdoctor.evidence.location import Source
+from ampdoctor.evidence.location import Source, Where
+from ampdoctor.evidence.trace import NonFiniteOrigin
 from ampdoctor.hooks.callbacks import on_gradient
+from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.hooks.program import called_as_recorded, recorded_line
 from ampdoctor.package import FOLDER
 from ampdoctor.precision.casting import REDUCED
@@ -24,12 +26,6 @@ from ampdoctor.probes.modules import ModuleStack
 from ampdoctor.probes.ops import FunctionNames, changes_shape, function_name, is_cast
 from ampdoctor.probes.recompute import NO_RESULT
 from ampdoctor.probes.user_code import as_source, user_line
-
-if TYPE_CHECKING:
-    from ampdoctor.evidence.location import Where
-    from ampdoctor.evidence.trace import NonFiniteOrigin
-    from ampdoctor.hooks.interfaces import ObservedRun
-
 
 # -- guards: an op's operand or result is kept within bounds --
 #
@@ -156,10 +152,7 @@ def _candidates(leaves: Sequence[torch.Tensor]) -> Iterator[Guard]:
 
 
 def _last_resort(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Guard]:
-    """Guards that need no bound: for an undefined result, or a defined one with an undefined derivative.
-
-    Not for an infinite result: the largest number in its place would be finite but meaningless.
-    """
+    """Guards without a bound, for an undefined result or derivative; none for an infinite result."""
     copies = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
     try:
         with torch.no_grad():
@@ -229,10 +222,7 @@ def address_of(origin: NonFiniteOrigin) -> UserLine | None:
 
 
 def address_at(where: Where, *, after_backward: bool = False) -> UserLine | None:
-    """Where to change the code; None where no line of the user's own runs the op (an optimizer of torch's).
-
-    `after_backward`: the op is in the user's own code after the backward.
-    """
+    """Where to change the code; None where no line of the user's own runs the op (an optimizer of torch's)."""
     source = where.source or where.forward_source
     theirs = after_backward or where.phase not in ("optimizer", "scaler", "data", "checkpoint")
     if source is None or where.op is None or not theirs:
@@ -241,10 +231,9 @@ def address_at(where: Where, *, after_backward: bool = False) -> UserLine | None
 
 
 class Intervention(FunctionNames):
-    """Changes how ops at some addresses run while it is on.
+    """Changes how ops at some addresses run while it is on; with `narrow`, results return to the format of the inputs.
 
-    With `narrow`, results return to the format of the inputs: for wide values that meet weights in half. A chosen guard
-    is kept in `guards`, so that later runs use the same. `helpless` are the addresses where no guard helped.
+    A chosen guard is kept in `guards`, for later runs. `helpless` are the addresses where no guard helped.
     """
 
     def __init__(self, addresses: Sequence[UserLine], how: How, *, narrow: bool = False) -> None:
@@ -318,7 +307,7 @@ class Intervention(FunctionNames):
                 return place.copy_(_held(result, place.dtype))
         if not self._narrow:
             return result
-        reduced = [t.dtype for t in _floats((args, kwargs)) if t.dtype.itemsize < wide.itemsize]
+        reduced = [t.dtype for t in tree_leaves((args, kwargs)) if _is_float(t) and t.dtype.itemsize < wide.itemsize]
         if not reduced:
             return result
         return tree_map(lambda t: _held(t, reduced[0]) if _is_float(t) else t, result)
@@ -335,10 +324,7 @@ class WrittenCasts(TorchFunctionMode):
 
 
 def calling_line() -> Source | None:
-    """The user's line that called a torch function; None for a call by ampdoctor itself (a probe's hook).
-
-    For use in the `__torch_function__` of a mode, or a helper in the same file.
-    """
+    """The user's line that called a torch function, asked by a mode; None for a call by ampdoctor itself."""
     frame = sys._getframe(1)
     asking = frame.f_code.co_filename  # the mode's file
     while frame is not None:
@@ -356,12 +342,6 @@ def calling_line() -> Source | None:
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _floats(value: Any) -> Iterator[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    tree_map(lambda item: found.append(item) if _is_float(item) else None, value)
-    yield from found
 
 
 def _widened(value: Any, wide: torch.dtype) -> Any:

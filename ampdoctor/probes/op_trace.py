@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.trace import (
     Died,
     Flush,
@@ -23,7 +24,7 @@ from ampdoctor.evidence.trace import (
     TensorStats,
     Trace,
 )
-from ampdoctor.hooks.interfaces import describe, is_out_of_memory
+from ampdoctor.hooks.interfaces import ObservedRun, describe, is_out_of_memory
 from ampdoctor.hooks.torch_internals import no_modes
 from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.lost_values import Provenance
@@ -60,15 +61,10 @@ from ampdoctor.probes.tensor_memory import (
     ByMemory,
     OriginIds,
     Taint,
-    covers_its_memory,
+    covers,
     storage_key,
     union,
 )
-
-if TYPE_CHECKING:
-    from ampdoctor.evidence.location import Where
-    from ampdoctor.hooks.interfaces import ObservedRun
-
 
 # -- gradients that are zero throughout --
 
@@ -82,13 +78,11 @@ class Dead:
         self._parameters: dict[str, int] = {}
 
     def clear(self) -> None:
-        """Forget everything."""
         self._by.clear()
         self._sites.clear()
         self._parameters.clear()
 
     def note(self, ran: Ran, order: int) -> None:
-        """Note an op of the backward; `order` is its position among the ops of the step."""
         inherited = next((i for t in ran.call.reads if (i := self._by.get(storage_key(t))) is not None), None)
         for result in ran.results:
             key = storage_key(result)
@@ -101,7 +95,6 @@ class Dead:
                 self._sites.append((order, ran.site))
 
     def reaches(self, name: str, gradient: torch.Tensor) -> None:
-        """Note the gradient that a parameter got."""
         index = self._by.get(storage_key(gradient))
         if index is not None and not bool(torch.count_nonzero(gradient)):
             self._parameters[name] = index
@@ -118,11 +111,7 @@ class Dead:
 
 
 class SideSearches:
-    """Runs the optional parts of a trace, and records which of them failed.
-
-    The origin of a value is found from the op's inputs and results alone. Everything else (the float64 result, what
-    made the operand, the path of the value) is additional: an error there only removes that part from the report.
-    """
+    """Runs the optional parts of a trace, all but the origin itself: an error there only removes that part."""
 
     def __init__(self) -> None:
         self._failed: dict[tuple[str, str], LeftOut] = {}
@@ -161,8 +150,6 @@ def own_work(failed: Callable[[Exception], None]) -> Iterator[None]:
 # through names, so in-place ops, views, module boundaries and the backward do not break the path. The op is run again
 # in float64 at once, so no tensor is kept.
 
-_BLOCK = 1 << 16  # elements that are compared at a time: few enough to stay in a processor's cache
-
 
 class OpTraceProbe(OpProbe):
     """Traces the steps that run while it is attached; `trace` is that of the last finished step.
@@ -179,11 +166,8 @@ class OpTraceProbe(OpProbe):
         self._taint = Taint()
         self._ways = Ways()
 
-    # -- the probe's seam ------------------------------------------------------------------------------------------
-
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install module hooks, and a hook on each gradient as the backward writes it."""
         self._run = run
         self._names = run.parameter_names()
         trained = trained_parameters(run)
@@ -200,7 +184,6 @@ class OpTraceProbe(OpProbe):
                 handle.remove()
 
     def begin(self) -> None:
-        """Forget the last step, and record the state in which the one that `during` names begins."""
         self._ops = 0
         self._origins: list[NonFiniteOrigin] = []
         self._forward_origins: dict[int, int] = {}
@@ -223,7 +206,6 @@ class OpTraceProbe(OpProbe):
         self._beside = FiniteBeside(self._run)
 
     def finish(self, step: int, loss: Any) -> None:
-        """Record which values were affected, and by which origins."""
         if isinstance(loss, torch.Tensor) and is_nonfinite(loss):
             self._harm("loss", loss)
         elif isinstance(loss, float) and not math.isfinite(loss):
@@ -279,10 +261,7 @@ class OpTraceProbe(OpProbe):
             ways.append(self._ways.way(index, origin.order, origin.way.before))
         return ways[-1]
 
-    # -- every op ------------------------------------------------------------------------------------------------
-
     def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the op, and examine what it read and made."""
         kernel = kernel_name(func)
         self._ops += 1
         self._belongings.entering(site)
@@ -366,7 +345,8 @@ class OpTraceProbe(OpProbe):
         if ran.bad:
             origins = self._inherited(ran.bad, site)
             spoiled = kind_of(ran.results) == "nan" or ran.kernel in SUMS
-            if not (self._meant(origins) and spoiled and kind_of(ran.bad) == "inf"):
+            written = all(self._origins[index].came_from == "constant" for index in origins)  # by the user
+            if not (written and spoiled and kind_of(ran.bad) == "inf"):
                 return origins, None
             # intended infinities (a mask) became NaN or were added up here: this op is the origin
         if site.phase == "backward" and site.sequence in self._forward_origins:
@@ -381,15 +361,8 @@ class OpTraceProbe(OpProbe):
             self._forward_origins[site.sequence] = index
         return frozenset({index}), wide
 
-    def _meant(self, origins: OriginIds) -> bool:
-        """Whether all origins are constants that the user wrote: an infinity among them is a mask's."""
-        return all(self._origins[index].came_from == "constant" for index in origins)
-
     def _inherited(self, bad: Sequence[torch.Tensor], site: Site) -> OriginIds:
-        """The origins behind non-finite inputs.
-
-        If some inputs hold NaN, those that hold only infinities are ignored.
-        """
+        """The origins behind non-finite inputs; if some hold NaN, those that hold only infinities are ignored."""
         nans = [t for t in bad if holds_nan(t)]
         return union(self._taint.origins(t) or self._brought(t, site) for t in nans or bad)
 
@@ -470,7 +443,7 @@ class OpTraceProbe(OpProbe):
 
     def _note_finite(self, tensor: torch.Tensor, ran: Ran) -> None:
         """Record the op that made memory which is finite throughout: non-finite values there later come from no op."""
-        if tensor.dtype.is_floating_point and not _shows_memory(ran) and covers_its_memory(tensor):
+        if tensor.dtype.is_floating_point and not _shows_memory(ran) and covers(tensor):
             self._finite[storage_key(tensor)] = ran.site
 
     def _past_torch(self, tensor: torch.Tensor, made: Site, how: Literal["unwritten", "unseen"]) -> NonFiniteOrigin:
@@ -489,8 +462,6 @@ class OpTraceProbe(OpProbe):
             replace(stats_of(before), name=self._belongings.label(tensor))
             for tensor, before in zip(call.reads, call.before, strict=True)
         )
-
-    # -- what stays finite -----------------------------------------------------------------------------------------
 
     def _follow_shadows(self, ran: Ran) -> list[torch.Tensor] | None:
         """Run the op in float64 on the real inputs and on those without origins; note how far finite results differ."""
@@ -585,12 +556,7 @@ def _departure(result: torch.Tensor, here: torch.Tensor, there: torch.Tensor) ->
     Both are computed in float64 from inputs that agree wherever the real ones are finite. So an element that does not
     descend from an origin has a difference of exactly 0, and rounding plays no part.
     """
-    far = 0.0
-    least = torch.finfo(torch.float32).tiny
-    flat = [dense(tensor.detach()).reshape(-1) for tensor in (result, here, there)]
-    for block in zip(*(tensor.split(_BLOCK) for tensor in flat), strict=True):
-        fine = torch.isfinite(block[0]) & torch.isfinite(block[1]) & torch.isfinite(block[2])
-        real, meant = (doubled(tensor)[fine] for tensor in block[1:])
-        if len(real):
-            far = max(far, float(((real - meant).abs() / meant.abs().clamp(min=least)).max()))
-    return far
+    real, meant = (doubled(dense(tensor)) for tensor in (here, there))
+    fine = torch.isfinite(dense(result.detach())) & torch.isfinite(real) & torch.isfinite(meant)
+    apart = (real - meant).abs()[fine] / meant.abs()[fine].clamp(min=torch.finfo(torch.float32).tiny)
+    return float(apart.max()) if apart.numel() else 0.0

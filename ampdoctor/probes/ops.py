@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ampdoctor.evidence.location import NonFinite, Phase, Where
+from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.hooks.torch_internals import (
     Backward,
     current_node,
@@ -23,11 +24,7 @@ from ampdoctor.hooks.torch_internals import (
     sequence_of,
 )
 from ampdoctor.probes.modules import ModuleStack, is_watched, tensors_in
-from ampdoctor.probes.user_code import applied_line, as_source, hook_line, user_line
-
-if TYPE_CHECKING:
-    from ampdoctor.hooks.interfaces import ObservedRun
-
+from ampdoctor.probes.user_code import as_source, hook_line, user_line
 
 # -- names of ops as users know them --
 
@@ -153,11 +150,7 @@ Line = tuple[str, int] | None
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where an op ran, cheaper to make than a `Where`.
-
-    `applied` is, for the first op inside a custom autograd function's forward, the line that called the function,
-    because the function's own node has this op's sequence number.
-    """
+    """Where an op ran, cheaper to make than a `Where`."""
 
     phase: Phase
     module: str  # "" outside
@@ -168,7 +161,6 @@ class Site:
     micro_batch: int = 0
     recompute: bool = False  # run again by activation checkpointing
     sequence: int | None = None  # autograd's number of the forward op; None where autograd does not record it
-    applied: Line = None
     after_backward: bool = False  # the user's own code after the backward, outside every optimizer
 
     def where(self, step: int, nonfinite: NonFinite, tensor: str | None = None) -> Where:
@@ -189,11 +181,7 @@ class Site:
 
 
 class FunctionNames(TorchFunctionMode):
-    """The torch functions that are running, innermost last: the names that users know ops by.
-
-    Inside a function of `torch.nn.functional` that is written in Python the mode is off (entering it again would
-    recurse without end). So for one that is no aten op ("normalize") the kernel's own name is used.
-    """
+    """The torch functions that are running, innermost last: the names that users know ops by."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,14 +226,12 @@ class Sites:
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install the module hooks."""
         self._run = run
         self._names = run.parameter_names()
         with self.modules.attach(run):
             yield
 
     def clear(self) -> None:
-        """Begin a step and forget all ops."""
         self._by_sequence.clear()
         self._order.clear()
         self.modules.clear()
@@ -289,8 +275,7 @@ class Sites:
         # only an op that autograd records advances the counter
         if not self._order or sequence > self._order[-1]:
             self._order.append(sequence)
-            applied = None if torch.is_grad_enabled() else applied_line()
-            site = self._by_sequence[sequence] = replace(site, sequence=sequence, applied=applied)
+            site = self._by_sequence[sequence] = replace(site, sequence=sequence)
         return site
 
     def _backward_site(self, kernel: str) -> Site:
@@ -316,7 +301,7 @@ class Sites:
         return replace(
             forward,
             phase="backward",
-            forward_line=forward.applied or forward.line if custom else forward.line,
+            forward_line=forward.line,
             line=line,
             op=self._op(kernel) if line is not None else forward.op,
             recompute=False,
@@ -490,9 +475,7 @@ def _bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Yields the tensors that an op changes in place, by its schema."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+    yield from (t for _, is_write, value in _bind(func, args, kwargs) if is_write for t in tensors_in(value))
 
 
 def _is_tensor_list(value: Any) -> bool:

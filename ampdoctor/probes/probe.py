@@ -4,30 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.probes.modules import takes_apart
 from ampdoctor.probes.ops import Site, Sites, kernel_name
-
-if TYPE_CHECKING:
-    from ampdoctor.hooks.interfaces import ObservedRun
 
 
 class Probe:
     """Observes a replay; a subclass overrides the parts that it needs."""
 
     def attach(self, run: ObservedRun) -> AbstractContextManager[None]:  # noqa: ARG002 - a subclass uses it
-        """Install hooks for the time of this context."""
         return nullcontext()
 
     def begin(self) -> None:
         """Forget the last step."""
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - a subclass uses it
-        """Surround one step."""
         self.begin()
         return nullcontext()
 
@@ -47,13 +43,11 @@ class OpProbe(Probe, TorchDispatchMode):
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install the module hooks."""
         with self._sites.attach(run):
             yield
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
-        """Switch the dispatch mode and the function mode on."""
         self._sites.clear()
         self._step = step
         self.begin()
@@ -61,11 +55,9 @@ class OpProbe(Probe, TorchDispatchMode):
             yield
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - a subclass uses them
-        """Forget the ops' sites."""
         self._sites.clear()
 
     def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op and return its result."""
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

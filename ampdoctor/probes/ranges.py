@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampdoctor.evidence.run_facts import Place, UpdateFacts
 from ampdoctor.hooks.backwards import PLAIN
+from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.counting import DeviceCounts, count, count_there, fetched, merged
 from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.numerics.tensors import Distance, Unseen, blocks, extremes, squares
@@ -20,22 +22,14 @@ from ampdoctor.probes.modules import GradientHooks, LowPrecisionTensors, optimiz
 from ampdoctor.probes.probe import Probe
 from ampdoctor.ranges.profile import Collector, RangeProfile, RunFacts
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ampdoctor.hooks.interfaces import ObservedRun
-
-
 # -- ranges over a replay --
 
 
 class RangeProbe(Probe):
-    """Histograms of every place, step by step; tensors themselves are never kept.
+    """Histograms of every place, step by step; without a `plan`, everything counts as half.
 
-    The counting does not wait for a device: the step's histograms are read after the step. `plan` gives what has the
-    half format in the half-precision run; without it, everything counts as half. `hand_scales` has for each step the
-    ratio of the largest gradient that the backward delivers to the largest that the optimizer gets, None where either
-    is missing. A constant ratio means a manual loss scale.
+    `hand_scales` has each step's largest gradient of the backward over that of the optimizer: constant for a loss that
+    is scaled by hand, None where either is missing.
     """
 
     def __init__(self, plan: LowPrecisionTensors | None = None) -> None:
@@ -64,20 +58,17 @@ class RangeProbe(Probe):
             yield
 
     def begin(self) -> None:
-        """Forget the last step."""
         self._step = {}
         self._stepped = []
         self._hooks.clear()
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """Add the step to the totals."""
         self.counted = {place: fetched(counts) for place, counts in self._step.items()}
         self._collector.add_step(self.counted)
         self._note_hand_scale()
         self._step = {}
 
     def profile(self, run: RunFacts, **more: Any) -> RangeProfile:
-        """Everything that was measured; `more` are further fields of the profile."""
         return self._collector.profile(run, half=self._is_half, weight=self._sizes.__getitem__, **more)
 
     def _is_half(self, place: Place) -> bool:
@@ -167,7 +158,6 @@ class ReferenceGradients(Probe):
         del self._hooks
 
     def begin(self) -> None:
-        """Forget the last step."""
         self.exponents.clear()
         self.weights.clear()
         self._hooks.clear()
@@ -183,28 +173,19 @@ class ReferenceGradients(Probe):
 
 @dataclass(slots=True)
 class Zeroed:
-    """Compares a step's gradients with those of the reference.
-
-    `relative_error` is the L2 norm of the difference of all weight gradients over the
-    reference's; None where there are none, not finite where a gradient is not.
-    """
+    """A step's gradients against the reference's; `relative_error` is L2 of all weight gradients, None without any."""
 
     flushed: Counter[Place] = field(default_factory=Counter)  # zero here; scaled, below twice fp16's smallest number
     nonzero: Counter[Place] = field(default_factory=Counter)  # elements of half gradients, nonzero in the reference
     relative_error: float | None = None
 
     def add(self, place: Place, flushed: int, present: int) -> None:
-        """Count elements of one place."""
         self.flushed[place] += flushed
         self.nonzero[place] += present
 
 
 class ZeroedProbe(Probe):
-    """Compares the gradients of a step with those of the reference, a replay of the same step from the same state.
-
-    `factor` scales a backward's loss in addition to its scaler; gradients outside of a backward are not scaled by it.
-    `zeroed` is that of the step that was finished last.
-    """
+    """Compares the gradients of a step with the reference's; `factor` scales a backward's loss beside its scaler."""
 
     def __init__(self, reference: ReferenceGradients, *, factor: float = 1.0) -> None:
         self._reference = reference
@@ -226,13 +207,11 @@ class ZeroedProbe(Probe):
         del self._hooks
 
     def begin(self) -> None:
-        """Forget the last step, and record its loss scale."""
         self._reset()
         self._hooks.clear()
         self._scale = self._run.events.scale() or PLAIN
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """Read the counts."""
         for place, *counts in self._counts:
             self.zeroed.add(place, *(int(count) for count in counts))
         if self._norm > 0.0:
@@ -324,7 +303,6 @@ class _Tally:
     ratios: Histogram = field(default_factory=Histogram.empty)
 
     def add(self, before: Tensor, after: Tensor) -> None:
-        """Count one step of the parameter, both tensors fp32 of the same shape."""
         self.steps += 1
         for old, new in zip(blocks(before), blocks(after), strict=True):
             self._add(old, new)
@@ -370,9 +348,8 @@ class _Tally:
 class UpdateProbe(Probe):
     """Compares parameters before and after an optimizer's step, in the given steps of an fp32 replay.
 
-    For `Session.reference`. The weight counts as it would be kept in bf16: rounded, then the update is added and the
-    sum rounded again, as torch's own optimizers do. An optimizer's step is taken as a whole, weight decay and update
-    together.
+    The weight counts as it would be kept in bf16: rounded, then the update is added and the sum rounded again, as by
+    torch's own optimizers.
     """
 
     def __init__(self, steps: Collection[int]) -> None:
@@ -386,11 +363,9 @@ class UpdateProbe(Probe):
         yield
 
     def during(self, step: int) -> AbstractContextManager[Any]:
-        """Hooks on the optimizers, in the given steps only."""
         return self._looking() if step in self._wanted else nullcontext()
 
     def facts(self) -> tuple[UpdateFacts, ...]:
-        """Each parameter that an optimizer stepped in fp32, by name."""
         return tuple(tally.facts(name) for name, tally in sorted(self._tallies.items()))
 
     @contextmanager

@@ -1,11 +1,9 @@
-"""Runs an op again in float64: whole, or at selected elements."""
+"""Runs an op again in float64: is it non-finite by nature, or only in this format?"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from torch.utils._pytree import tree_map
 from ampdoctor.evidence.trace import Recomputation
 from ampdoctor.numerics.tensors import extremes, nonfinite_flag
 from ampdoctor.probes.ops import Ran, Split
-
-# -- the whole op in float64 and float32: is it non-finite by nature, or only in this format? --
 
 _LOW = (
     torch.float16,
@@ -71,11 +67,7 @@ def widely(func: Callable[..., Any], call: Split, *, single: bool = False) -> li
 def recompute(
     func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor]
 ) -> tuple[Recomputation | None, list[torch.Tensor]]:
-    """Run `func` in float64 and float32 and compare where `results` are non-finite.
-
-    Returns the verdict and the float64 results (parallel to `results`). They are (None, []) where the op has no float64
-    kernel, or draws random numbers.
-    """
+    """The verdict on non-finite `results`, and them in float64; (None, []) where the op cannot run again in float64."""
     wide = widely(func, call)
     if not _alike(wide, results):
         return None, []
@@ -111,11 +103,7 @@ def _returns(func: Callable[..., Any], call: Split, results: Sequence[torch.Tens
 def _fits_when_smaller(
     func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor], *, finite: bool
 ) -> bool | None:
-    """Whether the op is finite on the same inputs, each scaled down to at most 1 by a power of two.
-
-    A pole (log(0), a flushed epsilon) stays one. Results that are not finite in float64 either count as an overflow
-    only where they are an infinity from large inputs: NaN from acos(1.5) is no overflow, nor is the pole of atanh at 1.
-    """
+    """Whether the op is finite on its large inputs made smaller: then it overflows; None where that does not decide."""
     sizes = {id(t): _largest(b) for t, b in zip(call.reads, call.before, strict=True) if b.numel()}
     if not finite:
         nan = any(math.isnan(float(extremes(r)[0])) for r in results)
@@ -168,64 +156,7 @@ def _where_nonfinite(results: Sequence[torch.Tensor], wide: Sequence[torch.Tenso
     return finite, amax
 
 
-# -- selected elements in float64 --
-
-FEW = 8  # if a tensor has at least this many times the selected elements, gathering those is cheaper than computing all
-
-
-class _NotByElementError(Exception):
-    """An argument has another shape than the result."""
-
-
-class RecomputeAt:
-    """Runs an op in float64 on its own inputs or on others (`call`).
-
-    An elementwise op runs on the selected elements only: a cast of 38 million weights flushes a handful of them.
-    """
-
-    def __init__(self, ran: Ran, call: Split) -> None:
-        self._ran = ran
-        self._call = call
-        self._whole: list[torch.Tensor] | None = None
-
-    def at(self, position: int, places: torch.Tensor) -> torch.Tensor | None:
-        """A result's float64 elements at `places` (as if it were contiguous); None if the op cannot run in float64."""
-        few = self._few(position, places)
-        if few is not None:
-            return few
-        if self._whole is None:
-            self._whole = widely(self._ran.func, self._call)
-        if [wide.shape for wide in self._whole] != [result.shape for result in self._ran.results]:
-            return None
-        return doubled(self._whole[position]).reshape(-1)[places]
-
-    def _few(self, position: int, places: torch.Tensor) -> torch.Tensor | None:
-        """The op on those elements alone; None where it is not elementwise."""
-        ran = self._ran
-        result = ran.results[position]
-        if len(ran.results) != 1 or len(places) * FEW > result.numel() or not _is_elementwise(ran.func, ran.kernel):
-            return None
-        try:
-            found = widely(ran.func, _picked(self._call, result.shape, places))
-        except _NotByElementError:
-            return None
-        return doubled(found[0]) if [wide.shape for wide in found] == [places.shape] else None
-
-
-def _picked(call: Split, shape: torch.Size, places: torch.Tensor) -> Split:
-    def pick(item: Any) -> Any:
-        if not isinstance(item, torch.Tensor) or item.dim() == 0:
-            return item
-        if item.shape != shape or item.layout is not torch.strided:
-            raise _NotByElementError
-        return item.detach().reshape(-1)[places]
-
-    return replace(call, args=tree_map(pick, call.args), kwargs=tree_map(pick, call.kwargs))
-
-
-@lru_cache(maxsize=1024)
-def _is_elementwise(func: Callable[..., Any], kernel: str) -> bool:
-    """Whether torch tags the op, or for one over lists the op of a single tensor, as pointwise."""
-    packet = getattr(torch.ops.aten, kernel, None)
-    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
-    return kernel == "_to_copy" or any(torch.Tag.pointwise in op.tags for op in (func, *overloads))
+def aligned(ran: Ran, call: Split) -> list[torch.Tensor]:
+    """An op's results in float64 on its own inputs or on others (`call`); [] if it cannot run in float64."""
+    wide = widely(ran.func, call)
+    return list(map(doubled, wide)) if _alike(wide, ran.results) else []

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdRef
 
-from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.trace import Origin
+from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.tensors import is_plain, parts_of
 from ampdoctor.probes.nonfinite import is_mask, is_nonfinite, kind_of, state_tensors
+from ampdoctor.probes.ops import Site
 from ampdoctor.probes.recompute import doubled
-
-if TYPE_CHECKING:
-    from ampdoctor.hooks.interfaces import ObservedRun
-    from ampdoctor.probes.ops import Site
-
 
 # -- which origins a non-finite tensor descends from, and its values without them --
 
@@ -37,14 +34,6 @@ def storage_key(tensor: torch.Tensor) -> Memory:
         return StorageWeakRef(tensor.untyped_storage())
     except RuntimeError:  # sparse layouts have no storage of their own
         return WeakIdRef(tensor)
-
-
-def covers_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor covers its storage completely; False where that is not known."""
-    try:
-        return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    except RuntimeError:
-        return False
 
 
 class ByMemory(dict[Memory, _V]):
@@ -83,15 +72,11 @@ class Taint:
         self._shadows: ByMemory[dict[tuple[Any, ...], torch.Tensor]] = ByMemory()
 
     def clear(self) -> None:
-        """Forget everything."""
         self._origins.clear()
         self._shadows.clear()
 
     def origins(self, tensor: torch.Tensor) -> OriginIds:
-        """The origins that a tensor's memory descends from.
-
-        For a subclass, those of the tensors that it consists of.
-        """
+        """The origins that a tensor's memory (for a subclass, that of its parts) descends from."""
         if is_plain(tensor):
             return self._origins.get(storage_key(tensor), NONE)
         return union(self._origins.get(storage_key(part), NONE) for part in (parts_of(tensor) or [tensor]))
@@ -105,12 +90,11 @@ class Taint:
     def clean(self, tensor: torch.Tensor) -> None:
         """Note a finite result: if it fills its memory, nothing non-finite is left there."""
         key = storage_key(tensor)
-        if key in self._origins and _covers(tensor):
+        if key in self._origins and covers(tensor):
             del self._origins[key]
         self._lift_shadow(tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Drop the origins of a tensor's memory."""
         self._origins.pop(storage_key(tensor), None)
 
     def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -140,7 +124,7 @@ def union(origins: Iterable[OriginIds]) -> OriginIds:
     return frozenset().union(*origins)
 
 
-def _covers(tensor: torch.Tensor) -> bool:
+def covers(tensor: torch.Tensor) -> bool:
     """Whether the tensor fills its memory; an expanded dimension repeats elements and fills nothing."""
     try:
         distinct = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
@@ -151,7 +135,7 @@ def _covers(tensor: torch.Tensor) -> bool:
 
 # -- tensors that came with the step --
 
-_STATE: dict[str, Origin] = {"param": "param", "buffer": "buffer", "optimizer_state": "optimizer_state"}
+_STATE: dict[str, Origin] = {"param": "param", "buffer": "buffer", "optimizer_state": "optimizer_state", "grad": "grad"}
 
 
 @dataclass(slots=True)
@@ -263,28 +247,14 @@ class Belongings:
         if kind in _STATE:
             parameter, _, entry = name.partition(":")
             module, _, leaf = parameter.rpartition(".")
-            op = f"optimizer_state:{entry}" if kind == "optimizer_state" else f"state:{leaf}"
-            where = Where(
-                step=self.step, phase="checkpoint", module=module, op=op, nonfinite=nonfinite, tensor=parameter
-            )
+            op = {"optimizer_state": f"optimizer_state:{entry}", "grad": "zero_grad"}.get(kind, f"state:{leaf}")
+            phase: Phase = "optimizer" if kind == "grad" else "checkpoint"
+            where = Where(step=self.step, phase=phase, module=module, op=op, nonfinite=nonfinite, tensor=parameter)
             return where, _STATE[kind]
-        if kind == "grad":
-            module = name.rpartition(".")[0]
-            where = Where(
-                step=self.step, phase="optimizer", module=module, op="zero_grad", nonfinite=nonfinite, tensor=name
-            )
-            return where, "grad"
         path = self._path_in_batch(key)
         if path is not None:
-            where = Where(
-                step=self.step,
-                micro_batch=site.micro_batch,
-                phase="data",
-                op="data",
-                nonfinite=nonfinite,
-                tensor=path,
-            )
-            return where, "data"
+            where = Where(step=self.step, phase="data", op="data", nonfinite=nonfinite, tensor=path)
+            return replace(where, micro_batch=site.micro_batch), "data"
         return site.where(self.step, nonfinite), "constant"
 
     def _owner(self, key: Memory) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import sysconfig
@@ -13,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -114,46 +113,6 @@ def hook_line() -> tuple[str, int] | None:
     return line  # in a thread of the engine's own
 
 
-def applied_line() -> tuple[str, int] | None:
-    """The line that called the custom autograd function whose forward is running; None outside of one."""
-    frame = sys._getframe(1)
-    inside = False
-    while frame is not None and frame.f_code.co_filename != _BOUNDARY:
-        if _is_forward_of_function(frame):
-            inside = True
-        elif inside and _is_user(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def _is_forward_of_function(frame: FrameType) -> bool:
-    """Whether it is the forward of a custom autograd function, or a decorator around one.
-
-    `Function.apply` has no torch frame of its own from torch 2.14 on. A forward gets the context as its first argument;
-    one that uses `setup_context` instead is recognised by its class.
-    """
-    code = frame.f_code
-    if code.co_argcount or code.co_flags & inspect.CO_VARARGS:
-        first = frame.f_locals.get(code.co_varnames[0 if code.co_argcount else code.co_kwonlyargcount])
-        first = first[0] if isinstance(first, tuple) and first and not code.co_argcount else first
-        if isinstance(first, torch.autograd.function.BackwardCFunction):
-            return True
-    return code.co_name == "forward" and any(
-        inspect.unwrap(forward).__code__ is code for forward in _forwards(torch.autograd.Function)
-    )
-
-
-def _forwards(function: type[Any]) -> Iterator[FunctionType]:
-    below: type[Any]
-    for below in function.__subclasses__():
-        forward = vars(below).get("forward")
-        forward = getattr(forward, "__func__", forward)
-        if isinstance(forward, FunctionType):
-            yield forward
-        yield from _forwards(below)
-
-
 def raising_line(error: BaseException) -> tuple[str, int] | None:
     """The innermost user line through which an exception came, outside installed packages if possible."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -185,7 +144,6 @@ class HalfMade:
         self._lines: dict[int, tuple[weakref.ref[torch.Tensor], Source | None]] = {}
 
     def of(self, parameters: Iterable[torch.Tensor]) -> Source | None:
-        """The line that made the first known one of these parameters."""
         for parameter in parameters:
             there, line = self._lines.get(id(parameter), (None, None))
             if there is not None and there() is parameter and line is not None:
@@ -194,7 +152,6 @@ class HalfMade:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Note lines while the context is open; all hooks are removed afterwards."""
         with ExitStack() as stack:
             stack.callback(register_module_parameter_registration_hook(self._registered).remove)
             for method in _CASTS:

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ampdoctor.evidence.location import Where
+from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.modules import memory_of, tensors_in
 from ampdoctor.probes.ops import UNINITIALISED, Site, kernel_name, reshapes, split_calls, written
 from ampdoctor.probes.probe import OpProbe
-
-if TYPE_CHECKING:
-    from ampdoctor.evidence.location import Where
-    from ampdoctor.hooks.interfaces import ObservedRun
-
 
 # -- ops that write a run's state: the last one of a step determines the value --
 
@@ -41,10 +38,7 @@ def last_written(writes: Sequence[Write], step: int) -> Where | None:
 
 
 class WritesProbe(OpProbe):
-    """Notes the ops of a step that write the tensors of `named()`, called after the step, as a step may make them.
-
-    `writes` is by name, in the order of the ops. `draws`: an op of the optimizer's phase has drawn random numbers.
-    """
+    """Notes the ops that write the tensors of `named()`, in `writes`; `draws`: an update drew random numbers."""
 
     def __init__(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         super().__init__()
@@ -54,7 +48,6 @@ class WritesProbe(OpProbe):
         self._by_memory: defaultdict[tuple[int, int], list[Write]] = defaultdict(list)
 
     def begin(self) -> None:
-        """Forget the last step."""
         self._by_memory.clear()
         self.draws = False
 
@@ -65,7 +58,6 @@ class WritesProbe(OpProbe):
         self._by_memory.clear()
 
     def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
-        """Note the memory that the op writes."""
         kernel = kernel_name(func)
         nested = any(tensor.is_nested for tensor in tensors_in([*args, *kwargs.values()]))
         if nested or kernel in UNINITIALISED:
@@ -113,46 +105,35 @@ class OldCast:
     written: Site | None  # the op that wrote the weight after the cast; None where `p.data` was replaced
 
 
-@dataclass(slots=True)
-class _Copies:
-    by_memory: dict[int, _Copy] = field(default_factory=dict)
-    of_weight: dict[int, list[_Copy]] = field(default_factory=dict)
-
-
 class OldCastsProbe(OpProbe):
-    """Notes forward ops that read half copies of weights which have other values now, once a weight.
-
-    A backward reads the copies that its forward has saved; that is right, and not noted. Copies that the user's code
-    keeps on purpose are not distinguished from autocast's.
-    """
+    """Notes forward ops that read half copies of weights which have other values now, once a weight."""
 
     takes_apart = False
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[OldCast] = []
-        self._copies = _Copies()
+        self._by_memory: dict[int, _Copy] = {}
+        self._of_weight: defaultdict[int, list[_Copy]] = defaultdict(list)
         self._names: dict[int, str] = {}
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
-        """Install the module hooks."""
         with super().attach(run):
             self._names = dict(run.parameter_names())
             yield
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
-        """Release the copies with the step."""
         self.found = []
         try:
             with super().during(step):
                 yield
         finally:
-            self._copies = _Copies()
+            self._by_memory.clear()
+            self._of_weight.clear()
 
     def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
-        """Note what the op casts, writes and reads."""
         if site.phase != "backward":
             self._reads(site, args, kwargs)
         result = func(*args, **kwargs)
@@ -160,25 +141,22 @@ class OldCastsProbe(OpProbe):
             self._casts(args[0], result)
         elif func._schema.is_mutable and not reshapes(func):
             for tensor in written(func, args, kwargs):
-                for known in self._copies.of_weight.get(memory_of(tensor), ()):
+                for known in self._of_weight.get(memory_of(tensor), ()):
                     known.written = known.written or site
         return result
 
     def _casts(self, weight: torch.Tensor, copy: Any) -> None:
         """Note autocast's copies: it keeps those of fp32 leaves that need a gradient, and no others."""
-        if id(weight) not in self._names or copy.dtype not in REDUCED:
-            return
-        if not (memory_of(weight) and memory_of(copy)):
+        named = id(weight) in self._names and copy.dtype in REDUCED
+        if not (named and memory_of(weight) and memory_of(copy)):
             return
         known = _Copy(copy, weight, weight.data_ptr())
-        self._copies.by_memory[memory_of(copy)] = known
-        self._copies.of_weight.setdefault(memory_of(weight), []).append(known)
+        self._by_memory[memory_of(copy)] = known
+        self._of_weight[memory_of(weight)].append(known)
 
     def _reads(self, site: Site, args: Any, kwargs: Any) -> None:
-        if not self._copies.by_memory:
-            return
-        for tensor in tensors_in([*args, *kwargs.values()]):
-            known = self._copies.by_memory.get(memory_of(tensor))
+        for tensor in tensors_in([*args, *kwargs.values()]) if self._by_memory else ():
+            known = self._by_memory.get(memory_of(tensor))
             if known is None or not (known.written or known.replaced):
                 continue
             name = self._names[id(known.weight)]

@@ -75,11 +75,7 @@ class _Found:
                 counted[place] = counted.get(place, Histogram.empty()) + _histogram(tensor)
 
     def is_half(self, place: Place) -> bool:
-        """Whether the tensor, or what its module computes, is in a half format, as far as the log shows.
-
-        Gradients of fp32 parameters under autocast have passed through the format that their module computes in. Where
-        the log does not give it, every tensor counts as half.
-        """
+        """Whether the tensor, or what its module computes, is in a half format; True where the log does not say."""
         own = set() if self._autocast else self._of_parameters.get(place.name)
         formats = self._of_modules.get(place.module) or own
         return not formats or bool(formats & _HALVES)

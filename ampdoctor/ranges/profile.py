@@ -34,7 +34,7 @@ class RunFacts:
     precision: str  # that the run itself uses
     factory: str = ""  # name of the factory that made the run
     autocast: bool = True
-    master_weights: bool = False  # a half model has fp32 masters in its optimizer
+    master_weights: bool = False  # a half model has fp32 master weights in its optimizer
     scaler: Mapping[str, Any] | None = None  # state of its own enabled GradScaler (`state_dict()` form)
     loss_scale: float = 1.0  # the scaler's, a manual one, or 1.0
     base_scale: float = 1.0  # factor in the measured gradients: a manual loss scale inside the user's step
@@ -112,7 +112,7 @@ class RangeProfile:
         ]
 
     def half_gradients(self, without: Collection[str] = ()) -> list[int]:
-        """Indices of the gradients in the half format, except those of the modules `without` (fp32 islands)."""
+        """Indices of the gradients in the half format, except those of the modules `without` (modules in fp32)."""
         return [index for kind in GRADIENTS for index in self.of_kind(kind, without)]
 
     def merged(self, kind: SiteKind, without: Collection[str] = ()) -> Histogram:
@@ -121,10 +121,7 @@ class RangeProfile:
         return functools.reduce(Histogram.__add__, parts, Histogram.empty())
 
     def factor(self, kind: SiteKind, scale: float) -> float:
-        """The factor for a histogram of this kind at a loss scale; 1 for activations and weights, which are not scaled.
-
-        The factor that the measured gradients already carry (`RunFacts.base_scale`) is divided out.
-        """
+        """The factor for a histogram of a kind at a loss scale, without the base scale; 1 for what is not scaled."""
         return scale / self.run.base_scale if kind in GRADIENTS else 1.0
 
     def log2_series(self, index: int) -> list[float]:
@@ -200,11 +197,7 @@ class Collector:
     def profile(
         self, run: RunFacts, *, half: Callable[[Place], bool], weight: Callable[[str], int], **more: Any
     ) -> RangeProfile:
-        """The profile of everything that was added; sites are sorted by kind, name and part.
-
-        `half(place)`: whether the tensor there is in the half format, in the half-precision run. `weight(name)` is the
-        number of parameter elements of a module. `more` are further fields of the profile.
-        """
+        """The profile of all that was added, sites by kind, name and part; `weight(name)` is a module's elements."""
         places = sorted(self._total, key=lambda p: (KINDS.index(p.kind), p.name, p.part))
         gradients = sum(place.kind in GRADIENTS for place in places)
         return RangeProfile(

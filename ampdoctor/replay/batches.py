@@ -127,7 +127,6 @@ def _arriving(batches: Iterator[Any], arrive: Callable[[], None]) -> Iterator[An
 
 
 def _from(batches: Any, place: DataPosition) -> Iterator[Any]:
-    """Yields the batches from the position on, over several epochs if wanted."""
     epoch, source = _led_to(batches, place)
     if place.arrive is not None:
         place.arrive()
@@ -180,7 +179,6 @@ def _led_to(batches: Any, place: DataPosition) -> tuple[int, Iterator[Any] | Non
 
 
 def _without(made: Any, count: int) -> Iterator[Any]:
-    """Returns an epoch without its first batches, which are not loaded."""
     if samples_indices(made):
         skipping = Skipping(made, count)
         left = _iterator(skipping.loader)
@@ -195,7 +193,6 @@ def _said(batches: int, epoch: int, within: int) -> str:
 
 
 def _told(made: Any, epoch: int) -> Any:
-    """Returns the source of batches after `set_epoch` was called."""
     for holder in epochs_known_by(made, data=True):
         holder.set_epoch(epoch)
     return made
@@ -212,11 +209,7 @@ _GONE = object()  # replaces a released batch
 
 
 class BatchBuffer:
-    """The run's batches, drawn on demand.
-
-    A loader may use the same random generators as the training. So the first pass draws each batch at the moment at
-    which the user's loop would draw it.
-    """
+    """The run's batches, each drawn when the user's loop would: a loader may use the training's random generators."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.cut = False  # a batch was released to stay within `ROOM`; `rewind` draws from the start again

@@ -25,10 +25,7 @@ Environment = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedFactory:
-    """An imported factory, which can be called repeatedly for fresh runs.
-
-    `instead` is advice for the end of the "your code writes this file" note.
-    """
+    """An imported factory, which can be called repeatedly for fresh runs."""
 
     instead: ClassVar[str] = "leave that out of what the factory returns, or replay in a copy of the folder"
 
@@ -42,11 +39,7 @@ class LoadedFactory:
 
     @contextlib.contextmanager
     def user_code(self, what: str) -> Iterator[None]:
-        """Run the user's code in its environment, with its argv and import path; its output goes to stderr.
-
-        It also surrounds the run's callbacks (loss, batches, step), which may import modules late. `what` is the
-        subject of an error's sentence ("the loss"). Raises UserCodeError if the code raised.
-        """
+        """Run the user's code in its environment, with its argv and import path; its output goes to stderr."""
         entered = user_code(self.argv0, what=what, path=self.path, arguments=self.script_arguments)
         with self.environment(), entered:
             yield
@@ -58,11 +51,7 @@ class LoadedFactory:
         batches: str | Any | None = None,
         loss: str | Callable[..., Any] | None = None,
     ) -> TrainingRun:
-        """Call the factory with keyword `arguments` for a fresh run.
-
-        If the factory returns a bare model, `batches` and `loss` are the arguments of `TrainingRun`, or their
-        `module:attribute`. Raises FactoryError if arguments or result do not fit, UserCodeError if the factory raised.
-        """
+        """Call the factory with keyword `arguments` for a fresh run."""
         arguments = dict(arguments or {})
         check_arguments(self.function, arguments, self.name)
         what = f"the factory {self.name!r}"
@@ -99,7 +88,6 @@ class LoadedFactory:
         return TrainingRun(model=made, batches=self._part(batches, "--batches"), loss=self._part(loss, "--loss"))
 
     def _started(self, adapter: Adapter, made: Any) -> TrainingRun:
-        """Starts a framework's training, which is user code too, and stops it at its first step."""
         what = f"the start of {adapter.name}'s training"
         with self.user_code(what), forbid_training_and_writes(what, (Path.cwd(), *self.path), may_step=True):
             return adapter.run_of(made)
@@ -118,14 +106,7 @@ def load_factory(
     environment: Environment | None = None,
     script_arguments: Sequence[str] = (),
 ) -> LoadedFactory:
-    """Import a factory without calling it.
-
-    `factory` is `package.module:function`, `path/to/file.py:function`, or the function itself. `app_dir` is the first
-    folder of the import path after a file's own (None: the working folder). `environment` surrounds the import and each
-    later call; `script_arguments` follow the file in `sys.argv` while its code runs.
-
-    Raises FactoryError if the name is malformed, does not exist or is not callable, UserCodeError if the import raised.
-    """
+    """Import a factory without calling it."""
     around = environment or contextlib.nullcontext
     forget_working_folder()
     if not isinstance(factory, str):
@@ -165,9 +146,6 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature: the call itself raises
         return
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    if positional:
-        raise FactoryError(f"the factory {name!r} takes {', '.join(positional)} by position only: --arg gives keywords")
     known = [p.name for p in parameters if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         _check_unknown(arguments, known, name)
@@ -183,21 +161,17 @@ def _check_unknown(arguments: Mapping[str, Any], known: list[str], name: str) ->
     for argument in arguments:
         if argument in known:
             continue
-        same = [name for name in known if name.lower() == argument.lower()]
-        near = same or difflib.get_close_matches(argument, known, n=3)
+        near = difflib.get_close_matches(argument, known, n=3)
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise FactoryError(f"the factory {name!r} has no argument {argument!r}: {hint}{takes}")
 
 
 def _wrong_return(made: Any) -> str:
-    """Says, as a predicate, why a factory may not return `made`."""
     from torch import nn
 
     if made is None:
         return "returned nothing: did you forget `return`?"
-    if inspect.iscoroutine(made):
-        made.close()  # or Python warns that it was never awaited
     values = made.values() if isinstance(made, Mapping) else made if isinstance(made, tuple | list) else ()
     if any(isinstance(value, nn.Module) for value in values):
         kind = type(made).__name__

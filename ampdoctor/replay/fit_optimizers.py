@@ -18,8 +18,6 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.hooks.nested import copy_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import nn
 
 _SHAPED_LIKE_PARAMETER = frozenset(
@@ -139,11 +137,7 @@ def _pairs(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> li
 
 
 def _in_run_order(optimizer: Optimizer, state: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """Puts a state whose parameters have names (distributed checkpoints) into the run's order.
-
-    `load_state_dict` pairs by position, and ranks may write in another order. A state with names other than those of
-    the run's groups is returned unchanged.
-    """
+    """Puts a state whose parameters have names (distributed checkpoints) into the run's order."""
     groups = state.get("param_groups")
     own = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
     if not isinstance(groups, list):
@@ -165,7 +159,6 @@ def _in_run_order(optimizer: Optimizer, state: dict[str, Any], names: Mapping[in
 
 
 def _problem(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> str | None:
-    """Returns why `state` cannot be loaded into `optimizer`, or None."""
     groups = state.get("param_groups")
     entries = state.get("state")
     if not isinstance(groups, list) or not isinstance(entries, Mapping):
@@ -175,14 +168,12 @@ def _problem(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int,
         return f"it has {len(groups)} parameter groups, the run's has {len(own)}"
     for index, (saved, group) in enumerate(zip(groups, own, strict=True)):
         problem = _group_problem(saved, group, index)
-        if problem is None and type(optimizer).__module__.startswith("torch.optim"):
-            problem = _beta_problem(saved, index)
         if problem is not None:
             return problem
     ids = [parameter_id for saved in groups for parameter_id in saved["params"]]
     held = [key for key, entry in entries.items() if isinstance(entry, Mapping)]  # others belong to the optimizer
     if held and not set(held) & set(ids):
-        return f"its state is of {_listed(held)}, and its groups hold {_listed(ids)}"
+        return "its state is of other parameters than its groups hold"
     parameters = [parameter for group in own for parameter in group["params"]]
     for parameter_id, parameter in zip(ids, parameters, strict=True):
         name = names.get(id(parameter), f"parameter {parameter_id}")
@@ -194,22 +185,6 @@ def _problem(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int,
         if problem is not None:
             return problem
     return None
-
-
-def _listed(ids: Iterable[Any]) -> str:
-    """Shows a few keys of parameters: "0, 1, 2 and 9 more"."""
-    keys = list(map(str, ids))
-    return ", ".join(keys) if len(keys) < 4 else f"{', '.join(keys[:3])} and {len(keys) - 3} more"
-
-
-def _beta_problem(saved: Mapping[str, Any], index: int) -> str | None:
-    """Checks betas: at 1 Adam's bias correction divides by zero. torch's constructors refuse it, loading does not."""
-    betas = saved.get("betas", ())
-    if all(0 <= float(beta) < 1 for beta in betas):
-        return None
-    return (
-        f"betas of its group {index} are {', '.join(f'{float(b):g}' for b in betas)}: each has to be below 1 (AMP505)"
-    )
 
 
 def _group_problem(saved: Any, group: Mapping[str, Any], index: int) -> str | None:
@@ -258,7 +233,6 @@ def _entry_problem(entry: Any, parameter: torch.Tensor, name: str) -> str | None
 
 
 def _usable(optimizer: Optimizer, state: dict[str, Any], *, own_settings: bool) -> tuple[dict[str, Any], list[str]]:
-    """Returns the state in a form for this device, and its differences from the factory's settings."""
     notes = []
     # load_state_dict keeps tensors that need no cast: without a copy the replay would train the checkpoint's tensors
     state = copy_batch(state)
@@ -272,20 +246,4 @@ def _usable(optimizer: Optimizer, state: dict[str, Any], *, own_settings: bool) 
         ours, theirs = group.get("lr"), saved.get("lr")
         if theirs is not None and ours is not None and float(ours) != float(theirs):
             notes.append(f"learning rate {float(theirs):.6g} of the checkpoint replaces the run's {float(ours):.6g}")
-    return state, list(dict.fromkeys([*notes, *_cast_notes(optimizer, state)]))
-
-
-def _cast_notes(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterable[str]:
-    """Describes casts of `load_state_dict` to the parameter's dtype: fp32 moments of a half model become half."""
-    ids = [parameter_id for saved in state["param_groups"] for parameter_id in saved["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    casts = {
-        (key, value.dtype, parameter.dtype)
-        for parameter_id, parameter in zip(ids, parameters, strict=True)
-        for key, value in state["state"].get(parameter_id, {}).items()
-        if key in _SHAPED_LIKE_PARAMETER and isinstance(value, torch.Tensor) and value.dtype != parameter.dtype
-    }
-    for key, stored, own in sorted(casts, key=str):
-        yield f"{key} is {stored} in the checkpoint and cast to its parameter's {own}, as torch does".replace(
-            "torch.", ""
-        )
+    return state, list(dict.fromkeys(notes))

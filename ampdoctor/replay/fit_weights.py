@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -51,11 +50,10 @@ class WeightPlan:
 def plan_weights(
     model: nn.Module, weights: Mapping[str, torch.Tensor] | None, *, allow_partial: bool = False
 ) -> WeightPlan:
-    """Match a file's keys to the model's, and check shapes; nothing is loaded yet.
+    """Match a file's keys to the model's, and check shapes as torch does; nothing is loaded yet.
 
-    Wrappers' prefixes are removed on both sides, and the model's own load hooks (which rename keys of older versions)
-    are applied. As in torch, a missing `num_batches_tracked` and a one-element tensor of another shape are no errors; a
-    tied tensor is needed only once. Raises CheckpointError if keys or shapes differ, unless `allow_partial` is set.
+    Wrappers' prefixes are removed on both sides, the model's own load hooks are applied, and a tied tensor is needed
+    only once. Raises CheckpointError if keys or shapes differ, unless `allow_partial` is set.
     """
     if not weights:
         return WeightPlan(model=model)
@@ -133,7 +131,6 @@ def _refusal(
     file_keys: Sequence[str],
     own_keys: Sequence[str],
 ) -> str:
-    """Returns one sentence on all differences."""
     parts = []
     if missing:
         parts.append(f"{len(missing)} of {len(own_keys)} tensors of the model are missing ({_some(missing)})")
@@ -156,18 +153,14 @@ def _some(names: Sequence[str], separator: str = ", ") -> str:
 
 
 def _hint(missing: Sequence[str], unexpected: Sequence[str], file_keys: Sequence[str], own_keys: Sequence[str]) -> str:
-    if not missing or not unexpected:
+    prefix = common_prefix_fit(file_keys, own_keys) if missing and unexpected else None
+    if prefix is None:
         return ""
-    prefix = common_prefix_fit(file_keys, own_keys)
-    if prefix is not None:
-        change = f"with {prefix[1:]!r} put before the file's keys" if prefix[0] == "+" else f"without {prefix!r}"
-        return f"; they fit {change}"
-    near = difflib.get_close_matches(missing[0], unexpected, n=1, cutoff=0.75)
-    return f"; is {near[0]!r} the model's {missing[0]!r}?" if near else ""
+    change = f"with {prefix[1:]!r} put before the file's keys" if prefix[0] == "+" else f"without {prefix!r}"
+    return f"; they fit {change}"
 
 
 def _cast_notes(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterable[str]:
-    """Describes casts that `load_state_dict` does not report, above all values that become infinite."""
     casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
     beyond = []
     for key, value in given.items():

@@ -56,20 +56,14 @@ class ResumeReport:
 
     @property
     def collapsed_from(self) -> float | None:
-        """The initial scale of the factory's scaler, if the run continues with a collapsed one; else None.
-
-        A scale below 1 shrinks gradients: no user wants that. None too if the factory itself starts below 1.
-        """
+        """The initial scale of the factory's scaler, if the run continues with a collapsed one; else None."""
         if self.scalers is None or not self.scalers.now.collapsed:
             return None
         return self.scalers.own.scale if self.scalers.own.scale >= 1 else None
 
     @property
     def lost_scaler(self) -> ScalerState | None:
-        """The file's scaler, if the run uses another scale although the file's had settled or collapsed; else None.
-
-        Settled means that it counted clean steps since its last change. A dead scale is never returned.
-        """
+        """The file's scaler if it had settled or collapsed, is not dead, and the run uses another scale; else None."""
         file = self.file_scaler
         if self.scaler_continued or file is None or file.dead:
             return None
@@ -148,7 +142,6 @@ def resume(
 
 
 def _file_scaler(state: LoadedCheckpoint, *, fresh: bool) -> tuple[ScalerState | None, tuple[str, ...]]:
-    """Returns the file's scaler, and notes if it is unreadable but not needed."""
     try:
         return read_scaler_state(state.scaler), ()
     except CheckpointError as error:
@@ -240,10 +233,7 @@ def scaler_state_of(scaler: torch.amp.GradScaler | None) -> ScalerState | None:
 
 
 def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -> ScalerState | None:
-    """Reads a state dict of torch's or Apex's scaler; None for None and for a disabled scaler's empty one.
-
-    Raises CheckpointError if keys are absent or are no numbers. A scale of 0 or NaN is accepted: it is a finding.
-    """
+    """Reads a state dict of torch's or Apex's scaler; None for None and for a disabled scaler's empty one."""
     if not state:
         return None
     plain = {name: value.item() if is_one_element(value) else value for name, value in state.items()}
@@ -260,16 +250,12 @@ def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -
 
 
 def _torch_state(state: ScalerState, saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """Returns the argument of `scaler.load_state_dict`; settings that the file lacks (Apex's has two) stay the run's.
-
-    Raises CheckpointError if torch's scaler cannot hold the values: its scale is float32, its counter int32. An
-    infinite or NaN scale is accepted: it is a finding.
-    """
-    if math.isfinite(state.scale) and abs(state.scale) > torch.finfo(torch.float32).max:
-        raise CheckpointError(f"the checkpoint's loss scale is {state.scale:g}, which no float32 holds")
-    if abs(state.growth_tracker) > torch.iinfo(torch.int32).max:
+    """Returns the argument of `scaler.load_state_dict`; settings that the file lacks (Apex's) stay the run's."""
+    too_large = math.isfinite(state.scale) and abs(state.scale) > torch.finfo(torch.float32).max
+    if too_large or abs(state.growth_tracker) > torch.iinfo(torch.int32).max:
         raise CheckpointError(
-            f"the checkpoint's scaler counts {state.growth_tracker} clean steps, which no int32 holds"
+            f"the checkpoint's loss scale is {state.scale:g} after {state.growth_tracker} clean steps: "
+            f"torch's scaler holds a float32 and an int32"
         )
     read = {
         "growth_factor": state.growth_factor,
@@ -284,10 +270,7 @@ def _torch_state(state: ScalerState, saved: Mapping[str, Any], scaler: torch.amp
 
 
 def load_schedulers(schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> str | None:
-    """Load the saved schedules, in the order in which they were saved, into the run's schedulers: all or none.
-
-    Returns why nothing was loaded, as a predicate of the checkpoint; None if all were, or the run has none.
-    """
+    """Load the saved schedules, in the order in which they were saved, into the run's schedulers: all or none."""
     able = [one for one in schedulers if callable(getattr(one, "load_state_dict", None))]
     if not able:
         return None

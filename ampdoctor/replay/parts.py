@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +41,7 @@ _WRAPPERS = {
 
 
 def torch_optimizer_of(made: Any) -> Any:
-    """Returns torch's optimizer or scheduler inside a framework's wrapper; another object is returned unchanged.
-
-    torch does not call the hooks of a wrapper.
-    """
+    """Returns torch's optimizer or scheduler inside a framework's wrapper, whose hooks torch does not call."""
     while (held := _WRAPPERS.get(type(made).__name__)) is not None and hasattr(made, held):
         made = getattr(made, held)
     return made
@@ -61,10 +58,7 @@ def as_given(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimizer]) 
 
 
 def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
-    """Returns the run's GradScaler; a disabled one if the run has none or the precision needs none.
-
-    Raises FactoryError if `TrainingRun(scaler=...)` is no GradScaler, or has arguments that GradScaler refuses.
-    """
+    """Returns the run's GradScaler; a disabled one if the run has none or the precision needs none."""
     made = run.scaler if run.scaler is not None else getattr(run.optimizer, "scaler", None)  # of Accelerate's wrapper
     if made is not None and not enabled:
         made = None
@@ -72,24 +66,20 @@ def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
         return torch.amp.GradScaler(device.type, enabled=False)
     if isinstance(made, Mapping):
         try:
-            return _with_plain_numbers(torch.amp.GradScaler(device.type, **made))
+            return _with_a_plain_scale(torch.amp.GradScaler(device.type, **made))
         except (TypeError, ValueError, AssertionError) as error:  # GradScaler asserts the bounds of its factors
             raise FactoryError(f"TrainingRun(scaler=...): {error}") from None
     if callable(made) and not hasattr(made, "unscale_"):
         made = made()
     if not hasattr(made, "unscale_"):
         raise FactoryError(f"TrainingRun(scaler=...) gave {type(made).__name__}, not a GradScaler")
-    return _with_plain_numbers(made)
+    return _with_a_plain_scale(made)
 
 
-def _with_plain_numbers(scaler: Any) -> Any:
-    """Makes a number of an `init_scale` that is a tensor or a bool; raises FactoryError for an endless interval."""
+def _with_a_plain_scale(scaler: Any) -> Any:
     scale: Any = getattr(scaler, "_init_scale", None)
-    interval = getattr(scaler, "_growth_interval", None)
-    if isinstance(scale, bool) or is_one_element(scale):
+    if is_one_element(scale):
         scaler._init_scale = float(scale)  # noqa: SLF001 - there is no public way
-    if isinstance(interval, float) and not math.isfinite(interval):
-        raise FactoryError(f"TrainingRun(scaler=...): growth_interval is {interval}, which no count of steps reaches")
     return scaler
 
 
@@ -127,12 +117,9 @@ def choose_device(name: str) -> torch.device:
     """Returns the device that `--device` names; raises ReplayError if the machine does not have it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ReplayError(f"--device {name!r} is not auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise ReplayError(f"--device {name!r} is not auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:

@@ -65,8 +65,6 @@ class DrawHooks:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """One draw from an iterator."""
-
     item: Any  # at the end: the generator's return value
     ended: bool
     is_data: bool  # the item is a copy, and the step gets copies of it
@@ -131,7 +129,6 @@ class ReplayableIterator:
         return type(self.source)
 
     def _drawn(self) -> tuple[Any, _Draw]:
-        """Draw the next item; returns it and its record."""
         ended = False
         with as_written(), without_overrides():
             try:
@@ -251,10 +248,7 @@ class Reached:
                 exchange(place, lambda kind: issubclass(kind, ReplayableIterator), operator.attrgetter("source"))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) for tensors that are restored, with the names of the run's code if they are known.
-
-        "EMA.module.out.weight" is in a module in a global, "shadow.out.weight" in a dict in an attribute.
-        """
+        """Yields (name, tensor) for tensors that are restored, with the names of the run's code if they are known."""
         names: dict[int, str] = {}
         for place, put_back in self._places():
             for name, tensor in _named_tensors(place):
@@ -275,7 +269,6 @@ class Reached:
         return found
 
     def _places(self) -> Iterator[tuple[Any, bool]]:
-        """Yields each changeable place, and whether it is restored."""
         if self._drawing is None:
             stop = (*self.stop(), *self.steps_own())
             self._drawing = frozenset(_known(place) for place, _ in reached([self.batches], stop))
@@ -294,7 +287,6 @@ def has_moved(before: Beyond, after: Beyond) -> bool:
 
 
 def _named_tensors(place: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields tensors by name: those in a namespace, and in its modules, lists and dicts."""
     table = place.table if is_a(place, Names) else dict(place) if is_a(place, dict) else {}
     for key, value in table.items():
         if is_a(value, torch.Tensor):
@@ -345,7 +337,6 @@ def _told(place: Any) -> Hashable:
 
 
 def _left(iterator: Any) -> int:
-    """Returns how many items a builtin iterator has left; -1 if unknown."""
     if type(iterator).__module__ not in ("builtins", "itertools"):
         return -1
     return operator.length_hint(iterator, -1)
@@ -362,7 +353,6 @@ def _state_of(generator: Any) -> int:
 
 
 def _named(values: Iterable[Any]) -> int:
-    """Hashes plain values by value, other objects by identity."""
     return hash(tuple(value if type(value) in PLAIN else id(value) for value in values))
 
 

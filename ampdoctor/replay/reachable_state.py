@@ -77,10 +77,9 @@ def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
 
 
 def reached(roots: Iterable[Any], stop: Iterable[int] = ()) -> Iterator[tuple[Any, bool]]:
-    """Yields each changeable place that the roots reach, nearest first, once; objects with ids in `stop` are left out.
+    """Yields each changeable place that the roots reach, nearest first, once, and whether it can be restored.
 
-    Places are cells, `Names`, containers, dicts of attributes, tensors, arrays, generators and iterators. Each comes
-    with whether it can be restored. Objects reachable only through an iterator cannot: iterators do not rewind.
+    Objects with ids in `stop` are left out; what only an iterator leads to cannot be restored.
     """
     seen, ahead, within = set(stop), deque(roots), deque[Any]()
     met = []  # keeps objects alive whose ids could be reused otherwise
@@ -133,7 +132,6 @@ def _entered(value: Any) -> Iterator[Any]:
 
 
 def _items(value: Any) -> Iterator[Any]:
-    """Returns a container's first items or a mapping's first values, without the methods of a subclass."""
     for kind in (dict, list, tuple, set, frozenset, deque):
         if is_a(value, kind):
             items = dict.values(value) if kind is dict else kind.__iter__(value)
@@ -184,7 +182,6 @@ def _names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def _of_class(cls: type) -> Iterator[Any]:
-    """Yields a user class's methods, and its class attributes as `Names`."""
     for one in cls.__mro__:
         if is_installed(one.__module__):
             continue
@@ -211,7 +208,6 @@ def _of_object(value: Any) -> Iterator[Any]:
 
 
 def _attributes(value: Any) -> Iterator[Any]:
-    """Yields the object's dict, and its slots as `Names`."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -389,15 +385,11 @@ def _refill(place: Any, base: Any, items: list[Any]) -> None:
 
 
 def _same(here: Any, there: Any) -> bool:
-    """Are these the same objects in the same order?"""
     return len(here) == len(there) and all(map(operator.is_, here, there))
 
 
 def exchange(place: Any, wanted: Callable[[type], bool], other: Callable[[Any], Any]) -> None:
-    """Replace values in a variable, in names or in a container; other places are left alone.
-
-    `wanted` selects types of values. `other` returns the replacement of a value, or the value itself to keep it.
-    """
+    """Replace values in a variable, in names or in a container; other places are left alone."""
     if not any(map(wanted, map(type, itertools.islice(_values(place), LISTED)))):
         return
     table = place.table if is_a(place, Names) else place

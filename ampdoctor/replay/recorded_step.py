@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,7 +27,6 @@ from ampdoctor.hooks.program import (
     Ended,
     InputRef,
     Instruction,
-    Line,
     Mode,
     Op,
     ParamRef,
@@ -99,8 +99,6 @@ class RecordedStep:
 
 
 class _Run:
-    """One run of the instructions."""
-
     def __init__(
         self, model: nn.Module, scaler: Any, program: Program, named: Callable[[Reference], torch.Tensor]
     ) -> None:
@@ -124,7 +122,6 @@ class _Run:
                 yield place, one
 
     def one(self, instruction: Instruction) -> Mapping[int, torch.Tensor]:
-        """Run one instruction; returns its results by their numbers."""
         with recorded_at(instruction.line):
             match instruction:
                 case Call() | Op():
@@ -202,11 +199,7 @@ def _in_mode(mode: Mode, device: str) -> Iterator[None]:
 
 
 def run_of(program: Program) -> TrainingRun:
-    """Returns a `TrainingRun` with the program as its only step.
-
-    Its only batch holds the step's input tensors, so that a change of precision casts them like any batch; each has the
-    name of the argument that first uses it. The step first clears gradients and restores the buffers.
-    """
+    """Returns a `TrainingRun` of the one step; its batch is the step's input tensors, which a new precision casts."""
     optimizer = None if program.optimizer is None else {program.optimizer_name: program.optimizer}
     precision, autocast = format_of(program)
     step = RecordedStep(program)
@@ -224,21 +217,20 @@ def run_of(program: Program) -> TrainingRun:
 
 def _names_of_given(program: Program) -> list[str]:
     names: dict[int, str] = {}
-    taken: set[str] = set()
+    taken = Counter[str]()
     for one in program.instructions:
         if not isinstance(one, Call | Op):
             continue
         for path, reference in iter_kind(Reference, (one.args, one.kwargs)):
             if isinstance(reference, InputRef) and reference.index not in names:
-                name = f"{_argument(program.model, one, path)}{_at(one.line)}"
-                number = 1 + sum(known == name or known.startswith(f"{name}, ") for known in taken)
-                names[reference.index] = name if number == 1 else f"{name}, {number}"
-                taken.add(names[reference.index])
+                at = "" if one.line is None else f" at {Path(one.line[0]).name}:{one.line[1]}"
+                name = f"{_argument(program.model, one, path)}{at}"
+                taken[name] += 1
+                names[reference.index] = name if taken[name] == 1 else f"{name}, {taken[name]}"
     return [names.get(index, str(index)) for index in range(len(program.given))]
 
 
 def _argument(model: nn.Module, one: Call | Op, path: str) -> str:
-    """Describes the use of a tensor; for a call the forward's argument name."""
     if isinstance(one, Op):
         return f"what {getattr(one.function, '__name__', 'an op')} takes"
     kind, _, rest = path.partition(".")
@@ -247,10 +239,6 @@ def _argument(model: nn.Module, one: Call | Op, path: str) -> str:
         names = list(signature(model.get_submodule(one.model).forward).parameters)
         first = names[int(first)] if int(first) < len(names) else f"argument {first}"
     return f"{first}.{inside}" if inside else first
-
-
-def _at(line: Line) -> str:
-    return "" if line is None else f" at {Path(line[0]).name}:{line[1]}"
 
 
 def format_of(program: Program) -> tuple[str, bool]:
@@ -277,10 +265,7 @@ class LeadUp:
         self._settings = () if program.optimizer is None else tuple(map(_settings, program.optimizer.param_groups))
 
     def __call__(self, loaded: Collection[str], say: Callable[[str], None]) -> Iterator[EarlierStep]:
-        """See `TrainingRun.lead_up`; `loaded` has the loaded parts as in `ResumeReport`, `say` gets the position.
-
-        Raises CheckpointError if the checkpoint was saved before the recorded updates or after the step.
-        """
+        """See `TrainingRun.lead_up`; `loaded` has the loaded parts as in `ResumeReport`, `say` gets the position."""
         optimizer = self._program.optimizer
         if optimizer is None:
             return
@@ -301,7 +286,6 @@ class LeadUp:
         return 0 if "optimizer" in loaded and not optimizer.state else updates_made(optimizer)
 
     def _from(self, stands: int | None, say: Callable[[str], None]) -> tuple[Program, ...]:
-        """Returns the updates after a checkpoint whose optimizer had made `stands` updates."""
         steps, made, step = self._leading.steps, self._leading.made, self._program.step
         if stands is None or made is None:
             who = "the optimizer" if made is None else "the checkpoint"
@@ -336,7 +320,6 @@ def _counted(updates: int) -> str:
 def _again(
     program: Program, then: float | None, differs: Callable[[float], None], model: nn.Module, scaler: Any
 ) -> None:
-    """Runs an update again; `differs` gets the relative difference of its loss from the recorded one."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if program.optimizer is not None:
         _put(program.optimizer, program.settings)

@@ -59,9 +59,7 @@ def _size(model: nn.Module) -> int:
 class Session:
     """A training run with its parts resolved: model on the device, optimizers by name, scaler, precision, batches.
 
-    `precision` is the precision to replay in (None: the run's own). `user_code` surrounds each call of the user's code;
-    its argument describes the call. `spill` is a folder for the values of snapshots (None: they stay in memory).
-    Raises FactoryError if a part of the run is of the wrong kind.
+    `user_code` surrounds each call of the user's code; `spill` is a folder for the values of snapshots.
     """
 
     def __init__(
@@ -89,8 +87,8 @@ class Session:
         self._cast_to: torch.dtype | None = None
         self._overridden = compute != run.precision
         self._wide_casts = False
-        self.masters: MasterWeights | None = None
-        self._names_of_masters: dict[int, str] = {}
+        self.master_weights: MasterWeights | None = None
+        self._names_of_master_weights: dict[int, str] = {}
         self._stack = ExitStack()
         try:
             self._build(precision)
@@ -112,11 +110,10 @@ class Session:
         self.told: Callable[[], None] | None = None
         self._probes: list[Probe] = []
         self._batches: list[Any] = []
-        self._heard: set[int] = set()
+        self._printed: set[int] = set()
         self._drawn: list[Any] = []
 
     def _build(self, precision: str | None) -> None:
-        """Move the model to device and dtype and make the other parts; the exit stack undoes the changes."""
         run, device = self.run, self.device
         casts = precision is not None and precision != run.precision and not run.autocast
         if casts or device.type != "cpu":
@@ -130,12 +127,12 @@ class Session:
             self.scaler = scaler_of(run, device, enabled=self.precision.compute == "fp16")
             self.schedulers = schedulers_of(run, self.optimizers)
         if self.precision.master_weights:
-            self.masters = self._stack.enter_context(master_weights(self.optimizers.values()))
+            self.master_weights = self._stack.enter_context(master_weights(self.optimizers.values()))
 
     def state_loaded(self) -> None:
-        """Update the fp32 masters after a state was loaded into the model."""
-        if self.masters is not None:
-            self.masters.reload()
+        """Update the fp32 master weights after a state was loaded into the model."""
+        if self.master_weights is not None:
+            self.master_weights.reload()
 
     def close(self) -> None:
         """Restore the optimizers' own parameters and the model's dtype, and stop the loader's workers."""
@@ -146,17 +143,13 @@ class Session:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Returns a snapshot of everything that a step can change; raises ReplayError if the spill folder has no room.
-
-        Values that equal those of the session's first snapshot are shared with it: frozen weights are stored once.
-        Gradients of an earlier step are left out if the run uses our own step, which clears them first.
-        """
+        """Returns a snapshot of everything that a step can change; it shares the values that equal the first one's."""
         parts = self.model, self.optimizers, self.scaler, self.schedulers
         taken = Snapshot(
             *parts,
             self._generators(),
             others=self._others.first,
-            gradients=self.run.step is not None or not self.replays,
+            gradients=self.run.step is not None or not self.replays,  # our own step clears them first
             reached=self.reached,
             keeper=TensorStore(self._spill),
             like=None if self._first is None else self._first(),
@@ -170,7 +163,6 @@ class Session:
         return roots_of(functions, self.model.modules(), self.optimizers.values())
 
     def _parts(self) -> Iterator[int]:
-        """Yields the ids of objects that a snapshot saves as parts of the run."""
         parts = self.run, self.scaler, *self.optimizers.values(), *self.schedulers
         yield from map(id, (*parts, *self.model.modules(), *(tensor for _, tensor in tensors_of(self.model))))
 
@@ -187,10 +179,7 @@ class Session:
         return clean_tensor_name(name, self.module_names)
 
     def own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) for floating-point tensors of the user's code outside model and optimizers.
-
-        Names that are already in use get a suffix: copies of weights often have the weights' names.
-        """
+        """Yields (name, tensor) for floating-point tensors of the user's code outside model and optimizers."""
         taken = Counter(name for name, _ in tensors_of(self.model))
         for name, tensor in self.reached.tensors():
             if _is_state(tensor):
@@ -198,10 +187,7 @@ class Session:
                 yield name if taken[name] == 1 else f"{name} (the run's own, {taken[name]})", tensor
 
     def beside(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `ObservedRun`: parameters, and tensors shaped like a model's tensor or like all its weights in a vector.
-
-        Other tensors of the user's code are readings: an infinite norm in a step that the scaler skips does no harm.
-        """
+        """See `ObservedRun`: tensors shaped like a parameter or like all weights in a vector; others are readings."""
         shapes = {tensor.shape for _, tensor in tensors_of(self.model) if tensor.numel() > 1}
         shapes.add(torch.Size((sum(parameter.numel() for parameter in self.model.parameters()),)))
         for name, tensor in self.own_state():
@@ -210,7 +196,7 @@ class Session:
 
     def parameter_names(self) -> dict[int, str]:
         """See `ObservedRun`."""
-        return {**names_of_parameters(self.model, self.module_names, self.optimizers), **self._names_of_masters}
+        return {**names_of_parameters(self.model, self.module_names, self.optimizers), **self._names_of_master_weights}
 
     @property
     def scaler_state(self) -> dict[str, Any] | None:
@@ -271,7 +257,6 @@ class Session:
         return batch if self._cast_to is None else cast_floats(batch, self._cast_to)
 
     def _handed_out(self, item: Any) -> Any:
-        """Cast an item that the step draws itself, and record it as one of the step's batches."""
         item = self._cast_batch(item)
         self._drawn.append(item)
         return item
@@ -282,21 +267,14 @@ class Session:
             yield from iter_tensors(batch)
 
     def step(self, index: int) -> StepOutcome:
-        """Replay one optimizer step with the attached probes; `index` selects its batches and goes to user callbacks.
-
-        Raises UserCodeError after the probes have finished the step if the user's code raised, FactoryError if the loss
-        is no scalar tensor or the user's step has an unknown argument, ReplayError if memory ran out.
-        """
+        """Replay one optimizer step with the attached probes; raises UserCodeError if the user's code raised."""
         outcome = self.attempt(index)
         if self.raised is not None:
             raise self.raised
         return outcome
 
     def attempt(self, index: int) -> StepOutcome:
-        """Like `step`, but if the user's code raises, return an outcome and store the exception in `raised`.
-
-        A loop that checks its loss may raise at a NaN: that is a failure like any other.
-        """
+        """Like `step`, but if the user's code raises, return an outcome and store the exception in `raised`."""
         self.replays += 1
         self.replays_of[index] += 1
         self.micro_batch = 0
@@ -330,9 +308,9 @@ class Session:
         loss: Any = None
         running = False
         try:
-            quiet = self.precision is not self._own_precision or index in self._heard  # a step's output is shown once
+            quiet = self.precision is not self._own_precision or index in self._printed  # a step's output is shown once
             if not quiet:
-                self._heard.add(index)
+                self._printed.add(index)
             with self._surroundings(f"step {index}", quiet=quiet):
                 self._drawn.clear()
                 self._batches = self.batches_of(index)  # before the probes: the copying is not part of the user's step
@@ -375,10 +353,7 @@ class Session:
             yield
 
     def lead_up(self, steps: Iterable[EarlierStep]) -> None:
-        """Run earlier steps again, in the training's own precision and without probes, to reach the first step's state.
-
-        `steps` are those of the run's `lead_up`.
-        """
+        """Run earlier steps (of the run's `lead_up`) again, in the training's own precision and without probes."""
         own: Any = self.run.precision
         kept = self.precision, self._overridden
         self.precision, self._overridden = replace(self.precision, compute=own), False
@@ -423,11 +398,7 @@ class Session:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Run the session in fp32: model, optimizer state and batches are cast up, without autocast and loss scaling.
-
-        The user's own casts to half also stay wide, because what they lose counts as a failure too. Accumulated
-        gradients are unscaled first.
-        """
+        """Run the session in fp32, without autocast and loss scaling; the user's own casts to half stay wide too."""
         scale = self.events.scale()
         plain = replace(self.precision, compute="fp32", autocast=False, master_weights=False)
         with ExitStack() as stack:
@@ -455,21 +426,20 @@ class Session:
     @contextmanager
     def keeping_master_weights(self) -> Iterator[None]:
         """Let the optimizers step fp32 copies of their half-precision parameters; frozen parameters are not copied."""
-        if self.masters is not None:
+        if self.master_weights is not None:
             yield
             return
         names = self.parameter_names()
-        with master_weights(self.optimizers.values()) as masters:
-            self.masters = masters
-            self._names_of_masters = {id(master): names[id(half)] for half, master in masters.pairs}
+        with master_weights(self.optimizers.values()) as kept:
+            self.master_weights = kept
+            self._names_of_master_weights = {id(master): names[id(half)] for half, master in kept.pairs}
             try:
                 yield
             finally:
-                self.masters, self._names_of_masters = None, {}
+                self.master_weights, self._names_of_master_weights = None, {}
 
     @contextmanager
     def _cast(self, dtype: torch.dtype) -> Iterator[None]:
-        """Cast model, optimizer state and batches to `dtype`; the caller's snapshot restores the values."""
         with ExitStack() as stack:
             own = [t for _, t in self.own_state() if t.dtype in REDUCED] if dtype is torch.float32 else []
             stack.enter_context(cast_model(self.model, dtype, self.optimizers.values()))
@@ -482,7 +452,6 @@ class Session:
 
     @contextmanager
     def _with_precision(self, precision: Precision) -> Iterator[None]:
-        """Switch to another precision; the loss is scaled in fp16 only."""
         kept = self.precision, self._overridden
         self.precision, self._overridden = precision, True
         try:
@@ -496,10 +465,7 @@ class Session:
 
     @contextmanager
     def scaling_with(self, scaler: Any) -> Iterator[None]:
-        """Give the run's own scaler, and those in the user's code, the settings and state of another GradScaler.
-
-        The scalers are changed in place, because a step may take its scaler from a closure instead of an argument.
-        """
+        """Give the run's scalers another one's settings and state, in place: a step may hold them in a closure."""
         settings = {key: value for key, value in vars(scaler).items() if not callable(value)}
         kept: dict[int, tuple[Any, dict[str, Any]]] = {}
 
@@ -529,7 +495,6 @@ def _counted_by_steps() -> Iterator[int]:
 
 
 def _is_state(tensor: torch.Tensor) -> bool:
-    """Is it a floating-point leaf with memory of its own?"""
     return tensor.is_floating_point() and tensor.is_leaf and tensor._base is None  # noqa: SLF001
 
 

@@ -124,10 +124,7 @@ _AUTOCASTS = ("cpu", "cuda")
 
 
 class ProcessState:
-    """Saves and restores process settings that user code may change.
-
-    Default dtype and device, deterministic algorithms, gradient mode, autocast, the working directory, the import path.
-    """
+    """Saves and restores process settings that user code may change."""
 
     def __init__(self) -> None:
         self._dtype = torch.get_default_dtype()
@@ -169,7 +166,6 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same_view(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    """Do both tensors show the same elements of the same memory?"""
     if tensor.dtype != data.dtype or tensor.shape != data.shape or tensor.layout is not data.layout:
         return False
     if data.layout is not torch.strided:
@@ -211,7 +207,6 @@ class _Tensor:
         self._restore_the_rest()
 
     def restore_what_changed(self) -> None:
-        """Like `restore`, but write values only if they differ."""
         _put_back(self.data, self.values)
         self._restore_the_rest()
 
@@ -242,10 +237,7 @@ def _put_back(tensor: torch.Tensor, values: Values) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _StateTensor:
-    """A plain tensor of an optimizer's state, held by a weak reference, as an optimizer may make a new one each step.
-
-    A restore writes into its memory if it still exists, which is cheaper than new memory.
-    """
+    """A plain tensor of an optimizer's state, which may make a new one each step; else its own memory is restored."""
 
     tensor: weakref.ref[torch.Tensor]
     pointer: int
@@ -311,11 +303,7 @@ def weights_of(model: nn.Module) -> Callable[[], None]:
 
 
 class Snapshot:
-    """The state of model, optimizers, scaler, schedulers and random generators at one moment.
-
-    It has parameters, all buffers, `.grad` and train/eval flags of the model, and the optimizers' state, settings and
-    parameters outside the model (fp32 masters, EMA copies).
-    """
+    """The state of model, optimizers, scaler, schedulers and random generators at one moment."""
 
     def __init__(
         self,
@@ -362,10 +350,7 @@ class Snapshot:
         self._known = {}
 
     def restore(self) -> None:
-        """Restore everything: same objects, same storages, same bits. It can be called repeatedly.
-
-        Raises UserCodeError if an object of the user's could not be restored; all others were.
-        """
+        """Restore everything: same objects, same storages, same bits. It can be called repeatedly."""
         failed: BaseException | None = None
         with torch.no_grad(), user_code(what="putting the run's state back"):
             others = [
@@ -386,14 +371,12 @@ class Snapshot:
         self._restores.append(_Tensor.capture(tensor, self._kept(tensor), gradient=self._gradients).restore)
 
     def _alone(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Save a tensor outside the run's parts; returns a function that writes its values back."""
         values = self._kept(tensor)
         if not tensor.is_leaf:
             return partial(_put_back, tensor, values)
         return _Tensor.capture(tensor, values, gradient=True).restore_what_changed
 
     def _kept(self, tensor: torch.Tensor) -> Values:
-        """Returns the tensor's values, shared with the earlier snapshot if they are unchanged."""
         values = self._keeper.keep(_memory(tensor.data), self._known.get(id(tensor)))
         self._values[id(tensor)] = values
         return values
@@ -427,7 +410,6 @@ class Snapshot:
         self._restores.append(restore)
 
     def _of_state(self, value: Any) -> Any:
-        """Returns a copy of an optimizer's state, with `_StateTensor` for plain tensors."""
         if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
             return _StateTensor.capture(value, self._kept(value))
         if type(value) is dict:
@@ -438,7 +420,6 @@ class Snapshot:
 
 
 def _restored(value: Any) -> Any:
-    """Returns the optimizer's state from a copy by `_of_state`."""
     if isinstance(value, _StateTensor):
         return value.restored()
     if type(value) is dict:

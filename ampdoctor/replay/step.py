@@ -11,7 +11,6 @@ import torch
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.numerics.tensors import nonfinite_counts
-from ampdoctor.replay.training_run import STEP_ARGUMENTS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,13 +25,9 @@ def default_step(
     scaler: Any,
     autocast: Callable[[], Any],
 ) -> torch.Tensor | None:
-    """Take one optimizer step as in PyTorch's AMP recipe.
+    """Take one optimizer step as in PyTorch's AMP recipe; without optimizers only forward and backward run.
 
-    The order: zero_grad, forward under autocast, scale, backward (once per micro-batch), unscale, clip, step, update.
-    `micro_batches` are on the device; without optimizers only forward and backward run; `scaler` may be disabled.
-
-    Returns the mean of the micro-batches' losses (their sum without `divide_loss`), detached, 0-dim; None without
-    batches.
+    Returns the mean of the micro-batches' losses (their sum without `divide_loss`), detached; None without batches.
     """
     run.model.zero_grad(set_to_none=True)
     for optimizer in optimizers.values():
@@ -59,14 +54,12 @@ def default_step(
 
 
 def update_scaler_without_optimizer(model: nn.Module, scaler: Any) -> bool:
-    """Update the scaler of a run without an optimizer, after the backward; returns whether it would skip the step.
-
-    The scaler checks a substitute tensor, because the gradients must keep their values and may have any dtype.
-    """
+    """Update the scaler of a run without an optimizer, after the backward; returns whether it would skip the step."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if not gradients:
         return False
     overflowed = any(sum(nonfinite_counts(gradient)) for gradient in gradients)
+    # the scaler checks a substitute: the gradients must keep their values, and may have any dtype
     sign = torch.zeros((), dtype=torch.float32, device=gradients[0].device, requires_grad=True)
     sign.grad = torch.full_like(sign, math.inf if overflowed else 0.0)
     scaler.unscale_(torch.optim.SGD([sign], lr=0.0))
@@ -90,28 +83,13 @@ def _backward(run: TrainingRun, batch: Any, scaler: Any, autocast: Callable[[], 
 
 
 def call_user_step(step: Callable[..., Any], available: Mapping[str, Any]) -> Any:
-    """Call the user's step with the arguments that it names; raises FactoryError for an argument not in `available`."""
-    parameters = inspect.signature(step).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+    """Call the user's step with those of the arguments that it names; `TrainingRun` has checked the names."""
+    parameters = [p for p in inspect.signature(step).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return step(**available)
-    unknown = [
-        p.name
-        for p in parameters
-        if p.name not in available
-        and p.default is inspect.Parameter.empty
-        and p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    ]
-    if unknown:
-        raise FactoryError(
-            f"the step asks for {', '.join(unknown)}, which a replay does not have; it has {', '.join(STEP_ARGUMENTS)}"
-        )
-    positional = [available[p.name] for p in parameters if p.kind is inspect.Parameter.POSITIONAL_ONLY]
-    named = {
-        p.name: available[p.name]
-        for p in parameters
-        if p.name in available and p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    }
-    return step(*positional, **named)
+    positional = [available[p.name] for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    named = [p.name for p in parameters if p.name in available and p.kind is not p.POSITIONAL_ONLY]
+    return step(*positional, **{name: available[name] for name in named})
 
 
 def _check_loss(loss: Any) -> None:

@@ -6,26 +6,23 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from ampdoctor.errors import FactoryError, UsageError
 from ampdoctor.package import working_folder
 from ampdoctor.replay.bundles.classes import NamedCode
 from ampdoctor.replay.bundles.manifest import bundle_at
 from ampdoctor.replay.bundles.read import Bundle
-from ampdoctor.replay.factory import Environment, load_factory
+from ampdoctor.replay.factory import Environment, LoadedFactory, load_factory
 from ampdoctor.replay.scripts.script import Script
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.replay.user_code import forget_working_folder, user_code
 from ampdoctor.replay.user_files import forbid_training_and_writes
-from ampdoctor.replay.user_modules import sure_factories_in
+from ampdoctor.replay.user_modules import folder_of, sure_factories_in
 
 
 class BundleTarget:
-    """Makes fresh runs of a bundle's step; see `Target`.
-
-    Raises CheckpointError if it is no bundle, FactoryError or UserCodeError if the code of `--model` cannot be loaded.
-    """
+    """Makes fresh runs of a bundle's step; see `Target`."""
 
     instead: ClassVar[str] = "replay in a copy of the folder, if that file is to stay as it is"
 
@@ -47,13 +44,13 @@ class BundleTarget:
 
     @contextlib.contextmanager
     def user_code(self, what: str) -> Iterator[None]:
-        """See `Target`."""
+        """See `LoadedFactory.user_code`."""
         argv0 = None if self._code is None else self._code.argv0
         with self._environment(), user_code(argv0, what=what, path=self.path):
             yield
 
     def make(self, arguments: Mapping[str, Any] | None = None, *, batches: Any = None, loss: Any = None) -> TrainingRun:
-        """See `Target`, and `Bundle.run` for errors; a bundle takes no arguments (FactoryError)."""
+        """See `Bundle.run`; a bundle takes no arguments (FactoryError)."""
         given = {"--arg": arguments, "--batches": batches, "--loss": loss}
         extra = [option for option, value in given.items() if value]
         if extra:
@@ -66,26 +63,8 @@ class BundleTarget:
             yield
 
 
-class Target(Protocol):
-    """Makes fresh runs; a Protocol, because a factory is called, a script is run to its loop, and a bundle is read."""
-
-    @property
-    def name(self) -> str:
-        """The target as the user wrote it."""
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        """Folders that are first on `sys.path` while user code runs."""
-
-    @property
-    def instead(self) -> str:
-        """Advice appended to the "your code writes this file" note."""
-
-    def user_code(self, what: str) -> AbstractContextManager[None]:
-        """Surrounds user code and the run's callbacks; `what` is the subject of an error's sentence."""
-
-    def make(self, arguments: Mapping[str, Any] | None = None, *, batches: Any = None, loss: Any = None) -> TrainingRun:
-        """Returns a fresh run."""
+Target = LoadedFactory | Script | BundleTarget
+"""Makes fresh runs: a factory is called, a script is run to its loop, a bundle is read."""
 
 
 def load_target(
@@ -97,14 +76,7 @@ def load_target(
     notes: list[str] | None = None,
     model: str | None = None,
 ) -> Target:
-    """Returns the maker of the runs; a factory is imported, a script is not run yet.
-
-    `target` is a factory, as for `load_factory`, a script's path or module, or a bundle's folder or manifest; `notes`
-    gets sentences about a script's replay; `model` names the code that makes a bundle's model.
-
-    Raises UsageError if `model` is given without a bundle, FactoryError if there is no such factory or a script has one
-    that must be named, UserCodeError if the import raised.
-    """
+    """Returns the maker of the runs; a factory is imported, a script is not run yet."""
     if isinstance(target, str) and bundle_at(target) is not None:
         around = environment or contextlib.nullcontext
         return BundleTarget(target, model=model, app_dir=app_dir, environment=around)
@@ -115,9 +87,9 @@ def load_target(
         return load_factory(target, app_dir, environment=environment, script_arguments=script_arguments)
     forget_working_folder()
     file, package = script
-    folders = [str(file.parent)] if package is None else [str(_folder(app_dir))]  # as `python FILE`, `python -m MODULE`
+    folders = [str(file.parent if package is None else folder_of(app_dir))]  # as `python FILE`, `python -m MODULE`
     if app_dir is not None:
-        folders.append(str(_folder(app_dir)))
+        folders.append(str(folder_of(app_dir)))
     return Script(
         target,
         file,
@@ -130,20 +102,11 @@ def load_target(
 
 
 def _script_named(target: str, app_dir: str | None) -> tuple[Path, str | None] | None:
-    """Returns the script that a target names, and its package if it is named as a module; None for other targets."""
     path = Path(target.strip()).expanduser()
     if path.suffix == ".py":
         return (path.resolve(), None) if path.is_file() else None
     parts = target.strip().split(".")
-    file = _folder(app_dir).joinpath(*parts).with_suffix(".py")
+    file = folder_of(app_dir).joinpath(*parts).with_suffix(".py")
     if not all(part.isidentifier() for part in parts) or not file.is_file():
         return None
     return file, ".".join(parts[:-1])
-
-
-def _folder(app_dir: str | None) -> Path:
-    """Returns the folder in which modules are looked up first; raises FactoryError if it does not exist."""
-    folder = Path.cwd() if app_dir is None else Path(app_dir).resolve()
-    if not folder.is_dir():
-        raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")
-    return folder

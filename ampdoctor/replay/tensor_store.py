@@ -108,6 +108,5 @@ def _words(values: torch.Tensor) -> torch.Tensor | None:
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a contiguous tensor; with a single element its stride may be anything."""
     flat = values.detach().as_strided((values.numel(),), (1,), values.storage_offset())
     return flat.view(torch.uint8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,11 +36,6 @@ def takes_start(batches: Any) -> bool:
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 STEP_ARGUMENTS = ("model", "batch", "optimizer", "scaler", "autocast", "run", "step")
 """Names of the arguments that a user's own step may have."""
-_PRECISION_ALIASES = {
-    **dict.fromkeys(("float32", "float", "32"), "fp32"),
-    **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
-    **dict.fromkeys(("float16", "half", "16", "16-mixed"), "fp16"),
-}
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -61,7 +55,7 @@ class TrainingRun:
         after_step: `after_step(run, step)`, called after each step (for an EMA, for example).
         precision: "fp32", "tf32", "bf16" or "fp16".
         autocast: True: `torch.autocast` with that dtype; False: the model's own dtypes (pure half).
-        master_weights: True: half model, fp32 masters in the optimizer.
+        master_weights: True: half model, fp32 master weights in the optimizer.
         scaler: GradScaler arguments, a GradScaler, a callable that returns one, or None (a disabled one).
         max_grad_norm: Clip gradients to this total norm, after unscaling.
         accumulation_steps: Micro-batches in one optimizer step.
@@ -217,10 +211,8 @@ class TrainingRun:
                 "TrainingRun(batches=...) is a one-shot iterator, which cannot be replayed: "
                 "pass a list, a DataLoader, or the function that makes the generator"
             )
-        if not callable(self.batches) and not isinstance(self.batches, Iterable):
-            # objects that only define __getitem__ can be iterated too
-            if hasattr(self.batches, "__getitem__"):
-                return
+        iterable = isinstance(self.batches, Iterable) or hasattr(self.batches, "__getitem__")
+        if not callable(self.batches) and not iterable:
             raise FactoryError(
                 f"TrainingRun(batches=...) must be re-iterable or a callable returning an iterator, "
                 f"not {kind_of(self.batches)}"
@@ -244,9 +236,7 @@ class TrainingRun:
         if self.precision == "fp8":
             raise FactoryError("precision 'fp8' cannot be replayed yet: use 'fp16', 'bf16', 'tf32' or 'fp32'")
         if self.precision not in PRECISIONS:
-            alias = _PRECISION_ALIASES.get(str(self.precision).removeprefix("torch."))
-            hint = f": did you mean {alias!r}?" if alias else ""
-            raise FactoryError(f"precision {str(self.precision)!r} is not one of {', '.join(PRECISIONS)}{hint}")
+            raise FactoryError(f"precision {str(self.precision)!r} is not one of {', '.join(PRECISIONS)}")
         if not isinstance(self.accumulation_steps, int) or self.accumulation_steps < 1:
             raise FactoryError(f"accumulation_steps must be an integer of at least 1, not {self.accumulation_steps!r}")
         norm = self.max_grad_norm
@@ -307,10 +297,8 @@ def _check_step(step: Callable[..., Any]) -> None:
     for parameter in () if signature is None else signature.parameters.values():
         optional = parameter.default is not parameter.empty or parameter.kind in _VARIADIC
         if parameter.name not in STEP_ARGUMENTS and not optional:
-            near = difflib.get_close_matches(parameter.name, STEP_ARGUMENTS, n=1)
-            hint = f": did you mean {near[0]!r}?" if near else ""
             raise FactoryError(
-                f"TrainingRun(step=...) asks for {parameter.name!r}, which is none of {', '.join(STEP_ARGUMENTS)}{hint}"
+                f"TrainingRun(step=...) asks for {parameter.name!r}, which is none of {', '.join(STEP_ARGUMENTS)}"
             )
 
 

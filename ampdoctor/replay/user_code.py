@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import linecache
 import os
 import re
 import sys
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -26,55 +23,37 @@ if TYPE_CHECKING:
 # Each row comes from training code, and a test reproduces it. torch's words differ by op; the reasons are few.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Refusal:
-    """A pattern for torch's message, and the reason with its remedy."""
-
-    said: str
-    why: str
-
-
 _HALF = "(Half|BFloat16)"
-_TABLE = (
-    _Refusal(
-        said=rf"value cannot be converted to type \S*{_HALF} without overflow",
-        why="a number in this call is beyond {largest}, and the tensor is half (autocast makes it so): write "
-        "torch.finfo(x.dtype).min, with the tensor for x, or float('-inf') in place of a large constant",
+_TABLE = {
+    rf"value cannot be converted to type \S*{_HALF} without overflow": (
+        "a number in this call is beyond {largest}, and the tensor is half (autocast makes it so): write "
+        "torch.finfo(x.dtype).min, with the tensor for x, or float('-inf') in place of a large constant"
     ),
-    _Refusal(
-        said=rf"(Index put requires|index_\w+\(\): self|masked_scatter: expected).*{_HALF}"
-        r"|scatter\(\): Expected self.dtype",
-        why="what is written is half, by autocast, and the tensor that it is written into is not, or the other way "
-        "round: make that one with source.new_zeros(...) or dtype=source.dtype, or write source.to(target.dtype)",
+    rf"(Index put requires|index_\w+\(\): self|masked_scatter: expected).*{_HALF}|scatter\(\): Expected self.dtype": (
+        "what is written is half, by autocast, and the tensor that it is written into is not, or the other way "
+        "round: make that one with source.new_zeros(...) or dtype=source.dtype, or write source.to(target.dtype)"
     ),
-    _Refusal(
-        said=rf"not implemented for '{_HALF}|Low precision dtypes not supported. Got {_HALF}|Unsupported dtype {_HALF}",
-        why="the op has no kernel for half on this device: run it in float32, with x.float() inside "
-        "torch.autocast(device_type, enabled=False)",
+    rf"not implemented for '{_HALF}|Low precision dtypes not supported. Got {_HALF}|Unsupported dtype {_HALF}": (
+        "the op has no kernel for half on this device: run it in float32, with x.float() inside "
+        "torch.autocast(device_type, enabled=False)"
     ),
-    _Refusal(
-        said=r"Cannot access accelerator device when none is available|FSDP needs a non-CPU accelerator",
-        why="FSDP shards over GPUs, and a replay on a CPU is one process, which shards nothing: leave it out here",
+    r"Cannot access accelerator device when none is available|FSDP needs a non-CPU accelerator": (
+        "FSDP shards over GPUs, and a replay on a CPU is one process, which shards nothing: leave it out here"
     ),
-    _Refusal(said=r"Got unsupported ScalarType BFloat16", why="NumPy has no bfloat16: write x.float().numpy()"),
-    _Refusal(
-        said=rf"(?i)(same dtype|expected scalar type|should be the same|found dtype|must be the same).*{_HALF}"
-        rf"|{_HALF}.*(should be the same|must be the same|found float|but got dtype float|!= float)"
-        r"|RNN input dtype \(torch.b?float16\)",
-        why="one operand is half and the other float32, and autocast does not bring them together here (it is off, or "
-        "does not know the op): cast one, as in x.to(layer.weight.dtype), or run both in float32",
+    r"Got unsupported ScalarType BFloat16": "NumPy has no bfloat16: write x.float().numpy()",
+    rf"(?i)(same dtype|expected scalar type|should be the same|found dtype|must be the same).*{_HALF}"
+    rf"|{_HALF}.*(should be the same|must be the same|found float|but got dtype float|!= float)"
+    r"|RNN input dtype \(torch.b?float16\)": (
+        "one operand is half and the other float32, and autocast does not bring them together here (it is off, or "
+        "does not know the op): cast one, as in x.to(layer.weight.dtype), or run both in float32"
     ),
-)
+}
 _LARGEST = {False: "65504, float16's largest number", True: "3.39e38, bfloat16's largest number"}
 _OURS, _TORCH = f"{FOLDER}{os.sep}", str(Path("site-packages", "torch")) + os.sep
-_LONGEST = 40  # maximum length of a call's name; a longer one is cut to its last part
 
 
 def explained(error: BaseException) -> str | None:
-    """Returns line, call, reason and remedy of an error that comes from mixed precision; None for other errors.
-
-    For an ImportError it explains packages that need a GPU, and relative imports.
-    """
+    """Returns line, reason and remedy of an error that comes from mixed precision; None for other errors."""
     if isinstance(error, ImportError):
         if "attempted relative import" in str(error):
             return "The file belongs to a package: name it as a module, from the folder above, as in `package.train`."
@@ -84,43 +63,21 @@ def explained(error: BaseException) -> str | None:
     if not isinstance(error, RuntimeError | TypeError | ValueError):
         return None
     said = str(error)
-    why = next((refusal.why for refusal in _TABLE if re.search(refusal.said, said)), None)
+    why = next((why for pattern, why in _TABLE.items() if re.search(pattern, said)), None)
     if why is None:
         return None
-    place = _place(error)
-    return f"{f'{place}: ' if place else ''}{why.format(largest=_LARGEST['BFloat16' in said])}"
+    return f"{_place(error)}{why.format(largest=_LARGEST['BFloat16' in said])}"
 
 
 def _place(error: BaseException) -> str:
-    """Returns the innermost line outside torch and ampdoctor, and its call."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith((_OURS, "<")) and _TORCH not in frame.filename
     ]
-    if not frames:
-        return ""
-    call = _call(frames[-1])
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}{f', {call}' if call else ''}"
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
 
 
-def _call(frame: traceback.FrameSummary) -> str:
-    """Returns the name of the call ("scores.masked_fill"), else the expression; "" without source text."""
-    if frame.lineno is None or frame.end_lineno is None or frame.colno is None or frame.end_colno is None:
-        return ""
-    lines = [linecache.getline(frame.filename, n).encode() for n in range(frame.lineno, frame.end_lineno + 1)]
-    lines[-1] = lines[-1][: frame.end_colno]
-    lines[0] = lines[0][frame.colno :]
-    text = b"".join(lines).decode(errors="replace")
-    try:
-        node = ast.parse(text, mode="eval").body
-    except SyntaxError:
-        return ""
-    name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
-    return name if len(name) <= _LONGEST else name.rpartition(".")[2][-_LONGEST:]
-
-
-_OWN_FOLDER = str(FOLDER) + os.sep
 _HIDDEN_FILES = ("<frozen importlib.", "<frozen runpy", f"{os.sep}importlib{os.sep}", f"{os.sep}contextlib.py")
 
 
@@ -132,14 +89,11 @@ def user_code(
     path: Sequence[str] = (),
     arguments: Sequence[str] = (),
 ) -> Iterator[None]:
-    """Run the body as if in a process of its own (`python argv0 *arguments`); calls may be nested.
+    """Run the body as if in a process of its own (`python argv0 *arguments`), its output to stderr; may be nested.
 
-    All output, also from C++ and child processes, goes to stderr: stdout has only the report. `path` holds folders for
-    the start of `sys.path`. Everything is undone at exit. `what` is the subject of an error's sentence.
-
-    Raises UserCodeError if the body raised any exception, also `SystemExit`. Ampdoctor's own errors about the run, a
-    stop by a probe, and Ctrl-C pass through unchanged. Raises ReplayError if memory ran out, and ForkedChildError in a
-    child process that the body forked.
+    `path` holds folders for the start of `sys.path`, `what` is the subject of an error's sentence. Raises UserCodeError
+    if the body raised anything but our own errors about the run, a stop by a probe or Ctrl-C; ReplayError if memory ran
+    out, and ForkedChildError in a child process that the body forked.
     """
     argv, process = sys.argv, os.getpid()
     try:
@@ -167,13 +121,10 @@ def user_code(
 
 
 def _is_ours(error: AmpdoctorError) -> bool:
-    """Is the error about the run, and raised in our code?
-
-    User code may raise our errors too, and may call functions of ours that refuse its arguments.
-    """
+    """Is the error about the run, and raised in our code? User code may raise our errors too."""
     frames = traceback.extract_tb(error.__traceback__)
     about_the_run = isinstance(error, CheckpointError | FactoryError | ReplayError) or not has_user_frames(error)
-    return about_the_run and frames[-1].filename.startswith(_OWN_FOLDER)
+    return about_the_run and frames[-1].filename.startswith(_OURS)
 
 
 def out_of_memory(what: str, error: BaseException) -> ReplayError:
@@ -196,10 +147,7 @@ def forget_working_folder() -> None:
 
 @contextlib.contextmanager
 def working_folder() -> Iterator[None]:
-    """Enter the folder to which the user's code last changed, and come back at exit.
-
-    User code finds its files as in a process of its own, and paths given to ampdoctor keep their meaning.
-    """
+    """Enter the folder to which the user's code last changed, and come back at exit."""
     ours = _current_folder() if _Folder.depth == 0 else None
     if ours is not None and _Folder.theirs is not None:
         with contextlib.suppress(OSError):  # it was removed
@@ -297,11 +245,7 @@ def _exit_sentence(what: str, error: SystemExit) -> str:
 
 
 def trimmed_traceback(error: BaseException) -> str:
-    """Returns the traceback as Python prints it, with causes, but without frames of ampdoctor and the import system.
-
-    An exception that ampdoctor itself was handling is left out. If no other frame remains and the last one is
-    ampdoctor's, all frames stay: the error is then ours, or in the way a callback was called.
-    """
+    """Returns the traceback as Python prints it, with causes, but without frames of ampdoctor and the import system."""
     rendered = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
     todo: list[traceback.TracebackException | None] = [rendered]
@@ -314,7 +258,7 @@ def trimmed_traceback(error: BaseException) -> str:
         if part.__context__ is not None and shown and _is_all_ours(part.__context__):
             part.__context__ = None
         # raised in our code without a user frame: only our frames show the mistake
-        if shown or not part.stack or not part.stack[-1].filename.startswith(_OWN_FOLDER):
+        if shown or not part.stack or not part.stack[-1].filename.startswith(_OURS):
             part.stack = traceback.StackSummary.from_list(shown)
         todo += [part.__cause__, part.__context__, *(part.exceptions or ())]
     return "".join(rendered.format())
@@ -330,4 +274,4 @@ def has_user_frames(error: BaseException) -> bool:
 
 
 def _is_hidden(filename: str) -> bool:
-    return filename.startswith(_OWN_FOLDER) or any(part in filename for part in _HIDDEN_FILES)
+    return filename.startswith(_OURS) or any(part in filename for part in _HIDDEN_FILES)

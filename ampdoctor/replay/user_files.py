@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.hooks.interfaces import StepHalted
@@ -43,13 +42,10 @@ def audit_file_writes(
 ) -> Iterator[None]:
     """Call `tell` before a file below the folders is opened for writing, removed, moved or linked to.
 
-    The source is Python's audit events, from all functions and threads; torch's and safetensors' writers, which open
-    files in C++ and Rust, get the same event. Other such libraries (HDF5, Arrow) and child processes are not seen.
-    Ignored are hidden files and folders, caches, temporary files, empty lock files, folders without files, appends (a
-    log, an existing SQLite database), and writes by ampdoctor's own threads.
-
-    `tell` gets a predicate with its line ("removes model.pt at train.py:41") and the path. `starts` is called before
-    another program is started, as by `os.system`. An exception from either stops the operation before it happens.
+    Seen are Python's own functions, and torch's and safetensors' writers; not other libraries in C (HDF5, SQLite), nor
+    child processes. Ignored are hidden, temporary and cached files, empty locks and folders, appends, and our own
+    threads. `tell` gets a predicate ("removes model.pt at train.py:41") and the path; `starts` is called before another
+    program is started. An exception from either stops the operation before it happens.
     """
     from ampdoctor.hooks.torch_internals import replaced  # brings torch
 
@@ -73,15 +69,15 @@ def audit_file_writes(
 
 _Listener = Callable[[str, tuple[Any, ...]], None]
 _FILES, _NETWORK = "files", "network"
-_HEARD: dict[str, _Listener] = {}
+_LISTENERS: dict[str, _Listener] = {}
 """The listeners of the audit hook; there is one hook per process, because Python cannot remove it."""
 
 
 @functools.cache
 def _install_hook() -> None:
     # a default argument, because the hook outlives the module's names at the end of the process
-    def hook(event: str, arguments: tuple[Any, ...], heard: dict[str, _Listener] = _HEARD) -> None:
-        for listener in list(heard.values()):
+    def hook(event: str, arguments: tuple[Any, ...], listeners: dict[str, _Listener] = _LISTENERS) -> None:
+        for listener in list(listeners.values()):
             listener(event, arguments)
 
     sys.addaudithook(hook)
@@ -91,14 +87,14 @@ def _install_hook() -> None:
 def _audited_by(kind: str, listener: _Listener) -> Iterator[None]:
     """Inside, audit events go to the listener, and to no earlier one of this kind."""
     _install_hook()
-    before = _HEARD.get(kind)
-    _HEARD[kind] = listener
+    before = _LISTENERS.get(kind)
+    _LISTENERS[kind] = listener
     try:
         yield
     finally:
-        _HEARD.pop(kind)
+        _LISTENERS.pop(kind)
         if before is not None:
-            _HEARD[kind] = before
+            _LISTENERS[kind] = before
 
 
 # -- events --
@@ -131,16 +127,6 @@ def _truncated(file: Any, _length: int) -> _Changes:
     yield _contents(file), f"truncates {_name(file)}"
 
 
-def _connected(database: Any) -> _Changes:
-    name = _name(database)
-    if name.startswith("file:"):
-        uri = urlsplit(name)
-        makes = parse_qs(uri.query).get("mode", ["rwc"]) == ["rwc"]
-        name = unquote(uri.path) if makes else ""
-    if name not in ("", ":memory:") and not Path(name).exists():
-        yield _contents(name), f"makes the database {name}"
-
-
 _EVENTS: Mapping[str, Callable[..., _Changes]] = {
     "open": _opened,
     "os.remove": _removed,
@@ -149,7 +135,6 @@ _EVENTS: Mapping[str, Callable[..., _Changes]] = {
     "os.link": _linked,
     "os.symlink": _linked,
     "os.truncate": _truncated,
-    "sqlite3.connect": _connected,
 }
 
 _STARTS = frozenset({"os.system", "os.exec", "os.posix_spawn", "os.startfile", "subprocess.Popen"})
@@ -165,12 +150,10 @@ def _name(file: Any) -> str:
 
 
 def _contents(file: Any) -> Path | None:
-    """Returns the path of a file's content, after links; None for a descriptor."""
     return Path(_name(file)).resolve() if _name(file) else None
 
 
 def _entry(file: Any) -> Path | None:
-    """Returns the path of a folder's entry, which may itself be a link."""
     path = Path(_name(file))
     return path.parent.resolve() / path.name if _name(file) else None
 
@@ -188,7 +171,6 @@ def _apart() -> Iterator[Path]:
 
 
 def _lies_below(place: Path, roots: Iterable[Path], apart: Iterable[Path]) -> bool:
-    """Is the path below one of the folders, and not hidden, temporary, cached or installed?"""
     for root in roots:
         if place.is_relative_to(root):
             below = place.relative_to(root).parts
@@ -200,7 +182,6 @@ def _lies_below(place: Path, roots: Iterable[Path], apart: Iterable[Path]) -> bo
 
 
 def _is_work(place: Path) -> bool:
-    """Is it, or would it be, a file or link with content, or a folder with a file?"""
     if place.is_symlink():
         return True
     if place.is_dir():
@@ -227,8 +208,6 @@ def _unaudited() -> Iterator[tuple[Any, str]]:
 
 
 def _audited(original: Any) -> Any:
-    """Wraps a function so that it raises the event of an opened file for each path in its arguments."""
-
     @functools.wraps(original)
     def opening(*args: Any, **kwargs: Any) -> Any:
         for argument in (*args, *kwargs.values()):
@@ -240,10 +219,7 @@ def _audited(original: Any) -> Any:
 
 
 def changes_note(did: str, instead: str) -> str:
-    """Returns the sentence about a change that a step makes.
-
-    `did` is as for `audit_file_writes`, `instead` is advice.
-    """
+    """Returns the sentence about a change that a step makes: `did` as in `audit_file_writes`, and the advice."""
     return f"{CHANGES} {did}, in replayed steps too: {instead}"
 
 
@@ -296,14 +272,10 @@ class _Stopped(StepHalted):
 def forbid_training_and_writes(
     what: str, folders: Iterable[str | Path], *, imports: bool = False, may_step: bool = False
 ) -> Iterator[None]:
-    """Stop the body at the first step of an optimizer, or before it changes the user's files below the folders.
+    """Stop the body at an optimizer's first step (not at a rate of 0), or before it changes files below the folders.
 
-    A step at learning rate 0 is allowed, as torch itself makes an optimizer's state that way; `audit_file_writes`
-    defines changes. The stop ends in an error even if the body catches it, in any thread. `what` is the subject of that
-    error; `imports` says that a file is imported; `may_step` allows all steps, for a body that makes a run and needs
-    them.
-
-    Raises FactoryError if the body was stopped.
+    The stop ends in a FactoryError about `what` even if the body catches it, in any thread. `imports` says that a file
+    is imported; `may_step` allows all steps.
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -360,10 +332,9 @@ class _ClosedError(ConnectionError):
 
 @contextmanager
 def network_closed() -> Iterator[list[str]]:
-    """Refuse every connection and program start of the process while the body runs, by Python's audit events.
+    """Refuse every connection and program start while the body runs, by a `ConnectionError` as of an offline machine.
 
-    The refusal is a `ConnectionError`, which libraries take for an offline machine: many continue without their
-    download. Yields a list of the requests in order, as ends of a sentence ("the network (huggingface.co)").
+    Yields a list of the requests, as ends of a sentence ("the network (huggingface.co)").
     """
     asked: list[str] = []
 

@@ -72,31 +72,29 @@ class Spec:
 
     def search_path(self, app_dir: str | None) -> tuple[str, ...]:
         """Returns folders for `sys.path`: a file's package root, its own (as in `python file.py`), then `app_dir`."""
-        folder = Path(app_dir) if app_dir is not None else Path.cwd()
-        if not folder.is_dir():
-            raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")
+        folder = folder_of(app_dir)
         first = [] if self.file is None else [str(_package_root(self.file)[0]), str(self.file.parent)]
-        return tuple(dict.fromkeys([*first, str(folder.resolve())]))
+        return tuple(dict.fromkeys([*first, str(folder)]))
+
+
+def folder_of(app_dir: str | None) -> Path:
+    """Returns the folder in which modules are looked up first; raises FactoryError if it does not exist."""
+    folder = Path.cwd() if app_dir is None else Path(app_dir)
+    if not folder.is_dir():
+        raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")
+    return folder.resolve()
 
 
 def _existing_file(target: str) -> Path:
     path = Path(target).expanduser()
-    if path.is_dir():
-        raise FactoryError(f"{target!r} is a folder: name a Python file in it, as in 'path/to/file.py:function'")
-    if not path.exists():
-        with_suffix = path.with_name(path.name + ".py")
-        if with_suffix.is_file():
-            raise FactoryError(f"there is no file {target!r}: did you mean {target + '.py'!r}?")
-        raise FactoryError(f"there is no file {target!r}{_near(path.name, _siblings(path))}")
-    if path.suffix != ".py":
-        raise FactoryError(f"{target!r} is not a Python file: its name must end in .py")
-    if not path.is_file():
-        raise FactoryError(f"{target!r} is not a regular file")
-    return path.resolve()
-
-
-def _siblings(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.parent.glob("*.py")) if path.parent.is_dir() else []
+    if path.is_file() and path.suffix == ".py":
+        return path.resolve()
+    if path.exists():
+        kind = "a folder" if path.is_dir() else "not a Python file"
+        raise FactoryError(f"{target!r} is {kind}: name a Python file, as in 'path/to/file.py:function'")
+    raise FactoryError(
+        f"there is no file {target!r}{_near(path.name, (file.name for file in path.parent.glob('*.py')))}"
+    )
 
 
 def load_object(
@@ -107,14 +105,7 @@ def load_object(
     reuse: bool = False,
     arguments: Sequence[str] = (),
 ) -> Any:
-    """Import the module that `spec` names and return its object.
-
-    `path` holds folders for the start of `sys.path` meanwhile, `arguments` the rest of `sys.argv`; `what` is the
-    object's purpose, for errors ("the factory", "--loss"). Without `reuse` a file outside packages is executed anew;
-    with it only if it is not loaded yet, so that two objects of one file share its classes.
-
-    Raises FactoryError if module or attribute do not exist, UserCodeError if the import raised.
-    """
+    """Import the module that `spec` names and return its object; without `reuse` a file is executed anew."""
     importing = f"importing {what} {spec.text!r}"
     entered = user_code(spec.argv0, what=importing, path=path, arguments=arguments)
     with entered, forbid_training_and_writes(importing, (Path.cwd(), *path), imports=True):
@@ -191,7 +182,6 @@ def _package_root(file: Path) -> tuple[Path, str]:
 
 
 def _is_from(module: ModuleType | None, place: Path) -> bool:
-    """Is the name free, or in use by the module at `place` (a file, or a package's folder)?"""
     if module is None:
         return True
     file = getattr(module, "__file__", None)
@@ -211,17 +201,13 @@ def syntax_sentence(error: SyntaxError) -> str:
 
 
 def _raise_if_spec_is_missing(spec: Spec, error: ModuleNotFoundError) -> None:
-    """Raises FactoryError if the module itself does not exist; returns if an import inside it failed."""
     missing = error.name or ""
     if spec.file is not None or has_user_frames(error) or not f"{spec.module}.".startswith(f"{missing}."):
         return
-    parent = missing.rpartition(".")[0]
-    if parent and not hasattr(sys.modules.get(parent), "__path__"):
-        raise FactoryError(f"there is no module {spec.module!r}: {parent!r} is a module, not a package") from error
-    places = list(getattr(sys.modules.get(parent), "__path__", ())) if parent else sys.path[:2]
-    known = sorted(f"{parent}.{entry.name}".lstrip(".") for entry in pkgutil.iter_modules(places))
-    where = f"in package {parent!r}" if parent else "on the import path (--app-dir sets its first folder)"
-    raise FactoryError(f"there is no module {missing!r} {where}{_near(missing, known)}") from error
+    known = [entry.name for entry in pkgutil.iter_modules(sys.path[:2])]
+    raise FactoryError(
+        f"there is no module {missing!r} on the import path (--app-dir sets its first folder){_near(missing, known)}"
+    ) from error
 
 
 def _attribute(module: ModuleType, spec: Spec) -> Any:
@@ -231,9 +217,8 @@ def _attribute(module: ModuleType, spec: Spec) -> Any:
         try:
             value = getattr(value, part)
         except AttributeError as error:
-            owner = ".".join([spec.argv0, *parts[:depth]]) if spec.file is None else spec.text.rpartition(":")[0]
-            if depth:
-                owner = f"{'.'.join(parts[:depth])} of {owner}"
+            module_name = spec.text.rpartition(":")[0]
+            owner = f"{'.'.join(parts[:depth])} of {module_name}" if depth else module_name
             names = [name for name in dir(value) if not name.startswith("_")]
             known = factories_in(Path(getattr(module, "__file__", None) or ""))
             raise FactoryError(f"{owner} has no {part!r}{_near(part, names)}{_list(known)}") from error
@@ -298,13 +283,11 @@ def _likeness(function: ast.FunctionDef) -> int:
 
 
 def _trains(function: ast.FunctionDef) -> bool:
-    """Does it train itself? A step function that it only defines does not count."""
     calls = (node.func for node in _own_nodes(function) if isinstance(node, ast.Call))
     return any(isinstance(called, ast.Attribute) and called.attr in ("backward", "step", "fit") for called in calls)
 
 
 def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Yields the nodes of a function without the bodies of functions and classes inside it."""
     todo: list[ast.AST] = list(function.body)
     while todo:
         node = todo.pop()
@@ -321,7 +304,6 @@ def dotted_factory(target: str) -> str | None:
 
 
 def _candidates_of(target: str, file: Path | None) -> str:
-    """Returns the factories of a file, for an error, if the user named no function."""
     if file is None:
         meant = dotted_factory(target)
         return f"; did you mean {meant!r}, with a colon?" if meant else ""

@@ -41,11 +41,6 @@ def sanitise(text: str) -> str:
     return _COMMAND.sub(lambda found: found[0][0] + _escaped(found[0][1]), shown)
 
 
-def is_seen(text: str) -> bool:
-    """Whether any part of a text is visible. Spaces and characters without a shape are not."""
-    return any(not c.isspace() and not _is_hidden(c) for c in text)
-
-
 def sentence(text: str) -> str:
     """Returns one sanitised line of bounded length; its beginning and its end are kept."""
     line = sanitise(text.strip())

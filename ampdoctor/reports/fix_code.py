@@ -112,24 +112,10 @@ def _fp32_modules(prescription: Prescription, setting: TrainingContext) -> Code:
     names = _names(prescription.value)
     if not names:
         return Code()
-    if setting.autocast:
-        body: tuple[str, ...] = (
-            f"        with torch.autocast({quoted(setting.device)}, enabled=False):",
-            "            return forward(*args, **kwargs)",
-        )
-        module = "    module = model.get_submodule(name)"
-        narrow: tuple[str, ...] = ()
-    else:
-        body = ("        return tree_map_only(torch.Tensor, narrow, forward(*args, **kwargs))",)
-        module = "    module = model.get_submodule(name).float()  # before the optimizer is built"
-        narrow = (
-            "def narrow(x):",
-            f"    return x.to(torch.{setting.half}) if x.is_floating_point() else x",
-            "",
-            "",
-        )
+    if not setting.autocast:
+        return Code(_apply(prescription, "optimizer"))
     return Code(
-        _apply(prescription, *(() if setting.autocast else ("optimizer",))),
+        _apply(prescription),
         (
             "from torch.utils._pytree import tree_map_only",
             "",
@@ -138,17 +124,17 @@ def _fp32_modules(prescription: Prescription, setting: TrainingContext) -> Code:
             "    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x",
             "",
             "",
-            *narrow,
             "def in_fp32(forward):",
             "    def call(*args, **kwargs):",
             "        args, kwargs = tree_map_only(torch.Tensor, widen, (args, kwargs))",
-            *body,
+            f"        with torch.autocast({quoted(setting.device)}, enabled=False):",
+            "            return forward(*args, **kwargs)",
             "",
             "    return call",
             "",
             "",
             *fitting("for name in ", names, ":"),
-            module,
+            "    module = model.get_submodule(name)",
             "    module.forward = in_fp32(module.forward)",
         ),
     )

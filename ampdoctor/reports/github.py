@@ -7,78 +7,51 @@ of the log. Escapes: docs.github.com, "Workflow commands", as the runner decodes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from ampdoctor.evidence.paths import posix
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.reports import text as words
 from ampdoctor.reports.escape import sanitise
 from ampdoctor.reports.formats import RenderOptions
-from ampdoctor.reports.text import Location, fixed, fixed_lines, fixed_sentence, in_repository, location_of, target_file
+from ampdoctor.reports.text import Location, in_repository, location_of, target_file
 
 MAX_ANNOTATIONS = 10
 _TOLD = ("where", "change", "proof")
-_LEVELS: dict[Severity, Literal["error", "warning", "notice"]] = {
-    "error": "error",
-    "warning": "warning",
-    "note": "notice",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Annotation:
-    level: Literal["error", "warning", "notice"]
-    at: Location
-    title: str
-    message: tuple[str, ...]
-
-    def line(self, target: Mapping[str, Any], more: int = 0) -> str:
-        at = in_repository(self.at, target)
-        known = {"file": at.file, "line": at.line, "title": self.title}
-        properties = ",".join(f"{key}={_property(str(value))}" for key, value in known.items() if value is not None)
-        message = [*self.message, f"and {more} more: the whole report has them"] if more else self.message
-        return f"::{self.level} {properties}::{_data(chr(10).join(map(sanitise, message)))}\n"
+_LEVELS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "note": "notice"}
 
 
 def render_github(report: Report, _: RenderOptions | None = None) -> str:
     """Return workflow commands, one a line, and a line with the verdict."""
-    without_answer = list(_without_answer(report))
-    gone = list(_fixed(report))
-    found = report.findings[: MAX_ANNOTATIONS - len(without_answer) - len(gone)]
-    shown = [*without_answer, *(_of_finding(finding, report) for finding in found)]
+    unanswered = list(_without_answer(report))
+    found = report.findings[: MAX_ANNOTATIONS - len(unanswered)]
     rest = len(report.findings) - len(found)
-    target = report.target
-    lines = [one.line(target, rest if index == len(shown) - 1 else 0) for index, one in enumerate(shown)]
-    lines += [one.line(target) for one in gone]
-    return "".join(lines) + f"ampdoctor {report.command}: {sanitise(words.verdict(report))}\n"
+    more = [f"and {rest} more: the whole report has them"] if rest else []
+    told = [_of_finding(one, report, more if at == len(found) else ()) for at, one in enumerate(found, 1)]
+    return "".join([*unanswered, *told]) + f"ampdoctor {report.command}: {sanitise(words.verdict(report))}\n"
 
 
-def _without_answer(report: Report) -> Iterator[_Annotation]:
+def _without_answer(report: Report) -> Iterator[str]:
     """Yield what could not be examined or settled; it comes before the findings, since it decides the exit code."""
     about = Location(target_file(report.target))
     if not report.complete:
-        parts = tuple(f"{error.what} ({error.kind}): {error.message}" for error in report.errors)
-        yield _Annotation(level="error", at=about, title="ampdoctor: not examined", message=parts)
+        parts = [f"{error.what} ({error.kind}): {error.message}" for error in report.errors]
+        yield _command("error", about, "ampdoctor: not examined", parts, report.target)
     if report.verdict in ("not_reproduced", "inconclusive"):
-        yield _Annotation(level="error", at=about, title="ampdoctor: no answer", message=(words.verdict(report),))
+        yield _command("error", about, "ampdoctor: no answer", [words.verdict(report)], report.target)
 
 
-def _fixed(report: Report) -> Iterator[_Annotation]:
-    if report.baseline is not None and fixed(report):
-        said = (fixed_sentence(report), *fixed_lines(report))
-        at = Location(posix(report.baseline.file))
-        yield _Annotation(level="notice", at=at, title="ampdoctor: fixed", message=said)
+def _of_finding(finding: Finding, report: Report, more: Iterable[str]) -> str:
+    said = [finding.message, *(f"{at}: {line}" for at, line in words.told(finding).items() if at in _TOLD), *more]
+    at, title = location_of(finding, report.target), f"{finding.code} {finding.name}"
+    return _command(_LEVELS[finding.severity], at, title, said, report.target)
 
 
-def _of_finding(finding: Finding, report: Report) -> _Annotation:
-    return _Annotation(
-        level=_LEVELS[finding.severity],
-        at=location_of(finding, report.target),
-        title=f"{finding.code} {finding.name}",
-        message=(finding.message, *(f"{at}: {line}" for at, line in words.told(finding).items() if at in _TOLD)),
-    )
+def _command(level: str, at: Location, title: str, message: Iterable[str], target: Mapping[str, Any]) -> str:
+    placed = in_repository(at, target)
+    known = {"file": placed.file, "line": placed.line, "title": title}
+    properties = ",".join(f"{key}={_property(str(value))}" for key, value in known.items() if value is not None)
+    return f"::{level} {properties}::{_data(chr(10).join(map(sanitise, message)))}\n"
 
 
 def _data(text: str) -> str:

@@ -14,7 +14,6 @@ import base64
 import hashlib
 import json
 import math
-import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -201,10 +200,7 @@ def exactly(values: Iterable[float | None]) -> dict[str, str]:
 
 
 def _base64(kind: str, values: list[float]) -> dict[str, str]:
-    made = array(kind, values)
-    if sys.byteorder == "big":
-        made.byteswap()
-    return {{"f": "f4", "d": "f8"}[kind]: base64.b64encode(made.tobytes()).decode("ascii")}
+    return {{"f": "f4", "d": "f8"}[kind]: base64.b64encode(array(kind, values).tobytes()).decode("ascii")}
 
 
 _CHARTS = "vendor/echarts.min.js"

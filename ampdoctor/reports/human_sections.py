@@ -15,7 +15,7 @@ from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.report_health import HealthSection
 from ampdoctor.evidence.report_plan import PlanSection
-from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerSection, ScalingConfidence, ScalingMargin, Simulated
+from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerSection, ScalingConfidence, ScalingMargin
 from ampdoctor.evidence.report_scan import ChangedCheckpoint, ListedMember, ListedOptimizer, ListedTensor, TrendFigures
 from ampdoctor.evidence.run_facts import PrecisionAdvice
 from ampdoctor.reports import section_words
@@ -24,7 +24,6 @@ from ampdoctor.reports.console import heading, labelled, layers, left_over, list
 from ampdoctor.reports.escape import sanitise
 from ampdoctor.reports.section_words import (
     ABOUT,
-    KINDS,
     NOT_MEASURED,
     SUMMARY_HEADINGS,
     ahead,
@@ -33,7 +32,6 @@ from ampdoctor.reports.section_words import (
 )
 
 _NEGLIGIBLE = 1e-5  # smaller differences of gradient errors are not mentioned
-_SEEN, _OFF = 1e-3, 0.1  # share from which a prediction is checked, and relative error that is mentioned
 _FEW = 12  # groups of modules shown without -v
 
 
@@ -69,12 +67,11 @@ def loss_scaling(scaler: ScalerSection | None, console: Console, *, verbose: int
 
 
 def ranges(profile: Mapping[str, Any] | None, console: Console, *, verbose: int) -> None:
-    """Print the shares by format, the layers that lose most with their histograms, and measurements of shadow steps."""
+    """Print the shares by format, and the layers that lose most."""
     if profile is None or not profile.get("summary"):
         return
     _summary(profile, console)
     layers(profile, console, verbose=verbose)
-    _shadows(profile.get("shadows") or (), console)
 
 
 def precision(advice: PrecisionAdvice | None, console: Console, *, verbose: int) -> None:
@@ -113,39 +110,6 @@ def _summary(profile: Mapping[str, Any], console: Console) -> None:
         show(text(NOT_MEASURED), console, indent=2, hang=2)
 
 
-def _shadows(shadows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    rows = [
-        [
-            words.binary(shadow["scale"]),
-            KINDS.get(kind, kind),
-            words.percent(pair["predicted"]),
-            words.percent(pair["measured"]),
-            text(_remark(pair), "dim"),
-        ]
-        for shadow in shadows
-        for kind, pair in shadow["flushed"].items()
-        if pair["measured"] is not None
-    ]
-    if not rows:
-        return
-    headings = ("loss scale", "", "predicted", "measured", " ")
-    titled(
-        "flushed to zero in fp16 steps, beside fp32 ones on the same batch and weights",
-        table_of(headings, rows, left=["", " "]),
-        console,
-    )
-
-
-def _remark(pair: Mapping[str, Any]) -> str:
-    if pair["lower_bound"]:
-        return "prediction is a lower bound"
-    predicted, measured = pair["predicted"], pair["measured"]
-    if predicted is None or measured is None or max(predicted, measured) < _SEEN:
-        return ""
-    off = abs(predicted - measured) > _OFF * measured
-    return "what was measured counts: sums that cancel, or few values, tell it otherwise" if off else ""
-
-
 def _outcomes(scaler: ScalerSection, console: Console) -> None:
     changed = scaler.change
     names = {"before": "replayed as it is", "observed": "replayed with the change" if changed else "replayed"}
@@ -162,12 +126,8 @@ def _outcomes(scaler: ScalerSection, console: Console) -> None:
 
 def _simulated(scaler: ScalerSection, console: Console) -> None:
     rows = []
-    simulated = scaler.simulated or Simulated(current=None, default=None, recommended=None)
-    for name, expected in (
-        ("current", simulated.current),
-        ("default", simulated.default),
-        ("recommended", simulated.recommended),
-    ):
+    for name in ("current", "default", "recommended"):
+        expected = getattr(scaler.simulated, name, None)
         if expected is not None:
             low, middle, high = expected.skips
             skips = f"{middle:g}" if low == high else f"{middle:g} ({low:g} to {high:g})"
@@ -232,7 +192,6 @@ def plan(section: PlanSection | None, console: Console, *, verbose: int) -> None
 
 
 def _fragment(emitted: EmittedSettings, console: Console, *, indent: int) -> None:
-    """Print lines to copy without folding, which would break them."""
     for line in emitted.text.splitlines():
         console.print(Text(f"{' ' * indent}{sanitise(line)}"), soft_wrap=True)
     for note in emitted.notes:

@@ -13,7 +13,7 @@ from importlib.resources import files
 from io import StringIO
 from typing import Annotated, Any, Literal
 
-from ampdoctor.evidence.json_records import Text, form, schema_of, to_plain
+from ampdoctor.evidence.json_records import Text, form, to_plain
 from ampdoctor.evidence.report import SCHEMA_VERSION, Finding, Prescription, Report
 from ampdoctor.package import version
 from ampdoctor.reports.fix_code import Code, TrainingContext, code_of, setting_of
@@ -77,7 +77,7 @@ def _prescription(prescription: Prescription, setting: TrainingContext, cause: s
     }
 
 
-# -- the JSON Schemas of a report: generated from its classes, and shipped as files beside this one --
+# -- the JSON Schema of a report: made from its classes (tests/schemas.py), and shipped as a file beside this one --
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +135,6 @@ class OfPrescription:
 
 DERIVED: Mapping[type, type] = {Report: OfReport, Finding: OfFinding, Prescription: OfPrescription}
 """What is written of a record beside its own fields: it follows from them."""
-_ABOUT = (
-    "What every ampdoctor command returns with --format json. Fractions run from 0 to 1; a non-finite number is the "
-    "string NaN, Infinity or -Infinity."
-)
-_VERIFIED = {"if": {"properties": {"status": {"const": "verified"}}}} | {
-    branch: {"properties": {"verified": {"const": value}}} for branch, value in (("then", True), ("else", False))
-}
 
 
 def schema() -> dict[str, Any]:
@@ -149,11 +142,3 @@ def schema() -> dict[str, Any]:
     text = files("ampdoctor.reports").joinpath("report.schema.json").read_text(encoding="utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded
-
-
-def schema_of_classes() -> dict[str, Any]:
-    """Return the same, generated anew; it needs docstrings, which `python -OO` removes."""
-    made = schema_of(Report, DERIVED)
-    made["$defs"]["prescription"] |= _VERIFIED  # a status and `verified` cannot contradict each other
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"urn:ampdoctor:report:{SCHEMA_VERSION}"}
-    return {**head, "title": "ampdoctor report", **made, "description": _ABOUT}

@@ -2,8 +2,8 @@
 
 A test case stands for a rule in a file with a finding, and for each check that passed. Rules without a finding have no
 case: listing them as passed would claim that each was decided, even if the checkpoint lacks what it needs. A check with
-a finding is the failed case of its rule, so nothing is counted twice. A fixed entry of the baseline passes. One case is
-the verdict: a report without an answer is an error there, and no report is empty.
+a finding is the failed case of its rule, so nothing is counted twice. One case is the verdict: a report without an
+answer is an error there, and no report is empty.
 
 A finding below the gate (`--fail-on`) passes with its message: tests fail where the exit code does, except under
 `--exit-zero`, where only the tests fail.
@@ -23,7 +23,7 @@ from ampdoctor.package import version
 from ampdoctor.reports import text as words
 from ampdoctor.reports.escape import sanitise
 from ampdoctor.reports.formats import RenderOptions
-from ampdoctor.reports.text import fixed, fixed_line, location_of, place_of, target_file
+from ampdoctor.reports.text import location_of, target_file
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that no XML 1.0 document may contain, not even escaped (its production 2, Char)."""
@@ -33,8 +33,6 @@ _Result: TypeAlias = Literal["passed", "failure", "error", "skipped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """A test case."""
-
     group: str  # its class name: the file
     name: str  # the rule or the check
     result: _Result = "passed"
@@ -81,16 +79,6 @@ def _cases(report: Report) -> Iterator[_Case]:
             name=f"{_rule(finding)} (suppressed: {where.tensor or where.module or finding.fingerprint})",
             result="skipped",
             message=f"{one.by}: {one.reason}",
-        )
-    baseline = report.baseline.file if report.baseline is not None else ""
-    for gone in fixed(report):
-        yield _Case(
-            group=about,
-            name=f"{gone.code} (fixed: {place_of(gone)})",
-            lines=(
-                fixed_line(gone),
-                f"no longer there since the baseline {baseline}",
-            ),
         )
     for error in report.errors:
         yield _Case(

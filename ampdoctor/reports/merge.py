@@ -1,14 +1,10 @@
-"""Merges several reports of one command: those of the ranks of one job, or of several jobs.
+"""Merges the reports of the ranks of one job.
 
 - `verdict`: the worst; `complete` if all are.
-- `findings`, `suppressed`: a finding of several ranks (same fingerprint, file and target) is kept once, from the rank
-  where it is worst and earliest, with `ranks` in its evidence; a repeated report adds nothing. If the targets differ,
-  its file says which one it belongs to.
+- `findings`, `suppressed`: a finding of several ranks (same fingerprint and file) is kept once, from the rank where it
+  is worst and earliest, with `ranks` in its evidence; a repeated report adds nothing.
 - `checks`, `skipped`, `errors`, `tensors`, `thresholds`: those of all reports, equal ones once.
-- `run`: what all agree on. `target`: the common one; if there are several, what all agree on, with the `paths` of all,
-  and in `merged` the target and verdict of each. Paths are relative to the repository's root if the reports were made
-  in several of its folders.
-- `health`: the runs of all reports in their order, equal ones once.
+- `run`: what all agree on.
 - every other section describes one run or checkpoint and cannot be merged: the first one is kept, and a note in `run`
   says if another report has a different one.
 """
@@ -16,25 +12,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.checkpoint_stats import TensorRow
-from ampdoctor.evidence.location import Source, Where
-from ampdoctor.evidence.paths import path_in_repository
-from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order, with_files
-from ampdoctor.evidence.report_health import HealthSection
-from ampdoctor.reports import text
+from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order
 from ampdoctor.reports.json_report import strict_json_line
-from ampdoctor.reports.text import file_in, target_file
 
 T = TypeVar("T")
 
 _WORST_FIRST: tuple[Verdict, ...] = ("sick", "inconclusive", "not_reproduced", "not_judged", "healthy")
 _SECTIONS = (
     "scaler",
+    "health",
     "profile",
     "precision",
     "plan",
@@ -49,97 +41,54 @@ _SECTIONS = (
 
 
 def merge_reports(reports: Sequence[Report]) -> Report:
-    """Return the reports as one; a single one unchanged. No report, or several commands, raise UsageError."""
-    if not reports:
-        raise UsageError("there is no report to merge")
+    """Return the reports, at least one, as one; several commands or targets raise UsageError."""
     first = reports[0]
     commands = sorted({report.command for report in reports})
     if len(commands) > 1:
         raise UsageError(f"reports of several commands ({', '.join(commands)}): one report is of one command")
     if len(reports) == 1:
         return first
+    whole = [report for report in reports if report.complete or report.found] or reports  # others may name less
+    if len(set(map(_subject, whole))) > 1:
+        raise UsageError("reports of several targets: one report is of the ranks of one job; show each by itself")
     sections: dict[str, Any] = {name: _first(getattr(report, name) for report in reports) for name in _SECTIONS}
-    placed = _placed(reports)
     return Report(
         command=first.command,
-        target=_target(reports),
+        target=whole[0].target,
         run=_run(reports),
         verdict=min((report.verdict for report in reports), key=_WORST_FIRST.index),
         complete=all(report.complete for report in reports),
-        findings=_findings(placed),
+        findings=_findings(reports),
         checks=_once(report.checks for report in reports),
         skipped=_once(report.skipped for report in reports),
         errors=_once(report.errors for report in reports),
-        suppressed=_suppressed(placed),
+        suppressed=_suppressed(reports),
         tensors=_tensors(reports),
-        health=_health(reports),
         thresholds=_once(report.thresholds for report in reports),
         **sections,
     )
 
 
-def _placed(reports: Sequence[Report]) -> list[Report]:
-    """Return the reports with files in their findings that differ where the targets differ."""
-    if not _differ(reports):
-        return list(reports)
-
-    shown = _shown(reports)
-
-    def named(finding: Finding, target: Mapping[str, Any]) -> Finding:
-        if finding.where.source is None:
-            finding = with_files(finding, lambda file: shown(file_in(file, target), target))
-        return _with_lines(finding, lambda file: shown(file, target))
-
-    return [
-        replace(
-            report,
-            findings=tuple(named(finding, report.target) for finding in report.findings),
-            suppressed=tuple(replace(one, finding=named(one.finding, report.target)) for one in report.suppressed),
-        )
-        for report in reports
-    ]
-
-
-def _shown(reports: Sequence[Report]) -> Callable[[str, Mapping[str, Any]], str]:
-    """Return a function that shows a path of one report: relative to the root if the reports have different folders."""
-    folders = {_key(report.target.get("repository")) for report in reports}
-    return path_in_repository if len(folders) > 1 else lambda path, _: path
-
-
-def _with_lines(finding: Finding, shown: Callable[[str], str]) -> Finding:
-    def line(source: Source | None) -> Source | None:
-        return None if source is None else replace(source, file=shown(source.file))
-
-    def at(where: Where) -> Where:
-        return replace(where, source=line(where.source), forward_source=line(where.forward_source))
-
-    return replace(finding, where=at(finding.where), also=tuple(map(at, finding.also)))
-
-
 def _findings(reports: Iterable[Report]) -> tuple[Finding, ...]:
-    found = [(_subject(report), [(finding, finding) for finding in report.findings]) for report in reports]
-    return tuple(sorted((_one_of_ranks(group) for group in _alike(found)), key=finding_order))
+    groups = _alike([(finding, finding) for finding in report.findings] for report in reports)
+    return tuple(sorted(map(_one_of_ranks, groups), key=finding_order))
 
 
 def _suppressed(reports: Iterable[Report]) -> tuple[Suppressed, ...]:
-    found = [(_subject(report), [(one.finding, one) for one in report.suppressed]) for report in reports]
-    merged = [replace(group[0], finding=_one_of_ranks([one.finding for one in group])) for group in _alike(found)]
+    groups = _alike([(one.finding, one) for one in report.suppressed] for report in reports)
+    merged = [replace(group[0], finding=_one_of_ranks([one.finding for one in group])) for group in groups]
     return tuple(sorted(merged, key=lambda one: finding_order(one.finding)))
 
 
-def _alike(found: Iterable[tuple[str, Sequence[tuple[Finding, T]]]]) -> list[list[T]]:
-    """Group findings that differ only in rank.
-
-    `found` has each report's target and its findings with the grouped items. The second equal finding of a report is
-    grouped with the second of the others.
-    """
-    groups: dict[tuple[str, str, str | None, int], list[T]] = {}
-    for target, entries in found:
+def _alike(found: Iterable[Sequence[tuple[Finding, T]]]) -> list[list[T]]:
+    """Group what differs only in rank; the second equal finding of a report goes with the second of the others."""
+    groups: dict[tuple[str, str | None, int], list[T]] = {}
+    for entries in found:
         seen: Counter[tuple[str, str | None]] = Counter()
         for finding, entry in entries:
             kind = (finding.fingerprint, finding.where.file)
             seen[kind] += 1
-            groups.setdefault((target, *kind, seen[kind]), []).append(entry)
+            groups.setdefault((*kind, seen[kind]), []).append(entry)
     return list(groups.values())
 
 
@@ -155,21 +104,6 @@ def _one_of_ranks(findings: Sequence[Finding]) -> Finding:
     return replace(kept, evidence={**kept.evidence, "ranks": ranks}) if len(ranks) > 1 else kept
 
 
-def _target(reports: Sequence[Report]) -> dict[str, Any]:
-    targets = [report.target for report in reports]
-    if not _differ(reports):
-        return dict(targets[0])
-    agreed = {key: value for key, value in _agreed(targets).items() if key not in ("path", "location")}
-    shown = _shown(reports)
-    paths = list(dict.fromkeys(shown(target_file(target), target) for target in targets))
-    merged = [{"target": report.target, "verdict": report.verdict} for report in reports]
-    return {"path": text.count(len(reports), "report"), "paths": paths, **agreed, "merged": merged}
-
-
-def _differ(reports: Sequence[Report]) -> bool:
-    return len(set(map(_subject, reports))) > 1
-
-
 def _subject(report: Report) -> str:
     """Return the report's target, regardless of which clone of the repository its folder lies in."""
     place = (report.target.get("repository") or {}).get("folder")
@@ -177,37 +111,15 @@ def _subject(report: Report) -> str:
 
 
 def _run(reports: Sequence[Report]) -> dict[str, Any]:
-    runs = [{key: value for key, value in report.run.items() if key != "notes"} for report in reports]
-    agreed = _agreed(runs)
     notes = list(_once(report.run.get("notes") or () for report in reports))
-    notes += [
-        f"{key}, by report: {', '.join(text.value(run.get(key)) for run in runs)}"
-        for key in dict.fromkeys(key for run in runs for key in run)
-        if key not in agreed
-    ]
     for name in _SECTIONS:
         known = {_key(section) for report in reports if (section := getattr(report, name)) is not None}
         if len(known) > 1:
             notes.append(f"{name}: of the first report that has it; it differs in another")
+    others = [{key: _key(value) for key, value in report.run.items()} for report in reports[1:]]
+    first = {key: value for key, value in reports[0].run.items() if key != "notes"}
+    agreed = {key: value for key, value in first.items() if all(run.get(key) == _key(value) for run in others)}
     return {**agreed, "notes": notes} if notes else agreed
-
-
-def _agreed(maps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in maps[0].items()
-        if all(key in other and _key(other[key]) == _key(value) for other in maps[1:])
-    }
-
-
-def _health(reports: Sequence[Report]) -> HealthSection | None:
-    known = [report.health for report in reports if report.health is not None]
-    if not known:
-        return None
-    axes = {one.axis for one in known}
-    every = next((one.detail_every for one in known if one.detail_every is not None), None)
-    axis = known[0].axis if len(axes) == 1 else "step"
-    return HealthSection(runs=_once(one.runs for one in known), axis=axis, detail_every=every)
 
 
 def _tensors(reports: Sequence[Report]) -> tuple[TensorRow, ...] | None:

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.replay.outcome import comparison_left_out
 from ampdoctor.evidence.report import BaselineSection, Finding, Report
 from ampdoctor.evidence.report_plan import PlanSection
 from ampdoctor.evidence.report_scaler import ScalerSection
@@ -125,25 +124,13 @@ def _judged(report: Report) -> Step:
 def _incomplete(report: Report) -> Step:
     if any(error.kind == "interrupted" for error in report.errors):
         return Step("give the same command more time, or start it from a later checkpoint")
-    if any(error.kind == "not_reproduced" for error in report.errors):
-        return Step("look at what the loop does between its backward and its step, which no replay runs")
-    if report.command != "scan" and any(error.kind == "empty" for error in report.errors):
-        return Step("give the run what is named under 'not examined', then run the same command again")
-    if report.errors and all(error.kind == "unread" for error in report.errors):
-        return Step(f"save {report.errors[0].what} in a form that is read: dense tensors, by torch.save or safetensors")
     what = f"{report.errors[0].what} ({report.errors[0].kind})" if report.errors else "what could not be examined"
     more = f" and {len(report.errors) - 1} more" if len(report.errors) > 1 else ""
     return Step(f"mend or fetch anew {what}{more}, then run the same command again")
 
 
 def _not_reproduced(report: Report) -> Step:
-    """Search everything that is there, then come closer to the failure: its checkpoint first, then more steps."""
-    cut = comparison_left_out(report)
-    if cut is not None:
-        options = dict(report.target.get("options") or {})
-        options.pop("--compare-steps", None)
-        again = _replay(report.command, {**report.target, "options": options}, {"--expect-failure": []})
-        return Step(f"leave out {cut}: what stays finite shows beside fp32", again)
+    """Come closer to the failure: its checkpoint first, then more steps."""
     if report.target.get("checkpoint") is None:
         return Step("start from the last checkpoint before the failure", _from_its_checkpoint(report))
     steps = report.run.get("steps")
@@ -156,9 +143,8 @@ def _scanned(report: Report) -> Step:
     """Return how to go on from an earlier checkpoint, or replay from there: a checkpoint itself shows no cause."""
     if report.verdict != "sick":
         warned = next((finding for finding in report.findings if finding.severity == "warning"), None)
-        collapsed = next((m["name"] for m in report.target.get("members", ()) if m.get("collapsed")), None)
-        before = report.trend.last_healthy if report.trend is not None and collapsed is not None else None
-        if before is not None:
+        collapsed = any(member.get("collapsed") for member in report.target.get("members", ()))
+        if collapsed and report.trend is not None and (before := report.trend.last_healthy) is not None:
             return _resume(before, f"{_path(report)}/{before}", "the last one before the loss scale collapsed")
         if warned is not None:
             return _its_page(warned)
@@ -171,20 +157,16 @@ def _scanned(report: Report) -> Step:
     if report.trend is None or "members" not in report.target:  # several paths have no common folder
         return _EARLIER
     first_sick, members = report.trend.first_sick, report.target["members"]
-    healthy = _healthy_before(members, first_sick)
-    if healthy is None:
-        again = next(
-            (m["name"] for m in reversed(members) if m["verdict"] == "healthy" and not m.get("collapsed")), None
-        )
-        if again is not None:
-            return _resume(again, f"{_path(report)}/{again}", "which is healthy; none before the first sick one is")
-        if any(m["verdict"] == "healthy" for m in members):
-            said = "no earlier one has a loss scale that serves: find what breaks from the start"
-            return Step(said, _command("bisect-nan", "FACTORY"))
+    last = _healthy_before(members, first_sick)
+    if last is None:
+        healthy = [m["name"] for m in members if m["verdict"] == "healthy" and not m.get("collapsed")]
+        if healthy:
+            again = f"{_path(report)}/{healthy[-1]}"
+            return _resume(healthy[-1], again, "which is healthy; none before the first sick one is")
         return Step("no earlier one is healthy: find what breaks from the start", _command("bisect-nan", "FACTORY"))
     searched = first_sick is not None or len(members) == report.target.get("count")
     said = "the last healthy one" if searched else "the last healthy one that was read (--all reads every one)"
-    return _resume(healthy, f"{_path(report)}/{healthy}", said)
+    return _resume(last, f"{_path(report)}/{last}", said)
 
 
 def _over_time(report: Report) -> Step:
@@ -375,7 +357,7 @@ def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({}))
 
 def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
     """Return a command that replays a report's run (FACTORY if it is not known); `more` overrides its options."""
-    if not target.get("factory") or "merged" in target or "profile" in target:
+    if not target.get("factory") or "profile" in target:
         return _command(command, "FACTORY", *_typed(more))
     options: dict[str, Sequence[str]] = dict(target.get("options") or {})
     if target.get("checkpoint"):

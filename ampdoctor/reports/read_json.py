@@ -2,30 +2,32 @@
 
 Numbers come back as they were written: floats with 6 significant digits. Derived fields (`url`, `fingerprint`,
 `verified`, the `code` to paste) are computed anew and not read. A non-finite number in the free form of `evidence`,
-`target` or `headroom` stays a word, since a name may be that word. The keys of `run`, `target` and scaler settings get
-their order for people back; those of `evidence` are sorted for people, too.
+`target` or `headroom` stays a word, since a name may be that word. Keys of free forms stay sorted, as in JSON.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from ampdoctor.errors import ReportError
-from ampdoctor.evidence.json_records import DuplicateKeyError, MismatchError, RecordReader, unique_keys
+from ampdoctor.evidence.json_records import MismatchError, RecordReader
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import NOT_IN_HALF, SCHEMA_VERSION, STEPS_AFTER, Finding, Report, Skipped, SkippedKind
-from ampdoctor.evidence.report_scaler import ScalerSection
+from ampdoctor.evidence.report import (
+    NOT_IN_HALF,
+    SCHEMA_VERSION,
+    STEPS_AFTER,
+    Finding,
+    Report,
+    Skipped,
+    SkippedKind,
+    Verdict,
+)
 from ampdoctor.reports.json_report import DERIVED
 from ampdoctor.reports.jsonl import HEADER, LISTS, SUMMARY
-from ampdoctor.reports.text import RUN, SCALER, TARGET, in_order
 
 _READER = RecordReader(DERIVED)
-_CAME_LATER = {"health": None, "plan": None}  # sections that older reports of this version lack
-_MAX_DEPTH = 100  # most nested levels; our reports have some ten, and reading or writing recurses at each
 
 
 def report_from_text(text: str) -> Report:
@@ -39,10 +41,6 @@ def report_from_text(text: str) -> Report:
 
 def report_from_dict(data: Any) -> Report:
     """Return the report in the values of a JSON report; raises ReportError where they are none."""
-    if _deeper(data, _MAX_DEPTH):
-        raise ReportError(f"a report that is nested more than {_MAX_DEPTH} deep")
-    if _beyond_floats(data):
-        raise ReportError("no report of ampdoctor: it has an integer beyond the largest float")
     if not isinstance(data, dict) or "schema_version" not in data:
         raise ReportError("no report of ampdoctor: it has no schema_version")
     if data["schema_version"] != SCHEMA_VERSION:
@@ -50,38 +48,20 @@ def report_from_dict(data: Any) -> Report:
             f"a report of schema version {data['schema_version']}; this version of ampdoctor reads {SCHEMA_VERSION}"
         )
     try:
-        report = _completed(_READER.read(Report, {**_CAME_LATER, **data}))
+        report = _completed(_READER.read(Report, data))
     except MismatchError as mismatch:
         raise ReportError(f"no report that this version reads: {mismatch}") from None
-    if any(_contradicts_its_status(one.get("prescription")) for one in _findings_of(data)):
-        raise ReportError("no report that this version reads: a change is not verified as its status says")
     _refuse_contradictions(report)
     return report
 
 
 def _completed(read: Report) -> Report:
-    """Returns the report with what follows from the rest, and the keys of its free forms in their order."""
     return replace(
         read,
-        target=in_order(read.target, TARGET),
-        run=in_order(read.run, RUN),
-        scaler=_scaler(read.scaler),
         findings=tuple(map(_finding, read.findings)),
         skipped=tuple(replace(one, kind=_kind(one)) for one in read.skipped),
         suppressed=tuple(replace(one, finding=_finding(one.finding)) for one in read.suppressed),
     )
-
-
-def _findings_of(data: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    yield from data["findings"]
-    yield from (one["finding"] for one in data["suppressed"])
-
-
-def _contradicts_its_status(change: Mapping[str, Any] | None) -> bool:
-    if change is None:
-        return False
-    other = any(map(_contradicts_its_status, change["alternatives"]))
-    return other or (change["status"] == "verified") is not change["verified"]
 
 
 def _finding(read: Finding) -> Finding:
@@ -99,33 +79,16 @@ def _kind(skipped: Skipped) -> SkippedKind:
     return "lfs_pointer" if "Git LFS pointer" in skipped.reason else "left_out"
 
 
-def _scaler(read: ScalerSection | None) -> ScalerSection | None:
-    if read is None:
-        return None
-    return replace(
-        read,
-        current=in_order(read.current, SCALER) if read.current else read.current,
-        bounds=in_order(read.bounds, SCALER) if read.bounds else read.bounds,
-    )
-
-
 def _refuse_contradictions(report: Report) -> None:
     """Refuse a report that no run can have produced, since it will decide an exit code."""
-    # A suppressed finding counts as any other. A watched run that died is sick and may have no finding, but then it is
-    # incomplete.
-    found = (*report.findings, *(one.finding for one in report.suppressed))
-    errors = any(finding.severity == "error" for finding in found)
-    said = None
+    # A watched run that died is sick and may have no finding, but then it is incomplete
+    errors = any(finding.severity == "error" for finding in report.found)
     if report.complete and report.errors:
-        said = "it is complete, and something could not be examined"
-    elif errors and report.verdict not in ("sick", "not_judged"):
-        said = f"its verdict is {report.verdict}, and an error was found"
-    elif report.verdict == "sick" and report.complete and not errors:
-        said = "its verdict is sick, and no error was found"
-    elif report.complete and not found and any(check.result == "found" for check in report.checks):
-        said = "a check has found something, and no finding says what"
-    if said is not None:
-        raise ReportError(f"a report that contradicts itself: {said}")
+        raise ReportError("a report that contradicts itself: it is complete, and something could not be examined")
+    allowed = ("sick", "not_judged") if errors else get_args(Verdict)
+    if report.verdict not in allowed or (report.verdict == "sick" and report.complete and not errors):
+        said = "an error was found" if errors else "no error was found"
+        raise ReportError(f"a report that contradicts itself: its verdict is {report.verdict}, and {said}")
 
 
 def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
@@ -134,11 +97,6 @@ def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
     if not isinstance(summary, dict) or summary.get("type") != SUMMARY:
         raise ReportError("the report has been cut: its last line is no summary")
     summary = _loaded(last, "the last line")
-    for said in ("verdict", "complete"):
-        if summary.get(said) != header.get(said):
-            raise ReportError(
-                f"a report that contradicts itself: the {said} of its summary is not that of its first line"
-            )
     lines = [_loaded(text, f"line {number}") for number, text in enumerate(texts, 2)]
     lists: dict[str, list[Any]] = {key: [] for key in LISTS.values()}
     for number, line in enumerate(lines, 2):
@@ -154,21 +112,6 @@ def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
     return whole | {key: None if summary.get(key) is None else entries for key, entries in lists.items()}
 
 
-def _deeper(value: Any, levels: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    return levels == 0 or any(
-        _deeper(one, levels - 1) for one in (value.values() if isinstance(value, dict) else value)
-    )
-
-
-def _beyond_floats(value: Any) -> bool:
-    """Whether a value is or holds an integer too large for a float; readers may convert it to one."""
-    if isinstance(value, dict | list):
-        return any(map(_beyond_floats, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, int) and abs(value) > sys.float_info.max
-
-
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse)
@@ -178,11 +121,9 @@ def _parsed(text: str) -> Any:
 
 def _loaded(text: str, what: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse, object_pairs_hook=unique_keys)
+        return json.loads(text, parse_constant=_refuse)
     except RecursionError:
         raise ReportError(f"{what} is nested too deeply") from None
-    except DuplicateKeyError as error:
-        raise ReportError(f"{what} has the key {error.key!r} twice in one object") from None
     except ValueError as error:
         raise ReportError(f"{what} is no JSON: {error}") from None
 

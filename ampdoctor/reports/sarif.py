@@ -1,14 +1,12 @@
 """The SARIF 2.1.0 renderer, for code-scanning services.
 
 GitHub refuses a whole file if one result has no physical location, so each has one: the user's source line if known,
-else line 1 of the checkpoint's file, with the tensor as a logical location. Its limits are kept as well: 25 000 results
-a run, 10 MB compressed (docs.github.com, "SARIF support for code scanning"). The worst results are kept, and a
-notification says how many are missing.
+else line 1 of the checkpoint's file, with the tensor as a logical location. It takes 25 000 results a run
+(docs.github.com, "SARIF support for code scanning"): the worst are kept, and a notification says how many are missing.
 """
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any, TypeAlias
@@ -24,7 +22,6 @@ from ampdoctor.reports.json_report import strict_json
 from ampdoctor.reports.text import Location, in_repository, location_of
 
 MAX_RESULTS = 25_000
-MAX_COMPRESSED = 10_000_000  # bytes
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _ROOT, _REPOSITORY = "ROOT", "%SRCROOT%"  # bases of URIs: the machine's root for other files, and the repository
 _PROBLEM: Mapping[Severity, str] = {"error": "error", "warning": "warning", "note": "recommendation"}
@@ -37,14 +34,6 @@ def render_sarif(report: Report, _: RenderOptions | None = None) -> str:
     """Return the report as SARIF 2.1.0: one run, one result for each finding."""
     results = list(_results(report))
     kept = min(len(results), MAX_RESULTS)
-    text = _log(report, results, kept)
-    while kept and len(text) > MAX_COMPRESSED and len(gzip.compress(text.encode(), mtime=0)) > MAX_COMPRESSED:
-        kept //= 2
-        text = _log(report, results, kept)
-    return text
-
-
-def _log(report: Report, results: list[_Object], kept: int) -> str:
     run: _Object = {
         "tool": {
             "driver": {
@@ -151,13 +140,7 @@ def _uri(file: str) -> tuple[str, str]:
     path = PurePosixPath(file)
     base = _ROOT if path.is_absolute() else _REPOSITORY
     relative = path.relative_to(path.anchor) if path.is_absolute() else path
-    return base, quote(b"".join(map(_encoded, str(relative))))
-
-
-def _encoded(character: str) -> bytes:
-    """Return a character's UTF-8; for a surrogate that stands for a non-UTF-8 byte of a name (PEP 383), that byte."""
-    kept = "\udc80" <= character <= "\udcff"
-    return character.encode("utf-8", "surrogateescape" if kept else "surrogatepass")
+    return base, quote(str(relative), errors="surrogatepass")
 
 
 def _notifications(report: Report, left_out: int) -> Iterable[_Object]:

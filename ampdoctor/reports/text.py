@@ -182,7 +182,7 @@ def _what(where: Where) -> str:
         kind = {"nan": "NaN", "inf": "Inf"}[where.nonfinite]
         of_a_checkpoint = where.file is not None and where.source is None  # it has no code; a run's log has
         met = where.phase in _FOUND_NOT_MADE or of_a_checkpoint
-        parts.append(f"{kind} is {'there' if met else 'born here'}")
+        parts.append(f"{kind} is there" if met else f"first {kind} here")
     return ", ".join(parts)
 
 
@@ -435,16 +435,15 @@ def _gate_line(one: Suppressed) -> str:
 
 # -- a curve in one line of text --
 
-_LEVELS, _PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
-_NONFINITE, _PLAIN_NONFINITE = "\N{MULTIPLICATION SIGN}", "!"
+_LEVELS = "▁▂▃▄▅▆▇█"
+_NONFINITE = "\N{MULTIPLICATION SIGN}"
 
 
-def sparkline(values: Sequence[float | None], width: int, *, logarithmic: bool = False, plain: bool = False) -> str:
+def sparkline(values: Sequence[float | None], width: int, *, logarithmic: bool = False) -> str:
     """Returns a curve in at most `width` characters, each for the median of one or more values; a space for None.
 
     A character marks a non-finite value among its values, so an overflow in a thousand good steps is visible. If
-    `logarithmic`, levels are equal ratios, and values that are not positive get the lowest level. `plain` means ASCII
-    only.
+    `logarithmic`, levels are equal ratios, and values that are not positive get the lowest level.
     """
     if width < 1 or not values:
         return ""
@@ -453,16 +452,15 @@ def sparkline(values: Sequence[float | None], width: int, *, logarithmic: bool =
     heights = [_height(cell, logarithmic=logarithmic) for cell in cells]
     known = [height for height in heights if height is not None and math.isfinite(height)]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    levels, nonfinite = (_PLAIN_LEVELS, _PLAIN_NONFINITE) if plain else (_LEVELS, _NONFINITE)
     line = []
     for height in heights:
         if height is None:
             line.append(" ")
         elif math.isnan(height):
-            line.append(nonfinite)
+            line.append(_NONFINITE)
         else:
             share = (height - low) / (high - low) if high > low and math.isfinite(height) else 0.0
-            line.append(levels[min(int(share * len(levels)), len(levels) - 1)])
+            line.append(_LEVELS[min(int(share * len(_LEVELS)), len(_LEVELS) - 1)])
     return "".join(line)
 
 
@@ -479,28 +477,8 @@ def _height(cell: Sequence[float | None], *, logarithmic: bool) -> float | None:
     return math.log2(value) if value > 0.0 else -math.inf
 
 
-# -- the order of keys for people, which JSON loses by sorting --
+# -- the order of a scaler's settings, which JSON loses by sorting --
 
-RUN = (
-    "device",
-    "policy",
-    "half_products",
-    "precision",
-    "autocast",
-    "steps",
-    "replays",
-    "torch",
-    "torch_shims",
-    "threads",
-    "notes",
-    "deterministic",
-    "strategy",
-    "partial_replays",
-    "bad_step_replays",
-    "saved",
-)
-"""Facts about a replay, in the order in which the workflows write them."""
-TARGET = ("path", "profile", "factory", "checkpoint", "format")
 SCALER = ("init_scale", "scale", "growth_factor", "backoff_factor", "growth_interval")
 """Settings of a loss scaler, in the order of GradScaler's signature."""
 

@@ -21,7 +21,6 @@ from ampdoctor.scaling.closed_forms import (
     upper_log2,
 )
 from ampdoctor.scaling.scalers import ScalerSettings
-from ampdoctor.scaling.trace import Shift
 
 COMPOUNDING = 3.5
 """A run's gradient error divided by that of rounding each tensor once: the median for runs that flush fewer than 1 % of
@@ -35,16 +34,9 @@ over some thousand terms lose some), or has inputs that fp16 itself cannot hold:
 _SEARCHED = 64  # exponents that are searched below a tensor's highest one: more than fp16's 40
 
 
-_NONE = Shift()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleChoice:
-    """The scale for one profile.
-
-    `fp32_modules` are all of `modules_not_covered` if they are few. Otherwise there are none, and the scale is one at
-    which nothing overflows.
-    """
+    """The scale for one profile; with too many modules to keep in fp32, one at which nothing overflows."""
 
     exponent: int  # log2 of the scale; the largest at which no gradient should overflow
     bound_by: str  # what forbids a larger scale: a site's label, the loss, or the cap
@@ -60,19 +52,16 @@ class ScaleChoice:
         return ScalerSettings(scale=2.0**self.exponent)
 
 
-def choose_scale(profile: RangeProfile, thresholds: Thresholds, shift: Shift = _NONE) -> ScaleChoice | None:
-    """Returns the scale and the modules that it does not serve; None if no half gradient has a finite nonzero value.
-
-    `shift` is the effect of the training on gradients that the recording lacks.
-    """
-    limits = {index: highest + math.floor(shift.highest) for index, highest in _limits(profile).items()}
+def choose_scale(profile: RangeProfile, thresholds: Thresholds) -> ScaleChoice | None:
+    """Returns the scale and the modules that it does not serve; None if no half gradient has a finite nonzero value."""
+    limits = _limits(profile)
     if not limits:
         return None
     exponent, label = min((highest, profile.sites[index].label) for index, highest in limits.items())
     noise = cancelled(profile)
     limits = {index: highest for index, highest in limits.items() if index not in noise}
     choice = ScaleChoice(exponent=exponent, bound_by=label)
-    errors = _Errors(profile, limits, thresholds[ERROR_NOTE] / COMPOUNDING, lost=math.ceil(shift.lowest))
+    errors = _Errors(profile, limits, thresholds[ERROR_NOTE] / COMPOUNDING)
     if not all(errors.tolerable(index, exponent) for index in limits):
         choice = _among_intervals(profile, limits, errors, choice, thresholds[FP32_SHARE])
     return _capped(profile, choice)
@@ -153,18 +142,14 @@ def cancelled(profile: RangeProfile) -> frozenset[int]:
 
 
 class _Errors:
-    """Relative L2 errors of gradients in fp16 by loss scale, for all of them at once.
+    """Whether each gradient's relative L2 error in fp16 is at most `tolerated`, up to the exponents of `limits`."""
 
-    `limits` has the largest exponent to compute for each gradient. A tensor with an error of at most `tolerated` is
-    served. The gradients are smaller than recorded by 2^lost.
-    """
-
-    def __init__(self, profile: RangeProfile, limits: Mapping[int, int], tolerated: float, *, lost: int = 0) -> None:
+    def __init__(self, profile: RangeProfile, limits: Mapping[int, int], tolerated: float) -> None:
         self._rows = {index: row for row, index in enumerate(limits)}
         if not limits:
             return
         self._first = min(limits.values()) - _SEARCHED
-        base = math.ceil(math.log2(profile.run.base_scale)) + lost
+        base = math.ceil(math.log2(profile.run.base_scale))
         exponents = np.arange(self._first, max(limits.values()) + 1) - base
         counts = np.stack([profile.histograms[index].counts for index in limits])
         total = np.maximum(powers(counts), np.finfo(np.float64).tiny)
@@ -222,14 +207,11 @@ def growth_interval(
     *,
     skip_rate: float,
     drift: float = 0.0,
-    steps_left: int | None = None,
     spikes: Spikes | None = None,
 ) -> SettingBound:
     """Returns the usual 2000, or clamp(ln(1 + a/b) / rho, 200, smallest upper bound) if 2000 is too short or too long.
 
-    Upper bounds: a/|r|, so that the scale climbs as fast as gradients fall; a tenth of the steps left, so that it grows
-    at all; `Spikes.longest_interval`, so that spikes do not ratchet it down. They win over the lower bounds.
-
+    Upper bounds, which win: a/|r|, so that the scale climbs as fast as gradients fall, and `Spikes.longest_interval`.
     `skip_rate` is rho, the share of steps that a settled scaler may skip. `drift` is r, the trend of log2 of the
     largest gradient per step; only a fall binds.
     """
@@ -238,8 +220,6 @@ def growth_interval(
     upper = SettingBound(value=math.inf, by=NOTHING)
     if drift < 0.0:
         upper = SettingBound(value=climb / -drift, by="gradients that shrink")
-    if steps_left is not None and steps_left / 10 < upper.value:
-        upper = SettingBound(value=steps_left / 10, by="the steps that are left")
     ratchet = spikes.longest_interval(growth_factor, backoff_factor) if spikes is not None else math.inf
     if ratchet < upper.value:
         upper = SettingBound(value=ratchet, by="spikes that would ratchet the scale down")
@@ -269,10 +249,7 @@ def backoff_factor(spikes: Spikes) -> SettingBound:
 
 
 def growth_factor(drift: float, interval: float) -> SettingBound:
-    """Returns 2; or 4 if gradients shrink by more than half per interval, which doubling cannot follow.
-
-    `drift` is log2 per step, as in `growth_interval`.
-    """
+    """Returns 2; or 4 if gradients shrink by more than half per interval, which doubling cannot follow."""
     if -drift * interval > 1.0:
         return SettingBound(value=4.0, by="gradients that shrink")
     return SettingBound(value=2.0, by=NOTHING)
@@ -284,10 +261,7 @@ def hysteresis(spikes: Spikes) -> SettingBound:
 
 
 def alarm_scale(lowest: int) -> SettingBound:
-    """Returns the scale at which something is wrong: 2^max(lowest - 4, -10). It is an alarm, never a floor to train on.
-
-    `lowest` is the smallest exponent at which the gradients do not flush.
-    """
+    """Returns the scale at which something is wrong, never a floor: 2^max(lowest that does not flush - 4, -10)."""
     if lowest - 4 <= -10:
         return SettingBound(value=2.0**-10, by="2^-10, at which any run is in trouble")
     return SettingBound(value=2.0 ** (lowest - 4), by="gradients that flush, a factor of 16 further down")

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.errors import UsageError
 from ampdoctor.numerics.formats import FORMATS
 
 FP16 = FORMATS["fp16"]
@@ -37,10 +36,7 @@ def highest_exponent(log2_magnitude: float) -> int:
 
 
 def loss_scale_limit(loss_magnitude: float) -> int | None:
-    """Returns the largest s that keeps a loss below the limit if it stays fp16 when scaled (shape [1], FSDP1's scaler).
-
-    `loss_magnitude` is the largest |loss|; 0 limits nothing.
-    """
+    """Returns the largest s at which a loss that stays fp16 (of shape [1]) is finite; None for a loss of 0."""
     return highest_exponent(math.log2(loss_magnitude)) if loss_magnitude > 0 else None
 
 
@@ -49,19 +45,13 @@ def equilibrium_skip_rate(growth_factor: float, backoff_factor: float, growth_in
 
     a = log2(growth_factor), b = -log2(backoff_factor). From (1 - p)^N = b / (a + b), the level at which growth and
     backoff balance; simulations gave 1.03 to 1.2 times it for gradients that vary by a factor of two or more.
-    GradScaler's defaults give 3.5e-4. Raises UsageError for settings that do not grow, do not back off, or never
-    complete an interval.
+    GradScaler's defaults give 3.5e-4.
     """
-    if not (growth_factor > 1.0 and 0.0 < backoff_factor < 1.0 and growth_interval >= 1):
-        raise UsageError("an equilibrium needs growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= 1")
     return math.log1p(math.log2(growth_factor) / -math.log2(backoff_factor)) / growth_interval
 
 
 def upper_log2(series: Sequence[float], tail: float) -> float:
-    """Returns the log2 magnitude that one further step exceeds with probability `tail`, at least the largest seen.
-
-    `series` is log2 of the largest magnitude of each step, finite, at least one. `tail` is above 0 and below 0.5.
-    """
+    """Returns the log2 magnitude that one further step exceeds with probability `tail`, at least the largest seen."""
     return max(usual_log2(series, tail), *series)
 
 
@@ -73,8 +63,6 @@ def usual_log2(series: Sequence[float], tail: float) -> float:
     run fall by a factor of 2^20, and none of them is ever above the first).
     """
     count = len(series)
-    if count == 0:
-        raise UsageError("an upper quantile needs at least one step")
     middle = statistics.median(series)
     spread = min(_spread(series), _spread(_without_trend(series)))
     if count == 1 or spread == 0.0:
@@ -100,10 +88,7 @@ def _without_trend(series: Sequence[float]) -> Sequence[float]:
 
 
 def _spreads(tail: float, freedom: int) -> float:
-    """Returns Student's quantile, at most `MAX_SPREADS`: the normal one, expanded in powers of 1/freedom.
-
-    Abramowitz and Stegun 26.7.5; at `TAIL` it differs from the exact one, so capped, by at most 6e-4.
-    """
+    """Returns Student's quantile, at most `MAX_SPREADS` (Abramowitz and Stegun 26.7.5; off by at most 6e-4)."""
     z, n = -statistics.NormalDist().inv_cdf(tail), float(freedom)
     first, second = (z**3 + z) / (4 * n), (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
     return min(z + first + second + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3), MAX_SPREADS)
@@ -159,10 +144,7 @@ class Spikes:
 
 
 def find_spikes(log2_amax: NDArray[np.float64]) -> Spikes:
-    """Returns the spikes of a trace without its drift.
-
-    `log2_amax` has the shape (n,): -inf if all gradients were zero, +inf if one was not finite at any scale.
-    """
+    """Returns the spikes of a trace without its drift; -inf: all gradients were zero, +inf: one was never finite."""
     finite = log2_amax[np.isfinite(log2_amax)]
     if len(finite) == 0:
         return Spikes(steps=len(log2_amax))

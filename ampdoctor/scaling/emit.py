@@ -35,21 +35,19 @@ class Request:
     settings: ScalerSettings
     real: ScalerSettings  # the settings as the framework will run them
     precision: Precision  # the run's compute precision; the settings matter only for fp16
-    islands: tuple[str, ...]  # modules that compute in fp32 nevertheless; () if the whole run does
+    in_fp32: tuple[str, ...]  # modules that compute in fp32 nevertheless; () if the whole run does
     loss_in_half: bool  # the loss is fp16 where it is scaled
     device: str  # device type of the training
 
     def differences(self) -> Iterator[str]:
-        """Yields a sentence for each setting, except the floor, that the framework runs with another value."""
+        """Yields a sentence for each setting that the framework runs with another value."""
         wanted, real = self.settings, self.real
         if real.scale != wanted.scale:
             yield f"the scale starts at {real.scale:g} instead of {wanted.scale:g}, which cannot be said there"
-        if real.growth_factor != wanted.growth_factor:
-            yield f"the growth factor is fixed at {real.growth_factor:g} there, instead of {wanted.growth_factor:g}"
-        if real.backoff_factor != wanted.backoff_factor:
-            yield f"the backoff factor is fixed at {real.backoff_factor:g} there, instead of {wanted.backoff_factor:g}"
-        if real.hysteresis < wanted.hysteresis:
-            yield f"there is no hysteresis there: the first overflow backs off, instead of the {_th(wanted.hysteresis)}"
+        for name in ("growth_factor", "backoff_factor"):
+            asked, fixed = getattr(wanted, name), getattr(real, name)
+            if fixed != asked:
+                yield f"the {name.replace('_', ' ')} is fixed at {fixed:g} there, instead of {asked:g}"
 
     def half_loss(self, why: str, remedy: str) -> Iterator[str]:
         """Yields a remark if the loss is fp16 where it is scaled: why that matters there, and the remedy."""
@@ -63,10 +61,6 @@ def number(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
-def _th(count: int) -> str:
-    return {2: "second", 3: "third"}.get(count, f"{count}th")
-
-
 # -- frameworks with Python settings, which all run torch's own scaler --
 #
 # Tests run torch 2.13, accelerate 1.15, transformers 5.23 and lightning 2.6.6.
@@ -76,81 +70,39 @@ _TORCH_DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 _ACCELERATE = {"bf16": "bf16", "fp32": "no"}
 _TRAINING_ARGUMENTS = {"fp16": "fp16=True", "bf16": "bf16=True", "fp32": ""}
 _LIGHTNING = {"bf16": "bf16-mixed", "fp32": "32-true"}
-_BEFORE_FSDP = (
-    "call `ampdoctor.apply` before FSDP wraps the model, and take half precision from torch.autocast: FSDP's own "
-    "MixedPrecision casts the parameters of these modules as well"
-)
 _INSIDE = "where a LightningModule holds the model that was measured as an attribute, apply to that attribute"
 _STAYS_HALF = "GradScaler leaves a half loss half unless it has no dimension at all"
 
 
-def torch_loop(request: Request) -> Fragment:
-    """Returns a fragment for a user's own loop with torch.amp."""
+def _torch_loop(request: Request) -> Fragment:
     if request.precision != "fp16":
-        return _without_scaler(request)
+        imports = ("import torch",) if request.precision == "bf16" else ()
+        return _python(request, imports, autocast_step(request.device, _TORCH_DTYPE[request.precision]))
     return _python(
         request,
         ("import torch",),
-        _scaler(request, "torch.amp.GradScaler"),
+        _scaler(request),
         (
-            *request.differences(),
             *request.half_loss(_STAYS_HALF, "write `scaler.scale(loss.float())`"),
+            "FSDP1 needs torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler in its place; FSDP2 does not",
             *_resumed(request, "scaler"),
         ),
     )
 
 
-def fsdp(request: Request) -> Fragment:
-    """Returns a fragment for FSDP1 around a user's own loop: its scaler agrees on overflows across the shards."""
-    notes = (_BEFORE_FSDP,) if request.islands else ()
-    if request.precision != "fp16":
-        fragment = _without_scaler(request)
-        return Fragment(lines=fragment.lines, notes=notes)
-    return _python(
-        request,
-        ("from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler",),
-        _scaler(request, "ShardedGradScaler"),
-        (
-            *request.differences(),
-            *request.half_loss(
-                "ShardedGradScaler casts the scaled loss back to the loss's own dtype",
-                "write `scaler.scale(loss.float())`",
-            ),
-            *notes,
-            "FSDP2 (fully_shard) needs no sharded scaler: emit for torch",
-            *_resumed(request, "scaler"),
-        ),
-    )
-
-
-def accelerate(request: Request) -> Fragment:
-    """Returns a fragment for Hugging Face Accelerate."""
+def _accelerate(request: Request) -> Fragment:
     importing = "from accelerate import Accelerator"
     if request.precision != "fp16":
         mode = quoted(_ACCELERATE[request.precision])
         return _python(request, (importing,), (f"accelerator = Accelerator(mixed_precision={mode})",))
-    lines = [
-        *call("scaling = GradScalerKwargs(", keywords(request.settings.arguments())),
-        'accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])',
-    ]
-    guarded = []
-    if request.settings.min_scale is not None:
-        floor = literal(request.settings.min_scale)
-        lines += [
-            "",
-            "",
-            "def check_scale():",
-            f"    if accelerator.scaler is not None and accelerator.scaler.get_scale() < {floor}:",
-            f"        raise FloatingPointError({_fallen(floor)})",
-        ]
-        guarded = ["Accelerate makes its scaler itself, without a floor: call `check_scale()` after `optimizer.step()`"]
     return _python(
         request,
         (importing, "from accelerate.utils import GradScalerKwargs"),
-        tuple(lines),
         (
-            *request.differences(),
-            *guarded,
+            *call("scaling = GradScalerKwargs(", keywords(request.settings.arguments())),
+            'accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])',
+        ),
+        (
             *request.half_loss(_STAYS_HALF, "write `accelerator.backward(loss.float())`"),
             "under DeepSpeed or Megatron-LM these arguments are not used: emit for those",
             *_resumed(request, "accelerator.scaler"),
@@ -158,8 +110,7 @@ def accelerate(request: Request) -> Fragment:
     )
 
 
-def transformers(request: Request) -> Fragment:
-    """Returns a fragment for the Trainer of Hugging Face transformers: its arguments only set the precision."""
+def _transformers(request: Request) -> Fragment:
     importing = "from transformers import Trainer, TrainingArguments"
     made = f"trainer = Trainer(model, TrainingArguments({_TRAINING_ARGUMENTS[request.precision]}))"
     if request.precision != "fp16":
@@ -168,12 +119,11 @@ def transformers(request: Request) -> Fragment:
         request,
         ("import torch", importing),
         (
-            *_scaler(request, "torch.amp.GradScaler"),
+            *_scaler(request),
             made,
             "trainer.accelerator.scaler = scaler",
         ),
         (
-            *request.differences(),
             *request.half_loss(_STAYS_HALF, "return `loss.float()` from `compute_loss`"),
             "TrainingArguments has no argument for the scaler: it is put into the Trainer before `trainer.train()`",
             "under DeepSpeed this scaler is not used: emit for that",
@@ -182,10 +132,9 @@ def transformers(request: Request) -> Fragment:
     )
 
 
-def lightning(request: Request) -> Fragment:
-    """Returns a fragment for PyTorch Lightning."""
+def _lightning(request: Request) -> Fragment:
     importing = "from lightning.pytorch import Trainer"
-    notes = (_INSIDE,) if request.islands else ()
+    notes = (_INSIDE,) if request.in_fp32 else ()
     if request.precision != "fp16":
         mode = quoted(_LIGHTNING[request.precision])
         return _python(request, (importing,), (f"trainer = Trainer(precision={mode})",), notes)
@@ -193,9 +142,8 @@ def lightning(request: Request) -> Fragment:
     return _python(
         request,
         ("import torch", importing, "from lightning.pytorch.plugins import MixedPrecision"),
-        (*_scaler(request, "torch.amp.GradScaler"), f"trainer = Trainer(plugins=[{plugin}])"),
+        (*_scaler(request), f"trainer = Trainer(plugins=[{plugin}])"),
         (
-            *request.differences(),
             *request.half_loss(_STAYS_HALF, "return `loss.float()` from `training_step`"),
             "leave `precision=` out of the Trainer: the plugin stands for it",
             'strategy="fsdp" takes no scaler of one\'s own: `FSDPPrecision(scaler=...)` raises (Lightning 2.6.6)',
@@ -205,51 +153,22 @@ def lightning(request: Request) -> Fragment:
     )
 
 
-def _without_scaler(request: Request) -> Fragment:
-    """Returns a fragment for a user's own loop in bf16 or fp32."""
-    imports = ("import torch",) if request.precision == "bf16" else ()
-    return _python(request, imports, autocast_step(request.device, _TORCH_DTYPE[request.precision]))
-
-
 def _python(request: Request, imports: tuple[str, ...], body: tuple[str, ...], notes: tuple[str, ...] = ()) -> Fragment:
-    """Returns imports, islands and body, with blank lines as formatters expect."""
+    """Returns imports, fp32 modules and body, with blank lines as formatters expect."""
     lines = list(imports)
-    if request.islands:
-        importing, *applied = apply_call("fp32_modules", request.islands)
-        body = (*applied, *([""] * 2 if body[0].startswith("class ") else []), *body)
+    if request.in_fp32:
+        importing, *applied = apply_call("fp32_modules", request.in_fp32)
+        body = (*applied, *body)
         lines += ["", importing]
     if lines:
-        lines += [""] * (2 if body[0].startswith("class ") else 1)
+        lines.append("")
     return Fragment(lines=(*lines, *body), notes=notes)
 
 
-def _scaler(request: Request, name: str) -> tuple[str, ...]:
-    """Returns the lines that build `scaler`; with a floor, its class stops the run there.
-
-    GradScaler has no floor: at a scale of 2^-128 its inverse is infinite in fp32, and a clean step ruins the weights.
-    The guard is a class rather than a line for the loop, because Trainers call `update()` themselves.
-    """
-    guard: tuple[str, ...] = ()
-    if request.settings.min_scale is not None:
-        floor = literal(request.settings.min_scale)
-        guard = (
-            f"class GuardedScaler({name}):",
-            f'    """Stops the run where the loss scale falls below {floor}; its base has no floor."""',
-            "",
-            "    def update(self, new_scale=None):",
-            "        super().update(new_scale)",
-            f"        if self.is_enabled() and self.get_scale() < {floor}:",
-            f"            raise FloatingPointError({_fallen(floor)})",
-            "",
-            "",
-        )
-        name = "GuardedScaler"
+def _scaler(request: Request) -> tuple[str, ...]:
+    """Returns the lines that build `scaler`."""
     arguments = [quoted(request.device), *keywords(request.settings.arguments())]
-    return (*guard, *call(f"scaler = {name}(", arguments))
-
-
-def _fallen(floor: str) -> str:
-    return quoted(f"the loss scale fell below {floor}: no scale keeps the gradients finite")
+    return call("scaler = torch.amp.GradScaler(", arguments)
 
 
 def _resumed(request: Request, scaler: str) -> Iterator[str]:
@@ -270,39 +189,37 @@ def _resumed(request: Request, scaler: str) -> Iterator[str]:
 SHOWN = 8  # most module names in one sentence
 
 
-def deepspeed(request: Request) -> Fragment:
-    """Returns the sections `fp16` and `bf16` of a DeepSpeed configuration."""
+def _deepspeed(request: Request) -> Fragment:
     sections: dict[str, dict[str, Any]] = {half: {"enabled": request.precision == half} for half in ("fp16", "bf16")}
     if request.precision != "fp16":
-        return Fragment(lines=_json(sections), notes=tuple(_islands(request, "DeepSpeed")))
-    real = request.real
+        return Fragment(lines=_json(sections), notes=tuple(_in_fp32(request, "DeepSpeed")))
+    real, floor = request.real, int(request.real.min_scale or 1)
     sections["fp16"] |= {
         "loss_scale": 0,  # dynamic
         "initial_scale_power": round(math.log2(real.scale)),
         "loss_scale_window": real.growth_interval,
         "hysteresis": real.hysteresis,
         "consecutive_hysteresis": False,
-        "min_loss_scale": int(real.min_scale or 1),
+        "min_loss_scale": floor,
     }
     return Fragment(
         lines=_json(sections),
         notes=(
             *request.differences(),
-            *_deepspeed_floor(request),
-            *_hysteresis(request, "; without ZeRO (stage 0) there is no hysteresis"),
-            f"from the start and from each overflow it takes {real.growth_interval + 1} clean steps to the next growth",
+            f"at the scale {floor} the next overflow ends the run under ZeRO 1 to 3; without ZeRO steps are skipped on",
             *request.half_loss("ZeRO scales the loss in its own dtype", "write `engine.backward(loss.float())`"),
-            *_islands(request, "DeepSpeed"),
+            *_in_fp32(request, "DeepSpeed"),
             "resumed with its optimizer's state, a run goes on with the checkpoint's settings instead of these",
         ),
     )
 
 
-def megatron(request: Request) -> Fragment:
-    """Returns flags of Megatron-LM's training scripts."""
-    islands = tuple(_islands(request, "Megatron-LM"))
+def _megatron(request: Request) -> Fragment:
+    in_fp32 = tuple(_in_fp32(request, "Megatron-LM"))
     if request.precision != "fp16":
-        return Fragment(lines=_flags("pretrain_gpt.py", *_half(request)), notes=islands)
+        return Fragment(
+            lines=_flags("pretrain_gpt.py", *(("--bf16",) if request.precision == "bf16" else ())), notes=in_fp32
+        )
     real = request.real
     floor = real.min_scale or 1.0
     flags = (
@@ -317,39 +234,19 @@ def megatron(request: Request) -> Fragment:
         notes=(
             *request.differences(),
             f"at the scale {floor:g} Megatron-LM goes on skipping steps and never stops",
-            *_hysteresis(request),
-            *islands,
+            *in_fp32,
         ),
     )
 
 
-def _deepspeed_floor(request: Request) -> Iterator[str]:
-    wanted, floor = request.settings.min_scale, int(request.real.min_scale or 1)
-    if wanted is not None and wanted != floor:
-        yield f"the floor is {floor} instead of {wanted:g}: it is a whole number there, at least 1"
-    yield f"at the scale {floor} the next overflow ends the run under ZeRO 1 to 3; without ZeRO steps are skipped on"
-
-
-def _hysteresis(request: Request, otherwise: str = "") -> Iterator[str]:
-    if request.real.hysteresis > 1:
-        yield (
-            "only growth refills the hysteresis: overflows use it up however far apart they are, and then each one "
-            f"backs off{otherwise}"
-        )
-
-
-def _islands(request: Request, framework: str) -> Iterator[str]:
-    if request.islands:
-        shown = ", ".join(map(quoted, request.islands[:SHOWN]))
-        more = f" and {len(request.islands) - SHOWN} more" if len(request.islands) > SHOWN else ""
+def _in_fp32(request: Request, framework: str) -> Iterator[str]:
+    if request.in_fp32:
+        shown = ", ".join(map(quoted, request.in_fp32[:SHOWN]))
+        more = f" and {len(request.in_fp32) - SHOWN} more" if len(request.in_fp32) > SHOWN else ""
         yield (
             f"{framework} casts the whole model: what is to stay in fp32 ({shown}{more}) has to be cast, with its "
             "inputs, in the model's own code"
         )
-
-
-def _half(request: Request) -> tuple[str, ...]:
-    return ("--bf16",) if request.precision == "bf16" else ()
 
 
 def _json(sections: Mapping[str, Any]) -> tuple[str, ...]:
@@ -365,13 +262,12 @@ def _flags(script: str, *flags: str) -> tuple[str, ...]:
 
 
 _EMITTERS: Mapping[Framework, tuple[Language, Callable[[Request], Fragment]]] = {
-    "torch": ("python", torch_loop),
-    "accelerate": ("python", accelerate),
-    "transformers": ("python", transformers),
-    "lightning": ("python", lightning),
-    "fsdp": ("python", fsdp),
-    "deepspeed": ("json", deepspeed),
-    "megatron": ("shell", megatron),
+    "torch": ("python", _torch_loop),
+    "accelerate": ("python", _accelerate),
+    "transformers": ("python", _transformers),
+    "lightning": ("python", _lightning),
+    "deepspeed": ("json", _deepspeed),
+    "megatron": ("shell", _megatron),
 }
 
 
@@ -386,15 +282,15 @@ def emit(
 ) -> EmittedSettings:
     """Returns a snippet or a piece of configuration that runs as printed, and notes on what it cannot express.
 
-    `settings` are of a scaler that works, at its start; `min_scale` is emitted as a guard if the framework has no
-    floor. bf16 and fp32 need no scaler. The loss is fp16 where it is scaled (`loss_in_half`).
+    `settings` are of a scaler that works, at its start. bf16 and fp32 need no scaler. The loss is fp16 where it is
+    scaled (`loss_in_half`).
     """
     settings = settings if precision == "fp16" else ScalerSettings()
     request = Request(
         settings=settings,
         real=expressible(settings, framework),
         precision=precision,
-        islands=() if precision == "fp32" else tuple(fp32_modules),
+        in_fp32=() if precision == "fp32" else tuple(fp32_modules),
         loss_in_half=loss_in_half,
         device=device,
     )

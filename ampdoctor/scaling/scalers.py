@@ -4,7 +4,6 @@ A scaler changes only when it grows or when a step overflows; in between it coun
 clean steps to the next growth, and the effect of clean steps and overflows. Sources: torch 2.13
 (`AmpGradScalerKernels.cpp`), DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`) and megatron-core 0.16.1
 (`optimizer/grad_scaler.py`); tests compare with the real objects.
-Unreasonable settings are simulated as well: each class documents the result.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from math import frexp, isfinite
+from math import frexp, inf
 from typing import Any
 
 import numpy as np
@@ -76,6 +74,9 @@ class ScalerSim(ABC):
         self.scale = _floats(s.scale for s in settings)
         self.stopped = np.zeros(len(settings), bool)
         self._count = _integers(s.growth_tracker for s in settings)
+        self._interval = _integers(s.growth_interval for s in settings)
+        self._floor = _floats(s.min_scale or 1.0 for s in settings)
+        self._hysteresis = self._left = _integers(s.hysteresis for s in settings)
 
     def clean(self, steps: Integers) -> None:
         """Runs 0 to `to_growth()` clean steps in each lane."""
@@ -100,11 +101,10 @@ class ScalerSim(ABC):
 
 
 class GradScalerSim(ScalerSim):
-    """`torch.amp.GradScaler`, also as accelerate, lightning and FSDP1 use it: fp32, no floor.
+    """`torch.amp.GradScaler`, also as accelerate and lightning use it: fp32, no floor.
 
     The count of clean steps is compared with `==`: an interval that is zero, negative, or not above the count is never
-    reached. Growth to infinity is refused. A backoff factor of 0 or below gives a scale of 0 or a negative one. An
-    interval that is not an int raises a TypeError at the first update.
+    reached. Growth to infinity is refused. A backoff factor of 0 or below gives a scale of 0 or a negative one.
     """
 
     def __init__(self, settings: Sequence[ScalerSettings]) -> None:
@@ -112,39 +112,30 @@ class GradScalerSim(ScalerSim):
         self.scale = fp32(self.scale)
         self._growth = _floats(s.growth_factor for s in settings)
         self._backoff = _floats(s.backoff_factor for s in settings)
-        self._raises = np.array([not isinstance(s.growth_interval, int) for s in settings], bool)
-        self._interval = _integers(s.growth_interval if isinstance(s.growth_interval, int) else 0 for s in settings)
 
     def to_growth(self) -> Integers:  # noqa: D102 - the base class says it
-        return np.where(self._raises, 1, _by_equality(self._interval, self._count))
+        return _by_equality(self._interval, self._count)
 
     def _grow(self, due: Flags) -> None:
         grown = fp32(self.scale * self._growth)
-        self.scale = np.where(due & ~self._raises & np.isfinite(grown), grown, self.scale)
+        self.scale = np.where(due & np.isfinite(grown), grown, self.scale)
         self._count = np.where(due, 0, self._count)
-        self.stopped |= due & self._raises
 
     def _back_off(self, where: Flags) -> None:
-        self.scale = np.where(where & ~self._raises, fp32(self.scale * self._backoff), self.scale)
-        self.stopped |= where & self._raises
+        self.scale = np.where(where, fp32(self.scale * self._backoff), self.scale)
 
 
 class MegatronLanes(ScalerSim):
     """megatron-core's `DynamicGradScaler`: fp32, with a floor and hysteresis.
 
     Overflows use up the hysteresis even if clean steps lie between them: only growth refills it. Growth to infinity is
-    not refused, and infinity is final. The interval is compared with `==`, so a fractional one is never reached. Values
-    that its constructor refuses (a scale, floor, interval or hysteresis of 0 or below, a floor above the scale) are
-    simulated by the same rules. The factors are fixed at 2 and 1/2.
+    not refused, and infinity is final. The factors are fixed at 2 and 1/2.
     """
 
     def __init__(self, settings: Sequence[ScalerSettings]) -> None:
         super().__init__(settings)
         self.scale = fp32(self.scale)
-        self._floor = fp32(_floors(s.min_scale for s in settings))
-        self._interval = _integers(s.growth_interval if s.growth_interval % 1 == 0 else 0 for s in settings)
-        self._hysteresis = _integers(s.hysteresis for s in settings)
-        self._left = self._hysteresis
+        self._floor = fp32(self._floor)
 
     def to_growth(self) -> Integers:  # noqa: D102 - the base class says it
         return _by_equality(self._interval, self._count)
@@ -164,34 +155,22 @@ class DeepSpeedLanes(ScalerSim):
     """DeepSpeed's `DynamicLossScaler` (ZeRO 1 to 3), not consecutive: Python floats, a floor, hysteresis.
 
     It grows after interval + 1 clean steps from the start or an overflow, then after every interval. Only growth
-    refills the hysteresis; with one below 1 it never backs off. An overflow that would back off at the floor raises,
-    and so does any overflow at a non-finite scale (the log message needs an int). An interval of 0 raises a
-    ZeroDivisionError at the second clean step; a negative one counts as its magnitude; with 2.5, every whole multiple
-    counts (DeepSpeed's configuration refuses all of these). The factors are fixed at 2 and 1/2.
+    refills the hysteresis. An overflow that would back off at the floor raises, and so does any overflow at a
+    non-finite scale (the log message needs an int). The factors are fixed at 2 and 1/2.
     """
 
-    def __init__(self, settings: Sequence[ScalerSettings]) -> None:
-        super().__init__(settings)
-        self._floor = _floors(s.min_scale for s in settings)
-        self._period = _integers(_period(s.growth_interval) for s in settings)
-        self._hysteresis = _integers(s.hysteresis for s in settings)
-        self._left = self._hysteresis
-
     def to_growth(self) -> Integers:  # noqa: D102 - the base class says it
-        period = np.maximum(self._period, 1)  # 0 raises where an interval of 1 would grow
-        done = np.maximum(self._count - 1, 0) // period
-        return (done + 1) * period + 1 - self._count
+        done = np.maximum(self._count - 1, 0) // self._interval
+        return (done + 1) * self._interval + 1 - self._count
 
     def _grow(self, due: Flags) -> None:
-        raises = due & (self._period == 0)
-        self.scale = np.where(due & ~raises, self.scale * 2.0, self.scale)
+        self.scale = np.where(due, self.scale * 2.0, self.scale)
         self._left = np.where(due, self._hysteresis, self._left)
-        self.stopped |= raises
 
     def _back_off(self, where: Flags) -> None:
         lowers = where & (self._left == 1)
         raises = (lowers & (self.scale == self._floor)) | (where & ~np.isfinite(self.scale))
-        self.scale = np.where(lowers & ~raises, _larger(self.scale / 2.0, self._floor), self.scale)
+        self.scale = np.where(lowers & ~raises, np.maximum(self.scale / 2.0, self._floor), self.scale)
         self._left = self._left - (where & ~lowers)
         self.stopped |= raises
 
@@ -201,7 +180,6 @@ RULES: dict[Framework, type[ScalerSim]] = {
     "accelerate": GradScalerSim,
     "transformers": GradScalerSim,
     "lightning": GradScalerSim,
-    "fsdp": GradScalerSim,
     "deepspeed": DeepSpeedLanes,
     "megatron": MegatronLanes,
 }
@@ -214,7 +192,6 @@ DEFAULTS: dict[Framework, ScalerSettings] = {
     "accelerate": _TORCH,
     "transformers": _TORCH,
     "lightning": _TORCH,
-    "fsdp": _TORCH,
     "deepspeed": _DEEPSPEED,
     "megatron": replace(_DEEPSPEED, scale=2.0**32),
 }
@@ -225,31 +202,23 @@ def expressible(settings: ScalerSettings, framework: Framework) -> ScalerSetting
     """Returns the settings that the framework would run, as close to these as it allows.
 
     torch's scalers have neither floor nor hysteresis. DeepSpeed and Megatron always double and halve. DeepSpeed takes
-    the power of two at or below the scale, and a whole floor of at least 1, below which it does not start. Megatron
-    takes a positive floor, at most the scale. A value that is not a number stays.
+    the power of two at or below the scale, but does not start below its floor of 1. A value that is not a number stays.
     """
     if RULES[framework] is GradScalerSim:
         return replace(settings, min_scale=None, hysteresis=1)
-    defaults = DEFAULTS[framework]
     fixed = replace(
         settings,
-        growth_factor=defaults.growth_factor,
-        backoff_factor=defaults.backoff_factor,
-        growth_interval=_at_least_one(settings.growth_interval),
-        hysteresis=_at_least_one(settings.hysteresis),
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=max(1, settings.growth_interval),
+        hysteresis=max(1, settings.hysteresis),
+        min_scale=1.0,
     )
-    usable = settings.scale > 0.0 and isfinite(settings.scale)
-    floor = settings.min_scale if settings.min_scale is not None else defaults.min_scale
+    if not 0.0 < settings.scale < inf:
+        return fixed
     if framework == "deepspeed":
-        least = _at_least_one(floor or 1.0)
-        power = min(max(frexp(settings.scale)[1] - 1, (least - 1).bit_length()), 1023)  # the largest of a float
-        return replace(fixed, scale=2.0**power if usable else settings.scale, min_scale=float(least))
-    floor = floor if floor is not None and floor > 0.0 else 1.0
-    return replace(fixed, min_scale=min(floor, settings.scale) if usable else floor)
-
-
-def _at_least_one(value: float) -> int:
-    return max(1, int(value)) if isfinite(value) else 1
+        return replace(fixed, scale=2.0 ** max(0, frexp(settings.scale)[1] - 1))
+    return replace(fixed, min_scale=min(1.0, settings.scale))
 
 
 def fp32(values: Floats) -> Floats:
@@ -264,25 +233,12 @@ def _by_equality(interval: Integers, count: Integers) -> Integers:
     return np.where(left >= 1, left, NEVER)
 
 
-def _floors(values: Iterable[float | None]) -> Floats:
-    return _floats(-np.inf if v is None else v for v in values)
-
-
-def _larger(values: Floats, floors: Floats) -> Floats:
-    return np.where(floors > values, floors, values)  # Python's max(value, floor), which keeps a NaN
-
-
 def _floats(values: Iterable[float]) -> Floats:
     return np.array([float(v) for v in values], np.float64)
 
 
 def _integers(values: Iterable[float]) -> Integers:
     return np.array([max(-NEVER, min(NEVER, int(v))) for v in values], np.int64)
-
-
-def _period(interval: float) -> int:
-    """Returns the smallest positive whole n with n % interval == 0: the count at which such an interval is complete."""
-    return abs(Fraction(interval).numerator) if isfinite(interval) else NEVER
 
 
 # -- simulation over traces of gradient magnitudes --
@@ -309,11 +265,7 @@ class Simulation:
 
 
 def simulate_lanes(settings: Sequence[ScalerSettings], maxima: NDArray[np.float64], framework: Framework) -> Simulation:
-    """Simulates each scaler over each trace.
-
-    `maxima` is float64 of shape (traces, steps): the largest magnitude of all unscaled half gradients, 0.0 if all were
-    zero, inf or NaN if one was not finite at any scale.
-    """
+    """Simulates each scaler over each trace of largest unscaled half gradients, float64 of shape (traces, steps)."""
     traces, steps = maxima.shape
     trace_of_lane = np.tile(np.arange(traces), len(settings))
     lanes = RULES[framework]([s for s in settings for _ in range(traces)])
@@ -370,10 +322,7 @@ def _walk(lanes: ScalerSim, trace_of_lane: Integers, maxima: Floats) -> tuple[In
 
 
 def _clean_ahead(maxima: Floats, scale: Floats) -> Integers:
-    """Returns the number of steps before the first overflow in each row of (lanes, steps), all if there is none.
-
-    A gradient is multiplied by the scale in fp32; zero times an infinite scale is NaN, which counts as an overflow.
-    """
+    """Returns the steps before the first overflow in each row of (lanes, steps); zero times infinity is one."""
     over = ~(maxima * np.abs(fp32(scale))[:, None] < OVERFLOW_AT)
     free: Integers = np.where(over.any(axis=1), over.argmax(axis=1), maxima.shape[1])
     return free

@@ -20,7 +20,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.json_records import UNWRITTEN
 from ampdoctor.evidence.report_scaler import ScalePath, ScalingConfidence, ScalingMargin, SettingBound, SimulatedOutcome
 from ampdoctor.evidence.targets import Framework
-from ampdoctor.evidence.thresholds import ERROR_NOTE, ERROR_WARNING, FLUSHED, HORIZON, SKIP_RATE, Thresholds
+from ampdoctor.evidence.thresholds import ERROR_NOTE, ERROR_WARNING, FLUSHED, SKIP_RATE, Thresholds
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 from ampdoctor.scaling import choose
 from ampdoctor.scaling.choose import COMPOUNDING
@@ -55,10 +55,7 @@ class Expectation(SimulatedOutcome):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Figures of one candidate over `steps` steps, each float64 of shape (replicas,), named as in `Expectation`.
-
-    `excess` is the mean of max(0, compounded error - the tolerated error); `inf_in_weights` and `ended` are 0 or 1.
-    """
+    """Figures of one candidate over `steps` steps, each float64 of shape (replicas,), named as in `Expectation`."""
 
     skips: NDArray[np.float64]
     error: NDArray[np.float64]
@@ -83,10 +80,7 @@ def score_all(
     framework: Framework,
     tolerated: float,
 ) -> list[Scores]:
-    """Returns each candidate's figures over each replica of the trace.
-
-    `tolerated` is the relative error of a run up to which nothing is lost.
-    """
+    """Returns each candidate's figures over each replica; up to the relative error `tolerated` nothing is lost."""
     run = simulate_lanes(candidates, replicas.maxima, framework)
     return [_score(run, lane, trace, replicas, tolerated) for lane in range(len(candidates))]
 
@@ -190,28 +184,18 @@ def search(
     framework: Framework,
     thresholds: Thresholds,
     censored: float = 0.0,
-    remaining_steps: int | None = None,
 ) -> Outcome:
-    """Returns the settings to use with a trace; raises UsageError where no step was recorded, or none is left.
+    """Returns the settings to use with a trace; raises UsageError where no step was recorded.
 
     `current` is the run's scaler, if it has one. `start` is log2 of the largest scale at which no gradient should
-    overflow, and what bounds it. `censored` is the share of the steps whose largest gradient is unknown. The horizon is
-    that of `thresholds` where `remaining_steps` is None.
+    overflow, and what bounds it. `censored` is the share of the steps whose largest gradient is unknown.
     """
-    if trace.steps < 1 or (remaining_steps is not None and remaining_steps < 1):
-        raise UsageError("a search for a scaler's settings needs a recorded step, and a step to come")
-    horizon = min(remaining_steps or thresholds.horizon, int(HORIZON.highest))
+    if trace.steps < 1:
+        raise UsageError("a search for a scaler's settings needs a recorded step")
+    horizon = thresholds.horizon
     drift = find_drift(trace.log2_amax)
     spikes = find_spikes(trace.log2_amax - drift.slope * np.arange(trace.steps))
-    bounds = closed_form(
-        trace,
-        drift=drift,
-        spikes=spikes,
-        start=start,
-        framework=framework,
-        thresholds=thresholds,
-        remaining_steps=remaining_steps,
-    )
+    bounds = _closed_form(trace, drift, spikes, start=start, framework=framework, thresholds=thresholds)
     default = DEFAULTS[framework]
     incumbent = _in_use(current, framework) if current is not None else default
     closed = _settings_of(bounds, framework)
@@ -257,19 +241,9 @@ def search(
     )
 
 
-def expect(
-    settings: ScalerSettings,
-    trace: StepTrace,
-    *,
-    framework: Framework,
-    thresholds: Thresholds,
-    remaining_steps: int | None = None,
-) -> Expectation:
-    """Returns the effect of settings on a trace, over the same replicas as `search`.
-
-    The horizon is that of `thresholds` where `remaining_steps` is None.
-    """
-    horizon = min(remaining_steps or thresholds.horizon, int(HORIZON.highest))
+def expect(settings: ScalerSettings, trace: StepTrace, *, framework: Framework, thresholds: Thresholds) -> Expectation:
+    """Returns the effect of settings on a trace, over the same replicas as `search`."""
+    horizon = thresholds.horizon
     many = resample(trace, find_drift(trace.log2_amax), replicas=_replicas(horizon), steps=horizon)
     run_as = expressible(settings, framework)
     return expectation(run_as, score_all([run_as], trace, many, framework, thresholds[ERROR_NOTE])[0])
@@ -304,42 +278,24 @@ def predict(profile: RangeProfile, settings: ScalerSettings, without: Collection
     )
 
 
-def closed_form(
-    trace: StepTrace,
-    *,
-    drift: Drift,
-    spikes: Spikes,
-    start: SettingBound,
-    framework: Framework,
-    thresholds: Thresholds,
-    remaining_steps: int | None = None,
+def _closed_form(
+    trace: StepTrace, drift: Drift, spikes: Spikes, *, start: SettingBound, framework: Framework, thresholds: Thresholds
 ) -> dict[str, SettingBound]:
-    """Returns scale, growth_factor, backoff_factor, growth_interval, hysteresis and min_scale, each with its bound.
-
-    `start` is as in `search`.
-    """
+    """Returns scale, growth_factor, backoff_factor, growth_interval, hysteresis and min_scale, each with its bound."""
     fixed = RULES[framework] is not GradScalerSim
-    bounds = {"scale": SettingBound(value=2.0**start.value, by=start.by)}
     backoff = SettingBound(value=0.5, by="the framework, which halves") if fixed else choose.backoff_factor(spikes)
     interval = choose.growth_interval(
-        2.0,
-        backoff.value,
-        skip_rate=thresholds[SKIP_RATE],
-        drift=drift.slope,
-        steps_left=remaining_steps,
-        spikes=spikes,
+        2.0, backoff.value, skip_rate=thresholds[SKIP_RATE], drift=drift.slope, spikes=spikes
     )
-    growth = (
-        SettingBound(value=2.0, by="the framework, which doubles")
-        if fixed
-        else choose.growth_factor(drift.slope, interval.value)
-    )
-    bounds["growth_factor"] = growth
-    bounds["backoff_factor"] = backoff
-    bounds["growth_interval"] = interval
-    bounds["hysteresis"] = choose.hysteresis(spikes)
-    bounds["min_scale"] = choose.alarm_scale(_lowest(trace, thresholds))
-    return bounds
+    doubles = SettingBound(value=2.0, by="the framework, which doubles")
+    return {
+        "scale": SettingBound(value=2.0**start.value, by=start.by),
+        "growth_factor": doubles if fixed else choose.growth_factor(drift.slope, interval.value),
+        "backoff_factor": backoff,
+        "growth_interval": interval,
+        "hysteresis": choose.hysteresis(spikes),
+        "min_scale": choose.alarm_scale(_lowest(trace, thresholds)),
+    }
 
 
 def _in_use(current: ScalerSettings, framework: Framework) -> ScalerSettings:
@@ -402,10 +358,7 @@ def _best(
 def _rank(
     scores: Scores, settings: ScalerSettings, incumbent: ScalerSettings, thresholds: Thresholds
 ) -> tuple[float, bool, float, float, int]:
-    """Ranks by ruined runs, ruined gradients, skips beyond the tolerated, objective, changes; smaller is better.
-
-    Gradients come before skips: a scale that spikes have pushed down until they fit skips nothing, and trains nothing.
-    """
+    """Ranks by ruined runs, ruined gradients (before skips), skips beyond the tolerated, objective, changes."""
     ruined = float(np.maximum(scores.inf_in_weights, scores.ended).mean())
     lost = COMPOUNDING * float(np.median(scores.error)) > thresholds[ERROR_WARNING]
     too_many = max(0.0, float(np.median(scores.skips)) / scores.steps - thresholds[SKIP_RATE])
@@ -446,11 +399,7 @@ MOST_POINTS = 2000  # most points of a line, and most skipped steps of a path: a
 def trajectory(expected: Expectation, trace: StepTrace, framework: Framework, horizon: int) -> ScalePath:
     """Returns the path of the replica with the median number of skipped steps, over `horizon` simulated steps."""
     replica = resample(trace, find_drift(trace.log2_amax), replicas=1, steps=horizon, first=expected.typical)
-    return drawn(simulate_lanes([expected.settings], replica.maxima, framework), expected.typical)
-
-
-def drawn(run: Simulation, replica: int = 0) -> ScalePath:
-    """Returns the path of a simulation's first lane, which is the replica of this number."""
+    run = simulate_lanes([expected.settings], replica.maxima, framework)
     scale, over = run.scale[0, 0], run.skipped[0, 0] | run.ended[0, 0]
     starts = np.concatenate([[0], np.flatnonzero(scale[1:] != scale[:-1]) + 1])
     skips = np.flatnonzero(over)
@@ -459,15 +408,12 @@ def drawn(run: Simulation, replica: int = 0) -> ScalePath:
         changes=len(starts),
         skips=drawn_skips(skips),
         skipped=len(skips),
-        replica=replica,
+        replica=expected.typical,
     )
 
 
 def largest_scales(trace: StepTrace) -> tuple[tuple[float, float], ...]:
-    """Returns (step, largest power of two that does not overflow) of the recorded steps with a known largest gradient.
-
-    If there are more than `MOST_POINTS` steps: the one with the lowest in each of that many equal spans.
-    """
+    """Returns (step, largest power of two that does not overflow), the lowest of each of `MOST_POINTS` spans."""
     known = np.flatnonzero(np.isfinite(trace.log2_amax))
     spans = np.array_split(known, min(MOST_POINTS, len(known))) if len(known) else []
     steps = [int(span[np.argmax(trace.log2_amax[span])]) for span in spans]

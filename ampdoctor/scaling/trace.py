@@ -6,88 +6,14 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.errors import UsageError
-from ampdoctor.evidence.run_facts import SiteKind
 from ampdoctor.numerics.formats import FORMATS
-from ampdoctor.numerics.rounding_error import flushed_counts, powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 
-# -- shifts of the suitable scales by accumulation and fp16 reductions, in log2 --
-
-
-GradReduceScaling = Literal["before", "after", "split"]
-"""When a reduction over n ranks divides by n: before the sum (DDP's fp16_compress_hook, prescale_gradients), after it
-(DeepSpeed's default), or about sqrt(n) on each side (FSDP1, FSDP2 with reduce_dtype=fp16)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shift:
-    """The shift (log2) of the interval of suitable scales."""
-
-    lowest: float = 0.0  # of the smallest scale at which little flushes
-    highest: float = 0.0  # of the largest scale at which nothing overflows
-
-    def __add__(self, other: Shift) -> Shift:
-        return Shift(lowest=self.lowest + other.lowest, highest=self.highest + other.highest)
-
-
-def accumulation_shift(before: int, after: int, *, loss_divided: bool = True, half_gradients: bool = False) -> Shift:
-    """Returns the shift for another number of micro-batches per step.
-
-    `before` is that of the recording. A loss divided by A (`loss_divided`: DeepSpeed, accelerate, Lightning) makes
-    every half intermediate smaller by A: both ends move by log2 of the change, and so should the scale. A summed loss
-    moves nothing. The `.grad` of fp16 parameters (`half_gradients`) is summed in fp16, which in the worst case lowers
-    the upper end by log2 A.
-    """
-    change = _log2_ratio(after, before)
-    moved = change if loss_divided else 0.0
-    return Shift(lowest=moved, highest=moved - (change if half_gradients else 0.0))
-
-
-def reduction_shift(ranks: int, division: GradReduceScaling) -> Shift:
-    """Returns the shift by an all-reduce in fp16 over `ranks`; one in fp32 or bf16 moves nothing.
-
-    Division after the sum lets it grow by as much in the worst case; division before it flushes as much more.
-    """
-    before, after = divisors(ranks, division)
-    return Shift(lowest=math.log2(before), highest=0.0 - math.log2(after))
-
-
-def divisors(ranks: int, division: GradReduceScaling) -> tuple[int, float]:
-    """Returns the divisors of a reduction over `ranks`: before its sum, and after it.
-
-    FSDP's first divisor doubles, from 1, as long as it divides n and is below the remaining quotient (torch's
-    `DefaultState._get_gradient_predivide_factor`): both are about sqrt(n) for a power of two, and far from it where n
-    has few factors of 2.
-    """
-    if ranks < 1:
-        raise UsageError(f"counts of ranks, micro-batches and elements start at 1, not {ranks}")
-    if division == "before":
-        return ranks, 1.0
-    if division == "after":
-        return 1, float(ranks)
-    before = 1
-    while ranks % before == 0 and ranks / before > before:
-        before *= 2
-    return before, ranks / before
-
-
-def _log2_ratio(after: int, before: int) -> float:
-    if after < 1 or before < 1:
-        raise UsageError(f"counts of ranks, micro-batches and elements start at 1, not {min(after, before)}")
-    return math.log2(after / before)
-
-
 Array = NDArray[np.float64]
-_NONE = Shift()
-
-_FACTORS_BELOW = EXPONENTS - len(EXPONENTS)
-"""log2 of factors below the recorded ones: the smaller scales of a loss that is scaled by hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,28 +35,21 @@ class StepTrace:
         return len(self.log2_amax)
 
 
-def trace_of(profile: RangeProfile, without: Collection[str] = (), shift: Shift = _NONE) -> StepTrace:
-    """Returns the trace of a profile; gradients of the modules in `without`, which are in fp32, do not count.
-
-    `shift` is the effect of the training on gradients that the recording lacks.
-    """
+def trace_of(profile: RangeProfile, without: Collection[str] = ()) -> StepTrace:
+    """Returns the trace of a profile; gradients of the modules in `without`, which are in fp32, do not count."""
     series, base = profile.series, math.log2(profile.run.base_scale)
-    carried = base + shift.lowest  # the recorded gradients' factor at their lower end, unlike the loss's
     activations, weights = (profile.of_kind(kind, without) for kind in ("activation_grad", "weight_grad"))
     amax = series.amax[:, [*activations, *weights]].max(axis=1, initial=0.0)
     with np.errstate(divide="ignore"):
-        log2_amax = np.log2(amax) - base - shift.highest
+        log2_amax = np.log2(amax) - base
     power = series.power[:, weights]
     squared = np.einsum("nse,ns->ne", series.error[:, weights].astype(np.float64) ** 2, power)
     error = np.sqrt(_over(squared, power.sum(axis=1)))
     activation_flushed, weight_flushed = (_share(profile, sites) for sites in (activations, weights))
-    if carried != 0.0:
-        flushed, _ = _below(profile, "activation_grad", without)
-        activation_flushed = _at_loss_scales(activation_flushed, flushed, carried)
-        flushed, lost = _below(profile, "weight_grad", without)
-        weight_flushed = _at_loss_scales(weight_flushed, flushed, carried)
+    if base != 0.0:
+        activation_flushed, weight_flushed = (_at_loss_scales(f, base) for f in (activation_flushed, weight_flushed))
         # an overflow counts as clipped in a curve: its lower neighbour must not be interpolated with it
-        error = _at_loss_scales(np.minimum.accumulate(error, axis=1), lost, carried)
+        error = _at_loss_scales(np.minimum.accumulate(error, axis=1), base)
     error[log2_amax[:, None] + EXPONENTS >= math.log2(FORMATS["fp16"].overflow_at)] = math.inf
     return StepTrace(
         log2_amax=log2_amax, error=error, activation_flushed=activation_flushed, weight_flushed=weight_flushed
@@ -150,25 +69,12 @@ def _over(sums: Array, totals: Array) -> Array:
     return result
 
 
-def _below(profile: RangeProfile, kind: SiteKind, without: Collection[str]) -> tuple[Array, Array]:
-    """Returns flushed share and error of all steps together at the factors below the recorded ones, for each step.
-
-    Two arrays of shape (n, 43); 0 for a step without such gradients.
-    """
-    counts = profile.merged(kind, without).counts.reshape(1, -1)
-    flushed = _over(flushed_counts(counts, "fp16", _FACTORS_BELOW).astype(np.float64), counts.sum(axis=1))
-    error: Array = np.sqrt(_over(squared_errors(counts, "fp16", _FACTORS_BELOW), powers(counts)))
-    present = profile.series.nonzero[:, profile.of_kind(kind, without)].any(axis=1, keepdims=True)
-    return present * flushed, present * error
-
-
-def _at_loss_scales(curves: Array, below: Array, carried: float) -> Array:
+def _at_loss_scales(curves: Array, carried: float) -> Array:
     """Turns curves over factors of the measured gradients, which carry 2^carried, into curves over scales of the loss.
 
-    `curves` (over 2^EXPONENTS) and `below` (over the factors below) have the shape (n, 43).
+    Below the first recorded factor a curve stays what it is there: at least as much is lost.
     """
-    factors, wanted = np.concatenate([_FACTORS_BELOW, EXPONENTS]), EXPONENTS - carried
-    return np.stack([np.interp(wanted, factors, curve) for curve in np.concatenate([below, curves], axis=1)])
+    return np.stack([np.interp(EXPONENTS - carried, EXPONENTS, curve) for curve in curves])
 
 
 # -- replicas: more steps than were recorded, drawn in blocks, with the trace's drift --
@@ -187,9 +93,7 @@ CONFIDENCE = 0.95
 class Drift:
     """A linear trend of log2 of the largest gradient."""
 
-    slope: float  # per step; 0.0 if the confidence interval includes 0
-    low: float  # confidence interval (95 %): `low` to `high`
-    high: float
+    slope: float  # per step; 0.0 if the confidence interval (95 %) includes 0
     autocorrelation: float  # number of steps over which steps resemble each other, at least 1
 
 
@@ -241,7 +145,7 @@ def find_drift(log2_amax: NDArray[np.float64]) -> Drift:
     """
     at = np.flatnonzero(np.isfinite(log2_amax))
     if len(at) < FEWEST_FOR_DRIFT:
-        return Drift(slope=0.0, low=-math.inf, high=math.inf, autocorrelation=1.0)
+        return Drift(slope=0.0, autocorrelation=1.0)
     pieces = min(len(at), SLOPE_POINTS)
     x = np.array([np.median(piece) for piece in np.array_split(at, pieces)])
     y = np.array([np.median(piece) for piece in np.array_split(log2_amax[at], pieces)])
@@ -255,12 +159,7 @@ def find_drift(log2_amax: NDArray[np.float64]) -> Drift:
     high = min(len(slopes) - 1, math.ceil((len(slopes) + reach) / 2.0))
     significant = reach < len(slopes) and (slopes[low] > 0.0 or slopes[high] < 0.0)
     kept = slope if significant else 0.0
-    return Drift(
-        slope=kept,
-        low=float(slopes[low]),
-        high=float(slopes[high]),
-        autocorrelation=autocorrelation_length(log2_amax[at] - kept * at),
-    )
+    return Drift(slope=kept, autocorrelation=autocorrelation_length(log2_amax[at] - kept * at))
 
 
 def autocorrelation_length(series: NDArray[np.float64]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from ampdoctor.precision.dtype_overrides import AutocastOverride
 from ampdoctor.precision.fp32_modules import (
     Fp32Module,
     fp32_module_of,
-    fp32_module_on,
     half_dtype,
     half_tensors,
     resolve_fp32_modules,
@@ -32,7 +30,7 @@ from ampdoctor.precision.fp32_modules import (
 )
 from ampdoctor.precision.kernels import let_compile_see_hooks
 from ampdoctor.training.apply_request import ApplyRequest, dtype_of, wanted_of, yours
-from ampdoctor.training.dtypes import Training, hold_dtype, put, refuse_unseen
+from ampdoctor.training.dtypes import Training, hold_dtype, put, refuse_wrapped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,19 +65,13 @@ def plan(prescription: Prescription, training: Training) -> Change:
 def modules_named(model: nn.Module, names: Sequence[Any]) -> dict[str, nn.Module]:
     """Returns the modules that a prescription names, under names without the parts that DDP, compile and others add.
 
-    A container without a forward stands for its children. Raises UsageError, with similar names, for an unknown module.
+    A container without a forward stands for its children. Raises UsageError for an unknown module.
     """
     real: dict[str, str] = {}
     for name, clean in clean_names(model).items():
         if len(name) > len(real.get(clean, "")):  # a wrapper and its module share a clean name: take the inner one
             real[clean] = name
         real.setdefault(clean, name)
-    known = dict(model.named_modules(remove_duplicate=False))
-    for name in names:
-        if name not in real and name not in known:
-            near = difflib.get_close_matches(str(name), real, n=3)
-            hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-            raise UsageError(f"the model has no module called {name!r}{hint}: nothing was changed")
     return resolve_fp32_modules(model, [real.get(name, name) for name in names])
 
 
@@ -101,24 +93,24 @@ def _fp32_modules(value: Any, training: Training) -> Change:
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(f"{name} is a scripted module, whose precision cannot be changed from outside")
     halves = [tensor for module in everything.values() for tensor in half_tensors(module)]
-    refuse_unseen(halves, torch.float32, training)
-    return partial(_make_islands, list(everything.values()), halves, training)
+    refuse_wrapped(halves, torch.float32, model)
+    return partial(_make_fp32, list(everything.values()), halves, training)
 
 
-def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Training, undo: ExitStack) -> None:
+def _make_fp32(modules: list[nn.Module], halves: list[Tensor], training: Training, undo: ExitStack) -> None:
     let_compile_see_hooks()
     inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
     for module in modules:
         below = (inner for inner in module.modules() if inner is not module)
-        _set_bases(below, None, undo)  # the code around these islands is fp32 now: their outputs stay fp32
-        if not fp32_module_on(module):
+        _set_bases(below, None, undo)  # the code around these modules is fp32 now: their outputs stay fp32
+        if fp32_module_of(module) is None:
             Fp32Module(None if id(module) in inside else half_dtype(module)).attach(module)
             undo.callback(_unhook, module, Fp32Module)
     hold_dtype(halves, torch.float32, training.model, training.optimizers, undo=undo)
 
 
 def _set_bases(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: ExitStack) -> None:
-    """Sets the output dtype of the islands among the modules, but for those inside other islands."""
+    """Sets the output dtype of the fp32 modules among these, but for those inside other fp32 modules."""
     for module in modules:
         fp32_module = fp32_module_of(module)
         if fp32_module is not None and fp32_module.dtype is not None:
@@ -127,7 +119,7 @@ def _set_bases(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: Ex
 
 def _unhook(module: nn.Module, kind: type) -> None:
     """Removes hooks of this kind, or of its methods. A copied model has copies of the hooks, but no handles."""
-    before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)  # noqa: SLF001 - see island_on
+    before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)  # noqa: SLF001 - see fp32_module_on
     after = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)  # noqa: SLF001
     kinds: tuple[tuple[dict[int, Any], ...], ...] = (before, after)
     for hooks, *notes in kinds:
@@ -151,7 +143,7 @@ def _dtype(value: Any, training: Training) -> Change:
         if _input_cast(model) is torch.float32:
             raise UsageError("an earlier change has made the whole model float32: remove() that one first")
     others = [tensor for tensor in half_tensors(model) if tensor.dtype is not dtype]
-    refuse_unseen(others, dtype, training)
+    refuse_wrapped(others, dtype, model)
     return partial(_make_dtype, dtype, others, training)
 
 
@@ -168,7 +160,7 @@ def _make_dtype(dtype: torch.dtype, tensors: list[Tensor], training: Training, u
 
 
 def _input_cast(model: nn.Module) -> torch.dtype | None:
-    hooks = model._forward_pre_hooks.values()  # noqa: SLF001 - see island_on
+    hooks = model._forward_pre_hooks.values()  # noqa: SLF001 - see fp32_module_on
     return next((hook.dtype for hook in hooks if isinstance(hook, CastInputs)), None)
 
 
@@ -189,12 +181,13 @@ def _scaler(value: Any, training: Training) -> Change:
             raise UsageError(f"GradScaler has no setting {name!r}: it has {', '.join(_SCALER_SETTINGS)}")
         if not _number(number) or number <= 0:
             raise UsageError(f"{name} must be a finite number above 0, not {number!r}")
-    if not DEAD_SCALE < value.get("init_scale", 1.0) <= MOST_SCALE:
-        raise UsageError(f"init_scale {value['init_scale']:g} is too large or too small for a loss scale in fp32")
-    if value.get("growth_interval", 1) != int(value.get("growth_interval", 1)):
-        raise UsageError(f"growth_interval is a number of steps, not {value['growth_interval']!r}")
-    if value.get("growth_factor", 2.0) <= 1.0 or value.get("backoff_factor", 0.5) >= 1.0:
-        raise UsageError("a growth_factor must be above 1 and a backoff_factor below it")
+    sound = (
+        DEAD_SCALE < value.get("init_scale", 1.0) <= MOST_SCALE
+        and value.get("growth_interval", 1) == int(value.get("growth_interval", 1))
+        and value.get("growth_factor", 2.0) > 1.0 > value.get("backoff_factor", 0.5)
+    )
+    if not sound:
+        raise UsageError(f"no training keeps a loss scale with {dict(value)}: nothing was changed")
     arguments = ", ".join(f"{name}={number}" for name, number in value.items())
     scaler = training.scaler
     if scaler is None:
@@ -240,10 +233,10 @@ def _optimizer(value: Any, training: Training) -> Change:
         if not _number(number) or number < 0:
             raise UsageError(f"{name} must be a finite number, 0 or above, not {number!r}")
         found = [
-            (optimizer, group, name, number)
+            ((optimizer, group, name), number)
             for optimizer in training.optimizers
-            for group in (*range(len(optimizer.param_groups)), None)
-            if _number(_group(optimizer, group).get(name))
+            for group, settings in enumerate(optimizer.param_groups)
+            if _number(settings.get(name))
         ]
         if not found:
             kinds = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in training.optimizers))
@@ -252,36 +245,17 @@ def _optimizer(value: Any, training: Training) -> Change:
     return partial(_set_all, places)
 
 
-def _set_all(places: list[tuple[Optimizer, int | None, str, Any]], undo: ExitStack) -> None:
-    settings: dict[int, list[tuple[int | None, str, Any]]] = {}
-    for optimizer, group, name, number in places:
-        place = optimizer, group, name
+def _set_all(places: list[tuple[tuple[Optimizer, int, str], Any]], undo: ExitStack) -> None:
+    for place, number in places:
         put(undo, number, read=partial(_option, *place), write=partial(_set_option, *place))
-        settings.setdefault(id(optimizer), []).append((group, name, number))
-    for optimizer in {id(place[0]): place[0] for place in places}.values():
-        if isinstance(optimizer, Optimizer):  # others only look like one
-            hook = partial(_set_again, settings[id(optimizer)])
-            undo.callback(optimizer.register_load_state_dict_post_hook(hook).remove)
 
 
-def _set_again(settings: list[tuple[int | None, str, Any]], optimizer: Optimizer) -> None:
-    """Writes the settings again after a checkpoint was loaded."""
-    for group, name, number in settings:
-        if not (name == "lr" and "initial_lr" in _group(optimizer, group)):  # a scheduler moves that one
-            _set_option(optimizer, group, name, number)
+def _option(optimizer: Optimizer, group: int, name: str) -> Any:
+    return optimizer.param_groups[group][name]  # load_state_dict replaces the groups
 
 
-def _group(optimizer: Optimizer, group: int | None) -> dict[str, Any]:
-    """Returns a parameter group's settings; for None, the defaults of groups that are added later."""
-    return optimizer.defaults if group is None else optimizer.param_groups[group]
-
-
-def _option(optimizer: Optimizer, group: int | None, name: str) -> Any:
-    return _group(optimizer, group)[name]
-
-
-def _set_option(optimizer: Optimizer, group: int | None, name: str, number: Any) -> None:
-    _group(optimizer, group)[name] = number
+def _set_option(optimizer: Optimizer, group: int, name: str, number: Any) -> None:
+    optimizer.param_groups[group][name] = number
 
 
 def _number(value: Any) -> bool:
@@ -379,19 +353,19 @@ def apply(
     - `init_scale`, `scaler`: need `scaler` and overwrite its settings once. A state that is loaded into the scaler
       later overwrites them again, so load the checkpoint first. The scaler must be the one with which the loop scales
       its loss and steps. You must change a loop without a scaler yourself.
-    - `optimizer`: needs `optimizer` and overwrites its settings, and again after each `load_state_dict`. A learning
-      rate that a scheduler moves is not changed.
+    - `optimizer`: needs `optimizer` and overwrites its settings once; a state that is loaded later brings its own.
     - `skip_batch` and `code` do not change a model: they are refused with a sentence that says what to do.
 
     Handles of changes to the same model, optimizer or scaler are removed in the reverse order, as nested `with` blocks
-    are. After the last one, everything is as it was. An fp32 island stays fp32 in a model of any dtype.
+    are. After the last one, everything is as it was. A module in fp32 stays fp32 in a model of any dtype.
 
     Args:
         model: The model, wrapped (DDP, compiled) or not; names are those of the user's own model.
         prescription: A prescription, a finding, a report, the JSON object of one of these, or the path of a JSON
             report. From a report, the verified changes of all findings are applied together, modules united.
             An object without a `status` counts as verified: `{"kind": "fp32_modules", "value": ["block.3"]}`.
-        optimizer: The optimizer, several, or a mapping of names to them.
+        optimizer: The optimizer, several, or a mapping of names to them. A half model that has taken steps needs it:
+            the moments change their dtype with the parameters.
         scaler: The loss scaler.
         unverified: Also apply a change that no replay has proved.
 
@@ -404,7 +378,7 @@ def apply(
     """
     training = _training(model, optimizer, scaler)
     wanted = wanted_of(prescription, unverified=unverified)
-    # a dtype is the whole model's, and islands in it come after it
+    # a dtype is the whole model's, and modules in fp32 come after it
     plans = [plan(change, training) for change in sorted(wanted.changes, key=lambda change: change.kind != "dtype")]
     with ExitStack() as undone:
         for make in plans:

@@ -22,8 +22,6 @@ from ampdoctor.evidence.report import (
 )
 
 _DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
-MAX_BYTES = 1 << 30
-"""As for a saved profile, which is the largest report."""
 _NOT_PROVED = {
     "failed": "a replay showed that it does not cure",
     "worse": "a replay showed that it makes things worse",
@@ -42,10 +40,7 @@ class ApplyRequest:
 
 
 def wanted_of(source: Any, *, unverified: bool) -> ApplyRequest:
-    """Returns the changes of the source of `apply`; raises UsageError where it is unreadable, empty or contradictory.
-
-    With `unverified`, changes that no replay has proved count too; from a report, only those that none has disproved.
-    """
+    """Returns the changes of the source of `apply`; UsageError where it is unreadable, empty or contradictory."""
     if isinstance(source, str | os.PathLike):
         return _of_object(_read(source), str(os.fspath(source)), unverified=unverified)
     return _of_object(source, "the prescription", unverified=unverified)
@@ -75,10 +70,7 @@ def _of_object(source: Any, name: str, *, unverified: bool) -> ApplyRequest:
 def _read(path: str | os.PathLike[str]) -> Any:
     name = str(os.fspath(path))
     try:
-        file = Path(path)
-        if file.stat().st_size > MAX_BYTES:
-            raise UsageError(f"{name} is larger than any report ({MAX_BYTES} bytes)")
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"the report {name} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
@@ -149,7 +141,8 @@ def _of_report(
         left_out += [f"{kind}: {changes['dtype'].value} needs no loss scale" for kind in needless]
         if dtype_of(changes["dtype"].value) is torch.float32 and changes.pop("fp32_modules", None) is not None:
             left_out.append("fp32_modules: float32 for the whole model does that already")
-    _refuse_two_scales(changes, name)
+    if {"init_scale", "scaler"} <= changes.keys():
+        raise _two_things(changes["init_scale"], changes["scaler"], name)
     if not changes:
         why = f": {left_out[0]}" if left_out else f" (its verdict is {verdict})"
         raise UsageError(f"{name} has no change that apply can make{why}")
@@ -163,15 +156,6 @@ def _both(one: Prescription, other: Prescription, name: str) -> Prescription:
         names = tuple(dict.fromkeys((*one.value, *other.value)))
         return Prescription(kind=one.kind, value=names, status=other.status, detail=f"run {', '.join(names)} in fp32")
     raise _two_things(one, other, name)
-
-
-def _refuse_two_scales(changes: Mapping[str, Prescription], name: str) -> None:
-    """Raises UsageError where `init_scale` and the scaler's settings have different initial scales."""
-    alone, settings = changes.get("init_scale"), changes.get("scaler")
-    if alone is None or settings is None or not isinstance(settings.value, Mapping):
-        return
-    if settings.value.get("init_scale", alone.value) != alone.value:
-        raise _two_things(alone, settings, name)
 
 
 def _two_things(one: Prescription, other: Prescription, name: str) -> UsageError:

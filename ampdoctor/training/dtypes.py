@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision.casting import InPlaceCast, moments
+from ampdoctor.precision.casting import cast_in_place, moments
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,11 +28,7 @@ def put(undo: ExitStack, value: Any, *, read: Callable[[], Any], write: Callable
 def hold_dtype(
     tensors: Iterable[Tensor], dtype: torch.dtype, model: nn.Module, optimizers: Iterable[Any], *, undo: ExitStack
 ) -> None:
-    """Casts tensors, their gradients and moments in place until `undo` is closed; values are rounded on the way back.
-
-    `tensors` are floating-point parameters and buffers of the model. The moments of `optimizers` follow, but for those
-    that have another dtype than their parameter.
-    """
+    """Casts a model's tensors, their gradients and moments in place until `undo` is closed, which may round."""
     chosen = {id(tensor): tensor for tensor in tensors}
     if not chosen:
         return
@@ -46,31 +41,17 @@ def hold_dtype(
     _flatten(model)
 
 
-def refuse_unseen(tensors: Iterable[Tensor], dtype: torch.dtype, training: Training) -> None:
-    """Raises UsageError where a wrapper or optimizer relies on parameters' dtypes and would not notice their change.
-
-    Such are a model that is already wrapped for several processes, and an optimizer with state that was not given.
-    """
-    changed = {id(tensor) for tensor in tensors if tensor.dtype is not dtype}
-    if not changed:
+def refuse_wrapped(tensors: Iterable[Tensor], dtype: torch.dtype, model: nn.Module) -> None:
+    """Raises UsageError where a wrapper for several processes has laid out the parameters and would not notice."""
+    if all(tensor.dtype is dtype for tensor in tensors):
         return
-    for module in training.model.modules():
+    for module in model.modules():
         kind = type(module).__name__
         if kind in ("DistributedDataParallel", "FullyShardedDataParallel"):
             raise UsageError(
                 f"the change turns half parameters into others, which {kind} has laid out already: apply it before "
                 f"the model is wrapped"
             )
-    given = {id(optimizer) for optimizer in training.optimizers}
-    for optimizer in _optimizers_alive():
-        if id(optimizer) in given:
-            continue
-        for parameter, state in optimizer.state.items():
-            if id(parameter) in changed and any(m.dtype is parameter.dtype for m in moments(state).values()):
-                raise UsageError(
-                    f"the change gives half parameters another dtype, and the {type(optimizer).__name__} that steps "
-                    f"them has half moments already: apply it before the first step, or pass optimizer=..."
-                )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, optimizers: Iterable[Any], apart: set[Any]) -> None:
@@ -80,7 +61,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype, optimizers: Iterable[Any], apart: 
     for optimizer in optimizers:
         state = optimizer.state.get(tensor, {})
         moved.append((state, {key: m.to(dtype) for key, m in moments(state).items() if key not in apart}))
-    InPlaceCast([tensor], dtype)
+    cast_in_place(tensor, dtype)
     for state, cast in moved:
         state.update(cast)
 
@@ -89,11 +70,6 @@ def _flatten(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants an RNN's weights side by side in memory
-
-
-def _optimizers_alive() -> list[Optimizer]:
-    # torch keeps no list of optimizers; type() because isinstance() asks proxies and lazy objects for their __class__
-    return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
-from operator import index
 from types import UnionType
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from ampdoctor.batching.plans import BatchPlan, exact_plans, within_bounds
+from ampdoctor.batching.plans import exact_plans, within_bounds
 from ampdoctor.errors import UsageError
 from ampdoctor.hooks.nested import iter_tensors, map_kind
 
@@ -96,55 +95,6 @@ class StepBatches:
         return len(self.micro_batches)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossWeights:
-    """The weights with which the mean over ranks of the summed gradients is that of the whole step.
-
-    DDP and FSDP take the mean over the `ranks` D of `group` (None: the default one). Without a `count`, a loss is a
-    mean over samples, and its weight D n / k for n of the step's k samples. With it, a loss is a sum over the items
-    that `count` counts, and its weight D / N for the N items of all micro-batches of all ranks.
-    """
-
-    ranks: int
-    group: dist.ProcessGroup | None
-    count: Count | None = None
-
-    def counting(self, count: Count | None) -> LossWeights:
-        """Returns the same with another count; raises UsageError for several ranks without a process group."""
-        if count is not None and self.ranks > 1 and not (dist.is_available() and dist.is_initialized()):
-            raise UsageError("counting over several ranks needs torch.distributed.init_process_group() before it")
-        return replace(self, count=count)
-
-    def window(self, step: int, samples: int, parts: Sequence[SampleRange], data: Sequence[Any]) -> StepBatches:
-        """Returns the step from this rank's parts and their data; with a count, all ranks must call it together."""
-        weights = self._by_samples(samples, parts) if self.count is None else self._by_count(self.count, parts, data)
-        last = len(parts) - 1
-        made = zip(data, weights, strict=True)
-        return StepBatches(
-            step=step,
-            samples=samples,
-            micro_batches=tuple(
-                MicroBatch(data=value, weight=weight, last=index == last) for index, (value, weight) in enumerate(made)
-            ),
-        )
-
-    def _by_samples(self, samples: int, parts: Sequence[SampleRange]) -> list[float]:
-        return [self.ranks * (part.end - part.begin) * part.counts / samples for part in parts]
-
-    def _by_count(self, count: Count, parts: Sequence[SampleRange], data: Sequence[Any]) -> list[float]:
-        own = sum(_whole(count(value)) for value, part in zip(data, parts, strict=True) if part.counts)
-        total = self._of_all_ranks(own)
-        # a step in which nothing counts changes nothing
-        return [self.ranks / total if part.counts and total else 0.0 for part in parts]
-
-    def _of_all_ranks(self, own: int) -> int:
-        if self.ranks == 1:
-            return own
-        found: list[int] = [0] * self.ranks
-        dist.all_gather_object(found, own, group=self.group)  # objects, because only the backend knows its device
-        return sum(found)
-
-
 def _whole(counted: Any) -> int:
     """Returns the result of `count` as an integer; raises for a fraction, because the weight is exactly 1 / N."""
     try:
@@ -169,24 +119,10 @@ class ElasticSampler(Sampler[list[int]]):
     have the same samples; but no sample is repeated to make the end of an epoch even.
     """
 
-    def __init__(
-        self,
-        length: int,
-        *,
-        global_batch: int,
-        accumulation: int,
-        rank: int,
-        weighing: LossWeights,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool,
-    ) -> None:
-        self._length = length // global_batch * global_batch if drop_last else length
+    def __init__(self, batch: ElasticBatch, length: int, *, shuffle: bool, seed: int, drop_last: bool) -> None:
+        self._batch = batch
+        self._length = length // batch.global_batch * batch.global_batch if drop_last else length
         self._samples = length
-        self._global_batch = global_batch
-        self._accumulation = accumulation
-        self._rank = rank
-        self._weighing = weighing
         self._shuffle = shuffle
         self._seed = seed
         self._epoch = 0
@@ -195,7 +131,7 @@ class ElasticSampler(Sampler[list[int]]):
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a whole epoch, at any world size."""
-        return -(-self._length // self._global_batch)
+        return -(-self._length // self._batch.global_batch)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the next epoch.
@@ -207,24 +143,18 @@ class ElasticSampler(Sampler[list[int]]):
         Raises:
             UsageError: The epoch has fewer steps, or one of the numbers is not whole.
         """
-        try:
-            epoch, start = index(epoch), index(start)
-        except TypeError:
-            raise UsageError(f"an epoch and its steps are whole numbers, not {epoch} and {start}") from None
+        epoch, start = _number("an epoch", epoch), _number("start", start)
         if not 0 <= start <= self.steps_per_epoch:
             raise UsageError(f"an epoch has {self.steps_per_epoch} steps: it cannot start at step {start}")
         self._epoch, self._start = epoch, start
 
     def __len__(self) -> int:
-        steps = self.steps_per_epoch - self._start
-        if not steps:
-            return 0
-        return (steps - 1) * len(self._parts(self._global_batch)) + len(self._parts(self._samples_in(-1)))
+        return sum(len(parts) for _, _, parts in self._windows())
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
         for step, _, parts in self._windows():
-            first = step * self._global_batch
+            first = step * self._batch.global_batch
             for part in parts:
                 yield order[first + part.begin : first + part.end]
 
@@ -243,29 +173,22 @@ class ElasticSampler(Sampler[list[int]]):
             raise UsageError(
                 "the loader has another batch_sampler: make it with DataLoader(..., batch_sampler=sampler)"
             )
-        weighing = self._weighing.counting(count)
+        self._batch.refuse_count(count)
         batches = iter(loader)
         for step, samples, parts in self._windows():
             data = list(islice(batches, len(parts)))
             if len(data) < len(parts):
                 raise UsageError(f"the loader ended in step {step}: its batches are not those of this sampler")
-            yield weighing.window(step, samples, parts, data)
+            yield self._batch.window(step, samples, parts, data, count)
         if next(batches, self) is not self:
             raise UsageError("the loader has more batches than its sampler: they are not those of this sampler")
 
     def _windows(self) -> Iterator[tuple[int, int, list[SampleRange]]]:
         """Yields the number, the samples and this rank's parts of each step that is left in the epoch."""
+        most = self._batch.global_batch
         for step in range(self._start, self.steps_per_epoch):
-            samples = self._samples_in(step)
-            yield step, samples, self._parts(samples)
-
-    def _samples_in(self, step: int) -> int:
-        """Returns the samples of a step: the global batch, or fewer in an epoch's last step."""
-        return min(self._global_batch, self._length - step % self.steps_per_epoch * self._global_batch)
-
-    def _parts(self, samples: int) -> list[SampleRange]:
-        cut = parts_of(samples, rank=self._rank, ranks=self._weighing.ranks, accumulation=self._accumulation)
-        return list(cut)
+            samples = min(most, self._length - step * most)
+            yield step, samples, self._batch.parts(samples)
 
     def _order(self) -> list[int]:
         if not self._shuffle:
@@ -299,13 +222,6 @@ class ElasticBatch:
     rank: int
     group: dist.ProcessGroup | None = None
 
-    @property
-    def plan(self) -> BatchPlan | None:
-        """The plan as in `ampdoctor plan`; None where ranks do not divide the batch, and so differ by one sample."""
-        if self.global_batch % self.data_parallel:
-            return None
-        return BatchPlan(micro_batch=self.micro_batch, accumulation=self.accumulation, data_parallel=self.data_parallel)
-
     def sampler(self, data: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> ElasticSampler:
         """Returns a `batch_sampler` for a DataLoader over `data`, which loads only what this rank needs.
 
@@ -321,16 +237,7 @@ class ElasticBatch:
         length = len(data)
         if length < (self.global_batch if drop_last else 1):
             raise UsageError(f"{length} samples fill no step of {self.global_batch}")
-        return ElasticSampler(
-            length,
-            global_batch=self.global_batch,
-            accumulation=self.accumulation,
-            rank=self.rank,
-            weighing=self._weighing,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-        )
+        return ElasticSampler(self, length, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def steps(self, batches: Iterable[Any], *, count: Count | None = None, start: int = 0) -> Iterator[StepBatches]:
         """Cuts batches of a whole optimizer step, from a stream or a list that is the same on every rank.
@@ -348,7 +255,7 @@ class ElasticBatch:
         Raises:
             UsageError: A batch is larger, or smaller and not the last, or its tensors differ in their first dimension.
         """
-        weighing = self._weighing.counting(count)
+        self.refuse_count(count)
         short: int | None = None
         for step, batch in enumerate(batches, start):
             if short is not None:
@@ -359,13 +266,47 @@ class ElasticBatch:
             if samples > self.global_batch:
                 raise UsageError(f"the batch of step {step} has {samples} samples, more than {self.global_batch}")
             short = samples if samples < self.global_batch else None
-            cut = parts_of(samples, rank=self.rank, ranks=self.data_parallel, accumulation=self.accumulation)
-            parts = list(cut)
-            yield weighing.window(step, samples, parts, [_part_of(batch, part, samples) for part in parts])
+            parts = self.parts(samples)
+            yield self.window(step, samples, parts, [_part_of(batch, part, samples) for part in parts], count)
 
-    @property
-    def _weighing(self) -> LossWeights:
-        return LossWeights(ranks=self.data_parallel, group=self.group)
+    def parts(self, samples: int) -> list[SampleRange]:
+        """Returns this rank's micro-batches of a step."""
+        cut = parts_of(samples, rank=self.rank, ranks=self.data_parallel, accumulation=self.accumulation)
+        return list(cut)
+
+    def refuse_count(self, count: Count | None) -> None:
+        """Raises UsageError for a count over several ranks without a process group."""
+        if count is not None and self.data_parallel > 1 and not (dist.is_available() and dist.is_initialized()):
+            raise UsageError("counting over several ranks needs torch.distributed.init_process_group() before it")
+
+    def window(
+        self, step: int, samples: int, parts: Sequence[SampleRange], data: Sequence[Any], count: Count | None
+    ) -> StepBatches:
+        """Returns the step from this rank's parts and their data; with a count, all ranks must call it together.
+
+        DDP and FSDP take the mean over the D ranks. Without a count, a loss is a mean over samples, and its weight
+        D n / k for n of the step's k samples. With it, a loss is a sum over the items that `count` counts, and its
+        weight D / N for the N items of all micro-batches of all ranks.
+        """
+        ranks = self.data_parallel
+        if count is None:
+            weights = [ranks * (part.end - part.begin) * part.counts / samples for part in parts]
+        else:
+            own = sum(_whole(count(value)) for value, part in zip(data, parts, strict=True) if part.counts)
+            total = self._of_all_ranks(own)
+            # a step in which nothing counts changes nothing
+            weights = [ranks / total if part.counts and total else 0.0 for part in parts]
+        last = len(parts) - 1
+        made = enumerate(zip(data, weights, strict=True))
+        micro_batches = tuple(MicroBatch(data=one, weight=weight, last=at == last) for at, (one, weight) in made)
+        return StepBatches(step=step, samples=samples, micro_batches=micro_batches)
+
+    def _of_all_ranks(self, own: int) -> int:
+        if self.data_parallel == 1:
+            return own
+        found: list[int] = [0] * self.data_parallel
+        dist.all_gather_object(found, own, group=self.group)  # objects, because only the backend knows its device
+        return sum(found)
 
 
 def elastic_batch(global_batch: int, max_micro_batch: int, *, group: dist.ProcessGroup | None = None) -> ElasticBatch:
@@ -389,7 +330,7 @@ def elastic_batch(global_batch: int, max_micro_batch: int, *, group: dist.Proces
         UsageError: A number is not whole, is below 1, or so large that it must be in tokens; there are more ranks than
             samples; or RANK and WORLD_SIZE are not those of a process.
     """
-    global_batch, max_micro_batch = _samples("global_batch", global_batch), _samples("max_micro_batch", max_micro_batch)
+    global_batch, max_micro_batch = _number("global_batch", global_batch), _number("max_micro_batch", max_micro_batch)
     if global_batch < 1 or max_micro_batch < 1:
         raise UsageError(f"batches start at 1 sample, not {min(global_batch, max_micro_batch)}")
     within_bounds(global_batch)
@@ -408,14 +349,14 @@ def elastic_batch(global_batch: int, max_micro_batch: int, *, group: dist.Proces
     )
 
 
-def _samples(name: str, value: Any) -> int:
-    """Checks a number of samples, which may come from numpy or torch."""
+def _number(name: str, value: Any) -> int:
+    """Checks a whole number, which may come from numpy or torch."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
     except TypeError:
         pass
-    raise UsageError(f"{name} is a whole number of samples, not {value!r}")
+    raise UsageError(f"{name} is a whole number, not {value!r}")
 
 
 def _ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:

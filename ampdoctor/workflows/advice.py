@@ -26,7 +26,7 @@ from ampdoctor.numerics.formats import FORMATS, FloatFormat
 from ampdoctor.scaling.choose import COMPOUNDING, ScaleChoice, choose_scale
 from ampdoctor.scaling.scalers import ScalerSettings
 from ampdoctor.scaling.search import Outcome, Prediction, expect, largest_scales, predict, search, trajectory
-from ampdoctor.scaling.trace import Shift, StepTrace, accumulation_shift, reduction_shift, trace_of
+from ampdoctor.scaling.trace import StepTrace, trace_of
 from ampdoctor.workflows.replay_under_change import FLUSH_THAT_PAYS
 
 if TYPE_CHECKING:
@@ -49,11 +49,9 @@ SKIPS_THAT_PAY = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What a profile of an fp16 run says about loss scaling.
+    """What a profile of an fp16 run says about loss scaling; for a run without a scaler, `current` never moves.
 
-    `current` is the run's scaler; for a run without one, a scaler that never moves (and its skips do not happen). `now`
-    and `then` are the predictions for the current and the recommended settings over the recorded steps in `trace`, and
-    `expected` is the simulation of the recommended ones.
+    `now`, `then`: predictions over the recorded steps; `expected`: the simulation of the recommended settings.
     """
 
     choice: ScaleChoice  # the scale that fits
@@ -74,14 +72,14 @@ class Advice:
 
 def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
     """Returns the advice; None if no half gradient has a finite nonzero value, so that nothing needs scaling."""
-    thresholds, framework, shift = request.thresholds, request.framework, shift_of(ranges, request)
-    choice = choose_scale(ranges, thresholds, shift)
+    thresholds, framework = request.thresholds, request.framework
+    choice = choose_scale(ranges, thresholds)
     if choice is None:
         return None
     state = ranges.run.scaler
     fixed = ScalerSettings(scale=ranges.run.loss_scale, backoff_factor=1.0, growth_interval=0)  # nothing moves it
     current = ScalerSettings.of_state(state) if state is not None else fixed
-    trace = trace_of(ranges, choice.fp32_modules, shift)
+    trace = trace_of(ranges, choice.fp32_modules)
     outcome = search(
         trace,
         current=current if state is not None else None,
@@ -101,17 +99,6 @@ def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
         now=predict(ranges, current),
         then=predict(ranges, recommended, choice.fp32_modules),
         large=large_activations(ranges, thresholds),
-    )
-
-
-def shift_of(ranges: RangeProfile, request: ReplayRequest) -> Shift:
-    """Returns what only the training does to gradients, not the recording: an fp16 all-reduce, another accumulation."""
-    run = ranges.run
-    reduced = reduction_shift(request.ranks, request.reduce_fp16) if request.reduce_fp16 is not None else Shift()
-    after = request.accumulation or run.accumulation
-    pure = not run.autocast and not run.master_weights
-    return reduced + accumulation_shift(
-        run.accumulation, after, loss_divided=run.loss_divided, half_gradients=pure and run.precision == "fp16"
     )
 
 
@@ -135,21 +122,21 @@ def is_sound(settings: ScalerSettings) -> bool:
 
 def large_activations(ranges: RangeProfile, thresholds: Thresholds) -> dict[str, float]:
     """Returns the largest magnitude of half activations near fp16's limit, by module."""
-    found: dict[str, float] = {}
     near = near_limit(thresholds)
+    return {module: amax for module, amax in _largest_activations(ranges).items() if amax >= near}
+
+
+def _largest_activations(ranges: RangeProfile) -> dict[str, float]:
+    found: dict[str, float] = {}
     for index in ranges.of_kind("activation"):
         module, amax = ranges.sites[index].module, ranges.histograms[index].amax
-        if amax is not None and near <= amax < MASK_LIKE:
+        if amax is not None and amax < MASK_LIKE:
             found[module] = max(amax, found.get(module, 0.0))
     return found
 
 
 def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed | None, then: Observed | None) -> bool:
-    """Whether the recommended scaler is better than the present one by more than noise; replays overrule predictions.
-
-    `scaled`: the run has a scaler or scales by hand; without either it does not survive an overflow. `now` and `then`
-    are the replays with the run's own and the recommended scaler, if there were any.
-    """
+    """Whether the recommended scaler beats the present one by more than noise; replays overrule predictions."""
     if not scaled and advice.now.skipped:
         return True
     if advice.outcome.expected_current is not None and not is_sound(advice.current):
@@ -276,20 +263,13 @@ def precision_facts(
     harm: str | None = None,
     settled: bool = False,
     precision_matters: bool = False,
-    flushed: float = FP8_FLUSHED,
 ) -> PrecisionFacts:
     """Returns the facts from a profile that `diagnosis.precision_advice.advise_precision` needs.
 
     `choice` is None if no half gradient was seen. `pure`: the run keeps its weights in its compute format, without
     autocast or fp32 master weights. `harm` is a clause on what went wrong in an fp16 replay that no loss scale cures,
-    and `settled` says that the scaler skipped no steps after it. `flushed` is the share (0 to 1) of a tensor's nonzero
-    elements that FP8 may lose.
+    and `settled` says that the scaler skipped no steps after it.
     """
-    forward: dict[str, float] = {}
-    for index in profile.of_kind("activation"):
-        module, amax = profile.sites[index].module, profile.histograms[index].amax
-        if amax is not None and amax < MASK_LIKE:
-            forward[module] = max(amax, forward.get(module, 0.0))
     scale = fp16 = bf16 = None
     if choice is not None:
         gradients = profile.merged("weight_grad", choice.fp32_modules)
@@ -300,14 +280,14 @@ def precision_facts(
         target=target,
         own=profile.run.precision,
         pure=pure,
-        forward=forward,
+        forward=_largest_activations(profile),
         forward_flushed=profile.merged("activation").flushed(fp16_of(target)),
         scale=scale,
         fp16_error=fp16,
         bf16_error=bf16,
         harm=harm,
         settled=settled,
-        spreads=tuple(_spreads(profile, flushed)),
+        spreads=tuple(_spreads(profile)),
         modules=profile.modules,
         updates=profile.updates,
         precision_matters=precision_matters,
@@ -327,11 +307,11 @@ def fp16_of(target: Target) -> FloatFormat:
     return replace(fp16, min_normal=least, min_subnormal=least, flush_at=math.nextafter(least, 0.0))
 
 
-def _spreads(profile: RangeProfile, flushed: float) -> Iterator[Spread]:
+def _spreads(profile: RangeProfile) -> Iterator[Spread]:
     kinds: tuple[Literal["activation", "weight", "activation_grad"], ...] = ("activation", "weight", "activation_grad")
     for kind in kinds:
         for index in profile.of_kind(kind):
-            top, low = profile.histograms[index].amax, profile.histograms[index].quantile(flushed)
+            top, low = profile.histograms[index].amax, profile.histograms[index].quantile(FP8_FLUSHED)
             if top is not None and low is not None and top < MASK_LIKE:
                 binades = math.log2(top) - math.log2(low)
                 yield Spread(module=profile.sites[index].module, kind=kind, log2_span=binades)

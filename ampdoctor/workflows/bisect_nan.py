@@ -15,7 +15,6 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.replay.nonfinite import MISUSE_ADVICE
-from ampdoctor.diagnosis.replay.outcome import not_reproduced_finding
 from ampdoctor.diagnosis.replay.scale_choice import shrinking_headroom
 from ampdoctor.diagnosis.replay.scaler_misuse import SCALER_MISUSE as MISUSE
 from ampdoctor.diagnosis.replay.scaler_misuse import (
@@ -56,16 +55,15 @@ from ampdoctor.workflows.open_replay import OpenReplay, open_replay, scaler_afte
 from ampdoctor.workflows.repairs import after_refusal
 from ampdoctor.workflows.report_notes import (
     LAST_COMPARED,
-    elsewhere,
     failed_run,
     headroom_check,
     interrupted,
     module_types,
     never_updated,
+    not_reproduced,
     nothing_in_half,
     only_looked_at,
     path_section,
-    replayed_here,
     saw_anything,
     unexamined,
 )
@@ -76,7 +74,6 @@ from ampdoctor.workflows.step_beside_fp32 import (
     StateCopy,
     StepComparison,
     held,
-    is_at_rest,
     moved,
     sample,
 )
@@ -93,8 +90,6 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.requests import Progress, ReplayRequest, SetAside
 
 DEFAULT_STEPS = 8
-MOST_STEPS = 32
-"""Maximum number of steps by default, where the usual ones show nothing of the updates."""
 
 
 def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_aside: SetAside = keep_all) -> Report:
@@ -150,7 +145,6 @@ def _searched(
 
 
 def _worst_first(finding: Finding) -> tuple[int, int]:
-    """Sorts by severity and step; within a step the judge's own order stays: worst harm first."""
     return finding_order(finding)[:2]
 
 
@@ -229,7 +223,6 @@ class _Search:
         self._judge_the_saved_scale()
 
     def _judge_the_saved_scale(self) -> None:
-        """Add the finding on a checkpoint's dead or collapsed scale, with a replay from a fresh one."""
         saved, resumed = saved_scale(self.replay), self.replay.resumed
         if saved is None or resumed is None:
             return
@@ -245,7 +238,7 @@ class _Search:
         self.findings += [] if collapsed is None else [collapsed]
 
     def _replay(self) -> bool:
-        """Replay step by step; True if a step is so sick that the search ends."""
+        """Whether a step is so sick that the search ends."""
         if self.until_sick:
             self._tell("replaying", 0)
         try:
@@ -297,15 +290,12 @@ class _Search:
 
     @property
     def _twice(self) -> bool:
-        """Whether a step was run in fp32 as well: state that no snapshot holds may have advanced twice."""
         return self.alongside is not None and self.alongside.proved
 
     def _compares(self, step: int) -> bool:
-        """Whether the step is compared with fp32 while it is replayed."""
         return self.alongside is not None and self.look.rewinds and self.alongside.wants(self.session, step)
 
     def _forget(self) -> None:
-        """Drop what was seen in steps that can no longer be restored, in a run of thousands."""
         if self.until_sick and self.back.begin > self._forgotten:
             del self.seen[: self.back.begin - self._forgotten]
             self._forgotten = self.back.begin
@@ -315,7 +305,7 @@ class _Search:
         self.errors.append(interrupted(self.replay, self.outcomes, self._looking_into))
 
     def _judged(self, outcome: StepOutcome, nonfinite_probe: NonFiniteProbe, *, fired: bool) -> tuple[Snapshot, bool]:
-        """Returns the state before a step, or an earlier one if the step did not fire; and whether it is sick."""
+        """Returns the state before a step (an earlier one if it did not fire), and whether the step is sick."""
         step = outcome.step
         if fired:
             self._watching.close()
@@ -325,50 +315,24 @@ class _Search:
             return snapshot, self.judge.is_sick(snapshot, outcome, nonfinite_probe)
 
     def _steps(self) -> Iterator[int]:
-        """Yields the steps to replay: as many as were asked for, or as there are batches."""
         for step in count():
-            if step == self.steps:
-                self._look_on()
             if step >= self.steps or not self.session.has_step(step):
                 return
             if self.back.is_due(self.session, step) or not self.look.rewinds:
                 self._watching.close()  # snapshots are taken without a probe
             yield step
 
-    def _look_on(self) -> None:
-        """Add steps to the usual few where fp32 moves nothing in any of them, as with a learning rate of 0."""
-        compared = self._comparisons(self.seen)
-        if (
-            self.until_sick
-            or self.replay.request.steps is not None
-            or not compared
-            or not all(is_at_rest(one) for one in compared)
-        ):
-            return
-        if self.steps == DEFAULT_STEPS:
-            self.replay.notes.append(
-                f"nothing moves in the first {self.steps} steps, in fp32 either (learning rate 0?): more are looked at"
-            )
-        self.steps = self.judge.steps = self.back.steps = min(2 * self.steps, MOST_STEPS)
-
     def _attempted(
         self, step: int, nonfinite_probe: NonFiniteProbe, *, comparing: bool
     ) -> tuple[StepOutcome, StepComparison | None]:
-        """Replay a step, `comparing` it with fp32.
-
-        With `until_sick` the probe stays attached between steps, because attaching it reads all state.
-        """
         if comparing and self.alongside is not None:
             return self.alongside.attempt(self.session, step, self.back.nearest, nonfinite_probe)
-        if self.until_sick:
-            self._watch(nonfinite_probe)
+        if self.until_sick:  # the probe stays attached between steps, because attaching it reads all state
+            if not self.session.is_watched:
+                self._watching.enter_context(self.session.watched(nonfinite_probe))
             return self.session.attempt(step), None
         with self.session.watched(nonfinite_probe):
             return self.session.attempt(step), None
-
-    def _watch(self, nonfinite_probe: NonFiniteProbe) -> None:
-        if not self.session.is_watched:
-            self._watching.enter_context(self.session.watched(nonfinite_probe))
 
     def _goes_on(self, step: int, snapshot: Snapshot, *, raised: str | None = None) -> bool:
         """Whether all errors so far are set aside and the run continues past the last; `step` is -1 before step 0."""
@@ -400,13 +364,11 @@ class _Search:
         return self.set_aside(Report(command="bisect-nan", target=target, verdict="sick", findings=tuple(found)))
 
     def _counting(self, found: Sequence[Finding]) -> frozenset[str]:
-        """Returns the fingerprints of the errors that are not set aside."""
         own = {finding.fingerprint for finding in found}
         left = self._decided(found).findings
         return frozenset(f.fingerprint for f in left if f.severity == "error" and f.fingerprint in own)
 
     def _conclude(self) -> None:
-        """Finish a search without a sick step: check that anything was seen, whether the scaler settled, and fp32."""
         if not self.outcomes:
             self.errors.append(
                 ErrorNote(what="batches", kind="empty", message="the run has no batch: nothing was replayed")
@@ -416,7 +378,7 @@ class _Search:
             where = Where(step=0, phase="checkpoint", op="scaler_state")
             self.findings.append(self.judge.dead_scaler(self.start, where, self.judge.dead_scale()))
             return
-        missing = unexamined(self.session, self.outcomes, self._observed())
+        missing = unexamined(self.session, self.outcomes, self._observed)
         if missing is not None:
             self.errors.append(missing)
             return
@@ -455,10 +417,9 @@ class _Search:
         return self._steps_past_its_scaler(outcome)
 
     def _steps_past_its_scaler(self, outcome: StepOutcome) -> bool:
-        """Add a finding, once, if an optimizer steps on gradients that it has used already, or past the scaler.
+        """Add a finding, once, if an optimizer steps past its scaler; returns whether a scaler is at work.
 
-        Returns whether a scaler is at work: then a replay of such a loop proves no change, because its next skipped
-        update will be made all the same.
+        A replay of such a loop proves no change, because its next skipped update is made all the same.
         """
         one = next((event for event in outcome.events if event.again or event.past_scaler), None)
         if one is None or any(finding.code == MISUSE.code for finding in self.findings):
@@ -490,7 +451,6 @@ class _Search:
         self.findings.append(finding)
 
     def _say_what_was_raised(self, outcome: StepOutcome) -> None:
-        """Add to the findings what the user's own code raised: it noticed the harm, too."""
         if outcome.raised is not None:
             self.judge.findings[:] = [
                 replace(finding, evidence={**finding.evidence, "raised": outcome.raised})
@@ -498,17 +458,16 @@ class _Search:
             ]
 
     def _note_headroom(self, nonfinite_probe: NonFiniteProbe) -> None:
-        """Keep the smallest headroom of the steps without harm, and what came near its limit in each."""
         self.near += nonfinite_probe.near
         headroom = nonfinite_probe.headroom
         if headroom is not None and (self.tightest is None or headroom.log2 < self.tightest.log2):
             self.tightest = headroom
 
+    @property
     def _observed(self) -> list[tuple[Observation, ...]]:
         return [step.observed for step in self.seen]
 
     def _compare(self) -> None:
-        """Compare with the same steps in fp32, from the same states: some sickness stays finite."""
         wanted = self.replay.request.compare_steps
         with self._telling("comparing with fp32"):
             if not self.until_sick:
@@ -527,11 +486,15 @@ class _Search:
         self.judge.origins.update(passed.origins)
         self.checks += passed.checks
         self.skipped += passed.skipped
+        if 0 < passed.steps == passed.at_rest:
+            reason = (
+                f"none moves anything in {passed.steps} steps, in fp32 either (learning rate 0?): --steps looks at more"
+            )
+            self.skipped.append(Skipped(what="updates", reason=reason))
         if not passed.findings:
             self.judge.held_back(passed.held, len(self.outcomes))
 
     def _beside_fp32(self, end: int) -> ReferencePass:
-        """Compare the steps before `end` with fp32; with `until_sick` only the last ones."""
         if not self.until_sick:
             return compare_with_fp32(self.session, self._rewound(), self.seen[:end], self.thresholds)
         begin, begun = self.back.begin, self.back.farthest if self.look.rewinds else None
@@ -539,10 +502,7 @@ class _Search:
         return compare_with_fp32(self.session, begun, seen, self.thresholds, begin=begin, first=first)
 
     def _rewound(self) -> Snapshot | None:
-        """Returns the snapshot of the start, with all batches ahead; None if only a fresh run leads there.
-
-        With `until_sick` only the first batches are ahead: drawing all again may take as long as the run.
-        """
+        """Returns the snapshot of the start, with its batches ahead; None if only a fresh run leads there."""
         if self.session.tape.cut and not self.until_sick:
             self.session.tape.rewind()
         return self.start if self.look.rewinds else None
@@ -559,7 +519,6 @@ class _Search:
         self.judge.origins.update(passed.origins)
 
     def _comparisons(self, seen: Sequence[Replayed]) -> list[Comparison]:
-        """Returns the comparisons with fp32 that were made while these steps were replayed."""
         besides = [step.beside for step in seen if step.beside is not None]
         return [beside.comparison for beside in besides if beside.comparison is not None]
 
@@ -579,20 +538,17 @@ class _Search:
             session.told = None
 
     def _bad_step_replays(self, findings: Sequence[Finding]) -> int:
-        """Returns how often the first bad step was run, including fp32; 0 if none is bad."""
         bad = next((f.where.step for f in findings if f.severity == "error" and f.where.step is not None), None)
         return 0 if bad is None else self.session.replays_of[bad]
 
     def _never_finite(self) -> bool:
-        """Whether each step was skipped by the scaler or for its gradients, so that none was seen to be healthy."""
         return 0 < len(self.outcomes) == self._nonfinite_steps and not self._compared
 
     def _finite_result(self) -> str:
-        """Returns the check's result; a working scaler's skips are no harm, and finite sickness has its own check."""
         settled = any(f.severity == "error" and f.where.nonfinite != "none" for f in self.judge.findings)
         if self._sick or settled or self._never_finite() or self._looking_into is not None:
             return "found"
-        return "ok" if saw_anything(self.outcomes, self._observed()) else "not_run"
+        return "ok" if saw_anything(self.outcomes, self._observed) else "not_run"
 
     # -- report --
 
@@ -608,7 +564,7 @@ class _Search:
             expect_failure=known is not None and not errors,
         )
         if known is not None and verdict == "not_reproduced":
-            found.append(not_reproduced_finding(known, replayed_here(self.replay, self.session, len(self.outcomes))))
+            found.append(not_reproduced(known, self.replay, self.session, len(self.outcomes)))
         findings = tuple(
             as_far_as_replayed(self.replay.located(f)) for f in sorted(unproved_while_misused(found), key=_worst_first)
         )
@@ -622,7 +578,7 @@ class _Search:
                 headroom={"steps": len(self.outcomes)},
             ),
             Check(name="steps skipped by the scaler", result=f"{len(skipped)} of {len(self.outcomes)}"),
-            *(headroom_check(self.tightest, self.outcomes, self.seen, self.replay.request) if not harmed else ()),
+            *(headroom_check(self.tightest, self.outcomes, self.replay.request) if not harmed else ()),
             *self.checks,
         )
         run = self.replay.described(self.session, len(self.outcomes))
@@ -643,9 +599,10 @@ class _Search:
         )
 
     def _elsewhere(self, verdict: Verdict) -> Iterator[Skipped]:
-        """Yields what a late failure may depend on, where none was found."""
         if self.until_sick and verdict != "sick":
-            yield elsewhere(self.session.device.type)
+            here = f"one process ran it on this machine's {self.session.device.type}"
+            reason = f"{here}: a failure that hangs on either may not come back here"
+            yield Skipped(what="other hardware and other numbers of ranks", reason=reason)
 
     def _path(self, findings: Sequence[Finding]) -> PathSection | None:
         for finding in findings:

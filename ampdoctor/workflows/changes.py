@@ -137,11 +137,7 @@ def no_change(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change th
 
 
 def perturbed_weights(narrow: torch.dtype) -> Change:
-    """Returns a change: each weight is moved by half a unit in a format's last place (in fp32's, by a whole one).
-
-    If half precision moves the gradients no farther than this moves fp32's, the step is chaotic (or its gradient is a
-    small difference of large numbers), and a distance from fp32 says nothing else.
-    """
+    """Returns a change: each weight moves by half a unit in a format's last place (in fp32's, by a whole one)."""
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:
@@ -160,12 +156,7 @@ def perturbed_weights(narrow: torch.dtype) -> Change:
 
 
 def rescaled(factor: float) -> Callable[[Session], AbstractContextManager[Any]]:
-    """Returns a change: the backward runs on `factor` times the loss, and the parameters' gradients are divided by it.
-
-    In between, where gradients are half, everything is as if the step's code had another constant. Gradients that the
-    step asks for (`torch.autograd.grad`) are of no such loss, and stay as they are. `factor` is a power of two, so that
-    both multiplications are exact.
-    """
+    """Returns a change: the backward runs on `factor` (a power of two) times the loss, which is divided out again."""
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:

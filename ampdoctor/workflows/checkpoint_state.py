@@ -43,10 +43,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def state_findings(replay: OpenReplay, session: Session, thresholds: Thresholds) -> list[Finding]:
-    """Returns what scan would say of a checkpoint with the run's present state, which is that before step 0.
-
-    All that scan says of it is kept in `replay.scanned`.
-    """
+    """Returns what scan would say of a checkpoint with the run's present state, which is that before step 0."""
     with suppress(CheckpointError):  # nothing to measure
         summary = summarize(_as_saved(replay, session))
         replay.scanned = judge(replace(summary, log=None if replay.log is None else replay.log.looked.tail), thresholds)
@@ -100,10 +97,7 @@ def holds_nonfinite(session: Session) -> bool:
 
 
 def with_trials(findings: Sequence[Finding], trials: Trials) -> list[Finding]:
-    """Returns findings of `state_findings` with the result of a replay in which the state is repaired.
-
-    Where values are non-finite or impossible, nothing else is tried: no other change helps alone.
-    """
+    """Returns findings of `state_findings` with a replay in which the state is repaired; broken values first."""
     broken = [f for f in findings if f.severity == "error" and f.code not in (FLUSHED.code, COUNTERS.code)]
     if broken:
         cure = repair([where for finding in broken for where in (finding.where, *finding.also)], trials)
@@ -169,32 +163,24 @@ def saved_scale(replay: OpenReplay) -> Finding | None:
 # -- loss scaling before the first replayed step: the scaler's settings, and its past in the log --
 
 
-def history_findings(replay: OpenReplay) -> list[Finding]:
-    """Returns the findings of `scaler_findings` and `log_findings`."""
-    return [*scaler_findings(replay, replay.request.thresholds), *log_findings(replay)]
-
-
-def scaler_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding]:
-    """Yields findings on the run's scaler before step 0, and on settings that a checkpoint overwrites."""
-    if replay.scaler is not None:
-        yield from run_scaler_findings(replay.scaler, thresholds)
-    scalers = replay.resumed.scalers if replay.resumed is not None else None
-    lost = overwritten_finding(scalers) if scalers is not None else None
-    if lost is not None:
-        yield lost
-
-
 _OF_SCALE = frozenset({SCALE_RATCHETS.code, NO_STEP_TAKEN.code, NO_SUCH_SCALE.code})
 
 
-def log_findings(replay: OpenReplay) -> list[Finding]:
-    """Returns the worst finding of each rule on the loss scale in the checkpoint's log, at most as a warning."""
+def history_findings(replay: OpenReplay) -> list[Finding]:
+    """Returns findings on the run's scaler before step 0, what a checkpoint overwrites of it, and its log's past.
+
+    Of each rule on the log the worst finding, at most as a warning.
+    """
+    found = [] if replay.scaler is None else [*run_scaler_findings(replay.scaler, replay.request.thresholds)]
+    scalers = replay.resumed.scalers if replay.resumed is not None else None
+    lost = overwritten_finding(scalers) if scalers is not None else None
     worst: dict[str, Finding] = {}
     for finding in () if replay.log is None else replay.log.findings():
         known = worst.get(finding.code)
         if finding.code in _OF_SCALE and (known is None or finding_order(finding) < finding_order(known)):
             worst[finding.code] = finding
-    return [replace(one, severity="warning") if one.severity == "error" else one for one in worst.values()]
+    of_log = (replace(one, severity="warning") if one.severity == "error" else one for one in worst.values())
+    return [*found, *([] if lost is None else [lost]), *of_log]
 
 
 def not_said_yet(findings: Iterable[Finding], said: Iterable[Finding]) -> list[Finding]:

@@ -102,11 +102,7 @@ class LayerSearch:
         )
 
     def _line(self, points: Sequence[Point], end: int, *, forward: bool) -> list[int]:
-        """Returns the places of the points before the harm at `end`, in its round of forward and backward.
-
-        `forward`: the harm shows in the loss. Where the step returns none, a harmed gradient may come from the forward
-        or the backward.
-        """
+        """Returns the places of the points before the harm at `end`, in its round of forward and backward."""
         turn = points[end].turn if end < len(points) else points[-1].turn if points else 0
         outputs = forward or self.outcome.loss is None
         return [
@@ -120,7 +116,6 @@ class LayerSearch:
         ]
 
     def _gradients_seen(self, nonfinite_probe: NonFiniteProbe) -> list[tuple[str, float]]:
-        """Returns (parameter, value) of the gradients in the order in which the backward wrote them."""
         names = self.session.parameter_names()
         own = {names[id(parameter)] for parameter in self.session.model.parameters()}
         return [(one.name, one.value) for one in nonfinite_probe.observed if one.kind == "grad" and one.name in own]
@@ -130,7 +125,6 @@ class LayerSearch:
         return next((i for i, (_, value) in enumerate(seen) if not math.isfinite(value)), None)
 
     def _place_of_gradient(self, points: Sequence[Point], index: int) -> int:
-        """Returns a gradient's place in the order; raises SearchLost where the backward's order differs from pass 1."""
         places = [place for place, point in enumerate(points) if point.kind == "gradient"]
         expected = [name for name, _ in self._gradients_seen(self.nonfinite_probe)[: index + 1]]
         if [points[place].name for place in places[: index + 1]] != expected:
@@ -147,7 +141,6 @@ class LayerSearch:
     # -- checks of the interval --
 
     def _check(self, origins: Sequence[NonFiniteOrigin]) -> None:
-        """Check that the non-finite value at the interval's end was made in the interval, from finite values."""
         if not origins:
             raise SearchLost("nothing non-finite was born where the search ended")
         for origin in origins:
@@ -191,7 +184,6 @@ class LayerSearch:
     # -- replays --
 
     def _partly(self, probe: Probe) -> None:
-        """Replay until the probe ends the step; this does not count as a replay of the step."""
         session = self.session
         self.snapshot.restore()
         process, replays, of_step = ProcessState(), session.replays, session.replays_of[self.outcome.step]
@@ -209,7 +201,6 @@ class LayerSearch:
 
     @contextmanager
     def _keeping_the_state(self) -> Iterator[None]:
-        """Restore the state after the step in any case, because the run continues from it."""
         after = self.session.snapshot()
         try:
             yield
@@ -249,10 +240,7 @@ class StepTracer:
         return self.replay.request.strategy == "bisect"
 
     def trace(self, snapshot: Snapshot, outcome: StepOutcome, nonfinite_probe: NonFiniteProbe) -> Trace | None:
-        """Trace the same step again, watched by the same `nonfinite_probe`.
-
-        None if not even a fresh run reproduces it.
-        """
+        """Trace the same step again with the same probe; None if not even a fresh run reproduces it."""
         trace = self._trace(snapshot, outcome, nonfinite_probe)
         if trace is not None:
             self.left_out += [
@@ -305,7 +293,6 @@ class StepTracer:
             unused.close()
 
     def _searched(self, snapshot: Snapshot, outcome: StepOutcome, nonfinite_probe: NonFiniteProbe) -> Trace | None:
-        """Returns what halving finds; None if its premise does not hold and the whole step has to be traced."""
         search = LayerSearch(self.session, snapshot, outcome, nonfinite_probe)
         try:
             return search.trace()
@@ -316,10 +303,7 @@ class StepTracer:
             self.partial_replays += search.partial_replays
 
     def _from_the_start(self, step: int, seen: Sequence[Observation], *, go_on: bool) -> Trace | None:
-        """Rebuild the run and replay from step 0; used where restoring a snapshot did not reproduce the step.
-
-        With `go_on` the rebuilt run is used from then on: in the old one, state outside snapshots has advanced twice.
-        """
+        """Rebuild the run and replay from step 0; with `go_on` the rebuilt one is used from then on."""
         nonfinite_probe, tracer = self.nonfinite_probe(), OpTraceProbe()
         with self.started_again(step) as session:
             if not session.has_step(step):
@@ -354,11 +338,7 @@ def stretch(steps: int) -> int:
 
 @dataclass(slots=True)
 class SnapshotRing:
-    """Restores the start of the step that has just run, from the nearest snapshot before it.
-
-    It holds one snapshot; with `behind` (steps before the last one that it must also reach) it holds two, at least that
-    many steps apart. A snapshot that it returned lives as long as the receiver keeps it.
-    """
+    """Restores the start of the step that has just run, from the nearest of one or two snapshots before it."""
 
     steps: int  # of the whole run
     behind: int = 0
@@ -370,12 +350,7 @@ class SnapshotRing:
     _given: list[tuple[int, weakref.ref[Snapshot]]] = field(default_factory=list)
 
     def passes(self, session: Session, step: int, *, exact: bool = False) -> None:
-        """Remember the random state of the next step, whose batches are drawn; take a snapshot if one is due.
-
-        The step after one that was returned to gets a snapshot at once, because failures come in a row. Another session
-        than the last one starts anew. `exact` takes a snapshot in any case, because no step between two of them could
-        be replayed.
-        """
+        """Remember a step's random state, its batches drawn; take a snapshot if one is due, or `exact`."""
         self._last = self._states[step] = session.random_state(self._last)
         due = exact or self.is_due(session, step)
         if session is not self._session:
@@ -443,7 +418,6 @@ class SnapshotRing:
         return snapshot
 
     def _let_go(self, step: int) -> None:
-        """Drop snapshots that are not needed: a later one reaches far enough back itself."""
         while len(self._ring) > 1 and self._ring[1][0] <= step - self.behind:
             self._ring.popleft()
         for old in [earlier for earlier in self._states if earlier < self.begin]:

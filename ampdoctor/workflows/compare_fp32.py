@@ -13,7 +13,7 @@ from ampdoctor.diagnosis.replay.forward import CLEARLY_NEARER, far_alone, may_be
 from ampdoctor.diagnosis.replay.gradients import ZEROED_SHARE, deserves_a_look, underflow, underflow_at
 from ampdoctor.diagnosis.replay.nonfinite import departing, origin_finding
 from ampdoctor.diagnosis.replay.outcome import nondeterministic_finding
-from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
+from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_reading, suspected_misuse, used_while_scaled
 from ampdoctor.diagnosis.replay.updates import stagnation
 from ampdoctor.evidence.report import Finding
 from ampdoctor.numerics.tensors import extremes
@@ -28,7 +28,6 @@ from ampdoctor.workflows.step_beside_fp32 import (
     AS_FAR,
     ComparisonSummary,
     Known,
-    Observed,
     ReferencePass,
     Replayed,
     StepComparison,
@@ -56,26 +55,9 @@ class DoesNotComeBackError(Exception):
     """A restored step gave other values when run again: the run keeps state that no snapshot holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What distinguishes two runs of a step.
-
-    `left` holds the smallest and largest element of each of the model's tensors after the step, as text: an optimizer
-    with its own counter makes another update from the same gradients.
-    """
-
-    observed: Observed
-    left: tuple[str, ...]
-
-    @classmethod
-    def of(cls, session: Session, nonfinite_probe: NonFiniteProbe) -> Seen:
-        """Returns it for the step that has just run."""
-        pairs = (extremes(tensor) for _, tensor in tensors_of(session.model))
-        return cls(nonfinite_probe.observed, tuple(repr(float(end)) for pair in pairs for end in pair))
-
-    def is_same(self, other: Seen) -> bool:
-        """Whether two runs of the step do not differ."""
-        return self.left == other.left and first_difference(self.observed, other.observed) is None
+def _left(session: Session) -> list[str]:
+    """Returns the ends of each tensor after a step: an optimizer that counts makes another of the same gradients."""
+    return [repr(float(end)) for _, tensor in tensors_of(session.model) for end in extremes(tensor)]
 
 
 @dataclass(slots=True)
@@ -93,11 +75,7 @@ class CompareDuringReplay:
     def attempt(
         self, session: Session, step: int, before: Snapshot, nonfinite_probe: NonFiniteProbe
     ) -> tuple[StepOutcome, StepComparison | None]:
-        """Replay a step beside fp32, from the state `before` it; the first healthy one once more before that.
-
-        Raises DoesNotComeBackError where the first is another then, or where only fp32 is not finite: the run may count
-        its calls.
-        """
+        """Replay a step beside fp32 from `before`; the first healthy one once more, to see that it comes back."""
         own, first = session.reached.beyond(), None
         if not self.proved:
             with session.watched(nonfinite_probe):
@@ -107,13 +85,14 @@ class CompareDuringReplay:
             if has_moved(own, session.reached.beyond()):
                 self._gone = True
                 return outcome, None
-            first = Seen.of(session, nonfinite_probe)
+            first = nonfinite_probe.observed, _left(session)
             before.restore()
         outcome, beside = beside_fp32(session, before, step, nonfinite_probe)
-        moved = has_moved(own, session.reached.beyond())
-        if moved or (first is not None and not first.is_same(Seen.of(session, nonfinite_probe))):
-            raise DoesNotComeBackError
-        if beside.only_fp32_fails and not nonfinite_probe.report.affected:
+        differs = first is not None and (
+            first[1] != _left(session) or first_difference(first[0], nonfinite_probe.observed) is not None
+        )
+        only_fp32 = beside.only_fp32_fails and not nonfinite_probe.report.affected  # the run may count its calls
+        if differs or only_fp32 or has_moved(own, session.reached.beyond()):
             raise DoesNotComeBackError
         self.proved = True
         self._gone = self._gone or beside.raises
@@ -139,12 +118,7 @@ def compare_with_fp32(
     begin: int = 0,
     first: int = 0,
 ) -> ReferencePass:
-    """Judge the steps beside fp32, and stop at the first sick one.
-
-    A step that was not compared while it was replayed is run once more, beside fp32. `start` is the state before step
-    `begin`, None if snapshots are known not to reproduce a step; `seen` holds the first replay's steps from `begin` on.
-    `first` is the first step to compare.
-    """
+    """Judge the steps from `first` on beside fp32, and stop at the first sick one; `start` is before step `begin`."""
     passing = ComparisonSummary(thresholds)
     if start is None:
         return passing.ended(cut=NOT_REPEATABLE)
@@ -168,7 +142,6 @@ def compare_with_fp32(
 
 
 def _run_again(place: ReplayPosition, step: int, noted: Replayed) -> StepComparison | Finding:
-    """Run a step beside fp32; the finding where it is another than in the first replay."""
     again = place.to(step)
     if again is None:
         return StepComparison()
@@ -182,7 +155,6 @@ def _run_again(place: ReplayPosition, step: int, noted: Replayed) -> StepCompari
 
 
 def _stalest(place: ReplayPosition, step: int, thresholds: Thresholds) -> tuple[Finding, ...]:
-    """Returns the finding on stale copies in a run that cannot run in fp32 from this step on, if there are any."""
     again = place.to(step)
     found = None if again is None else stalest_without_fp32(again, min(place.steps - step, FOLLOWED), thresholds)
     return () if found is None else (found,)
@@ -191,7 +163,6 @@ def _stalest(place: ReplayPosition, step: int, thresholds: Thresholds) -> tuple[
 def _findings(
     place: ReplayPosition, step: int, beside: StepComparison, passing: ComparisonSummary
 ) -> tuple[Finding, ...]:
-    """Count a step, and return why it is sick."""
     comparison = beside.comparison
     findings: tuple[Finding, ...] = ()
     if comparison is None or beside.own is None:
@@ -243,9 +214,9 @@ class _Examination:
         again, comparison, thresholds, trying = self.again, self.comparison, self.passing.thresholds, self.trying
         session = again.session
         wrong_use = misuse(comparison, thresholds)
-        readings = () if wrong_use is None else (wrong_use, *other_readings(comparison, wrong_use))
+        readings = () if wrong_use is None else (wrong_use, other_reading(comparison, wrong_use))
         tried: list[Finding] = []
-        for reading in (*readings, *suspected_misuse(comparison, thresholds)):
+        for reading in filter(None, (*readings, *suspected_misuse(comparison, thresholds))):
             order = fix_scaler_misuse(reading.where.op or "", trying(), session)
             tried.append(replace(reading, prescription=order))
             if order.status == "intervention":
@@ -269,7 +240,6 @@ class _Examination:
         return tuple(findings)
 
     def _still_at_full_rate(self) -> Stagnation | None:
-        """Returns what stands still, unless it moves at the learning rate that a warm-up rises to."""
         known, thresholds = self.passing.known, self.passing.thresholds
         still = stagnation(self.comparison, thresholds)
         if still is None or known.warm_up:
@@ -279,11 +249,7 @@ class _Examination:
         return None if known.warm_up else still
 
     def _far_from_fp32(self) -> Iterator[Finding]:
-        """Yields why gradients are far from fp32's, in total or for single parameters.
-
-        The reason is an overflow that is divided away, a forward value that rounding changes, or gradients that flush
-        to zero. For single parameters it is reported only where a change was shown to bring their gradients back.
-        """
+        """Yields why gradients are far from fp32's: an overflow divided away, rounding in the forward, underflow."""
         again, comparison, thresholds, trying = self.again, self.comparison, self.passing.thresholds, self.trying
         alone = far_alone(comparison, thresholds, self.passing.known.alone)
         look = deserves_a_look(comparison, thresholds)

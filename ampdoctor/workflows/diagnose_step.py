@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from time import monotonic  # a script may replace time.monotonic
 from typing import TYPE_CHECKING, Any
@@ -69,7 +68,6 @@ class StepDiagnosis:
 
     report: Report | None
     backoffs: int = 0  # how often the scaler backs off until the step is taken
-    uncovered: tuple[str, ...] = ()  # parameters whose gradient the recorded calls do not explain
     failed: bool = False  # the step could not be replayed here
     elsewhere: bool = False  # finite here: the cause is another process, or lies after the reduction of gradients
     seconds: float = 0.0
@@ -80,11 +78,7 @@ class StepDiagnosis:
         return self.report is not None and any(finding.severity == "error" for finding in self.report.findings)
 
     def telling(self, *, raised: BaseException | None = None, advice: str = "") -> StepDiagnosis:
-        """Returns a copy whose findings include facts from outside the replay.
-
-        `raised` is the loop's own exception and replaces the replay's. `advice` comes from other steps and makes each
-        finding an error.
-        """
+        """Returns a copy with the loop's own exception, and `advice` from other steps, which makes findings errors."""
         if self.report is None:
             return self
         findings = self.report.findings
@@ -100,11 +94,7 @@ class StepDiagnosis:
 
 
 def look(program: Program, *, policy: Policy, device: str, thresholds: Thresholds, settles: bool) -> StepDiagnosis:
-    """Replay a step whose weights are still unchanged, and return the diagnosis.
-
-    `settles`: a scaler skipped the step, which is healthy if the scaler backs off to a scale at which the step is
-    taken. Afterwards the model, optimizer, scaler, gradients and random state are as before.
-    """
+    """Replay a step whose weights are unchanged and undo that; `settles`: healthy if its scaler backs off enough."""
     began, failed, unsaid = monotonic(), None, tuple[str, ...]()
     if not program.calls_models:
         unseen = Report(command="run", target={}, verdict="inconclusive", skipped=tuple(_not_replayed(program, ())))
@@ -138,9 +128,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     findings = tuple(_unproved(finding, uncovered) for finding in report.findings) if uncovered else report.findings
     report = replace(report, command="run", findings=findings, skipped=left_out)
     seconds = monotonic() - began
-    return StepDiagnosis(
-        report=report, uncovered=uncovered, failed=failed is not None, elsewhere=elsewhere, seconds=seconds
-    )
+    return StepDiagnosis(report=report, failed=failed is not None, elsewhere=elsewhere, seconds=seconds)
 
 
 def not_looked_at(program: Program, what: str, why: str) -> StepDiagnosis:
@@ -170,28 +158,23 @@ def bundled(
     log: Sequence[str],
     leading: PriorSteps | None,
 ) -> Written | None:
-    """Write the bundle of a sick step into the watch's health folder; None where it could not be written."""
+    """Write a sick step's bundle into the health folder and say what it lacks; None where it could not be written."""
     rank = place.rank
     folder = Path(request.health) / (f"bundle-{program.step}" + (f".rank{rank}" if rank else ""))
-    write = partial(
-        write_bundle,
-        made=made,
-        rank=rank,
-        world=place.world,
-        policy="cuda" if policy_in_force() == "cuda" else None,
-        leading=leading,
-        diagnosis=to_plain(report),
-        log=log,
-        max_bytes=request.bundle_max,
-    )
-    return kept_bundle(lambda: write(folder, program), program, say)
-
-
-def kept_bundle(write: Callable[[], Written], program: Program, say: Callable[[str], None]) -> Written | None:
-    """Write a sick step's bundle and report through `say` what it lacks; None where it could not be written."""
     try:
         with unwarned():
-            written = write()
+            written = write_bundle(
+                folder,
+                program,
+                made=made,
+                rank=rank,
+                world=place.world,
+                policy="cuda" if policy_in_force() == "cuda" else None,
+                leading=leading,
+                diagnosis=to_plain(report),
+                log=log,
+                max_bytes=request.bundle_max,
+            )
     except Exception as error:  # noqa: BLE001 - the diagnosis stands without it
         why = str(error) if isinstance(error, AmpdoctorError) else describe(error)
         say(f"no bundle of step {program.step} was kept: {why}")
@@ -220,12 +203,7 @@ def kept_of(health: Path, bundle: Written | None) -> Kept:
 
 @contextmanager
 def at_its_begin(program: Program) -> Iterator[None]:
-    """Inside, buffers, gradients, scaler and optimizer are as when the step began; afterwards as they were.
-
-    Version counters of weights and buffers are restored with their values: a graph that the loop has yet to
-    differentiate (a GAN's generator, during its critic's step) may have saved them, and its backward compares versions.
-    Post hooks of the optimizer (an average of the weights, a log) do not run.
-    """
+    """Inside, buffers, gradients, scaler and optimizer are as when the step began; afterwards as they were."""
     with ExitStack() as stack:
         for tensor in (*program.model.parameters(), *program.model.buffers()):
             stack.enter_context(torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor))  # noqa: SLF001 - torch has no other way to write unseen
@@ -309,10 +287,7 @@ def _once(program: Program) -> Callable[[], TrainingRun]:
 def _first_run(
     session: Session, program: Program, real: Mapping[int, torch.Tensor], *, settles: bool
 ) -> tuple[tuple[str, ...], int | None]:
-    """Run the step; returns the unexplained gradients, and the number of back-offs until it is taken, or None.
-
-    The number is 0 where a scaler of several processes skipped a step that is finite on this one.
-    """
+    """Run the step; returns the unexplained gradients, and the back-offs until it is taken (0: finite here)."""
     session.has_step(0)
     start = session.snapshot()
     try:
@@ -349,11 +324,7 @@ def _uncovered(session: Session, program: Program, real: Mapping[int, torch.Tens
 
 
 def _agree(here: torch.Tensor | None, there: torch.Tensor | None) -> bool:
-    """Whether the loop's gradient equals the replay's.
-
-    With several processes the loop's gradient is a mean over all of them, so only non-finite values can be compared: an
-    element that is non-finite in the replay must be non-finite in the loop.
-    """
+    """Whether the loop's gradient equals the replay's; of a mean over processes, only non-finite values count."""
     if here is None or there is None:
         present = here if there is None else there
         return present is None or not bool(present.count_nonzero())
@@ -511,10 +482,7 @@ class LastUpdate:
 def left_at_the_end(
     watch: LoopWatch, lines: StepLines, test: WatchedTest | None
 ) -> Iterator[tuple[str, Finding | Program, int]]:
-    """Yields what a training's last steps have left, with a sentence and the step; the first that is wrong counts.
-
-    That is an update by the loop's own code; gradients that no optimizer has used; the weights.
-    """
+    """Yields what the last steps have left, with a sentence and the step; the first that is wrong counts."""
     recorder, step = watch.recorder, lines.turn
     if (lost := recorder.by_hand.lost) is not None:
         where = Where(
@@ -545,11 +513,7 @@ def left_at_the_end(
 
 
 def lost_weight(parameters: Mapping[str, torch.Tensor], step: int) -> Finding | None:
-    """Returns the finding for the first weight that is non-finite when a training ends; None where all are finite.
-
-    Frozen parameters are passed over: they may hold infinities on purpose. So are sharded tensors, which would need the
-    other processes. `step` is that of the last update.
-    """
+    """Returns the finding for the first trained, unsharded weight that is non-finite at the end, or None."""
     for name, parameter in parameters.items():
         if not parameter.requires_grad or type(parameter.detach()) is not torch.Tensor or not is_nonfinite(parameter):
             continue
@@ -581,10 +545,7 @@ def lost_beside(lost: Lost, models: Iterable[torch.nn.Module]) -> Finding:
 
 
 def found_beside(beside: OtherModules, watch: LoopWatch, step: int, *, at_the_end: bool) -> tuple[Finding, int] | None:
-    """Check, when due, the tensors that a loop keeps outside its models; returns a finding and its step, or None.
-
-    `at_the_end`: the training has ended, so results that are still on their way are waited for.
-    """
+    """Check, when due, the tensors that a loop keeps outside its models; returns a finding and its step, or None."""
     if watch.recorder.is_crowded:  # tensors beside one thread's model may be another's
         return None
     models = [root for _, root in watch.recorder.models.roots]

@@ -98,12 +98,12 @@ def health(
         raise UsageError("no log to read")
     found, skipped, errors = _found(given)
     if export and len(found) > 1:
-        raise UsageError(f"--export takes one log, and there are {len(found)}: {_list_of(list(found))}")
+        raise UsageError(f"--export takes one log, and there are {len(found)}: name one of them")
     read: list[_Read] = []
     for shown, one in found.items():
         try:
             refuse_log(export, one)
-            looked = look_again(one, thresholds, _told(progress, shown if len(found) > 1 else ""))
+            looked = look_again(one, thresholds, _told(progress))
         except CheckpointError as error:
             if len(given) == len(found) == 1:
                 raise
@@ -164,19 +164,8 @@ def _refuse_too_many(shown: str, logs: Sequence[FoundLog]) -> None:
         )
 
 
-def _list_of(names: Sequence[str]) -> str:
-    first = ", ".join(names[:_LISTED])
-    return first if len(names) <= _LISTED else f"{first} and {len(names) - _LISTED} more"
-
-
-def _told(progress: Progress | None, shown: str) -> OnProgress | None:
-    if progress is None:
-        return None
-
-    def told(lines: int) -> None:
-        progress(f"{shown}: lines" if shown else "lines", lines, None, unit="lines")
-
-    return told
+def _told(progress: Progress | None) -> OnProgress | None:
+    return None if progress is None else lambda lines: progress("lines", lines, None, unit="lines")
 
 
 def _as_of_now(looked: LogSummary, found: FoundLog) -> LogSummary:

@@ -75,20 +75,8 @@ class _Skip:
 
 
 @dataclass(slots=True)
-class _Pending:
-    """Non-finite gradients of a step that only accumulates; kept until an optimizer uses them or a scaler skips."""
-
-    snapshot: Snapshot
-    origins: tuple[NonFiniteOrigin, ...]
-
-
-@dataclass(slots=True)
 class Judge:
-    """Judges the steps of a run one by one, and its scaler at the end.
-
-    `earlier` is a step before the judged one and the state before it (None: step 0): a permanent change must not break
-    the steps in between.
-    """
+    """Judges the steps of a run one by one, and its scaler at the end."""
 
     look: StepTracer
     steps: int  # that were asked for
@@ -103,14 +91,12 @@ class Judge:
     _replayed: list[ReplayedStep] = field(default_factory=list)
     _unsettled: _Skip | None = None
     _unexplained: _Skip | None = None
-    _pending: _Pending | None = None
+    _pending: tuple[Snapshot, tuple[NonFiniteOrigin, ...]] | None = None
+    """Of a step that only accumulates: kept until an optimizer uses its gradients or a scaler skips."""
     _raised: str | None = None
 
     def is_sick(self, snapshot: Snapshot, outcome: StepOutcome, nonfinite_probe: NonFiniteProbe) -> bool:
-        """Whether this step did harm; if so, its findings are added. `snapshot` is the state before it.
-
-        Gradients of a step that only accumulates are judged in the step whose optimizer uses them.
-        """
+        """Whether this step did harm; if so, its findings are added. `snapshot` is the state before it."""
         nonfinite = nonfinite_probe.report
         affected = nonfinite.affected
         self._raised = outcome.raised
@@ -136,20 +122,18 @@ class Judge:
                 origin for origin in origins if any(not harm.startswith("grad:") for harm in origin.affected)
             )
         if not used and origins and all(target.startswith("grad:") for target in affected):
-            self._pending = _Pending(snapshot, origins)
+            self._pending = snapshot, origins
             return False
         if pending is not None:
             new = tuple(origin for origin in origins if origin.came_from not in ("constant", "grad"))
-            origins, snapshot = (*pending.origins, *new), pending.snapshot
+            origins, snapshot = (*pending[1], *new), pending[0]
         return self._judge(trace, origins, outcome, nonfinite, snapshot)
 
     def _keep_unexplained(self) -> None:
-        """Remember the first series of skips that ended before the scale came down to what it needs."""
         if self._unexplained is None and self._unsettled is not None and self._unsettled.unexplained:
             self._unexplained = self._unsettled
 
     def _has_settled(self, outcome: StepOutcome) -> bool:
-        """Whether each optimizer whose update was skipped first has made one since; another's may be skipped now."""
         skip = self._unsettled
         own = {event.optimizer for event in outcome.updates_skipped}
         stepped = {event.optimizer for event in outcome.events if event.kind == "optimizer_step"}
@@ -163,7 +147,6 @@ class Judge:
         nonfinite: NonFiniteReport,
         snapshot: Snapshot,
     ) -> bool:
-        """Whether this step is sick; if so, its findings are added. A step that a scaler skips may be healthy."""
         if not origins:
             if outcome.skipped or (trace is not None and trace.unattributed):
                 self.errors.append(
@@ -208,7 +191,6 @@ class Judge:
     def _prescribe(
         self, origins: tuple[NonFiniteOrigin, ...], cause: Cause, snapshot: Snapshot, outcome: StepOutcome
     ) -> None:
-        """Add a finding for each independent origin, with the change that cures them together."""
         main, *rest = independent(origins)
         session = self.look.session
         steps = self._known_steps(outcome.step + 1)
@@ -241,11 +223,7 @@ class Judge:
         return self._trials(start, 0, self._known_steps(1), settles=True)
 
     def collapsed_scale(self, saved: Finding, *, harmed: bool) -> Finding | None:
-        """Returns scan's finding on a checkpoint's collapsed scale (`saved`), None where the run needs a scale as low.
-
-        A run without other harm (`harmed` is False) is tried with a fresh scaler. If that takes no step before its
-        scale is below 1, the gradients are really that large.
-        """
+        """Returns scan's finding on a collapsed scale (`saved`), None where the run needs a scale as low."""
         if self.fresh is None or self.start is None or self.start_scale is None:
             return None
         value, detail = {"init_scale": self.fresh}, "Resume with a fresh scaler instead of the stored state."
@@ -316,15 +294,12 @@ class Judge:
         return cure is not None and cure.verified
 
     def held_back(self, last: int, steps: int) -> None:
-        """Judge steps that the user's own gradient check skips: healthy, unless no step is taken any more.
-
-        `last` is the number of such steps at the end, and `steps` that of the whole run.
-        """
+        """Judge the `last` steps of `steps` that the user's own check skips: sick if none is taken any more."""
         pending = self._pending
         if pending is None or last < min(PERSISTS, steps):
             return
-        origin, *rest = pending.origins
-        trials = self._trials(pending.snapshot, origin.where.step or 0, steps)
+        snapshot, (origin, *rest) = pending
+        trials = self._trials(snapshot, origin.where.step or 0, steps)
         cause = cause_of(origin)
         lower = scale_cure(origin, trials, self.look.session) if cause == "backward_overflow" else None
         cured = lower is not None and lower.verified
@@ -357,11 +332,7 @@ class Judge:
             self.origins.setdefault(finding.fingerprint, origin)
 
     def _not_continued(self, lost: ScalerState, skip: _Skip | None, outcomes: Sequence[StepOutcome]) -> Finding | None:
-        """Returns the finding that the checkpoint's scale is not continued: an error if the run skips steps for it.
-
-        A collapsed scale should not be continued, unless a run that skips its steps takes them with it, because its
-        gradients are that large. None where a collapsed scale does not help.
-        """
+        """Returns the finding that the checkpoint's scale is not continued; None where it should not be."""
         own = outcomes[0].scale_before
         collapsed = lost.collapsed and (own is None or own >= 1)
         if skip is None:
@@ -389,7 +360,6 @@ class Judge:
         )
 
     def _known_steps(self, known: int) -> int:
-        """Returns how many steps have batches, so that a trial may run past the bad one."""
         last = min(known + AFTER + 1, self.steps)
         while known < last and self.look.session.has_step(known):
             known += 1
@@ -411,7 +381,6 @@ def _unless_diverging(cure: Prescription, trials: Trials) -> Prescription:
 
 
 def _of_new_scalers(finding: Finding, scales: Sequence[float], begun_again: int) -> Finding:
-    """Returns the finding that the scaler is made anew before its scale has settled."""
     lower = finding.prescription
     made_once = Prescription(
         kind="code",
@@ -439,10 +408,7 @@ LEADS_ON = ("scaler_misuse", "forward_overflow", "forward_precision")
 
 
 def led_on(earlier: Sequence[Finding], later: Sequence[Finding]) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """Returns the earlier findings (of finite steps) that may be the cause, and later ones that they do not explain.
-
-    Where one change was shown to cure both, they have one cause, and the earlier finding names the later step.
-    """
+    """Returns the earlier findings (of finite steps) that may be the cause, and the later that they do not explain."""
     first = [finding for finding in earlier if finding.cause in LEADS_ON]
     left = list(later)
     told: list[Finding] = []
@@ -462,10 +428,7 @@ def _one_cure(first: Finding, later: Finding) -> bool:
 
 
 def unproved_while_misused(findings: Sequence[Finding]) -> list[Finding]:
-    """Returns the findings without proved cures while a step's calls on its scaler are out of order.
-
-    A replay of such a loop proves something only up to the next step that the scaler skips or scales differently.
-    """
+    """Returns the findings without proved cures while a step's calls on its scaler are out of order."""
     broken = next((f for f in findings if f.code == MISUSE.code and _is_of_calls(f)), None)
     return [one if broken is None or _is_of_calls(one) else _unproved(one, broken) for one in findings]
 
@@ -485,19 +448,13 @@ def _unproved(finding: Finding, broken: Finding) -> Finding:
 def told_once(
     of_state: Sequence[Finding], beside: Sequence[Finding]
 ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """Returns both kinds of findings, where each step counter is reported by one of them.
-
-    The finding on the state before step 0 is kept, because it has the size of the updates. The one on steps beside fp32
-    is kept where a counter stopped in a later step and the state's finding is only a note that it will.
-    """
+    """Returns both kinds of findings, where each step counter is reported by one of them."""
     counters = [finding for finding in of_state if finding.code == COUNTERS.code]
     named = {f"optimizer:{where.tensor}.step" for finding in counters for where in (finding.where, *finding.also)}
     same = [finding for finding in beside if finding.code == STUCK.code and _all_of(finding, named)]
-    stopped = any(finding.severity != "note" for finding in same)
-    untold = counters if stopped and all(finding.severity == "note" for finding in counters) else same
+    untold = counters if same and all(finding.severity == "note" for finding in counters) else same
     return tuple(f for f in of_state if f not in untold), tuple(f for f in beside if f not in untold)
 
 
 def _all_of(finding: Finding, named: set[str]) -> bool:
-    """Whether the finding is about these tensors alone; it lists only the first of many."""
     return named.issuperset(finding.evidence["tensors"]) and finding.evidence["tensors_count"] <= len(named)

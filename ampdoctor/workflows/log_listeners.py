@@ -37,9 +37,8 @@ _ENOUGH_BYTES = 4 * 2**20
 class Alerting:
     """Judges the lines of a log; each finding becomes a line of the log, a sentence, and a call of the user's function.
 
-    `say` gets no notes; `on_alert` does. What `on_alert` raises is reported once, and it is not called again. `earlier`
-    are the steps of the process that this one replaces, read on the judge's thread. `fired` is the name of the last
-    rule that fired loudly and was not yet taken, and `errors` has the last error of each rule by its code.
+    `say` gets no notes. What `on_alert` raises is reported once, and it is not called again. `earlier` are the steps of
+    the process that this one replaces, read on the judge's thread. `errors` has the last of each rule by its code.
     """
 
     def __init__(
@@ -56,14 +55,14 @@ class Alerting:
         self._write, self._say, self._on_alert = write, say, on_alert
         self._earlier: Iterable[StepLine] | None = earlier
 
-    def hear(self, whole: LogRecord) -> None:
+    def add(self, whole: LogRecord) -> None:
         """Judge a line of the log."""
         if self._earlier is not None:
             for step in self._earlier:
-                self._judge.hear(step)
+                self._judge.add(step)
             self._judge.resumes()
             self._earlier = None
-        for finding in self._judge.hear(whole.line):
+        for finding in self._judge.add(whole.line):
             self._write(AlertLine(step=finding.where.step or 0, finding=finding))
             if finding.severity == "error":
                 self.errors[finding.code] = finding
@@ -108,13 +107,7 @@ def steps_before(folder: str, *, rank: int, restarts: int) -> Iterator[StepLine]
 
 
 class LogOfRank:
-    """The log of this process, and its listeners.
-
-    Attributes:
-        log: The log.
-        place: This process among the others, as far as it is known by now.
-        alerting: The judge, from `take_place` on.
-    """
+    """The log of this process, its place among the others, and its listeners; `alerting` comes with `take_place`."""
 
     def __init__(self, request: WatchRequest, say: Callable[[str], None], on_alert: OnAlert | None) -> None:
         self.place, self._restarts = launched(), restarts()
@@ -145,7 +138,7 @@ class LogOfRank:
         if place.rank == 0 and not self.log.closed:  # the others' numbers are the same, or parts of these
             export_while_it_runs(self.log, request.export)
             if self.log.failed is None:  # reported already
-                self.log.listen(self.alerting.hear, name="the judge of the run over time", answers=True)
+                self.log.listen(self.alerting.add, name="the judge of the run over time", answers=True)
 
 
 # -- exports while the training runs --
@@ -176,11 +169,7 @@ def export_while_it_runs(log: RunLog, exports: Iterable[Export | Sink]) -> None:
     for one in exports:
         if isinstance(one, Export):
             far = Apart(one)
-            log.listen(far.hear, name=f"the export {one}", end=far.close, dropped=far.abandon)
+            log.listen(far.add, name=f"the export {one}", end=far.close, dropped=far.abandon)
         else:
-            near = _near(one)
-            log.listen(near.hear, name=f"the export {type(one).__name__}", idle=near.idle, end=near.close)
-
-
-def _near(sink: Sink) -> Exporter:
-    return Exporter(lambda _: sink, often=True)
+            near = Exporter(lambda _, sink=one: sink, often=True)  # type: ignore[misc]
+            log.listen(near.add, name=f"the export {type(one).__name__}", idle=near.idle, end=near.close)

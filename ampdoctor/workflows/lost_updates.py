@@ -12,8 +12,6 @@ from ampdoctor.diagnosis.replay.gradients import common_module, shown_in, starve
 from ampdoctor.diagnosis.replay.nonfinite import is_absorbed, origin_finding
 from ampdoctor.diagnosis.replay.updates import (
     WRONG_RATIO,
-    counting,
-    counting_finding,
     far_from,
     frozen,
     frozen_finding,
@@ -64,10 +62,7 @@ if TYPE_CHECKING:
 
 
 def standing_still(again: StepRerun, comparison: Comparison, stagnation: Stagnation) -> Finding | None:
-    """Returns the finding for what stands still: its update rounds away, or an overflow has made the update zero.
-
-    None where nothing is lost: the optimizer rounds stochastically, or keeps what rounding loses.
-    """
+    """Returns the finding for what stands still; None where rounding loses nothing (stochastic, compensated)."""
     names = {name for update in stagnation.updates for name in update.tensors}
     if again.written().draws or names <= again.kept_elsewhere():
         return None
@@ -80,11 +75,7 @@ def standing_still(again: StepRerun, comparison: Comparison, stagnation: Stagnat
 
 
 def zeroed_by_an_op(again: StepRerun, still: Sequence[ParameterVsFp32], cure: Prescription) -> Finding | None:
-    """Returns the finding for an overflow that makes updates zero: a trust or clip factor of something over infinity.
-
-    None where no infinity of the step disappears before the loss, a gradient or the run's state. `cure` is the change
-    that lets the parameters move.
-    """
+    """Returns the finding for an overflow that makes updates zero (a trust ratio over infinity); None without one."""
     origins = [origin for origin in again.traced().origins if is_absorbed(origin)]
     if not origins:
         return None
@@ -130,12 +121,7 @@ RISING = 0.99
 
 
 def at_full_rate(again: StepRerun, start: Snapshot) -> Comparison | None:
-    """Replay a step and its twin in fp32 with the learning rates that a warm-up rises to.
-
-    A group's full rate is the one that torch's schedulers store (`initial_lr`), else the one before step 0 (`start`): a
-    loop that sets the rate by hand begins with the optimizer's own. None where the rates are at their full ones
-    already, or the step cannot run so.
-    """
+    """Replay a step beside fp32 with the rates that a warm-up rises to; None where they are reached already."""
     start.restore()
     full = _full(again.session)
     used: dict[tuple[str, int], float] = {}
@@ -186,11 +172,7 @@ NO_CASTS = "do not cast to half what is added to it"
 def by_update(
     place: ReplayPosition, compared: Sequence[Comparison], thresholds: Thresholds, known: frozenset[str], seen: Known
 ) -> tuple[Finding, ...]:
-    """Returns findings on how single tensors are written in the compared steps; the session is left in any state.
-
-    No rule fired in the compared steps. Parameters in `known` have a finding already. `seen.warm_up` is set where a
-    warm-up is why something stands still.
-    """
+    """Returns findings on how single tensors are written in the compared steps; those in `known` are told already."""
     steps = _moving(compared)
     still = tuple(p for p in frozen(steps) if p.name not in known)
     since, runs = far_from(steps, thresholds)
@@ -208,20 +190,16 @@ def by_update(
         findings.append(_stepped_wrongly(again, steps, since, far, thresholds[WRONG_RATIO]))
     if states and (again := place.to(compared[at].step)):
         findings.append(_stuck(again, compared, at, states))
-    if counters := counting(compared):
-        findings.append(counting_finding(compared, counters))
     return tuple(finding for finding in findings if finding is not None)
 
 
 def _moving(compared: Sequence[Comparison]) -> list[Comparison]:
-    """Returns the steps in which fp32 moves parameters: under a warm-up the first may have a learning rate of 0."""
     return [step for step in compared if any(p.meant_to_move for p in step.parameters)]
 
 
 def _at_full_rate(
     again: StepRerun, start: Snapshot, still: Sequence[ParameterVsFp32], seen: Known
 ) -> tuple[ParameterVsFp32, ...]:
-    """Returns the parameters that also stand still at the learning rate that a warm-up rises to."""
     later = at_full_rate(again, start)
     moves = frozenset(p.name for p in later.parameters if p.moved) if later is not None else frozenset[str]()
     left = tuple(p for p in still if p.name not in moves)
@@ -251,7 +229,6 @@ def _made_zero(again: StepRerun, zero: Sequence[ParameterVsFp32]) -> Finding | N
 
 
 def _stay(parameters: Sequence[ParameterVsFp32]) -> Wrong:
-    """Returns what says that these parameters still do not move as in fp32."""
     wanted = {p.name: p.meant_to_move for p in parameters}
     return lambda now: too_few(
         {name: int((now.trained[name] != 0).sum()) for name in wanted if name in now.trained}, wanted
@@ -332,10 +309,7 @@ _MOSTLY = 0.9
 def by_tensor(
     place: ReplayPosition, compared: Sequence[Comparison], thresholds: Thresholds, seen: Known
 ) -> tuple[Finding, ...]:
-    """Returns findings on single parameters in the compared steps; the session is left in any state.
-
-    No rule fired in the compared steps. `seen.warm_up` is set where a warm-up is why something stands still.
-    """
+    """Returns findings on single parameters in the compared steps, in which no rule fired."""
     zero_gradient_names = starved(compared, thresholds)
     fed = _starving(place, shown_in(compared, zero_gradient_names), zero_gradient_names) if zero_gradient_names else ()
     known = frozenset(parameter.name for parameter in zero_gradient_names)
@@ -345,7 +319,6 @@ def by_tensor(
 def _starving(
     place: ReplayPosition, compared: Sequence[Comparison], zero_gradient_names: Sequence[ParameterVsFp32]
 ) -> tuple[Finding, ...]:
-    """Returns the finding for parameters that get no gradient, leaving out those whose fp32 gradient is noise."""
     again = place.to(compared[0].step)
     if again is None:
         return ()
@@ -372,10 +345,7 @@ def _dies_at(flushes: Sequence[Flush], found: Sequence[ParameterVsFp32]) -> Flus
 
 
 def _saturated(trace: Trace, found: Sequence[ParameterVsFp32]) -> Where | None:
-    """Returns the op whose derivative is zero from what the forward left, in float64 too; None where one flushes.
-
-    A sigmoid that rounds to 1 has no derivative left. It is the op behind most of the parameters.
-    """
+    """Returns the op whose derivative is zero because the forward rounded (a sigmoid of 1); None where one flushes."""
     names = {parameter.name for parameter in found}
     behind = Counter(died for died in trace.died if died.parameter in names)
     orders = Counter(died.order for died in behind)

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -177,10 +177,7 @@ def harmful(affected: Sequence[str]) -> list[str]:
 
 
 def manual_loss_scale(factors: Sequence[float | None]) -> float:
-    """Returns the factor by which a step scales its loss by hand, or 1.0: the same in at least two steps, and not 1.
-
-    `factors` holds for each step the backward's largest gradient divided by the largest that the optimizer got.
-    """
+    """Returns the factor by which each step, of at least two, scales its loss by hand, or 1.0."""
     known = [factor for factor in factors if factor is not None and factor > 0.0 and math.isfinite(factor)]
     if len(known) < 2 or len(known) < len(factors):
         return 1.0
@@ -234,9 +231,8 @@ def comes_back(
     found: Zeroed,
     again: Callable[[], Zeroed | None],
 ) -> bool:
-    """Whether a step and its twin give the same values when they are run once more.
+    """Whether a step and its twin give the same values when they are run once more, the step first.
 
-    First the step runs, then the twin: hidden state that advances once, or back and forth, shows in one of the two.
     `reference` holds the twin's gradients, `found` the step's beside them, and `again` runs the step from the state
     before it. The session is left in any state.
     """
@@ -269,9 +265,8 @@ def shadowed(
 ) -> tuple[RangeProfile, int | None]:
     """Returns the profile with a shadow for each scale, of the first and the last measured step.
 
-    If a step is not reproduced, the measured one saw other data: then there is no shadow, and the second value is its
-    number. If it is unknown which tensors are half, nothing can be compared. A scale at which the user's code raises
-    has no shadow. `scales` has no duplicates. The session is back at its start afterwards.
+    If a step is not reproduced, there is no shadow, and the second value is its number. A scale at which the user's
+    code raises has no shadow. The session is back at its start afterwards.
     """
     run, tallies = taken.ranges.run, [_Tally(taken.ranges, scale) for scale in scales]
     unlike = None
@@ -295,25 +290,20 @@ def shadowed(
 
 
 def _zeroed(session: Session, moment: MeasuredStep, factor: float) -> Zeroed | None:
-    """Run the step once, its loss scaled by `factor` beyond the run's own scale; None if the user's code raises."""
+    """Run the step once, its loss scaled by `factor` more; None if the run's scale is dead, or the code raises."""
     moment.state.restore()
+    scale = session.events.scale()
+    if scale is not None and not 0.0 < scale < math.inf:
+        return None
     probe = ZeroedProbe(moment.gradients, factor=factor)
     # attach the probe first: it sees a half parameter's gradient before the factor is divided out in half
     other = nullcontext() if factor == 1.0 else rescaled(factor)(session)
     try:
-        with _usable_scale(session), session.watched(probe), other:
+        with session.watched(probe), other:
             session.step(moment.step)
     except AmpdoctorError:
         return None  # the user's own asserts fail at this scale
     return probe.zeroed
-
-
-def _usable_scale(session: Session) -> AbstractContextManager[None]:
-    """Make the scale 1 if it is 0, negative or not finite: it counts as 1 in a profile."""
-    scale = session.events.scale()
-    if scale is None or 0.0 < scale < math.inf:
-        return nullcontext()
-    return session.scaling_with(torch.amp.GradScaler(session.device.type, init_scale=1.0))
 
 
 class _Tally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,12 +73,7 @@ def begin_anew(session: Session, request: ReplayRequest, say: Callable[[str], No
 def go_on(
     session: Session, request: ReplayRequest, step: int | None, standing: ResumeState, say: Callable[[str], None]
 ) -> Iterator[str]:
-    """Let the run continue where its checkpoint was saved, as far as the request asks; yields the differences.
-
-    The differences from the training are clauses. The checkpoint is loaded and no batch is drawn yet. `step` is the
-    checkpoint's number of optimizer steps, None if it does not say. `standing` holds the other state of the training,
-    and `say` gets sentences on the place in the data.
-    """
+    """Let the run continue where its checkpoint was saved; yields what differs from the training, as clauses."""
     run = session.run
     unloaded = None if run.load is not None else load_schedulers(session.schedulers, standing.schedulers)
     asked = request.until_sick or request.skip_batches is not None
@@ -110,7 +104,6 @@ def go_on(
 
 
 def _passed_over(request: ReplayRequest, session: Session, step: int) -> int:
-    """Returns the number of micro-batches that lie behind the run."""
     wanted = request.skip_batches
     if isinstance(wanted, int):
         if wanted and takes_start(session.run.batches):
@@ -123,8 +116,6 @@ def _passed_over(request: ReplayRequest, session: Session, step: int) -> int:
 
 SEED = 0
 """Seeds torch, numpy and Python before the factory's module is imported and before each call of the factory."""
-_TEMPORARY = ("TMPDIR", "TEMP", "TMP")
-"""The variables that `tempfile.gettempdir` reads, in its order, before it searches itself."""
 
 
 @dataclass(slots=True)
@@ -149,11 +140,7 @@ class OpenReplay:
     _not_as_it_was: tuple[str, ...] = ()
 
     def session(self) -> Session:
-        """Returns a fresh run from the factory, with the checkpoint loaded.
-
-        Raises FactoryError where the factory makes no usable run or a script trains on another device, and
-        CheckpointError where the checkpoint cannot be read or does not fit.
-        """
+        """Returns a fresh run from the factory, with the checkpoint loaded."""
         request = self.request
         seed_all()
         run = self.factory.make(request.arguments, batches=request.batches, loss=request.loss)
@@ -182,16 +169,12 @@ class OpenReplay:
             yield
 
     def _spill_folder(self) -> Path | None:
-        """Returns the folder for spilled state; a note says if that saves nothing or is not where the user wants it."""
         if not self.request.spill:
             return None
         try:
             folder = Path(tempfile.gettempdir())
         except FileNotFoundError as error:
             raise ReplayError(f"--spill: {error.strerror}") from None
-        name, wanted = next(((name, os.environ[name]) for name in _TEMPORARY if os.environ.get(name)), ("", folder))
-        if Path(wanted).resolve() != folder.resolve():
-            self.notes.append(f"--spill keeps the state in {folder}: {name} names {wanted}, which does not serve")
         if lies_in_memory(folder):
             self.notes.append(f"--spill saves nothing in {folder}, which is kept in memory: let TMPDIR name another")
         return folder
@@ -336,10 +319,7 @@ def _require_on_gpu(name: str, run: TrainingRun) -> None:
 
 
 def _usual_policy(request: ReplayRequest) -> Policy:
-    """Returns the policy of the device on which a bundle was recorded; everything else was made for a GPU.
-
-    Raises ReplayError where a bundle lacks its parameters and no checkpoint is given.
-    """
+    """Returns the policy of the device on which a bundle was recorded; everything else was made for a GPU."""
     if not isinstance(request.factory, str) or bundle_at(request.factory) is None:
         return "cuda"
     bundle = Bundle(request.factory)
@@ -352,16 +332,12 @@ def _usual_policy(request: ReplayRequest) -> Policy:
 
 
 def _detours(request: ReplayRequest, policy: Policy, device: torch.device) -> bool:
-    """Whether fp16 products run through fp32 kernels; the CPU's own policy means the CPU's own kernels."""
     asked = policy == "cuda" and request.half_products == "fp32"
     return asked and device.type == "cpu" and lends_kernels()
 
 
 def _emulated_cuda(notes: list[str], *, reports_cuda: bool) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a CUDA emulation for each piece of user code; what it had to pretend is added to `notes`.
-
-    The CPU's own policy stands for a training on a CPU: then the emulation says that there is no GPU.
-    """
+    """Returns a CUDA emulation for each piece of user code; what it had to pretend is added to `notes`."""
 
     @contextmanager
     def environment() -> Iterator[None]:

@@ -27,15 +27,11 @@ def refuse_unwritable(file: str) -> None:
         raise UsageError(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from None
     if there is not None and stat.S_ISDIR(there):
         raise UsageError(f"cannot write {file}: it is a folder")
-    if there is not None and not stat.S_ISREG(there):
-        if not os.access(file, os.W_OK):
-            raise UsageError(f"cannot write {file}: permission denied")
-        return
-    if there is not None and not os.access(file, os.W_OK):  # replacing it takes only the folder's permission
-        raise UsageError(f"cannot write {file}: permission denied")
-    if not path.parent.is_dir():
+    is_file = there is None or stat.S_ISREG(there)  # not a pipe or a device
+    if is_file and not path.parent.is_dir():
         raise UsageError(f"cannot write {file}: its folder does not exist")
-    if not os.access(path.parent, os.W_OK):
+    needed = [*([] if there is None else [Path(file)]), *([path.parent] if is_file else [])]
+    if not all(os.access(one, os.W_OK) for one in needed):  # replacing a file takes only the folder's permission
         raise UsageError(f"cannot write {file}: permission denied")
 
 
@@ -85,11 +81,7 @@ def write_whole(file: str, data: bytes) -> None:
 
 
 def _create(file: Path, data: bytes, *, like: Path) -> None:
-    """Create a file, readable to the same users as `like`, or as the umask says if `like` does not exist.
-
-    Nobody else may decide where the bytes go: neither another process, even one with the same number (in containers
-    each is number 1), nor somebody who has put a link there.
-    """
+    """Create a file, readable to the same users as `like`, or as the umask says; nobody else decides where bytes go."""
     try:
         mode = stat.S_IMODE(like.stat().st_mode)
     except FileNotFoundError:
@@ -111,10 +103,7 @@ FOLDERS = "ampdoctor-health"
 
 
 def usual_folder(script: str, *, is_module: bool) -> str:
-    """Returns `ampdoctor-health/<time>-<name>`, made where that is possible, so that no other run has it.
-
-    Processes of one launcher share it: its time is the launcher's start. `script` is a path or a module's name.
-    """
+    """Returns `ampdoctor-health/<time>-<name>`, one for each run; processes of one launcher share it."""
     last = script.rpartition(".")[2] if is_module else Path(script).absolute().stem
     name = re.sub(r"[^\w.-]+", "_", last) or "script"
     several = os.environ.get("WORLD_SIZE", "1") != "1" or launched_as().world > 1 or _is_spawned()

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mode
 
-from ampdoctor.batching.effects import Step, changes, has_scale
+from ampdoctor.batching.effects import changes, has_scale
 from ampdoctor.batching.emitting import emit_plan
 from ampdoctor.batching.flushed import flushed_plan
 from ampdoctor.batching.plans import (
@@ -20,7 +20,6 @@ from ampdoctor.batching.plans import (
     current_plan,
     exact_plans,
     global_batch_of,
-    is_only_asked,
     most_ranks_that_divide,
     nearest_plans,
 )
@@ -71,8 +70,6 @@ def _left_out(request: PlanRequest, section: PlanSection) -> Iterator[Skipped]:
 
 def plan_section(request: PlanRequest) -> PlanSection:
     """Returns the section of the report; arguments and errors as for `plan`."""
-    if is_only_asked(request.said, request.before, request.after):
-        request = replace(request, before=None)
     ranks = None if request.before is None else request.before.data_parallel
     fitted = None if request.before is None else request.memory.most(request.before, request.before)
     plan_before, source = current_plan(request.said, ranks, fitted)
@@ -127,14 +124,7 @@ def plan_section(request: PlanRequest) -> PlanSection:
     planned_for = next(iter((*first, *near)), None)
     if planned_for is None or plan_before is None or request.before is None:
         return section
-    step = Step(
-        before=plan_before,
-        after=planned_for,
-        devices=(request.before.devices, cluster.devices),
-        samples=request.samples,
-        said=request.said,
-    )
-    return replace(section, changes=changes(step))
+    return replace(section, changes=changes(plan_before, planned_for, request.said))
 
 
 def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None:
@@ -147,14 +137,8 @@ def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None
     from ampdoctor.workflows.profile import ranges_in
 
     file = request.profile or ""
-    return flushed_plan(
-        ranges_in(file),
-        section.current.plan,
-        to,
-        request.said.reduction or "mean",
-        scale=request.scale,
-        file=file,
-    )
+    reduction = request.said.reduction or "mean"
+    return flushed_plan(ranges_in(file), section.current.plan, to, reduction, file=file)
 
 
 def _known_to_fit(request: PlanRequest, before: BatchPlan | None) -> Memory:
@@ -175,18 +159,9 @@ def _memory(request: PlanRequest, memory: Memory, most: int) -> DeviceMemory:
             f"The states of a device {'grow' if grown > 0 else 'shrink'} by {gigabytes(abs(grown))}: how many samples "
             "that is, --memory-per-sample says; until then the largest micro-batch is taken to fit as before."
         )
-    if states is not None and states.within_node and after.per_node is None:
-        taken = "all are taken to be on one" if states.node is None else f"taken as {states.node}, as before"
-        notes.append(
-            f"States are cut over the devices of a node, and nobody has said how many these will be: {taken}; "
-            "--to-gpus says it, as in 16x8."
-        )
-    same = before is None or (before.tensor, before.pipeline, before.context) == (
-        after.tensor,
-        after.pipeline,
-        after.context,
-    )
-    if not same:
+    if before is not None and any(
+        getattr(before, of) != getattr(after, of) for of in ("tensor", "pipeline", "context")
+    ):
         notes.append(
             "Other parallel sizes change what a sample takes on a device: what was measured before holds no longer."
         )
@@ -224,11 +199,7 @@ def gigabytes(count: float) -> str:
 
 
 def batch_of_log(path: str) -> BatchSettings:
-    """Returns what a run has measured of itself: ranks, accumulation, samples of a step, and the most memory.
-
-    A log does not hold the parallel sizes, so each rank is assumed to see other samples. `path` is the log's folder.
-    Raises UsageError where there is no log, it cannot be read, or it holds no step.
-    """
+    """Returns what a run's log has measured of it; each rank is taken to see other samples. May raise UsageError."""
     try:
         found = find_log(Path(path))
         return _measured(found.lines(ReadIssues()), path)
@@ -260,6 +231,5 @@ def _measured(lines: Iterable[LogRecord], path: str) -> BatchSettings:
         micro_batch=micro if micro and not left else None,
         precision=precision if precision in ("fp32", "tf32", "bf16", "fp16", "fp8") else None,  # type: ignore[arg-type]
         peak_memory=peak or None,
-        unmeasured=not peak,
         notes=("The batch in force is what the run's log has counted.",),
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -210,10 +210,7 @@ MOST_SCALES = 8
 def prescribe(
     origin: NonFiniteOrigin, cause: Cause, trials: Trials, session: Session, *, others: Sequence[NonFiniteOrigin] = ()
 ) -> Prescription:
-    """Returns the first candidate that a replay verifies, or else an intervention in the user's code.
-
-    `others` are independent origins of the same step.
-    """
+    """Returns the first candidate that a replay verifies, or else an intervention in the user's code."""
     origins = (origin, *others)
     if origin.came_from == "grad":
         return fix_scaler_misuse(origin.where.op or "", trials, session)
@@ -250,12 +247,7 @@ def _in_code(
 def _beside(
     origins: Sequence[NonFiniteOrigin], cure: Prescription, trials: Trials, session: Session
 ) -> Iterator[Prescription]:
-    """Yields alternatives to a verified change, if they cost little to try.
-
-    Where the cure is another format for the whole run because of one line of the loss: a change of that line. For
-    several modules in fp32: bf16 for all. For a module in fp32: the run without this batch, whose replay takes only the
-    steps after it.
-    """
+    """Yields cheap alternatives to a verified change: bf16, a change of the line, the run without the batch."""
     origin = origins[0]
     if cure.kind == "fp32_modules" and len(cure.value) > 1 and session.precision.compute == "fp16":
         yield _in_bf16(trials, session)
@@ -268,10 +260,7 @@ def _beside(
 def scale_cure(
     origin: NonFiniteOrigin, trials: Trials, session: Session, used: float | None = None
 ) -> Prescription | None:
-    """Try lower loss scales, from the one that removes the overflow down to 1; None if no scaler is enabled.
-
-    `used` is the scale of the scaler that skipped the step, which may have been made in the step itself.
-    """
+    """Try lower loss scales than `used`, from the one that removes the overflow down to 1; None without a scaler."""
     scale = session.events.scale()
     lowered: Callable[[float], Change] = change.loss_scale
     if scale is None or (used is not None and session.makes_scalers):
@@ -368,7 +357,6 @@ def _candidates(  # noqa: C901 - one row for each cause
 
 
 def _other_formats(origins: Sequence[NonFiniteOrigin], trials: Trials, session: Session) -> Iterator[Prescription]:
-    """Try formats in which the same arithmetic runs through another kernel."""
     if trials.reference() is None:
         return
     if origins[0].where.module:
@@ -415,20 +403,19 @@ def modules_in_fp32(origins: Sequence[NonFiniteOrigin], trials: Trials) -> Itera
         return
     together = list(dict.fromkeys(origin.where.module for origin in origins))
     elements = [*ran.modules, *(name for name in together if name not in ran.modules)]
-    found = smallest_set(
-        elements, lambda names: attempt(_ordered(elements, names)).verified, given=together, limit=MOST_TRIALS
+    found, minimal = smallest_set(
+        elements,
+        lambda names: attempt([name for name in elements if name in names]).verified,
+        given=together,
+        limit=MOST_TRIALS,
     )
-    if found is None:
+    if not found:
         everything = known[frozenset(elements)]
         yield replace(everything, value=[""], detail=f"run all {len(elements)} modules that compute in fp32")
         return
-    proof = "none can be left out" if found.minimal else "perhaps not the smallest set"
-    cure = attempt(found.elements)
+    proof = "none can be left out" if minimal else "perhaps not the smallest set"
+    cure = attempt(found)
     yield replace(cure, detail=f"{cure.detail} ({proof}: {len(known)} trials among {len(elements)} modules)")
-
-
-def _ordered(elements: Sequence[str], names: frozenset[str]) -> list[str]:
-    return [name for name in elements if name in names]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -456,90 +443,64 @@ def _without_the_batch(origin: NonFiniteOrigin, trials: Trials, session: Session
 T = TypeVar("T", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True)
-class SmallestSet(Generic[T]):
-    """The elements that must be treated, in the given order; a trial with exactly these cured."""
-
-    elements: tuple[T, ...]
-    trials: tuple[tuple[frozenset[T], bool], ...]  # in order, and whether each cured; no set occurs twice
-
-    @property
-    def minimal(self) -> bool:
-        """True if for each element a trial without it, but with all the others (and perhaps more), failed."""
-        tried, whole = dict(self.trials), frozenset(self.elements)
-        return all(len(whole) == 1 or _needs(element, whole, tried) for element in whole)
-
-
-def _needs(element: T, cured: frozenset[T], tried: Mapping[frozenset[T], bool]) -> bool:
-    """Whether a trial without this element, but with all the others of the set, failed."""
-    return any(not well and element not in treated and cured - {element} <= treated for treated, well in tried.items())
-
-
 class _OutOfTrialsError(Exception):
     """The limit of trials is reached."""
 
 
-def smallest_set(
+def smallest_set(  # noqa: C901 - its steps share what was tried
     elements: Sequence[T], cures: Callable[[frozenset[T]], bool], *, given: Sequence[T] = (), limit: int | None = None
-) -> SmallestSet[T] | None:
-    """Find a smallest set of elements whose treatment cures, and show that none of them can be left out.
+) -> tuple[tuple[T, ...], bool]:
+    """Find a smallest set of elements whose treatment was seen to cure; () if treating everything does not.
 
-    The set is 1-minimal, and its cure was tried even if elements interact (a treatment that does harm). None if
-    treating everything does not cure.
+    Args:
+        elements: One whose treatment includes that of others comes before them, so that it is dropped first.
+        cures: Runs a trial in which exactly these are treated; one with none is known to fail, and is not run.
+        given: Elements that are likely to be needed: these are tried first, by themselves.
+        limit: Maximum number of trials.
 
-    An element whose treatment includes that of others comes before them in `elements`, so that it is dropped first.
-    `cures` runs a trial in which exactly these are treated; one with none is known to fail, and is not run. Elements of
-    `given` are likely to be needed, and are tried first, by themselves. After `limit` trials the smallest set that was
-    seen to cure is returned, `minimal` or not.
+    Returns:
+        The set in the order of `elements`, and whether none of it can be left out: for each element a trial without it,
+        but with all the others (and perhaps more), failed.
     """
-    search = _SetSearch(cures, limit)
-    with suppress(_OutOfTrialsError):
-        search.run(tuple(elements), given)
-    cured = [treated for treated, well in search.tried.items() if well]
-    if not cured:
-        return None
-    smallest = min(cured, key=len)
-    return SmallestSet(tuple(one for one in elements if one in smallest), tuple(search.tried.items())[1:])
+    tried: dict[frozenset[T], bool] = {frozenset(): False}
 
-
-class _SetSearch(Generic[T]):
-    """Runs each trial once."""
-
-    def __init__(self, cures: Callable[[frozenset[T]], bool], limit: int | None) -> None:
-        self.tried: dict[frozenset[T], bool] = {frozenset(): False}
-        self._cures = cures
-        self._limit = limit
-
-    def run(self, elements: tuple[T, ...], given: Sequence[T]) -> None:
-        """Try until a smallest set has cured, or everything has not."""
-        likely = frozenset(given)
-        if self._well(likely):
-            found = self._needed(frozenset(), given, fails=True)
-        elif self._well(frozenset(elements)):
-            rest = [element for element in elements if element not in likely]
-            found = likely | self._needed(likely, rest, fails=True)
-        else:
-            return
-        if not self._well(found):  # elements interact
-            found = min((treated for treated, well in self.tried.items() if well), key=len)
-        for element in sorted(found, key=elements.index):
-            others = found - {element}
-            if others and not _needs(element, found, self.tried) and self._well(others):
-                found = others
-
-    def _well(self, treated: frozenset[T]) -> bool:
-        if treated not in self.tried:
-            if self._limit is not None and len(self.tried) > self._limit:
+    def well(treated: frozenset[T]) -> bool:
+        if treated not in tried:
+            if limit is not None and len(tried) > limit:
                 raise _OutOfTrialsError
-            self.tried[treated] = self._cures(treated)
-        return self.tried[treated]
+            tried[treated] = cures(treated)
+        return tried[treated]
 
-    def _needed(self, beside: frozenset[T], among: Sequence[T], *, fails: bool = False) -> frozenset[T]:
-        """Returns which elements are needed beside others; `fails`: those others alone are known not to cure."""
-        if not fails and self._well(beside):
+    def needs(element: T, found: frozenset[T]) -> bool:
+        others = found - {element}
+        return any(not cured and element not in treated and others <= treated for treated, cured in tried.items())
+
+    def needed(beside: frozenset[T], among: Sequence[T], *, fails: bool = False) -> frozenset[T]:
+        if not fails and well(beside):
             return frozenset()
         if len(among) == 1:
             return frozenset(among)
         half = len(among) // 2
-        front = self._needed(beside | set(among[half:]), among[:half])
-        return front | self._needed(beside | front, among[half:], fails=not front)
+        front = needed(beside | set(among[half:]), among[:half])
+        return front | needed(beside | front, among[half:], fails=not front)
+
+    def smallest() -> frozenset[T]:
+        return min((treated for treated, cured in tried.items() if cured), key=len, default=frozenset())
+
+    likely = frozenset(given)
+    with suppress(_OutOfTrialsError):
+        if well(likely):
+            found = needed(frozenset(), given, fails=True)
+        elif well(frozenset(elements)):
+            found = likely | needed(likely, [element for element in elements if element not in likely], fails=True)
+        else:
+            return (), False
+        if not well(found):  # elements interact
+            found = smallest()
+        for element in sorted(found, key=elements.index):
+            others = found - {element}
+            if others and not needs(element, found) and well(others):
+                found = others
+    found = smallest()
+    minimal = all(len(found) == 1 or needs(element, found) for element in found)
+    return tuple(element for element in elements if element in found), minimal

@@ -346,11 +346,7 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
 
 
 def profile_from_file(path: str, *, save: str | None = None, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Report:
-    """Show a saved profile, or the ranges in a run's log; nothing runs.
-
-    `save` is the file to which they are written. Raises AmpdoctorError where the file holds no ranges, or `save` cannot
-    be written.
-    """
+    """Show a saved profile, or the ranges in a run's log, and write them to `save`; may raise AmpdoctorError."""
     ranges = ranges_in(path)
     if save is not None:
         write_profile(save, ranges)

@@ -174,11 +174,7 @@ def _measured(request: ReplayRequest, progress: Progress | None) -> Report:
 
 
 def recommend_from_file(path: str, request: ReplayRequest) -> Report:
-    """Recommend settings from a saved profile, or from a run's log; nothing runs.
-
-    Of `request`, only the thresholds and the options of the advice count. Raises AmpdoctorError where the file holds no
-    ranges.
-    """
+    """Recommend settings from a saved profile, or from a run's log, without a run; may raise AmpdoctorError."""
     ranges = ranges_in(path)
     report = _Recommendation(ranges, request, None).report()
     if report.verdict == "healthy" and _loses(ranges, report):
@@ -251,7 +247,6 @@ class _Recommendation:
             return ScalerSection(current=current), None
         if ranges.run.precision != "fp16":
             self._say("loss scaling", f"not needed in {ranges.run.precision}: its exponents reach as far as fp32's")
-            self._say_what_fp16_would_take(advice)
             return ScalerSection(), None
         if advice is None:
             self._say("loss scaling", "nothing to scale: no gradient of a half tensor is nonzero")
@@ -341,13 +336,8 @@ class _Recommendation:
     def _of_the_settings(self, state: Mapping[str, Any]) -> list[Finding]:
         """Returns what is wrong with a scaler known only from the profile, unless a replay has found it already."""
         settings, said = ScalerSettings.of_state(state), {finding.code for finding in self.findings}
-        own = ScalerState(
-            scale=settings.scale,
-            growth_factor=settings.growth_factor,
-            backoff_factor=settings.backoff_factor,
-            growth_interval=settings.growth_interval,
-            growth_tracker=settings.growth_tracker,
-        )
+        names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "growth_tracker")
+        own = ScalerState(**{name: getattr(settings, name) for name in names})
         return [finding for finding in run_scaler_findings(own, self.request.thresholds) if finding.code not in said]
 
     def _emitted(self, advice: Advice | None, section: ScalerSection, precision: PrecisionAdvice) -> EmittedSettings:
@@ -375,22 +365,6 @@ class _Recommendation:
         if run.scaler is not None:
             return {key: value for key, value in run.scaler.items() if not key.startswith("_")}
         return {"scale": run.base_scale, "by_hand": True} if run.base_scale != 1.0 else None
-
-    def _say_what_fp16_would_take(self, advice: Advice | None) -> None:
-        if advice is None:
-            return
-        if advice.large:
-            worst = max(advice.large, key=lambda name: (advice.large[name], name))
-            self._say("fp16 instead", f"does not fit: {worst or 'the model'} reaches {advice.large[worst]:.4g}")
-            return
-        bf16 = self.ranges.merged("weight_grad").relative_error("bf16")
-        self.checks.append(
-            Check(
-                name="fp16 instead",
-                result=f"fits with GradScaler(init_scale={advice.recommended.scale:g})",
-                headroom={"relative_error_fp16": advice.then.relative_error, "relative_error_bf16": bf16},
-            )
-        )
 
     def _say(self, name: str, result: str) -> None:
         self.checks.append(Check(name=name, result=result))

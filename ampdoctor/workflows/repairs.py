@@ -36,11 +36,7 @@ LOWER = (0, 2, 4, 6, 8, 12, 16)
 
 
 def unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
-    """Divide gradients by the scale when they reach their parameters; unscaling then only checks for infinities.
-
-    So all that the step does with gradients afterwards, in any order, is done to unscaled ones. The division is exact:
-    a scale is a power of two unless the user set another one.
-    """
+    """Divide gradients by the scale when they reach their parameters; unscaling then only checks for infinities."""
     return _arriving(session, divided=lambda scaler: scaler.get_scale())
 
 
@@ -104,31 +100,7 @@ def cleared(session: Session) -> Iterator[None]:
 
 
 @contextmanager
-def cleared_of_others(session: Session) -> Iterator[None]:
-    """Remove gradients that were left when another optimizer stepped, before their own backward adds to them."""
-    left: set[int] = set()
-    parameters = [p for p in session.model.parameters() if p.requires_grad and p.is_leaf]
-
-    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        left.update(id(parameter) for parameter in parameters if id(parameter) not in own)
-
-    def arrives(parameter: torch.Tensor, _: torch.Tensor) -> None:
-        if id(parameter) in left:
-            left.discard(id(parameter))
-            parameter.grad = None
-
-    with ExitStack() as stack:
-        for optimizer in session.optimizers.values():
-            stack.callback(optimizer.register_step_post_hook(stepped).remove)
-        for parameter in parameters:
-            stack.callback(on_gradient(parameter, partial(arrives, parameter)).remove)
-        yield
-
-
-@contextmanager
 def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None) -> Iterator[None]:
-    """Make unscaling only check for infinities, and divide arriving gradients by the result of `divided`, if any."""
     scalers = [session.scaler]
     unscaling = torch.amp.GradScaler._unscale_grads_
 
@@ -169,11 +141,7 @@ def _hooked_first(parameter: torch.Tensor, hook: Callable[[torch.Tensor], torch.
 
 
 def fix_scaler_misuse(misuse: str, trials: Trials, session: Session, *, overflowed: bool = False) -> Prescription:
-    """Returns the prescription for a misuse of the scaler, after a replay of the corrected step.
-
-    `misuse` is the finding's `where.op`, a key of `MISUSE_ADVICE`. `overflowed`: gradients overflowed under the scale,
-    which a correctly used scaler would have lowered.
-    """
+    """Returns the prescription for a misuse (a key of `MISUSE_ADVICE`), after a replay of the corrected step."""
     advice = MISUSE_ADVICE.get(misuse, HELP["scaler_misuse"])
     changes: dict[str, Change] = {
         "optimizer.step": unscaled_on_arrival,
@@ -187,7 +155,6 @@ def fix_scaler_misuse(misuse: str, trials: Trials, session: Session, *, overflow
         "autograd.grad": asked_for_unscaled,
         "GradScaler.scale": scaled_once,
         "zero_grad": cleared,
-        "optimizer.zero_grad": cleared_of_others,
     }
     change = changes.get(misuse)
     if change is None:
@@ -199,8 +166,7 @@ def fix_scaler_misuse(misuse: str, trials: Trials, session: Session, *, overflow
     for binades in LOWER if overflowed and scale is not None else (0,):
         lowered = change if not binades or scale is None else both(change, loss_scale(scale / 2.0**binades))
         beside = f" (and a loss scale of {exact(scale / 2.0**binades)})" if binades and scale is not None else ""
-        restores = change is cleared_of_others  # fp32 also adds to the gradients that are left
-        tried = trials.attempt("code", advice, lowered, advice + beside, stands_in=True, restores=restores)
+        tried = trials.attempt("code", advice, lowered, advice + beside, stands_in=True)
         if tried.status == "intervention":
             break
     return tried or Prescription(kind="code", value=advice, status="not_run", detail=advice, reason="nothing was tried")
@@ -228,13 +194,7 @@ def after_refusal(session: Session, halves: HalfWeights | None) -> str:
 
 
 def repaired(places: Sequence[Where]) -> Callable[[Session], AbstractContextManager[Any]]:
-    """Returns a change: the broken elements of the tensors at `places` are replaced, and those of any moment.
-
-    A weight or a buffer gets the median of the tensor's other elements: near 0 for weights that are drawn around 0,
-    near 1 for the scale of a normalisation, a usual variance for a running variance. If no element is sound, it gets 0,
-    a variance 1. An optimizer's moment becomes 0, and so do the parameter's other moments at those elements, as before
-    the first step: 0 in the second moment alone would make the update as large as 1/epsilon.
-    """
+    """Returns a change: broken elements at `places` become the median of the others, and all broken moments 0."""
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:

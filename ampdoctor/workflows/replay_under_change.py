@@ -100,10 +100,7 @@ class Observed:
         return "verified", None
 
     def cures(self, now: Observed | None, *, skips: int = 0) -> tuple[PrescriptionStatus, str | None]:
-        """Returns whether this replay proves a cure, and why not.
-
-        If `now`, the replay without the change, is well, this one must be clearly better.
-        """
+        """Returns whether this replay proves a cure: of a run that is well (`now`) only by being clearly better."""
         status, reason = self.status(skips=skips)
         if status != "verified" or now is None or not now.is_well or self._betters(now):
             return status, reason
@@ -115,7 +112,6 @@ class Observed:
         return self.settled and bool(self.errors) and max(self.errors) <= AGREEMENT
 
     def _betters(self, now: Observed) -> bool:
-        """Whether less is lost than in another replay, by more than what harmed no run that was seen."""
         mine, other = self.shares(), now.shares()
         closer = CLEARLY_BETTER.default * mine["relative_error"] < other["relative_error"]
         if closer or len(self.skipped) < len(now.skipped):
@@ -132,10 +128,7 @@ def observe(
     *,
     unlike: int | None = None,
 ) -> Observed:
-    """Replay under a change; the session is back at `start` afterwards.
-
-    There must be batches for `steps` steps. `unlike` is a step that is known not to be reproduced.
-    """
+    """Replay under a change; the session is back at `start`. `unlike` is a step that is known not to come back."""
     start.restore()
     watch = _Watch(session, plan, spread(steps), unlike=unlike)
     failure = None
@@ -162,7 +155,7 @@ class _Watch:
         self._plan = plan
         self._compare = compare if unlike is None else frozenset()
         run = session.run
-        self._ours = run.step is None and run.max_grad_norm is None and not session.masters
+        self._ours = run.step is None and run.max_grad_norm is None and not session.master_weights
         """The optimizer gets the backward's gradients unchanged: no clipping, and no step of the user's own."""
         self._times: Mapping[str, int] = {}
         self._nonfinite_probe = NonFiniteProbe()
@@ -197,7 +190,6 @@ class _Watch:
                     return
 
     def _step(self, step: int) -> tuple[StepOutcome, float | None, tuple[str, ...]]:
-        """Returns the outcome, for a compared step the norm of the optimizer's gradients, and what is non-finite."""
         session = self._session
         if step not in self._compare:
             return session.step(step), None, self._nonfinite_probe.report.affected
@@ -213,7 +205,6 @@ class _Watch:
     def _compared_with(
         self, reference: ReferenceGradients, step: int, before: Snapshot, found: Zeroed, outcome: StepOutcome
     ) -> None:
-        """Count a compared step, unless it is not reproduced; the session is left after it."""
         session = self._session
 
         def again() -> Zeroed:
@@ -233,16 +224,12 @@ class _Watch:
             self._add(step, found)
 
     def _forget_compared(self, *, unlike: int) -> None:
-        """Drop all comparisons, because a step is not reproduced: they may have been of different data."""
         self._unlike, self._compare = unlike, frozenset()
         for gathered in (self._compared, self._flushed, self._nonzero, self._errors, self._references):
             gathered.clear()
 
     def _reference(self, step: int) -> tuple[Snapshot, ReferenceGradients, Gradients]:
-        """Run the step in fp32, and restore.
-
-        Returns the state before it, and its gradients as the backward delivers them and as the optimizer gets them.
-        """
+        """Run the step in fp32, and restore; returns the state before it, and two views of its gradients."""
         session = self._session
         reference, gradients = ReferenceGradients(self._plan), GradientProbe()
         here = session.snapshot()

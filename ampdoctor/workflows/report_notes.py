@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.outcome import Here, KnownFailure, known_failure
+from ampdoctor.diagnosis.replay.outcome import KnownFailure, known_failure, not_reproduced_finding
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.report import NOT_IN_HALF, Check, ErrorNote, Skipped
+from ampdoctor.evidence.report import NOT_IN_HALF, Check, ErrorNote, Finding, Skipped
 from ampdoctor.evidence.report_replay import NodeRole, PathNode, PathSection
 from ampdoctor.evidence.trace import NonFiniteOrigin, PathOp
 from ampdoctor.precision.casting import HALVES
@@ -28,28 +27,25 @@ if TYPE_CHECKING:
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.workflows.open_replay import OpenReplay
     from ampdoctor.workflows.requests import ReplayRequest
-    from ampdoctor.workflows.step_beside_fp32 import Replayed
 
 
 # -- the tightest headroom of a healthy run --
 
 TIGHTEST_HEADROOM = "tightest headroom"
-_GRADIENTS_ONLY = "looks at no layer's output until a step fails"
 
 
 def headroom_check(
-    tightest: Headroom | None, outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], request: ReplayRequest
+    tightest: Headroom | None, outcomes: Sequence[StepOutcome], request: ReplayRequest
 ) -> Iterator[Check]:
-    """Yields one check in words and numbers; none if no step was replayed.
-
-    `tightest` is of steps without harm or skip; None if no tensor had a reduced format. `outcomes` give the loss scale
-    that a gradient carries. `--strategy bisect` reads no layer's output until a step fails.
-    """
-    layers = request.strategy != "bisect" and not request.until_sick
-    option = "--until-sick" if request.until_sick else "--strategy bisect"
+    """Yields one check on `tightest`, of the steps without harm or skip; none if no step was replayed."""
+    beside = ""
+    if request.strategy == "bisect" or request.until_sick:
+        option = "--until-sick" if request.until_sick else "--strategy bisect"
+        beside = f"; {option} looks at no layer's output until a step fails"
     if tightest is None:
         if outcomes:
-            yield Check(name=TIGHTEST_HEADROOM, result=_unknown(outcomes, seen, None if layers else option))
+            said = f"not measured: no tensor in a half-precision format was looked at in a step without harm{beside}"
+            yield Check(name=TIGHTEST_HEADROOM, result=said)
         return
     scale = next((o.scale_before for o in outcomes if o.step == tightest.step), None)
     gradient = tightest.kind != "output"
@@ -60,7 +56,6 @@ def headroom_check(
         "grad": f"a parameter's gradient in {module}",
     }[tightest.kind]
     scaled = f", scaled by {scale:g}," if gradient and scale not in (None, 1.0) else ""
-    beside = "" if layers else f"; {option} {_GRADIENTS_ONLY}"
     yield Check(
         name=TIGHTEST_HEADROOM,
         result=f"a factor of {2.0**tightest.log2:.3g}: {what}{scaled} reaches {tightest.amax:.4g} in step "
@@ -76,23 +71,6 @@ def headroom_check(
             "loss_scale": scale if gradient else None,
             "step": tightest.step,
         },
-    )
-
-
-def _unknown(outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], option: str | None) -> str:
-    known = outcomes[len(outcomes) - len(seen) :]  # with `until_sick` only the last ones
-    if all(outcome.skipped or _harmed(outcome, step) for outcome, step in zip(known, seen, strict=True)):
-        return "not measured: each step was skipped or met something non-finite"
-    if option is not None:
-        other = " (--strategy trace does)" if option == "--strategy bisect" else ""
-        return f"not measured: {option} looks at no layer until a step fails{other}"
-    return "no tensor in a half-precision format was looked at"
-
-
-def _harmed(outcome: StepOutcome, step: Replayed) -> bool:
-    """Whether the loss or a gradient is non-finite; an infinity in an output may be a mask, and does not count."""
-    return outcome.raised is not None or not all(
-        math.isfinite(one.value) for one in step.observed if one.kind not in ("output", "output_grad")
     )
 
 
@@ -127,7 +105,6 @@ def saw_anything(outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Obser
 
 
 def _trains(session: Session, outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Observation, ...]]) -> bool:
-    """Whether a parameter can get a gradient, or the user's own step gave one or made an update."""
     parameters = (*session.model.parameters(), *optimizer_parameters(session))
     # a pure function has no parameters
     free = not parameters or any(parameter.requires_grad for parameter in parameters)
@@ -150,12 +127,6 @@ def only_looked_at(steps: int, compared: int) -> Iterator[Skipped]:
         held = f"the last {compared} were held beside fp32" if compared else "none was held beside fp32 (--no-compare)"
         reason = f"--until-sick looks at each of the {steps} steps for NaN and Inf alone; {held}"
         yield Skipped(what="comparison of every step with fp32", reason=reason)
-
-
-def elsewhere(device: str) -> Skipped:
-    """Returns the note that a run that stays finite here may still fail on other hardware or with other ranks."""
-    reason = f"one process ran it on this machine's {device}: a failure that hangs on either may not come back here"
-    return Skipped(what="other hardware and other numbers of ranks", reason=reason)
 
 
 def interrupted(replay: OpenReplay, outcomes: Sequence[StepOutcome], fired: int | None) -> ErrorNote:
@@ -187,28 +158,66 @@ def failed_run(replay: OpenReplay) -> KnownFailure | None:
     return known_failure(of_log, loss, scaler, said=request.expect_failure)
 
 
-def replayed_here(replay: OpenReplay, session: Session, steps: int) -> Here:
-    """Returns how the run was replayed, for comparison with the failed run."""
-    request, resumed = replay.request, replay.resumed
-    wanted = request.compare_steps
-    if request.until_sick and wanted:  # it compares only the last of so many steps
-        wanted = None
-    run = replay.described(session, steps)
-    return Here(
-        steps=steps,
-        device=run["device"],
-        policy=run["policy"],
-        precision=run["precision"],
-        scaled=session.events.enabled,
-        torch=run["torch"],
-        checkpoint=resumed is not None,
-        global_step=replay.global_step,
-        lacks=resumed.lacks if resumed is not None else (),
-        file_scaler=resumed.file_scaler if resumed is not None else None,
-        compared=wanted if wanted is not None and wanted < steps else None,
-        option="--max-steps" if request.until_sick else "--steps",
-        placed=session.tape.is_placed,
-    )
+def not_reproduced(known: KnownFailure, replay: OpenReplay, session: Session, steps: int) -> Finding:
+    """Returns the note on a run that is known to fail, and of which so many `steps` stayed finite here."""
+    run, wanted = replay.described(session, steps), replay.request.compare_steps
+    cut = wanted is not None and wanted < steps and not (replay.request.until_sick and wanted)
+    seen = {
+        "global_step": replay.global_step,
+        **{key: run[key] for key in _SEEN},
+        **({"compared": wanted} if cut else {}),
+    }
+    return not_reproduced_finding(known, seen, [*_differences(known, replay, session, seen)])
+
+
+_SEEN = ("steps", "device", "policy", "precision", "torch")
+
+
+def _differences(known: KnownFailure, replay: OpenReplay, session: Session, seen: Mapping[str, Any]) -> Iterator[str]:
+    """Yields clauses on what differs, or may differ, between the replay and the failed run, the likeliest first."""
+    resumed, steps = replay.resumed, seen["steps"]
+    compared = seen.get("compared")
+    if compared is not None:
+        held = f"only {compared} step{' was' if compared == 1 else 's were'}" if compared else "no step was"
+        option = "--compare-steps" if compared else "--no-compare"
+        yield f"{held} held beside fp32, where alone a failure shows that stays finite (leave out {option})"
+    yield _steps(known, replay, steps, placed=session.tape.is_placed)
+    if resumed is None:
+        yield "the weights are as the factory makes them, not as they were when it failed (--checkpoint)"
+    else:
+        yield from (f"the checkpoint holds no {part}" for part in resumed.lacks)
+    step = replay.global_step
+    if session.tape.is_placed:
+        yield f"the data are those that followed step {step}, as far as the factory gives them in that order"
+    else:
+        other = "" if step is None else f", not those that followed step {step}"
+        yield f"the data are the first {steps} steps' batches of the factory{other}"
+    if resumed is not None and resumed.file_scaler is not None and not session.events.enabled:
+        yield f"it was trained with a GradScaler, in fp16, and is replayed in {seen['precision']} without one"
+    if seen["device"] != "cpu":
+        yield f"the device is {seen['device']} of this machine"
+    elif seen["policy"] == "cuda":
+        yield "the device is a CPU that casts as CUDA's autocast does: what only a GPU's kernel does is not seen"
+    else:
+        yield "the device is a CPU, with its own autocast list (--policy native)"
+    yield "one process replays it: what hangs on the number of ranks is not seen"
+    yield f"torch is {seen['torch']}"
+
+
+def _steps(known: KnownFailure, replay: OpenReplay, steps: int, *, placed: bool) -> str:
+    option, start = "--max-steps" if replay.request.until_sick else "--steps", replay.global_step
+    if known.step is None or start is None:
+        return f"only {steps} steps were replayed ({option})"
+    if known.step <= start:
+        return (
+            f"it failed from step {known.step} on, before this checkpoint was saved at step {start}: one from before "
+            f"step {known.step} starts nearer to it"
+        )
+    if known.step > start + steps:
+        replayed = f"steps {start + 1} to {start + steps} were replayed ({option} {known.step - start} reaches it)"
+        return f"it failed at step {known.step}, and {replayed}"
+    data = "with the data that the factory gives for it" if placed else "but not with that step's data"
+    return f"it failed at step {known.step}, which was replayed, {data}"
 
 
 # -- a run that declares a half format but computes in another --
@@ -217,12 +226,7 @@ def replayed_here(replay: OpenReplay, session: Session, steps: int) -> Here:
 def nothing_in_half(
     session: Session, tightest: Headroom | None, start: Snapshot | None, fresh: Callable[[], Session]
 ) -> Skipped | None:
-    """Returns what is left out for a run that declares fp16 or bf16 and computes in another format; None for any other.
-
-    If the format was seen (`tightest`), no step is replayed. Where autocast was on as on a GPU and found nothing to
-    cast, nothing is left out: on a GPU it finds nothing either. `start` is the state before step 0, with its batches
-    ahead; None where only a `fresh` run leads there.
-    """
+    """Returns what is left out for a run that declares a half format and computes in another; None for any other."""
     said = session.precision.compute
     if not session.precision.reduced or (tightest is not None and tightest.format == said):
         return None
@@ -245,7 +249,6 @@ def nothing_in_half(
 
 
 def _look(session: Session, looked: FormatsProbe) -> list[Region]:
-    """Runs step 0 and returns the autocast regions that it enters."""
     autocasts = AutocastProbe()
     with suppress(AmpdoctorError), session.watched(looked, autocasts):  # it ran before: an error here adds nothing
         if session.has_step(0):
@@ -271,7 +274,6 @@ def _decides(looked: FormatsProbe, regions: Sequence[Region], session: Session) 
 
 
 def _place(region: Region) -> str:
-    """Returns where a region was made or entered: " at train.py:12"."""
     source = as_source(region.line)
     return "" if source is None else f" at {source.file}:{source.line}"
 
@@ -290,10 +292,7 @@ MOST_CARRIERS = 200
 
 
 def path_section(origin: NonFiniteOrigin, fingerprint: str, types: Mapping[str, str]) -> PathSection:
-    """Returns the way of one origin as the report shows it; `types` has each module's class name.
-
-    The nodes are in the order of the ops: what fed the origin, the origin, carriers, the first target of each kind.
-    """
+    """Returns the way of one origin, in the order of the ops; `types` has each module's class name."""
     way = origin.way
     half = MOST_CARRIERS // 2
     long = len(way.carriers) > MOST_CARRIERS
@@ -319,7 +318,6 @@ def module_types(model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, 
 
 
 def _as_passage(origin: NonFiniteOrigin) -> PathOp:
-    """Returns an origin's first non-finite result, beside its largest input."""
     outputs: Iterator[Any] = (stats for stats in origin.outputs if stats.nans or stats.infs)
     made = next(outputs, None)
     return PathOp(

@@ -35,15 +35,11 @@ _OF_THE_RUN = (
     *("policy", "half_products", "device", "strategy", "compare_steps", "fresh_scaler"),
     *("until_sick", "max_steps", "skip_batches"),
 )
-_OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16", "accumulation")
+_OF_THE_ADVICE = ("emit", "target", "precision_matters")
 
 
 def is_profile(target: str) -> bool:
-    """Whether a target names a saved profile rather than a factory, which has a colon after its file or module.
-
-    A run's log counts as a profile, because its details add up to one. These do not: a script without a function name,
-    a bundle's folder or manifest, and a function with a dot in place of its colon.
-    """
+    """Whether a target names a saved profile or a run's log rather than a factory, a script or a bundle."""
     path = Path(target)
     if path.name == "manifest.json":
         return False
@@ -134,9 +130,6 @@ class ReplayRequest:
         emit: Framework for which `recommend` writes the settings; its scaler's rules are simulated, too.
         target: The hardware that a precision is recommended for, a name of `evidence.targets.TARGETS`.
         precision_matters: The user needs more than bf16's 8 bits.
-        ranks: Number of processes over which the training averages gradients.
-        reduce_fp16: When an all-reduce in fp16 divides by that number; None if it runs in fp32 or bf16.
-        accumulation: Micro-batches per step of the training; None for the run's number.
 
     Raises:
         UsageError: An option has none of the values above, or two options contradict each other.
@@ -168,9 +161,6 @@ class ReplayRequest:
     emit: Framework | None = None
     target: str = DEFAULT_TARGET
     precision_matters: bool = False
-    ranks: int = 1
-    reduce_fp16: Literal["before", "after", "split"] | None = None
-    accumulation: int | None = None
 
     @property
     def framework(self) -> Framework:
@@ -191,7 +181,6 @@ class ReplayRequest:
         return {"advice_options": options} if options else {}
 
     def _options(self, names: Iterable[str]) -> dict[str, Any]:
-        """Returns the options that differ from their defaults, each with its values; a flag has none."""
         usual = {field.name: field.default for field in fields(self) if field.default is not MISSING}
         given = {name: getattr(self, name) for name in names if getattr(self, name) != usual[name]}
         return {f"--{name.replace('_', '-')}": [] if value is True else [str(value)] for name, value in given.items()}
@@ -210,8 +199,6 @@ class ReplayRequest:
             raise UsageError(f"half products {self.half_products!r} are neither fp32 nor plain")
         if self.strategy not in get_args(Strategy):
             raise UsageError(f"strategy {self.strategy!r} is neither trace nor bisect")
-        if self.ranks < 1 or (self.accumulation is not None and self.accumulation < 1):
-            raise UsageError("ranks and micro-batches start at 1")
         if self.emit is not None and self.emit not in FRAMEWORKS:
             raise UsageError(f"framework {self.emit!r} is none of {', '.join(FRAMEWORKS)}")
         target_named(self.target)
@@ -234,7 +221,6 @@ class ReplayRequest:
 
 
 def _typed(name: str, value: Any) -> str | None:
-    """Returns a factory's argument as the user types it; None for a value that cannot be typed."""
     try:
         return f"{name}={json.dumps(value, allow_nan=False)}"
     except (TypeError, ValueError):

@@ -95,10 +95,7 @@ class StepRerun:
         return tracer.trace
 
     def perturbed_weights(self, dtype: torch.dtype) -> DistanceProbe:
-        """Returns how far the gradients in fp32 move when each weight moves by its rounding in `dtype`.
-
-        Raises AmpdoctorError where the step cannot run so.
-        """
+        """Returns how far the gradients in fp32 move when each weight moves by its rounding in `dtype`."""
         beside = self.gradients(fp32=True)
         self.run(beside, fp32=True, change=changes.perturbed_weights(dtype))
         return beside
@@ -127,7 +124,7 @@ class StepRerun:
         wide = {name: tensor.detach().clone() for name, tensor in _wide_beside(session)}
         run_step(session, self.step, own)
         done = own.moves.trained
-        found = _with_masters(session, wide, own.before.trained, meant)
+        found = _with_master_weights(session, wide, own.before.trained, meant)
         for name, key, tensor in _optimizer_state(session):
             now = sample(tensor).double()
             if name not in meant or now.shape != meant[name].shape:
@@ -263,10 +260,7 @@ def last_op(writes: WritesProbe, name: str) -> str:
 
 
 def first_wrong_op(here: WritesProbe, there: WritesProbe, parameter: str, ratio: float) -> str | None:
-    """Returns the first op that leaves something else in a parameter's optimizer state than it does in fp32.
-
-    `here` watched the step and `there` the step in fp32; `ratio` is the factor by which the parameter's step is wrong.
-    """
+    """Returns the first op that leaves something else in a parameter's optimizer state than it does in fp32."""
     prefix = _state_name(parameter, "")
     for name in here.writes:
         mine, wide = (_updates(probe.writes.get(name, ())) for probe in (here, there))
@@ -281,20 +275,17 @@ def first_wrong_op(here: WritesProbe, there: WritesProbe, parameter: str, ratio:
 
 
 def _updates(writes: Sequence[Write]) -> list[Write]:
-    """Returns the in-place writes since the tensor was last made."""
     made = max((at for at, write in enumerate(writes) if not write.in_place), default=-1)
     return list(writes[made + 1 :])
 
 
 def _all_kept(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields what a run keeps, by name: parameters, states, and all state of its optimizers."""
     yield from held(session)
     yield from ((name, tensor) for (_, name), tensor in states_of(session))
     yield from ((_state_name(name, key), tensor) for name, key, tensor in _optimizer_state(session))
 
 
 def _optimizer_state(session: Session) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yields (parameter's name, key, tensor) for the tensors that optimizers keep."""
     names = session.parameter_names()
     for optimizer in session.optimizers.values():
         for parameter, state in list(optimizer.state.items()):
@@ -322,13 +313,8 @@ def _attributes(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[st
             yield from _attributes(inner, f"{name}.{key}", depth + 1)
 
 
-def _with_masters(session: Session, before: Mapping[str, torch.Tensor], start: State, meant: State) -> set[str]:
-    """Returns the half parameters whose fp32 master moved as the parameter does in fp32.
-
-    A moving average has the parameter's values as well, but not its moves. In fp32 a parameter begins at the half
-    copy's value and may end at the master's. `before` holds the fp32 tensors before the step, `start` samples of the
-    parameters before it, and `meant` their moves in fp32.
-    """
+def _with_master_weights(session: Session, before: Mapping[str, torch.Tensor], start: State, meant: State) -> set[str]:
+    """Returns the half parameters whose fp32 master moved as the parameter does in fp32."""
     weights, found = dict(held(session)), set()
     for name, tensor in _wide_beside(session):
         old = before.get(name)

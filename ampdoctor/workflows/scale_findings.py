@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.measure import Measurement
     from ampdoctor.workflows.requests import Progress
 
-NOT_RUN: PrescriptionStatus = "not_run"
 TRIED_STEPS = 8
 """Steps of a replay that only has to show that another precision is a cure."""
 
@@ -58,8 +57,8 @@ class Replays:
         by_hand = self.taken.ranges.run.base_scale
         scaler = with_scaler(**advice.recommended.arguments())
         scaled = scaler if by_hand == 1.0 else rescaled(advice.recommended.scale / by_hand)
-        islands = fp32_modules(advice.choice.fp32_modules) if advice.choice.fp32_modules else no_change
-        return self._observe(both(scaled, islands), self.taken.ranges.steps)
+        in_fp32 = fp32_modules(advice.choice.fp32_modules) if advice.choice.fp32_modules else no_change
+        return self._observe(both(scaled, in_fp32), self.taken.ranges.steps)
 
     def tried(self, change: Change) -> Observed:
         """Returns a short replay with another change."""
@@ -113,7 +112,7 @@ def judge(
         judgement = replace(judgement, change=False, no_scale=True)
     findings = _of_the_scale(ranges, thresholds, advice, judgement, trial)
     if advice.large:
-        findings.append(forward_range(advice.large, trial.islands()))
+        findings.append(forward_range(advice.large, trial.in_fp32()))
     choice = advice.choice
     if choice.modules_not_covered:
         findings.append(
@@ -243,9 +242,9 @@ class _Trial:
         new = advice.current.growth_interval == 0 and not judgement.by_hand  # there is no scaler yet
         kind: PrescriptionKind = "scaler" if new else "init_scale"
         value = settings.arguments() if new else settings.scale
-        if judgement.then is None:
-            status, reason = NOT_RUN, judgement.unusable
-        else:
+        status: PrescriptionStatus = "not_run"
+        reason = judgement.unusable
+        if judgement.then is not None:
             status, reason = judgement.then.cures(judgement.now, skips=advice.then.skipped)
         if judgement.by_hand:
             detail = f"multiply the loss by {exact(settings.scale)} where the step multiplies it, or use {detail}"
@@ -265,15 +264,15 @@ class _Trial:
         large = self._advice.large
         beyond = sorted(name for name in large if name and large[name] > FP16_MAX)
         near = sorted(name for name in large if name)
-        tried = [partial(self._islands, names) for names in ([beyond] if beyond == near else [beyond, near]) if names]
+        tried = [partial(self._in_fp32, names) for names in ([beyond] if beyond == near else [beyond, near]) if names]
         return self._first(*tried, self.in_bf16)
 
-    def islands(self) -> Prescription:
+    def in_fp32(self) -> Prescription:
         """fp32 for the modules with large activations."""
         names = sorted(name for name in self._advice.large if name)
-        return self._islands(names) if names else self.in_bf16()
+        return self._in_fp32(names) if names else self.in_bf16()
 
-    def _islands(self, names: list[str]) -> Prescription:
+    def _in_fp32(self, names: list[str]) -> Prescription:
         return self._try("fp32_modules", names, fp32_modules(names), f"run {', '.join(names)} in fp32")
 
     def modules_no_scale_fits(self) -> Prescription:
@@ -314,7 +313,4 @@ class _Trial:
 
     @staticmethod
     def _first(*attempts: Callable[[], Prescription]) -> Prescription:
-        made = first_cure(attempt() for attempt in attempts)
-        if made is None:
-            raise AssertionError("there is always bf16 to try")
-        return made
+        return first_cure(attempt() for attempt in attempts) or attempts[-1]()

@@ -78,10 +78,7 @@ def moved(session: Session, before: StateCopy) -> StateCopy:
 
 
 def states_of(session: Session) -> Iterator[tuple[Named, torch.Tensor]]:
-    """Yields untrained state: the model's, optimizer state of one element, and that of the run's own code.
-
-    The half copy of an fp32 master is excluded: it moves once the master has moved far enough.
-    """
+    """Yields untrained state: the model's, optimizer state of one element, and that of the run's own code."""
     trained = {id(p) for _, p in held(session)}
     known = {id(p) for p in session.model.parameters()} | {id(b) for b in session.model.buffers()}
     for name, tensor in kept_tensors(session):
@@ -102,25 +99,17 @@ def _same(states: Mapping[Named, torch.Tensor], name: Named, old: torch.Tensor) 
 
 
 def kept_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) for what a run keeps from step to step.
-
-    A parameter with an fp32 master counts as its master. Its half copy is made anew from the master after each step, so
-    it moves only once the master has moved half a unit in the copy's last place, and nothing is lost.
-    """
+    """Yields (name, tensor) for what a run keeps; an fp32 master counts in place of its half copy."""
     names = session.parameter_names()
-    master = session.masters.of if session.masters else _masters_by_hand(session)
+    master = session.master_weights.of if session.master_weights else _master_weights_by_hand(session)
     yield from ((names[id(p)], master(p)) for p in session.model.parameters())
     for name, buffer in session.model.named_buffers():
         if buffer.is_floating_point():
             yield session.clean_name(name), buffer
 
 
-def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function from a half parameter to the fp32 master that the run's own code keeps, or to itself.
-
-    A master is an optimizer's parameter outside the model that equals the half one when cast to its dtype; or that
-    parameter's part of a flat one, which holds the model's parameters one after the other.
-    """
+def _master_weights_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a function from a half parameter to the fp32 master, or its part of a flat one, or to itself."""
     own = {id(p) for p in session.model.parameters()}
     held = [*optimizer_parameters(session)]
     others, trained = [p for p in held if id(p) not in own], {id(p) for p in held}
@@ -132,7 +121,7 @@ def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]
             return half
         parts = (p[at[id(half)] :][: half.numel()] for p in flat if at[id(half)] + half.numel() <= p.numel())
         for one in (*(p for p in others if p.shape == half.shape), *(p.view(half.shape) for p in parts)):
-            if half.detach().equal(one.detach().to(half)):  # masters may lie on the CPU
+            if half.detach().equal(one.detach().to(half)):  # master weights may lie on the CPU
                 return one
         return half
 
@@ -140,7 +129,6 @@ def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]
 
 
 def _places(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Yields each parameter's id, and its offset in a flat parameter that holds them one after the other."""
     at = 0
     for parameter in parameters:
         yield id(parameter), at
@@ -205,6 +193,7 @@ class ReferencePass:
     skipped: tuple[Skipped, ...] = ()  # why fp32 could not be run
     deterministic: bool = True  # each step that was run again was the same bit by bit
     steps: int = 0  # number of compared steps
+    at_rest: int = 0  # of these, in which fp32 moves nothing
     held: int = 0  # steps at the end that the user's own gradient check skips and fp32 takes
     origins: Mapping[str, NonFiniteOrigin] = field(default_factory=dict)  # by the finding's fingerprint
 
@@ -306,6 +295,7 @@ class ComparisonSummary:
             checks=(check,),
             skipped=skipped,
             steps=steps,
+            at_rest=rests,
             held=self._held,
             origins=self._origins,
         )
@@ -340,10 +330,7 @@ def run_step(
 
 
 class MovesProbe(Probe):
-    """Measures how far the run's state moves in a step, before a session in fp32 goes back to the run's own formats.
-
-    It is made before the step, in those formats.
-    """
+    """Measures how far the run's state moves in a step, in its own formats; made before the step."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -397,11 +384,7 @@ class Fp32Step:
 def beside_fp32(
     session: Session, before: Snapshot, step: int, nonfinite_probe: NonFiniteProbe
 ) -> tuple[StepOutcome, StepComparison]:
-    """Run a step in fp32 and then as it is, each from the state `before` it, where the session stands.
-
-    The session is left after the step. Nothing of it is copied: each gradient is compared where the optimizer gets it,
-    and fp32's is then freed.
-    """
+    """Run a step in fp32 and then as it is, each from the state `before` it; the session is left after the step."""
     wide: Fp32Step | None = None
     raised = StepComparison()
     try:
@@ -420,7 +403,6 @@ def beside_fp32(
 def _side_by_side(
     session: Session, outcome: StepOutcome, wide: Fp32Step, nonfinite_probe: NonFiniteProbe
 ) -> StepComparison:
-    """Returns the step that has just run after its twin in fp32, beside it."""
     affected, own, updates = nonfinite_probe.report.affected, outcome.optimizer_steps, wide.outcome.optimizer_steps
     if outcome.loses_updates:
         return StepComparison()
@@ -436,7 +418,6 @@ def _side_by_side(
 
 
 def _beside(apart: Mapping[str, Distance], before: State, here: State, there: State) -> Iterator[ParameterVsFp32]:
-    """Yields each optimizer-held parameter's gradient and move beside fp32's, in the order of fp32's gradients."""
     for name, distance in apart.items():
         if name not in here or name not in there:
             continue
@@ -464,7 +445,6 @@ def _beside(apart: Mapping[str, Distance], before: State, here: State, there: St
 
 
 def _states(before: StateCopy, here: StateCopy, there: StateCopy) -> Iterator[StateVsFp32]:
-    """Yields how state that no optimizer trains has moved, where it moved in fp32."""
     for (kind, name), old in before.states.items():
         named = (kind, name)
         if named not in here.states or named not in there.states:
@@ -486,7 +466,6 @@ def _states(before: StateCopy, here: StateCopy, there: StateCopy) -> Iterator[St
 
 
 def _some(values: torch.Tensor) -> tuple[float, ...]:
-    """Returns some of the elements, the same ones each time."""
     return tuple(values[:: max(1, -(-values.numel() // SOME))].tolist())
 
 

@@ -176,14 +176,7 @@ class Trials:
         stands_in: bool = False,
         restores: bool = False,
     ) -> Prescription:
-        """Replay with a change and decide whether it cures.
-
-        The prescription is `verified`, `failed` or `worse`, or `not_run` if nothing can be proved. `value` is the
-        change in machine-readable form and `detail` in a sentence. Replay begins at `from_step`: the step after the bad
-        one where its batch is skipped. With `stands_in` the change replaces one that only the user can make: it is an
-        `intervention` rather than `verified`, and fp32 is run with it where fp32 alone is not finite. With `restores`
-        the state itself was wrong, so fp32 is always run with the change.
-        """
+        """Replay with a change and decide whether it cures; `stands_in` for one that only the user can make."""
         first = self.step if from_step is None else from_step
         self._changed = {}
         self._settled = None
@@ -209,11 +202,7 @@ class Trials:
         return self._reference
 
     def diverges(self) -> tuple[float | None, ...]:
-        """Returns the losses of the run in fp32 from its start, up to a step that the updates have made non-finite.
-
-        Returns () if fp32 stays finite for as many steps as a cure must; if that step is not finite from the first
-        state either, because of its batch or formula; or if the run cannot be replayed from its start.
-        """
+        """Returns the losses in fp32 from the run's start up to a step that its updates ruin; () where none is."""
         begun = self._begun()
         if begun is None:
             return ()
@@ -228,7 +217,6 @@ class Trials:
         return tuple(losses)
 
     def _wide_from(self, start: Snapshot, steps: range) -> tuple[list[float | None], bool]:
-        """Returns the losses of steps in fp32 up to the first non-finite one, and whether all are finite."""
         session, nonfinite_probe = self.session, NonFiniteProbe(locate=False)
         losses: list[float | None] = []
         start.restore()
@@ -275,7 +263,6 @@ class Trials:
         return any(row.gradient_norm for step, row in self._changed.items() if step > self.step)
 
     def _settling(self, change: Change, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
-        """Returns what is wrong with the change in place, at the run's scale or one to which its scaler backs off."""
         begun = no_change if self.fresh is None else loss_scale(self.fresh)
         with self._at_the_step() as session, begun(session), change(session):
             wrong, got = self._run(session, first, reference)
@@ -318,7 +305,6 @@ class Trials:
         return None
 
     def _run(self, session: Session, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
-        """Run the steps with the change; returns what is wrong with them, and the bad step's gradients."""
         got: Gradients = {}
         nonfinite_probe, gradients = NonFiniteProbe(), GradientProbe()
         self._too_high = None
@@ -386,7 +372,6 @@ class Trials:
         return moved is not None and relative_error(got, own) <= relative_error(moved, own)
 
     def _departing(self, session: Session, thresholds: Thresholds, step: int) -> str | None:
-        """Returns the first module with a finite value that comes from an overflow; the session is restored."""
         here = session.snapshot()
         tracer = OpTraceProbe()
         with session.watched(tracer):
@@ -412,7 +397,6 @@ class Trials:
 
     @contextmanager
     def _at_the_step(self) -> Iterator[Session]:
-        """Yields a session that stands before the bad step."""
         if self.back is not None:
             with self.back() as session:
                 yield session

@@ -86,7 +86,7 @@ def watch(
         record_batches: Keep the batches of this many of the last updates, on the GPU. On a GPU a sick step is known
             only after its update, so its bundle is replayed from an earlier checkpoint.
         export: Where the log's numbers and alerts are sent while the training runs: texts as of `--export`, and objects
-            with `log`, `alert`, `flush` and `close`, or with `add_scalar`, which are called on their own thread.
+            with `log`, `alert`, `flush` and `close`, which are called on their own thread.
         tell: Called with the diagnosis at the sick step; None logs its first sentence.
         on_alert: Called with each alert, a `Finding`, as it is made, on ampdoctor's thread; errors and warnings are
             logged as well.

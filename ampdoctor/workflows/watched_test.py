@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 class WatchedTest:
-    """Holds the parts of a test's loop, and copies of what the next update changes.
-
-    A test's own variables are gone when its function returns, and its watch ends after that.
-    """
+    """Holds the parts of a test's loop, which end before its watch, and copies of what the next update changes."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._held: dict[int, Any] = {}

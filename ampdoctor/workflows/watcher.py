@@ -28,7 +28,7 @@ from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.data_stats import DataStats
 from ampdoctor.live.log.facts import RankInJob, hardware, models_of, software
 from ampdoctor.live.log.step_lines import StepLines
-from ampdoctor.live.loop_watch import LoopWatch, RepeatedUpdate, UpdateAttempt, harmless
+from ampdoctor.live.loop_watch import LoopWatch, UpdateAttempt, harmless
 from ampdoctor.live.numbers.other_modules import OtherModules
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
@@ -47,7 +47,7 @@ from ampdoctor.live.unread_steps import (
     ways_out,
 )
 from ampdoctor.precision.cuda_autocast import policy_in_force
-from ampdoctor.probes.user_code import as_source
+from ampdoctor.probes.user_code import as_source, own_line
 from ampdoctor.replay.bundles.write import Written
 from ampdoctor.replay.recorded_step import lies_in_parts, with_inner_autocast
 from ampdoctor.workflows.diagnose_step import (
@@ -85,19 +85,7 @@ def standing() -> TrainingWatcher | None:
 
 
 class TrainingWatcher:
-    """Watches the loops of this process while `attending` lasts.
-
-    `tell` gets the diagnosis at the sick step, `say` gets sentences for the user, and `on_alert` gets each alert on its
-    own thread.
-
-    Attributes:
-        report: The diagnosis of the first sick step, or None.
-        folder: Folder of the log and the bundles.
-        broken: Whether the watch itself has failed.
-        failure: The error with which it failed, or None.
-        skipped: Updates that scalers have held back, as far as the host knows.
-        speaks: Whether this process shows its diagnosis: rank 0, or a rank that is itself sick.
-    """
+    """Watches the loops of this process while `attending` lasts; `tell` gets the diagnosis, `say` sentences."""
 
     def __init__(
         self,
@@ -136,11 +124,6 @@ class TrainingWatcher:
         self._test: WatchedTest | None = None
 
     @property
-    def world(self) -> int:
-        """The number of processes of the job."""
-        return self._rank.place.world
-
-    @property
     def trained(self) -> bool:
         """Whether a backward or an optimizer's step has been seen."""
         return self._watch.recorder.used.any_backward or bool(self._lines.attempted)
@@ -153,11 +136,7 @@ class TrainingWatcher:
         optimizers: Iterable[torch.optim.Optimizer] = (),
         scalers: Iterable[Any] = (),
     ) -> Iterator[None]:
-        """Install the hooks, and remove them afterwards whatever happens.
-
-        Models and optimizers that are not given are found at their first call or step; of scalers, only other classes
-        than torch's own need to be given.
-        """
+        """Install the hooks, and remove them afterwards whatever happens; scalers of other classes need to be given."""
         with ExitStack() as stack:
             entry = os.getpid(), self
             _standing.append(entry)
@@ -210,12 +189,12 @@ class TrainingWatcher:
 
     @harmless
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
-        """As in `LoopListener`."""
+        """Called before a scaler divides an optimizer's gradients by its scale."""
         self._numbers.unscaling([p for group in optimizer.param_groups for p in group["params"]])
 
     @harmless
     def about_to_step(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
-        """As in `LoopListener`."""
+        """Called before an update; the weights are unchanged."""
         self._rank.take_place(self._intake)
         self._look_at_what_was_left_out()
         norm = self._measured(attempt, losses)
@@ -239,7 +218,7 @@ class TrainingWatcher:
 
     @harmless
     def held_back(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
-        """As in `LoopListener`."""
+        """Called after a scaler has skipped an update; the weights are unchanged."""
         self._rank.take_place(self._intake)
         self._look_at_what_was_left_out()
         self._measured(attempt, losses)
@@ -257,7 +236,7 @@ class TrainingWatcher:
 
     @harmless
     def attempted(self, attempt: UpdateAttempt, *, skipped: bool | None) -> None:
-        """As in `LoopListener`."""
+        """Called after an update was made or skipped; `skipped` is None where the answer is still on a device."""
         self._guard.release()
         if self._test is not None and self.report is None and skipped is not True:
             self._look_at_the_update(self._test, attempt)
@@ -290,21 +269,20 @@ class TrainingWatcher:
                 self._say(UNREAD.format(step=attempt.step))
 
     @harmless
-    def stepping_again(self, again: RepeatedUpdate) -> None:
-        """As in `LoopListener`."""
-        source = as_source(again.line)
-        finding = stepped_again_finding(again.step, source, held_back=again.held_back, scaled=again.scaled)
-        self._is_misused(finding, again.name, key=f"again {again.name} {again.held_back}")
+    def stepping_again(self, step: int, name: str, *, scaled: bool, held_back: bool) -> None:
+        """Called before an optimizer uses the gradients of its update `step` again, or after its scaler has skipped."""
+        finding = stepped_again_finding(step, as_source(own_line()), held_back=held_back, scaled=scaled)
+        self._is_misused(finding, name, key=f"again {name} {held_back}")
 
     @harmless
     def refused(self, method: str, optimizer: Any, error: Exception) -> None:
-        """As in `LoopListener`; if the loop catches the error, it is no failure."""
+        """Called after a scaler's method has raised; if the loop catches the error, it is no failure."""
         finding = self._protocol.refused(method, optimizer, error, self._lines.turn)
         # the error itself would keep the loop's frames alive
         self._refused = (id(error), describe(error)), finding, self._watch.name_of(optimizer)
 
     def failed(self, error: Exception) -> None:
-        """As in `LoopListener`."""
+        """Called when the watch itself has failed; no other call follows."""
         self.broken, self.failure = True, describe(error)
         self._watch.recorder.fail(error)
         self._say(f"the training is watched no more: {self.failure}")
@@ -357,17 +335,17 @@ class TrainingWatcher:
 
     @harmless
     def entering(self, model: torch.nn.Module) -> None:
-        """As in `CallListener`."""
+        """Called before a model of the loop runs."""
         if self._numbers.looking:
             self._numbers.entering(self._watch.recorder.name_of(model) or "", model)
 
     def left(self) -> None:
-        """As in `CallListener`."""
+        """Called after the model has returned or raised."""
         self._numbers.left()
 
     @harmless
     def returned(self, model: torch.nn.Module, name: str, call: int, *, given: tuple[Any, Any], output: Any) -> None:
-        """As in `CallListener`."""
+        """Called after a model has returned; `call` is its number in the step, from 0, and `given` its arguments."""
         if self._test is not None:
             self._test.hold(model, *(root for _, root in self._watch.recorder.models.roots))
         batch = self._intake.batches.called(model, *given, backwards=self._watch.recorder.backwards)
@@ -446,7 +424,7 @@ class TrainingWatcher:
         """Report a training that has taken no step, although it looked like a scaler that settles."""
         if self.report is not None or self._rank.alerting is None or self._lines.taken:
             return
-        self._log.hear_out()
+        self._log.drain()
         finding = self._rank.alerting.errors.get(NO_STEP.code)
         if finding is not None:
             self._found(finding, finding.where.step or 0, "no step was taken")
@@ -503,12 +481,7 @@ class TrainingWatcher:
         raised: BaseException | None = None,
         if_shown: bool = False,
     ) -> None:
-        """Replay a step and report what is found.
-
-        `what` says why it is examined, and `name` is its optimizer's. With `settles` the step is healthy if its scaler
-        backs off to where it is taken. `raised` is the exception that ended it; with it, or with `if_shown`, nothing is
-        reported unless the replay shows where the step became non-finite. `advice` is added to the findings.
-        """
+        """Replay a step and report what is found; with `raised` or `if_shown`, only if the replay shows an error."""
         request = self._request
         if request.look == "off":
             return
@@ -657,7 +630,7 @@ class TrainingWatcher:
         news, self._late = self._late, None
         if news is None or self.report is not None or self._request.look == "off":
             return
-        if news.weights == "intact":
+        if news.intact:
             if not self._attentive:
                 self._attentive = self._request.every
                 if news.what != SKIPPED:

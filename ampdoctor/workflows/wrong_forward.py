@@ -59,10 +59,7 @@ def wrong_in_forward(
     far: Sequence[ParameterVsFp32],
     trying: Callable[..., Trials],
 ) -> Finding | None:
-    """Returns the finding for the first op that explains why gradients are far from fp32's; None if none does.
-
-    Proof: with fp32 there, and only there, the gradients of the parameters `far` from fp32 come nearer by `BETTER`.
-    """
+    """Returns the finding for the first op that, in fp32, brings the gradients of `far` nearer; None if none does."""
     for one in seen[:MOST]:
         trials = trying(tensors=[p.name for p in far], together=together(far) / CLEARLY_NEARER)
         tried: list[Prescription] = []
@@ -123,10 +120,7 @@ def stale_casts(again: StepRerun, comparison: Comparison, trials: Trials, thresh
 
 
 def stale_casts_without_fp32(again: StepRerun, thresholds: Thresholds) -> Finding | None:
-    """Like `stale_casts`, for a step that cannot run in fp32: its gradients are compared with those of new copies.
-
-    In such a step a weight is written that a backward still needs in fp32; under autocast it needs the half copy.
-    """
+    """Like `stale_casts`, for a step that cannot run in fp32: beside the gradients of new copies."""
     old = _old_copies(again)
     if old is None:
         return None
@@ -139,11 +133,7 @@ def stale_casts_without_fp32(again: StepRerun, thresholds: Thresholds) -> Findin
 
 
 def stalest_without_fp32(again: StepRerun, steps: int, thresholds: Thresholds) -> Finding | None:
-    """Returns the finding for the first step whose stale copies matter, else the first note.
-
-    As many consecutive `steps` are looked at, because an average begins as the weights themselves; each is run a few
-    times.
-    """
+    """Returns the finding for the first step whose stale copies matter, else the first note."""
     note: Finding | None = None
     session = again.session
     for step in range(again.step, again.step + steps):

@@ -21,14 +21,14 @@ class Rival(ABC):
     name = ""
 
     @abstractmethod
-    def hear(self, line: Line) -> bool:
+    def add(self, line: Line) -> bool:
         """Whether it fires at this line."""
 
 
 class OnSteps(Rival):
     """A rule on each step's loss and gradient norm."""
 
-    def hear(self, line: Line) -> bool:
+    def add(self, line: Line) -> bool:
         return isinstance(line, StepLine) and self.step(line.loss, line.gradient_norm)
 
     @abstractmethod
@@ -206,7 +206,7 @@ class ZeroShare(Rival):
 
     name = "5 % of gradients zero"
 
-    def hear(self, line: Line) -> bool:
+    def add(self, line: Line) -> bool:
         if not isinstance(line, DetailLine):
             return False
         gradients = [

@@ -51,7 +51,7 @@ class Heard:
     steps: int = 0
 
 
-def hear(lines: Iterable[Line]) -> Heard:
+def add(lines: Iterable[Line]) -> Heard:
     """Each rule hears a training's log, alone and from its beginning.
 
     A rival is there once for each optimizer, as who trains with two would have it: none of them knows of several.
@@ -63,11 +63,11 @@ def hear(lines: Iterable[Line]) -> Heard:
         step = line.step if isinstance(line, StepLine | DetailLine) else 0
         late = isinstance(line, DetailLine)
         heard.steps += isinstance(line, StepLine)
-        for finding in judge.hear(line):
+        for finding in judge.add(line):
             if finding.severity != "note":
                 heard.alarms[OURS].append(Alarm(step, late, finding))
         for rival in rivals[line.optimizer] if isinstance(line, StepLine | DetailLine) else ():
-            if rival.hear(line):
+            if rival.add(line):
                 heard.alarms[rival.name].append(Alarm(step, late))
     return heard
 
@@ -145,7 +145,7 @@ def add_published(score: Score, spike: Spike, alarms: Sequence[Alarm]) -> None:
 
 def hear_published(seed: int) -> list[tuple[Spike, Heard]]:
     """Each rule hears the published spikes."""
-    return [(spike, hear(steps_of(spike, seed))) for spike in SPIKES]
+    return [(spike, add(steps_of(spike, seed))) for spike in SPIKES]
 
 
 def wilson(right: int, of: int) -> tuple[float, float]:

@@ -18,19 +18,14 @@ import torch
 from ampdoctor.batching.config_files import STRATEGIES, read_settings
 from ampdoctor.batching.emitting import emit_plan
 from ampdoctor.batching.plans import BatchPlan, Cluster
-from ampdoctor.errors import UsageError
+from tests.scaling.simulated import library
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's libraries
 ALONE = BatchPlan(micro_batch=8, accumulation=2, data_parallel=1)
-HERE = Cluster(devices=1, per_node=1)
+HERE = Cluster(devices=1)
 PLAN = BatchPlan(micro_batch=8, accumulation=2, data_parallel=128)
-THERE = Cluster(devices=128, per_node=8)
+THERE = Cluster(devices=128)
 SAMPLES = torch.utils.data.TensorDataset(torch.zeros(16, 1))
-
-
-def library(name):
-    """The module, or a skip; libraries warn while they are imported, before a mark can hold."""
-    return pytest.importorskip(name, exc_type=ImportError)
 
 
 def run(emitted):
@@ -139,7 +134,7 @@ def megatron_batches(flags, ranks):
 
 
 def test_megatron():
-    cluster = Cluster(devices=1024, tensor=4, pipeline=2, per_node=8)
+    cluster = Cluster(devices=1024, tensor=4, pipeline=2)
     emitted = emit_plan(PLAN, cluster, "megatron")
     flags = words_of(emitted, "BATCH_ARGS")
     said = read_settings(emitted.text, "args.sh")
@@ -167,11 +162,3 @@ def test_torchtitan(monkeypatch):
     training = config.Training(**table["training"])
     assert (training.local_batch_size, training.global_batch_size) == (8, 2048)
     assert config.Parallelism(**table["parallelism"]).tensor_parallel_degree == 4
-
-
-def test_torchrun():
-    words = words_of(emit_plan(PLAN, THERE, "torchrun"), "TORCHRUN_ARGS")
-    parsed = importlib.import_module("torch.distributed.run").parse_args([*words, "train.py"])
-    assert (parsed.nnodes, parsed.nproc_per_node) == ("16", "8")
-    with pytest.raises(UsageError, match="say both"):
-        emit_plan(PLAN, Cluster(devices=128), "torchrun")

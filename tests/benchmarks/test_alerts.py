@@ -11,17 +11,17 @@ from random import Random
 import pytest
 import torch
 
-from ampdoctor.evidence.log_records import DetailLine, StepLine, TensorDetail
+from ampdoctor.evidence.log_records import DetailLine, StepLine
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.alerting import healthy, logs, published, rivals, scoring, tasks  # noqa: E402
-from benchmarks.alerting.harm import STAYS, harm_step, is_sudden  # noqa: E402
+from benchmarks.alerting import healthy, logs, rivals, scoring, tasks  # noqa: E402
+from benchmarks.alerting.harm import STAYS, harm_step  # noqa: E402
 from benchmarks.alerting.logs import Record  # noqa: E402
 from benchmarks.alerting.loop import Fault, clean_loss, take_step  # noqa: E402
 from benchmarks.alerting.mechanisms import MECHANISMS  # noqa: E402
-from benchmarks.alerting.scoring import Alarm, Score  # noqa: E402
+from benchmarks.alerting.scoring import Alarm  # noqa: E402
 
 
 def script():
@@ -41,13 +41,6 @@ def one_thread():
 
 
 SICK = [name for kind, name in logs.names() if kind == "sick"]
-
-
-def test_there_are_as_many_trainings_as_are_promised():
-    assert len(SICK) >= 64
-    assert sum(steps for _, steps in (*healthy.RUNS.values(), *healthy.LOOPS.values())) >= 120_000
-    causes = {"data", "gradient", "optimizer", "scale", "logits", "hardware"}
-    assert {cause for mechanism in MECHANISMS.values() for cause in mechanism.cause} == causes
 
 
 def made(name, onset):
@@ -110,7 +103,6 @@ TWIN = [1.0] * 100
     ("sick", "applied", "harm"),
     [
         ([1.0] * 31 + [1.2] * 69, None, 30),
-        ([1.0] * 31 + [1.11] * 69, None, None),
         ([1.0] * 31 + [1.2] * (STAYS - 1) + [1.0] * 30, None, None),
         ([1.0] * 31 + [1.2] * STAYS + [1.0] * 29, None, 30),
         ([1.0] * 81 + [math.nan] * 19, None, 80),
@@ -124,11 +116,6 @@ def test_harm_is_the_first_applied_update_after_which_the_loss_stays_above(sick,
     for step, was in (applied or {}).items():
         taken[step] = was
     assert harm_step(sick, TWIN, taken, 10) == harm
-
-
-def test_sudden_is_what_comes_within_five_steps():
-    assert is_sudden(100, 105)
-    assert not is_sudden(100, 106)
 
 
 def steps(values):
@@ -159,32 +146,8 @@ QUIET = noisy(150)
 )
 def test_a_rival_fires_where_its_formula_does_and_not_before(rule, after, fires):
     one = rule()
-    said = [line.step for line in steps(QUIET + after) if one.hear(line)]
+    said = [line.step for line in steps(QUIET + after) if one.add(line)]
     assert said == [fires]
-
-
-def test_half_a_window_above_the_cap_is_a_high_loss():
-    one = rivals.KillLossSpike()
-    climbs = [(2.0, 1.0)] * 200 + [(2.1, 1.0)] * 60
-    assert next(line.step for line in steps(climbs) if one.hear(line)) == 250
-
-
-def test_a_nan_in_the_window_makes_six_sigma_fire_for_a_whole_window_as_its_formula_does():
-    one = rivals.SixSigma()
-    said = [line.step for line in steps([*QUIET, (math.nan, 1.0), *noisy(200)]) if one.hear(line)]
-    assert said == list(range(150, 150 + 129))
-
-
-def test_the_zero_rule_weighs_tensors_by_their_elements():
-    def line(share):
-        gradients = [(0, 900, share), (1, 100, 0.0)]
-        return DetailLine(
-            step=0,
-            tensors=tuple(TensorDetail(tensor=t, role="gradient", elements=n, zero_share=s) for t, n, s in gradients),
-        )
-
-    assert not rivals.ZeroShare().hear(line(0.055))
-    assert rivals.ZeroShare().hear(line(0.057))
 
 
 SUDDEN = Record(name="a/0", kind="sick", seed=0, task="text", steps=200, every=20, onset=100, harm=100, sudden=True)
@@ -202,49 +165,6 @@ SUDDEN = Record(name="a/0", kind="sick", seed=0, task="text", steps=200, every=2
 )
 def test_in_time_is_before_the_update_and_after_the_onset(alarms, found):
     assert (scoring.in_time(SUDDEN, alarms) is not None) is found
-
-
-def test_alarms_that_follow_each_other_are_one():
-    assert scoring.episodes([Alarm(5), Alarm(6), Alarm(50), Alarm(101), Alarm(400)]) == 3
-    score = Score()
-    scoring.add_healthy(score, [Alarm(1), Alarm(2)], 1000)
-    assert (score.false_alarms, score.healthy_steps) == (1, 1000)
-
-
-def test_a_rival_hears_each_optimizer_alone():
-    both = [
-        StepLine(step=2 * i + which, optimizer=which, loss=loss, gradient_norm=norm * 100**which)
-        for i, (loss, norm) in enumerate(QUIET)
-        for which in (0, 1)
-    ]
-    of_both = rivals.Turbulence()
-    assert any(of_both.hear(line) for line in both)
-    assert scoring.hear(both).alarms[rivals.Turbulence.name] == []
-
-
-def test_an_alarm_tells_a_training_from_its_twin_where_that_is_silent():
-    score = Score()
-    for of_twin in ([], [Alarm(99), Alarm(101)], [Alarm(100)]):
-        scoring.add_sick(score, SUDDEN, [Alarm(100)], of_twin)
-    scoring.add_sick(score, SUDDEN, [], [])
-    assert score.told_apart == [True, True, False, False]
-    assert score.leads == {True: [0, 0, 0, None], False: []}
-
-
-def test_bounds_are_those_of_the_tables():
-    assert scoring.wilson(9, 10) == pytest.approx((0.5958, 0.9821), abs=1e-4)
-    assert scoring.wilson(0, 0) == (0.0, 1.0)
-    assert scoring.poisson(0) == pytest.approx((0.0, 3.689), abs=1e-3)
-    assert scoring.poisson(3) == pytest.approx((0.619, 8.767), abs=1e-3)
-
-
-@pytest.mark.parametrize("spike", published.SPIKES, ids=lambda spike: spike.name)
-def test_a_published_spike_stands_behind_quiet_steps(spike):
-    lines = list(published.steps_of(spike, 0))
-    assert [line.step for line in lines] == list(range(spike.first - published.QUIET, lines[-1].step + 1))
-    norms = {line.step: line.gradient_norm for line in lines}
-    assert norms[spike.jump] > 2 * max(norm for step, norm in norms.items() if step < spike.first)
-    assert spike.jump < spike.loss_spike <= lines[-1].step
 
 
 def test_a_training_is_collected_once_and_judged(tmp_path, monkeypatch, capsys):

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.reports.html_report import render_html
-from tests.browser.conftest import DESK, PATIENCE, PHONE, wait_until
+from tests.browser.conftest import DESK, wait_until
 from tests.browser.health_pages import alert, health_report, health_run
 from tests.browser.pages import EVERY_VIEW, HOSTILE
 
@@ -75,15 +74,6 @@ def test_a_panel_is_there_for_what_the_log_has_and_for_nothing_else(drawn):
     assert "no alerts" in page.locator("#alerts-view").inner_text()
 
 
-def test_a_run_without_a_step_is_a_page(drawn):
-    run = health_run()
-    axis = replace(run.axis, first=(), last=(), samples=None, tokens=None, time_ms=None, skipped=())
-    empty = replace(run, steps=0, axis=axis, curves=(), maps=(), scalers=(), checkpoints=(), looks=(), actions=())
-    page = drawn(health_report(empty), PHONE)
-    assert "0 steps" in page.locator(".runs").inner_text()
-    assert page.locator("#lanes-view .chart").count() == 0
-
-
 def test_all_panels_zoom_together_by_numbers_buttons_a_drag_and_the_wheel(visit, settle):
     page = visit("watched")
     settle(page)
@@ -91,10 +81,6 @@ def test_all_panels_zoom_together_by_numbers_buttons_a_drag_and_the_wheel(visit,
     assert windows(page) == {whole}
     zoomed(page, 8000, "9,000")
     wait_until(page, lambda: windows(page) == {(8000, 9000)})
-    page.get_by_role("button", name="Later").click()
-    wait_until(page, lambda: windows(page) == {(8500, 9500)})
-    page.get_by_role("button", name="Zoom out").click()
-    wait_until(page, lambda: windows(page) == {(8000 - 1, 10_000 - 1)})
     page.get_by_role("button", name="Whole run").click()
     wait_until(page, lambda: windows(page) == {whole})
 
@@ -116,21 +102,8 @@ def test_all_panels_zoom_together_by_numbers_buttons_a_drag_and_the_wheel(visit,
     wait_until(page, lambda: len(windows(page)) == 1 and windows(page) != {(low, high)})
     ((nearer, farther),) = windows(page)
     assert low <= nearer < farther <= high
-    page.mouse.dblclick(box["x"] + 300, box["y"] + 60)
-    wait_until(page, lambda: windows(page) == {whole})
     zoomed(page, 9000, 8000)
     assert windows(page) == {(9000, 9999)}, "a window that ends before it begins is none"
-
-
-def test_a_chart_that_comes_into_view_later_has_the_window_of_the_others(visit):
-    page = visit("watched", viewport={"width": 1280, "height": 500})
-    zoomed(page, 8000, 9000)
-    page.locator("#lane-memory .chart").scroll_into_view_if_needed()
-    page.locator("#lane-memory .chart[data-drawn]").wait_for()
-    option = (
-        "echarts.getInstanceByDom(document.querySelector('#lane-memory .chart')).getOption().dataZoom[0].startValue"
-    )
-    assert round(page.evaluate(option)) == 8000
 
 
 def test_the_values_of_every_panel_are_read_at_one_place_by_mouse_and_by_keyboard(visit, settle):
@@ -161,30 +134,6 @@ def test_the_values_of_every_panel_are_read_at_one_place_by_mouse_and_by_keyboar
     assert readout(page, "loss").split()[-1] == f"{first:.3g}"
     page.keyboard.press("End")
     assert "not finite" in readout(page, "loss")
-
-
-def test_the_own_axis_of_a_panel_follows_the_window(visit, settle):
-    page = visit("watched")
-    settle(page)
-    reach = """() => { const chart = echarts.getInstanceByDom(document.querySelector("#lane-loss .chart"));
-        return [chart.getOption().yAxis[0].min, chart.getOption().yAxis[0].max]; }"""
-    whole = page.evaluate(reach)
-    zoomed(page, 6000, 8000)
-    wait_until(page, lambda: page.evaluate(reach) != whole)
-    low, high = page.evaluate(reach)
-    inside = [v for v, at in zip(RUN.curves[0].middle, RUN.axis.last, strict=True) if 6000 <= at <= 8000]
-    assert low < min(inside)
-    assert high > max(inside)
-    assert high - low < 0.3 * (whole[1] - whole[0])
-
-
-def test_steps_samples_and_tokens_are_axes(visit, settle):
-    page = visit("watched")
-    settle(page)
-    page.get_by_label("Axis", exact=True).select_option("tokens")
-    wait_until(page, lambda: {high for _, high in windows(page)} == {RUN.axis.tokens[-1]})
-    page.get_by_label("Axis", exact=True).select_option("samples")
-    wait_until(page, lambda: {high for _, high in windows(page)} == {RUN.axis.samples[-1]})
 
 
 def test_a_flag_and_the_list_open_the_alerts_finding_and_its_command(visit, settle):
@@ -223,30 +172,6 @@ def test_a_flag_and_the_list_open_the_alerts_finding_and_its_command(visit, sett
     assert high - low < 0.1 * RUN.last_step
 
 
-def test_an_alert_is_shown_at_its_step_on_every_chart_also_on_those_not_yet_in_view(visit):
-    page = visit("watched", viewport={"width": 1280, "height": 500})
-    page.get_by_role("button", name=re.compile("open AMP721")).click()
-    page.get_by_role("button", name="Show on the charts").click()
-    step = next(f.where.step for f in EVERY_VIEW["watched"].findings if f.code == "AMP721")
-    for chart in page.locator("#lanes-view .chart").all():
-        chart.scroll_into_view_if_needed()
-        chart.and_(page.locator("[data-drawn]")).wait_for()
-    off = page.evaluate(
-        """(step) => [...document.querySelectorAll("#lanes-view .chart")].map((chart) => {
-            const cross = chart.querySelector(".cross");
-            const wanted = echarts.getInstanceByDom(chart).convertToPixel({ xAxisIndex: 0 }, step);
-            return cross.hidden ? 1e6 : Math.abs(parseFloat(cross.style.left) - wanted); })""",
-        step,
-    )
-    assert max(off) <= 1
-    cursor = page.get_by_label("Read at", exact=True)
-    assert cursor.get_attribute("aria-valuetext") == f"step {step:,}"
-    assert float(cursor.input_value()) == pytest.approx(500, abs=1)
-    zoomed(page, step - 10, step + 30)
-    ((low, high),) = windows(page)
-    assert float(cursor.input_value()) == pytest.approx(1000 * (step - low) / (high - low), abs=20)
-
-
 def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_alert_that_is_shown(drawn):
     run = health_run()
     about = {name: run.maps[0].tensors[row] for name, row in (("flushed_share", 3), ("log2_headroom", 5))}
@@ -260,27 +185,6 @@ def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_a
     page.get_by_role("button", name="Show on the charts").click()
     assert chosen.inner_text() == "headroom in powers of two of gradients"
     assert about["log2_headroom"] in page.locator("#map-about").inner_text()
-
-
-def test_the_worst_finding_stands_under_the_verdict_and_leads_to_its_evidence(visit):
-    page = visit("watched", viewport=PHONE)
-    headline = page.locator(".headline a")
-    box = headline.bounding_box()
-    assert box["y"] + box["height"] < PHONE["height"]
-    headline.click()
-    finding = page.locator(page.evaluate("location.hash"))
-    assert EVERY_VIEW["watched"].findings[0].message == headline.inner_text()
-    assert headline.inner_text() in finding.inner_text()
-
-
-def test_a_bundle_stands_under_the_alert_of_its_own_step_and_under_no_other(drawn):
-    run = health_run()
-    before = alert(run, 0.3)
-    at_it = replace(before, code="AMP722", where=replace(before.where, step=run.looks[0].step))
-    page = drawn(health_report(run, findings=(at_it, before)), DESK)
-    commands = page.locator("#findings article")
-    assert run.looks[0].command in commands.nth(0).inner_text()
-    assert run.looks[0].command not in commands.nth(1).inner_text()
 
 
 def test_runs_lie_on_each_other_and_can_be_taken_away(visit, settle):
@@ -297,7 +201,6 @@ def test_runs_lie_on_each_other_and_can_be_taken_away(visit, settle):
     page.get_by_role("checkbox", name="B gpt2-bf16").uncheck()
     wait_until(page, lambda: len(page.evaluate(series)) == 2)
     assert page.locator("#lane-loss .readout dt").all_inner_texts() == ["A", "C"]
-    assert page.get_by_label("Axis", exact=True).input_value() == "tokens"
 
 
 def test_a_run_that_does_not_count_tokens_is_named_where_it_is_missing(drawn):
@@ -305,8 +208,6 @@ def test_a_run_that_does_not_count_tokens_is_named_where_it_is_missing(drawn):
     does_not = replace(does_not, axis=replace(does_not.axis, tokens=None))
     page = drawn(health_report(counts, does_not, axis="tokens"), DESK)
     assert "B: the log does not say how many tokens it has seen." in page.locator(".health-controls").inner_text()
-    page.get_by_label("Axis", exact=True).select_option("step")
-    assert page.get_by_text("B: the log does not say").is_hidden()
 
 
 def test_the_heat_map_has_its_numbers_orders_and_names(visit, settle):
@@ -353,49 +254,3 @@ def test_the_tables_say_what_the_panels_draw(visit, settle):
     row = lane.locator("tbody tr").first.locator("td").all_inner_texts()
     curve = RUN.curves[0]
     assert row == ["A", "0", "24", *(f"{v[0]:.3g}" for v in (curve.low, curve.middle, curve.high)), "0"]
-
-
-def test_the_scalers_history_is_drawn(visit, settle):
-    page = visit("watched")
-    settle(page)
-    view = page.locator("#scalers-view")
-    text = view.inner_text()
-    scaler = RUN.scalers[0]
-    assert f"{scaler.path.skipped} steps skipped" in text
-    assert "growth tracker 17 of 2000" in text
-    assert "init_scale 2^16" in text
-    unfold(view)
-    rows = [r.locator("td").all_inner_texts() for r in view.locator("tbody tr").all()]
-    assert any(row[1:3] == ["as it was", "scale from here on"] for row in rows)
-
-
-@pytest.fixture(scope="module")
-def largest(tmp_path_factory):
-    """The largest report that the page is made for: three runs of 2,000 spans, six maps of 200 tensors by 400 steps."""
-    big = health_run("big", seed=1, spans=2000, width=500, tensors=200, columns=400)
-    others = [replace(health_run(f"run{n}", seed=n, spans=2000, width=500), maps=()) for n in (2, 3)]
-    path = tmp_path_factory.mktemp("largest") / "report.html"
-    path.write_text(render_html(health_report(big, *others, findings=[alert(big, n / 200) for n in range(200)])))
-    return path
-
-
-def test_the_largest_page_is_small_and_draws_soon(largest, chromium):
-    assert largest.stat().st_size < 6e6
-    page = chromium.new_page(viewport=DESK)
-    page.goto(largest.as_uri())
-    page.locator("#lane-loss .chart").scroll_into_view_if_needed()
-    page.locator("#lane-loss .chart[data-drawn]").wait_for()
-    took = page.evaluate("performance.now()") / 1e3
-    page.close()
-    assert took < PATIENCE / 2, "2 s on a machine of its own"
-
-
-def test_print_has_every_panel(visit, settle):
-    page = visit("watched", scheme="dark")
-    settle(page)
-    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    widths = page.locator(".chart canvas").evaluate_all("(all) => all.map((c) => c.clientWidth)")
-    assert max(widths) <= 672
-    assert len(widths) == page.locator(".chart").count()
-    page.emulate_media(media="print")
-    assert page.locator(".health-controls").is_hidden()

@@ -163,8 +163,8 @@ def test_apex_keeps_its_copies_and_its_scale(tmp_path):
     amp = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 9}}
     with open_checkpoint(save(tmp_path, {"model": state(), "optimizer": optimizer, "amp": amp})) as checkpoint:
         assert [(s.scale, s.growth_tracker) for s in checkpoint.scalers] == [(512.0, 9)]
-        masters = {ref.name: ref.stored.load().flatten()[0].item() for ref in checkpoint if ref.group == "fp32"}
-        assert masters == {name: 3.0 + number for number, name in enumerate(PARAMETERS)}
+        master_weights = {ref.name: ref.stored.load().flatten()[0].item() for ref in checkpoint if ref.group == "fp32"}
+        assert master_weights == {name: 3.0 + number for number, name in enumerate(PARAMETERS)}
         assert {ref.role for ref in checkpoint if ref.group == "fp32"} == {"weight"}
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from ampdoctor.reports.formats import FORMATS
 
+pytestmark = pytest.mark.xdist_group("twice")  # the runs are made once
+
 ROOT = Path(__file__).parents[2]
 CHECKPOINTS = ROOT / "fixtures" / "checkpoints"
 RUN = """

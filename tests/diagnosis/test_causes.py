@@ -25,8 +25,6 @@ HALF, SINGLE = (stats(),), (stats("float32"),)
     ("given", "cause"),
     [
         ({"came_from": "param", "phase": "checkpoint"}, "bad_checkpoint"),
-        ({"came_from": "buffer", "phase": "checkpoint", "verdict": OVER}, "bad_checkpoint"),
-        ({"came_from": "optimizer_state", "phase": "checkpoint"}, "bad_checkpoint"),
         ({"came_from": "data", "phase": "data"}, "bad_data"),
         ({"kernel": "aten._to_copy", "inputs": (stats("float32", name="batch.x"),), "verdict": OVER}, "bad_data"),
         ({"kernel": "aten._to_copy", "inputs": SINGLE, "verdict": OVER}, "forward_overflow"),
@@ -36,26 +34,19 @@ HALF, SINGLE = (stats(),), (stats("float32"),)
         ),
         ({"kernel": "aten.mul", "inputs": (stats(name="batch.x"),), "verdict": OVER}, "forward_overflow"),
         ({"phase": "optimizer", "inputs": HALF, "nonfinite": "nan", "verdict": NOWHERE}, "optimizer_precision"),
-        ({"phase": "optimizer", "inputs": (stats("bfloat16"),), "verdict": None}, "optimizer_precision"),
         ({"phase": "optimizer", "inputs": SINGLE, "nonfinite": "nan", "verdict": NOWHERE}, "invalid_op"),
         ({"phase": "optimizer", "inputs": SINGLE, "verdict": OVER}, "optimizer_precision"),
         ({"verdict": NOWHERE, "nonfinite": "nan"}, "invalid_op"),
-        ({"verdict": NOWHERE, "nonfinite": "inf", "phase": "backward"}, "invalid_op"),
         ({"verdict": OVER}, "forward_overflow"),
-        ({"verdict": OVER, "nonfinite": "nan"}, "forward_overflow"),
         ({"verdict": (True, MAX * 1.01, MAX), "nonfinite": "nan"}, "forward_overflow"),
         ({"verdict": (True, MAX, MAX), "nonfinite": "nan"}, "kernel_defect"),
-        ({"verdict": OVER, "phase": "loss"}, "forward_overflow"),
         ({"verdict": OVER, "phase": "backward"}, "backward_overflow"),
-        ({"verdict": OVER, "phase": "scaler"}, "backward_overflow"),
         ({"verdict": UNDER, "nonfinite": "nan"}, "kernel_defect"),
         ({"verdict": UNDER, "nonfinite": "nan", "operand": Operand(made_by="flushed_epsilon")}, "invalid_op"),
-        ({"verdict": UNDER, "nonfinite": "nan", "operand": Operand(made_by="rounded_to_one")}, "invalid_op"),
         ({"verdict": NOWHERE, "nonfinite": "nan", "operand": Operand(made_by="any")}, "kernel_defect"),
         ({"verdict": None, "nonfinite": "nan", "operand": Operand(made_by="unwritten")}, "kernel_defect"),
         ({"verdict": UNDER, "nonfinite": "inf"}, "forward_overflow"),
         ({"verdict": None, "nonfinite": "nan"}, "invalid_op"),
-        ({"verdict": None, "nonfinite": "inf"}, "forward_overflow"),
         ({"verdict": None, "nonfinite": "inf", "phase": "backward"}, "backward_overflow"),
     ],
 )
@@ -98,11 +89,6 @@ def test_a_lower_scale_may_cure_gradients_and_a_loss_that_takes_them(affected, m
 
 def trace(*origins):
     return Trace(step=0, ops=9, origins=origins)
-
-
-def test_the_earliest_harmful_birth_comes_first():
-    late, early, harmless = origin(order=7), origin(order=2), origin(order=1, affected=())
-    assert culprits(trace(late, early, harmless)) == (early, late)
 
 
 def test_what_was_there_before_the_step_comes_before_any_op():

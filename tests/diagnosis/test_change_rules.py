@@ -53,7 +53,6 @@ def said(*tensors, **fields):
         ([STILL, replace(MOVED, elements=90)], "error"),
         ([STILL, replace(MOVED, elements=200)], "warning"),
         ([NORM, MOVED], "note"),
-        ([NORM], "note"),
     ],
 )
 def test_lost_updates_are_as_bad_as_the_share_of_the_model_that_they_hit(tensors, severity):
@@ -78,7 +77,7 @@ def test_what_moves_or_is_not_meant_to_is_left_alone(tensor):
     assert said(tensor, MOVED) == []
 
 
-@pytest.mark.parametrize("steps", [{"old_step": None}, {"new_step": None}, {"new_step": 100}, {"new_step": 50}])
+@pytest.mark.parametrize("steps", [{"old_step": None}, {"new_step": 100}])
 def test_without_steps_in_between_nothing_stands_still(steps):
     assert said(STILL, replace(STILL, unchanged=100, reach=LANDS), **steps) == []
 

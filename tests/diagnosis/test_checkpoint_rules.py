@@ -34,28 +34,22 @@ def found(*tensors, scalers=(), log=None) -> list[tuple[str, str]]:
 SICK = [
     ("AMP101", "error", tensor(nan=1)),
     ("AMP101", "error", tensor(pos_infs=1, zeros=63, amax=None, amin=None)),
-    ("AMP101", "error", tensor(neg_infs=2)),
     ("AMP102", "error", tensor("bn.running_mean", role="buffer", nan=1)),
-    ("AMP102", "error", tensor("bn.running_var", role="buffer", pos_infs=1)),
     ("AMP102", "error", tensor("attn.mask", role="buffer", nan=1)),
     ("AMP102", "error", tensor("q.min_val", role="buffer", pos_infs=1)),
     ("AMP103", "error", moment(pos_infs=3)),
-    ("AMP103", "error", moment("exp_avg", nan=3)),
     ("AMP103", "error", moment("step", role="other", nan=1, examined=1)),
     ("AMP104", "warning", tensor(amax=65520.0)),
     ("AMP104", "note", tensor(amax=9e4, dtype="bfloat16")),
-    ("AMP104", "note", tensor("norm.weight", amax=9e4, shape=(8,))),
     ("AMP104", "note", tensor("bn.running_var", role="buffer", amax=9e4, shape=(8,))),
     ("AMP105", "note", tensor(casts=(cast(relative_error=0.01, subnormal=0.9),))),
     ("AMP105", "warning", tensor(casts=(cast(relative_error=0.9, flushed=0.5),))),
-    ("AMP105", "note", tensor("fc.bias", shape=(8,), casts=(cast(relative_error=1.0, flushed=1.0),))),
     ("AMP105", "note", tensor(casts=(cast("bf16", relative_error=math.inf, overflowed=0.1),))),
     ("AMP106", "error", tensor("bn.running_var", role="buffer", negatives=1, lowest=-0.1)),
     ("AMP106", "warning", tensor("bn.running_var", role="buffer", negatives=1, lowest=-1e-7)),
     ("AMP106", "error", moment(negatives=1, lowest=-1e-12)),
     ("AMP107", "warning", tensor(dtype="float16", amax=65504.0, at_max=1)),
     ("AMP107", "warning", tensor(dtype="float8_e4m3fn", amax=448.0, at_max=5, examined=64)),
-    ("AMP107", "warning", moment(dtype="float16", amax=65504.0, at_max=2)),
     ("AMP107", "warning", tensor(amax=65504.0)),  # clamped to fp16, stored in fp32
     ("AMP108", "warning", tensor("shadow_params.0", role="other", nan=1)),
 ]
@@ -63,20 +57,15 @@ SICK = [
 HEALTHY = [
     tensor(),
     tensor(neg_infs=28, zeros=36, amax=None, amin=None),  # an additive mask under any name
-    tensor("attn.mask", role="buffer", neg_infs=28, zeros=30),
     tensor("attn.masked_bias", role="buffer", neg_infs=1, examined=1, shape=(), amax=None, amin=None),
     tensor("attn.masked_bias", role="buffer", amax=1e9, amin=1e9, examined=1, shape=()),
     tensor("bias", dtype="float16", amax=65504.0, amin=65504.0, zeros=36, at_max=28),  # finfo.min and zeros
     tensor("bias", amax=3.4028234663852886e38, amin=3.4028234663852886e38, zeros=36, at_max=28),
     tensor("q.min_val", role="buffer", pos_infs=1, examined=1, amax=None, amin=None),
-    tensor("best_loss", role="other", pos_infs=1, examined=1),
     tensor(amax=65519.0),
-    tensor(amax=65504.0, role="buffer"),
     tensor(amax=65504.0, constant=65504.0),
     tensor(amax=65504.0, amin=65504.0, zeros=36),  # a mask
-    tensor(dtype="bfloat16", amax=65280.0),
     tensor(casts=(cast(relative_error=2.0**-8), cast("bf16", relative_error=1.7e-3))),
-    tensor("bn.running_var", role="buffer", negatives=0),
     moment(negatives=0),
     tensor(dtype="float8_e4m3fn", amax=448.0, at_max=4, examined=64),
     tensor(examined=0, amax=None, amin=None, shape=(0, 3)),
@@ -97,22 +86,17 @@ def test_healthy_tensors_are_left_alone(healthy):
     ("code", "severity", "sick"),
     [
         ("AMP401", "error", scaler(0.0)),
-        ("AMP401", "error", scaler(2.0**-128)),
         ("AMP401", "error", scaler(math.inf)),
         ("AMP401", "error", scaler(math.nan)),
         ("AMP402", "warning", scaler(0.5)),
-        ("AMP402", "warning", scaler(2.0**-3)),
         ("AMP402", "error", scaler(2.0**-4)),
         ("AMP402", "error", scaler(2.0**-9, growth_tracker=10)),
         ("AMP402", "warning", scaler(2.0**-9, growth_tracker=11)),
-        ("AMP402", "warning", scaler(2.0**-9, growth_tracker=6, growth_interval=100)),
         ("AMP402", "error", scaler(2.0**-127)),
         ("AMP403", "warning", scaler(growth_tracker=2000)),
-        ("AMP404", "warning", scaler(backoff_factor=0.0)),
         ("AMP404", "warning", scaler(backoff_factor=1.0)),
         ("AMP404", "warning", scaler(backoff_factor=math.nan)),
         ("AMP404", "warning", scaler(growth_factor=0.5)),
-        ("AMP404", "warning", scaler(growth_interval=0)),
         ("AMP404", "warning", scaler(-1024.0)),
         ("AMP404", "warning", scaler(growth_tracker=-5)),
         ("AMP408", "warning", scaler(1.0, min_scale=1.0)),
@@ -127,8 +111,6 @@ def test_each_scaler_rule_catches_its_sick_case(code, severity, sick):
     "healthy",
     [
         scaler(1.0),
-        scaler(65536.0),
-        scaler(2.0**32),
         scaler(2.0**40, growth_factor=1.0, backoff_factor=1.0),
         scaler(growth_tracker=1999),
         scaler(growth_factor=1.0),
@@ -155,7 +137,6 @@ def test_a_small_scale_is_harmful_only_for_small_gradients():
         (0, 0, "warning"),  # saved before the first step
         (7, 7, "warning"),  # no step of the run has overflowed
         (4000, 0, "warning"),  # nor here: it has just grown
-        (4003, 3, "warning"),
         (4003, 0, "error"),
         (None, 0, "error"),
     ],
@@ -168,13 +149,6 @@ def test_a_low_scale_that_was_chosen_is_not_falling(step, tracker, severity):
         global_step=step,
     )
     assert [(f.code, f.severity) for f in judge(summary)] == [("AMP402", severity)]
-
-
-@pytest.mark.parametrize("scale", [1e-8, 2.0**-20, 2.0**-10])
-def test_a_scale_that_falls_is_sick_whatever_the_gradients(scale):
-    """Norms of 1e6, as a loss that explodes logs them: the scale is still falling, and cures nothing."""
-    logged = LogTail(norms=(1e6,) * 10)
-    assert ("AMP402", "error") in found(tensor(), scalers=[scaler(scale)], log=logged)
 
 
 def test_where_says_owner_entry_and_file():
@@ -208,12 +182,8 @@ def test_a_checkpoint_that_is_nan_everywhere_does_not_fill_pages():
     ("code", "sick"),
     [
         ("AMP101", lambda name: tensor(name, nan=64)),
-        ("AMP103", lambda name: moment(name=name, pos_infs=1)),
         ("AMP104", lambda name: tensor(name, amax=9e4)),
-        ("AMP105", lambda name: tensor(name, casts=(cast(relative_error=0.9, flushed=0.5),))),
-        ("AMP106", lambda name: moment(name=name, negatives=1, lowest=-1.0)),
         ("AMP107", lambda name: tensor(name, dtype="float16", amax=65504.0, at_max=1)),
-        ("AMP107", lambda name: tensor(name, amax=65504.0)),
     ],
 )
 def test_no_sick_tensor_is_without_an_address_however_many_there_are(code, sick):
@@ -223,17 +193,6 @@ def test_no_sick_tensor_is_without_an_address_however_many_there_are(code, sick)
     assert len(findings) <= MAX_FINDINGS + 1
     addresses = [where.tensor for f in findings for where in f.places]
     assert sorted(addresses) == sorted(names)
-
-
-def test_which_tensor_is_the_worst_is_no_part_of_a_fingerprint():
-    def beyond(first, second):
-        tensors = (tensor("a.weight", amax=first), tensor("b.weight", amax=second))
-        (found,) = judge(CheckpointSummary(format="torch-zip", tensors=tensors))
-        return found
-
-    one, other = beyond(9e4, 8e4), beyond(8e4, 9e4)
-    assert (one.where.tensor, other.where.tensor) == ("a.weight", "b.weight")
-    assert one.fingerprint == other.fingerprint
 
 
 def test_every_rule_has_a_sick_case_here():

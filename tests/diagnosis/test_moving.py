@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import pickle
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue import all_thresholds, rules, thresholds_from
+from ampdoctor.diagnosis.catalogue import all_thresholds, thresholds_from
 from ampdoctor.diagnosis.health.loss_rules import LEAST_ZEROS
 from ampdoctor.diagnosis.scan.weights import SATURATED_8_BIT
 from ampdoctor.errors import UsageError
@@ -30,10 +29,6 @@ def test_a_later_layer_wins_and_leaves_the_rest_of_the_earlier_ones():
     assert [one.key for one, _ in moved.moved] == ["AMP107.saturated", "AMP301.error_bad", "AMP702.entries"]
 
 
-def test_a_value_that_is_the_default_is_not_moved_even_over_an_earlier_one():
-    assert thresholds_from({"AMP107": {"saturated": 0.1}}, {"AMP107": {"saturated": 1 / 16}}) == DEFAULT_THRESHOLDS
-
-
 def test_what_was_moved_is_listed_for_a_report():
     assert thresholds_from({"AMP702": {"entries": 5.0}}).listed() == (
         MovedThreshold(code="AMP702", name="entries", value=5, default=3, unit="entries"),
@@ -46,31 +41,17 @@ def test_whole_numbers_stay_whole():
     assert (moved.horizon, type(moved.horizon), type(moved[HORIZON])) == (500, int, int)
 
 
-def test_they_are_values_that_can_be_compared_kept_and_sent():
-    moved = thresholds_from({"AMP107": {"saturated": 0.1}})
-    assert pickle.loads(pickle.dumps(moved)) == moved
-    assert {moved: 1}[thresholds_from({"AMP107": {"saturated": 0.1}})] == 1
-    with pytest.raises(AttributeError):
-        moved.moved = ()
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"amp107": {"saturated": 0.1}}, "amp107 is no rule with a threshold that can be moved; did you mean AMP107?"),
-        ({"AMP17": {"saturated": 0.1}}, "did you mean AMP107?"),
         ({"AMP101": {"count": 2}}, "AMP101 is no rule with a threshold that can be moved; `ampdoctor rule CODE` shows"),
-        ({"weights": {"count": 2}}, "weights is no rule with a threshold that can be moved; `ampdoctor rule CODE`"),
         ({"AMP105": {"eraced": 0.1}}, "AMP105 has no threshold 'eraced'; it has relative_error, erased"),
         ({"AMP107": {"saturated": 1.1}}, "AMP107.saturated is 1.1, not between 0 and 1 (share)"),
-        ({"AMP107": {"saturated": -0.1}}, "AMP107.saturated is -0.1, not between 0 and 1"),
         ({"AMP107": {"saturated": math.nan}}, "AMP107.saturated is nan, not between"),
-        ({"AMP107": {"saturated": math.inf}}, "AMP107.saturated is inf, not between"),
         ({"AMP107": {"saturated": "0.1"}}, "AMP107.saturated is '0.1', which is no number"),
         ({"AMP107": {"saturated": True}}, "AMP107.saturated is True, which is no number"),
-        ({"AMP107": {"saturated": None}}, "AMP107.saturated is None, which is no number"),
         ({"AMP702": {"entries": 2.5}}, "AMP702.entries is 2.5, not a whole number (entries)"),
-        ({"AMP301": {"flushed": 7}}, "AMP301.flushed is 7, not between 0 and 1"),
         (
             {"AMP301": {"error_warning": 0.5}},
             "AMP301.error_bad is 0.1, below AMP301.error_warning, which is 0.5: they",
@@ -86,8 +67,3 @@ def test_what_is_refused_says_what_is_there(values, words):
 def test_values_of_several_layers_are_held_against_one_another_only_together():
     moved = thresholds_from({"AMP301": {"error_warning": 0.5}}, {"AMP301": {"error_bad": 0.6}})
     assert moved[ERROR_BAD] == 0.6
-
-
-def test_each_rule_lists_its_own():
-    assert [one.name for one in rules()["AMP712"].thresholds] == ["stalled", "would_move", "most"]
-    assert rules()["AMP101"].thresholds == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,20 +27,28 @@ JUDGED = [(kind, code) for kind in (CheckpointSummary, CheckpointChange, Trend) 
 ABOUT_THE_CONFIGURATION = {"AMP911", "AMP912"}
 
 
+@cache
+def imported_and_named(module):
+    """The modules that a module imports, and the codes that stand in it."""
+    names, codes = [], set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            codes.update(re.findall(r"AMP\d{3}", node.value))
+    return [name for name in names if name in MODULES], codes
+
+
 def reached(workflow):
     """The codes that stand in the modules that a workflow imports, directly or not, the pages aside."""
     seen, waiting, codes = set(), [f"ampdoctor.workflows.{workflow}"], set()
     while waiting:
         module = waiting.pop()
-        if module in seen or "catalogue" in module or "thresholds" in module:
-            continue
-        seen.add(module)
-        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                waiting += [name for name in names if name in MODULES]
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                codes.update(re.findall(r"AMP\d{3}", node.value))
+        if module not in seen and "catalogue" not in module and "thresholds" not in module:
+            seen.add(module)
+            names, named = imported_and_named(module)
+            waiting += names
+            codes |= named
     return codes
 
 

@@ -11,7 +11,6 @@ from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
     IndexSummary,
-    LogTail,
     OptimizerGroup,
     OptimizerSummary,
     ZeroSecondMoment,
@@ -79,7 +78,6 @@ def test_foreign_names_are_a_note_that_names_at_most_three():
     [
         (tensor("bn.running_var", role="buffer", **BLANK), tensor("bn.weight")),
         (tensor("bn.running_var", role="buffer", **BLANK),),
-        (tensor("rotary.inv_freq", role="buffer", **BLANK),),
     ],
 )
 def test_a_buffer_that_is_zero_everywhere_is_wrong(sick):
@@ -93,7 +91,6 @@ def test_a_buffer_that_is_zero_everywhere_is_wrong(sick):
         (tensor("bn.running_var", role="buffer", **BLANK), tensor("bn.weight", **BLANK)),  # pruned
         (tensor("bn.running_mean", role="buffer", **BLANK),),
         (tensor("bn.running_var", role="buffer", **(BLANK | {"examined": 1, "zeros": 1})),),
-        (tensor("token_type_ids", role="buffer", **BLANK),),
     ],
 )
 def test_buffers_that_may_be_zero_are_left_alone(healthy):
@@ -104,7 +101,6 @@ def test_buffers_that_may_be_zero_are_left_alone(healthy):
     ("code", "table"),
     [
         ("AMP110", index(displaced=128, rounded_as="bf16")),
-        ("AMP110", index(displaced=400, rounded_as="bf16")),
         ("AMP110", index(displaced=1)),
         ("AMP106", index(entry="num_batches_tracked", shape=(), lowest=-4.0)),
     ],
@@ -143,7 +139,6 @@ def test_a_weight_that_stands_still_although_gradients_arrive(weight):
         (tensor(**BLANK), MOVING, optimizer(learning_rate=0.0)),  # the end of a schedule
         (tensor(**BLANK), (moment("exp_avg", amax=1e-20), moment(amax=1e-30)), optimizer()),  # noise below epsilon
         (tensor(amax=1.0, amin=1.0, constant=1.0, dtype="bfloat16"), MOVING, optimizer()),
-        (tensor(amax=1.01, amin=1.01, constant=1.01), MOVING, optimizer()),  # Adam moves all in step
         (tensor(dtype="float16", **BLANK), MOVING, optimizer(learning_rate=1e-8)),
         (tensor(), MOVING, optimizer()),
     ],
@@ -189,28 +184,20 @@ def test_where_a_scaler_is_not_missed(healthy):
     assert found(*healthy) == []
 
 
-def test_a_scale_in_the_log_is_a_scaler():
-    logged = LogTail(scale=1024.0)
-    assert found(HALF, moment("exp_avg", dtype="float16", zeros=600), log=logged) == []
-
-
 SICK = [
     ("AMP502", "error", optimizer(starved=[starved()])),
     ("AMP502", "warning", optimizer(starved=[starved(count=1)])),
-    ("AMP502", "error", optimizer(starved=[starved()], epsilon=0.0)),
     ("AMP502", "error", optimizer(starved=[starved(dtype="float32")])),
     ("AMP504", "error", optimizer(steps=((256.0, 2),), dtypes=("bfloat16",))),  # updates 0.475 times as long
     ("AMP504", "warning", optimizer(steps=((2048.0, 2),), dtypes=("float16",))),  # 0.933 times
     ("AMP504", "note", optimizer(steps=((256.0, 2),), dtypes=("bfloat16",), betas=(0.9, 0.95))),  # settled long ago
+    ("AMP504", "note", optimizer(steps=((256.0, 2),), dtypes=("bfloat16",), fused=True)),  # loaded as fp32
     ("AMP504", "note", optimizer(steps=((40.0, 2),), dtypes=("bfloat16",))),
     ("AMP505", "error", optimizer(learning_rate=math.nan)),
-    ("AMP505", "error", optimizer(epsilon=math.inf)),
-    ("AMP505", "error", optimizer(weight_decay=math.nan)),
     ("AMP505", "error", optimizer(betas=(0.9, 1.0))),
     ("AMP505", "error", optimizer(betas=(0.9, math.nan))),
     ("AMP505", "warning", optimizer(learning_rate=-1e-3)),
     ("AMP505", "warning", optimizer(betas=(-0.9, 0.999))),
-    ("AMP505", "warning", optimizer(weight_decay=-0.1)),
 ]
 
 HEALTHY = [
@@ -221,11 +208,8 @@ HEALTHY = [
     optimizer(starved=[starved(largest=5e-3)], epsilon=1e-4),  # pure fp16 with the epsilon that it needs
     optimizer(starved=[starved(dtype="float32", largest=1e-17)], epsilon=1e-30),  # fp32 flushes that square itself
     optimizer(starved=[starved(dtype="float32")], betas=(0.9, 0.5)),  # the second moment is the first to forget
-    optimizer(starved=[starved(dtype="float32")], betas=()),  # none whose moments are known to belong together
-    optimizer(starved=[starved(dtype="float32", largest=5e-3)], epsilon=1e-4),
     optimizer(steps=((1e6, 2),), dtypes=("float32",)),
     optimizer(epsilon=0.0),
-    optimizer(steps=()),
 ]
 
 
@@ -254,8 +238,6 @@ def test_an_epsilon_of_zero_beside_zeros_is_an_error():
         ("float16", "float16", {"fused": True}, []),
         ("float16", "float16", {"epsilon": 1e-4}, []),
         ("float16", "float32", {}, []),
-        ("float32", "float16", {}, []),
-        ("bfloat16", "bfloat16", {}, []),
     ],
 )
 def test_an_epsilon_that_fp16_flushes(weight, second, group, codes):

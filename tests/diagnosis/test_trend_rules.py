@@ -41,24 +41,16 @@ def test_growth_by_a_factor_is_told_with_the_step_at_which_it_meets_fp16():
     assert "at about step 550" in finding.message
 
 
-def test_where_nothing_casts_the_tensor_it_is_a_note():
-    (finding,) = trending(points([2.0**7, 2.0**9, 2.0**11, 2.0**13], cast=False))
-    assert finding.severity == "note"
-
-
 @pytest.mark.parametrize(
     "values",
     [
         [1.0, 300.0, 2000.0, 2150.0],  # a running variance that finds its level
         [1e-8, 1e-3, 0.05, 0.1],  # out of a start at zero
-        [10.0, 2000.0, 20000.0, 30000.0],  # slowing down
         [100.0 * k for k in range(1, 9)],  # linear
         [float(k**4) for k in range(2, 9)],  # any power
         [40000.0, 40000.0, 40000.0],  # large, and stays
-        [60000.0, 30000.0, 15000.0],  # shrinks
         [2.0**7, 2.0**7.2, 2.0**7.4],  # far away
         [2.0**9, 2.0**13],  # two points cannot show whether it slows down
-        [None, 2.0**9, 2.0**13],
     ],
     ids=str,
 )
@@ -73,33 +65,20 @@ def test_uneven_steps_are_weighed_by_their_distance():
     assert finding.evidence["meets_at"] == pytest.approx(700 + 100 * (math.log2(65504) - 12))
 
 
-def test_points_without_a_step_do_not_count():
-    known = points([2.0**7, 2.0**9, 2.0**11, 2.0**13])
-    lost = TrendPoint(name="best", step=None, largest=known[0].largest)
-    assert trending([*known, lost]) == trending(known)
-
-
 @pytest.mark.parametrize(
     ("scales", "found"),
     [
         ([2.0**16, 2.0**11, 2.0**6, 2.0**1], True),
-        ([2.0**15, 2.0**16, 2.0**9, 2.0**2], True),
         ([2.0**16, 2.0**10, 2.0**10, 2.0**10], False),  # it started too high
         ([2.0**16, 2.0**11, 2.0**9, 2.0**8], False),  # it settles
         ([2.0**12, 2.0**11, 2.0**10, 2.0**9], False),  # slow, and far from 1
         ([2.0**3, 2.0**2, 2.0**1], False),  # a fluctuation
-        ([2.0**16, 2.0**6, 2.0**11], False),
         ([math.inf, 2.0**11, 0.0], False),  # dead: AMP401's affair
     ],
 )
 def test_a_scale_that_keeps_falling(scales, found):
     findings = trending(points([1.0] * len(scales), scales=scales))
     assert [f.code for f in findings] == (["AMP711"] if found else [])
-
-
-def test_the_step_at_which_a_falling_scale_meets_one():
-    (finding,) = trending(points([1.0] * 3, scales=[2.0**12, 2.0**8, 2.0**4]))
-    assert finding.evidence["meets_at"] == pytest.approx(400.0)
 
 
 def test_no_course_without_time_or_growth():

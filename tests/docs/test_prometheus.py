@@ -48,35 +48,6 @@ def test_every_name_is_one_that_is_written():
         assert names <= SAMPLES, expression
 
 
-def test_every_family_is_on_the_dashboard_but_for_those_that_are_the_worst_of_others():
-    shown = {name for expression in expressions_of_the_dashboard() for name in NAME.findall(expression)}
-    left_out = {
-        metric.name for metric in FAMILIES if not shown & {f"{PREFIX}_{metric.name}", f"{PREFIX}_{metric.name}_bucket"}
-    }
-    assert left_out == {
-        "underflow_max_ratio",
-        "zero_max_ratio",
-        "update_max_ratio",
-        "samples_per_second",
-        "tokens_per_second",
-        "nonfinite_tensors",
-        "last_good_checkpoint_age_seconds",
-    }
-
-
-def test_the_dashboard_can_be_imported_beside_others():
-    board = dashboard()
-    ids = [panel["id"] for panel in board["panels"]]
-    assert len(set(ids)) == len(ids)
-    places = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
-    assert len(set(places)) == len(places)
-    sources = {panel["datasource"]["uid"] for panel in board["panels"]}
-    assert sources == {"${datasource}"}  # of whoever imports it
-    assert {variable["name"] for variable in board["templating"]["list"]} == {"datasource", "run"}
-    text = (FOLDER / "dashboard.json").read_text()
-    assert re.findall(r"\$\{?(\w+)", text.replace("$__interval", "")).count("run") > 10
-
-
 @pytest.mark.parametrize("check", [("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")])
 def test_promtool(check):
     tool = shutil.which("promtool")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.evidence.python_lines import apply_call, autocast_step, call, exact, fitting, keywords, literal, quoted
+from ampdoctor.evidence.python_lines import apply_call, autocast_step, call, exact, fitting, keywords, literal
 
 values = st.recursive(
     st.one_of(st.text(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.none(), st.booleans()),
@@ -20,10 +20,6 @@ def test_a_literal_is_the_value_in_one_line_of_printable_ascii(value):
     assert ast.literal_eval(text) == value
     assert text.isascii()
     assert text.isprintable()
-
-
-def test_a_quoted_name_has_double_quotes_where_it_can():
-    assert quoted("block.3") == '"block.3"'
 
 
 @given(st.lists(st.text(), max_size=12))
@@ -59,7 +55,4 @@ def test_a_step_in_fp32_opens_no_autocast(dtype, opens):
 @pytest.mark.parametrize("number", [2.0**24, 2.0**-20, 65536, 1.0006933874625807, 1e30, 3.0])
 def test_a_setting_keeps_every_digit(number):
     assert ast.literal_eval(exact(number)) == number
-
-
-def test_a_whole_number_is_written_as_one():
     assert (exact(2.0**24), exact(0.5)) == ("16777216", "0.5")

@@ -18,8 +18,7 @@ def test_torchruns_unbuffered_processes_are_forks(python):
         assert done.stdout == "True\n", options
 
 
-@pytest.mark.parametrize("options", [[], ["-u"], ["-P"], ["-u", "-P"]], ids=" ".join)
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("options", "unbuffered"), [([], ""), (["-u", "-P"], ""), ([], "1")])
 def test_its_streams_are_those_of_python(options, unbuffered, python, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     fork, own = (

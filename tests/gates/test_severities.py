@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from ampdoctor.evidence.report import Suppressed
 from ampdoctor.gates.findings import RuleSettings, apply_severities
-from tests.samples import HEALTHY, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW, WARNED
+from tests.samples import OVERFLOW, SICK, UNDERFLOW, WARNED
 
 
 def graded(report, **severities):
@@ -50,19 +48,6 @@ def test_what_an_ignore_has_set_aside_is_graded_too():
     assert graded(report, AMP301="note").verdict == "sick"
 
 
-@pytest.mark.parametrize("report", [SICK, HEALTHY, NOT_REPRODUCED])
-def test_rules_that_are_not_there_change_nothing(report):
-    assert graded(report, AMP107="error") is report
-    assert apply_severities(report, {"AMP201": RuleSettings()}) is report
-
-
 def test_what_was_not_judged_stays_so():
     listed = replace(WARNED, verdict="not_judged")
     assert graded(listed, AMP301="error").verdict == "not_judged"
-
-
-def test_findings_of_one_severity_keep_their_order():
-    first, second = (replace(UNDERFLOW, where=replace(UNDERFLOW.where, tensor=name)) for name in "ba")
-    report = graded(replace(SICK, findings=(OVERFLOW, first, second)), AMP301="error")
-    assert report.findings[0] is OVERFLOW
-    assert [finding.where.tensor for finding in report.findings[1:]] == ["b", "a"]

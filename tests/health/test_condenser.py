@@ -7,23 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ampdoctor.evidence.log_records import (
-    ActionLine,
-    CheckpointLine,
-    EndLine,
-    LookLine,
-    LostLine,
-    StepLine,
-)
+from ampdoctor.evidence.log_records import ActionLine, CheckpointLine, EndLine, LookLine, LostLine, StepLine
 from ampdoctor.health.condense import RunSummarizer
-from ampdoctor.health.curves import MOST_SPANS, curve_of, spans_of
+from ampdoctor.health.curves import MOST_SPANS, Spans, curve_of, spans_of
 from tests.health.logs import HEADER, detail, stamped, steps
 
 
 def condensed(lines, *, lately=False):
     condenser = RunSummarizer()
     for line in lines:
-        condenser.hear(line if hasattr(line, "stamp") else stamped(line))
+        condenser.add(line if hasattr(line, "stamp") else stamped(line))
     return condenser.runs(name="run", source="runs/run", kind="ampdoctor", lately=lately)
 
 
@@ -34,12 +27,6 @@ def one(lines, **more):
 
 def curve(run, name):
     return next((found for found in run.curves if found.name == name), None)
-
-
-@pytest.mark.parametrize("norm", [math.inf, math.nan])
-def test_a_norm_that_is_not_finite_before_clipping_has_none_behind_it(norm):
-    run = one([HEADER, *(StepLine(step=at, gradient_norm=value, max_norm=1.0) for at, value in enumerate((norm, 5.0)))])
-    assert curve(run, "clipped_norm").middle == (None, 1.0)
 
 
 def test_the_99th_percentile_of_a_span_is_not_its_longest_step():
@@ -77,21 +64,10 @@ def test_a_long_run_keeps_the_extremes_of_each_span():
 
 
 def test_the_middle_is_the_median():
-    import numpy as np
-
-    from ampdoctor.health.curves import Spans, curve_of
-
     values = np.array([5.0, 1.0, 2.0, np.nan, 9.0, np.inf, np.nan, np.nan])
     found = curve_of("loss", values, Spans(np.array([0, 4, 6]), 8))
     assert (found.low, found.middle, found.high) == ((1.0, 9.0, None), (2.0, 9.0, None), (5.0, 9.0, None))
     assert found.nonfinite == (0, 1, 0)
-
-
-def test_the_middle_of_two_huge_numbers_is_between_them():
-    run = one([HEADER, *[StepLine(step=at, loss=(-1.0) ** at * 1.7e308) for at in range(6000)]])
-    assert set(curve(run, "loss").middle) <= {-1.7e308, 0.0, 1.7e308}
-    run = one([HEADER, *[StepLine(step=at, loss=1.7e308) for at in range(6000)]])
-    assert set(curve(run, "loss").middle) == {1.7e308}
 
 
 def test_what_a_rollback_or_a_restart_has_undone_is_not_shown():
@@ -103,19 +79,8 @@ def test_what_a_rollback_or_a_restart_has_undone_is_not_shown():
     assert curve(run, "loss").middle == (*[1.0] * 6, 2.0, 3.0, 3.0)
 
 
-def test_norms_are_unscaled_and_shown_before_and_after_clipping():
-    lines = [
-        StepLine(step=0, gradient_norm=65536.0, norm_scaled=True, loss_scale=32768.0, max_norm=1.0),
-        StepLine(step=1, gradient_norm=0.5, max_norm=1.0, loss_scale=32768.0),
-        StepLine(step=2, gradient_norm=0.75, norm_clipped=True, loss_scale=32768.0),
-        StepLine(step=3, gradient_norm=3.0, loss_scale=32768.0),
-    ]
-    run = one([HEADER, *lines])
-    assert curve(run, "gradient_norm").middle == (2.0, 0.5, None, 3.0)
-    assert curve(run, "clipped_norm").middle == (1.0, 0.5, 0.75, None)
-
-
 def test_throughput_is_what_was_counted_between_two_steps():
+    # the seconds of a line are those of one step, however many lie between two lines
     lines = [StepLine(step=at, seconds=0.5, samples=16 * at, tokens=1024 * at) for at in (1, 2, 4)]
     run = one([HEADER, *lines])
     assert curve(run, "samples_per_second").middle == (None, 32.0, 32.0)
@@ -147,15 +112,6 @@ def test_the_history_of_a_scaler():
     assert (run.skipped, run.skip_share, run.axis.skipped) == (1, 0.2, (1, 0, 0, 0, 0))
 
 
-def test_a_scale_that_moves_often_keeps_its_extremes():
-    lines = [StepLine(step=at, loss_scale=2.0 ** (10 + at % 2)) for at in range(6000)]
-    lines[3001] = StepLine(step=3001, loss_scale=1.0)
-    (scaler,) = one([HEADER, *lines]).scalers
-    assert scaler.path.changes == 6000
-    assert len(scaler.path.points) <= 2000
-    assert (3001.0, 1.0) in scaler.path.points
-
-
 def test_each_optimizer_is_a_run_of_its_own():
     header = replace(HEADER, optimizers=("generator", "critic"))
     lines = [StepLine(step=at, loss=float(at % 2), optimizer=at % 2) for at in range(6)]
@@ -183,8 +139,3 @@ def test_marks_and_what_was_lost():
         "ampdoctor bisect-nan runs/run/bundle-2 --model 'my train.py'",
     )
     assert (run.actions[0].action, run.lost, run.ending) == ("skip", 6, "running")
-
-
-def test_a_restart_after_the_end_goes_on():
-    run = one([HEADER, *steps(0, 2), EndLine(exit_code=0), stamped(HEADER, restarts=1)])
-    assert (run.ending, run.exit_code) == ("cut_off", None)

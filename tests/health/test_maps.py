@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 
+from ampdoctor.evidence.log_records import DetailLine
 from ampdoctor.health.heat_maps import MOST_COLUMNS, MOST_ROWS, Maps
 from tests.health.logs import NAMES, detail
 
@@ -21,13 +22,13 @@ def test_a_row_a_tensor_and_a_column_a_step():
     assert (zeros.name, zeros.values) == ("zero_share", ((0.5,), (0.5,)))
 
 
-def test_lines_of_one_step_are_one_column_and_calls_of_one_module_one_row():
-    first = detail(5, 1.0)
-    second = detail(5, None, 2.0)
-    twice = detail(6, 1.0).tensors * 2
-    maps = maps_of([first, second, type(first)(step=6, tensors=twice)])
+def test_calls_of_one_module_are_one_row_and_a_table_that_grows_or_changes_keeps_rows_by_name():
+    maps = maps_of([detail(5, 1.0), detail(5, None, 2.0)])
+    maps.add(DetailLine(step=6, tensors=detail(6, 1.0).tensors * 2), NAMES)
+    maps.add(detail(7, 3.0, 4.0, 5.0), ("b.weight", "a.weight", "c.weight"))
     (norm,) = maps.heat_maps()
-    assert norm.values == ((1.0, 1.0), (2.0, None))
+    assert norm.tensors == ("a.weight", "b.weight", "c.weight")
+    assert norm.values == ((1.0, 1.0, 4.0), (2.0, None, 3.0), (None, None, 5.0))
 
 
 def test_of_many_columns_the_worst_stay():
@@ -63,11 +64,3 @@ def test_steps_that_were_undone_are_forgotten():
     norm = maps.heat_maps()[0]
     assert (norm.steps, norm.values) == ((0, 1, 2), ((1.0, 1.0, 9.0),))
     assert set(maps.headroom) == {0, 1}
-
-
-def test_a_table_that_grows_or_changes_keeps_rows_by_name():
-    maps = maps_of([detail(0, 1.0, 2.0)])
-    maps.add(detail(1, 3.0, 4.0, 5.0), ("b.weight", "a.weight", "c.weight"))
-    (norm,) = maps.heat_maps()
-    assert norm.tensors == ("a.weight", "b.weight", "c.weight")
-    assert norm.values == ((1.0, 4.0), (2.0, 3.0), (None, 5.0))

@@ -65,7 +65,7 @@ def installed():
     )
 
 
-@pytest.mark.parametrize("ends", ["well", "sick", KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("ends", ["well", "sick", KeyboardInterrupt])
 def test_everything_is_undone_however_the_loop_ends(ends):
     before = installed()
     model, optimizer = small()
@@ -165,8 +165,6 @@ def each_is_finite(model):
     ("looks", "to_none", "value", "bad"),
     [
         (norm_is_finite, True, torch.nan, 0),
-        (norm_is_finite, False, 1e25, 2),
-        (each_is_finite, True, 1e25, 3),
         (each_is_finite, False, torch.nan, 3),
     ],
 )
@@ -184,22 +182,9 @@ def test_a_loop_that_looks_at_its_gradients_and_leaves_the_step_out_is_well(look
     assert told(lambda: loop(uses=True))[1] == bad
 
 
-def test_a_last_backward_that_nobody_looked_at_is_sick():
-    def loop():
-        model, optimizer = small()
-        for index, x in enumerate(batches(bad=3)):
-            optimizer.zero_grad()
-            model(x).pow(2).mean().backward()
-            if index < 3:
-                optimizer.step()
-
-    assert told(loop) == ("AMP204", 3)
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_a_single_backward_without_a_step_is_judged_by_its_loss_and_its_gradients(known):
+def test_a_single_backward_without_a_step_is_judged_by_its_loss_and_its_gradients():
     model, optimizer = small()
-    parts = {"model": model, "optimizer": {"only": optimizer}} if known else {}
+    parts = {"model": model, "optimizer": {"only": optimizer}}
     assert told(lambda: model(batches(bad=0)[0]).pow(2).mean().backward(), **parts) == ("AMP204", 0)
     optimizer.zero_grad()
     assert told(lambda: model(torch.zeros(1, 8)).mul(0).sqrt().sum().backward(), **parts) == ("AMP202", 0)
@@ -216,19 +201,6 @@ def test_a_model_that_is_given_is_looked_at_at_the_end_whatever_was_done_with_it
 
     assert told(update, model=model)[0] == "AMP101"
     assert told(lambda: model(torch.ones(2, 8)).detach(), model=model) is None  # as it came
-
-
-def test_a_training_by_gradients_that_are_handed_out_is_judged_by_its_weights():
-    def loop(factor):
-        model, _ = small()
-        for rate in (0.01, 0.01 * factor):
-            gradients = torch.autograd.grad(model(torch.ones(2, 8)).pow(2).mean(), list(model.parameters()))
-            with torch.no_grad():
-                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                    parameter.sub_(rate * gradient)
-
-    assert told(lambda: loop(1.0)) is None
-    assert told(lambda: loop(math.inf)) == ("AMP202", 0)
 
 
 def test_a_watch_that_fails_is_said():

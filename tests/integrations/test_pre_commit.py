@@ -65,9 +65,8 @@ def checked(repository, **files):
     return repository(sys.executable, "-m", "pre_commit", "run", "--all-files", "--color", "never")
 
 
-@pytest.mark.parametrize("writer", ["hf_trainer_fp16", "accelerate_bin"])
-def test_a_committed_checkpoint_of_a_library_is_healthy_with_all_its_files(writer, repository):
-    shutil.copytree(ROOT / "fixtures" / "checkpoints" / writer, repository.place / writer)
+def test_a_committed_checkpoint_of_a_library_is_healthy_with_all_its_files(repository):
+    shutil.copytree(ROOT / "fixtures" / "checkpoints" / "accelerate_bin", repository.place / "accelerate_bin")
     result = checked(repository)
     assert result.returncode == 0, result.stdout
 
@@ -91,10 +90,6 @@ def test_healthy_checkpoints_and_pointers_pass(repository):
     assert (result.returncode, "Passed" in result.stdout) == (0, True)
 
 
-def test_nothing_but_pointers_passes(repository):
-    assert checked(repository, big__pt=POINTER, other__bin=POINTER).returncode == 0
-
-
 def test_a_file_that_cannot_be_read_is_stopped(repository):
     result = checked(repository, good__safetensors=torch.ones(2, 2), cut__safetensors=b"cut off")
     assert result.returncode == 1
@@ -106,11 +101,6 @@ def test_a_name_that_looks_like_an_option_is_a_file(repository):
     assert "- exit code: 1" in result.stdout
     assert "a b $(touch x).safetensors" in result.stdout
     assert not (repository.place / "x").exists()
-
-
-def test_no_checkpoint_is_nothing_to_do(repository):
-    result = checked(repository, notes__txt=b"text")
-    assert (result.returncode, "no files to check" in result.stdout) == (0, True)
 
 
 def test_the_commit_itself_is_stopped(repository):
@@ -131,12 +121,6 @@ def test_both_hooks_are_one_but_for_where_ampdoctor_comes_from(run_cli):
     assert program == "ampdoctor"
     help_text = run_cli(command, "--help").stdout
     assert all(option in help_text for option in options)
-
-
-def test_pre_commit_accepts_the_file(tmp_path):
-    command = [sys.executable, "-m", "pre_commit", "validate-manifest", str(HOOKS)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize("hook", yaml.safe_load(HOOKS.read_text(encoding="utf-8")), ids=lambda hook: hook["id"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -26,19 +24,11 @@ def test_overflow():
 SICK_LOOPS = {
     "test_nan_in_a_batch": ("AMP204", "step 2: the batch itself holds NaN"),
     "test_derivative_of_a_root": ("AMP202", "step 0, backward: aten.sqrt"),
-    "test_epsilon_that_half_precision_lacks": ("AMP501", "step 0, optimizer"),
-    "test_no_scale_works": ("AMP406", "No loss scale works"),
     "test_past_the_scaler": ("AMP407", "4 gradients that are still scaled by 1.67772e+07"),
-    "test_clipped_before_it_is_unscaled": ("AMP407", "to 1 while they were still scaled by 1024"),
     "test_scale_never_updated": ("AMP405", "scaler.update() is never called"),
     "test_without_an_optimizer": ("AMP202", "backward: aten.sqrt"),
-    "test_an_update_by_hand": ("AMP202", "a number among its arguments is inf"),
-    "test_an_update_with_gradients_that_were_handed_out": ("AMP202", "a number among its arguments is inf"),
-    "test_a_bad_batch_whose_gradients_are_used": ("AMP204", "step 1: the batch itself holds NaN"),
-    "test_gradients_of_no_loss": ("AMP202", "backward: aten.sqrt"),
     "test_own_check": ("AMP202", "the test raised: AssertionError: bad loss"),
     "test_swallowed": ("AMP202", "aten.log"),
-    "test_two_optimizers": ("AMP202", "step 3, loss: aten.div"),
 }
 """By sample: its code, and words of its diagnosis."""
 
@@ -51,7 +41,7 @@ def test_a_sick_test_fails_with_its_diagnosis(run):
         [
             "*test_overflow NONFINITE*",
             "ERROR AMP201 forward-overflow: step 0, forward: aten.pow in the model's own forward makes an",
-            "*where*step 0, *; forward;*aten.pow, Inf is born here;",
+            "*where*step 0, *; forward;*aten.pow, first Inf here;",
             "*test_it.py:13",
             "*why*forward overflow",
             "*proof*verified by replay*",
@@ -61,11 +51,6 @@ def test_a_sick_test_fails_with_its_diagnosis(run):
     )
     assert "Traceback" not in result.stdout.str()
     assert str(FOLDER) not in result.stdout.str()  # none of our own lines is shown
-
-
-def test_its_letter_is_its_own(run):
-    result = run(SICK + "\n\ndef test_plain():\n    assert False\n\n\ndef test_good():\n    pass\n", "-q")
-    result.stdout.fnmatch_lines(["NF.*", "*2 failed, 1 passed*"])
 
 
 def test_health_passes(run):
@@ -125,39 +110,12 @@ def test_expected_failures_and_skips_stay_what_they_are(run):
     )
 
 
-def test_a_step_in_another_thread_is_diagnosed(run):
-    body = "thread = __import__('threading').Thread(target=train, args=(torch.ones(4, 8) * 2000,))"
-    result = run(marked(f"{body}\n    thread.start()\n    thread.join()"))
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*AMP201*aten.pow*"])
-
-
-def test_a_method_of_unittest_is_watched(run):
-    text = f"""{LOOP}
-import unittest
-
-class TestIt(unittest.TestCase):
-    @pytest.mark.amp_finite
-    def test_overflow(self):
-        train(torch.ones(4, 8) * 2000)
-"""
-    result = run(text)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*AMP201*", "NONFINITE *"])
-
-
 def test_a_test_report_in_xml_has_the_diagnosis(run, pytester):
     run(SICK, "--junitxml=out.xml")
     case = ET.parse(pytester.path / "out.xml").find(".//testcase")
     assert "AMP201 forward-overflow" in case.find("failure").get("message")
     assert "test_it.py:13" in case.find("failure").text
     assert {p.get("name"): p.get("value") for p in case.iter("property")} == {"ampdoctor": "AMP201"}
-
-
-def test_the_first_failure_ends_the_run_where_that_is_asked(run):
-    result = run(SICK + "\n\ndef test_later():\n    pass\n", "-x")
-    assert result.ret != 0
-    result.assert_outcomes(failed=1)
 
 
 @pytest.mark.slow
@@ -245,17 +203,6 @@ def test_nothing_was_loaded():
     assert not {"rich", "ampdoctor.workflows", "ampdoctor.reports", "ampdoctor.replay"} & set(sys.modules)
 """
     run_apart(text).assert_outcomes(passed=1)
-
-
-def test_loading_the_plugin_takes_milliseconds_of_the_processor():
-    script = f"import time, pytest; t = time.process_time(); import {PLUGIN}; print(time.process_time() - t)"
-    times = [
-        float(
-            subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        )
-        for _ in range(3)
-    ]
-    assert min(times) < 0.05
 
 
 def test_the_package_announces_the_plugin():

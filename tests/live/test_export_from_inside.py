@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -23,28 +22,14 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
-class Writer:
-    """What TensorBoard's and tensorboardX's writers have in common."""
-
-    def __init__(self):
-        self.scalars, self.texts, self.threads = [], [], set()
-
-    def add_scalar(self, tag, value, step):
-        self.scalars.append((tag, value, step))
-        self.threads.add(threading.get_ident())
-
-    def add_text(self, tag, text, step):
-        self.texts.append((tag, step))
-
-
 def test_numbers_and_the_diagnosis_arrive_and_no_bit_of_the_training_changes(tmp_path):
     alone = Loop()
     alone()
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002 - a training's own state
     before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002 - the same
-    loop, kept, writer = Loop(), Kept(), Writer()
-    with ampdoctor.watch(folder=tmp_path / "log", export=[f"csv={tmp_path / 'out'}", kept, writer], every=4):
+    loop, kept = Loop(), Kept()
+    with ampdoctor.watch(folder=tmp_path / "log", export=[f"csv={tmp_path / 'out'}", kept], every=4):
         loop()
     assert same(loop.state, alone.state)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # noqa: NPY002 - the same
@@ -57,9 +42,6 @@ def test_numbers_and_the_diagnosis_arrive_and_no_bit_of_the_training_changes(tmp
     assert [step for step, values in told if isinstance(values, dict) and "loss" in values] == list(range(8))
     assert (5, "AMP202") in told
     assert kept.told[-1] == "close"
-    assert [step for tag, _, step in writer.scalars if tag == "ampdoctor/loss"] == list(range(8))
-    assert writer.texts == [("ampdoctor/alerts/AMP202 invalid-op", 5)]
-    assert threading.get_ident() not in writer.threads
 
 
 @pytest.mark.parametrize(

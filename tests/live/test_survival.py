@@ -115,46 +115,13 @@ def test_nothing_is_left_after_what_ends_the_loop(watched, error):
     )
 
 
-def test_what_the_script_has_put_over_ours_stays_and_calls_on(watched, monkeypatch):
-    original, before = torch.amp.GradScaler.step, nn.Module.zero_grad
-    with watched() as seen:
-        ours, clearing = torch.amp.GradScaler.step, nn.Module.zero_grad
-        monkeypatch.setattr(torch.amp.GradScaler, "step", lambda *given: ours(*given))  # noqa: PLW0108 - theirs
-        theirs = torch.amp.GradScaler.step
-    assert torch.amp.GradScaler.step is theirs
-    assert (ours, clearing) != (original, before)
-    model, scaler = network(), torch.amp.GradScaler("cpu")
-    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    scaler.scale(model(torch.randn(4, 8)).mean()).backward()
-    scaler.step(optimizer)
-    clearing(model)
-    assert seen.doctor._lines.attempted == 0
-    monkeypatch.setattr(torch.amp.GradScaler, "step", original)
-
-
-def test_the_sick_step_and_those_after_it_have_their_lines(watched):
-    with watched(every=1) as seen:
-        train(bad=2)
-    assert steps_of(seen) == [0, 1, 2, 3, 4]
-    assert [line["micro_steps"] for line in kinds(seen, "step")] == [1] * 5
-    assert [report.findings[0].where.step for report in seen.told] == [2]
-
-
 class _Mode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-class _Dispatch(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    "mode", [_Mode, _Dispatch, lambda: torch.device("cpu")], ids=["function", "dispatch", "device"]
-)
-@pytest.mark.parametrize("around", [False, True])
-def test_modes_of_the_loops_own(watched, mode, around):
+@pytest.mark.parametrize("mode", [_Mode, lambda: torch.device("cpu")], ids=["function", "device"])
+def test_modes_of_the_loops_own(watched, mode):
     def call(model, x):
         with mode():
             out = model(x)
@@ -162,24 +129,9 @@ def test_modes_of_the_loops_own(watched, mode, around):
         raise AssertionError
 
     with watched() as seen:
-        if around:
-            with mode():
-                train(bad=2)
-        else:
-            train(bad=2, call=call)
+        train(bad=2, call=call)
         assert torch._C._len_torch_function_stack() == 0
     assert [report.findings[0].code for report in seen.told] == ["AMP204"]
-
-
-def test_a_default_device(watched):
-    with watched() as seen:
-        torch.set_default_device("cpu")
-        model = train(steps=2)
-        kept = model(torch.randn(4, 8))
-        torch.set_default_device(None)
-        train(model, steps=2)
-    assert len(steps_of(seen)) == 4
-    assert kept.shape == (4, 1)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
@@ -201,67 +153,13 @@ def test_transforms_and_tracing_are_no_part_of_a_step(watched):
     assert seen.said == []
 
 
-class _Unhashable(nn.Module):
-    __hash__ = None
-
-    def __init__(self):
-        super().__init__()
-        self.inner = network()
-
-    def __eq__(self, other):
-        raise RuntimeError("not to be compared")
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-class _Shapeless(_Unhashable):
-    __hash__ = nn.Module.__hash__
-
-    def __len__(self):
-        return 0
-
-    def __bool__(self):
-        raise RuntimeError("neither")
-
-    def __eq__(self, other):
-        return torch.zeros(3)
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit")
-@pytest.mark.parametrize("made", [_Unhashable, lambda: torch.jit.script(network())], ids=["unhashable", "scripted"])
-def test_a_model_that_cannot_be_recorded_is_trained_and_that_is_said(watched, made):
+def test_a_model_that_cannot_be_recorded_is_trained_and_that_is_said(watched):
     with watched() as seen:
-        model = made()
-        train(model, torch.optim.SGD([*getattr(model, "inner", model).parameters()], 1e-2), bad=3)
+        train(torch.jit.script(network()), bad=3)
     assert steps_of(seen) == [0, 1, 2, 3, 4]
     assert "recorded no more" in seen.said[0]
     assert [(report.verdict, report.findings) for report in seen.told] == [("inconclusive", ())]
-
-
-def test_a_model_that_is_like_nothing(watched):
-    with watched() as seen:
-        model = _Shapeless()
-        train(model, torch.optim.SGD(model.inner.parameters(), 1e-2), bad=3)
-    assert [report.findings[0].code for report in seen.told] == ["AMP204"]
-
-
-@pytest.mark.parametrize("form", [lambda out: None, lambda out: (o for o in [out]), lambda out: "text", lambda out: 3])
-def test_a_forward_that_returns_no_tensor(watched, form):
-    class Model(_Shapeless):
-        def forward(self, x):
-            self.out = self.inner(x)
-            return form(self.out)
-
-    def call(model, x):
-        model(x)
-        return model.out
-
-    with watched() as seen:
-        model = Model()
-        train(model, torch.optim.SGD(model.inner.parameters(), 1e-2), call=call)
-    assert len(steps_of(seen)) == 5
-    assert seen.said == seen.told == []
 
 
 def test_a_forward_that_raises_or_is_interrupted_is_forgotten(watched, recwarn):
@@ -289,21 +187,6 @@ def test_a_forward_that_raises_or_is_interrupted_is_forgotten(watched, recwarn):
         train(model, bad=3)
     assert len(recwarn) == 0
     assert [report.findings[0].code for report in seen.told] == ["AMP204"]
-
-
-@pytest.mark.slow
-def test_without_an_optimizer_of_torchs_nothing_grows(watched):
-    with watched() as seen:
-        model = nn.Linear(8, 1)
-        recorder = seen.doctor._watch.recorder
-        for _ in range(2200):
-            model(torch.randn(4, 8)).mean().backward()
-            for p in model.parameters():
-                p.data -= 1e-2 * p.grad
-                p.grad = None
-        assert len(recorder._tape.instructions) < 4200
-        assert len(recorder.losses(None)) <= 4096
-    assert "no optimizer of torch's was stepped" in seen.said[-1]
 
 
 def test_an_evaluation_under_autograd_lets_its_batches_go(watched):
@@ -393,10 +276,11 @@ def a_scaled_loop(scaled, states, *, bad=3):
         scaler.update()
 
 
-@pytest.mark.parametrize("ops", [1, 7, 60, 200])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_look_that_is_interrupted_or_finds_no_memory_leaves_all_as_it_was(watched, monkeypatch, ops, scaled, error):
+@pytest.mark.parametrize(
+    ("ops", "scaled", "error"),
+    [(10**9, True, None), (7, True, KeyboardInterrupt), (200, False, KeyboardInterrupt), (60, True, RuntimeError)],
+)
+def test_a_look_leaves_all_as_it_was_however_it_ends(watched, monkeypatch, ops, scaled, error):
     states, real = {}, watcher.look
 
     def look(*args, **kwargs):
@@ -424,31 +308,12 @@ def test_a_look_that_is_interrupted_or_finds_no_memory_leaves_all_as_it_was(watc
         assert len(steps_of(seen)) == 5
         if report.errors:
             assert f"ampdoctor bisect-nan {seen.health / 'bundle-3'}" in seen.said[-1]
-    assert states["raised"]
+        assert error is not None or [finding.code for finding in report.findings] == ["AMP204"]
+    assert states["raised"] == (error is not None)
     assert states["changed"] == []
 
 
-def test_a_skip_that_cannot_be_looked_at_may_be_health(watched, monkeypatch):
-    real = watcher.look
-
-    def look(*args, **kwargs):
-        with _After(1, RuntimeError):
-            return real(*args, **kwargs)
-
-    monkeypatch.setattr(watcher, "look", look)
-    with watched() as seen:
-        model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=2.0**127)
-        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        for _ in range(6):
-            optimizer.zero_grad()
-            scaler.scale((model(torch.randn(4, 8)) * 100).pow(2).mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert seen.told == []
-    assert [said for said in seen.said if "may be health" in said] == seen.said != []
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_a_bundle_is_whole_or_absent(watched, monkeypatch, error):
     from ampdoctor.replay.bundles import write as writing
 
@@ -471,17 +336,6 @@ def test_a_bundle_is_whole_or_absent(watched, monkeypatch, error):
     assert not list(seen.health.glob("*bundle*"))
 
 
-def test_an_error_of_ours_ends_the_watch_once_and_not_the_training(watched, monkeypatch):
-    def fails(*_):
-        raise RuntimeError("ours")
-
-    with watched() as seen:
-        monkeypatch.setattr(seen.doctor._lines, "begins", fails)
-        monkeypatch.setattr(seen.doctor._lines, "ended", fails)
-        train()
-    assert [said for said in seen.said if "watched no more: RuntimeError: ours" in said] == seen.said[:1]
-
-
 @pytest.mark.parametrize("on_sick", ["record", "stop"])
 def test_who_cannot_be_told_anything_costs_neither_the_training_nor_the_watch(tmp_path, on_sick):
     def closed(_):
@@ -498,14 +352,6 @@ def test_who_cannot_be_told_anything_costs_neither_the_training_nor_the_watch(tm
     assert [line["step"] for line in log if line["kind"] == "look"] == [2]
     taken = [line["step"] for line in log if line["kind"] == "step"]
     assert taken == ([0, 1] if on_sick == "stop" else [0, 1, 2, 3, 4])
-
-
-def test_stopping_writes_all_and_ends_with_1(watched):
-    with pytest.raises(StoppedError), watched(on_sick="stop") as seen:
-        train(bad=2)
-    assert (seen.health / "bundle-2").is_dir()
-    assert [line["bundle"] for line in kinds(seen, "look")] == ["bundle-2"]
-    assert kinds(seen, "end")[0]["exit_code"] == 1
 
 
 @pytest.mark.parametrize(
@@ -548,7 +394,7 @@ class _Keeper(torch.optim.SGD):
         self.inner = inner
 
 
-@pytest.mark.parametrize("around", [_Wrapper, lambda inner: _Wrapper(_Wrapper(inner)), _Keeper])
+@pytest.mark.parametrize("around", [lambda inner: _Wrapper(_Wrapper(inner)), _Keeper])
 def test_the_steps_of_a_wrapped_optimizer_are_counted_once(watched, around):
     with watched() as seen:
         model = network()
@@ -638,21 +484,17 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 for step in range(40):
-    if step == 20 and how not in ("sick", "look"):
+    if step == 20:
         time.sleep(0.5)  # what was handed over is on its way
         if how.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, how))
-        if how == "raise":
-            raise ValueError("of the script's own")
-        if how == "_exit":
-            os._exit(7)
         if how == "fork" and os.fork() == 0:
             sys.exit(9)
         if how == "removed":
             shutil.rmtree(os.environ["HEALTH"])
         if how == "chdir":
             os.chdir("/")
-    x = torch.randn(8, 16) * (float("nan") if step == 30 and how in ("sick", "removed", "chdir") else 1)
+    x = torch.randn(8, 16) * (float("nan") if step == 30 and how in ("removed", "chdir") else 1)
     loss = model(x).pow(2).mean()
     optimizer.zero_grad()
     loss.backward()
@@ -665,13 +507,9 @@ print("done")
 @pytest.mark.parametrize(
     ("how", "code", "lines", "ended"),
     [
-        ("SIGKILL", -signal.SIGKILL, range(20), None),
         ("SIGTERM", -signal.SIGTERM, range(20), None),
         ("SIGINT", -signal.SIGINT, range(20), 130),
-        ("raise", 1, range(20), 1),
-        ("_exit", 7, range(20), None),
         ("fork", 0, range(40), 0),
-        ("sick", 1, range(40), 0),
         ("removed", 1, range(20, 40), 0),
         ("chdir", 1, range(40), 0),
     ],
@@ -682,19 +520,8 @@ def test_a_real_process_ends_as_it_would_and_its_log_is_whole(tmp_path, how, cod
     command = [sys.executable, "-m", "ampdoctor", "run", "--health", "h", "train.py", how]
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
-    assert done.stdout == ("done\n" if code in (0, 1) and how != "raise" else "")
+    assert done.stdout == ("done\n" if code in (0, 1) else "")
     log = [json.loads(line) for line in (tmp_path / "h" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if line["kind"] == "step"] == list(lines)
     assert [line.get("exit_code", 0) for line in log if line["kind"] == "end"] == ([] if ended is None else [ended])
-    assert (tmp_path / "h" / "bundle-30" / "manifest.json").is_file() == (how in ("sick", "removed", "chdir"))
-
-
-@pytest.mark.slow
-def test_runs_of_one_second_have_a_folder_each(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "ampdoctor", "run", "train.py", "sick"]
-    both = [subprocess.Popen(command, cwd=tmp_path, env=variables, stderr=subprocess.DEVNULL) for _ in range(2)]
-    assert [one.wait() for one in both] == [1, 1]
-    folders = list((tmp_path / "ampdoctor-health").iterdir())
-    assert sorted(len(list(folder.glob("log*"))) for folder in folders) == [1, 1]
+    assert (tmp_path / "h" / "bundle-30" / "manifest.json").is_file() == (how in ("removed", "chdir"))

@@ -140,31 +140,7 @@ def test_arguments_that_make_no_sense_are_refused_at_once(wrong, tmp_path):
     assert standing() is None
 
 
-def test_an_error_of_the_loop_goes_through_and_is_logged(tmp_path):
-
-    def fails():
-        Loop(sick=())()
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"), ampdoctor.watch(folder=tmp_path):
-        fails()
-    assert '"reason":"KeyError"' in (tmp_path / "log.jsonl").read_text().replace(" ", "")
-    assert standing() is None
-    with ampdoctor.watch(folder=tmp_path / "next") as watch:
-        Loop()()
-    assert watch.report is not None
-
-
-def test_a_folder_that_cannot_be_written_harms_nothing(tmp_path, caplog):
-    (tmp_path / "taken").write_text("a file")
-    loop = Loop(sick=())
-    with ampdoctor.watch(folder=tmp_path / "taken"):
-        loop()
-    assert caplog.records
-    assert all(p.isfinite().all() for p in loop.model.parameters())
-
-
-FUSED = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad]
+FUSED = [torch.optim.AdamW, torch.optim.SGD]
 
 
 @pytest.mark.parametrize("optimizer", FUSED)
@@ -190,14 +166,6 @@ def test_a_guard_holds_a_sick_update_back_and_nothing_else(optimizer, tmp_path):
     assert not hasattr(loop.optimizer, "grad_scale")
 
 
-def test_an_optimizer_that_is_not_fused_is_left_alone_by_the_guard(tmp_path):
-    loop = Loop()
-    with ampdoctor.watch(folder=tmp_path, guard=True, tell=lambda _: None) as watch:
-        loop()
-    assert watch.report.run["step"] == 5
-    assert not all(p.isfinite().all() for p in loop.model.parameters())
-
-
 def test_what_is_known_too_late_is_said_once_with_the_ways_out(unreadable, tmp_path):
     told = []
     with ampdoctor.watch(folder=tmp_path, tell=told.append) as watch:
@@ -212,12 +180,6 @@ def test_what_is_known_too_late_is_said_once_with_the_ways_out(unreadable, tmp_p
     assert "bundle" not in watch.report.run["kept"]
 
 
-def test_look_sync_reads_before_the_update_on_any_device(tmp_path):
-    with ampdoctor.watch(folder=tmp_path, look="sync", tell=lambda _: None) as watch:
-        Loop()()
-    assert watch.report.findings
-
-
 def test_with_a_guard_the_next_sick_step_is_looked_at_with_weights_intact(unreadable, tmp_path, caplog):
     loop = Loop(sick=(3, 6), fused=True)
     with ampdoctor.watch(folder=tmp_path, guard=True, tell=lambda _: None) as watch:
@@ -228,20 +190,6 @@ def test_with_a_guard_the_next_sick_step_is_looked_at_with_weights_intact(unread
     (record,) = caplog.records
     assert "step 3 was sick" in record.getMessage()
     assert "intact" in record.getMessage()
-
-
-def test_a_guard_is_taken_away_when_the_step_raises(tmp_path):
-    loop = Loop(sick=(), fused=True)
-
-    def fails():
-        loop(1)
-        loop.optimizer.zero_grad()
-        loop.model(torch.randn(4, 4), 1.0).sum().backward()
-        loop.optimizer.step("no closure")
-
-    with pytest.raises(TypeError), ampdoctor.watch(folder=tmp_path, guard=True):
-        fails()
-    assert not hasattr(loop.optimizer, "found_inf")
 
 
 def test_a_scaler_of_another_class_is_told_when_it_is_named(tmp_path):
@@ -384,65 +332,3 @@ def test_readings_that_are_lost_are_told_and_a_sick_one_among_them_is_not_passed
         (note,) = watch.report.errors
         assert "step 5 was sick" in note.message
         assert "one of the 3 steps just before it" in note.message
-
-
-def test_what_is_kept_of_steps_does_not_grow_once_their_numbers_have_failed(tmp_path, unreadable, monkeypatch):
-    def fails(*_, **__):
-        raise RuntimeError("no memory for numbers")
-
-    monkeypatch.setattr("ampdoctor.live.numbers.step_numbers.add_norms", fails)
-    with ampdoctor.watch(folder=tmp_path) as watch:
-        Loop(sick=())(200)
-        doctor = watch._doctor
-        assert len(doctor._lines._waiting) <= 64
-        assert len(doctor._blind._steps) <= 64
-
-
-class Partial:
-    """A loss scaler with some of the methods alone, one of which is an instance's own."""
-
-    def __init__(self):
-        self.scales = 0
-        self.scale = self.scaled
-
-    def scaled(self, loss):
-        self.scales += 1
-        return loss * 4.0
-
-    def step(self, optimizer):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad.div_(4.0)
-        optimizer.step()
-
-
-class Slotted:
-    """One that takes no attributes."""
-
-    __slots__ = ("scales",)
-
-    def __init__(self):
-        self.scales = 0
-
-    scale, step = Partial.scaled, Partial.step
-
-
-@pytest.mark.parametrize("made", [Partial, Slotted])
-def test_a_scaler_that_lacks_methods_or_has_its_own_is_watched_and_left_as_it_was(made, tmp_path, caplog):
-    loop, scaler = Loop(), made()
-    own = dict(getattr(scaler, "__dict__", {}))
-    classes = dict(vars(made))
-    with ampdoctor.watch(scaler=scaler, folder=tmp_path) as watch:
-        for _ in range(3):
-            loss = loop.model(torch.randn(16, 4), 1e-3).pow(2).mean()
-            loop.optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(loop.optimizer)
-            last = float(loss.detach())
-    assert (caplog.records, watch.report, scaler.scales) == ([], None, 3)
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in lines if line["kind"] == "step"][-1] == pytest.approx(last)
-    assert {key: value for key, value in getattr(scaler, "__dict__", {}).items() if key != "scales"} == {
-        key: value for key, value in own.items() if key != "scales"
-    }
-    assert dict(vars(made)) == classes

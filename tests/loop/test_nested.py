@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from collections import OrderedDict, UserDict, defaultdict, deque
 from dataclasses import dataclass, field
@@ -92,7 +91,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
-def test_every_container_keeps_its_type_and_maps_its_tensors(make):
+def test_every_container_keeps_its_type_where_its_tensors_are_mapped_or_copied(make):
     batch = make()
     doubled = map_tensors(lambda tensor: tensor * 2, batch)
     assert type(doubled) is type(batch)
@@ -101,21 +100,12 @@ def test_every_container_keeps_its_type_and_maps_its_tensors(make):
     assert [path for path, _ in before] == [path for path, _ in after]
     for (_, old), (_, new) in zip(before, after, strict=True):
         assert torch.equal(new, old * 2)
-
-
-@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
-def test_a_copy_shares_no_tensor_and_can_be_written_into(make):
-    batch = make()
     copied = copy_batch(batch)
     assert type(copied) is type(batch)
     wanted = [tensor.clone() for _, tensor in iter_tensors(batch)]
     for _, tensor in iter_tensors(copied):
         tensor.fill_(-1)
     assert all(torch.equal(a, b) for (_, a), b in zip(iter_tensors(batch), wanted, strict=True))
-
-
-def test_name_mangled_slots_are_mapped():
-    assert torch.equal(map_tensors(lambda t: -t, Slotted(ones())).private(), torch.full((2,), -2.0))
 
 
 def test_paths_of_tensors():
@@ -172,19 +162,6 @@ def test_cycles_end_and_shared_objects_stay_shared():
     assert copied["x"] is not batch["x"]
 
 
-def test_a_cycle_through_a_tuple_ends():
-    inner = []
-    batch = (inner, ones())
-    inner.append(batch)
-    copied = copy_batch(batch)
-    assert copied[0][0] is copied
-
-
-def test_a_long_flat_batch_costs_no_recursion():
-    batch = [ones() for _ in range(5 * sys.getrecursionlimit())]
-    assert len(list(iter_tensors(copy_batch(batch)))) == len(batch)
-
-
 def test_moving():
     batch = {"x": ones(), "n": 3, "o": Movable(ones())}
     moved = move_batch(copy_batch(batch), "meta")
@@ -229,32 +206,6 @@ def test_leaves_that_require_a_gradient_stay_leaves():
     assert copied[2].requires_grad
     copied[0].sum().backward()
     assert leaf.grad is None
-
-
-def test_views_of_one_memory_become_tensors_of_their_own():
-    ids = torch.arange(10.0)
-    big = torch.zeros(1000, 4)
-    batch = {"ids": ids, "same": ids, "labels": ids[1:], "rows": big[3:5]}
-    copied = copy_batch(batch)
-    assert copied["same"] is copied["ids"]
-    copied["ids"][4] = -7
-    assert (ids[4], copied["labels"][3]) == (4, 4)
-    assert copied["rows"].untyped_storage().nbytes() < big.untyped_storage().nbytes()
-
-
-def test_odd_tensors_are_copied():
-    batch = [
-        torch.eye(3).to_sparse(),
-        torch.empty(0),
-        torch.tensor(3.0),
-        torch.ones(2, 3).expand(4, 2, 3),
-        torch.ones(2, device="meta"),
-    ]
-    copied = copy_batch(batch)
-    assert [t.shape for t in copied] == [t.shape for t in batch]
-    assert [t.layout for t in copied] == [t.layout for t in batch]
-    assert copied[3].stride() == batch[3].stride() or torch.equal(copied[3], batch[3])
-    assert all(new is not old for new, old in zip(copied, batch, strict=True))
 
 
 def test_other_mutable_parts_are_copied_and_the_uncopiable_is_shared(tmp_path):
@@ -304,8 +255,3 @@ def test_a_users_own_deepcopy_is_honoured():
     assert copied.me[0] is copied
     assert torch.equal(copied.x, graph.x)
     assert copied.x is not graph.x
-
-
-def test_an_untouched_object_is_shared_when_mapping():
-    thing = Plain(3)
-    assert map_tensors(lambda t: t, [thing])[0] is thing

@@ -70,14 +70,6 @@ def test_each_call_is_told_once(kind):
     assert (dict(vars(torch.amp.GradScaler)), dict(vars(Own)), dict(vars(Below))) == before
 
 
-def test_a_scaler_that_was_made_before_is_heard():
-    calls, scaler = Calls(), Below("cpu")
-    with on_scaler_call(calls.scaler_called):
-        step(scaler)
-    step(scaler)
-    assert calls.seen == ["scale", "step", "unscale_", "update"]
-
-
 @pytest.mark.parametrize("losses", [None, 2])
 def test_the_loss_that_is_logged_is_not_the_scaled_one(tmp_path, losses):
     with ampdoctor.watch(folder=tmp_path):

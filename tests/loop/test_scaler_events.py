@@ -83,41 +83,6 @@ def test_the_right_order():
     assert (outcome.optimizer_steps, outcome.skipped) == (1, False)
 
 
-def test_without_unscaling_by_hand_the_scaler_does_it():
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    events = outcome_of(step).events
-    assert [event.kind for event in events if event.kind == "optimizer_step"] == ["optimizer_step"]
-    assert next(event for event in events if event.kind == "optimizer_step").unscaled
-
-
-def test_a_step_on_scaled_gradients():
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        optimizer.step()
-        scaler.update(1.0)
-
-    outcome = outcome_of(step)
-    (stepped,) = [event for event in outcome.events if event.kind == "optimizer_step"]
-    assert not stepped.unscaled
-    assert stepped.scale == 16.0
-    assert not outcome.skipped
-
-
-def test_clipping_before_unscaling():
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        clip(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-
-    unscale = next(event for event in outcome_of(step).events if event.kind == "unscale")
-    assert unscale.edited == 4
-
-
 def misscaled(outcome):
     return [(event.kind, event.misscaled) for event in outcome.events if event.kind in ("unscale", "optimizer_step")]
 
@@ -142,19 +107,6 @@ def test_gradients_are_of_one_scale_or_of_two(second, unscales, cleared):
     late = 4 if unscales == "between" and second == "scaled" else 0
     plain = 4 if unscales != "between" and second == "plain" else 0
     assert misscaled(outcome_of(step)) == [("unscale", plain), ("optimizer_step", late)]
-
-
-def test_gradients_keep_the_scale_of_their_own_backward():
-    def step(model, batch, optimizer, scaler):
-        for scale in (64.0, 128.0):
-            scaler.scale(loss(model, batch)).backward()
-            scaler.update(scale)
-        scaler.step(optimizer)
-        scaler.update(16.0)
-
-    unscale, stepped = [event for event in outcome_of(step).events if event.kind in ("unscale", "optimizer_step")]
-    assert (unscale.scale, unscale.misscaled, unscale.scales) == (128.0, 4, (16.0, 64.0))
-    assert (stepped.scale, stepped.misscaled, stepped.scales) == (128.0, 0, (1.0,))
 
 
 def test_gradients_with_their_graph_are_no_backward():
@@ -183,63 +135,6 @@ def test_a_scaler_of_the_steps_own_is_watched(made):
     assert outcome.events[1].scale == 2.0**127
     assert outcome.skipped
     assert outcome.scale_before is None
-
-
-def test_nothing_stays_wrapped():
-    before = torch.autograd.backward, dict(vars(torch.amp.GradScaler))
-    outcome_of(lambda: None)
-    assert (torch.autograd.backward, dict(vars(torch.amp.GradScaler))) == before
-
-
-def test_unscaling_twice_is_torchs_own_error():
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        scaler.unscale_(optimizer)
-        scaler.unscale_(optimizer)
-
-    with pytest.raises(UserCodeError, match=r"unscale_\(\) has already been called"):
-        outcome_of(step)
-
-
-def test_a_skipped_step():
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    outcome = outcome_of(step, scaler=2.0**127, factor=1e3)
-    assert outcome.skipped
-    assert outcome.optimizer_steps == 0
-    assert outcome.scale_after == outcome.scale_before / 2
-
-
-def test_two_optimizers_are_told_apart():
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        scaler.unscale_(optimizer["b"])
-        scaler.step(optimizer["a"])
-        scaler.step(optimizer["b"])
-        scaler.update()
-
-    outcome = outcome_of(step, optimizers=2)
-    assert [name for kind, name in kinds(outcome) if kind == "optimizer_step"] == ["a", "b"]
-    assert next(name for kind, name in kinds(outcome) if kind == "unscale") == "b"
-    assert all(event.unscaled for event in outcome.events if event.kind == "optimizer_step")
-    assert outcome.optimizer_steps == 2
-
-
-def test_a_disabled_scaler_does_nothing_worth_a_word():
-    def step(model, batch, optimizer, scaler):
-        scaler.scale(loss(model, batch)).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-
-    outcome = outcome_of(step, scaler=None)
-    assert kinds(outcome) == [("optimizer_step", "optimizer")]
-    assert outcome.events[0].unscaled
-    assert outcome.scale_before is None
-    assert not outcome.skipped
 
 
 def test_the_part_that_runs_is_known_also_after_an_exception():

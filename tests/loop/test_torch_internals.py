@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
-from torch import nn
 from torch.autograd import Variable
 from torch.autograd import backward as bound_backward
 from torch.autograd import grad as bound_grad
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from ampdoctor.hooks.torch_internals import (
-    default_device,
     replaced,
-    reset_default_device,
     seen_backwards,
     shims,
-    under_fake_tensors,
 )
 
 
@@ -62,68 +54,6 @@ def test_torch_is_as_it_was_also_after_an_exception():
     leaf().sum().backward()
 
 
-def test_nested_contexts_ask_the_inner_one_first():
-    said = []
-
-    def named(name):
-        def look(_backward, run):
-            said.append(f"{name} begins")
-            result = run()
-            said.append(f"{name} ends")
-            return result
-
-        return look
-
-    with seen_backwards(named("outer")), seen_backwards(named("inner")):
-        leaf().sum().backward()
-    assert said == ["inner begins", "outer begins", "outer ends", "inner ends"]
-
-
-def test_other_threads_and_callbacks_of_the_engine():
-    seen, called = [], []
-
-    def look(backward, run):
-        seen.append(threading.current_thread().name)
-        return run()
-
-    def step():
-        x = leaf()
-        x.register_hook(lambda _gradient: Variable._execution_engine.queue_callback(lambda: called.append(True)))
-        x.sum().backward()
-
-    with seen_backwards(look):
-        thread = threading.Thread(target=step, name="other")
-        thread.start()
-        thread.join()
-    assert (seen, called) == (["other"], [True])
-
-
-def test_a_mode_can_be_entered_again_for_what_grad_recomputes():
-    class Names(TorchFunctionMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            self.seen.append(getattr(func, "__name__", ""))
-            return func(*args, **(kwargs or {}))
-
-    names = Names()
-    layer = nn.Linear(3, 3)
-    x = leaf()
-
-    def again(_backward, run):
-        with names:
-            return run()
-
-    with names, seen_backwards(again):
-        loss = checkpoint(lambda y: torch.sigmoid(layer(y)), x, use_reentrant=False).sum()
-        before = names.seen.count("sigmoid")
-        torch.autograd.grad(loss, x)
-    assert before == 1
-    assert names.seen.count("sigmoid") == 2
-
-
 def test_without_the_engines_name_a_loop_runs_unseen(monkeypatch):
     monkeypatch.setattr("ampdoctor.hooks.torch_internals._ENGINE", "_no_such_name")
     x = leaf()
@@ -131,26 +61,6 @@ def test_without_the_engines_name_a_loop_runs_unseen(monkeypatch):
         x.sum().backward()
     assert x.grad.tolist() == [1.0, 1.0, 1.0]
     assert list(shims()) == ["backwards-unseen"]
-
-
-def test_nothing_stands_in_for_the_engine_here():
-    assert shims() == {}
-
-
-def test_the_default_device_after_it_was_reset():
-    torch.set_default_device("cpu")
-    torch.set_default_device(None)
-    assert default_device() == torch.device("cpu")
-    reset_default_device()
-    assert torch.get_default_device() == torch.device("cpu")
-
-
-def test_fake_tensors_are_told_apart():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    assert not under_fake_tensors()
-    with FakeTensorMode():
-        assert under_fake_tensors()
 
 
 class Owner:
@@ -170,7 +80,7 @@ def around(what):
 
 
 @pytest.mark.parametrize("owner", [Owner, Heir, Owner()], ids=["class", "heir", "object"])
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 def test_what_was_replaced_is_back_in_whatever_order_those_end_that_replaced_it(owner, order):
     before = dict(vars(owner))
     contexts = []

@@ -34,7 +34,6 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch.nn.modules import module as hooks  # noqa: E402
 from torch.optim import optimizer as optimizers  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from tests.arithmetic import ALIKE  # noqa: E402
 from tests.loops.recorder import checksum, machine  # noqa: E402
@@ -42,39 +41,24 @@ from tests.loops.recorder import checksum, machine  # noqa: E402
 
 @dataclass(slots=True, kw_only=True)
 class Watched:
-    """What hooks have seen of a training.
-
-    `skipped` are the attempts of each optimizer, from 0, in which a scaler found a gradient that was not finite (a
-    fused optimizer is then called all the same, and changes nothing). `entered` is a running checksum of the tensors
-    that entered the models; of a model that is called by keyword alone, what entered the first module inside that was
-    called by position.
-    """
+    """What hooks have seen of a training; `skipped`: attempts of each optimizer in which a scaler found an overflow."""
 
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)  # in order of their first steps
     attempted: list[int] = field(default_factory=list)  # of each, those that a scaler skipped included
     skipped: list[list[int]] = field(default_factory=list)
     scalers: list[torch.amp.GradScaler] = field(default_factory=list)
     models: list[torch.nn.Module] = field(default_factory=list)  # called from outside all others, with parameters
-    calls: int = 0  # of the models
-    entered: int = 0
     _inside: list[torch.nn.Module] = field(default_factory=list)
-    _owed: bool = False
     _scaling: bool = False
 
-    def enter(self, module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
-        """Note what enters; a loss without parameters is no model."""
+    def enter(self, module: torch.nn.Module, _inputs: object) -> None:
+        """Note a model; a loss without parameters is none."""
         if not self._inside and is_looked_at():
             return
-        if not self._inside and next(module.parameters(), None) is not None:
-            self.calls += 1
-            self._owed = True
-            if not any(module is model for model in self.models):
-                self.models.append(module)
+        outermost = not self._inside and next(module.parameters(), None) is not None
+        if outermost and not any(module is model for model in self.models):
+            self.models.append(module)
         self._inside.append(module)
-        given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)] if self._owed else []
-        for leaf in given:
-            self.entered = zlib.crc32(checksum(leaf).to_bytes(4, "little"), self.entered)
-        self._owed = self._owed and not given
 
     def leave(self, module: torch.nn.Module, _inputs: object, _output: object) -> None:
         """Forget the module that is left, and those inside it that an exception ended."""
@@ -112,8 +96,6 @@ class Watched:
             "optimizers": checksums([tensor for group, tensor in held if group != "params"]),
             "scalers": [scaler.state_dict() for scaler in self.scalers],
             "random": random_states,
-            "entered": self.entered,
-            "calls": self.calls,
             "attempted": self.attempted,
             "skipped": self.skipped,
         }

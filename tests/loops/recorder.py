@@ -12,7 +12,6 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,57 +28,8 @@ from ampdoctor.workflows.open_replay import seed_all
 LOOPS = Path(__file__).parents[2] / "fixtures" / "loops"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backward:
-    """One backward of a training."""
-
-    loss: float  # what it starts from, before the loss scale
-    entered: tuple[int, ...]  # a checksum of each tensor that entered a model since the backward before, in order
-
-    def __eq__(self, other: object) -> bool:
-        """Equal bit by bit: a NaN is a NaN."""
-        return isinstance(other, Backward) and (self.loss.hex(), self.entered) == (other.loss.hex(), other.entered)
-
-    __hash__ = None
-
-
 class Enough(BaseException):
     """As many backwards as were asked for are recorded."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Recording:
-    """What has been recorded so far."""
-
-    backwards: list[Backward] = field(default_factory=list)
-    most: int | None = None  # with so many of them the run is ended
-    _entered: list[int] = field(default_factory=list)
-    _scaled: list[tuple[torch.Tensor, float]] = field(default_factory=list)
-    _inside: list[torch.nn.Module] = field(default_factory=list)
-
-    def enter(self, module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
-        """Note what enters the outermost module; a loss without parameters is none."""
-        if not self._inside and next(module.parameters(), None) is not None:
-            self._entered += [checksum(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        self._inside.append(module)
-
-    def leave(self, module: torch.nn.Module, _inputs: object, _output: object) -> None:
-        """Forget the module that is left, and those inside it that an exception ended."""
-        while self._inside and self._inside.pop() is not module:
-            pass
-
-    def scaled(self, loss: torch.Tensor, result: torch.Tensor) -> None:
-        """Note what a scaler made of a loss."""
-        self._scaled = [(result, float(loss.detach()))]
-
-    def backward(self, root: torch.Tensor) -> None:
-        """Note a backward from `root`; raises Enough at the last one that was asked for."""
-        before = [loss for scaled, loss in self._scaled if scaled is root]
-        loss = before[0] if before else float(root.detach())
-        self.backwards.append(Backward(loss=loss, entered=tuple(self._entered)))
-        self._entered, self._scaled = [], []
-        if len(self.backwards) == self.most:
-            raise Enough
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -89,26 +39,44 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def recording(most: int | None = None) -> Iterator[Recording]:
-    """Record every backward inside; a run that is ended with the last one that was asked for ends the region."""
-    record = Recording(most=most)
+def recording(most: int | None = None) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Record every backward inside: its loss before the scale, and a checksum of each tensor that entered a model.
+
+    A run that is ended with the last backward that was asked for (`most`) ends the region.
+    """
+    seen, entered, inside, scaled = [], [], [], []
     scale, backward = torch.amp.GradScaler.scale, torch.Tensor.backward
+
+    def enter(module, inputs):
+        if not inside and next(module.parameters(), None) is not None:  # a loss without parameters is no model
+            entered.extend(checksum(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+        inside.append(module)
+
+    def leave(module, _inputs, _output):
+        while inside and inside.pop() is not module:
+            pass
 
     def noted_scale(scaler, outputs):
         result = scale(scaler, outputs)
-        record.scaled(outputs, result)
+        scaled[:] = [(result, float(outputs.detach()))]
         return result
 
     def noted_backward(tensor, *args, **kwargs):
-        record.backward(tensor)
+        before = [loss for result, loss in scaled if result is tensor]
+        loss = before[0] if before else float(tensor.detach())
+        seen.append((loss.hex(), tuple(entered)))
+        entered.clear()
+        scaled.clear()
+        if len(seen) == most:
+            raise Enough
         return backward(tensor, *args, **kwargs)
 
-    entering = hooks.register_module_forward_pre_hook(record.enter)
-    leaving = hooks.register_module_forward_hook(record.leave, always_call=True)
+    entering = hooks.register_module_forward_pre_hook(enter)
+    leaving = hooks.register_module_forward_hook(leave, always_call=True)
     torch.amp.GradScaler.scale, torch.Tensor.backward = noted_scale, noted_backward
     try:
         with contextlib.suppress(Enough):
-            yield record
+            yield seen
     finally:
         torch.amp.GradScaler.scale, torch.Tensor.backward = scale, backward
         entering.remove()
@@ -129,7 +97,7 @@ def machine(policy: str) -> Iterator[None]:
         yield
 
 
-def run_bare(script: Path, arguments: Sequence[str], policy: str, folder: Path, most: int) -> list[Backward]:
+def run_bare(script: Path, arguments: Sequence[str], policy: str, folder: Path, most: int) -> list:
     """Run a script as `python script.py ARGUMENTS` in a folder, and return its first `most` backwards."""
     argv, path = sys.argv, list(sys.path)
     with contextlib.ExitStack() as stack:
@@ -143,4 +111,4 @@ def run_bare(script: Path, arguments: Sequence[str], policy: str, folder: Path, 
             runpy.run_path(str(script), run_name="__main__")
         finally:
             sys.argv, sys.path = argv, path
-    return record.backwards
+    return record

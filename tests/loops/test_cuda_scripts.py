@@ -62,12 +62,6 @@ def test_a_sick_script_is_diagnosed(diagnosed, name):
     assert Path(first.where.source.file).name == f"{name}.py"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["prefetcher", "flash"])
-def test_what_names_cuda_without_asking_is_diagnosed_with_the_cpus_own_casts(diagnosed, name):
-    assert diagnosed(name, sick=True, policy="native").verdict == "sick"
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [("ddp_single", "this script needs GPUs"), ("memory_log", "sys.exit(no GPU)")],

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +20,9 @@ from tests.loops.late import LATE
 
 pytestmark = pytest.mark.slow
 
-BIRTHS = Path(__file__).with_name("origins.py")
 PLAIN = [late for late in LATE if not late.frameworks]
 RUN = ("--health", "health", "--report", "json=report.json")
-AS_BARE = ("weights", "random", "entered", "optimizers", "scalers", "attempted", "skipped", "calls")
+AS_BARE = ("weights", "random", "optimizers", "scalers", "attempted", "skipped")
 
 
 def place_of(report):
@@ -37,28 +35,10 @@ def place_of(report):
     return error["code"], where["step"], where["phase"], where["module"] or "", kernel, line
 
 
-def step_of(late, folder):
-    """The step of a truth; where it is the processor's: the bare script's first that has an origin and is skipped."""
-    if late.truth.step is not None:
-        return late.truth.step
-    found = subprocess.run(
-        [sys.executable, str(BIRTHS), "--from", "200", "--most", "100000", str(late.path), *late.sick],
-        cwd=folder,
-        env={**os.environ, **ALIKE},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stderr
-    origins = re.findall(rf"attempted=\((\d+),\), phase='{late.truth.phase}'.*op='{re.escape(late.truth.op)}\b", found)
-    (skipped,) = json.loads(re.search(r"^skipped (.*) of ", found, re.MULTILINE)[1])
-    return min(set(map(int, origins)) & set(skipped))
-
-
-def truth_of(late, step):
-    """The same of the truth; in which line of the data's code a batch went wrong, no step that is recorded can say."""
+def truth_of(late):
+    """The same of the truth."""
     truth = late.truth
-    made = (None, None) if truth.phase == "data" else (truth.op, truth.line)
-    return truth.code, step, truth.phase, truth.module, *made
+    return truth.code, truth.step, truth.phase, truth.module, truth.op, truth.line
 
 
 @pytest.mark.parametrize("late", PLAIN, ids=[late.name for late in PLAIN])
@@ -66,13 +46,12 @@ def test_a_late_fault_is_found_in_place_and_in_its_bundle_and_a_twin_is_left_alo
     bare, found = beside_a_bare_run(late, late.sick, tmp_path / "sick")
     assert (bare.returncode, found.returncode) == (0, 1)
     report = json.loads((tmp_path / "sick" / "report.json").read_text(encoding="utf-8"))
-    step = step_of(late, tmp_path)
-    assert place_of(report) == truth_of(late, step)
+    assert place_of(report) == truth_of(late)
 
     bundle = tmp_path / "sick" / report["run"]["kept"]["bundle"]
-    assert bundle == tmp_path / "sick" / "health" / f"bundle-{step}"
+    assert bundle == tmp_path / "sick" / "health" / f"bundle-{late.truth.step}"
     again = bisected(bundle, late.path, tmp_path / "laptop")
-    assert place_of(again) == truth_of(late, step)
+    assert place_of(again) == truth_of(late)
     assert again["run"]["policy"] == "cuda"
 
     bare, watched = beside_a_bare_run(late, late.healthy, tmp_path / "healthy")

@@ -66,21 +66,6 @@ def test_a_tie_flushes_and_its_neighbour_does_not(powers_of_two, exponent):
     assert flushed_counts(counts_of(values), "fp16", scales).tolist() == [flushed_by_cast(values, scales)]
 
 
-def test_gradients_born_in_fp16_flush_exactly_where_the_cast_says():
-    every_subnormal = torch.arange(1, 1024, dtype=torch.int16).view(torch.float16)
-    exponents = np.arange(-14, 1)
-    assert flushed_counts(counts_of(every_subnormal), "fp16", exponents).tolist() == [
-        flushed_by_cast(every_subnormal, exponents)
-    ]
-    assert flushed_counts(counts_of(every_subnormal), "fp16", np.array([-1])).tolist() == [[1]]  # 2^-25 alone
-
-
-def test_other_formats_flush_where_their_casts_do():
-    values = normal(-4)
-    for name, dtype in FP8.items():
-        assert flushed_counts(counts_of(values), name, SCALES).tolist() == [flushed_by_cast(values, SCALES, dtype)]
-
-
 @pytest.mark.parametrize("size", [-34, -28, -24, -20, -16, -12, -8, 0, 8])
 def test_errors_are_those_of_casts_in_the_normal_and_in_the_subnormal_zone(size):
     # 4 %: facts have 0.96 to 1.02 of direct rounding for the L2 error, over 97 tensors
@@ -92,31 +77,11 @@ def test_errors_are_those_of_casts_in_the_normal_and_in_the_subnormal_zone(size)
     assert np.sqrt(found).tolist() == pytest.approx(np.sqrt(expected).tolist(), rel=0.04)
 
 
-def test_errors_of_gradients_of_all_sizes_are_those_of_casts():
-    values = torch.cat([normal(size, count=2000, seed=size) for size in range(-40, 1, 2)])
-    found = squared_errors(counts_of(values), "fp16", np.arange(-10, 13))[0]
-    assert found.tolist() == pytest.approx(squared_by_cast(values, np.arange(-10, 13)), rel=0.05)
-
-
-def test_all_that_flushes_is_lost_whole():
-    values = normal(-60)
-    found = squared_errors(counts_of(values), "fp16", np.array([0, 10]))[0]
-    assert found.tolist() == pytest.approx([powers(counts_of(values))[0]] * 2, rel=1e-9)
-
-
 @pytest.mark.parametrize("size", [-120, -60, -20, 0, 60, 120])
 def test_powers_are_sums_of_squares(size):
     # 1 %: in a bin of an eighth of a binade the values count as lying evenly, and a normal tail falls off
     values = normal(size)
     assert powers(counts_of(values))[0] == pytest.approx(values.double().square().sum().item(), rel=1e-2)
-
-
-def test_rows_do_not_disturb_each_other():
-    tensors = [normal(-30, seed=1), normal(20, seed=2), torch.zeros(5), torch.tensor([2.0**-12])]
-    together = counts_of(*tensors)
-    apart = [counts_of(t) for t in tensors]
-    for curve in (lambda c: flushed_counts(c, "fp16", SCALES), lambda c: squared_errors(c, "fp16", SCALES), powers):
-        np.testing.assert_allclose(curve(together), np.concatenate([curve(c) for c in apart]), rtol=1e-12)
 
 
 def fitted(values, fmt):
@@ -150,14 +115,6 @@ def test_the_error_of_many_values_scaled_to_fit_is_within_a_few_per_cent(fmt, si
     values = normal(size, count=200_000)
     error = scaled_to_fit(counts_of(values), amax_of(values), fmt)[0, 2]
     assert math.sqrt(error) == pytest.approx(math.sqrt(fitted(values, fmt)[2]), rel=0.02)
-
-
-@fp8
-def test_the_largest_value_itself_may_lie_at_the_limit(fmt):
-    for largest in (FORMATS[fmt].max, math.nextafter(FORMATS[fmt].max, math.inf), 1.0, 2.0**-126):
-        values = torch.tensor([largest, largest / 3, largest / 1000], dtype=torch.float32)
-        flushed, subnormal, _ = scaled_to_fit(counts_of(values), amax_of(values), fmt)[0].tolist()
-        assert (flushed, subnormal) == fitted(values, fmt)[:2]
 
 
 @fp8

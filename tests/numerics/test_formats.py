@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from ampdoctor.errors import UsageError
 from ampdoctor.numerics.formats import FORMATS, as_format, round_to
 from ampdoctor.numerics.tensors import E8M0
-from tests.numerics.data import CASTABLE, EIGHT, brute_round, from_patterns
+from tests.numerics.data import CASTABLE, brute_round, from_patterns
 
-NINE = ("fp16", "bf16", "tf32", "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "e2m1")
 ENUMERABLE = [name for name in CASTABLE if CASTABLE[name].itemsize <= 2]
 
 
@@ -22,15 +21,6 @@ def all_magnitudes(name: str) -> np.ndarray:
     dtype = CASTABLE[name]
     values = from_patterns(list(range(2 ** (8 * dtype.itemsize))), dtype).double().numpy()
     return np.unique(np.abs(values[np.isfinite(values)]))
-
-
-def test_the_nine_formats_are_there_and_cannot_be_changed():
-    assert set(NINE) | {"fp32"} == set(FORMATS)
-    assert all(name == fmt.name for name, fmt in FORMATS.items())
-    with pytest.raises(TypeError):
-        FORMATS["fp16"] = FORMATS["bf16"]
-    with pytest.raises(AttributeError):
-        FORMATS["fp16"].max = 1.0
 
 
 @pytest.mark.parametrize("name", ENUMERABLE)
@@ -89,17 +79,6 @@ def test_e2m1_has_these_values():
     assert round_to(np.array([7.0, 1e30]), fmt).tolist() == [6.0, 6.0]
 
 
-@given(st.lists(st.integers(0, 0x7F7FFFFF), min_size=1))
-def test_tf32_is_fp32_rounded_to_ten_mantissa_bits(patterns):
-    bits = np.array(patterns, dtype=np.uint64)
-    dropped = 13
-    half, odd = 1 << (dropped - 1), (bits >> np.uint64(dropped)) & np.uint64(1)
-    rounded = ((bits + np.uint64(half - 1) + odd) >> np.uint64(dropped)) << np.uint64(dropped)
-    expected = rounded.astype(np.uint32).view(np.float32).astype(np.float64)
-    values = bits.astype(np.uint32).view(np.float32).astype(np.float64)
-    assert round_to(values, FORMATS["tf32"]).tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize("name", [n for n in CASTABLE if n != "fp32"])
 @given(st.data())
 def test_rounding_is_torchs_cast(name, data):
@@ -117,13 +96,6 @@ def test_rounding_is_that_of_exact_arithmetic(name, values):
     fmt = FORMATS[name]
     expected = [brute_round(v, fmt) for v in values]
     np.testing.assert_array_equal(round_to(np.array(values), fmt), np.array(expected))
-
-
-@pytest.mark.parametrize("dtype", EIGHT)
-def test_every_value_of_a_format_rounds_to_itself(dtype):
-    name = next(n for n, d in CASTABLE.items() if d == dtype)
-    values = all_magnitudes(name)
-    assert round_to(values, FORMATS[name]).tolist() == values.tolist()
 
 
 def test_a_format_is_found_by_its_name_or_is_itself():

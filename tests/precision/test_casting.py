@@ -43,18 +43,6 @@ def test_up_and_back_exactly():
     assert not torch.equal(before["1.running_mean"], after["1.running_mean"])
 
 
-def test_a_step_in_between_is_rounded_back():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with cast_model(model, SINGLE):
-        model(torch.rand(3, 4)).sum().backward()
-        optimizer.step()
-        wide = model[2].bias.detach().clone()
-        assert model[2].bias.grad.dtype is SINGLE
-    assert model[2].bias.grad.dtype is HALF
-    assert torch.equal(model[2].bias, wide.half())
-
-
 def test_a_graph_built_before_does_not_hold_the_old_dtype():
     model = net()
     model(torch.rand(3, 4).half()).sum().backward()
@@ -68,23 +56,6 @@ def test_a_graph_built_before_does_not_hold_the_old_dtype():
     assert held.dtype is HALF
 
 
-def test_optimizer_state_goes_along():
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    model(torch.rand(3, 4).half()).sum().backward()
-    optimizer.step()
-    parameter = model[0].weight
-    moment = optimizer.state[parameter]["exp_avg"].clone()
-    assert moment.dtype is HALF
-    with cast_model(model, SINGLE, [optimizer]):
-        assert optimizer.state[parameter]["exp_avg"].dtype is SINGLE
-        model(torch.rand(3, 4)).sum().backward()
-        optimizer.step()
-    assert optimizer.state[parameter]["exp_avg"].dtype is HALF
-    assert not torch.equal(optimizer.state[parameter]["exp_avg"], moment)
-    optimizer.step()
-
-
 def test_pure_half_and_back_after_an_exception():
     model = nn.Linear(3, 3)
     before = model.weight.detach().clone()
@@ -94,15 +65,6 @@ def test_pure_half_and_back_after_an_exception():
         assert model.ids.dtype is torch.long
         1 / 0  # noqa: B018
     assert torch.equal(model.weight, before)
-
-
-def test_tied_weights_stay_tied():
-    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}).half()
-    model.b.weight = model.a.weight
-    with cast_model(model, SINGLE):
-        assert model.b.weight is model.a.weight
-        assert model.b.weight.dtype is SINGLE
-    assert model.b.weight is model.a.weight
 
 
 def test_the_fp32_reference_leaves_fp64():
@@ -151,18 +113,6 @@ def test_what_needs_no_change_is_returned_itself():
     assert cast_up([value, None]) is not None
 
 
-def test_only_reduced_dtypes_go_up():
-    value = [torch.ones(1, dtype=d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8)]
-    expected = [torch.float32, torch.float32, torch.float32, torch.float64, torch.int8]
-    assert [tensor.dtype for tensor in cast_up(value)] == expected
-
-
-def test_gradients_flow():
-    x = H.clone().requires_grad_()
-    cast_up({"a": x})["a"].sum().backward()
-    assert torch.equal(x.grad, torch.ones(2, dtype=torch.float16))
-
-
 # -- master weights --
 
 
@@ -177,14 +127,6 @@ def test_a_small_update_is_not_lost():
             optimizer.step()
         assert model.weight.item() == pytest.approx(1 - 2**-10, abs=2**-11)
         assert model.weight.item() != 1.0
-    stepped = nn.Linear(1, 1, bias=False, dtype=HALF)
-    nn.init.ones_(stepped.weight)
-    optimizer = torch.optim.SGD(stepped.parameters(), lr=2**-13)
-    for _ in range(8):
-        optimizer.zero_grad()
-        stepped(torch.ones(1, 1, dtype=HALF)).sum().backward()
-        optimizer.step()
-    assert stepped.weight.item() == 1.0
 
 
 def test_with_a_scaler_clipping_and_accumulation():
@@ -192,14 +134,14 @@ def test_with_a_scaler_clipping_and_accumulation():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     x = torch.rand(3, 4, dtype=HALF)
-    with master_weights([optimizer]) as masters:
+    with master_weights([optimizer]) as kept:
         for _ in range(2):
             scaler.scale(model(x).float().mean()).backward()
-        master = masters.pairs[0][1]
+        master = kept.pairs[0][1]
         assert master.grad.dtype is SINGLE
         assert model[0].weight.grad is None
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_([m for _, m in masters.pairs], 1e-3)
+        nn.utils.clip_grad_norm_([m for _, m in kept.pairs], 1e-3)
         scaler.step(optimizer)
         scaler.update()
         assert torch.equal(model[0].weight, master.to(HALF))
@@ -213,19 +155,6 @@ def test_with_a_scaler_clipping_and_accumulation():
     optimizer.step()
 
 
-def test_an_infinite_gradient_skips_the_step():
-    model = nn.Linear(2, 1).half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler = torch.amp.GradScaler("cpu")
-    before = model.weight.detach().clone()
-    with master_weights([optimizer]):
-        scaler.scale(model(torch.full((1, 2), 1e4, dtype=HALF)).float().sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert torch.equal(model.weight, before)
-    assert scaler.get_scale() == 2.0**15
-
-
 def test_state_from_before_is_continued_and_fp32_parameters_are_left():
     model = nn.ModuleDict({"narrow": nn.Linear(2, 2).half(), "wide": nn.Linear(2, 2)})
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
@@ -233,21 +162,21 @@ def test_state_from_before_is_continued_and_fp32_parameters_are_left():
     model["wide"](torch.rand(1, 2)).sum().backward()
     optimizer.step()
     moment = optimizer.state[model["narrow"].weight]["exp_avg"].clone()
-    with master_weights([optimizer]) as masters:
-        assert len(masters.pairs) == 2
-        assert torch.equal(optimizer.state[masters.pairs[0][1]]["exp_avg"], moment.float())
-        assert masters.pairs[0][1].grad is not None
+    with master_weights([optimizer]) as kept:
+        assert len(kept.pairs) == 2
+        assert torch.equal(optimizer.state[kept.pairs[0][1]]["exp_avg"], moment.float())
+        assert kept.pairs[0][1].grad is not None
         optimizer.step()
         with torch.no_grad():
             model["narrow"].weight.fill_(0.5)
-        masters.reload()
-        assert masters.pairs[0][1].unique().tolist() == [0.5]
+        kept.reload()
+        assert kept.pairs[0][1].unique().tolist() == [0.5]
     assert model["wide"].weight in set(optimizer.param_groups[0]["params"])
 
 
 def test_a_weight_shared_by_two_optimizers_has_one_master():
     model = nn.Linear(2, 2).half()
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-    with master_weights([first, second]) as masters:
-        assert len(masters.pairs) == 2
+    with master_weights([first, second]) as kept:
+        assert len(kept.pairs) == 2
         assert first.param_groups[0]["params"][0] is second.param_groups[0]["params"][0]

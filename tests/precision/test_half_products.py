@@ -6,14 +6,13 @@ import math
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ampdoctor.precision import fp16_matmul as module
 from ampdoctor.precision.fp16_matmul import half_products
-from ampdoctor.precision.kernels import kernel_of
 
 HALF = torch.float16
 pytestmark = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="no detour before torch 2.9")
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason
 
 @pytest.fixture(autouse=True)
 def _every_size(monkeypatch):
-    products = {name: product._replace(least=0) for name, product in module.PRODUCTS.items()}
+    products = {name: (multiplications, 0) for name, (multiplications, _) in module.PRODUCTS.items()}
     monkeypatch.setattr(module, "PRODUCTS", products)
     monkeypatch.setattr(module, "LEAST_ATTENTION", 0)
 
@@ -46,27 +45,18 @@ KINDS = ("random", "huge", "tiny", "special")
 SUMS = {
     "mm": (torch.mm, (7, 33), (33, 5)),
     "mm, long": (torch.mm, (3, 4096), (4096, 2)),
-    "mm, out": (lambda a, b: torch.mm(a, b, out=a.new_empty(7, 5)), (7, 33), (33, 5)),
     "bmm": (torch.bmm, (3, 7, 33), (3, 33, 5)),
-    "bmm, out": (lambda a, b: torch.bmm(a, b, out=a.new_empty(0)), (3, 7, 33), (3, 33, 5)),
     "addmm": (lambda a, b: torch.addmm(a[:, :5], a, b, beta=0.5, alpha=2.0), (7, 33), (33, 5)),
-    "addmm, in place": (lambda a, b: a[:, :5].clone().addmm_(a, b), (7, 33), (33, 5)),
-    "baddbmm, in place": (lambda a, b: a[:, :, :5].clone().baddbmm_(a, b, beta=0.0), (3, 7, 33), (3, 33, 5)),
+    "baddbmm": (lambda a, b: torch.baddbmm(a[:, :, :5], a, b, beta=0.0), (3, 7, 33), (3, 33, 5)),
     "linear": (lambda a, b: functional.linear(a, b, b[:, 0].contiguous()), (2, 7, 33), (5, 33)),
     "conv1d": (lambda a, b: functional.conv1d(a, b, stride=2, padding=1), (2, 4, 19), (6, 4, 5)),
     "conv2d": (lambda a, b: functional.conv2d(a, b, padding=1, groups=2), (2, 4, 9, 9), (6, 2, 3, 3)),
-    "conv2d, depthwise": (lambda a, b: functional.conv2d(a, b, dilation=2, groups=4), (2, 4, 9, 9), (4, 1, 3, 3)),
     "conv2d, channels last": (
         lambda a, b: functional.conv2d(a.to(memory_format=torch.channels_last), b),
         (2, 4, 9, 9),
         (6, 4, 3, 3),
     ),
     "conv3d": (lambda a, b: functional.conv3d(a, b, stride=2), (1, 2, 6, 6, 6), (3, 2, 3, 3, 3)),
-    "conv3d, channels last": (
-        lambda a, b: functional.conv3d(a.to(memory_format=torch.channels_last_3d), b),
-        (2, 2, 6, 6, 6),
-        (3, 2, 3, 3, 3),
-    ),
     "conv_transpose2d": (
         lambda a, b: functional.conv_transpose2d(a, b, stride=2, padding=1, groups=2),
         (2, 4, 6, 6),
@@ -110,9 +100,7 @@ DIFFERENTIATED = (
     "linear",
     "conv1d",
     "conv2d",
-    "conv2d, depthwise",
     "conv2d, channels last",
-    "conv3d, channels last",
     "conv_transpose2d",
 )
 
@@ -150,15 +138,13 @@ MASKS = {
 }
 
 
-def attended(dtype, mask, *, scale=1.0, heads=4, rows=40, columns=48, spoilt=None):
+def attended(dtype, mask, *, scale=1.0, heads=4, rows=40, columns=48):
     torch.manual_seed(1)
 
     def made(length, count):
         return (torch.randn(2, length, count, 16) * scale).to(HALF).to(dtype).transpose(1, 2)
 
     query, key, value = made(rows, 4), made(columns, heads), made(columns, heads)
-    if spoilt is not None:
-        query[0, 0, 3, 4] = spoilt
     torch.manual_seed(2)
     chosen = mask() if callable(mask) else None
     if chosen is not None and chosen.dtype is HALF:
@@ -238,21 +224,6 @@ def test_attention_is_laid_out_as_by_the_plain_kernel(order, other, heads, width
             assert layouts([mode.from_tensor(tensor) for tensor in tensors]) == plain
 
 
-def test_values_of_another_width_are_refused_as_by_the_plain_kernel():
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    query = torch.ones(2, 4, 40, 16, dtype=HALF)
-    with half_products(), pytest.raises(RuntimeError, match="same head size"):
-        op(query, query, query[..., :8])
-
-
-@pytest.mark.parametrize("spoilt", [math.inf, math.nan])
-def test_a_spoilt_query_spoils_its_row(spoilt):
-    with half_products():
-        result, *gradients = attended(HALF, "none", spoilt=spoilt)
-    assert torch.isnan(result).any(-1).nonzero().tolist() == [[0, 0, 3]]
-    assert all(bool(torch.isnan(gradient[0, 0]).any()) for gradient in gradients)
-
-
 class Seen(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -274,28 +245,6 @@ def test_whoever_traces_sees_the_program_and_no_detour():
     plain = traced()
     with half_products():
         assert traced() == plain
-
-
-def test_a_result_in_place_counts_as_written():
-    leaf = torch.randn(4, 4).half()
-    with half_products():
-        out = torch.zeros(4, 4, dtype=HALF)
-        before = out._version
-        assert torch.mm(leaf, leaf, out=out) is out
-        assert out._version > before
-        grown = torch.empty(0, dtype=HALF)
-        torch.mm(leaf, leaf, out=grown)
-        assert torch.equal(grown, out)
-        with pytest.raises(RuntimeError):
-            torch.mm(leaf, leaf, out=torch.empty(4, 4))
-
-
-def test_mixed_formats_are_refused_as_by_the_plain_kernels():
-    with half_products():
-        for call in (torch.mm, functional.conv1d):
-            shape = (3, 3) if call is torch.mm else (1, 3, 3)
-            with pytest.raises(RuntimeError):
-                call(torch.ones(shape, dtype=HALF), torch.ones(shape))
 
 
 def test_second_derivatives_checkpoints_and_vmap():
@@ -321,21 +270,6 @@ def test_second_derivatives_checkpoints_and_vmap():
         assert torch.allclose(ours, plain, rtol=5e-3, atol=5e-3)
 
 
-def test_fake_tensors_stay_fake():
-    with half_products(), FakeTensorMode():
-        result = torch.ones(64, 64, dtype=HALF) @ torch.ones(64, 64, dtype=HALF)
-    assert isinstance(result, FakeTensor)
-    assert result.shape == (64, 64)
-
-
-def test_bf16_and_fp32_pass_untouched():
-    for dtype in (torch.bfloat16, torch.float32):
-        a = torch.randn(16, 16).to(dtype)
-        plain = a @ a
-        with half_products():
-            assert torch.equal(a @ a, plain)
-
-
 def test_regions_nest_and_the_last_one_brings_everything_back(monkeypatch):
     called = []
     monkeypatch.setattr(module, "narrowed", lambda value: called.append(value) or value.to(HALF))
@@ -348,24 +282,3 @@ def test_regions_nest_and_the_last_one_brings_everything_back(monkeypatch):
     assert len(called) == 2
     assert torch.equal(a @ a.t(), plain)
     assert len(called) == 2
-
-
-def test_what_is_small_stays_plain(monkeypatch):
-    monkeypatch.undo()
-    a = torch.randn(8, 16).half()
-    called = []
-    monkeypatch.setattr(module, "narrowed", lambda value: called.append(value) or value.to(HALF))
-    with half_products():
-        a @ a.t()
-        assert called == []
-        torch.randn(64, 64).half() @ torch.randn(64, 64).half()
-    assert len(called) == 1
-
-
-def test_every_op_of_the_table_has_a_kernel_here():
-    names = [name for op, product in module.PRODUCTS.items() for name in (op, *_forms(op, product))]
-    assert [name for name in names if kernel_of(name, "CPU") is None] == []
-
-
-def _forms(op, product):
-    return [f"{op}_" if form == "_" else f"{op}.{form}" for form in product.forms]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ampdoctor.precision.tf32 import OPERANDS, round_to_tf32, tf32
+from ampdoctor.precision.tf32 import round_to_tf32, tf32
 
 
 def exact(value):
@@ -94,21 +94,6 @@ def test_attention_and_other_dtypes():
     assert not torch.equal(got, nn.functional.scaled_dot_product_attention(q, q, q))
 
 
-def test_everything_is_back_after_nesting_and_an_exception():
-    a = torch.tensor([[1 + 2**-20]])
-    one = torch.ones(1, 1)
-
-    def rounded():
-        return torch.mm(a, one).item() == 1.0
-
-    with tf32():
-        with pytest.raises(ZeroDivisionError), tf32():  # noqa: PT012
-            assert rounded()
-            1 / 0  # noqa: B018
-        assert rounded()
-    assert not rounded()
-
-
 def test_a_recurrent_network_runs():
     lstm = nn.LSTM(4, 3)
     x = torch.randn(5, 2, 4)
@@ -117,7 +102,3 @@ def test_a_recurrent_network_runs():
         y.sum().backward()
     assert not torch.equal(y, lstm(x)[0])
     torch.testing.assert_close(y, lstm(x)[0], rtol=1e-2, atol=1e-3)
-
-
-def test_every_op_of_the_table_exists():
-    assert all(hasattr(torch.ops.aten, name) for name in OPERANDS)

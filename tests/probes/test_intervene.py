@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
-from ampdoctor.evidence.location import Source
 from ampdoctor.hooks.program import called_as_recorded, recorded_at
-from ampdoctor.probes.op_overrides import Intervention, UserLine, _candidates, address_of, choose_guard
+from ampdoctor.probes.op_overrides import Intervention, UserLine, _candidates, choose_guard
 from ampdoctor.probes.user_code import as_source
-from tests.diagnosis.births import origin
 
 NEGINF = float("-inf")
 
@@ -44,30 +41,6 @@ def test_the_op_on_that_line_runs_in_fp32_and_stays_there():
     loud.backward()
     assert x.grad.dtype is torch.float16
     assert mode.met == {UserLine(source, "exp")}
-
-
-def test_another_line_is_left_alone():
-    x = torch.tensor([12.0], dtype=torch.float16)
-    result, mode = run("fp32", "exp", here(5), lambda: x.exp())  # noqa: PLW0108 - the line is what counts
-    assert result.dtype is torch.float16
-    assert not mode.met
-
-
-def test_everything_on_the_line_in_fp32():
-    x = torch.tensor([300.0], dtype=torch.float16)
-    result, _ = run("line_fp32", "sqrt", here(0), lambda: (x * x).sqrt())  # noqa: PLW0108
-    assert float(result) == 300.0
-
-
-def test_under_autocast_the_op_leaves_it():
-    layer, x = nn.Linear(4, 4), torch.full((1, 4), 1e4)
-    with torch.no_grad():
-        layer.weight.fill_(9.0)
-    with torch.autocast("cpu", dtype=torch.float16):
-        plain = layer(x)
-        result, _ = run("fp32", "linear", here(0), lambda: layer(x))
-    assert bool(plain.isinf().all())
-    assert bool(result.isfinite().all())
 
 
 def test_narrow_results_return_to_the_inputs_format_and_do_not_leave_it():
@@ -120,16 +93,6 @@ def test_the_derivative_of_a_custom_function_is_reached():
     assert float(x.grad) == 1e5
 
 
-def test_a_guard_is_kept_for_the_runs_that_follow():
-    source = here(5)
-    mode = Intervention([UserLine(source, "log")], "guard")
-    results = []
-    for value in (0.0, 1.0, 1e-9):
-        with mode.watching():
-            results.append(float(torch.tensor([value]).log()))
-    assert results == [pytest.approx(-13.8155), 0.0, pytest.approx(-13.8155)]
-
-
 @pytest.mark.parametrize(
     ("func", "arguments", "deed", "operand"),
     [
@@ -180,17 +143,6 @@ def test_only_what_is_meant_to_lie_between_minus_one_and_one_is_clamped_to_it():
 def test_what_no_guard_helps_is_said():
     assert choose_guard(lambda x: x * float("inf"), (torch.ones(2),), {}) is False, "an infinity is not papered over"
     assert choose_guard(lambda _: (_ for _ in ()).throw(RuntimeError), (torch.ones(2),), {}) is False
-
-
-def test_addresses():
-    source = Source("a.py", 3)
-    own = {"kernel": "aten.log", "where": {"source": source}}
-    assert address_of(origin("loss", **own)) == UserLine(source, "log")
-    forward = {"source": None, "forward_source": source}
-    assert address_of(origin("backward", kernel="aten.log", where=forward)) == UserLine(source, "log")
-    assert address_of(origin("loss")) is None
-    assert address_of(origin("optimizer", **own)) is None, "torch's optimizer runs it, called from that line"
-    assert address_of(origin("optimizer", **own, after_backward=True)) == UserLine(source, "log")
 
 
 def test_an_op_of_a_recorded_step_is_met_at_its_recorded_line():

@@ -14,7 +14,7 @@ from ampdoctor.evidence.location import Source
 from ampdoctor.package import FOLDER
 from ampdoctor.precision.fake_gpu import replace
 from ampdoctor.probes import user_code
-from ampdoctor.probes.user_code import HalfMade, applied_line, as_source, shown_from, user_line
+from ampdoctor.probes.user_code import HalfMade, as_source, shown_from, user_line
 from ampdoctor.replay.user_files import is_users_file
 
 
@@ -30,24 +30,17 @@ def test_names_are_relative_to_where_the_replay_was_started(tmp_path, monkeypatc
     assert as_source(None) is None
 
 
-def test_an_installed_package_is_named_from_site_packages():
-    assert as_source(("/x/lib/site-packages/pkg/a.py", 3)) == Source("pkg/a.py", 3)
-
-
 def test_the_innermost_line_of_the_user():
     name, number = user_line()
     assert name == __file__
     assert number > 1
-    assert applied_line() is None
 
 
 @pytest.mark.parametrize(
     "file",
     [
         Path(torch.__file__).parent.with_name("torchvision") / "models" / "resnet.py",
-        Path(torch.__file__).parent.with_name("torch_geometric") / "nn.py",
         FOLDER.with_name("ampdoctor-runs") / "train.py",
-        FOLDER.with_name("ampdoctor_experiments") / "train.py",
     ],
 )
 def test_a_folder_whose_name_begins_like_ours_or_torchs_is_neither(file):
@@ -84,26 +77,13 @@ def built():
     return nn.Linear(2, 2, dtype=torch.float16)  # built
 
 
-def defaulted():
-    torch.set_default_dtype(torch.float16)
-    try:
-        return nn.Linear(2, 2)  # defaulted
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def loaded():
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.float16))  # loaded
     return model
 
 
-def in_parts():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    return model.apply(lambda module: module.half())  # in_parts
-
-
-@pytest.mark.parametrize("make", [cast, moved, built, defaulted, loaded, in_parts], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("make", [cast, moved, built, loaded], ids=lambda one: one.__name__)
 def test_the_line_is_known(make):
     made = HalfMade()
     before = dict(vars(nn.Module))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from ampdoctor.numerics.counting import count
 from ampdoctor.ranges import profile as collecting
 from ampdoctor.ranges.profile import EXPONENTS, FP8
 from ampdoctor.ranges.profile_file import pack
@@ -73,17 +72,6 @@ def test_each_step_has_the_curves_that_casts_have():
                     assert series.error[row, column, index] == pytest.approx(error, rel=0.05)
 
 
-def test_all_steps_together_are_one_histogram():
-    steps = three_steps()
-    profile = collected(steps, weights={WEIGHT: values(-4)})
-    for site, histogram in zip(profile.sites, profile.histograms, strict=True):
-        expected = [step[site.place] for step in steps] if site.place != WEIGHT else [values(-4)]
-        assert histogram == count(torch.cat(expected))
-    squares = [torch.cat([step[where] for step in steps]).double().square().sum().item() for where in (OUT, GRAD, SEEN)]
-    found = {site.place: value for site, value in zip(profile.sites, profile.square_sums, strict=True)}
-    assert [found[where] for where in (OUT, GRAD, SEEN)] == pytest.approx(squares, rel=0.02)
-
-
 @pytest.mark.parametrize("fmt", FP8)
 def test_eight_bit_formats_are_scaled_to_fit_in_each_step(fmt):
     # the sizes of the steps lie 12 binades apart: scaled once for all of them, the small one would flush
@@ -111,13 +99,6 @@ def test_a_place_that_rests_or_comes_late_has_zeros_in_its_series():
     assert not profile.series.flushed[1, 0].any()
     assert not profile.series.error[2, 1].any()
     assert profile.histograms[1].zeros == 4
-
-
-def test_a_step_without_any_gradient_is_a_step():
-    profile = collected([{SEEN: values(0)}, {}])
-    assert profile.steps == 2
-    assert profile.gradients == 0
-    assert profile.series.flushed.shape == (2, 0, len(EXPONENTS))
 
 
 def test_only_a_weight_gradient_that_is_not_finite_makes_a_maximum_infinite():

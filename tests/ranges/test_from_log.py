@@ -13,7 +13,6 @@ from ampdoctor.evidence.run_facts import Place
 from ampdoctor.numerics.counting import count
 from ampdoctor.ranges.from_log import profile_from_log
 from ampdoctor.ranges.profile import Collector, RunFacts
-from ampdoctor.ranges.profile_file import pack, unpack
 
 SCALER = {"scale": 4.0, "growth_interval": 2000, "name": "scaler"}
 HEADER = RunLine(name="test", tensors=("fc.weight", "fc"), precision="fp16", scaler=SCALER, accumulation=2)
@@ -76,12 +75,6 @@ def test_it_is_the_profile_of_the_unscaled_gradients():
     )
 
 
-def test_it_is_a_profile_that_can_be_saved():
-    profile = profile_from_log(details([4.0] * 2, gradients(2)), [])
-    again = unpack(*pack(profile))
-    assert (again.sites, again.histograms, again.run) == (profile.sites, profile.histograms, profile.run)
-
-
 def test_a_step_whose_gradients_overflow_is_left_out():
     values = gradients(3)
     values[1][0, 0] = math.inf
@@ -110,7 +103,6 @@ def test_a_sample_stands_for_all_elements():
     ("autocast", "own", "module", "half"),
     [
         (True, "fp32", None, True),
-        (True, "fp32", "fp16", True),
         (True, "fp32", "fp32", False),
         (False, "fp32", None, False),
         (False, "fp16", None, True),
@@ -139,10 +131,10 @@ def test_what_a_profile_does_not_hold_is_passed_by():
     assert {site.place for site in profile.sites} == {WEIGHT, GRADIENT, OUTPUT}
 
 
-@pytest.mark.parametrize("tensors", [(), (TensorDetail(tensor=0, role="gradient", norm=1.0),)])
-def test_a_log_without_histograms_says_so(tensors):
+def test_a_log_without_histograms_says_so():
+    tensor = TensorDetail(tensor=0, role="gradient", norm=1.0)
     with pytest.raises(UsageError, match="no histogram of a finite gradient"):
-        profile_from_log([(HEADER, DetailLine(step=0, tensors=tensors))], [])
+        profile_from_log([(HEADER, DetailLine(step=0, tensors=(tensor,)))], [])
 
 
 def test_a_histogram_that_contradicts_itself_is_refused():

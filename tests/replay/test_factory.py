@@ -69,18 +69,10 @@ def test_a_file_a_module_a_dotted_attribute_and_a_callable(user):
     assert made.make({"width": 7}).model.in_features == 7
 
 
-def test_arguments_reach_the_factory():
-    factory = load_factory(f"{TINY}:make_run")
-    run = factory.make({"width": 5, "precision": "bf16"})
-    assert run.model.head.in_features == 5
-    assert run.precision == "bf16"
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ({"widht": 5}, "has no argument 'widht': did you mean 'width'. it takes width, precision"),
-        ({"Precision": 5}, "has no argument 'Precision': did you mean 'precision'. it takes width, precision"),
         ({"zzz": 5}, "has no argument 'zzz': it takes width, precision"),
     ],
 )
@@ -89,7 +81,7 @@ def test_unknown_arguments_are_named_with_near_ones(arguments, sentence):
         load_factory(f"{TINY}:make_run").make(arguments)
 
 
-def test_missing_and_positional_arguments_are_named():
+def test_missing_arguments_are_named():
     def needs(depth, *, width, name="x", **rest):
         raise AssertionError
 
@@ -97,36 +89,24 @@ def test_missing_and_positional_arguments_are_named():
         load_factory(needs).make()
     with pytest.raises(FactoryError, match="needs width"):
         load_factory(needs).make({"depth": 1, "anything": 2})
-    with pytest.raises(FactoryError, match="takes size by position only"):
-        load_factory(eval("lambda size, /: size")).make({"size": 1})
 
 
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
         ("train.py", r"names no function: write .*; train.py has make_run$"),
-        ("train", "names no function"),
         ("train.make_run", r"names no function: write .*; did you mean 'train.py:make_run', with a colon\?$"),
-        ("train.other", r"names no function: write .*'$"),
-        ("train:", "names no function"),
         (":make_run", "names no module"),
-        ("", "names no module"),
         ("train.py:make_run()", "is not the name of a function: write the bare name"),
         ("my-module:f", "'my-module' is not the name of a module"),
         ("trian.py:make_run", "there is no file 'trian.py'; did you mean 'train.py'"),
-        ("folder/train:make_run", "did you mean 'folder/train.py'"),
         ("folder:f", "'folder' is a folder"),
-        ("folder/:f", "is a folder"),
         ("./notes.txt:f", "is not a Python file"),
-        ("gone/train.py:f", "there is no file 'gone/train.py'$"),
         ("train.py:make_rum", r"train.py has no 'make_rum'; did you mean 'make_run'\?; candidates: make_run"),
         ("train.py:Config.bild", "Config of train.py has no 'bild'; did you mean 'build'"),
         ("trian:f", "there is no module 'trian' on the import path .*; did you mean 'train'"),
-        ("folder.trian:f", "there is no module 'folder.trian' in package 'folder'; did you mean 'folder.train'"),
-        ("train.sub:f", "'train' is a module, not a package"),
         ("train.py:WIDTH", "is not a function but int"),
         ("train.py:MODEL", "is a model that was made once"),
-        ("train.py:RUN", "is a TrainingRun that was made once"),
     ],
 )
 def test_each_wrong_form_has_its_sentence(user, spec, sentence):
@@ -151,24 +131,13 @@ def test_each_wrong_form_has_its_sentence(user, spec, sentence):
     [
         ("None", "returned nothing: did you forget `return`"),
         ("(nn.Linear(1, 1), [1])", r"returned a tuple of parts: name them, as in TrainingRun\(model="),
-        ("{'model': nn.Linear(1, 1)}", "returned a dict of parts"),
-        ("nn.Linear(1, 1).state_dict()", "returned collections.OrderedDict: it must return"),
-        ("nn.Linear", "returned type: it must return"),
-        ("run", "returned function: it must return"),
         ("3", "returned int: it must return a TrainingRun, a model, or what a framework makes"),
-        ("torch.ones(1)", "returned torch.Tensor"),
         ("nn.Linear(1, 1)", "returns a bare model: say the rest with --batches and --loss"),
     ],
 )
 def test_each_wrong_return_has_its_sentence(user, body, sentence):
     user("train.py", f"def make():\n    return {body}\n")
     refused("train.py:make", match=sentence)
-
-
-def test_an_async_factory_and_a_generator(user):
-    user("train.py", "async def make():\n    return run()\n\ndef lazy():\n    yield run()\n")
-    refused("train.py:make", match="returned coroutine: it must return")
-    refused("train.py:lazy", match="returned generator: it must return")
 
 
 def test_what_the_factory_raises_is_theirs_with_their_traceback(user):
@@ -253,14 +222,7 @@ def test_a_file_finds_its_neighbours_and_the_working_directory_also_late(user):
     assert sys.path == before
 
 
-def test_app_dir_is_the_first_folder(user, tmp_path):
-    user("elsewhere/app.py", "def make():\n    return run()\n")
-    refused("app:make", match="there is no module 'app'")
-    assert load_factory("app:make", str(tmp_path / "elsewhere")).make()
-    refused("app:make", app_dir="nowhere", match="--app-dir 'nowhere' is not a folder")
-
-
-def test_prints_argv_and_environment(user, capsys):
+def test_prints_and_argv(user, capsys):
     user(
         "train.py",
         "import sys\nprint('importing', sys.argv)\ndef make():\n    print('making', sys.argv)\n    return run()\n",
@@ -270,37 +232,14 @@ def test_prints_argv_and_environment(user, capsys):
     @contextlib.contextmanager
     def environment():
         entered.append("in")
-        try:
-            yield
-        finally:
-            entered.append("out")
+        yield
+        entered.append("out")
 
-    factory = load_factory("train.py:make", environment=environment)
-    assert entered == ["in", "out"]
-    factory.make()
+    load_factory("train.py:make", environment=environment).make()
     assert entered.count("in") == entered.count("out") > 1
     out, err = capsys.readouterr()
-    assert out == ""
     file = str(Path("train.py").resolve())
-    assert err.splitlines() == [f"importing ['{file}']", f"making ['{file}']"]
-    assert load_factory("train:make").argv0 == file
-
-
-def test_the_environment_is_left_when_the_factory_raises(user):
-    user("train.py", "def make():\n    raise ValueError\n")
-    depth = []
-
-    @contextlib.contextmanager
-    def environment():
-        depth.append(1)
-        try:
-            yield
-        finally:
-            depth.pop()
-
-    with pytest.raises(UserCodeError):
-        load_factory("train.py:make", environment=environment).make()
-    assert depth == []
+    assert (out, err.splitlines()) == ("", [f"importing ['{file}']", f"making ['{file}']"])
 
 
 def test_a_bare_model_with_batches_and_loss():
@@ -329,29 +268,3 @@ def test_model_and_loss_of_one_file_share_its_classes(user):
     user("train.py", text)
     run = load_factory("train.py:make").make(batches=[1], loss="train.py:loss")
     assert run.loss(run.model, 1) == 1
-
-
-def test_globals_of_a_file_are_fresh_for_each_load(user):
-    user("train.py", "calls = []\ndef make():\n    calls.append(1)\n    return run(nn.Linear(len(calls), 1))\n")
-    factory = load_factory("train.py:make")
-    assert [factory.make().model.in_features for _ in range(2)] == [1, 2]
-    assert load_factory("train.py:make").make().model.in_features == 1
-
-
-def test_dataclasses_and_pickles_of_a_file_work(user):
-    text = """
-        from __future__ import annotations
-        import pickle
-        from dataclasses import dataclass
-        import torch
-        from torch import nn
-        from ampdoctor.replay.training_run import TrainingRun
-        @dataclass
-        class Config:
-            width: int = 2
-        def make():
-            config = pickle.loads(pickle.dumps(Config()))
-            return TrainingRun(model=nn.Linear(config.width, 1), batches=[1], loss=lambda m, b: m(b))
-    """
-    user("train.py", text, header="")
-    assert load_factory("train.py:make").make().model.in_features == 2

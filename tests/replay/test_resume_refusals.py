@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -33,9 +32,7 @@ def stepped(make: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     ("content", "held"),
     [
         (5, "nothing that is recognised"),
-        ({"model": {}}, "nothing that is recognised"),
         ({"model": {0: torch.ones(3, 2), 1: torch.ones(3)}}, "nothing that is recognised"),
-        ([torch.ones(3, 2)], "nothing that is recognised"),
         ({"optimizer": {"state": {}, "param_groups": []}}, "only optimizer state"),
         ({"scaler": SETTLED}, "only a loss scaler"),
     ],
@@ -55,39 +52,21 @@ def test_a_model_without_any_state_needs_no_weights():
     assert resume(make_run(nn.ReLU()), {}, None, State()).loaded == ()
 
 
-def test_a_load_hook_decides_itself_what_is_enough():
-    run = make_run(nn.Linear(2, 3), load=lambda run, state: None)
-    assert resume(run, {}, None, State()).loaded == ("hook",)
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         (lambda s: s["param_groups"][0].update(lr="x"), "lr of its group 0 is of type str"),
-        (lambda s: s["param_groups"][0].update(lr=None), "lr of its group 0 is of type NoneType"),
         (lambda s: s["param_groups"][0].update(lr=torch.ones(2)), "lr of its group 0 is of type Tensor"),
-        (lambda s: s["param_groups"][0].update(betas=0.9), "betas of its group 0 is of type float"),
         (lambda s: s["param_groups"][0].update(betas=(0.9, "y")), "betas of its group 0 is of type tuple"),
         (lambda s: s["param_groups"][0].pop("betas"), "its group 0 lacks betas"),
-        (
-            lambda s: s["param_groups"].__setitem__(0, {"params": [0, 1]}),
-            "its group 0 lacks betas, eps, lr, weight_decay",
-        ),
         (lambda s: s["param_groups"].__setitem__(0, 3), "its group 0 has no list of parameters"),
         (lambda s: s["param_groups"][0].update(params=[[], {}]), "its group 0 has no list of parameters"),
         (lambda s: s["state"].update({1: 5}), "the state of bias is of type int"),
         (lambda s: s["state"][0].update(exp_avg="x"), "exp_avg of weight is of type str"),
         (lambda s: s["state"][0].update(step="x"), "step of weight is no number"),
         (
-            lambda s: s["param_groups"][0].update(betas=(1.0, 0.9)),
-            "betas of its group 0 are 1, 0.9: .* below 1 .AMP505",
-        ),
-        (lambda s: s["param_groups"][0].update(betas=(0.9, math.nan)), "betas of its group 0 are 0.9, nan"),
-        (lambda s: s["state"][1].pop("exp_avg_sq"), "the state of bias has no exp_avg_sq"),
-        (lambda s: s["state"][0].pop("step"), "the state of weight has no step"),
-        (
             lambda s: s.update(state={50 + key: entry for key, entry in s["state"].items()}),
-            "its state is of 50, 51, and its groups hold 0, 1",
+            "its state is of other parameters than its groups hold",
         ),
     ],
 )
@@ -132,14 +111,6 @@ def test_a_state_without_what_the_step_looks_up_is_refused(make):
         own = make(model.parameters())
         with pytest.raises(CheckpointError, match=f"the state of weight has no {key}"):
             resume(make_run(model), {"optimizer": own}, None, State(copied(source), {"optimizer": saved}))
-        with pytest.raises(KeyError, match=key):  # as torch says it, or its step
-            load_and_step(own, model, saved)
-
-
-def load_and_step(optimizer, model, saved):
-    optimizer.load_state_dict(saved)
-    model(torch.randn(4, 2)).square().sum().backward()
-    optimizer.step()
 
 
 def test_a_parameter_without_a_state_and_a_state_of_no_parameter_are_no_reason_to_refuse():
@@ -152,24 +123,11 @@ def test_a_parameter_without_a_state_and_a_state_of_no_parameter_are_no_reason_t
         assert resume(make_run(model), {"optimizer": own}, None, file).loaded == ("weights", "optimizer")
 
 
-@pytest.mark.parametrize("key", ["nesterov", "maximize", "foreach", "differentiable", "fused"])
-def test_settings_that_older_versions_did_not_save_may_be_absent(key):
-    source, optimizer = stepped(torch.optim.SGD)
-    saved = optimizer.state_dict()
-    del saved["param_groups"][0][key]
-    model = nn.Linear(2, 3)
-    own = torch.optim.SGD(model.parameters())
-    resume(make_run(model), {"optimizer": own}, None, State(copied(source), {"optimizer": saved}))
-    model(torch.randn(4, 2)).sum().backward()
-    own.step()
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"scale": 1e300}, "loss scale is 1e.300, which no float32 holds"),
-        ({"scale": -1e39}, "loss scale is -1e.39, which no float32 holds"),
-        ({"_growth_tracker": 2**40}, "counts 1099511627776 clean steps, which no int32 holds"),
+        ({"scale": 1e300}, "loss scale is 1e.300 after 830 clean steps: .* a float32 and an int32"),
+        ({"_growth_tracker": 2**40}, "loss scale is 32 after 1099511627776 clean steps"),
     ],
 )
 def test_a_scaler_state_that_torch_cannot_hold_is_refused_before_anything_is_loaded(change, sentence):

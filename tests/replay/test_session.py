@@ -122,20 +122,14 @@ def replayed(run, *probes, precision=None, steps=STEPS):
     return losses
 
 
-PROBES = {
-    "bare": list,
-    "sums": lambda: [NonFiniteProbe()],
-    "gradients": lambda: [GradientProbe()],
-    "trace": lambda: [OpTraceProbe()],
-    "flushes": lambda: [OpTraceProbe(flushes=True)],
-    "all": lambda: [NonFiniteProbe(), GradientProbe(), OpTraceProbe(flushes=True)],
-}
+def probes():
+    return [NonFiniteProbe(), GradientProbe(), OpTraceProbe(flushes=True)]
+
+
 RECIPES = {
     "fp16": {"precision": "fp16", "scale": 64.0},
-    "clipped": {"precision": "fp16", "scale": 64.0, "clip": 0.1},
     "accumulated": {"precision": "fp16", "scale": 64.0, "accumulate": 3},
     "summed": {"precision": "bf16", "accumulate": 2, "divide": False, "clip": 1.0},
-    "bf16": {"precision": "bf16"},
     "fp32": {"precision": "fp32"},
     "two_optimizers": {"precision": "fp16", "scale": 64.0, "two": True, "clip": 0.5},
     "scheduled": {"precision": "fp16", "scale": 64.0, "decay": True},
@@ -164,71 +158,41 @@ def run_of(model, *, precision, scale=None, accumulate=1, clip=None, divide=True
     )
 
 
-QUICK = {"accumulated": "bare", "scheduled": "bare"}
-"""How recipes are watched with every `make test` where that is not by all; the other way is slow."""
-ALONE = ("fp16",)
-"""Recipes under which each probe is attached by itself; elsewhere all are, or none is."""
+BARE = ("accumulated", "scheduled")
+"""Recipes that nothing watches, which is quicker."""
 
 
 @pytest.mark.parametrize(
-    ("recipe", "watched"),
-    [
-        pytest.param(r, w, marks=() if r in ALONE or w == QUICK.get(r, "all") else pytest.mark.slow)
-        for r in RECIPES
-        for w in PROBES
-        if r in ALONE or w in ("bare", "all")
-    ],
+    ("recipe", "watched"), [("fp16", False), *((recipe, recipe not in BARE) for recipe in RECIPES)]
 )
 def test_a_replay_is_the_hand_written_loop_bit_for_bit(recipe, watched):
     hand, ours = network(), network()
     torch.manual_seed(1)
     expected = by_hand(hand, **RECIPES[recipe])
     torch.manual_seed(1)
-    losses = replayed(run_of(ours, **RECIPES[recipe]), *PROBES[watched]())
+    losses = replayed(run_of(ours, **RECIPES[recipe]), *(probes() if watched else ()))
     assert losses == [float(value) for value in expected]
     assert same(state(ours), state(hand))
 
 
-@pytest.mark.parametrize("watched", ["bare", "all"])
-def test_pure_half(watched):
-    hand, ours = (nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)).half() for _ in range(2))
-    ours.load_state_dict(hand.state_dict())
-    data = [torch.randn(3, 4, generator=torch.Generator().manual_seed(s)).half() for s in range(STEPS)]
-    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1)
-    for x in data:
-        optimizer.zero_grad()
-        hand(x).float().square().mean().backward()
-        optimizer.step()
-    run = TrainingRun(
-        model=ours,
-        batches=data,
-        loss=lambda m, x: m(x).float().square().mean(),
-        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-        autocast=False,
-    )
-    replayed(run, *PROBES[watched]())
-    assert same(state(ours), state(hand))
-
-
-@pytest.mark.parametrize("watched", ["bare", "all"])
-def test_master_weights(watched):
+def test_master_weights():
     torch.manual_seed(0)
     wide = nn.Linear(4, 2)
     hand = nn.Linear(4, 2).half()
     hand.load_state_dict(wide.state_dict())
     ours = nn.Linear(4, 2).half()
     ours.load_state_dict(hand.state_dict())
-    masters = [p.detach().float() for p in hand.parameters()]
-    optimizer = torch.optim.SGD(masters, lr=1e-4)
+    master_weights = [p.detach().float() for p in hand.parameters()]
+    optimizer = torch.optim.SGD(master_weights, lr=1e-4)
     data = [torch.randn(3, 4, generator=torch.Generator().manual_seed(s)).half() for s in range(STEPS)]
     for x in data:
         hand.zero_grad()
         hand(x).float().square().mean().backward()
-        for master, parameter in zip(masters, hand.parameters(), strict=True):
+        for master, parameter in zip(master_weights, hand.parameters(), strict=True):
             master.grad = parameter.grad.float()
         optimizer.step()
         with torch.no_grad():
-            for master, parameter in zip(masters, hand.parameters(), strict=True):
+            for master, parameter in zip(master_weights, hand.parameters(), strict=True):
                 parameter.copy_(master)
     run = TrainingRun(
         model=ours,
@@ -239,20 +203,20 @@ def test_master_weights(watched):
         master_weights=True,
     )
     session = Session(run, device=CPU)
-    with session.watched(*PROBES[watched]()):
+    with session.watched(*probes()):
         for step in range(STEPS):
             assert session.has_step(step)
             session.step(step)
     assert same(state(ours), state(hand))
     held = session.optimizers["optimizer"].param_groups[0]["params"]
-    assert all(torch.equal(a, b) for a, b in zip(held, masters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(held, master_weights, strict=True))
     session.close()
     assert [id(p) for p in session.optimizers["optimizer"].param_groups[0]["params"]] == [
         id(p) for p in ours.parameters()
     ]
 
 
-def test_tf32_rounds_matmuls_and_bf16_overrides():
+def test_tf32_rounds_what_a_matmul_takes():
     plain, ours = nn.Linear(64, 64), nn.Linear(64, 64)
     ours.load_state_dict(plain.state_dict())
     x = torch.randn(8, 64)
@@ -264,10 +228,6 @@ def test_tf32_rounds_matmuls_and_bf16_overrides():
         )
         expected = functional.linear(inputs, weight, plain.bias).sum()
     assert replayed(run, steps=1)[0] == pytest.approx(float(expected), rel=1e-6)
-    bf16 = TrainingRun(model=ours, batches=[x], loss=lambda m, x: m(x).float().sum(), precision="fp16")
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        wanted = plain(x).float().sum()
-    assert replayed(bf16, steps=1, precision="bf16") == [float(wanted)]
 
 
 def test_the_users_own_step_gets_what_it_asks_for():
@@ -302,59 +262,10 @@ def test_a_step_may_return_a_number_or_nothing(result):
     assert replayed(run, NonFiniteProbe(), OpTraceProbe(), steps=1) == [result]
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_a_step_that_returns_something_else_is_told_so(scheduled):
-    def step(model, optimizer):
-        model(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
-        return {"loss": 1.0}
-
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau if scheduled else None
-    run = TrainingRun(
-        model=nn.Linear(1, 1),
-        batches=[1],
-        step=step,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        scheduler=plateau,
-        precision="fp32",
-    )
+def test_a_step_that_returns_something_else_is_told_so():
+    run = TrainingRun(model=nn.Linear(1, 1), batches=[1], step=lambda: {"loss": 1.0})
     with pytest.raises(FactoryError, match="returned dict"):
         replayed(run, steps=1)
-
-
-@pytest.mark.parametrize(("returns", "rate"), [(False, 0.1), (True, 0.001)])
-def test_a_plateau_is_looked_for_in_losses_that_there_are(returns, rate):
-    def step(model, optimizer):
-        model(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
-        return 1.0 if returns else None
-
-    run = TrainingRun(
-        model=nn.Linear(1, 1),
-        batches=[1] * 12,
-        step=step,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=3),
-        precision="fp32",
-    )
-    session = Session(run, device=CPU)
-    for index in range(12):
-        assert session.has_step(index)
-        session.step(index)
-    (optimizer,) = session.optimizers.values()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
-
-
-def test_without_an_optimizer_gradients_are_made_and_nothing_moves():
-    model = network()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    run = TrainingRun(model=model, batches=batches(), loss=loss, precision="bf16")
-    session = Session(run, device=CPU)
-    assert session.has_step(0)
-    outcome = session.step(0)
-    assert (outcome.optimizer_steps, outcome.skipped, outcome.scale_before) == (0, False, None)
-    assert all(p.grad is not None for p in model.parameters())
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def leftovers(model):
@@ -467,23 +378,10 @@ def test_the_reference_is_fp32_throughout_and_leaves_no_trace():
     assert same(state(model), before)
 
 
-def test_computing_in_another_format_needs_no_scaler():
-    run = run_of(network(), precision="fp16", scale=64.0)
-    session = Session(run, device=CPU)
-    assert session.has_step(0)
-    scaler = session.scaler
-    with session.computing_in("bf16"):
-        outcome = session.step(0)
-        assert (session.precision.compute, outcome.scale_before) == ("bf16", None)
-    assert session.precision.compute == "fp16"
-    assert session.scaler is scaler
-    assert session.step(0).scale_before == 64.0
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
-@pytest.mark.parametrize("scripted", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "compute", "scripted"), [(torch.float16, "bf16", True), (torch.bfloat16, "fp32", False)]
+)
 def test_computing_in_another_format_where_the_loss_casts_the_inputs(dtype, compute, scripted):
     """As `apply` does it in a training."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(dtype)
@@ -511,7 +409,7 @@ def test_computing_in_another_format_where_the_loss_casts_the_inputs(dtype, comp
     assert seen == [torch.float32 if compute == "fp32" else torch.bfloat16, dtype]
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:x", "meta", "mps:0"])
+@pytest.mark.parametrize("name", ["gpu", "mps:0"])
 def test_a_device_that_is_none(name):
     with pytest.raises(ReplayError, match="is not auto, cpu, cuda or cuda:N"):
         choose_device(name)

@@ -30,10 +30,9 @@ def test_gradients_of_the_last_step_are_cleared_also_those_no_optimizer_holds():
 
 
 @pytest.mark.parametrize(("gradient", "scale"), [(1.0, 16.0), (float("inf"), 8.0), (float("nan"), 8.0)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_without_an_optimizer_the_scaler_still_learns_of_an_overflow(gradient, scale, dtype):
+def test_without_an_optimizer_the_scaler_still_learns_of_an_overflow(gradient, scale):
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    model = nn.Linear(2, 1, dtype=dtype)
+    model = nn.Linear(2, 1, dtype=torch.float16)
     scaler.scale(model.weight.sum()).backward()
     model.weight.grad.fill_(gradient)
     before = model.weight.grad.clone()
@@ -42,28 +41,12 @@ def test_without_an_optimizer_the_scaler_still_learns_of_an_overflow(gradient, s
     assert torch.equal(model.weight.grad.nan_to_num(), before.nan_to_num())
 
 
-def test_sparse_gradients_are_looked_at_too():
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    model = nn.Embedding(3, 2, sparse=True)
-    scaler.scale(model(torch.tensor([1])).sum() * float("inf")).backward()
-    assert update_scaler_without_optimizer(model, scaler)
-
-
 def test_a_loss_without_a_gradient_has_nothing_to_train():
     with pytest.raises(FactoryError, match="does not depend on any parameter"):
         stepped(run_of(lambda _, x: x.sum()), [torch.ones(1, 2)])
 
 
-def test_no_batch_gives_no_loss():
-    assert stepped(run_of(lambda m, x: m(x).sum()), []) is None
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_a_single_element_is_a_scalar(shape):
-    assert stepped(run_of(lambda m, x: m(x).sum().reshape(shape)), [torch.ones(1, 2)]).numel() == 1
-
-
-@pytest.mark.parametrize("wrong", [None, 3.0, [torch.ones(1)], torch.ones(2), torch.ones(0)])
+@pytest.mark.parametrize("wrong", [3.0, torch.ones(2)])
 def test_what_is_no_loss(wrong):
     with pytest.raises(FactoryError, match="the loss"):
         stepped(run_of(lambda _m, _x: wrong), [torch.ones(1, 2)])
@@ -80,14 +63,7 @@ AVAILABLE = {"model": 1, "batch": 2, "optimizer": 3}
         (lambda *, optimizer: optimizer, 3),
         (lambda model, other=7: (model, other), (1, 7)),
         (lambda **everything: everything, AVAILABLE),
-        (lambda *rest: rest, ()),
-        (lambda: None, None),
     ],
 )
 def test_arguments_are_matched_by_name(step, expected):
     assert call_user_step(step, AVAILABLE) == expected
-
-
-def test_a_name_that_a_replay_does_not_have():
-    with pytest.raises(FactoryError, match="the step asks for epoch"):
-        call_user_step(lambda model, epoch: None, AVAILABLE)

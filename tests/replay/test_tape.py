@@ -47,27 +47,6 @@ def test_a_copy_for_each_replay():
     assert tape[0]["names"] == ["a"]
 
 
-def test_a_source_that_writes_into_one_buffer():
-    def source():
-        buffer = torch.zeros(1)
-        for index in range(3):
-            yield buffer.fill_(index)
-
-    tape = tape_of(source)
-    tape.draw(3)
-    assert [float(tape[i]) for i in range(3)] == [0.0, 1.0, 2.0]
-
-
-def test_an_object_that_only_has_getitem():
-    class Old:
-        def __getitem__(self, index):
-            if index == 2:
-                raise IndexError
-            return torch.tensor([index])
-
-    assert tape_of(Old()).draw(5) == 2
-
-
 def test_workers_are_let_go():
     tape = tape_of(DataLoader(torch.arange(4.0), batch_size=2, num_workers=1))
     assert tape.draw(1) == 1
@@ -94,9 +73,3 @@ def test_batches_are_let_go_of_only_where_they_take_too_much(monkeypatch):
     assert (tape.cut, tape.size, len(tape)) == (False, 0, 0)
     assert tape.draw(9) == 5
     assert tape[1]["x"].tolist() == [1.0] * 4
-
-
-def test_the_size_of_a_sparse_batch_is_that_of_its_values():
-    tape = tape_of([torch.eye(3).to_sparse()])
-    tape.draw(1)
-    assert tape.size == 12

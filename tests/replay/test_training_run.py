@@ -13,11 +13,6 @@ def run(**changes):
     return TrainingRun(**(parts | changes))
 
 
-def test_the_smallest_run_and_its_defaults():
-    made = run()
-    assert (made.precision, made.autocast, made.scaler, made.accumulation_steps) == ("fp16", True, None, 1)
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -29,29 +24,18 @@ def test_the_smallest_run_and_its_defaults():
         ({"loss": None}, r"needs loss=.* or step="),
         ({"loss": "mse"}, "loss=.* must be callable, not str"),
         ({"loss": lambda output: output}, r"is called as loss\(model, batch\), but it takes \(output\)"),
-        ({"after_step": lambda: None}, r"is called as after_step\(run, step\)"),
         ({"batches": lambda epoch: []}, r"is called as batches\(\), but it takes \(epoch\)"),
-        ({"optimizer": lambda: None}, r"is called as optimizer\(model\)"),
-        ({"scaler": lambda device: None}, r"is called as scaler\(\)"),
-        ({"scheduler": lambda: None}, r"is called as scheduler\(optimizer\)"),
-        ({"move": lambda batch: batch}, r"is called as move\(batch, device\)"),
-        ({"load": lambda state: None}, r"is called as load\(run, state\)"),
         ({"scaler": torch.amp.GradScaler}, r"scaler=.*is the class GradScaler: .*scaler=\{\}"),
         ({"step": lambda model, data: data}, r"asks for 'data', which is none of model, batch"),
-        ({"step": lambda model, batches: batches}, "did you mean 'batch'"),
         ({"optimizer": torch.optim.SGD}, "is the class SGD: pass an instance"),
         ({"optimizer": 3}, "must be an optimizer"),
         ({"optimizer": {"g": lambda model: model}}, "must be an optimizer"),
         ({"precision": "fp8"}, "cannot be replayed yet"),
-        ({"precision": torch.float16}, "'torch.float16' is not one of .*: did you mean 'fp16'"),
-        ({"precision": "int4"}, r"is not one of fp32, tf32, bf16, fp16$"),
+        ({"precision": torch.float16}, r"'torch.float16' is not one of fp32, tf32, bf16, fp16$"),
         ({"accumulation_steps": 0}, "at least 1"),
         ({"max_grad_norm": 0}, "above 0"),
-        ({"max_grad_norm": "1"}, "a number above 0"),
         ({"scaler": 65536.0}, "GradScaler arguments"),
-        ({"autocast": "False"}, r"TrainingRun\(autocast=...\) is True or False, not 'False'"),
-        ({"autocast": torch.autocast("cpu")}, r"is True or False, not torch\..*autocast"),
-        ({"master_weights": 1}, "is True or False, not 1"),
+        ({"autocast": torch.autocast("cpu")}, r"TrainingRun\(autocast=...\) is True or False, not torch\..*autocast"),
         ({"divide_loss": None}, "is True or False, not None"),
     ],
 )

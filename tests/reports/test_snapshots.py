@@ -43,7 +43,7 @@ COMMANDS = {
     "plan-near": ["plan", "--global-batch", "2048", "--gpus", "512", "--to-gpus", "100", "--max-micro-batch", "8"],
     "rule": ["rule", "AMP201"],
 }
-WIDTHS = (60, 80, 200)
+WIDTHS = (60, 200)
 """Of samples; commands are shown at 80."""
 
 

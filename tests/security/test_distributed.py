@@ -20,9 +20,8 @@ FIXTURES = Path(__file__).parents[2] / "fixtures" / "checkpoints"
 def test_metadata_larger_than_any_run_has_are_refused_unread(tmp_path):
     (tmp_path / ".metadata").touch()
     os.truncate(tmp_path / ".metadata", MAX_METADATA_BYTES + 1)
-    with pytest.raises(LimitExceededError, match="bytes") as caught:
+    with pytest.raises(LimitExceededError, match=f"{MAX_METADATA_BYTES + 1} is beyond the limit"):
         open_checkpoint(tmp_path)
-    assert (caught.value.limit, caught.value.actual) == (MAX_METADATA_BYTES, MAX_METADATA_BYTES + 1)
 
 
 @pytest.mark.parametrize("pointer", ["latest", "latest_checkpointed_iteration.txt"])

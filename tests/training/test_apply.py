@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.precision.cuda_autocast import autocast_policy
-from ampdoctor.precision.dtype_overrides import override_autocast
 from ampdoctor.precision.fp32_modules import force_fp32
 from ampdoctor.reports.json_report import render_json, report_as_dict
 
@@ -107,16 +105,16 @@ def cure(value=("blocks.1.down",), kind="fp32_modules", status="verified", **fie
 # -- fp32 modules ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["cuda", "native"])
-def test_a_training_that_fails_trains(policy):
+def test_a_training_that_fails_trains():
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    with autocast_policy(policy):
+    with autocast_policy("cuda"):
         assert not finite(model)
-        handle = ampdoctor.apply(model, LOUD)
-        assert handle.modules == ("blocks.1.down",)
-        assert finite(model, 5, optimizer=optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
-        assert finite(model.eval())
+        with ampdoctor.apply(model, LOUD) as handle:
+            assert handle.modules == ("blocks.1.down",)
+            assert finite(model, 5, optimizer=optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
+            assert finite(model.eval())
+        assert not finite(model)
 
 
 def test_applied_twice_it_does_not_stack_and_removed_nothing_is_left():
@@ -132,15 +130,6 @@ def test_applied_twice_it_does_not_stack_and_removed_nothing_is_left():
     assert not finite(model)
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks), sorted(vars(m))) for m in model.modules()] == hooks
     assert not first.active
-
-
-def test_as_a_context_it_ends_with_the_block():
-    model = Net()
-    with ampdoctor.apply(model, LOUD) as handle:
-        assert finite(model)
-        assert "blocks.1.down" in repr(handle)
-    assert not finite(model)
-    assert "removed" in repr(handle)
 
 
 def test_copies_and_pickles_keep_it():
@@ -173,12 +162,11 @@ def test_a_replica_of_data_parallel_keeps_it():
         assert torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_activation_checkpointing(recompute):
+def test_activation_checkpointing():
     model = Net()
     ampdoctor.apply(model, LOUD)
-    assert finite(model, recompute=recompute)
+    assert all(finite(model, recompute=reentrant) for reentrant in (True, False))
 
 
 @pytest.mark.slow
@@ -186,12 +174,7 @@ def test_activation_checkpointing(recompute):
     ("backend", "when"),
     [
         pytest.param(backend, when, marks=compiling)
-        for backend, when in [
-            ("eager", "before"),
-            ("aot_eager", "before"),
-            ("aot_eager", "after"),
-            ("aot_eager", "too late"),
-        ]
+        for backend, when in [("eager", "before"), ("aot_eager", "after"), ("aot_eager", "too late")]
     ],
 )
 def test_compiled(backend, when):
@@ -235,7 +218,7 @@ class DistributedDataParallel(nn.Module):
 DistributedDataParallel.__module__ = "torch.nn.parallel.distributed"
 
 
-@pytest.mark.parametrize("name", ["blocks.1.down", "module.blocks.1.down"])
+@pytest.mark.parametrize("name", ["blocks.1.down", "module.blocks.1.down", "blocks", ""])
 def test_names_are_the_users_own_also_in_a_wrapper(name):
     model = DistributedDataParallel(Net())
     ampdoctor.apply(model, {"kind": "fp32_modules", "value": [name]})
@@ -244,35 +227,13 @@ def test_names_are_the_users_own_also_in_a_wrapper(name):
         ampdoctor.apply(DistributedDataParallel(Net().half()), LOUD)
 
 
-def test_containers_the_root_and_nested_islands():
-    for names in (["blocks"], [""], ["blocks.1", "blocks.1.down"]):
-        model = Net()
-        ampdoctor.apply(model, {"kind": "fp32_modules", "value": names})
-        assert finite(model)
-
-
-def test_ctrl_c_inside_leaves_autocast_to_the_users_region():
-    model = Net()
-    ampdoctor.apply(model, LOUD)
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    handle = model.blocks[1].down.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt), torch.autocast("cpu", HALF):
-        model(torch.rand(2, 4))
-    handle.remove()
-    assert not torch.is_autocast_enabled("cpu")
-    assert finite(model)
-
-
 def test_a_replay_of_an_applied_model_finds_it_healthy():
     model = Net()
     ampdoctor.apply(model, LOUD)
     x = torch.rand(2, 4)
-    with torch.autocast("cpu", HALF), force_fp32(model, ["blocks.1.down"]) as islands:
+    with torch.autocast("cpu", HALF), force_fp32(model, ["blocks.1.down"]) as in_fp32:
         assert model(x).isfinite().all()
-    assert islands.calls == {"blocks.1.down": 1}
+    assert in_fp32.calls == {"blocks.1.down": 1}
     with torch.autocast("cpu", HALF):
         assert model(x).isfinite().all()
 
@@ -311,16 +272,6 @@ def test_a_half_model_keeps_its_parameters_and_an_optimizer_its_state(built):
         assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {HALF}
         assert half_step(model, optimizer)
     assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
-
-
-def test_half_moments_that_are_not_given_are_noticed():
-    model = Net(0.1).half()
-    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
-    half_step(model, optimizer)
-    with pytest.raises(UsageError, match=r"the AdamW that steps them has half moments already.*pass optimizer="):
-        ampdoctor.apply(model, LOUD)
-    assert {p.dtype for p in model.parameters()} == {HALF}
-    assert not model.blocks[1].down._forward_pre_hooks
 
 
 def test_a_tied_weight_takes_its_other_owner_along():
@@ -367,14 +318,6 @@ def test_every_region_of_the_process_computes_in_another_format(name, dtype, app
     assert not finite(model)
 
 
-def test_a_replay_in_another_precision_goes_before_it(applied):
-    applied(Net(), {"kind": "dtype", "value": "bfloat16"})
-    with override_autocast(HALF), torch.autocast("cpu", dtype=BF16):
-        assert nn.Linear(4, 4)(torch.rand(2, 4)).dtype is HALF
-    with torch.autocast("cpu", dtype=HALF):
-        assert nn.Linear(4, 4)(torch.rand(2, 4)).dtype is BF16
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("bfloat16", BF16), ("float32", SINGLE)])
 def test_a_half_model_in_another_format(name, dtype, applied):
     model = Net().half()
@@ -391,17 +334,6 @@ def test_a_half_model_in_another_format(name, dtype, applied):
     assert {p.dtype for p in model.parameters()} == {HALF}
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {HALF}
     assert not model._forward_pre_hooks
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
-def test_a_scripted_half_model_in_another_format(applied):
-    model = torch.jit.script(nn.Linear(4, 2)).half()
-    x = torch.rand(3, 4).half()
-    expected = model(x)
-    handle = applied(model, {"kind": "dtype", "value": "float32"})
-    assert model(x).dtype is SINGLE
-    handle.remove()
-    assert torch.equal(model(x), expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -446,17 +378,6 @@ def test_a_loss_scale(change, expected, used):
     assert scaler.state_dict() == before
 
 
-def test_an_optimizers_setting():
-    model = Net()
-    one = torch.optim.AdamW([{"params": model.blocks.parameters()}, {"params": model.norms.parameters(), "eps": 1e-6}])
-    two = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    handle = ampdoctor.apply(model, {"kind": "optimizer", "value": {"eps": 1e-3}}, optimizer={"g": one, "d": two})
-    assert [group["eps"] for group in one.param_groups] == [1e-3, 1e-3]
-    handle.remove()
-    assert [group["eps"] for group in one.param_groups] == [1e-8, 1e-6]
-    assert one.defaults["eps"] == 1e-8
-
-
 # -- what it takes, and what it refuses --------------------------------------------------------------------------
 
 
@@ -492,35 +413,21 @@ def test_a_report_with_several_findings():
     assert "only the code can be changed" in handle.left_out[1]
 
 
-def test_bf16_needs_no_loss_scale(applied):
-    report = report_of(cure("bfloat16", "dtype"), cure(32.0, "init_scale"))
-    handle = applied(Net(), report)
-    assert [change.kind for change in handle.changes] == ["dtype"]
-    assert handle.left_out == ("init_scale: bfloat16 needs no loss scale",)
-
-
-def test_fp32_for_the_whole_model_needs_no_islands(applied):
+def test_fp32_for_the_whole_model_needs_no_islands_and_no_loss_scale(applied):
     model = Net(0.1).half()
-    handle = applied(model, report_of(cure(), cure("float32", "dtype")))
+    handle = applied(model, report_of(cure(), cure("float32", "dtype"), cure(32.0, "init_scale")))
     assert [change.kind for change in handle.changes] == ["dtype"]
-    assert handle.left_out == ("fp32_modules: float32 for the whole model does that already",)
+    assert handle.left_out == (
+        "init_scale: float32 needs no loss scale",
+        "fp32_modules: float32 for the whole model does that already",
+    )
     assert half_step(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-
-
-def test_one_scale_named_twice_is_one():
-    scaler = torch.amp.GradScaler("cpu")
-    report = report_of(cure(32.0, "init_scale"), cure({"init_scale": 32.0, "growth_interval": 5}, "scaler"))
-    ampdoctor.apply(Net(), report, scaler=scaler)
-    assert (scaler.get_scale(), scaler.get_growth_interval()) == (32.0, 5)
 
 
 @pytest.mark.parametrize(
     ("prescription", "sentence"),
     [
-        (
-            {"kind": "fp32_modules", "value": ["blocks.1.dwn"]},
-            r"no module called 'blocks.1.dwn' \(did you mean blocks.1.d",
-        ),
+        ({"kind": "fp32_modules", "value": ["blocks.1.dwn"]}, r"no module called 'blocks.1.dwn'"),
         ({"kind": "fp32_modules", "value": []}, "names no module"),
         ({"kind": "fp32_modules", "value": "blocks"}, "list of module names, not 'blocks'"),
         ({"kind": "dtype", "value": "float8"}, "bfloat16 or float32, not 'float8'"),
@@ -531,9 +438,8 @@ def test_one_scale_named_twice_is_one():
         ({"kind": "init_scale", "value": "Infinity"}, "finite number above 0"),
         ({"kind": "scaler", "value": True}, "object of GradScaler arguments"),
         ({"kind": "scaler", "value": {"scale": 1.0}}, "no setting 'scale'"),
-        ({"kind": "scaler", "value": {"growth_factor": 0.5}}, "growth_factor must be above 1"),
+        ({"kind": "scaler", "value": {"growth_factor": 0.5}}, "no training keeps a loss scale with"),
         ({"kind": "optimizer", "value": {"eps": 1e-3}}, r"eps=0.001\): pass optimizer="),
-        ({"kind": "optimizer", "value": {"eps": "NaN"}}, r"pass optimizer="),
         ({"kind": "optimizer", "value": {"reset_state": ["w"]}}, "del optimizer.state"),
         ({"kind": "skip_batch", "value": 3}, "if index == 3: continue"),
         ({"kind": "code", "value": "clamp it"}, "only the code can be changed: clamp it"),
@@ -554,8 +460,6 @@ def test_one_scale_named_twice_is_one():
             "asks for init_scale = 2.0 and for scaler = {'init_scale': 4.0",
         ),
         (cure([3]), r"list of module names, not \[3\]"),
-        (cure([3], status="failed"), r"fp32_modules = \[3\] is not verified"),
-        (report_of(cure(["blocks"]), cure([["blocks"]])), r"and for fp32_modules = \[\['blocks'\]\]"),
         (report_of(cure(status="not_run")), "no change that apply can make: AMP201"),
     ],
 )
@@ -567,19 +471,14 @@ def test_what_cannot_be_applied_is_refused_in_a_sentence(prescription, sentence)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"optimizer": 3}, "optimizers, not int"),
-        ({"optimizer": [3]}, "optimizers, not int"),
-        ({"scaler": {}}, "GradScaler, not dict"),
-    ],
-)
-def test_parts_of_the_wrong_kind(options, sentence):
-    with pytest.raises(UsageError, match=sentence):
-        ampdoctor.apply(Net(), LOUD, **options)
-    with pytest.raises(UsageError, match=r"torch\.nn\.Module, not list"):
-        ampdoctor.apply([], LOUD)
+def test_parts_of_the_wrong_kind():
+    for model, options, sentence in (
+        (Net(), {"optimizer": [3]}, "optimizers, not int"),
+        (Net(), {"scaler": {}}, "GradScaler, not dict"),
+        ([], {}, r"torch\.nn\.Module, not list"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            ampdoctor.apply(model, LOUD, **options)
 
 
 def test_settings_that_are_not_there():
@@ -633,26 +532,15 @@ def test_a_scripted_module_is_refused():
         ampdoctor.apply(model, {"kind": "fp32_modules", "value": ["0"]})
 
 
-def test_a_finding_with_alternatives_uses_its_own_value():
-    model = Net()
-    chosen = replace(cure(), alternatives=(cure("bfloat16", "dtype", "failed"),))
-    assert ampdoctor.apply(model, chosen).modules == ("blocks.1.down",)
-
-
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
         ("init_scale", 10**400),
-        ("init_scale", 1e300),
         ("init_scale", 1e-300),
         ("scaler", {"growth_interval": 2.5}),
-        ("optimizer", {"eps": 10**400}),
         ("optimizer", {"eps": -1.0}),
         ("optimizer", {"eps": True}),
-        ("optimizer", {"params": 1}),
         ("optimizer", {"betas": 0.9}),
-        ("optimizer", {"foreach": 3}),
-        ("optimizer", {"reset_state": None}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

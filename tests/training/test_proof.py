@@ -8,10 +8,8 @@ import torch
 import ampdoctor
 from ampdoctor.reports.json_report import render_json
 from fixtures.corpus import runs
-from fixtures.runs.architectures import make_loud
 
 CORPUS = "fixtures/corpus/runs.py:make_run"
-ARCHITECTURES = "fixtures/runs/architectures.py:make_loud"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -80,31 +78,3 @@ def test_a_run_of_the_corpus(case, tmp_path):
     report = report_of(CORPUS, tmp_path / "report.json", case=case)
     assert not from_the_corpus(case)
     assert from_the_corpus(case, report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("gpt2", "transformer.h.1.mlp.c_proj"),
-        ("t5", "encoder.block.1.layer.1.DenseReluDense.wo"),
-        ("t5", "decoder.block.1.layer.0.SelfAttention.v"),
-    ],
-)
-def test_an_architecture(name, layer, tmp_path):
-    report = report_of(ARCHITECTURES, tmp_path / "report.json", name=name, module=layer)
-
-    def run(report=None):
-        made = make_loud(name, layer)
-        optimizer = made.optimizer(made.model)
-        handle = report and ampdoctor.apply(made.model, report)
-        try:
-            scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-            region = lambda: torch.autocast("cpu", dtype=torch.float16)  # noqa: E731
-            return trains(made.model, made.batches, made.loss, optimizer=optimizer, scaler=scaler, region=region)
-        finally:
-            if handle:
-                handle.remove()
-
-    assert not run()
-    assert run(report)

@@ -44,10 +44,6 @@ def no_batches():
     return run(batches=[])
 
 
-def two_batches():
-    return run(batches=batches(2))
-
-
 def incomplete_accumulation():
     return run(batches=batches(5), accumulation_steps=2)
 
@@ -69,38 +65,12 @@ def loss_raises():
     return run(loss=raising_loss)
 
 
-class RaisingAdam(torch.optim.Adam):
-    def step(self, closure=None):
-        super().step(closure)
-        raise ArithmeticError("optimizer is upset")
-
-
-def optimizer_raises():
-    return run(optimizer=lambda m: RaisingAdam(m.parameters()))
-
-
 def after_step_raises():
     def after_step(run, step):
         if step == 1:
             raise KeyError("after_step")
 
     return run(after_step=after_step)
-
-
-def interrupted(where: str = "loss"):
-    calls = itertools.count()
-
-    def interrupt(model, x):
-        value = loss(model, x)
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        return value
-
-    def after_step(run, step):
-        if step == 1:
-            raise KeyboardInterrupt
-
-    return run(loss=interrupt) if where == "loss" else run(after_step=after_step)
 
 
 class NoParameters(nn.Module):
@@ -110,10 +80,6 @@ class NoParameters(nn.Module):
 
 def no_parameters():
     return run(model=NoParameters(), optimizer=None)
-
-
-def no_parameters_sick():
-    return run(model=NoParameters(), optimizer=None, loss=lambda model, x: (model(x) - model(x)).log().sum())
 
 
 def no_optimizer():
@@ -167,16 +133,6 @@ def overflow():
     return run(loss=big)
 
 
-def second_micro_batch():
-    def picky(model, x):
-        out = model(x)
-        return (out - out).log().mean() if float(x[0, 0]) == 7.0 else out.float().mean()
-
-    many = batches(8)
-    many[6][0, 0] = 7.0
-    return run(batches=many, accumulation_steps=4, loss=picky)
-
-
 def preprocessing_micro_batch():
     """Born in loss code before the model, after an earlier micro-batch's backward."""
 
@@ -188,54 +144,6 @@ def preprocessing_micro_batch():
     many = batches(4)
     many[3][0, 0] = 7.0
     return run(batches=many, accumulation_steps=2, loss=prepare)
-
-
-def ema_overflows():
-    class WithEma(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(3, 2)
-            self.register_buffer("average", torch.full((3,), 2.0))
-
-        def forward(self, x):
-            return self.net(x)
-
-    def after_step(run, step):
-        if step == 1:
-            run.model.average.mul_(1e38).mul_(1e38)  # EMA
-
-    return run(model=WithEma(), after_step=after_step)
-
-
-def masters_poisoned():
-    def poisoned(model, x):
-        out = model(x)
-        return ((out - out.detach()).abs().sqrt() + out).float().mean()  # MASTERS
-
-    return run(
-        model=nn.Sequential(nn.Linear(3, 2)).half(),
-        batches=[b.half() for b in batches()],
-        loss=poisoned,
-        autocast=False,
-        master_weights=True,
-    )
-
-
-class TrainModeNorm(nn.Module):
-    """BatchNorm in train mode does not use its running statistics: the loss never shows that they are lost."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin, self.norm = nn.Linear(3, 5), nn.BatchNorm1d(5)
-
-    def forward(self, x):
-        return self.norm(self.lin(x))
-
-
-def nan_buffer_in_train_mode():
-    model = TrainModeNorm()
-    model.norm.running_mean[1] = float("nan")
-    return run(model=model)
 
 
 class Remembering(nn.Linear):
@@ -268,19 +176,6 @@ def masked_overflow():
     return run(model=MaskedOverflow(), loss=lambda m, x: (m(x)[:, 0] - 1).float().square().mean())
 
 
-class ExpandedBuffer(nn.Linear):
-    def __init__(self):
-        super().__init__(3, 2)
-        self.register_buffer("scale", torch.tensor(1.0).expand(2))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
-
-
-def expanded_buffer():
-    return run(model=ExpandedBuffer())
-
-
 def frozen_mask_parameter():
     class Masked(nn.Module):
         def __init__(self):
@@ -294,48 +189,6 @@ def frozen_mask_parameter():
     return run(model=Masked())
 
 
-def sparse_gradients():
-    class Words(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words = nn.EmbeddingBag(5, 3, sparse=True)
-
-        def forward(self, x):
-            return self.words(x)
-
-    return run(
-        model=Words(),
-        batches=[torch.tensor([[1, 2], [2, 4]]) for _ in range(2)],
-        optimizer=lambda m: torch.optim.SparseAdam(list(m.parameters())),
-    )
-
-
-def fused_adam_eps():
-    """In pure half Adam's epsilon is flushed: 0/0 in the update of what has no gradient."""
-    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2)).half()
-    return run(
-        model=model,
-        batches=[torch.tensor([1, 2]) for _ in range(2)],
-        optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=1e-3, foreach=True),
-        autocast=False,
-        scaler=None,
-    )
-
-
-def ctc(*, sick: bool = False):
-    """ctc leaves uninitialised memory in what it saves; an impossible alignment is an infinite loss."""
-
-    def ctc_loss(model, x):
-        out = model(x).float().log_softmax(-1).unsqueeze(1).repeat(2, 1, 1) if sick else None
-        if out is None:
-            out = model(x).float().log_softmax(-1).unsqueeze(1)
-        targets = torch.tensor([[1, 1, 1]]) if sick else torch.tensor([[1]])
-        length = torch.tensor([2 if sick else out.shape[0]])
-        return functional.ctc_loss(out[: int(length)], targets, length, torch.tensor([targets.shape[1]]))
-
-    return run(loss=ctc_loss)
-
-
 def lazy_module():
     return run(model=nn.LazyLinear(2), optimizer=None)
 
@@ -343,22 +196,6 @@ def lazy_module():
 def root_of_zero(model, x):
     out = model(x)
     return (out - out.detach()).abs().sqrt().float().sum()  # ANOMALY
-
-
-def anomaly_mode(*, inside: bool = False):
-    """As users leave it on who have looked for a NaN already."""
-    if not inside:
-        torch.autograd.set_detect_anomaly(True)
-        return run(loss=root_of_zero)
-
-    def step(model, batch, optimizer):
-        with torch.autograd.set_detect_anomaly(True):
-            value = root_of_zero(model, batch)
-            value.backward()
-        optimizer.step()
-        return value
-
-    return run(step=step, scaler=None)
 
 
 def average_by_deepcopy():
@@ -382,22 +219,17 @@ def spectrum(*, sick: bool = False):
     return run(loss=of_spectrum)
 
 
-def fully_padded_attention():
-    model = nn.ModuleDict({"into": nn.Linear(3, 4), "attention": nn.MultiheadAttention(4, 2, batch_first=True)})
-
-    def attend(model, x):
-        h = model["into"](x).unsqueeze(0)
-        padding = torch.ones(1, 4).bool()
-        return model["attention"](h, h, h, key_padding_mask=padding)[0].float().mean()
-
-    return run(model=model, loss=attend)
+def anomaly_mode():
+    """As users leave it on who have looked for a NaN already."""
+    torch.autograd.set_detect_anomaly(True)
+    return run(loss=root_of_zero)
 
 
-def vmapped():
-    def each(model, x):
-        def one(row):
-            return (functional.linear(row, model.weight) * 0).log().sum()
+def ctc():
+    """ctc leaves uninitialised memory in what it saves."""
 
-        return torch.func.vmap(one)(x).float().mean()
+    def ctc_loss(model, x):
+        out = model(x).float().log_softmax(-1).unsqueeze(1)
+        return functional.ctc_loss(out, torch.tensor([[1]]), torch.tensor([len(out)]), torch.tensor([1]))
 
-    return run(model=nn.Linear(3, 2), loss=each)
+    return run(loss=ctc_loss)

@@ -45,46 +45,6 @@ def fused(scale=65536.0):
     )
 
 
-def two_optimizers_one_scaler():
-    """The discriminator's loss is louder: it is skipped while the generator steps."""
-    model = nn.ModuleDict({"g": _net(), "d": _net()})
-
-    def step(model, batch, optimizer, scaler, autocast):
-        for name, weight in (("d", 2.0**8), ("g", 1.0)):
-            optimizer[name].zero_grad()
-            with autocast():
-                loss = weight * _loss(model[name], batch)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer[name])
-        scaler.update()
-        return loss
-
-    return _run(
-        model=model,
-        loss=None,
-        step=step,
-        optimizer=lambda model: {name: torch.optim.SGD(model[name].parameters(), lr=1e-3) for name in ("g", "d")},
-        scaler={"init_scale": 2.0**14},
-    )
-
-
-def accumulates_itself(scale=65536.0):
-    """`zero_grad` on even calls, `scaler.step` on odd ones."""
-
-    def step(model, batch, optimizer, scaler, autocast, step):  # noqa: PLR0917 - as a user would write it
-        if step % 2 == 0:
-            optimizer.zero_grad()
-        with autocast():
-            loss = _loss(model, batch) / 2
-        scaler.scale(loss).backward()
-        if step % 2:
-            scaler.step(optimizer)
-            scaler.update()
-        return loss
-
-    return _run(loss=None, step=step, scaler={"init_scale": scale})
-
-
 def guards_itself(scale=2.0**20, *, halves=True):
     """A loss scaled by hand; the step is left out, and the scale halved, where a gradient is not finite."""
     own = {"scale": scale}
@@ -168,10 +128,6 @@ def shuffled_loader_and_dropout():
     return _run(batches=DataLoader(data, batch_size=16, shuffle=True))
 
 
-def plateau():
-    return _run(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
-
-
 def scaler_in_a_closure():
     scaler = torch.amp.GradScaler("cpu")
 
@@ -187,36 +143,6 @@ def scaler_in_a_closure():
         return loss.item()
 
     return _run(loss=None, step=step, scaler=scaler)
-
-
-def per_sample_gradients():
-    """vmap and grad inside the loss."""
-
-    def loss(model, batch):
-        weight = model[0].weight
-
-        def one(x):
-            return functional.linear(x, weight).square().mean()
-
-        return _loss(model, batch) + torch.func.vmap(one)(batch[0]).mean()
-
-    return _run(loss=loss)
-
-
-def unscaled_twice():
-    def step(model, batch, optimizer, scaler, autocast):
-        optimizer.zero_grad()
-        with autocast():
-            loss = _loss(model, batch)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        for parameter in model.parameters():
-            parameter.grad.div_(scaler.get_scale())
-        scaler.step(optimizer)
-        scaler.update()
-        return loss
-
-    return _run(loss=None, step=step, scaler={"init_scale": 1024.0})
 
 
 def never_cleared():

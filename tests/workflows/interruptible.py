@@ -136,17 +136,6 @@ def detached_loss():
     return make_run(loss=lambda model, x: loss(model, x).detach())
 
 
-def impossible_allocation():
-    """The CPU's allocator refuses for good."""
-
-    def greedy(model, x):
-        if CALLS["loss"].qsize() == 2:
-            torch.empty(1 << 50)
-        return loss(model, x)
-
-    return make_run(loss=greedy)
-
-
 def half_of_its_own():
     """Pure half: another precision casts the model."""
     return make_run(autocast=False, scaler=None)

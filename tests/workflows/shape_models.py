@@ -6,8 +6,6 @@ A forward origin needs the loud batch of step 1; a backward origin (the derivati
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from torch.nn import functional
@@ -77,32 +75,6 @@ class Checkpointed(Plain):
         return self.head(checkpoint(self.culprit, self.first(x), use_reentrant=self.reentrant))
 
 
-class InPlace(Plain):
-    def __init__(self, origin):
-        super().__init__(origin)
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        h = self.culprit(self.act(self.first(x)))
-        h += 1.0
-        return self.head(self.act(h))
-
-
-class Residual(nn.Module):
-    """The origin lies in the parent, between its children."""
-
-    def __init__(self, origin):
-        super().__init__()
-        self.origin = origin
-        self.first, self.inner, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        give_spare(self, origin)
-
-    def forward(self, x):
-        h = self.first(x)
-        h = h + blow(self.inner(h), self.origin, self.spare)
-        return self.head(h)
-
-
 class CalledTwice(nn.Module):
     """Only the second call is sick."""
 
@@ -133,62 +105,12 @@ class Tied(nn.Module):
         return self.head(self.culprit(h) * 0.1)
 
 
-def tied_spare(origin):
-    model = Plain(origin)
-    model.head.spare = model.culprit.spare
-    return model
-
-
 def tied_and_loud(origin):
     """The weight fits fp16 where it is scaled down, not where the head casts it."""
     model = Tied(origin)
     with torch.no_grad():
         model.embed.weight[0, 0] = 1e5
     return model
-
-
-class ReturnsInput(nn.Module):
-    def forward(self, x):
-        return x
-
-
-class Identities(Plain):
-    def __init__(self, origin):
-        super().__init__(origin)
-        self.nothing = ReturnsInput()
-
-    def forward(self, x):
-        return self.nothing(self.head(self.nothing(self.culprit(self.nothing(self.first(self.nothing(x)))))))
-
-
-@dataclass
-class Output:
-    logits: torch.Tensor
-    extra: object = None
-
-
-class Wrapped(nn.Module):
-    """Hands its output on in a container."""
-
-    def __init__(self, origin, wrap):
-        super().__init__()
-        self.culprit = Block(origin)
-        self.wrap = wrap
-
-    def forward(self, x):
-        return self.wrap(self.culprit(x))
-
-
-class Containers(nn.Module):
-    def __init__(self, origin, wrap, unwrap):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.body = Wrapped(origin, wrap)
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.unwrap = unwrap
-
-    def forward(self, x):
-        return self.head(self.unwrap(self.body(self.first(x))))
 
 
 class FrozenBackbone(Plain):
@@ -238,28 +160,6 @@ class Custom(nn.Module):
         return h if self.spare is None else blow(h, self.origin, self.spare)
 
 
-@torch.compile(backend="eager")
-def compiled(h, origin, spare):
-    return blow(h, origin, spare)
-
-
-class Compiled(nn.Module):
-    def __init__(self, origin):
-        super().__init__()
-        self.origin = origin
-        self.lin = nn.Linear(WIDTH, WIDTH)
-        give_spare(self, origin)
-
-    def forward(self, x):
-        return compiled(self.lin(x), self.origin, self.spare)
-
-
-class WithCompiled(Plain):
-    def __init__(self, origin):
-        super().__init__("")
-        self.culprit = Compiled(origin)
-
-
 class ScriptedInner(nn.Module):
     def __init__(self, origin: str):
         super().__init__()
@@ -284,26 +184,6 @@ class Scripted(Plain):
         self.culprit = torch.jit.script(ScriptedInner(origin))
 
 
-class Attention(nn.Module):
-    """Self-attention, added to its input so that what is loud stays loud."""
-
-    def __init__(self, origin, layer):
-        super().__init__()
-        self.first, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.layer = layer()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.culprit = Block(origin)
-
-    def forward(self, x):
-        h = self.first(x)
-        sequence = self.norm(h).unsqueeze(0)
-        if isinstance(self.layer, nn.MultiheadAttention):
-            attended, _ = self.layer(sequence, sequence, sequence)
-        else:
-            attended = self.layer(sequence)
-        return self.head(self.culprit(h + attended[0]))
-
-
 class FastPath(nn.Module):
     """A frozen encoder in eval mode and without gradients, as feature extractors are: torch fuses it into one op."""
 
@@ -319,33 +199,6 @@ class FastPath(nn.Module):
         with torch.no_grad():
             h = x + self.encoder(x.unsqueeze(0))[0]
         return self.head(self.culprit(h))
-
-
-class ScaledDotProduct(nn.Module):
-    """Attention in the parent's own forward, and the origin beside it."""
-
-    def __init__(self, origin):
-        super().__init__()
-        self.origin = origin
-        self.qkv, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        give_spare(self, origin)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x)[None, None].chunk(3, dim=-1)
-        h = functional.scaled_dot_product_attention(q, k, v)[0, 0]
-        return self.head(blow(h, self.origin, self.spare))
-
-
-class Listed(nn.Module):
-    def __init__(self, origin):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(""), Block(origin), Block("")])
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        for index, block in enumerate(self.blocks):
-            x = block(x if index == 1 else x * 0.5)
-        return self.head(x)
 
 
 class Holder(nn.Module):
@@ -372,40 +225,6 @@ class Shared(nn.Module):
         h = self.left(x)
         self.right.inner.origin = self.origin
         return self.head(self.right(h))
-
-
-class Lambda(nn.Module):
-    def __init__(self, origin):
-        super().__init__()
-        give_spare(self, origin)
-        self.function = lambda h: blow(h, origin, self.spare)
-
-    def forward(self, x):
-        return self.function(x)
-
-
-class WithLambda(Plain):
-    def __init__(self, origin):
-        super().__init__("")
-        self.culprit = Lambda(origin)
-
-
-class KeywordOnly(nn.Module):
-    def __init__(self, origin):
-        super().__init__()
-        self.culprit = Block(origin)
-
-    def forward(self, *, hidden, scale=1.0):
-        return {"hidden": self.culprit(hidden) * scale, "scale": scale}
-
-
-class Keywords(nn.Module):
-    def __init__(self, origin):
-        super().__init__()
-        self.first, self.body, self.head = nn.Linear(WIDTH, WIDTH), KeywordOnly(origin), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.head(input=self.body(hidden=self.first(x))["hidden"])
 
 
 class Hooked(Plain):
@@ -435,12 +254,6 @@ class Recurrent(nn.Module):
         return self.head(self.culprit(out.sum(1) * big))
 
 
-def model_output(h):
-    from transformers.modeling_outputs import BaseModelOutput
-
-    return BaseModelOutput(last_hidden_state=h)
-
-
 def loud_cell(cell):
     """A recurrent weight has grown beyond what fp16 holds."""
     model = Recurrent("", cell)
@@ -452,39 +265,18 @@ def loud_cell(cell):
 MODELS = {
     "reentrant": lambda origin: Checkpointed(origin, reentrant=True),
     "nonreentrant": lambda origin: Checkpointed(origin, reentrant=False),
-    "in_place": InPlace,
-    "residual": Residual,
     "called_twice": CalledTwice,
     "tied": Tied,
-    "returns_input": Identities,
-    "dict_output": lambda origin: Containers(origin, lambda h: {"logits": h}, lambda o: o["logits"]),
-    "dataclass_output": lambda origin: Containers(origin, Output, lambda o: o.logits),
-    "model_output": lambda origin: Containers(origin, model_output, lambda o: o.last_hidden_state),
     "frozen_backbone": FrozenBackbone,
     "weight_norm": lambda origin: Normed(origin, parametrizations.weight_norm),
-    "old_weight_norm": lambda origin: Normed(origin, torch.nn.utils.weight_norm),
-    "spectral_norm": lambda origin: Normed(origin, parametrizations.spectral_norm),
     "custom_function": CustomFunction,
-    "compiled_function": WithCompiled,
     "scripted_child": Scripted,
-    "attention": lambda origin: Attention(origin, lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
-    "encoder_layer": lambda origin: Attention(
-        origin, lambda: nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.1, batch_first=True)
-    ),
     "fast_path": lambda origin: FastPath(origin).half(),
-    "scaled_dot_product": ScaledDotProduct,
-    "module_list": Listed,
     "shared_submodule": Shared,
-    "lambda_child": WithLambda,
-    "keyword_only": Keywords,
     "user_hooks": Hooked,
-    "old_spectral_norm": lambda origin: Normed(origin, torch.nn.utils.spectral_norm),
-    "tied_spare": tied_spare,
     "tied_and_loud": tied_and_loud,
     "loud_lstm": lambda origin: loud_cell(nn.LSTM),
-    "loud_gru": lambda origin: loud_cell(nn.GRU),
     "data_parallel": lambda origin: nn.DataParallel(Plain(origin)),
     "compiled_model": lambda origin: torch.compile(Plain(origin), backend="eager"),
     "lstm": lambda origin: Recurrent(origin, nn.LSTM),
-    "gru": lambda origin: Recurrent(origin, nn.GRU),
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -12,8 +10,6 @@ from ampdoctor import TrainingRun
 from tests.workflows.shape_models import MODELS, WIDTH, Normalised, Plain
 
 STEPS = 3
-SHUFFLED = 0
-"""A seed with which a shuffling loader gives the loud batch, the second of three, second."""
 LAST = []
 """The runs that the factory made, for a look at what a replay leaves behind."""
 
@@ -45,35 +41,12 @@ def loss_of(model, batch):
     return functional.cross_entropy(model(x).float(), y)
 
 
-def loss_in_place(model, batch):
-    x, y = batch
-    x.div_(2.0)
-    y.add_(1).remainder_(WIDTH)
-    return loss_of(model, batch)
-
-
 def penalty(model, batch):
     x, y = batch
     x = x.clone().requires_grad_()
     out = model(x)
     (gradient,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
     return functional.cross_entropy(out.float(), y) + 1e-3 * (gradient.float().pow(2).sum(1) - 1).abs().mean()
-
-
-def penalty_born_in_it(model, batch):
-    x, y = batch
-    x = x.clone().requires_grad_()
-    out = model(x)
-    (gradient,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
-    norm = (gradient - gradient.detach()).norm(dim=1)
-    return functional.cross_entropy(out.float(), y) + torch.log(norm).mean()  # PENALTY
-
-
-def encodings():
-    from transformers import BatchEncoding
-
-    for x, y in batches():
-        yield BatchEncoding({"x": x, "y": y})
 
 
 def two_optimizers(model, body):
@@ -118,10 +91,6 @@ def make_run(shape: str = "plain", origin: str = "forward"):
     extra = {}
     if shape == "gradient_penalty":
         extra = {"loss": penalty}
-    elif shape == "penalty_born_in_it":
-        extra = {"loss": penalty_born_in_it}
-    elif shape == "loss_edits_batch":
-        extra = {"loss": loss_in_place}
     elif shape == "two_optimizers":
         extra = {"optimizer": two_optimizers(model, kind)}
     elif shape == "accumulation":
@@ -130,15 +99,8 @@ def make_run(shape: str = "plain", origin: str = "forward"):
         extra = {"step": step_in_chunks, "batches": batches_with_a_loud_half}
     elif shape == "fast_path":
         extra = {"autocast": False, "scaler": None, "batches": halves}
-    elif shape == "batch_encoding":
-        extra = {"batches": encodings, "loss": lambda m, b: loss_of(m, (b["x"], b["y"]))}
-    elif shape == "loader_generator":
-        generator = torch.Generator().manual_seed(SHUFFLED)
-        extra = {"batches": DataLoader(list(batches()), batch_size=None, shuffle=True, generator=generator)}
     elif shape == "loader_workers":
         extra = {"batches": DataLoader(Rows(), batch_size=4, num_workers=1)}
-    elif shape == "prints_argv":
-        print("user prints", sys.argv)  # noqa: T201 - what the case is about
     elif shape == "lbfgs":
         extra = {"optimizer": torch.optim.LBFGS(model.parameters())}
     given = {

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import random
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -37,10 +33,9 @@ def test_no_batch_is_inconclusive():
     assert report.errors[0].what == "batches"
 
 
-@pytest.mark.parametrize(("function", "steps"), [("two_batches", 2), ("incomplete_accumulation", 2)])
-def test_fewer_batches_than_steps(function, steps):
-    report = replay(function)
-    assert (report.verdict, report.run["steps"]) == ("healthy", steps)
+def test_fewer_batches_than_steps():
+    report = replay("incomplete_accumulation")
+    assert (report.verdict, report.run["steps"]) == ("healthy", 2)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +54,6 @@ def test_a_loss_of_the_wrong_kind(function, sentence):
     ("function", "sentence"),
     [
         ("loss_raises", "step 0 raised ValueError: the user's own mistake"),
-        ("optimizer_raises", "step 0 raised ArithmeticError: optimizer is upset"),
         ("after_step_raises", "step 1 raised KeyError: 'after_step'"),
     ],
 )
@@ -70,43 +64,10 @@ def test_the_users_exception_keeps_its_traceback(function, sentence):
     assert f"{Path('ampdoctor', 'replay')}" not in caught.value.traceback_text
 
 
-@pytest.mark.parametrize("function", ["no_parameters", "no_optimizer", "ctc", "sparse_gradients", "expanded_buffer"])
+@pytest.mark.parametrize("function", ["no_parameters", "no_optimizer", "ctc"])
 def test_unusual_and_healthy(function):
     report = replay(function)
     assert (report.verdict, report.findings) == ("healthy", ())
-
-
-def test_a_birth_without_any_parameter():
-    (finding,) = replay("no_parameters_sick").findings
-    assert (finding.cause, finding.where.phase, finding.where.op) == ("invalid_op", "loss", "aten.log")
-
-
-@pytest.mark.parametrize("where", ["loss", "after_step"])
-def test_ctrl_c_passes_and_leaves_the_run_as_it_was(where):
-    module = "edges_of_the_interrupt"
-    spec = importlib.util.spec_from_file_location(module, FILE)
-    edges = importlib.util.module_from_spec(spec)
-    sys.modules[module] = edges
-    random_before = (random.getstate(), torch.get_rng_state(), np.random.get_state()[1].copy())  # noqa: NPY002
-    functions_before = len(torch.nn.modules.module._global_forward_hooks)
-    try:
-        spec.loader.exec_module(edges)
-        with pytest.raises(KeyboardInterrupt):
-            bisect_nan(ReplayRequest(factory=f"{module}:interrupted", arguments={"where": where}, steps=4))
-        run = edges.LAST[-1]
-    finally:
-        del sys.modules[module]
-    assert random_before[0] == random.getstate()
-    assert torch.equal(random_before[1], torch.get_rng_state())
-    assert np.array_equal(random_before[2], np.random.get_state()[1])  # noqa: NPY002
-    fresh = edges.interrupted().model.state_dict()
-    assert all(torch.equal(value, fresh[key]) for key, value in run.model.state_dict().items())
-    for submodule in run.model.modules():
-        assert not submodule._forward_hooks
-        assert not submodule._forward_pre_hooks
-    assert all(not parameter._post_accumulate_grad_hooks for parameter in run.model.parameters())
-    assert len(torch.nn.modules.module._global_forward_hooks) == functions_before
-    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_a_nondeterministic_run_says_so_and_proves_nothing():
@@ -160,10 +121,9 @@ def test_a_counter_of_a_module_is_rewound():
     assert len(made) == 1, "from a snapshot: no fresh run was needed"
 
 
-@pytest.mark.parametrize(("function", "micro_batch"), [("second_micro_batch", 2), ("preprocessing_micro_batch", 1)])
-def test_the_micro_batch_is_named(function, micro_batch):
-    (finding,) = replay(function).findings
-    assert (finding.where.step, finding.where.micro_batch, finding.where.phase) == (1, micro_batch, "loss")
+def test_the_micro_batch_is_named():
+    (finding,) = replay("preprocessing_micro_batch").findings
+    assert (finding.where.step, finding.where.micro_batch, finding.where.phase) == (1, 1, "loss")
 
 
 def test_another_precision_overrides_the_runs():
@@ -172,31 +132,6 @@ def test_another_precision_overrides_the_runs():
     assert sick.run["precision"] == "fp16"
     well = replay("overflow", precision="bf16")
     assert (well.verdict, well.run["precision"], well.scaler) == ("healthy", "bf16", None)
-
-
-def test_an_average_that_overflows_after_the_step():
-    (finding,) = replay("ema_overflows").findings
-    assert (finding.where.step, finding.where.phase, finding.where.op) == (1, "optimizer", "aten.mul_")
-    assert finding.where.source.line == line_of("EMA")
-    assert finding.evidence["harmed"] == ["buffer:average"]
-
-
-def test_gradients_that_masters_collect_are_seen():
-    (finding,) = replay("masters_poisoned").findings
-    assert (finding.cause, finding.where.phase, finding.where.op) == ("invalid_op", "backward", "aten.sqrt")
-    assert finding.where.forward_source.line == line_of("MASTERS")
-
-
-def test_an_update_that_divides_by_a_flushed_epsilon():
-    (finding,) = replay("fused_adam_eps").findings
-    assert (finding.cause, finding.where.phase, finding.where.module) == ("optimizer_precision", "optimizer", "0")
-    assert finding.where.op == "aten.addcdiv_"
-    assert (finding.prescription.kind, finding.prescription.status) == ("optimizer", "verified")
-
-
-def test_a_nan_buffer_is_sick_though_the_loss_never_shows_it():
-    (finding,) = replay("nan_buffer_in_train_mode").findings
-    assert (finding.code, finding.where.module, finding.where.op) == ("AMP102", "norm", "state:running_mean")
 
 
 @pytest.mark.parametrize("function", ["meant_buffers", "frozen_mask_parameter"])
@@ -214,29 +149,11 @@ def test_a_mask_on_the_path_is_not_blamed_for_an_overflow():
     )
 
 
-def test_an_infinite_loss_of_ctc():
-    (finding,) = replay("ctc", arguments={"sick": True}).findings
-    assert (finding.cause, finding.where.phase) == ("invalid_op", "loss")
-    assert finding.where.op == "aten.ctc_loss"
-
-
-def test_a_failure_that_does_not_show():
-    assert replay("two_batches", expect_failure=True).verdict == "not_reproduced"
-
-
-@pytest.mark.parametrize("function", ["closure_counter", "overflow", "masters_poisoned", "two_batches", "no_batches"])
+@pytest.mark.parametrize("function", ["closure_counter", "no_batches"])
 def test_the_report_follows_the_schema_and_comes_back_byte_by_byte(function, check_report):
     first, second = (render_json(replay(function)) for _ in range(2))
     assert first == second
     assert check_report(first)["command"] == "bisect-nan"
-
-
-def test_progress_is_told():
-    told = []
-    request = ReplayRequest(factory=f"{FILE}:two_batches", steps=4)
-    bisect_nan(request, progress=lambda what, done, total: told.append((what, done, total)))
-    assert ("replaying", 1, 4) in told
-    assert ("replaying", 2, 4) in told
 
 
 def test_each_replay_of_a_close_look_is_told():
@@ -255,9 +172,8 @@ def test_a_lazy_module_is_refused_in_a_sentence():
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
-@pytest.mark.parametrize("inside", [False, True])
-def test_the_users_anomaly_mode_does_not_stop_the_diagnosis(inside):
-    (finding,) = replay("anomaly_mode", arguments={"inside": inside}).findings
+def test_the_users_anomaly_mode_does_not_stop_the_diagnosis():
+    (finding,) = replay("anomaly_mode").findings
     assert (finding.where.phase, finding.where.op) == ("backward", "aten.sqrt")
     assert finding.where.forward_source.line == line_of("ANOMALY")
     assert not torch.is_anomaly_enabled()
@@ -272,13 +188,3 @@ def test_complex_values():
     assert replay("spectrum").verdict == "healthy"
     (finding,) = replay("spectrum", arguments={"sick": True}).findings
     assert (finding.cause, finding.where.op) == ("invalid_op", "aten.div")
-
-
-def test_an_op_inside_a_function_written_in_python_has_its_users_name():
-    (finding,) = replay("fully_padded_attention").findings
-    assert (finding.where.module, finding.where.op, finding.where.nonfinite) == ("attention", "aten.softmax", "nan")
-
-
-def test_inside_vmap():
-    (finding,) = replay("vmapped").findings
-    assert (finding.where.phase, finding.where.op) == ("loss", "aten.log")

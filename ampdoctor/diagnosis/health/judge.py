@@ -21,7 +21,6 @@ from ampdoctor.evidence.log_records import (
     LookLine,
     RunLine,
     StepLine,
-    table_of,
 )
 from ampdoctor.evidence.report import SEVERITIES, Finding
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
@@ -56,7 +55,7 @@ class _Told:
     severity: str
     step: int
     of_tensors: bool
-    heard: int  # lines of its kind and optimizer up to the last at which the rule found it
+    lines: int  # lines of its kind and optimizer up to the last at which the rule found it
     keys: list[tuple[str | None, int | None]] = field(default_factory=list)  # tensor and step of each finding
 
 
@@ -89,10 +88,10 @@ class Judge:
         self._steps: dict[int, StepState] = {}
         self._tensors: dict[int, TensorCourses] = {}
         self._told: dict[tuple[str, str | None, int], _Told] = {}
-        self._heard: Counter[tuple[int, bool]] = Counter()  # lines, by optimizer, and whether they are of tensors
+        self._lines: Counter[tuple[int, bool]] = Counter()  # lines, by optimizer, and whether they are of tensors
         self._looked_at: int | None = None
 
-    def hear(self, line: Line) -> tuple[Finding, ...]:
+    def add(self, line: Line) -> tuple[Finding, ...]:
         """Takes a line and returns the new findings, worst first; none for most lines."""
         if isinstance(line, StepLine):
             return self._hear_step(line)
@@ -128,7 +127,7 @@ class Judge:
     def _lasts(self, code: str, optimizer: int, told: _Told) -> bool:
         if code in _LASTS and optimizer in self._steps:
             return _LASTS[code](self._steps[optimizer])
-        return self._heard[optimizer, told.of_tensors] - told.heard < (2 if told.of_tensors else RECENT)
+        return self._lines[optimizer, told.of_tensors] - told.lines < (2 if told.of_tensors else RECENT)
 
     def resumes(self) -> None:
         """Continues with a new process, whose steps are numbered anew; what was usual stays."""
@@ -140,22 +139,22 @@ class Judge:
 
     def _hear_step(self, line: StepLine) -> tuple[Finding, ...]:
         moment = self._steps.get(line.optimizer)
+        if moment is None and len(self._steps) >= _ROOT:
+            return ()
         if moment is None:
-            if len(self._steps) >= _ROOT:
-                return ()
             moment = self._steps[line.optimizer] = StepState()
         elif line.step <= moment.line.step:  # a rollback, or another run: earlier lines are not its past
             moment = self._steps[line.optimizer] = StepState()
             self._tensors.pop(line.optimizer, None)
         moment.alone = len(self._steps) == 1
         moment.groups = self._groups[line.optimizer] if line.optimizer < len(self._groups) else ()
-        moment.hear(line)
+        moment.add(line)
         if moment.departed.get("schedule") == line.step:  # one optimizer's jump changes what the others see
             for other in self._steps.values():
                 other.departs("schedule")
         if moment.batch.size.changed:  # weights grow at another pace with another batch size
             self._tensors.pop(line.optimizer, None)
-        self._heard[line.optimizer, False] += 1
+        self._lines[line.optimizer, False] += 1
         found: list[Finding] = []
         for find in self._on_steps:
             if new := find(moment, self._thresholds):
@@ -165,7 +164,7 @@ class Judge:
     def knows(self, line: LookLine) -> None:
         """Records what the diagnosis of a step found as a candidate for what moved first."""
         for one in line.findings:
-            told = _Told(one.severity, line.step, False, self._heard[0, False])
+            told = _Told(one.severity, line.step, False, self._lines[0, False])
             told.keys.append((one.where.tensor, line.step))
             self._told[one.code, one.where.tensor, 0] = told
         born = {one.where.phase for one in line.findings if one.where.nonfinite != "none"}
@@ -179,8 +178,8 @@ class Judge:
         courses = self._tensors.setdefault(line.optimizer, TensorCourses())
         if courses.moment.seen and line.step < courses.moment.line.step:  # a step's details come before its own line
             courses = self._tensors[line.optimizer] = TensorCourses()
-        self._heard[line.optimizer, True] += 1
-        courses.hear(table_of(line))
+        self._lines[line.optimizer, True] += 1
+        courses.add(line)
         courses.moment.names, courses.moment.of_steps = self._names, self._steps.get(line.optimizer)
         found: list[Finding] = []
         for find in self._on_tensors:
@@ -195,7 +194,7 @@ class Judge:
         if finding.where.tensor is None:
             return replace(finding, message=finding.message.replace(TENSOR, "the model"))
         where, *also = (
-            replace(place, tensor=name, module=_module(name))
+            replace(place, tensor=name, module=(name or "").rpartition(".")[0])
             for place in (finding.where, *finding.also)
             for name in [self._name(place.tensor)]
         )
@@ -212,18 +211,18 @@ class Judge:
         self, found: Sequence[Finding], optimizer: int, step: int, *, of_tensors: bool = False
     ) -> tuple[Finding, ...]:
         """Returns the findings that were not reported before, or are more severe now."""
-        new, heard = [], self._heard[optimizer, of_tensors]
+        new, lines = [], self._lines[optimizer, of_tensors]
         for finding in map(self._named, found):
             key = (finding.code, finding.where.tensor, optimizer)
             told = self._told.get(key)
             if told is not None and step - told.step < EPISODE:
                 graver = SEVERITIES.index(finding.severity) < SEVERITIES.index(told.severity)
-                told.step, told.heard = step, heard
+                told.step, told.lines = step, lines
                 if not graver and not finding.evidence.get("ended"):
                     continue
                 told.severity = finding.severity
             else:
-                told = self._told[key] = _Told(finding.severity, step, of_tensors, heard)
+                told = self._told[key] = _Told(finding.severity, step, of_tensors, lines)
             told.keys.append((finding.where.tensor, finding.where.step))
             if step == self._looked_at:  # the step's own diagnosis, with op and line, is more detailed
                 continue
@@ -236,10 +235,6 @@ class Judge:
             return finding
         name = self._optimizers[optimizer] if optimizer < len(self._optimizers) else str(optimizer)
         return replace(finding, evidence={**finding.evidence, "optimizer": name})
-
-
-def _module(name: str | None) -> str:
-    return name.rpartition(".")[0] if name else ""
 
 
 def _finders(evidence: type) -> list[_Find]:

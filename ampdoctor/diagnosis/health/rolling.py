@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,25 +36,10 @@ _LEVEL = (0.0,) * len(SPANS)
 class RollingStats:
     """Rolling median and robust deviation (MAD) of one number; in logarithms where all values are positive.
 
-    A gradient norm is near log-normal and drifts. A loss may be negative, as in reinforcement learning. The spikes that
-    the rules look for do not move median and MAD. Where large values are usual, the upper tail counts as well.
-
-    This is a hot path: `add` only stores the value. The window is sorted on demand, at most once a hop. The results do
-    not depend on when they are read. `highest` and `lowest` cover the window and the values since.
+    The spikes that the rules look for do not move median and MAD; where large values are usual, the upper tail counts.
+    This is a hot path: the window is sorted on demand, at most once a hop, and the results do not depend on when they
+    are read. `highest` and `lowest` cover the window and the values since.
     """
-
-    __slots__ = (
-        "_deviation",
-        "_logs",
-        "_middle",
-        "_recent",
-        "_sorted",
-        "_values",
-        "_window",
-        "count",
-        "highest",
-        "lowest",
-    )
 
     def __init__(self) -> None:
         self._values: list[float] = []  # the window as of the last hop, then the values since
@@ -126,13 +110,9 @@ class RollingStats:
         return math.exp(at) if self._logs else at
 
     def _hop(self) -> None:
-        gone = self._values[:-LENGTH]
         del self._values[:-LENGTH]
         self._window, self._sorted = len(self._values), False
-        if self.highest in gone:  # rare: few values leave the window
-            self.highest = max(self._values)
-        if self.lowest in gone:
-            self.lowest = min(self._values)
+        self.highest, self.lowest = max(self._values), min(self._values)
 
     def _know(self) -> None:
         if not self._sorted and self.count >= LEAST:
@@ -146,7 +126,8 @@ class RollingStats:
         self._middle, self._recent = median(older, place), median(recent, place)
         floor = FLOOR if self._logs else FLOOR * max(abs(self._middle), 1e-12)
         tail = _TAIL * (place(older[int(0.95 * (len(older) - 1))]) - self._middle)
-        self._deviation = max(_ROBUST * _median_way(older, place, self._middle), tail, floor)
+        ways = sorted(abs(place(value) - self._middle) for value in older)
+        self._deviation = max(_ROBUST * median(ways), tail, floor)
         self._sorted = True
 
     def _counted(self, value: float) -> float:
@@ -160,8 +141,6 @@ class RollingStats:
 
 class LongRollingStats(RollingStats):
     """Rolling statistics of a number that is judged at every step, with a memory of large values before the window."""
-
-    __slots__ = ("_farthest", "_height", "_ways")
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,18 +205,6 @@ def median(ordered: Sequence[float], place: _Place = float) -> float:
     """Returns the median of `place` of the sorted values."""
     middle, odd = divmod(len(ordered), 2)
     return place(ordered[middle]) if odd else (place(ordered[middle - 1]) + place(ordered[middle])) / 2
-
-
-def _median_way(ordered: Sequence[float], place: _Place, middle: float) -> float:
-    """Returns the median distance of the places from `middle`: the nearer half of the sorted values is contiguous."""
-    count, half = len(ordered), len(ordered) // 2
-    begin = bisect_left(range(count - half), 2 * middle, key=lambda at: place(ordered[at]) + place(ordered[at + half]))
-    before = middle - place(ordered[begin - 1]) if begin else math.inf
-    behind = place(ordered[begin + half]) - middle if begin + half < count else math.inf
-    farther = min(before, behind)
-    if count % 2:
-        return farther
-    return (max(middle - place(ordered[begin]), place(ordered[begin + half - 1]) - middle) + farther) / 2
 
 
 # -- a number in a run's first steps: the reference while the usual value cannot be relied on --
@@ -383,7 +350,7 @@ class BatchSize:
     _steps: int = 0
     _new: int | None = None
 
-    def hear(self, elements: int | None) -> None:
+    def add(self, elements: int | None) -> None:
         """Adds a step."""
         self.changed = self.other = False
         if elements is None:
@@ -405,23 +372,23 @@ class Repeats:
     cycle: int = 0  # steps back to the last equal batch; 0 for a new one
     new_before: int = 0  # new batches in a row before the first repeated one
     _seen: dict[int, int] = field(default_factory=dict)
-    _heard: int = 0
+    _count: int = 0
 
-    def hear(self, fingerprint: int | None) -> None:
+    def add(self, fingerprint: int | None) -> None:
         """Adds a step that was not skipped."""
         if fingerprint is None:
             self.steps = self.cycle = 0
             return
-        self._heard += 1
+        self._count += 1
         last = self._seen.pop(fingerprint, None)
-        self._seen[fingerprint] = self._heard
+        self._seen[fingerprint] = self._count
         if last is None:
             if len(self._seen) > REMEMBERED:
                 del self._seen[next(iter(self._seen))]
             self.new_before = 1 if self.steps or self.cycle else self.new_before + 1
             self.steps = self.cycle = 0
             return
-        self.cycle = self._heard - last
+        self.cycle = self._count - last
         short = self.cycle <= self.new_before * _SHORT
         self.steps = self.steps + 1 if short else 0
         if not short:
@@ -437,13 +404,13 @@ class BatchCourses:
     rms: RollingStats = field(default_factory=RollingStats)  # root mean square, without this step's
     zeros: RollingStats = field(default_factory=RollingStats)  # share of zeros, without this step's
 
-    def hear(self, line: StepLine) -> None:
+    def add(self, line: StepLine) -> None:
         """Adds a step; `end_of` adds its numbers to the usual ones."""
-        self.size.hear(line.batch_elements)
+        self.size.add(line.batch_elements)
         if self.size.changed:  # longer sequences have another share of padding, say
             self.rms, self.zeros = RollingStats(), RollingStats()
         if not line.skipped:
-            self.repeats.hear(line.batch_fingerprint)
+            self.repeats.add(line.batch_fingerprint)
 
     def end_of(self, line: StepLine) -> None:
         """Adds the numbers of a finished step to the usual ones."""

@@ -96,15 +96,11 @@ def _starts_over(moment: StepState) -> Finding:
     scale, step = moment.scale, moment.line.step
     harm = "skips its first steps each time" if scale.taken else "never gets down to the scale that works"
     message = (
-        f"The loss scale is back at {scale.now:g} at step {step}, for the {_times(scale.anew)} time, where no scaler "
-        f"lets it grow: the GradScaler is made anew again and again, as in each epoch, and {harm} ({scale.skipped} of "
+        f"The loss scale is back at {scale.now:g} at step {step}, where no scaler lets it grow, {scale.anew} times by "
+        f"now: the GradScaler is made anew again and again, as in each epoch, and {harm} ({scale.skipped} of "
         f"{scale.taken + scale.skipped} steps were skipped so far). Make it once, before the epochs."
     )
     return _finding(moment, "warning" if scale.taken else "error", message)
-
-
-def _times(number: int) -> str:
-    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
 
 
 def _finding(moment: StepState, severity: Severity, message: str) -> Finding:
@@ -273,16 +269,12 @@ def _data_repeats(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     step = moment.line.step
     finding = DATA_REPEATS.finding(
         "warning",
-        f"The batch of step {step} is that of {_ago(repeats.cycle)}, and so it was in the last {steps} steps; "
+        f"The batch of step {step} is that of {repeats.cycle} before, and so it was in the last {steps} steps; "
         f"{repeats.new_before} before them were all new.",
         where=Where(step=step, phase="data"),
         evidence={"first": "data", "cycle": repeats.cycle, "new_before": repeats.new_before},
     )
     return (finding,)
-
-
-def _ago(steps: int) -> str:
-    return "the step before" if steps == 1 else f"{steps} steps before"
 
 
 SLOWS_DOWN = rule("AMP730", WATCHED)

@@ -41,7 +41,7 @@ class IllSteps:
     _rows: int = 0  # rows since `waiting`
     _seen_finite: bool = False
 
-    def hear(self, line: StepLine, *, skipped: bool) -> None:
+    def add(self, line: StepLine, *, skipped: bool) -> None:
         """Adds a step; `skipped` is whether the step before it was skipped, according to the log or this line."""
         self.lost = None
         if skipped:
@@ -118,7 +118,7 @@ class ZeroNorms:
     coarse: bool = True  # no finite norm had more than four decimals
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MOST_LOSSES))  # since the first zero
 
-    def hear(self, line: StepLine) -> None:
+    def add(self, line: StepLine) -> None:
         """Adds a step."""
         norm, loss = line.norm, _finite(line.loss)
         if norm is not None and 0 < abs(norm) < math.inf:
@@ -149,7 +149,7 @@ class EqualLosses:
     _rates_rest: bool = False
     _norms_rest: bool = False
 
-    def hear(self, line: StepLine) -> None:
+    def add(self, line: StepLine) -> None:
         """Adds a step."""
         loss = line.loss
         if loss is None:
@@ -178,56 +178,38 @@ _MOST_LOSSES = 400  # losses that are kept of a run of skipped steps
 
 @dataclass(slots=True)
 class ScaleHistory:
-    """A loss scale over the steps.
-
-    Attributes:
-        highest: The highest at which a step was taken.
-        falls: Falls since it last grew, without those of a first descent, which a rest ends.
-        fallen: log2 of the factor by which it fell since then.
-        in_a_row: Skipped steps up to this one; `since` is the first of them, `until` the last.
-        told: The log itself records each of these as skipped.
-        losses: The losses of these steps, where the log does not record it.
-        unmoved: Skipped steps in a row that left the scale as it was.
-        settled: A step was taken with this scaler.
-        rested: So many in a row that its first descent is over.
-        anew: How often it rose as no scaler does: right after a skipped step, or back to its first value.
-        is_new: It did so at this step.
-        lengths: Taken steps between the last falls, the newest last.
-        wrong: The logged scale of the last step, if it is not positive and finite.
-        wrong_since: The first of such steps in a row; `wrong_rows` is their number.
-        wrong_before: The longest such run after which a valid scale followed.
-    """
+    """A loss scale over the steps."""
 
     now: float | None = None
     first: float | None = None
-    highest: float = 0.0
-    falls: int = 0
-    fallen: float = 0.0
+    highest: float = 0.0  # at which a step was taken
+    falls: int = 0  # since it last grew, without those of a first descent, which a rest ends
+    fallen: float = 0.0  # log2 of the factor by which it fell since then
     taken: int = 0
     skipped: int = 0
-    in_a_row: int = 0
+    in_a_row: int = 0  # skipped steps up to this one, from `since` to `until`
     since: int = 0
     until: int = 0
-    told: bool = True
-    losses: list[float] = field(default_factory=list)
-    unmoved: int = 0
+    told: bool = True  # the log itself records each of these as skipped
+    losses: list[float] = field(default_factory=list)  # of these steps, where the log does not record it
+    unmoved: int = 0  # skipped steps in a row that left the scale as it was
     growths: int = 0
-    settled: bool = False
-    rested: bool = False
-    anew: int = 0
-    is_new: bool = False
-    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=8))
+    settled: bool = False  # a step was taken with this scaler
+    rested: bool = False  # so many in a row that its first descent is over
+    anew: int = 0  # how often it rose as no scaler does: right after a skipped step, or back to its first value
+    is_new: bool = False  # it did so at this step
+    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=8))  # taken steps between the last falls
     since_fall: int = 0
-    wrong: float | None = None
-    wrong_since: int = 0
+    wrong: float | None = None  # the logged scale of the last step, if it is not positive and finite
+    wrong_since: int = 0  # the first of such steps in a row
     wrong_rows: int = 0
-    wrong_before: int = 0
+    wrong_before: int = 0  # the longest such run after which a valid scale followed
     _step: int = -1
 
-    def hear(self, line: StepLine) -> None:
+    def add(self, line: StepLine) -> None:
         """Adds a step; `settle` was called for the one before."""
         self.is_new = False
-        scale = self._heard(line)
+        scale = self._take_scale(line)
         if scale is not None:
             before, self.now = self.now, scale
             self.unmoved = self.unmoved + 1 if line.skipped and scale == before else 0
@@ -241,7 +223,7 @@ class ScaleHistory:
         if line.skipped is not None:
             self.settle(line, skipped=line.skipped)
 
-    def _heard(self, line: StepLine) -> float | None:
+    def _take_scale(self, line: StepLine) -> float | None:
         """Returns a step's scale; None where it is not positive and finite."""
         scale = line.loss_scale
         if scale is None:
@@ -340,7 +322,7 @@ class Setting:
     before: tuple[float, ...] = ()  # in the step before; empty where the number of groups has changed
     highest: tuple[float, ...] = ()  # the highest of each group before this step
 
-    def hear(self, values: tuple[float, ...]) -> None:
+    def add(self, values: tuple[float, ...]) -> None:
         """Adds a step."""
         if values == self.now == self.before:
             return
@@ -373,20 +355,14 @@ class StepState:
         alone: No other optimizer steps in this run. Where two compete, as in a GAN, one's gain is the other's loss.
         accepted: Accepted steps before this one.
         judged: Enough steps came before this one, and nothing has changed suddenly.
-        rising: The learning rate has risen over the last `LENGTH` steps, as in a warm-up.
         loss, norm, seconds, memory: Rolling statistics, without this step's value; `norm` is before clipping.
         first_losses, first_norms: The first values, this step's included.
         early_seconds: The usual time of a step in the first full window with this batch size; inf before.
         loss_above, norm_above: How far this step's value is above the usual, in robust deviations.
-        rates, decays: Learning rate and weight decay of each group.
         spike: The last spike of the loss that has not come back.
         departed: The step at which each number last left the usual: "loss", "gradient", "scale", "schedule"; "forward"
             and "batch" where a diagnosis of the step found it.
         drift: The first and last step at which tensors drifted towards an overflow of the forward, in this episode.
-        ill: The steps with a non-finite loss or norm.
-        zeros: The last rows, while the gradient norm is exactly zero.
-        equal: The last rows, while the loss is exactly the same.
-        end: The line that ends the log; None while steps may follow.
     """
 
     line: StepLine = field(default_factory=lambda: StepLine(step=0))
@@ -425,18 +401,18 @@ class StepState:
     _loss: float | None = None
     _norm: float | None = None
 
-    def hear(self, line: StepLine) -> None:
+    def add(self, line: StepLine) -> None:
         """Adds a step, in the order of the steps."""
         self.end = None
         skipped = self._settle_last(line)
         self._end_of_last(skipped=skipped)
-        self.ill.hear(line, skipped=skipped)
-        self.zeros.hear(line)
-        self.equal.hear(line)
+        self.ill.add(line, skipped=skipped)
+        self.zeros.add(line)
+        self.equal.add(line)
         self.line = line
         if self._began is None:
             self._began = line.step
-        self.scale.hear(line)
+        self.scale.add(line)
         self._hear_settings(line)
         self._hear_batch(line)
         self.judged = self.accepted - self._since >= LEAST and self._quiet == 0 and not self.batch.size.other
@@ -493,10 +469,7 @@ class StepState:
         self.drift = (self.drift[0] if self.drift is not None and goes_on else step, step)
 
     def first(self, otherwise: str = "gradient", since: int | None = None) -> str:
-        """Returns what left the usual first, among the departures up to this step and shortly before it.
-
-        `otherwise` is returned where nothing did; `since` is the step at which the reported problem began, if that was
-        earlier.
+        """Returns what left the usual first, among the departures up to this step, or `since`, and shortly before.
 
         A loss is computed before the step's update: where loss and gradient depart together, the batch was new. A loss
         scale falls after an overflow, and so after a drift towards it that was seen before.
@@ -554,7 +527,7 @@ class StepState:
             self.memory.add(line.memory_bytes)
 
     def _hear_batch(self, line: StepLine) -> None:
-        self.batch.hear(line)
+        self.batch.add(line)
         if line.micro_steps is not None:
             if self._micro_steps is not None and line.micro_steps != self._micro_steps:
                 self._quiet = QUIET
@@ -562,18 +535,14 @@ class StepState:
             self._micro_steps = line.micro_steps
         if self.batch.size.changed:  # batches of another size have other losses and norms
             self._since, self.spike = self.accepted, None
-            self.loss, self.norm, self.seconds, self.memory = (
-                LongRollingStats(),
-                LongRollingStats(),
-                RollingStats(),
-                RollingStats(),
-            )
+            self.loss, self.norm = LongRollingStats(), LongRollingStats()
+            self.seconds, self.memory = RollingStats(), RollingStats()
             self.first_losses, self.first_norms = Beginning(), Beginning()
             self.descent, self.early_seconds = self.descent.anew(), math.inf
 
     def _hear_settings(self, line: StepLine) -> None:
-        self.decays.hear(line.weight_decays)
-        self.rates.hear(line.learning_rates)
+        self.decays.add(line.weight_decays)
+        self.rates.add(line.learning_rates)
         if self.decays.rises(_NO_SCHEDULE) or self.decays.falls(_NO_SCHEDULE) or self.rates.rises(_NO_SCHEDULE):
             self.departs("schedule")
         if not line.learning_rates:

@@ -35,7 +35,7 @@ def _gradient_departs(moment: TensorState, thresholds: Thresholds) -> Iterator[F
         return
     norms = moment.values("norm", rows)
     yield from _vanished(moment, rows, norms)
-    found = breaks(norms, FLOOR, least=min(thresholds[GRADIENT_DEPARTS_FALLS], thresholds[GRADIENT_DEPARTS_GROWS]))
+    found = breaks(norms, FLOOR)
     for grows, limit in ((False, thresholds[GRADIENT_DEPARTS_FALLS]), (True, thresholds[GRADIENT_DEPARTS_GROWS])):
         by = found.by if grows else -found.by
         hit = np.flatnonzero(by >= limit)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from ampdoctor.diagnosis.health.lazy_numpy import np
 from ampdoctor.diagnosis.health.step_state import StepState
 from ampdoctor.evidence.location import Phase, Where
-from ampdoctor.evidence.log_records import MEASURES, DetailLine, DetailTable, table_of
+from ampdoctor.evidence.log_records import DetailLine, TensorDetail
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,12 +21,21 @@ NEW = 3  # the last of these: their trend is compared with that of those before
 LEAST_BEFORE = 6
 MOST_BEFORE = 12
 _ROBUST = 1.4826
-_SURELY = 0.99  # factor on a bound, below which rounding cannot lift a value over it
+MEASURES = (
+    *("norm", "amax", "nonfinite", "flushed_share", "zero_share"),
+    *("log2_headroom", "update_ratio", "unmoved_share", "elements", "scale"),
+)
+_MEASURED, _ADDRESS = attrgetter(*MEASURES), attrgetter("tensor", "role", "part", "call")
 
 _NARROW = ("e4m3", "e5m2", "fp8", "e2m1", "fp4")
 
 Matrix: TypeAlias = "NDArray[np.float64]"
 Key = tuple[int, str, str, int]
+
+
+def measured(tensors: Sequence[TensorDetail]) -> Matrix:
+    """Returns (tensors, `MEASURES`); NaN where it was not measured."""
+    return np.array(list(map(_MEASURED, tensors)), np.float64)
 
 
 @dataclass(slots=True)
@@ -36,18 +46,16 @@ class TensorState:
         line: The last look.
         names: The log's table of names.
         steps: (looks) attempted step of each look, the newest last.
-        tensors: Index of each row's name in the log's table; `roles`, `parts`, `calls` and `formats` are also by row.
+        tensors: Index of each row's name in the log's table; `roles` and `formats` are also by row.
         measures: (`MEASURES`, rows, `LOOKS`), the newest look last; NaN where it was not measured.
         seen: Number of looks, at most `LOOKS`.
         of_steps: The steps of the same optimizer before the last look.
     """
 
-    line: DetailTable
+    line: DetailLine
     steps: NDArray[np.int64]
     tensors: list[int]
     roles: NDArray[np.str_]
-    parts: list[str]
-    calls: list[int]
     formats: list[str | None]
     measures: Matrix
     seen: int = 0
@@ -74,10 +82,8 @@ class TensorState:
 
     def add_rows(self, keys: Sequence[Key], formats: Sequence[str | None]) -> None:
         """Adds a row for each of some tensors, without values."""
-        tensors, roles, parts, calls = zip(*keys, strict=True)
+        tensors, roles, _, _ = zip(*keys, strict=True)
         self.tensors += tensors
-        self.parts += parts
-        self.calls += calls
         self.formats += formats
         self.roles = np.concatenate([self.roles, np.array(roles, dtype=self.roles.dtype)])
         new = np.full((len(MEASURES), len(keys), LOOKS), np.nan)
@@ -110,44 +116,34 @@ class TensorCourses:
 
     def __init__(self) -> None:
         self._rows: dict[Key, int] = {}
-        self._addresses: tuple[tuple[int | str, ...], ...] = ()
-        self._of_addresses: list[int] = []
         self._step: int | None = None
         self.moment = TensorState(
-            line=table_of(DetailLine(step=0)),
+            line=DetailLine(step=0),
             steps=np.zeros(LOOKS, np.int64),
             tensors=[],
             roles=np.array([], dtype="U20"),
-            parts=[],
-            calls=[],
             formats=[],
             measures=np.empty((len(MEASURES), 0, LOOKS)),
         )
 
-    def hear(self, line: DetailTable) -> None:
+    def add(self, line: DetailLine) -> None:
         """Adds a line; several lines of one step are one look."""
         moment = self.moment
         if line.step != self._step:
             moment.begin(line.step)
             self._step = line.step
         moment.line = line
-        if line.tensors:
-            rows = self._rows_of(line)
-            moment.measures[:, rows, -1] = np.frombuffer(line.measures).reshape(len(MEASURES), -1)
-
-    def _rows_of(self, line: DetailTable) -> list[int]:
-        addresses = (line.tensors, line.roles, line.parts, line.calls)
-        if addresses != self._addresses:  # most looks are at the same tensors as the last
-            keys = list(zip(*addresses, strict=True))
-            new: dict[Key, str | None] = {}
-            for key, one in zip(keys, line.formats, strict=True):
-                if key not in self._rows:
-                    new.setdefault(key, one)
-            if new:
-                self.moment.add_rows(list(new), list(new.values()))
-                self._rows |= {key: at for at, key in enumerate(new, start=len(self._rows))}
-            self._addresses, self._of_addresses = addresses, [self._rows[key] for key in keys]
-        return self._of_addresses
+        if not line.tensors:
+            return
+        keys: list[Key] = list(map(_ADDRESS, line.tensors))
+        new: dict[Key, str | None] = {}
+        for key, one in zip(keys, line.tensors, strict=True):
+            if key not in self._rows:
+                new.setdefault(key, one.format)
+        if new:
+            moment.add_rows(list(new), list(new.values()))
+            self._rows |= {key: at for at, key in enumerate(new, start=len(self._rows))}
+        moment.measures[:, [self._rows[key] for key in keys], -1] = measured(line.tensors).T
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,32 +154,23 @@ class Break:
     rate: Matrix
 
 
-def breaks(values: Matrix, floor: float, new: int = NEW, *, least: float) -> Break:
+def breaks(values: Matrix, floor: float, new: int = NEW) -> Break:
     """Returns how the growth of positive values has changed.
 
     Compares the rates of the logarithm from look to look: the mean of the last `new` against the median of at most
     `MOST_BEFORE` before, in robust deviations of one rate, times sqrt(new) (the deviation of a mean). `values` is
-    (rows, looks), evenly spaced; `floor` is the least deviation of a rate. Rows that certainly stay below `least`
-    deviations are 0.
+    (rows, looks), evenly spaced; `floor` is the least deviation of a rate.
     """
-    found = Break(np.zeros(len(values)), np.zeros(len(values)))
     values = values[:, -(1 + new + MOST_BEFORE) :]
     if values.shape[1] < 1 + new + LEAST_BEFORE or not len(values):
-        return found
+        return Break(np.zeros(len(values)), np.zeros(len(values)))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        # no rate exceeds the logarithm of this, nor does the sum of the last ones
-        widest = values.max(axis=1) / values.min(axis=1)
-        some = np.flatnonzero(~(widest < np.exp(_SURELY * least * floor / np.sqrt(new) / (1 + 1 / new))))
-        if not len(some):
-            return found
-        rates = np.diff(np.log(values[some]), axis=1)
+        rates = np.diff(np.log(values), axis=1)
         before, last = rates[:, :-new], rates[:, -new:].mean(axis=1)
         middle = medians(before)
         deviation = np.maximum(_ROBUST * medians(np.abs(before - middle[:, None])), floor)
         by = (last - middle) / deviation * np.sqrt(new)
-    found.by[some] = np.nan_to_num(by, nan=0.0, posinf=0.0, neginf=0.0)
-    found.rate[some] = np.nan_to_num(last)
-    return found
+    return Break(np.nan_to_num(by, nan=0.0, posinf=0.0, neginf=0.0), np.nan_to_num(last))
 
 
 def medians(values: Matrix) -> Matrix:
@@ -245,7 +232,7 @@ def weight_breaks(moment: TensorState, *, sign: int, least: float, share: float,
     for new in range(1, NEW + 1):
         if norms.shape[1] < 1 + new:
             break
-        broken = breaks(norms, FLOOR, new, least=least)
+        broken = breaks(norms, FLOOR, new)
         was = np.nan_to_num(norms[:, -1 - new])
         large = np.maximum(size, was) >= share * np.sqrt((size**2).sum())
         hit = large & (sign * broken.by >= least) & (sign * broken.rate * new >= change)

@@ -97,11 +97,7 @@ GRADIENTS_WRONG = DEPARTS_IN_HALF["wrong"]
 
 
 def unexplained(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
-    """Makes a finding for gradients that are far from fp32's for no known reason; the step comes back bit by bit.
-
-    It is a warning, because chaos looks the same, and an error where they are far: the caller has measured what
-    rounding alone does.
-    """
+    """Makes a finding for gradients far from fp32's for no known reason: a warning, because chaos looks the same."""
     if comparison.gradient_error <= thresholds[GRADIENTS_DEPART]:
         return None
     return DEPARTS_IN_HALF.finding(
@@ -130,12 +126,7 @@ def departs(
     prescription: Prescription | None,
     settled: bool = False,
 ) -> Finding:
-    """Makes the finding of AMP207.
-
-    `harm` is a clause. `nonfinite` is None where the gradients are only far from fp32's, or a step is skipped. `step`
-    is None for an error over all steps. `settled`: later steps are taken, so the scaler may only not have found its
-    level.
-    """
+    """Makes the finding of AMP207: `harm` is a clause, `nonfinite` and `step` None where gradients are only far."""
     advice = "the scaler may only not have found its level" if settled else "no loss scale helps"
     return DEPARTS_IN_HALF.finding(
         "note" if settled else "error" if step is not None else "warning",
@@ -186,11 +177,7 @@ def stale_casts_finding(
     *,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Finding | None:
-    """Makes the finding for gradients of old weights; after small updates it is a note.
-
-    `error` is the relative L2 error of the gradients against fp32's, and `anew` that with new copies at each use. Where
-    the step cannot run in fp32, `anew` is None and `error` is against the gradients with new copies.
-    """
+    """Makes the finding for gradients of old weights; `anew` is their error with new copies, None without fp32."""
     if not error > (thresholds[STALE_BETTER] * anew if anew is not None else 0.0):
         return None
     others = f" and {old.weights - 1} more" if old.weights > 1 else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule
@@ -55,11 +54,7 @@ def underflow_seen(
     prescription: Prescription | None,
     thresholds: Thresholds,
 ) -> Finding | None:
-    """Judges AMP301 from a replay.
-
-    `now` holds `relative_error`, `activation_grad`, `weight_grad` (flushed shares) as replayed with the run's own
-    scaling, `then` the same with the recommended scaling, if that was replayed.
-    """
+    """Judges AMP301 from a replay's shares: `now` with the run's own scaling, `then` with the recommended."""
     error = now["relative_error"]
     severity = severity_of_error(error, thresholds)
     if severity is None or (then is not None and error < thresholds[CLEARLY_BETTER] * then["relative_error"]):
@@ -79,7 +74,6 @@ def underflow_seen(
 
 
 def _severity_of_share(flushed: float, thresholds: Thresholds) -> Severity | None:
-    """Judges flushed activation gradients whose effect was not measured."""
     if flushed > thresholds[SHARE_BAD]:
         return "error"
     return "warning" if flushed > thresholds[SHARE_WARNING] else None
@@ -99,11 +93,7 @@ def underflow_expected(
     *,
     measured: float | None = None,
 ) -> Finding | None:
-    """Judges AMP301 from histograms, whose error is a lower bound, and from shadow steps.
-
-    `activation` and `weight` are gradients in fp16 at the run's loss scale. `measured` is the relative error of the
-    weight gradients in the shadow steps at this scale, if there are any.
-    """
+    """Judges AMP301 from histograms, and from the error that shadow steps `measured` at this scale."""
     # a normal number is rounded by 2^-11 at most: a larger error than the note's is of zeros and subnormals
     harmful = not weight.overflowed and weight.relative_error > thresholds[ERROR_NOTE]
     if activation.flushed <= thresholds[FLUSHED] and not harmful:
@@ -154,32 +144,26 @@ def deserves_a_look(comparison: Comparison, thresholds: Thresholds = DEFAULT_THR
     return not comparison.gradient_error <= min(ERROR_WARNING.default, thresholds[ERROR_WARNING])
 
 
-def underflow_finding(comparison: Comparison, where: Where, severity: Severity, flushed: float | None) -> Finding:
-    """Makes the finding for gradients that underflow; `flushed` is the share of its result that the op flushes."""
+def underflow_at(comparison: Comparison, flushes: Sequence[Flush], severity: Severity) -> Finding:
+    """Makes the finding at the backward's first op that flushes most of its result, else the op that flushes most."""
+    first = next((f for f in flushes if f.fraction > 0.5), None) or max(flushes, key=lambda f: f.fraction)
     scale = next((event.scale for event in comparison.events if event.scale is not None), None)
     scaled = "without a loss scale" if scale is None else f"at loss scale {scale:g}"
     return GRADIENT_UNDERFLOW.finding(
         severity,
-        f"step {comparison.step}: {comparison.zeroed:.1%} of the gradient elements that are nonzero in fp32 "
-        f"are "
-        f"zero here, {scaled}; the gradient is {comparison.gradient_error:.2g} away from fp32's (relative L2)",
-        where=where,
+        f"step {comparison.step}: {comparison.zeroed:.1%} of the gradient elements that are nonzero in fp32 are zero "
+        f"here, {scaled}; the gradient is {comparison.gradient_error:.2g} away from fp32's (relative L2)",
+        where=first.where,
         cause="grad_underflow",
         evidence={
             "zeroed_grad_fraction": comparison.zeroed,
             "gradient_error": comparison.gradient_error,
             "zeroed_share_of_error": comparison.zeroed_share,
             "scale": scale,
-            "flushed_at_op": flushed,
+            "flushed_at_op": first.fraction,
         },
         advice=HELP["grad_underflow"],
     )
-
-
-def underflow_at(comparison: Comparison, flushes: Sequence[Flush], severity: Severity) -> Finding:
-    """Makes the finding at the backward's first op that flushes most of its result, else the op that flushes most."""
-    first = next((f for f in flushes if f.fraction > 0.5), None) or max(flushes, key=lambda f: f.fraction)
-    return underflow_finding(comparison, first.where, severity, first.fraction)
 
 
 # AMP304: the model's total does not show these parameters.
@@ -192,11 +176,7 @@ NAMED = 16  # parameters that the evidence names
 
 
 def starved(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[ParameterVsFp32, ...]:
-    """Returns the parameters that get no gradient in any step and would move in fp32, with their first values.
-
-    Steps before fp32 gives a parameter its first gradient do not count: behind a layer that starts at zero, no gradient
-    arrives until that layer moves.
-    """
+    """Returns the parameters that get no gradient in any step since fp32 gives one, with their first values."""
     share = thresholds[STARVED_LOST]
     first: dict[str, ParameterVsFp32] = {}
     fed: set[str] = set()
@@ -220,20 +200,6 @@ def _is_starved(parameter: ParameterVsFp32, share: float) -> bool:
     return lost and parameter.meant_to_move > 0
 
 
-def severity_of_starved(names: Sequence[str], held: Mapping[str, Sequence[str]]) -> Severity:
-    """Returns "error" where a module of `held` (with a gradient in fp32) gets no gradient at all, else "warning"."""
-    whole = any(all(name in names for name in own) for own in held.values())
-    return "error" if whole else "warning"
-
-
-def owners(parameters: Sequence[ParameterVsFp32]) -> dict[str, list[str]]:
-    """Returns the names of parameters by the module that owns them."""
-    by_module: defaultdict[str, list[str]] = defaultdict(list)
-    for parameter in parameters:
-        by_module[parameter.name.rpartition(".")[0]].append(parameter.name)
-    return dict(by_module)
-
-
 def common_module(names: Sequence[str]) -> str:
     """Returns the innermost module that holds all of these parameters."""
     paths = [name.split(".")[:-1] for name in names]
@@ -251,11 +217,7 @@ def starved_finding(
     flush: Flush | None,
     saturated: Where | None = None,
 ) -> Finding:
-    """Makes one finding for starved parameters, as they share a cause; `parameters` are as in the first step.
-
-    `flush` is the op of the backward whose result is wrongly zero. `saturated` is the op whose derivative is zero
-    because the forward has rounded its input, which no loss scale changes.
-    """
+    """Makes one finding for starved parameters; `flush` or `saturated` is the op that loses their gradients."""
     first, names = compared[0], [p.name for p in parameters]
     scale = next((event.scale for event in first.events if event.scale is not None), None)
     scaled = "without a loss scale" if scale is None else f"at loss scale {scale:g}"
@@ -271,7 +233,7 @@ def starved_finding(
     if saturated is not None:
         much += f": {saturated.op} in {saturated.module or 'the loss code'} has rounded into saturation"
     return STARVED_PARAMETERS.finding(
-        severity_of_starved(names, owners(first.parameters)),
+        "error" if _holds_a_module(names, first.parameters) else "warning",
         f"step {first.step}: {said}{much}",
         where=saturated or (where if flush is None else flush.where),
         cause=cause,
@@ -288,3 +250,9 @@ def starved_finding(
         },
         advice=HELP[cause],
     )
+
+
+def _holds_a_module(names: Sequence[str], parameters: Sequence[ParameterVsFp32]) -> bool:
+    """Whether a module's parameters are all among `names`."""
+    fed = {p.name.rpartition(".")[0] for p in parameters if p.name not in names}
+    return any(p.name.rpartition(".")[0] not in fed for p in parameters)

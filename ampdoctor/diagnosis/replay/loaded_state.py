@@ -45,10 +45,7 @@ def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
 
 
 def hand_update_finding(where: Where, number: float | None) -> Finding:
-    """Makes the finding for a parameter that an update by the loop's own code has made non-finite.
-
-    The op of `where` made the first such value, from finite tensors; `number` is one of its arguments, not finite.
-    """
+    """Makes the finding for a parameter that an update by hand ruined; `number` is a bad argument of its op."""
     why = "from finite tensors" if number is None else f"a number among its arguments is {number}"
     cause: Cause = "optimizer_precision" if number is None else "invalid_op"
     return rules()[CODES[cause]].finding(
@@ -89,10 +86,7 @@ def beside_finding(origin: NonFiniteOrigin) -> Finding:
 
 
 def seen_beside(name: str, stats: TensorStats, since: int, step: int, twin: tuple[str, float] | None) -> Finding:
-    """Makes the finding for a tensor beside the model that was finite after step `since` and not after `step`.
-
-    `twin` is the model's tensor of its name, with its largest magnitude, where that is finite.
-    """
+    """Makes the finding for a tensor beside the model, finite after step `since`; `twin` is the model's of its name."""
     cast = twin is not None and not stats.nans and twin[1] >= FP16_OVERFLOW_AT
     message = (
         f"{name}, beside the model, was finite after step {since} and holds {stats.nans + stats.infs} non-finite "

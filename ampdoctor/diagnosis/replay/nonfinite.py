@@ -86,8 +86,6 @@ MISUSE_ADVICE: Mapping[str, str] = {
     "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
     "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",
     "GradScaler.scale": "scale each loss once: add its parts up first, scaler.scale(loss + penalty).backward()",
-    "optimizer.zero_grad": "call zero_grad() on each optimizer before the backward of its own loss: another loss's "
-    "leaves gradients there",
     "Tensor.grad": "divide gradients by scaler.get_scale() where you use them before scaler.unscale_, or in a hook",
     "scaler.step": "call scaler.update() once, after the step, and step each optimizer with the scaler that scaled its "
     "loss",
@@ -100,10 +98,7 @@ MISUSE_ADVICE: Mapping[str, str] = {
 
 
 def cause_of(origin: NonFiniteOrigin) -> Cause:
-    """Returns the cause of a non-finite value; the first matching case decides.
-
-    Only a replay at a lower scale shows whether a backward overflow is due to the loss scale.
-    """
+    """Returns the cause of a non-finite value; the first matching case decides."""
     if origin.came_from in STATE:
         return "bad_checkpoint"
     if origin.came_from == "grad":
@@ -118,7 +113,6 @@ def cause_of(origin: NonFiniteOrigin) -> Cause:
 
 
 def _cause_of_numbers(origin: NonFiniteOrigin) -> Cause:
-    """Handles ops on finite inputs, or on intended infinities."""
     overflow = _OVERFLOWS.get(origin.where.phase, "forward_overflow")
     verdict = origin.recomputed
     made_by = None if origin.operand is None else origin.operand.made_by
@@ -158,10 +152,7 @@ def help_for(origin: NonFiniteOrigin, cause: Cause) -> str:
 
 
 def batch_may_be_at_fault(origin: NonFiniteOrigin) -> bool:
-    """Whether the operand may come from the batch: not in an update, not from state, not lost by a format.
-
-    Nor if the code writes it as a literal: an infinite mask is there for every batch.
-    """
+    """Whether the operand may come from the batch: not from an update, state, a lossy format or a literal."""
     operand = origin.operand
     if origin.where.phase not in ("forward", "loss", "backward") or origin.came_from == "constant":
         return False
@@ -178,11 +169,7 @@ def batch_is_at_fault(origin: NonFiniteOrigin) -> bool:
 
 
 def culprits(trace: Trace) -> tuple[NonFiniteOrigin, ...]:
-    """Returns the origins behind a step's harm, worst first.
-
-    An infinity that the user wrote (a mask) counts only where there is no other: it may lie on the path of another
-    origin's values, and a fully masked row appears as an op of its own.
-    """
+    """Returns the origins behind a step's harm, worst first; a written infinity (a mask) only without another."""
     harmful = [origin for origin in trace.origins if origin.affected]
     computed = [origin for origin in harmful if origin.came_from != "constant"]
     return tuple(sorted(computed or harmful, key=_how_bad))
@@ -217,21 +204,14 @@ def log2_over_limit(origin: NonFiniteOrigin) -> float | None:
 
 
 def derivative_beyond(origin: NonFiniteOrigin) -> bool:
-    """Returns whether the derivative itself exceeds the format, not its product: 1/x of a tiny x.
-
-    The float64 result is larger than the largest input by more than the format's limit.
-    """
+    """Returns whether the derivative itself exceeds the format, not its product: 1/x of a tiny x."""
     verdict = origin.recomputed
     largest = max((stats.amax for stats in origin.inputs), default=0.0)
     return verdict is not None and verdict.finite and verdict.amax > verdict.limit * largest > 0
 
 
 def scale_may_cure(origins: tuple[NonFiniteOrigin, ...], nonfinite: NonFiniteReport) -> bool:
-    """Returns whether only gradients are harmed, and each origin is a backward value beyond its format.
-
-    The backward inside the loss of a gradient penalty makes the loss overflow, and so do the run's own copies of
-    gradients.
-    """
+    """Returns whether only gradients (or a penalty's loss) are harmed, each by a backward beyond its format."""
     if any(not target.startswith(("grad:", "beside:")) and target != "loss" for target in nonfinite.affected):
         return False
     return all(cause_of(b) == "backward_overflow" and _overflows(b) for b in origins)
@@ -338,7 +318,6 @@ def _kind(origin: NonFiniteOrigin) -> str:
 
 
 def _uncomputed(origin: NonFiniteOrigin, what: str) -> str:
-    """Formats a value that was not computed: it was loaded, or written as a literal."""
     where = origin.where
     if origin.came_from == "data":
         return f"step {where.step}: the batch itself holds {what}{f' (in {where.tensor})' if where.tensor else ''}"
@@ -388,7 +367,6 @@ def _place(origin: NonFiniteOrigin) -> str:
 
 
 def _deed(origin: NonFiniteOrigin) -> str:
-    """Formats the op; for a cast also the tensor, if it has a name."""
     named = next((stats.name for stats in origin.inputs if stats.name), None)
     if named is None or origin.kernel != "aten._to_copy":
         return origin.where.op or origin.kernel
@@ -430,10 +408,7 @@ def origin_finding(
     prescription: Prescription | None = None,
     others: Sequence[NonFiniteOrigin] = (),
 ) -> Finding:
-    """Makes the finding for an origin; `others` are further origins of the step that do harm independently.
-
-    `cause` is given where a replay showed more than the origin does (a lower scale cures, no scale does).
-    """
+    """Makes the finding for an origin; `others` are independent. `cause` is given where a replay showed more."""
     decided = cause or cause_of(origin)
     code = STATE_CODES.get(origin.came_from, CODES[decided]) if decided == "bad_checkpoint" else CODES[decided]
     return rules()[code].finding(
@@ -524,11 +499,6 @@ def is_absorbed(origin: NonFiniteOrigin) -> bool:
 
 
 def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[NonFiniteOrigin, ...]:
-    """Returns overflows that left a finite value behind, but a value far from the correct one.
-
-    Both values are computed in float64, so rounding plays no part: inf -> rsqrt -> 0 departs by 1.0, inf * 1e-5 -> tanh
-    by 0.3; inf -> tanh -> 1 and inf -> clamp -> max depart by 0. Callers use it only where the gradients depart from
-    fp32 too.
-    """
+    """Returns overflows that left a finite value behind, but one far from the correct one, both in float64."""
     most = thresholds[DEPARTURE]
     return tuple(origin for origin in trace.origins if not origin.affected and origin.departs > most)

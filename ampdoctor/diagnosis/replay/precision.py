@@ -56,20 +56,16 @@ _PRODUCTS = frozenset(
 def table(
     facts: PrecisionFacts,
     half: RowPrecision,
-    islands: Mapping[str, str],
+    in_fp32: Mapping[str, str],
     eighth: Mapping[str, tuple[RowPrecision, str]],
 ) -> Iterator[PrecisionRow]:
-    """Yields the rows of a run in half precision.
-
-    `half` is for what is neither kept in fp32 nor taken by FP8. `islands` are the modules to keep in fp32 and `eighth`
-    the modules that FP8 takes or leaves ({} without FP8), each with the reason.
-    """
+    """Yields the rows of a run in half precision; `in_fp32` stay in fp32, `eighth` is what FP8 takes or leaves."""
     for module in facts.modules:
         yield from _own_ops(module, half)
-        if module.name in islands:
+        if module.name in in_fp32:
             wide: RowPrecision = "tf32" if facts.target.tf32 and _computes_products(module) else "fp32"
             tail = "; its products may use TF32" if wide == "tf32" else ""
-            yield _row(module, "", wide, islands[module.name] + tail)
+            yield _row(module, "", wide, in_fp32[module.name] + tail)
         elif module.name in eighth:
             yield _row(module, "", *eighth[module.name])
         elif _statistics(module) is not None:
@@ -80,8 +76,8 @@ def table(
         elif "embedding" in module.ops:
             yield _row(module, "embedding", "fp32", "autocast casts no look-up: its rows come out as they are stored")
     seen = {module.name for module in facts.modules}
-    for name in sorted(islands.keys() - seen):
-        yield PrecisionRow(module=name, type="", part="", precision="fp32", reason=islands[name])
+    for name in sorted(in_fp32.keys() - seen):
+        yield PrecisionRow(module=name, type="", part="", precision="fp32", reason=in_fp32[name])
 
 
 def wide_table(facts: PrecisionFacts, wide: RowPrecision, why: str) -> Iterator[PrecisionRow]:
@@ -120,7 +116,6 @@ def loss_remedies(facts: PrecisionFacts) -> Iterator[str]:
 
 
 def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
-    """Yields one row for each op of the module's own forward that has a precision of its own."""
     for op, computed in module.ops.items():
         kept = "autocast does so" if computed == "fp32" else f"it computes in {computed} now"
         if op in _NORMS:
@@ -187,8 +182,6 @@ def _row(module: ModuleFacts, part: str, precision: RowPrecision, reason: str) -
 # -- FP8: which matrix products fit, and in which of its formats, by range, shape and place --
 
 
-NVFP4_BINADES = math.log2(6.0 / 0.25) + math.log2(448.0) + 9.0
-"""22.4: E2M1 within a block of 16, and the range of the blocks' E4M3 scales under one scale for the tensor."""
 MARGIN = 1.0
 """Powers of two for growth of the largest value between the step that sets the scale and the step that uses it."""
 SMALLEST = 1024
@@ -207,7 +200,6 @@ class Fp8Fit:
 
     rows: Mapping[str, tuple[RowPrecision, str]] = field(default_factory=dict)
     share: float = 0.0  # share of these modules' parameters that FP8 takes
-    nvfp4: int = 0  # number of these modules within NVFP4's range
 
 
 def fp8_fit(facts: PrecisionFacts, other: RowPrecision) -> Fp8Fit:
@@ -227,8 +219,7 @@ def fp8_fit(facts: PrecisionFacts, other: RowPrecision) -> Fp8Fit:
     weight = {m.name: m.parameters for m in products}
     taken = sum(weight[name] for name, (precision, _) in rows.items() if precision != other)
     total = sum(weight.values())
-    within = [name for name in rows if _widest(spreads, name, FORWARD | BACKWARD) + MARGIN <= NVFP4_BINADES]
-    return Fp8Fit(rows, taken / total if total else 0.0, len(within))
+    return Fp8Fit(rows, taken / total if total else 0.0)
 
 
 def _against(module: ModuleFacts, routed: set[str]) -> str | None:
@@ -275,7 +266,6 @@ def _by_module(spreads: Sequence[Spread]) -> Mapping[str, list[Spread]]:
 
 
 def _widest(spreads: Mapping[str, Sequence[Spread]], name: str, kinds: frozenset[str]) -> float:
-    """Returns the widest range of the module's tensors of these kinds; inf where none was measured."""
     return max((s.log2_span for s in spreads.get(name, ()) if s.kind in kinds), default=math.inf)
 
 
@@ -298,7 +288,7 @@ nothing was measured."""
 class _Fp16:
     """What fp16 needs on the target."""
 
-    islands: Mapping[str, str]  # modules to keep in fp32, with the reason
+    in_fp32: Mapping[str, str]  # modules to keep in fp32, with the reason
     share: float  # their share of all parameters
     obstacle: str | None  # why fp16 does not fit even so
 
@@ -319,7 +309,7 @@ def advise_precision(facts: PrecisionFacts, thresholds: Thresholds = DEFAULT_THR
                 f"the products that hold {eighth.share:.0%} of the matrices' parameters fit FP8 and are large enough "
                 "to gain; the rest, and all of it should the loss suffer, in BF16"
             )
-        rows = table(facts, half, fp16.islands if half == "fp16" else {}, eighth.rows if chosen else {})
+        rows = table(facts, half, fp16.in_fp32 if half == "fp16" else {}, eighth.rows if chosen else {})
         remedies = [*logit_remedies(facts, half), *loss_remedies(facts)]
     else:
         wide: RowPrecision = "tf32" if precision == "tf32" else "fp32"
@@ -341,13 +331,12 @@ def advise_precision(facts: PrecisionFacts, thresholds: Thresholds = DEFAULT_THR
 
 
 def _half(facts: PrecisionFacts, fp16: _Fp16, *, near: bool) -> tuple[RunPrecision, str, RunPrecision | None]:
-    """Returns FP16, BF16 or a wide format; why; and an equally good alternative."""
     target = facts.target
     wide: RunPrecision = "tf32" if target.tf32 else "fp32"
-    kept = f" with {_listed(fp16.islands)} ({fp16.share:.1%} of the parameters) in fp32" if fp16.islands else ""
+    kept = f" with {_listed(fp16.in_fp32)} ({fp16.share:.1%} of the parameters) in fp32" if fp16.in_fp32 else ""
     if fp16.obstacle is None and not target.bf16:
         return "fp16", f"FP16 fits{_at_scale(facts)}{kept}, and {target.name} has no native BF16", None
-    if fp16.obstacle is None and not fp16.islands:
+    if fp16.obstacle is None and not fp16.in_fp32:
         both = f"FP16 and BF16 are both fine: FP16 fits{_at_scale(facts)}{_errors(facts)}"
         if facts.own == "fp16" or (facts.precision_matters and not target.bf16_backward):
             own = "and is what the run has" if facts.own == "fp16" else "and is the finer one, which was asked for"
@@ -355,8 +344,8 @@ def _half(facts: PrecisionFacts, fp16: _Fp16, *, near: bool) -> tuple[RunPrecisi
         return "bf16", f"{both}; BF16 needs no loss scale to look after", "fp16"
     gradients_only = facts.own == "fp16" and not near
     if fp16.obstacle is None and (gradients_only or facts.precision_matters):
-        return "fp16", f"FP16 fits{_at_scale(facts)}{kept}; BF16 needs neither islands nor a loss scale", "bf16"
-    against = fp16.obstacle or f"FP16 fits only{kept}: {next(iter(fp16.islands.values()))}"
+        return "fp16", f"FP16 fits{_at_scale(facts)}{kept}; BF16 needs neither modules in fp32 nor a loss scale", "bf16"
+    against = fp16.obstacle or f"FP16 fits only{kept}: {next(iter(fp16.in_fp32.values()))}"
     if target.bf16 and not facts.precision_matters:
         return "bf16", f"{against}; BF16 has the range of fp32", None
     if not target.bf16:
@@ -366,23 +355,23 @@ def _half(facts: PrecisionFacts, fp16: _Fp16, *, near: bool) -> tuple[RunPrecisi
 
 def _fp16(facts: PrecisionFacts, thresholds: Thresholds) -> _Fp16:
     near = _near(facts, thresholds)
-    islands = {name: _reach(amax, thresholds) for name, amax in near.items()}
+    in_fp32 = {name: _reach(amax, thresholds) for name, amax in near.items()}
     scale = facts.scale
     for name in scale.modules_not_covered if scale is not None else ():
-        islands.setdefault(name, f"its gradients need another loss scale than the 2^{scale.exponent} of the others")  # type: ignore[union-attr]  # checked above
-    return _Fp16(islands, _share(facts, islands), _obstacle(facts, islands, thresholds))
+        in_fp32.setdefault(name, f"its gradients need another loss scale than the 2^{scale.exponent} of the others")  # type: ignore[union-attr]  # checked above
+    return _Fp16(in_fp32, _share(facts, in_fp32), _obstacle(facts, in_fp32, thresholds))
 
 
-def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], thresholds: Thresholds) -> str | None:
-    target, scale, share = facts.target, facts.scale, _share(facts, islands)
+def _obstacle(facts: PrecisionFacts, in_fp32: Mapping[str, str], thresholds: Thresholds) -> str | None:
+    target, scale, share = facts.target, facts.scale, _share(facts, in_fp32)
     if not target.fp16:
         return f"{target.name} has no native fp16"
     if share > thresholds[FP32_SHARE]:
         worst = max(_near(facts, thresholds).items(), key=lambda item: (item[1], item[0]), default=None)
         forward = f": the forward reaches {worst[1]:.5g} in {worst[0] or 'the model'}" if worst is not None else ""
         return f"FP16 would need {share:.0%} of the parameters in fp32{forward}"
-    if "" in islands:
-        return f"FP16 does not fit the model's own forward or its loss: {islands['']}"
+    if "" in in_fp32:
+        return f"FP16 does not fit the model's own forward or its loss: {in_fp32['']}"
     if scale is not None and scale.exponent < 0:
         return f"the largest loss scale that does not overflow fp16 is 2^{scale.exponent}, below 1"
     if facts.harm is not None and not facts.settled:  # some skipped steps are a scaler at work
@@ -396,7 +385,6 @@ def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], thresholds: Thr
 
 
 def _near(facts: PrecisionFacts, thresholds: Thresholds) -> dict[str, float]:
-    """Returns the largest magnitude of each module whose outputs or inner products are near fp16's limit or beyond."""
     inside = {m.name: m.product_amax for m in facts.modules if m.product_amax is not None}
     largest = {
         name: max(facts.forward.get(name, 0.0), inside.get(name, 0.0)) for name in sorted(facts.forward.keys() | inside)
@@ -413,7 +401,6 @@ def _reach(amax: float, thresholds: Thresholds) -> str:
 
 
 def _share(facts: PrecisionFacts, names: Mapping[str, str]) -> float:
-    """Returns the share of the parameters in these modules and their children."""
     total = sum(m.parameters for m in facts.modules)
     inside = tuple(f"{name}." for name in names)
     held = sum(m.parameters for m in facts.modules if m.name in names or m.name.startswith(inside))
@@ -461,10 +448,5 @@ def _notes(facts: PrecisionFacts, precision: RunPrecision, eighth: Fp8Fit) -> It
         )
     if precision == "fp8":
         yield "an activation counts by the module that makes it: what a product reads is what the one before it wrote"
-        if target.nvfp4 and eighth.nvfp4:
-            yield (
-                f"{eighth.nvfp4} products lie within NVFP4's range, a factor of 2^{NVFP4_BINADES:.1f}, but E2M1 has "
-                "one mantissa bit: a matter of a trial, not of range"
-            )
     if precision in {"bf16", "fp8"} and not (facts.pure and facts.own == "bf16"):
         yield from update_notes(all_updates(facts.updates))

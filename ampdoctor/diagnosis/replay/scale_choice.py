@@ -78,12 +78,7 @@ def scale_too_high(
     prescription: Prescription | None,
     begun_again: int = 0,
 ) -> Finding:
-    """Makes the finding of AMP405.
-
-    `wanted` is the recommended scale; `bound_by` is the tensor that limits it. `step` is the first harmed step, or the
-    last skipped one. `harmed` became non-finite; None where steps are skipped to the end. `begun_again` counts how
-    often the scale was back at its first value after a skip.
-    """
+    """Makes the finding of AMP405; `step` is the first harmed step, or the last that the scaler skips."""
     what = "the scaler still skips the last step"
     if begun_again:
         what = f"the scaler is made anew {begun_again} times, as in each epoch, and still skips the last step"
@@ -107,11 +102,7 @@ SCALER_COLLAPSE = rule("AMP406", REPLAYED)
 def no_valid_scale(
     fits: float, *, bound_by: str, stuck: bool, step: int | None, prescription: Prescription | None
 ) -> Finding:
-    """Makes the finding of AMP406.
-
-    `fits` is the largest scale without an expected overflow, below 1; `bound_by` is the tensor that limits it. `stuck`:
-    with the run's own scaling, no step is taken at the end, or none was until the scale was below 1.
-    """
+    """Makes the finding of AMP406; `stuck`: no step is taken at the end with the run's own scaling."""
     return SCALER_COLLAPSE.finding(
         "error" if stuck else "warning",
         f"unscaled gradients are beyond fp16: {bound_by} fits only with a loss scale of {fits:g}",
@@ -132,10 +123,7 @@ fall, of 6 none, and fewer than 6 are never enough."""
 
 
 def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Finding | None:
-    """Makes the finding for outputs that soon overflow their format, if their trend continues (AMP307).
-
-    `seen` has the largest output of each module near its format's limit, for the steps without harm, in their order.
-    """
+    """Makes the finding for outputs that soon overflow their format, if their trend continues (AMP307)."""
     by_module: dict[tuple[str, str], list[Headroom]] = defaultdict(list)
     for one in seen:
         by_module[one.module, one.format].append(one)

@@ -39,11 +39,7 @@ class HalfWeights:
 def lost_scale_finding(
     lost: ScalerState, own: float | None, origin: NonFiniteOrigin | None = None, cure: Prescription | None = None
 ) -> Finding:
-    """Makes the finding for a checkpoint's settled loss scale that the run does not continue.
-
-    `own` is the scale at which the run starts (None: no scaler); `origin` is the overflow for which its steps are
-    skipped, if they are; `cure` is the run at the checkpoint's scale.
-    """
+    """Makes the finding for a checkpoint's settled loss scale that the run (it starts at `own`) does not continue."""
     where = (
         Where(step=0, phase="scaler", op="scaler_state") if origin is None else replace(origin.where, phase="scaler")
     )
@@ -61,10 +57,7 @@ def lost_scale_finding(
 
 
 def unguarded_step_finding(at: NonFiniteOrigin | Where, scale: float | None) -> Finding:
-    """Makes the finding for overflowed gradients that reach the weights, because the optimizer steps past its scaler.
-
-    `at` is the overflow; or the step, where a replay through the scaler skips it, and takes it at a lower scale.
-    """
+    """Makes the finding for overflowed gradients that reach the weights past the scaler."""
     where = at if isinstance(at, Where) else replace(at.where, phase="optimizer", module="", op="optimizer.step")
     return SCALER_MISUSE.finding(
         "error",
@@ -95,11 +88,7 @@ def stepped_past_finding(step: int, source: Source | None, scale: float | None) 
 
 
 def stepped_again_finding(step: int, source: Source | None, *, held_back: bool, scaled: bool = True) -> Finding:
-    """Makes the finding for a second optimizer step on the same gradients.
-
-    `held_back`: the scaler had skipped the update. `scaled`: a scaler is in use, and the second call ignores its skip,
-    which is an error; otherwise a warning.
-    """
+    """Makes the finding for a second step on the same gradients: an error where it ignores a scaler's skip."""
     advice = MISUSE_ADVICE["optimizer.step again"] if scaled else _ONE_EACH
     first, harm = "that scaler.step(optimizer) has used", "every update is made twice"
     if held_back:
@@ -136,11 +125,7 @@ def refused_call_finding(
     halves: HalfWeights | None = None,
     past: bool = False,
 ) -> Finding:
-    """Makes the finding for a call that GradScaler refuses: calls are missing, or the gradients are in float16.
-
-    `raised` is the exception, type first; `source` is the user's line where there is one; `halves` are the trained
-    float16 weights, if they are the reason. `past`: the scaler refuses because the step was made past it, at `source`.
-    """
+    """Makes the finding for a call that GradScaler refuses; `past`: because the step was made past it."""
     op = "optimizer.step" if past else f"scaler.{method}"
     help_ = HELP["scaler_misuse"] if advice not in NOT_THE_ORDER else f"{advice[0].upper()}{advice[1:]}."
     message = f"step {step}: the scaler refuses the call of {method}: {raised}"
@@ -182,10 +167,7 @@ def suspicious(events: Sequence[StepEvent]) -> bool:
 
 
 def misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
-    """Finds calls of the step that break the scaler's protocol, where its gradients show it.
-
-    A gradient that is only rounded keeps its norm within the relative error.
-    """
+    """Finds calls of the step that break the scaler's protocol, where its gradients show it."""
     ratio = thresholds[MISUSE_RATIO]
     if 1 / ratio <= comparison.gradient_ratio <= ratio:
         return None
@@ -205,24 +187,19 @@ def misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) 
     return _misuse_finding(comparison, event, op, f"the step {done} {event.scale:g}")
 
 
-def other_readings(comparison: Comparison, first: Finding) -> tuple[Finding, ...]:
-    """Returns other explanations of a misuse; one is right only if a replay with it corrected agrees."""
-    used, changed = _first(comparison, _used_scaled), _first(comparison, _changed_scaled)
-    if first.where.op in _CLIPPINGS and changed and _divided_twice(changed.scale, comparison.gradient_ratio):
-        said = f"the step divided its gradients itself, and scaler.unscale_ did so once more, by {changed.scale:g}"
-        return (_misuse_finding(comparison, changed, "unscale", said),)
-    if first.where.op == "optimizer.step" and used and _holds_anothers(comparison, used):
-        said = f"gradients of another optimizer's loss, scaled by {used.scale:g}, were still there when its own came"
-        return (_misuse_finding(comparison, used, "optimizer.zero_grad", said),)
-    return ()
+def other_reading(comparison: Comparison, first: Finding) -> Finding | None:
+    """Returns another explanation of a misuse; it is right only if a replay with it corrected agrees."""
+    changed = _first(comparison, _changed_scaled)
+    if first.where.op not in _CLIPPINGS or changed is None:
+        return None
+    if not _divided_twice(changed.scale, comparison.gradient_ratio):
+        return None
+    said = f"the step divided its gradients itself, and scaler.unscale_ did so once more, by {changed.scale:g}"
+    return _misuse_finding(comparison, changed, "unscale", said)
 
 
 def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Finding, ...]:
-    """Returns what may be wrong with the scale of a part of the gradients.
-
-    Each is true only if a replay with it corrected agrees: gradients far from fp32's have other causes too, and a step
-    may scale a loss, or unscale a gradient, in its own code.
-    """
+    """Returns what may be wrong with the scale of a part of the gradients; a corrected replay decides."""
     if comparison.gradient_error <= thresholds[MISUSE_ERROR]:
         return ()
     found = []
@@ -291,7 +268,6 @@ def _used_scaled(event: StepEvent) -> bool:
 
 
 def _after_scaling(event: StepEvent) -> bool:
-    """Whether gradients are unscaled; a fused optimizer does that inside its step."""
     return event.kind in ("unscale", "optimizer_step") and event.unscaled and event.scale not in (None, 1.0)
 
 
@@ -308,13 +284,6 @@ def _divided_twice(scale: float | None, ratio: float) -> bool:
     return bool(scale) and ratio > 0 and abs(math.log2(ratio * (scale or 1.0))) < 1.0
 
 
-def _holds_anothers(comparison: Comparison, used: StepEvent) -> bool:
-    """Whether scaled and plain gradients are mixed, and another optimizer stepped before."""
-    earlier = comparison.events[: comparison.events.index(used)]
-    stepped = any(event.kind == "optimizer_step" and event.optimizer != used.optimizer for event in earlier)
-    return stepped and len(used.scales) > 1
-
-
 def _first(comparison: Comparison, holds: Callable[[StepEvent], bool]) -> StepEvent | None:
     return next((event for event in comparison.events if holds(event)), None)
 
@@ -328,10 +297,7 @@ def _first(comparison: Comparison, holds: Callable[[StepEvent], bool]) -> StepEv
 def certain_misuse(
     step: int, source: Source | None, scale: float, *, still_scaled: int = 0, clipped: tuple[float, float] | None = None
 ) -> Finding | None:
-    """Returns the finding for an update that uses gradients while they are scaled, or clips them by their norm then.
-
-    `still_scaled` is the number of such gradients, `clipped` the norm before, and the largest norm after, a clipping.
-    """
+    """Returns the finding for an update on scaled gradients, or a clipping (norm before, most after) of them."""
     if still_scaled:
         op, said = "optimizer.step", f"the step uses {still_scaled} gradients that are still scaled by {scale:g}"
     elif clipped is not None and _shortened(clipped, scale) > MISUSE_RATIO.default:
@@ -463,12 +429,10 @@ def _cut_scaled(at: Handling, cuts: Cuts) -> tuple[str, str] | None:
 
 
 def _divisions(at: Handling) -> int:
-    """Returns how often the loop's own code divided by the scale."""
     return sum(change is not None and _is_inverse(change, at.scale, at.clipped) for change in (at.before, at.after))
 
 
 def _is_inverse(change: Change, scale: float, clipped: float) -> bool:
-    """Returns whether gradients were divided by `scale`, with or without clipping."""
     factor = change.factor
     return factor is not None and any(abs(factor * scale / other - 1.0) <= _SAME for other in (1.0, clipped))
 
@@ -515,13 +479,7 @@ def verdict_on_skips(
     hopeless: bool = False,
     begun_again: int = 0,
 ) -> SkipVerdict:
-    """Judges steps that were skipped for an overflow which a lower scale may cure.
-
-    `origin` is the overflow, where an op was seen to make it. `scales` holds the loss scale of each `scaler.step` call
-    in order, `steps` the number of skipped steps. `cures`: a lower scale of at least 1 removes the overflow. `updated`:
-    `scaler.update` was called. `hopeless`: fp32 without a scale does not remove it either. `begun_again` counts scales
-    that rose after a skip: an update only lowers them, so the scaler is another one.
-    """
+    """Judges steps that were skipped for an overflow which a lower scale may cure; `scales` are of each call."""
     cause: Cause = "grad_overflow" if cures else "scaler_collapse"
     if not cures and origin is not None and (hopeless or derivative_beyond(origin)):
         cause = cause_of(origin)  # no scale works: nothing does, or the scale is not the cause

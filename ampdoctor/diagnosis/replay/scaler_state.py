@@ -26,11 +26,7 @@ AT_START = Where(step=0, phase="scaler", op="scaler_state")
 
 
 def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescription | None) -> Finding:
-    """Makes the finding for a loss scale with which every step does harm, or is skipped where it is not finite.
-
-    At and below `dead_at`, 1/scale is not finite in fp32. If the replay itself led to the scale, that is a collapse,
-    and the saved state is not at fault. `cure` is a fresh scaler.
-    """
+    """Makes the finding for a loss scale with which every step does harm or is skipped; `cure` is a fresh scaler."""
     return DEAD_SCALER.finding(
         "error",
         f"before {f'step {where.step}' if where.step else 'the first step'} the loss scale is {dead_words(scale)}",
@@ -82,12 +78,7 @@ The scale is state, and is meant to be replaced."""
 
 
 def overwritten_finding(scalers: ResumedScaler) -> Finding | None:
-    """Makes the finding for settings of the run that are lost when it loads the checkpoint's scaler state (AMP411).
-
-    It is a warning where loading in the replay replaced them. It is a note where the replay keeps the run's scaler,
-    which differs from GradScaler's defaults and from the checkpoint: a resumed run that loads the state loses these
-    settings.
-    """
+    """Makes the finding for settings that loading a scaler's state replaces: a note where the replay keeps them."""
     lost: dict[str, dict[str, float]] = {}
     kept = True
     for name in LOADED:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import TypeVar
 from ampdoctor.diagnosis.catalogue import REPLAYED, rule
 from ampdoctor.diagnosis.replay.gradients import common_module
 from ampdoctor.diagnosis.replay.nonfinite import HELP
-from ampdoctor.diagnosis.scan.optimizer import STEP_LIMITS
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.run_facts import UpdateFacts
@@ -35,10 +33,7 @@ REMEDIES = (
 
 @dataclass(frozen=True, slots=True)
 class Stagnation:
-    """Modules whose updates are lost in their tensors' format.
-
-    `module` holds them all; where only the root does, it is the worst of them.
-    """
+    """Modules whose updates are lost; `module` holds them all, or where only the root does, is the worst."""
 
     module: str
     updates: tuple[ModuleUpdate, ...]
@@ -50,12 +45,7 @@ def stagnation(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOL
 
 
 def stagnation_of(updates: Sequence[ModuleUpdate], thresholds: Thresholds) -> Stagnation | None:
-    """Returns the same for the updates of one step.
-
-    It judges all trained half tensors together, because a key bias whose true gradient is 0 stalls in every healthy
-    run. Tensors that no optimizer holds are judged over several steps (AMP508): a running mean that has settled stands
-    still in most of them.
-    """
+    """Returns the same for the updates of one step, all trained half tensors together."""
     share = thresholds[STALLED]
     group = [u for u in updates if u.trained and u.moved]
     moved, stalled = sum(u.moved for u in group), sum(u.stalled for u in group)
@@ -102,17 +92,8 @@ def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
 
 
 def _holder(updates: tuple[ModuleUpdate, ...]) -> str:
-    """Returns the innermost module that holds all; if that is the root, the module with the most lost elements."""
-    paths = [update.module.split(".") for update in updates]
-    common: list[str] = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    if common and common != [""]:
-        return ".".join(common)
     worst = max(updates, key=lambda u: (u.stalled, u.stalled / u.moved if u.moved else math.inf))
-    return worst.module
+    return common_module([f"{update.module}." for update in updates]) or worst.module
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +120,7 @@ def all_updates(updates: Sequence[UpdateFacts]) -> AllUpdates | None:
 
 
 def stagnation_expected(updates: Sequence[UpdateFacts], thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
-    """Judges AMP501 for bf16 weights (no autocast, no masters) from an fp32 pass; only for torch's own optimizers."""
+    """Judges AMP501 by an fp32 pass: bf16 weights without autocast or master weights, with torch's optimizers."""
     if not all(u.optimizer.startswith(ROUNDS_TO_NEAREST) for u in updates):
         return None
     modules: defaultdict[str, list[UpdateFacts]] = defaultdict(list)
@@ -221,11 +202,7 @@ def lasting(
     shows: Callable[[Sequence[Beside]], bool] = lambda _: True,
     least: int = SHOWN,
 ) -> tuple[int, Mapping[str, tuple[Beside, ...]]]:
-    """Returns the first step (index) since which `holds` is true of tensors, and each tensor's values since.
-
-    Only the tensors for which it begins first: they share a cause, and later ones may follow from it. `shows` must be
-    true of a tensor's values in all these steps, and there must be at least `least` of them.
-    """
+    """Returns the first step (index) since which `holds` is true of tensors, and these with their values since."""
     runs: dict[str, list[Beside]] = {beside.name: [] for beside in steps[-1]} if steps else {}
     going = set(runs)
     for step in reversed(steps):
@@ -239,10 +216,7 @@ def lasting(
 
 
 def goes_one_way(run: Sequence[Beside], coins: int = 0) -> bool:
-    """Returns whether the fp32 moves of a tensor that stands still add up, rather than cancel.
-
-    Tensors that may be at rest need `coins` equal signs after the first.
-    """
+    """Returns whether the fp32 moves of a tensor that stands still add up; with `coins` equal signs, if given."""
     elements = zip(*(beside.course for beside in run), strict=True)
     moving = [of for of in elements if any(of)]
     if moving and all(move == of[0] for of in moving for move in of):
@@ -277,11 +251,7 @@ gradient of a thousandth of the run's, as for a step that has converged."""
 
 
 def frozen(compared: Sequence[Comparison]) -> tuple[ParameterVsFp32, ...]:
-    """Returns the parameters that stand still in each step, with their values in the first.
-
-    They get a gradient, and fp32 moves them one way by less than half a unit in the last place: a larger move has
-    another cause. Those of several elements only if their joint share is relevant.
-    """
+    """Returns the parameters that stand still in each step though fp32 moves them one way, as in the first."""
     since, runs = lasting([step.parameters for step in compared], _stands_still, goes_one_way)
     if since:
         return ()
@@ -353,31 +323,14 @@ _OPTIMIZER = "optimizer:"
 
 
 def stuck(compared: Sequence[Comparison]) -> tuple[int, tuple[StateVsFp32, ...]]:
-    """Returns the first step (index) from which states stand still that fp32 moves one way, and their values in it.
-
-    Of an optimizer's state, only counters are judged: a moment may be at rest.
-    """
+    """Returns the first step (index) from which states stand still that fp32 moves one way, and these."""
     since, runs = lasting([step.states for step in compared], lambda state: not state.moved, _is_stuck)
     return since, tuple(run[0] for run in runs.values())
-
-
-def counting(compared: Sequence[Comparison]) -> tuple[StateVsFp32, ...]:
-    """Returns the counters that go up by one here and in fp32, and will stand still; with their last values."""
-    _, runs = lasting([step.states for step in compared], lambda state: bool(state.moved), _by_one)
-    return tuple(run[-1] for run in runs.values())
 
 
 def _is_stuck(run: Sequence[StateVsFp32]) -> bool:
     counts = run[0].looked_at == 1 and len({state.course for state in run}) == 1
     return counts or (run[0].kind != "counter" and goes_one_way(run, COINS))
-
-
-def _by_one(run: Sequence[StateVsFp32]) -> bool:
-    values = [state.value for state in run]
-    if run[0].looked_at > 1:
-        return False
-    upwards = all(after == before + 1 for before, after in itertools.pairwise(values))
-    return upwards and values[-1].is_integer() and values[-1] < STEP_LIMITS[run[-1].dtype]
 
 
 def owner_of(name: str) -> str:
@@ -405,28 +358,6 @@ def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[S
             "dtype": states[0].dtype,
             "largest_value": max(state.value for state in states),
             "largest_move_in_half_units": max(abs(move) for state in states for move in state.course),
-        },
-        advice=HELP["optimizer_precision"],
-    )
-
-
-def counting_finding(compared: Sequence[Comparison], states: Sequence[StateVsFp32]) -> Finding:
-    """Makes the note for counters that will stand still; `states` are their last values."""
-    names = [state.name for state in states]
-    most = max(states, key=lambda state: state.value / STEP_LIMITS[state.dtype])
-    end, last = STEP_LIMITS[most.dtype], compared[-1].step
-    at = last + int(end - most.value)
-    return STUCK_STATE.finding(
-        "note",
-        f"{named(names, '')} {'counts' if len(names) == 1 else 'count'} steps in {most.dtype}: {most.value:g} "
-        f"before step {last}, and at {end:g} it stands still, from step {at} on if it goes on so",
-        where=Where(step=last, phase="optimizer", module=owner_of(most.name), tensor=most.name),
-        cause="optimizer_precision",
-        evidence={
-            "tensors": names[:NAMED],
-            "tensors_count": len(names),
-            "steps": [step.step for step in compared],
-            "stands_still_from_step": at,
         },
         advice=HELP["optimizer_precision"],
     )

@@ -217,13 +217,12 @@ def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
             continue
         stored = [t for t in summary.tensors if t.entry == "step" and t.dtype == dtype]
         counters = [counter for counter in stored if _is_of(counter, optimizer, summary)]
-        lengths = [length_at(last, group.betas) for group in optimizer.groups]
+        lengths = [1.0 if group.fused else length_at(last, group.betas) for group in optimizer.groups]
         length = max(lengths, key=lambda one: abs(one - 1), default=1.0)
         severity: Severity = "note"
-        message = (
-            f"Steps are counted in {dtype}, which cannot add 1 to {limit:g}: the count is {last:g} and will stop there."
-        )
-        if last >= limit:
+        ends = "will stop there" if last < limit else "goes on where torch loads it, as fp32 for a fused optimizer"
+        message = f"Steps are counted in {dtype}, which cannot add 1 to {limit:g}: the count is {last:g} and {ends}."
+        if last >= limit and not all(group.fused for group in optimizer.groups):
             severity, message = severity_of_standing(length, dtype, thresholds), standing_words(dtype, last, length)
         places = [_place(counter) for counter in counters] or [Where(phase="optimizer", op="optimizer_state:step")]
         yield STEP_COUNTERS.finding(

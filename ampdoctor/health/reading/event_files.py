@@ -6,7 +6,7 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ampdoctor.checkpoints.files import ByteSource
@@ -193,9 +193,8 @@ _FRAME_BLOCK = 32 * 1024
 _PIECE = struct.Struct("<IHB")
 """Before a piece's data: a CRC-32 of its type and data, its length, its type."""
 _FRAME_HEAD = _PIECE.size
-_WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-MAX_FRAMED = 16 * 1024 * 1024
-"""Maximum bytes of a joined record; a step with 10,000 numbers has a hundredth of it."""
+_WHOLE, _FIRST, _LAST = 1, 2, 4
+_MOST_PIECES = 512  # of a joined record, of a block at most each: a step with 10,000 numbers has a hundredth of them
 
 
 def framed_records(file: ByteSource, header: int, damaged: list[Skipped]) -> Iterator[bytes]:
@@ -204,52 +203,28 @@ def framed_records(file: ByteSource, header: int, damaged: list[Skipped]) -> Ite
     `header` bytes precede the first piece. `damaged` receives the number of damaged blocks; a last piece that is cut
     off is being written.
     """
-    parts, bad = _Parts(), 0
+    pieces: list[bytes] = []
+    bad = 0
     for start in range(0, file.size, _FRAME_BLOCK):
         block = file.read(start, min(_FRAME_BLOCK, file.size - start))
         at = 0 if start else header
         while at + _FRAME_HEAD <= len(block):
-            check, length, kind = (
-                int.from_bytes(block[at + a : at + b], "little") for a, b in ((0, 4), (4, 6), (6, 7))
-            )
+            check, length, kind = _PIECE.unpack_from(block, at)
             data = block[at + _FRAME_HEAD : at + _FRAME_HEAD + length]
             if not kind and not length:  # the rest of a block that was left empty
                 break
             if len(data) < length or zlib.crc32(data, zlib.crc32(bytes([kind]))) != check:
                 bad += len(data) == length or start + _FRAME_BLOCK < file.size
-                parts = _Parts()
+                pieces = []
                 break
-            record = parts.add(kind, data)
-            if record is not None:
-                yield record
+            if kind in (_WHOLE, _FIRST) or not pieces or len(pieces) >= _MOST_PIECES:
+                pieces = [data] if kind in (_WHOLE, _FIRST) else []  # else its beginning was damaged, or it is too long
+            else:
+                pieces.append(data)
+            if kind in (_WHOLE, _LAST) and pieces:
+                yield b"".join(pieces)
+                pieces = []
             at += _FRAME_HEAD + length
     if bad:
         blocks = "a block of it is" if bad == 1 else f"{bad} of its blocks are"
         damaged.append(Skipped(what=file.name, reason=f"{blocks} damaged, and read up to there"))
-
-
-@dataclass(slots=True)
-class _Parts:
-    """The pieces of a record that lies in several blocks."""
-
-    pieces: list[bytes] = field(default_factory=list)
-    size: int = 0
-
-    def add(self, kind: int, data: bytes) -> bytes | None:
-        """Returns the record that this piece completes; one longer than `MAX_FRAMED` is dropped."""
-        if kind == _WHOLE:
-            self.pieces, self.size = [], 0
-            return data
-        if kind == _FIRST:
-            self.pieces, self.size = [data], len(data)
-            return None
-        if not self.pieces:  # its beginning was damaged, or too long
-            return None
-        self.pieces.append(data)
-        self.size += len(data)
-        if self.size > MAX_FRAMED:
-            self.pieces = []
-        elif kind == _LAST:
-            whole, self.pieces = b"".join(self.pieces), []
-            return whole
-        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -20,8 +20,6 @@ MAX_LINE = 1024 * 1024
 MAX_LINES = 4_000_000
 """Maximum number of lines: as many as fit into the size above with a step and a loss each."""
 MAX_COLUMNS = 10_000
-MAX_LINES_OF_A_ROW = 100
-"""Lines that one row of a table (a text in quotes) may take; a stray quote would take all the rest."""
 _Item = TypeVar("_Item")
 _BLOCK = 1024 * 1024
 _GOLDEN = 0x9E3779B9
@@ -46,7 +44,6 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "samples": "consumed_samples samples_seen num_samples_seen samples_total samples",
         "tokens": "num_input_tokens_seen tokens_seen consumed_tokens n_tokens tokens_total total_tokens tokens",
         "memory_bytes": "memory_bytes max_memory_bytes memory_active_peak_bytes",
-        "skips": "skipped_steps_total/overflow",
     }.items()
 }
 """Fields as in `StepLine`, and the names of their columns, the most specific first, as `_plain` normalises them."""
@@ -132,61 +129,36 @@ def lines_in(file: RegularFile, longest: int = MAX_LINE, left: SkippedLines | No
 
 
 def csv_rows(
-    lines: Iterable[bytes], name: str, *, delimiter: str = ",", left: SkippedLines | None = None
+    lines: Iterable[bytes],
+    name: str,
+    left: SkippedLines,
+    delimiter_of: Callable[[str], str],
+    columns_of: Callable[[Sequence[str]], Sequence[str]],
 ) -> Iterator[Mapping[str, Any]]:
-    """Yields the rows of a table by the names in its first line. `name` is used in errors.
+    """Yields the rows of a table by the names in its first line; columns whose name is "" are left out.
 
-    `left` counts lines that form no row: a quote that nothing closes, or a cell beyond the csv module's limit.
+    `left` counts lines that form no row: a quote that nothing closes in its line, or a huge cell.
     """
-    left = left or SkippedLines()
-    taken = _LinesOfARow(lines)
-    reader = csv.reader(taken, delimiter=delimiter)
-    header: list[str] | None = None
-    while True:
-        taken.begin()
+    header: Sequence[str] | None = None
+    delimiter = ","
+    for text in _texts(lines):
+        if header is None:
+            delimiter = delimiter_of(text)
         try:
-            row = next(reader)
-        except StopIteration:
-            return
+            row = next(csv.reader([text], delimiter=delimiter, strict=True), [])
         except csv.Error:
-            left.damaged += taken.count
+            left.damaged += 1
             continue
-        if taken.lacking or (taken.count > 1 and header is not None and len(row) != len(header)):
-            left.damaged += taken.count
-        elif header is None:
-            header = row
-            if len(header) > MAX_COLUMNS:
-                raise LimitExceededError(f"{name}: columns of a table", MAX_COLUMNS, len(header))
+        if header is not None:
+            yield {column: value for column, value in zip(header, row, strict=False) if column}
+        elif len(row) > MAX_COLUMNS:
+            raise LimitExceededError(f"{name}: columns of a table", MAX_COLUMNS, len(row))
         else:
-            yield dict(zip(header, row, strict=False))
+            header = columns_of(row)
 
 
-class _LinesOfARow:
-    """Gives a csv reader the lines of one row, and no more than the limit."""
-
-    def __init__(self, lines: Iterable[bytes]) -> None:
-        self._texts = _texts(lines)
-        self.begin()
-
-    def begin(self) -> None:
-        """Start a new row."""
-        self.count, self.lacking = 0, False
-
-    def __iter__(self) -> _LinesOfARow:
-        return self
-
-    def __next__(self) -> str:
-        line = next(self._texts, None) if self.count < MAX_LINES_OF_A_ROW else None
-        if line is None:
-            self.lacking = True  # the reader stops here, and continues with the next row when asked again
-            raise StopIteration
-        self.count += 1
-        return line
-
-
-def json_rows(lines: Iterable[bytes], left: SkippedLines | None = None) -> Iterator[Mapping[str, Any]]:
+def json_rows(lines: Iterable[bytes], left: SkippedLines) -> Iterator[Mapping[str, Any]]:
     """Yields the objects among lines; other lines are skipped, and count as damaged if they begin like an object."""
-    left = left or SkippedLines()
     for line in _texts(lines):
         try:
             row = json.loads(line)

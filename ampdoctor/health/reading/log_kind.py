@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
@@ -91,7 +91,6 @@ class StepOrder:
 # -- rows of other tools' logs as lines of a run's log --
 
 _SAYS_SOMETHING = frozenset({"loss", "gradient_norm", "loss_scale", "seconds", "skipped"})
-OF_A_NETWORK = "loss/"  # prefix of a loss that belongs to one of several networks; each network is a series of its own
 _LARGEST = 2.0**63
 _MOST_STEPS = 2**53  # larger values are not steps: numbers are kept as floats, which cannot tell such steps apart
 
@@ -101,7 +100,7 @@ class Row:
     """A row of a log: a step and some of its numbers."""
 
     step: int  # as the log counts
-    values: dict[str, float] = field(default_factory=dict)  # names as in `StepLine`, or `loss/NETWORK`
+    values: dict[str, float] = field(default_factory=dict)  # names as in `StepLine`
     time_ms: int = 0  # since 1970; 0 where the log does not say
 
 
@@ -111,21 +110,6 @@ def row_of(fields: Mapping[str, float], time_ms: int = 0) -> Row | None:
     if step is None:
         return None
     return Row(step, {name: value for name, value in fields.items() if name != "step"}, time_ms)
-
-
-class SkipCount:
-    """Turns a running count of skipped steps, as in ampdoctor's exports, into one flag a step."""
-
-    def __init__(self) -> None:
-        self._before = 0.0
-
-    def of_a_step(self, values: dict[str, float]) -> dict[str, float]:
-        """Returns a row's numbers with `skipped` in place of `skips`."""
-        skips = values.pop("skips", None)
-        if skips is not None:
-            values["skipped"] = float(skips > self._before)
-            self._before = skips
-        return values
 
 
 def milliseconds(seconds: object) -> int:
@@ -144,33 +128,25 @@ def lines_of(
     row for the run's end. Where the step falls back, and the row does not only add to its step, the run was restarted
     from an earlier checkpoint: a new attempt begins, which undoes the old one from that step on.
     """
-    made = RunLines(run, order)
-    yield made.header()
+    made = _RunLines(run, order)
+    yield made.stamped(run, 0)
     for row in rows:
-        yield from made.hear(row)
+        yield from made.add(row)
     yield from made.rest()
     end = ended()
     if end is not None:
-        yield made.end(end)
+        yield made.stamped(replace(end, steps=made.steps), made.last)
 
 
-class RunLines:
+class _RunLines:
     """Makes the lines of a run from its rows, as they come; `order` counts repeated ones."""
 
     def __init__(self, run: RunLine, order: StepOrder) -> None:
         self._run, self._order = run, order
         self._waiting: list[Row] = []
-        self._attempt = self._steps = self._last = 0
+        self.steps = self.last = self._attempt = 0
 
-    def header(self) -> LogRecord:
-        """Returns the first line."""
-        return self._stamped(self._run, 0, 0)
-
-    def end(self, end: EndLine) -> LogRecord:
-        """Returns the last line, with the count of the steps."""
-        return self._stamped(replace(end, steps=self._steps), self._last, self._attempt)
-
-    def hear(self, row: Row) -> Iterator[LogRecord]:
+    def add(self, row: Row) -> Iterator[LogRecord]:
         """Takes a row, and yields the lines of the steps that are complete."""
         if not 0 <= row.step < _MOST_STEPS:
             return
@@ -194,13 +170,6 @@ class RunLines:
         if len(self._waiting) > LATE:
             yield from self._lines([self._waiting.pop(0)])
 
-    def waiting(self) -> list[LogRecord]:
-        """Returns the lines of the steps that may still change, as they are now."""
-        steps = self._steps
-        lines = list(self._lines(self._waiting))
-        self._steps = steps
-        return lines
-
     def rest(self) -> Iterator[LogRecord]:
         """Yields the lines of the waiting steps."""
         rows, self._waiting = self._waiting, []
@@ -210,19 +179,17 @@ class RunLines:
         for row in rows:
             line = _step(row)
             if line is not None:
-                self._steps += 1
+                self.steps += 1
                 if _hides_a_nan(row.values):
                     self._order.zeros.add(row.step)
-                self._last = row.time_ms
-                if not self._run.optimizers and (networks := _networks(row.values)):
-                    self._run = replace(self._run, optimizers=networks)
-                    yield self._stamped(self._run, row.time_ms, self._attempt)
-                for one in _of_networks(line, row.values, self._run.optimizers) or (line,):
-                    yield self._stamped(one, row.time_ms, self._attempt)
+                self.last = row.time_ms
+                yield self.stamped(line, row.time_ms)
 
-    def _stamped(self, line: Line, time_ms: int, attempt: int) -> LogRecord:
-        branch = attempt - 1 if attempt else None
-        return LogRecord(Stamp(run_id=self._run.name or "-", attempt=attempt, branch=branch, time_ms=time_ms), line)
+    def stamped(self, line: Line, time_ms: int) -> LogRecord:
+        """Returns a line of the current attempt."""
+        branch = self._attempt - 1 if self._attempt else None
+        stamp = Stamp(run_id=self._run.name or "-", attempt=self._attempt, branch=branch, time_ms=time_ms)
+        return LogRecord(stamp, line)
 
 
 def _adds(known: Row, late: Row) -> bool:
@@ -236,22 +203,7 @@ def _same(one: float, other: float) -> bool:
 
 def says_something(values: Mapping[str, float]) -> bool:
     """Whether one of these numbers belongs to a step."""
-    return not values.keys().isdisjoint(_SAYS_SOMETHING) or bool(_networks(values))
-
-
-def _networks(values: Mapping[str, float]) -> tuple[str, ...]:
-    return tuple(name.removeprefix(OF_A_NETWORK) for name in values if name.startswith(OF_A_NETWORK))
-
-
-def _of_networks(line: StepLine, values: Mapping[str, float], networks: Sequence[str]) -> list[StepLine]:
-    """Returns a step of each network that has a loss; other values of the row go to the first."""
-    losses = {at: loss for at, name in enumerate(networks) if (loss := values.get(OF_A_NETWORK + name)) is not None}
-    return [
-        replace(line, loss=loss, optimizer=at)
-        if at == min(losses)
-        else StepLine(step=line.step, optimizer=at, loss=loss)
-        for at, loss in losses.items()
-    ]
+    return not values.keys().isdisjoint(_SAYS_SOMETHING)
 
 
 def _step(row: Row) -> StepLine | None:
@@ -261,7 +213,7 @@ def _step(row: Row) -> StepLine | None:
     rate, skipped = values.get("learning_rate"), values.get("skipped")
     return StepLine(
         step=row.step,
-        loss=_loss(values),
+        loss=math.nan if _hides_a_nan(values) else values.get("loss"),
         gradient_norm=values.get("gradient_norm"),
         max_norm=values.get("max_norm"),
         loss_scale=values.get("loss_scale"),
@@ -275,12 +227,8 @@ def _step(row: Row) -> StepLine | None:
     )
 
 
-def _loss(values: Mapping[str, float]) -> float | None:
-    """Returns the loss; NaN for a 0.0 beside a norm that is not finite, as the Trainer and its trackers write it."""
-    return math.nan if _hides_a_nan(values) else values.get("loss")
-
-
 def _hides_a_nan(values: Mapping[str, float]) -> bool:
+    """Whether the loss is 0.0 beside a norm that is not finite, as the Trainer and its trackers write a NaN."""
     norm = values.get("gradient_norm")
     return values.get("loss") == 0 and norm is not None and not math.isfinite(norm)
 
@@ -319,7 +267,7 @@ class Unread:
 
     _columns: dict[str, _Column] = field(default_factory=dict)
 
-    def hear(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
         """Takes a row: its values by column name."""
         numbers = known_fields(row)
         if "step" in numbers and step_of(numbers) is None:
@@ -438,25 +386,24 @@ class ReadIssues:
         return tuple(name for name, left in sorted(self.left.items()) if left.unfinished)
 
 
-class LineRows(Protocol):
-    """Makes rows from a file's lines, as they come."""
+class LineRows:
+    """Makes rows from a file's lines."""
 
     def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:
-        """Yields the rows of further whole lines; `left` counts those that cannot be used."""
+        """Yields the rows of whole lines; `left` counts those that cannot be used."""
+        raise NotImplementedError
 
-    def rest(self, noticed: ReadIssues) -> Iterator[Row]:
+    def rest(self, noticed: ReadIssues) -> Iterator[Row]:  # noqa: ARG002 - in most nothing waits
         """Yields rows that wait for a line that has not come, and adds notes to `noticed`."""
+        return iter(())
 
     def end(self) -> EndLine | None:
-        """Returns how the run ended, by the lines so far; None where they do not say."""
+        """Returns how the run ended; None where the lines do not say."""
+        return None
 
 
 Begin: TypeAlias = Callable[[RegularFile], LineRows]
 Read: TypeAlias = Callable[[Path, Sequence[str], ReadIssues], Iterator[LogRecord]]
-
-
-def _nothing(place: LogLocation) -> Iterator[ErrorNote | Skipped]:  # noqa: ARG001 - the signature of `lacks`
-    yield from ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,33 +414,25 @@ class LogKind:
         format: As in `HealthRun.format`.
         claims: Returns the logs of this kind in a place, the latest first, each as its files in reading order.
         read: Yields the lines of these files in the order of arrival, up to the size that each file has when opened.
-        begin: Begins to read a log that is one growing file, from its beginning; None for any other log.
         lacks: Yields missing or unreadable parts of a place's log. With an error the run cannot be called healthy.
     """
 
     format: str
     claims: Callable[[LogLocation], Sequence[Sequence[str]]]
     read: Read
-    begin: Begin | None = None
-    lacks: Callable[[LogLocation], Iterator[ErrorNote | Skipped]] = _nothing
+    lacks: Callable[[LogLocation], Iterator[ErrorNote | Skipped]] = lambda _: iter(())
 
 
 def kind_of_one_file(
     format: str,  # noqa: A002
     of_place: Callable[[LogLocation], Iterable[str]],
     begin: Begin,
-    matters: Callable[[bytes], bool] = lambda _: True,
 ) -> LogKind:
-    """Returns a kind where each file is a log; `matters` says if a last line without newline would be a row."""
-    return LogKind(
-        format=format,
-        claims=lambda place: [[name] for name in of_place(place)],
-        read=reading(begin, matters),
-        begin=begin,
-    )
+    """Returns a kind where each file is a log; `begin` makes rows of its lines."""
+    return LogKind(format=format, claims=lambda place: [[name] for name in of_place(place)], read=reading(begin))
 
 
-def reading(begin: Begin, matters: Callable[[bytes], bool] = lambda _: True) -> Read:
+def reading(begin: Begin) -> Read:
     """Returns a function that reads a log of one file; `begin` makes rows of its lines."""
 
     def read(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:
@@ -503,8 +442,6 @@ def reading(begin: Begin, matters: Callable[[bytes], bool] = lambda _: True) -> 
             made = begin(file)
             rows = chain(made.rows(lines_in(file, left=left), left), _rest(made, noticed))
             yield from lines_of(rows, run_of(folder, name), noticed.order, ended=made.end)
-        if not matters(left.unfinished):
-            left.unfinished = b""
 
     return read
 

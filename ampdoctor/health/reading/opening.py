@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import NamedTuple
 
 from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, Listing, RegularFile, identity_of, is_folder, list_folder
@@ -27,11 +27,9 @@ from ampdoctor.health.reading.other_logs import (
     TRANSFORMERS,
     WANDB,
 )
-from ampdoctor.health.reading.printed_outputs import CONSOLE, DEEPSPEED, MEGATRON, log_elsewhere
+from ampdoctor.health.reading.printed_outputs import CONSOLE, DEEPSPEED, MEGATRON
 
 # -- ampdoctor's own log --
-
-_PACKED = frozenset({".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip"})
 
 
 def _claims(place: LogLocation) -> Sequence[Sequence[str]]:
@@ -43,17 +41,14 @@ def _claims(place: LogLocation) -> Sequence[Sequence[str]]:
 
 
 def _lacks(place: LogLocation) -> Iterator[ErrorNote | Skipped]:
-    """Yields the files of each rank that cannot be read, are compressed, empty or missing."""
+    """Yields the files of each rank that cannot be read, are empty or missing."""
     # The oldest may be missing: they are deleted to free disk space
     if place.named:
         return
-    packed = {inner: name for name in place.names if (inner := _packed(name)) and inner not in place.names}
-    for rank, names in logs_in([*place.names, *packed]).items():
+    for rank, names in logs_in(place.names).items():
         for name in names:
             if name in place.refused:
                 yield ErrorNote(what=name, kind="unreadable", message=place.refused[name])
-            elif name in packed:
-                yield ErrorNote(what=name, kind="unreadable", message=f"{packed[name]} is not read: unpack it first.")
             elif name != log_name(rank) and not place.head(name, 1):
                 yield ErrorNote(what=name, kind="truncated", message=f"{name} is empty: its lines are lost.")
         yield from _missing(rank, names)
@@ -74,12 +69,6 @@ def _missing(rank: int, names: Sequence[str]) -> Iterator[ErrorNote | Skipped]:
     if numbers and log_name(rank) not in names:
         message = f"{log_name(rank)} cannot be found, which follows {log_name(rank, numbers[-1])}."
         yield ErrorNote(what=log_name(rank), kind="missing", message=message)
-
-
-def _packed(name: str) -> str | None:
-    """Returns the name of a log file inside a compressed one; None for any other name."""
-    path = PurePath(name)
-    return path.stem if path.suffix in _PACKED and rank_and_number(path.stem) is not None else None
 
 
 def _read(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:
@@ -120,23 +109,6 @@ AMPDOCTOR = LogKind(format="ampdoctor", claims=_claims, read=_read, lacks=_lacks
 
 # -- the folders below a folder that may hold logs --
 
-_USUAL = (
-    ("", "checkpoint-*"),
-    ("", "version_*"),
-    ("lightning_logs", "version_*"),
-    ("runs", "*"),
-    ("logs", "*"),
-    ("", "offline-run-*"),
-    ("", "run-*"),
-    ("wandb", "*run-*"),
-    ("ampdoctor-health", "*"),
-    ("", "*"),
-    ("", "*/version_*"),  # Lightning's loggers with a name
-    ("", "*/vis_data"),  # mmengine's
-    ("", "*/*"),
-    ("runs", "*/*"),  # Ultralytics' runs/detect/train
-)
-"""Where runs keep their logs: a folder, and a pattern for the names in it, of which the latest comes first."""
 _LEVELS = 6  # how deep folders are searched: Hydra's `outputs/DATE/TIME/lightning_logs/name/version_0`
 _MOST = 1000  # most folders that are searched; a data set has more
 _NO_RUNS = frozenset({"calls.safetensors", "pyvenv.cfg"})
@@ -147,7 +119,7 @@ _NO_RUNS = frozenset({"calls.safetensors", "pyvenv.cfg"})
 class Places:
     """The folders below a folder."""
 
-    folders: list[Path] = field(default_factory=list)  # those where runs usually keep their logs come first
+    folders: list[Path] = field(default_factory=list)  # the last written first
     skipped: list[Skipped] = field(default_factory=list)  # folders that were not searched, and why
     errors: list[ErrorNote] = field(default_factory=list)  # folders that cannot be listed
 
@@ -179,20 +151,8 @@ def places_below(root: Path) -> Places:
             if _NO_RUNS.isdisjoint(below.names):
                 places.folders.append(path)
                 waiting.append((f"{prefix}{name}/", below, levels - 1))
-    ranks: dict[Path, int] = {}
-    for path in _usual(root):
-        ranks.setdefault(path, len(ranks))
-    places.folders.sort(key=lambda path: ranks.get(path, len(ranks)))
+    places.folders.sort(key=last_written, reverse=True)
     return places
-
-
-def _usual(folder: Path) -> Iterator[Path]:
-    for inner, pattern in _USUAL:
-        try:
-            runs = [path for path in (folder / inner).glob(pattern) if is_folder(path) and not path.is_symlink()]
-        except OSError:
-            continue
-        yield from sorted(runs, key=last_written, reverse=True)
 
 
 def last_written(folder: Path) -> tuple[int, str]:
@@ -271,19 +231,13 @@ class FoundLog:
         """Returns the current state of each file; raises CheckpointError where one is gone."""
         found = []
         for name in self.names:
+            path = self.folder / name
             try:
-                of_file = (self.folder / name).stat()
+                of_file = path.stat()
             except OSError as error:
                 raise CheckpointError(f"{name} cannot be read: {(error.strerror or str(error)).lower()}.") from None
-            found.append(
-                FileState(
-                    os.fspath((self.folder / name).absolute()),
-                    of_file.st_size,
-                    of_file.st_mtime_ns,
-                    of_file.st_ctime_ns,
-                    of_file.st_ino,
-                )
-            )
+            times = (of_file.st_mtime_ns, of_file.st_ctime_ns)
+            found.append(FileState(os.fspath(path.absolute()), of_file.st_size, *times, of_file.st_ino))
         return found
 
 
@@ -312,32 +266,25 @@ def find_logs(path: str | os.PathLike[str]) -> FoundLogs:
         named = next(_logs_in(place), None)
         if named is not None:
             return FoundLogs(logs=(replace(named, typed=typed),))
-        why = f"{Path(path).name} is no log that is read here: {log_elsewhere(place) or _READ}."
+        why = f"{Path(path).name} is no log that is read here: {_READ}."
         raise CheckpointError(next(iter(place.refused.values()), why))
     below = places_below(Path(path))
     logs, refused = [*_logs_in(place)], dict(place.refused)
     for folder in below.folders:
         inner = _place(folder, budget)
-        logs += _typed_by_its_folder(_logs_in(inner))
+        found = list(_logs_in(inner))
+        logs += [replace(one, typed=str(one.folder)) for one in found] if len(found) == 1 else found
         refused |= {f"{folder.relative_to(path)}/{name}": why for name, why in inner.refused.items()}
     if not logs:
         raise CheckpointError(_none(place, refused, budget))
     if len(logs) == 1:
         logs = [replace(logs[0], typed=typed)]
-    known = {_of(Path(path), one.folder, note.what) for one in logs for note in one.errors}
-    return FoundLogs(
-        logs=tuple(logs),
-        skipped=(
-            *(
-                Skipped(what=name, reason=f"not read as a log: {why}")
-                for name, why in refused.items()
-                if name not in known
-            ),
-            *below.skipped,
-            *_passed_by(budget),
-        ),
-        errors=tuple(below.errors),
-    )
+    known = {str(one.folder.relative_to(path) / note.what) for one in logs for note in one.errors}
+    unread = {name: f"not read as a log: {why}" for name, why in refused.items() if name not in known}
+    if budget.passed_by:
+        unread[f"{budget.passed_by:,} other files"] = "not looked through: they are older"
+    skipped = (*(Skipped(what=name, reason=why) for name, why in unread.items()), *below.skipped)
+    return FoundLogs(logs=tuple(logs), skipped=skipped, errors=tuple(below.errors))
 
 
 def _none(place: LogLocation, refused: Mapping[str, str], budget: Budget) -> str:
@@ -349,7 +296,7 @@ def _none(place: LogLocation, refused: Mapping[str, str], budget: Budget) -> str
             f"{name} holds no log that was found: {budget.passed_by:,} of its files were not looked through, the "
             f"oldest ones, after the first {LOOKED_THROUGH >> 20} MB of the others: name the log's own file."
         )
-    return f"{name} holds no log that is read here: {log_elsewhere(place) or _READ}."
+    return f"{name} holds no log that is read here: {_READ}."
 
 
 def has_log(path: Path) -> bool:
@@ -403,25 +350,8 @@ def logs_in_folder(listing: Listing) -> tuple[list[FoundLog], Mapping[str, str]]
     return [*_logs_in(place)], place.refused
 
 
-def _typed_by_its_folder(logs: Iterable[FoundLog]) -> list[FoundLog]:
-    found = list(logs)
-    return [replace(one, typed=str(one.folder)) for one in found] if len(found) == 1 else found
-
-
-def _passed_by(budget: Budget) -> list[Skipped]:
-    count = budget.passed_by
-    return [Skipped(what=f"{count:,} other files", reason="not looked through: they are older")] if count else []
-
-
-def _of(root: Path, folder: Path, name: str) -> str:
-    return str(folder.relative_to(root) / name)
-
-
 def _beside(first: FoundLog, other: FoundLog, root: Path) -> Skipped:
     if other.folder == first.folder:
-        older = other.written_ns < first.written_ns
-        reason = f"a log that was written before {first.names[0]}" if older else f"another log than {first.names[0]}"
-        return Skipped(what=other.names[0], reason=reason)
+        return Skipped(what=other.names[0], reason=f"another log than {first.names[0]}")
     own, what = (str(one.folder.relative_to(root)) for one in (first, other))
-    older = last_written(other.folder) < last_written(first.folder)
-    return Skipped(what=what, reason=f"a log that was written before {own}'s" if older else f"another log than {own}'s")
+    return Skipped(what=what, reason=f"another log than {own}'s")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import partial
 from heapq import merge
-from itertools import chain, groupby, islice, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +37,12 @@ from ampdoctor.health.reading.log_files import (
     unread_in,
 )
 from ampdoctor.health.reading.log_kind import (
-    OF_A_NETWORK,
     Epochs,
+    LineRows,
     LogKind,
     LogLocation,
     ReadIssues,
     Row,
-    SkipCount,
     Unread,
     kind_of_one_file,
     lines_of,
@@ -59,33 +56,26 @@ from ampdoctor.health.reading.log_kind import (
 
 _RANGES = ("__MIN", "__MAX")
 _BETWEEN = " - "  # separates the name of a run and that of a metric: "ruby-sun-12 - train/loss"
-_LISTED = 4
 
 
-def metrics_of(header: Sequence[str], name: str) -> Mapping[str, str]:
-    """Returns the metric of each column, "" for ranges, {} for another table; CheckpointError for several runs."""
+def _metrics_of(header: Sequence[str], name: str) -> Sequence[str]:
+    """Returns the metrics of columns, "" for ranges, the names of another table; CheckpointError for several runs."""
     ranges = {column for column in header if column.endswith(_RANGES)}
     found = {
         column: column.rpartition(_BETWEEN) for column in header if column + _RANGES[0] in ranges and _BETWEEN in column
     }
-    if not found:
-        return {}
     runs = list(dict.fromkeys(run for run, _, _ in found.values()))
     if len(runs) > 1:
-        more = ", ..." if len(runs) > _LISTED else ""
         raise CheckpointError(
-            f"{name} is W&B's export of {len(runs)} runs ({', '.join(runs[:_LISTED])}{more}), and a log is of one: "
-            "export each by itself."
+            f"{name} is W&B's export of {len(runs)} runs, and a log is of one: export each by itself."
         )
-    return dict.fromkeys(ranges, "") | {column: metric for column, (_, _, metric) in found.items()}
+    return ["" if column in ranges else found[column][2] if column in found else column for column in header]
 
 
 _LIGHTNING = "metrics.csv"
 _SOMETHING = frozenset({"loss", "gradient_norm", "loss_scale"})
-_NETWORKS = {"g": "g", "gen": "g", "generator": "g", "d": "d", "disc": "d", "discriminator": "d", "critic": "d"}
-"""Names of the networks of an adversarial training, and which of the two each one is."""
-_BESIDE = frozenset({"loss", "losses", "train", "training", "total", "a", "b"})
-"""Words that may stand beside such a name in the column of the network's whole loss; `loss_d_real` is only a part."""
+_ADVERSARIES = frozenset({"g", "gen", "generator", "d", "disc", "discriminator", "critic"})
+"""Parts that are no part of one loss: networks that train against each other."""
 _TRIED = 1000  # rows in which a log must have a loss, a norm or a scale
 _HEAD = 1024 * 1024  # bytes in which these rows must stand
 _TABLES = frozenset({".csv", ".tsv"})
@@ -100,43 +90,31 @@ def _is_table(name: str) -> bool:
     return Path(name).suffix in _TABLES
 
 
-def _delimiter(name: str, header: bytes) -> str:
-    if Path(name).suffix == ".tsv" or (b"\t" in header and b"," not in header):
+def _delimiter(name: str, header: str) -> str:
+    if Path(name).suffix == ".tsv" or ("\t" in header and "," not in header):
         return "\t"
-    return ";" if b";" in header and b"," not in header else ","
+    return ";" if ";" in header and "," not in header else ","
 
 
-def _is_header(line: bytes) -> bool:
-    names = line.decode("utf-8", "replace").split(_delimiter("", line))
-    fields = {field_of(name.strip(' "')) for name in names}
-    return len(names) > 1 and "step" in fields and not fields.isdisjoint(_SOMETHING)
+def _is_header(line: str) -> bool:
+    fields = {field_of(name.strip(' "')) for name in line.split(_delimiter("", line))}
+    return len(fields) > 1 and "step" in fields and not fields.isdisjoint(_SOMETHING)
 
 
-class TableRows:
-    """Makes rows from the lines of a table, or from lines that are JSON objects.
+class TableRows(LineRows):
+    """Makes rows from the lines of a table, or from lines that are JSON objects; its beginning decides the columns.
 
-    The beginning of the file decides the columns. Raises CheckpointError where it cannot be read, has more columns than
-    a log, or is W&B's export of several runs.
-
-    Attributes:
-        has_steps: Whether the beginning has steps, or epochs that rise.
-        wrong_steps: Whether it has a column of invalid steps.
-        says_something: Whether it has a loss, a norm or a scale.
+    Raises CheckpointError where it cannot be read, has more columns than a log, or is W&B's export of several runs.
     """
 
     def __init__(self, file: RegularFile) -> None:
         self._name = file.name
         head = _head_lines(file)
-        self._table = _is_table(file.name) or (bool(head) and _is_header(head[0]))
-        self._header: list[bytes] | None = None
-        self._delimiter = ","
-        self._metrics: Mapping[str, str] = {}
+        self._table = _is_table(file.name) or (bool(head) and _is_header(head[0].decode("utf-8", "replace")))
         self._epochs = Epochs()
         self._count = 0
-        self._skips = SkipCount()
         self._unread = Unread()
         tried = list(islice(self._parsed(iter(head), SkippedLines()), _TRIED))
-        self._header = None
         fields = [_fields(row) for row in tried]
         self.says_something = any(map(_says_something, fields))
         self._step: Callable[[_Values, dict[str, float]], int | None] = self._by_step
@@ -155,15 +133,11 @@ class TableRows:
         """As in `LineRows`."""
         for values in self._parsed(lines, left):
             if not _is_of_an_evaluation(values):
-                self._unread.hear(values)
+                self._unread.add(values)
             fields = _fields(values)
             step = self._step(values, fields)
             if step is not None:
-                yield Row(step, self._skips.of_a_step({name: one for name, one in fields.items() if name != "step"}))
-
-    def end(self) -> EndLine | None:
-        """As in `LineRows`: a table does not say."""
-        return None
+                yield Row(step, {name: one for name, one in fields.items() if name != "step"})
 
     def rest(self, noticed: ReadIssues) -> Iterator[Row]:
         """As in `LineRows`."""
@@ -180,20 +154,9 @@ class TableRows:
 
     def _parsed(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[_Values]:
         if not self._table:
-            yield from json_rows(lines, left)
-            return
-        if self._header is None:
-            self._header = [next(lines, b"")]
-            self._delimiter = _delimiter(self._name, self._header[0])
-            columns = next(csv.reader([self._header[0].decode("utf-8", "replace")], delimiter=self._delimiter), [])
-            self._metrics = metrics_of(columns, self._name)
-        rows = csv_rows(chain(self._header, lines), self._name, delimiter=self._delimiter, left=left)
-        if not self._metrics:
-            yield from rows
-            return
-        for row in rows:
-            named = ((self._metrics.get(column, column), value) for column, value in row.items())
-            yield {metric: value for metric, value in named if metric}
+            return json_rows(lines, left)
+        name = self._name
+        return csv_rows(lines, name, left, partial(_delimiter, name), partial(_metrics_of, name=name))
 
     def _by_step(self, values: _Values, fields: dict[str, float]) -> int | None:
         step = step_of(fields)
@@ -229,12 +192,6 @@ def _fields(values: _Values) -> dict[str, float]:
     if _is_of_an_evaluation(values):
         return {}
     fields = known_fields(values)
-    networks = (
-        {} if "loss" in fields else {key: side for key in values if isinstance(key, str) and (side := _network(key))}
-    )
-    if len(set(networks.values())) > 1:  # losses of two networks that train against each other are not summed
-        losses = {f"{OF_A_NETWORK}{key}": as_number(values[key]) for key in networks}
-        return fields | {name: loss for name, loss in losses.items() if loss is not None}
     if "loss" not in fields:
         parts = [as_number(value) for key, value in values.items() if _is_part(key)]
         known = [part for part in parts if part is not None]
@@ -244,17 +201,7 @@ def _fields(values: _Values) -> dict[str, float]:
 
 
 def _says_something(fields: Mapping[str, float]) -> bool:
-    return not fields.keys().isdisjoint(_SOMETHING) or any(name.startswith(OF_A_NETWORK) for name in fields)
-
-
-@lru_cache(maxsize=1024)
-def _network(column: str) -> str:
-    """Returns the network whose loss a column is, as `G_loss`, `loss_D`, `train/gen_loss`; "" for none."""
-    words = re.findall(r"[a-z]+|[A-Z](?![a-z])|[A-Z][a-z]+", column)
-    lower = [word.lower() for word in words]
-    sides = {_NETWORKS[word] for word in lower if word in _NETWORKS}
-    whole = "loss" in lower or "losses" in lower
-    return sides.pop() if whole and len(sides) == 1 and {*lower} <= _BESIDE | _NETWORKS.keys() else ""
+    return not fields.keys().isdisjoint(_SOMETHING)
 
 
 def _is_of_an_evaluation(values: _Values) -> bool:
@@ -263,7 +210,7 @@ def _is_of_an_evaluation(values: _Values) -> bool:
 
 def _is_part(key: object) -> bool:
     name = key.strip().lower() if isinstance(key, str) else ""
-    return name.startswith("train/") and name.endswith("_loss")
+    return name.startswith("train/") and name.endswith("_loss") and name[6:-5] not in _ADVERSARIES
 
 
 def _is_a_log(place: LogLocation, name: str) -> bool:
@@ -305,7 +252,7 @@ def _json_lines(place: LogLocation, name: str) -> bool:
     return bool(ended) and first.lstrip().startswith(b"{") and first.rstrip().endswith(b"}")
 
 
-LIGHTNING = LogKind(format="lightning", claims=_claims_lightning, read=reading(TableRows), begin=TableRows)
+LIGHTNING = LogKind(format="lightning", claims=_claims_lightning, read=reading(TableRows))
 ANY_TABLE = kind_of_one_file("table", _logs_of, TableRows)
 
 
@@ -350,7 +297,7 @@ def _read_trainer_state(folder: Path, names: Sequence[str], noticed: ReadIssues)
     noticed.left[name].damaged += len(history) - len(known)
     rows: list[Row] = []
     for values in known:
-        noticed.unread.hear(values)
+        noticed.unread.add(values)
         row = row_of(known_fields(values))
         if row is not None:
             rows.append(row)
@@ -379,7 +326,6 @@ def _read_events(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Ite
 
 def _rows_of(files: Sequence[RegularFile], damaged: list[Skipped]) -> Iterator[Row]:
     """Yields a row for the events of a step, by time: a run may have several writers, and a restart comes later."""
-    skips = SkipCount()
     events = merge(*(scalars_in(file, damaged) for file in files), key=lambda event: event.wall_time)
     for step, together in groupby(events, key=lambda event: event.step):
         values: dict[str, float] = {}
@@ -389,7 +335,7 @@ def _rows_of(files: Sequence[RegularFile], damaged: list[Skipped]) -> Iterator[R
         fields = known_fields({**values, "step": step})
         del fields["step"]
         if fields:
-            yield Row(step, skips.of_a_step(fields), milliseconds(written))
+            yield Row(step, fields, milliseconds(written))
 
 
 TENSORBOARD = LogKind(format="tensorboard", claims=_claims_events, read=_read_events)

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.health.reading.log_files import SkippedLines, as_number
-from ampdoctor.health.reading.log_kind import Epochs, ReadIssues, Row
+from ampdoctor.health.reading.log_kind import Epochs, LineRows, ReadIssues, Row
 from ampdoctor.health.reading.printed_line import Printed, printed
 
 # -- skipped steps, and logs with nothing else: with Accelerate's configuration DeepSpeed prints only overflows --
@@ -69,7 +69,7 @@ def overflow_in(line: bytes) -> Overflow | None:
     return Overflow(found.start(), attempted, scale, _seconds(line), is_told=attempted_is_told)
 
 
-class OverflowRows:
+class OverflowRows(LineRows):
     """Makes rows from overflows, which are printed without their step.
 
     Steps between them are not printed. At least one was taken where the scale has grown, or where more time has passed
@@ -237,7 +237,7 @@ class _Bars:
 
 
 @dataclass(slots=True)
-class ConsoleRows:
+class ConsoleRows(LineRows):
     """Makes rows from the lines of a file, as they come.
 
     A skipped step is printed without its number. It belongs between the lines around it, right after the step of the

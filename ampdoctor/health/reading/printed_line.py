@@ -1,8 +1,6 @@
-"""Parses a line that a training loop prints into its step and its named numbers.
+"""Parses a line that a training loop prints into its step and its named numbers, whichever program prints it.
 
-There is no list of frameworks. A number counts where a name that `log_files` knows comes right before it (`loss: 2.1`,
-`gnorm=0.8`, `grad_norm 4.2 (3.9)`, `{'loss': '2.1'}`). The step is a named number, a fraction (`[50/1251]`, tqdm's bar)
-or an epoch. A sentence with numbers in it does not count.
+A number counts where a name that `log_files` knows comes right before it; a sentence with numbers in it does not count.
 """
 
 from __future__ import annotations

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Protocol
 
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine
 from ampdoctor.health.reading.log_files import SkippedLines, as_number, lines_in
-from ampdoctor.health.reading.log_kind import LogLocation, ReadIssues, Row, kind_of_one_file
+from ampdoctor.health.reading.log_kind import LineRows, LogLocation, ReadIssues, Row, kind_of_one_file
 from ampdoctor.health.reading.printed_console import OVERFLOW, ConsoleRows, Layout, OverflowRows, layout_of, overflow_in
-from ampdoctor.health.reading.printed_line import printed
 
 # -- how a job ended: an uncaught exception at the end of its output --
 
@@ -47,12 +44,6 @@ _GOES_ON = 2  # rows after an exception that show that it was caught; one may ha
 _INTERRUPTED = 130
 
 
-class _Rows(Protocol):
-    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]: ...
-
-    def rest(self, noticed: ReadIssues) -> Iterator[Row]: ...
-
-
 @dataclass(slots=True)
 class Ending:
     """Searches the lines of a job for an exception that ended it.
@@ -67,7 +58,7 @@ class Ending:
     _chained: bool = False
     _others: int = 0
 
-    def hear(self, line: bytes) -> None:
+    def add(self, line: bytes) -> None:
         """Takes a line."""
         prefix = _RANK.match(line)
         rank, text = (b"", line) if prefix is None else (prefix[0].strip(), line[prefix.end() :])
@@ -121,15 +112,15 @@ class Ending:
         return EndLine(exit_code=_INTERRUPTED if reason == "KeyboardInterrupt" else 1, reason=reason)
 
 
-class PrintedRows:
+class PrintedRows(LineRows):
     """Makes rows from a job's output with `rows`, and finds how the job ended."""
 
-    def __init__(self, rows: _Rows) -> None:
+    def __init__(self, rows: LineRows) -> None:
         self._rows, self._ending, self._since = rows, Ending(), 0
 
     def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:
         """As in `LineRows`."""
-        for row in self._rows.rows(self._heard(lines), left):
+        for row in self._rows.rows(self._watched(lines), left):
             self._since = self._since + 1 if self._ending.may_have_ended else 0
             if self._since >= _GOES_ON:
                 self._ending.goes_on()
@@ -143,9 +134,9 @@ class PrintedRows:
         """As in `LineRows`."""
         return self._ending.line
 
-    def _heard(self, lines: Iterator[bytes]) -> Iterator[bytes]:
+    def _watched(self, lines: Iterator[bytes]) -> Iterator[bytes]:
         for line in lines:
-            self._ending.hear(line)
+            self._ending.add(line)
             yield line
 
 
@@ -174,7 +165,7 @@ _MEGATRON = {
 _STEP = re.compile(rb"\[Rank 0\] step=(\d{1,16}), skipped=(\d+)(?:, lr=\[\[?([^,\]]+))?")
 
 
-class _MegatronRows:
+class _MegatronRows(LineRows):
     """Makes rows from Megatron-LM's lines, each the mean over the iterations since the line before.
 
     Megatron-LM leaves non-finite losses out of the mean. Which iteration was skipped or had a non-finite loss is known
@@ -189,9 +180,6 @@ class _MegatronRows:
             found = _ITERATION.search(line)
             if found is not None:
                 yield self._row(found)
-
-    def rest(self, noticed: ReadIssues) -> Iterator[Row]:  # noqa: ARG002 - nothing waits
-        return iter(())
 
     def _row(self, found: re.Match[bytes]) -> Row:
         step, values = int(found[1]), {}
@@ -212,7 +200,7 @@ class _MegatronRows:
         return Row(step, values)
 
 
-class _DeepSpeedRows:
+class _DeepSpeedRows(LineRows):
     """Makes rows from DeepSpeed's lines.
 
     An overflow is printed without its step: overflows since the last line of a step are placed right after that step.
@@ -232,9 +220,6 @@ class _DeepSpeedRows:
             elif (found := _STEP.search(line)) is not None:
                 yield self._row(found)
 
-    def rest(self, noticed: ReadIssues) -> Iterator[Row]:  # noqa: ARG002 - nothing waits
-        return iter(())
-
     def _row(self, found: re.Match[bytes]) -> Row:
         rate = as_number((found[3] or b"").decode("utf-8", "replace"))
         values = {} if rate is None else {"learning_rate": rate}
@@ -243,10 +228,6 @@ class _DeepSpeedRows:
             values |= {**known, "skipped": 0.0}
         self._step = int(found[1])
         return Row(self._step, values)
-
-
-def _is_overflow_or_step(line: bytes) -> bool:
-    return _STEP.search(line) is not None or OVERFLOW.search(line) is not None
 
 
 class _Text:
@@ -324,14 +305,10 @@ def _logs_of(format: str) -> Callable[[LogLocation], list[str]]:  # noqa: A002
     return logs_of
 
 
-def _tells_of_overflows(file: RegularFile) -> bool:
-    return any(overflow_in(line) is not None for line in lines_in(file))
-
-
 def _console(file: RegularFile) -> PrintedRows:
     text, _ = _text(file)
     layout = None if text is None else text.layout
-    if layout is not None and layout.place == "epoch" and _tells_of_overflows(file):
+    if layout is not None and layout.place == "epoch" and any(map(overflow_in, lines_in(file))):
         layout = replace(layout, counted=True)
     if layout is None:
         raise CheckpointError(f"{file.name} no longer has a line with a step and a loss.")
@@ -343,49 +320,6 @@ def _deepspeed(file: RegularFile) -> PrintedRows:
     return PrintedRows(OverflowRows() if text is not None and not text.steps_of_deepspeed else _DeepSpeedRows())
 
 
-MEGATRON = kind_of_one_file(
-    "megatron",
-    _logs_of("megatron"),
-    lambda _: PrintedRows(_MegatronRows()),
-    lambda line: _ITERATION.search(line) is not None,
-)
-CONSOLE = kind_of_one_file("console", _logs_of("console"), _console, lambda line: printed(line) is not None)
-DEEPSPEED = kind_of_one_file("deepspeed", _logs_of("deepspeed"), _deepspeed, _is_overflow_or_step)
-
-
-# -- where a framework writes its numbers, if its output has none --
-
-_HEAD_ASKED = 64 * 1024
-_TEXTS = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr"})
-_MOST_ASKED = 8  # most files of a folder that are searched, the latest first
-_LOGS: Mapping[str, re.Pattern[bytes]] = MappingProxyType(
-    {
-        "Lightning writes its numbers to lightning_logs/version_N/metrics.csv (CSVLogger), or to event files there": (
-            re.compile(rb"v_num=|Trainer\.fit|lightning|LOCAL_RANK: 0 - CUDA_VISIBLE_DEVICES", re.IGNORECASE)
-        ),
-        "Ultralytics writes its numbers to runs/TASK/trainN/results.csv": re.compile(rb"Ultralytics|YOLOv\d"),
-        "mmengine writes its numbers to WORK_DIR/TIMESTAMP/vis_data/scalars.json": re.compile(rb"mmengine|mmcv"),
-        "the Trainer writes its numbers to checkpoint-N/trainer_state.json in its output folder": (
-            re.compile(rb"train_runtime|\*{5} Running training \*{5}|transformers")
-        ),
-        "fairseq prints its numbers with --log-format json or simple": re.compile(rb"fairseq"),
-        "DeepSpeed prints its steps with steps_per_print, and writes them with csv_monitor": (
-            re.compile(rb"deepspeed", re.IGNORECASE)
-        ),
-        "W&B keeps the run's numbers in wandb/run-TIME-ID/run-ID.wandb": re.compile(
-            rb"wandb: (?:Run data|Tracking run)"
-        ),
-    }
-)
-"""Lines that frameworks print at their start; the first match decides."""
-
-
-def log_elsewhere(place: LogLocation) -> str | None:
-    """Returns where the framework that printed a place's output writes its numbers, as a clause; None: unknown."""
-    texts = [name for name in place.names if place.named or Path(name).suffix in _TEXTS]
-    for name in place.latest(texts)[:_MOST_ASKED]:
-        head = place.head(name, _HEAD_ASKED)
-        for where, prints in _LOGS.items():
-            if prints.search(head):
-                return where
-    return None
+MEGATRON = kind_of_one_file("megatron", _logs_of("megatron"), lambda _: PrintedRows(_MegatronRows()))
+CONSOLE = kind_of_one_file("console", _logs_of("console"), _console)
+DEEPSPEED = kind_of_one_file("deepspeed", _logs_of("deepspeed"), _deepspeed)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -20,10 +20,9 @@ from typing import IO, Any
 from ampdoctor.errors import AmpdoctorError, OutputError, UsageError
 from ampdoctor.evidence.log_records import DetailLine, LogRecord
 from ampdoctor.evidence.log_text import line_of, text_of
-from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks import to_csv, to_mlflow, to_openmetrics, to_tensorboard, to_wandb
-from ampdoctor.health.sinks.metrics import PREFIX, Alert, Projection, Row, together
-from ampdoctor.health.sinks.sink import RunFacts, Sink, SinkType, text_of_alert, title_of
+from ampdoctor.health.sinks.metrics import Alert, Projection, Row, together
+from ampdoctor.health.sinks.sink import RunFacts, Sink, SinkType
 from ampdoctor.package import beside
 
 # -- the sinks, and the meaning of `--export KIND=TARGET` --
@@ -53,23 +52,13 @@ class Export:
         """Return the text as typed."""
         return f"{self.kind.name}={self.target}"
 
-    @property
-    def is_path(self) -> bool:
-        """Whether the target is a path."""
-        return self.kind.is_path and not self.kind.is_endpoint(self.target) and not is_url(self.target)
-
     def files(self, run: str = "") -> tuple[str, ...]:
         """Returns the files that it writes for a run of this name, as far as their names are known."""
-        return self.kind.writes(self.target, run) if self.is_path else ()
+        return self.kind.writes(self.target, run)
 
     def begin(self, facts: RunFacts) -> Sink:
         """Makes the sink, and imports its library."""
         return self.kind.begin(self.target, facts)
-
-
-def is_url(target: str) -> bool:
-    """Whether a target is a URL such as `s3://bucket/logs`, and not a path."""
-    return _URL.match(target) is not None
 
 
 def export_of(text: str) -> Export:
@@ -81,25 +70,16 @@ def export_of(text: str) -> Export:
         raise UsageError(f"--export {text}: no such sink; there are {forms}")
     if not equals or not target.strip():
         raise UsageError(f"--export {text}: say where to: {kind.name}={kind.target}")
-    refusal = _no_url(kind, target) or kind.refuse(target)
-    if refusal is not None:
-        raise UsageError(f"--export {text}: {refusal}")
+    if kind.is_path and (_URL.match(target) or target.startswith(":")):
+        raise UsageError(f"--export {text}: {kind.name} is written to a path of this machine")
     if kind.module is not None and find_spec(kind.module) is None:
         raise UsageError(f"--export {text}: {kind.module} is not installed: pip install 'ampdoctor[{kind.name}]'")
-    asked = Export(kind, target)
-    if asked.is_path:
-        asked = Export(kind, str(Path(target).expanduser().absolute()))
+    asked = Export(kind, str(Path(target).expanduser().absolute()) if kind.is_path else target)
     for file in asked.files():
         if os.path.exists(file) and not os.path.isfile(file):  # noqa: PTH110, PTH113 - these never raise
             what = "a folder" if os.path.isdir(file) else "no regular file"  # noqa: PTH112 - the same
             raise UsageError(f"--export {text}: cannot write {file}: it is {what}")
     return asked
-
-
-def _no_url(kind: SinkType, target: str) -> str | None:
-    if not kind.is_path or not is_url(target) or (kind.takes_urls and not target.startswith("file:")):
-        return None
-    return f"it is a URL, and {kind.name} is written to a path of this machine"
 
 
 EVERY_S = 1.0  # seconds between two flushes while lines come, and between two rows for a sink that sends to a server
@@ -119,7 +99,7 @@ class Exporter:
         self._given = self._flushed = float("-inf")
         self._fresh = False
 
-    def hear(self, whole: LogRecord) -> None:
+    def add(self, whole: LogRecord) -> None:
         """Takes a line."""
         for said in self._projection.of(whole):
             self._take(said)
@@ -177,9 +157,6 @@ class Exporter:
 
 def export(lines: Iterable[LogRecord], exports: Sequence[Export]) -> None:
     """Gives one run's log to sinks, and closes each; if one fails (OutputError), the others are still complete."""
-    for one in exports:
-        if one.kind.is_endpoint(one.target):
-            raise UsageError(f"--export {one}: an endpoint is asked while a training runs; name a file for a log")
     open_ones = [(one, Exporter(one.begin, often=True)) for one in exports]
     failed: list[str] = []
 
@@ -192,7 +169,7 @@ def export(lines: Iterable[LogRecord], exports: Sequence[Export]) -> None:
                 failed.append(f"the export {pair[0]} has failed: {sentence_of(error)}")
 
     for whole in lines:
-        do(lambda exporter, whole=whole: exporter.hear(whole))  # type: ignore[misc]
+        do(lambda exporter, whole=whole: exporter.add(whole))  # type: ignore[misc]
     do(Exporter.close)
     if failed:
         raise OutputError("; ".join(failed))
@@ -209,44 +186,12 @@ def sentence_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-# -- a user's own sinks: objects with our methods, or scalar writers such as TensorBoard's --
-
-
-class ScalarWriter:
-    """Writes to an object with `add_scalar(tag, value, step)`, which the user closes."""
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-
-    def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:  # noqa: ARG002 - not all take it
-        """As in `Sink`."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(f"{PREFIX}/{name}", value, step)
-
-    def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:  # noqa: ARG002 - the same
-        """As in `Sink`."""
-        if hasattr(self._writer, "add_text"):
-            self._writer.add_text(f"{PREFIX}/alerts/{title_of(finding)}", text_of_alert(finding, step), step)
-
-    def flush(self) -> None:
-        """As in `Sink`."""
-        if hasattr(self._writer, "flush"):
-            self._writer.flush()
-
-    def close(self) -> None:
-        """As in `Sink`, but the user closes the writer."""
-        self.flush()
-
-
 def sink_of(given: Any) -> Sink:
     """Returns a user's object as a sink; raises UsageError where it is none."""
     if isinstance(given, Sink):
         return given
-    if callable(getattr(given, "add_scalar", None)):
-        return ScalarWriter(given)
     raise UsageError(
-        f"export: a {type(given).__name__} is neither text like tensorboard=DIR, nor has it log, alert, flush and "
-        "close, nor add_scalar"
+        f"export: a {type(given).__name__} is neither text like tensorboard=DIR, nor has it log, alert, flush and close"
     )
 
 
@@ -273,7 +218,7 @@ class Apart:
         self._what = what
         self._process: subprocess.Popen[bytes] | None = None
 
-    def hear(self, whole: LogRecord) -> None:
+    def add(self, whole: LogRecord) -> None:
         """Sends a line; raises OutputError with the sink's reason where the sink has ended."""
         line = whole.line
         if isinstance(line, DetailLine):  # no sink shows histograms, which are most of a line
@@ -356,7 +301,7 @@ def _serve(what: Export, lines: Queue[bytes], parent: int) -> None:
             break
         whole = line_of(text)
         if whole is not None:
-            exporter.hear(whole)
+            exporter.add(whole)
     exporter.close()
 
 

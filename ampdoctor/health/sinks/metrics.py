@@ -205,15 +205,12 @@ class Projection:
             yield from self._row(held)
 
     def _begin(self, whole: LogRecord) -> None:
-        header = whole.line if isinstance(whole.line, RunLine) else self._header
-        tensors, optimizers = (tuple(map(_encodable, names)) for names in (header.tensors, header.optimizers))
-        self._header = header = replace(header, tensors=tensors, optimizers=optimizers)
-        run_id = _encodable(whole.stamp.run_id)
+        self._header = header = whole.line if isinstance(whole.line, RunLine) else self._header
         self.facts = RunFacts(
-            name=_encodable(header.name) or run_id,
-            run_id=run_id,
-            version=_encodable(header.tool),
-            precision=_encodable(header.precision or ""),
+            name=header.name or whole.stamp.run_id,
+            run_id=whole.stamp.run_id,
+            version=header.tool,
+            precision=header.precision or "",
             world_size=whole.stamp.world_size,
         )
 
@@ -305,22 +302,9 @@ class Projection:
 
 def _alerts(whole: LogRecord) -> Iterator[Alert]:
     line = whole.line
-    findings = (line.finding,) if isinstance(line, AlertLine) else line.findings if isinstance(line, LookLine) else ()
     if isinstance(line, AlertLine | LookLine):
-        for finding in findings:
-            said = replace(
-                finding,
-                name=_encodable(finding.name),
-                message=_encodable(finding.message),
-                help=_encodable(finding.help),
-                cause=None if finding.cause is None else _encodable(finding.cause),
-            )
-            yield Alert(step=line.step, time_ms=whole.stamp.time_ms, finding=said)
-
-
-def _encodable(text: str) -> str:
-    """Returns a text that can be encoded: a lone surrogate, which JSON can hold, becomes its number."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+        for finding in (line.finding,) if isinstance(line, AlertLine) else line.findings:
+            yield Alert(step=line.step, time_ms=whole.stamp.time_ms, finding=finding)
 
 
 def _are_one(held: DetailLine, more: DetailLine) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol, runtime_checkable
 
 from ampdoctor.evidence.report import Finding
@@ -44,13 +44,8 @@ class RunFacts:
 
     def as_config(self) -> dict[str, str | int]:
         """Returns the known facts as a run's configuration, under names of ours."""
-        known: dict[str, str | int] = {
-            "run_id": self.run_id,
-            "version": self.version,
-            "precision": self.precision,
-            "world_size": self.world_size,
-        }
-        return {f"ampdoctor/{key}": value for key, value in known.items() if value != ""}
+        known = asdict(self).items()
+        return {f"ampdoctor/{key}": value for key, value in known if key != "name" and value != ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +58,8 @@ class SinkType:
     begin: Callable[[str, RunFacts], Sink]  # it alone imports the library
     module: str | None = None  # the library that it needs
     is_path: bool = False  # the target is a path, relative to where the command was typed
-    takes_urls: bool = False  # the target may also be a URL, which the library understands
     often: bool = True  # takes each step; False: one a second, which stands for those since the last
     writes: Callable[[str, str], tuple[str, ...]] = lambda _target, _run: ()  # files of a path, for a run's name
-    refuse: Callable[[str], str | None] = lambda _target: None  # why a target is invalid
-    is_endpoint: Callable[[str], bool] = lambda _target: False  # it answers requests while a training runs
 
 
 def title_of(finding: Finding) -> str:

@@ -86,15 +86,11 @@ def _text(value: float) -> str:
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else f"{value:.6g}"
 
 
-def _writes(folder: str, _run: str) -> tuple[str, ...]:
-    return tuple(str(Path(folder, name)) for name in _FILES)
-
-
 KIND = SinkType(
     name="csv",
     target="DIR",
     help="Files that a spreadsheet reads.",
     begin=CsvFiles,
     is_path=True,
-    writes=_writes,
+    writes=lambda folder, _run: tuple(str(Path(folder, name)) for name in _FILES),
 )

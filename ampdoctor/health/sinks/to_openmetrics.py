@@ -1,10 +1,9 @@
-"""OpenMetrics: a text file for node_exporter, or an endpoint on this machine for Prometheus."""
+"""OpenMetrics: a text file, for Prometheus's node_exporter or any reader of OpenMetrics."""
 
 from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -12,10 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampdoctor.errors import OutputError
 from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import LAYERS, METRICS, PREFIX, Metric, name_of, parts_of
-from ampdoctor.health.sinks.sink import RunFacts, Sink, SinkType
+from ampdoctor.health.sinks.sink import RunFacts, SinkType
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -48,16 +46,18 @@ class _Histogram:
             self.sum += value
 
 
-class _Exposed:
-    """A run's current state as a registry, under a lock for requests while it changes.
+class OpenMetricsFile:
+    """Writes a run's current state anew, completely or not at all, so that no reader sees a part.
 
-    Counters exist from the beginning, so that their first increase is visible. The run's name is a label of every
-    series, since several runs may share a machine.
+    node_exporter reads `*.prom`, in Prometheus's own format and not in OpenMetrics; a file of another name is
+    OpenMetrics. Counters exist from the beginning, so that their first increase is visible. The run's name is a label
+    of every series, since several runs may share a machine.
     """
 
-    def __init__(self, facts: RunFacts) -> None:
+    def __init__(self, path: str, facts: RunFacts) -> None:
         from prometheus_client import CollectorRegistry
 
+        self._path = Path(os.path.realpath(path))  # writes the target of a link, and keeps the link
         self._facts = facts
         self._values: dict[str, dict[Labels, float]] = {}
         self._histograms: dict[str, dict[Labels, _Histogram]] = {}
@@ -69,42 +69,12 @@ class _Exposed:
         self._set(METRICS["running"], (), 1.0)
         for severity in ("error", "warning", "note"):
             self._set(_ALERTS, (("cause", ""), ("severity", severity)), 0.0)
-        self._lock = threading.Lock()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+        self.flush()
 
-    def collect(self) -> list[Family]:
-        """Returns the state; the library asks for it."""
-        with self._lock:
-            return list(self._families())
-
-    def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:
-        """As in `Sink`."""
-        with self._lock:
-            for name, value in metrics.items():
-                self._take(name, value, step, time_ms)
-
-    def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:  # noqa: ARG002 - a counter needs neither
-        """As in `Sink`; a counter."""
-        labels = (("cause", finding.cause or finding.name), ("severity", finding.severity))
-        with self._lock:
-            self._set(_ALERTS, labels, self._values[_ALERTS.name].get(labels, 0.0) + 1)
-
-    def _take(self, name: str, value: float, step: int, time_ms: int) -> None:
-        metric, label, optimizer = parts_of(name)
-        if metric.label == "layer" and self._layers_of.get(name_of(metric.name, "", optimizer)) != step:
-            self._layers_of[name_of(metric.name, "", optimizer)] = step
-            held = self._values.get(metric.name, {})
-            self._values[metric.name] = {k: v for k, v in held.items() if dict(k).get("optimizer", "") != optimizer}
-        labels = tuple((key, text) for key, text in ((metric.label, label), ("optimizer", optimizer)) if key and text)
-        if metric.type == "histogram":
-            self._histograms.setdefault(metric.name, {}).setdefault(labels, _Histogram()).add(value)
-        elif metric.type != "counter" or math.isfinite(value):  # no reader accepts a non-finite counter
-            self._set(metric, labels, value)
-        if metric.name == "step_total":
-            self._set(_LAST_STEP, (), time_ms / 1000)
-
-    def _families(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[Family]:
+        """Yields the state; the library asks for it."""
         from prometheus_client.core import Metric as Family
 
         good = self._values.get(_GOOD, {}).get(())
@@ -123,35 +93,15 @@ class _Exposed:
                     family.add_sample(f"{PREFIX}_{name}", {"run": facts.name, **dict(labels)}, value)
                 yield family
 
-    def _set(self, metric: Metric, labels: Labels, value: float) -> None:
-        self._values.setdefault(metric.name, {})[labels] = value
+    def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:
+        """As in `Sink`."""
+        for name, value in metrics.items():
+            self._take(name, value, step, time_ms)
 
-    def _samples(self, metric: Metric) -> Iterator[tuple[str, Labels, float]]:
-        for labels, histogram in self._histograms.get(metric.name, {}).items():
-            below = 0
-            for bound, count in zip((*_BOUNDS_S, math.inf), histogram.counts, strict=True):
-                below += count
-                yield f"{metric.name}_bucket", (*labels, ("le", "+Inf" if bound == math.inf else str(bound))), below
-            yield f"{metric.name}_sum", labels, histogram.sum
-            yield f"{metric.name}_count", labels, below
-        values = self._values.get(metric.name, {})
-        if metric.label == "layer":
-            values = dict(sorted(values.items(), key=lambda item: -item[1])[:LAYERS])
-        for labels, value in sorted(values.items()):
-            yield metric.name, labels, value
-
-
-class OpenMetricsFile(_Exposed):
-    """Writes a file anew, completely or not at all, so that no reader sees a part.
-
-    node_exporter reads `*.prom`, in Prometheus's own format and not in OpenMetrics; a file of another name is
-    OpenMetrics.
-    """
-
-    def __init__(self, path: str, facts: RunFacts) -> None:
-        super().__init__(facts)
-        self._path = Path(os.path.realpath(path))  # writes the target of a link, and keeps the link
-        self.flush()
+    def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:  # noqa: ARG002 - a counter needs neither
+        """As in `Sink`; a counter."""
+        labels = (("cause", finding.cause or finding.name), ("severity", finding.severity))
+        self._set(_ALERTS, labels, self._values[_ALERTS.name].get(labels, 0.0) + 1)
 
     def flush(self) -> None:
         """As in `Sink`."""
@@ -173,56 +123,44 @@ class OpenMetricsFile(_Exposed):
         """As in `Sink`; the last state stays."""
         self.flush()
 
+    def _take(self, name: str, value: float, step: int, time_ms: int) -> None:
+        metric, label, optimizer = parts_of(name)
+        if metric.label == "layer" and self._layers_of.get(name_of(metric.name, "", optimizer)) != step:
+            self._layers_of[name_of(metric.name, "", optimizer)] = step
+            held = self._values.get(metric.name, {})
+            self._values[metric.name] = {k: v for k, v in held.items() if dict(k).get("optimizer", "") != optimizer}
+        labels = tuple((key, text) for key, text in ((metric.label, label), ("optimizer", optimizer)) if key and text)
+        if metric.type == "histogram":
+            self._histograms.setdefault(metric.name, {}).setdefault(labels, _Histogram()).add(value)
+        elif metric.type != "counter" or math.isfinite(value):  # no reader accepts a non-finite counter
+            self._set(metric, labels, value)
+        if metric.name == "step_total":
+            self._set(_LAST_STEP, (), time_ms / 1000)
 
-class OpenMetricsEndpoint(_Exposed):
-    """Answers requests from this machine while the run lasts, in the requested format."""
+    def _set(self, metric: Metric, labels: Labels, value: float) -> None:
+        self._values.setdefault(metric.name, {})[labels] = value
 
-    def __init__(self, port: int, facts: RunFacts) -> None:
-        from prometheus_client import start_http_server
-
-        super().__init__(facts)
-        try:
-            self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=self._registry)
-        except OSError as error:
-            raise OutputError(f"nobody can be answered at 127.0.0.1:{port}: {error.strerror}") from None
-
-    def flush(self) -> None:
-        """As in `Sink`; requests read the state directly."""
-
-    def close(self) -> None:
-        """As in `Sink`."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def _begin(target: str, facts: RunFacts) -> Sink:
-    return OpenMetricsEndpoint(int(target[1:]), facts) if _is_port(target) else OpenMetricsFile(target, facts)
-
-
-def _is_port(target: str) -> bool:
-    return target.startswith(":")
-
-
-def _writes(target: str, _run: str) -> tuple[str, ...]:
-    return (target,)
-
-
-def _refuse(target: str) -> str | None:
-    port = target[1:]
-    if _is_port(target) and not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535):
-        return f"{target} is no port: write :9105, or a file"
-    return None
+    def _samples(self, metric: Metric) -> Iterator[tuple[str, Labels, float]]:
+        for labels, histogram in self._histograms.get(metric.name, {}).items():
+            below = 0
+            for bound, count in zip((*_BOUNDS_S, math.inf), histogram.counts, strict=True):
+                below += count
+                yield f"{metric.name}_bucket", (*labels, ("le", "+Inf" if bound == math.inf else str(bound))), below
+            yield f"{metric.name}_sum", labels, histogram.sum
+            yield f"{metric.name}_count", labels, below
+        values = self._values.get(metric.name, {})
+        if metric.label == "layer":
+            values = dict(sorted(values.items(), key=lambda item: -item[1])[:LAYERS])
+        for labels, value in sorted(values.items()):
+            yield metric.name, labels, value
 
 
 KIND = SinkType(
     name="openmetrics",
-    target="FILE|:PORT",
-    help="For Prometheus: a file for node_exporter (*.prom) or in OpenMetrics, or an endpoint on 127.0.0.1.",
-    begin=_begin,
+    target="FILE",
+    help="A file for Prometheus: for node_exporter (*.prom), or in OpenMetrics.",
+    begin=OpenMetricsFile,
     module="prometheus_client",
     is_path=True,
-    writes=_writes,
-    refuse=_refuse,
-    is_endpoint=_is_port,
+    writes=lambda target, _run: (target,),
 )

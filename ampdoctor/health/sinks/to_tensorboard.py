@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ampdoctor.evidence.report import Finding
@@ -19,7 +19,7 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(os.path.join(folder, _as_folder(facts.name)))  # noqa: PTH118 - it may be s3://
+        self._writer = EventFileWriter(str(Path(folder, _as_folder(facts.name))))
 
     def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:
         """As in `Sink`."""
@@ -57,7 +57,7 @@ def _as_folder(name: str) -> str:
 
 def _writes(folder: str, run: str) -> tuple[str, ...]:
     """Returns a path inside the run's folder; the writer adds a unique suffix to the file's name."""
-    return (os.path.join(folder, _as_folder(run), "events.out.tfevents"),)  # noqa: PTH118 - it may be s3://
+    return (str(Path(folder, _as_folder(run), "events.out.tfevents")),)
 
 
 KIND = SinkType(
@@ -67,6 +67,5 @@ KIND = SinkType(
     begin=TensorBoard,
     module="tensorboard",
     is_path=True,
-    takes_urls=True,
     writes=_writes,
 )

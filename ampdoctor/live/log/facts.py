@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
@@ -56,7 +55,6 @@ _NUMBER = re.compile("[0-9]{1,9}")
 _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("mpirun", "PMI_RANK", "PMI_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 """Launchers, with the variables of a process's rank and of their number.
@@ -65,12 +63,6 @@ The order matters, because each launcher may use a later one: mpirun starts one 
 the size of a step, which only srun sets: a batch script is one process, and has `SLURM_PROCID` 0 and the `SLURM_NTASKS`
 of its allocation.
 """
-_JOBS = (
-    ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
-    ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
-    ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID"),
-)
-"""Variables that have the same values in all processes of a job."""
 _KEY = "ampdoctor/run_id"
 
 
@@ -114,21 +106,13 @@ def exit_code_ends_others() -> bool:
 
 
 def run_id_of_all() -> str:
-    """Returns an id of the run, the same in all of its processes.
-
-    The first process that asks puts it into the store of the process group: no collective is run, and no process waits
-    for another. Without a group it is a hash of the launcher's variables; for a single process it is random.
-    """
+    """Returns an id, the same in all processes of a run: from the store of the process group."""
     made = secrets.token_hex(8)
     distributed = _distributed()
     if distributed is not None and distributed.get_world_size() > 1:
         with suppress(Exception):  # a backend without a store, or the store is gone
             store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way
             return bytes(store.compare_set(_KEY, "", made)).decode("ascii")
-    if launched().world > 1:
-        known = [os.environ.get(name, "") for names in _JOBS for name in names]
-        if any(known):
-            return hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
     return made
 
 

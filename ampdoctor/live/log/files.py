@@ -1,8 +1,4 @@
-"""The files of a log and their size: one that grows, and finished ones, of which the oldest lose their details.
-
-Only the process that began a file appends to it: the file of a killed process, with its torn last line, stays unchanged
-under the next number.
-"""
+"""The files of a log and their size: one that grows, and finished ones, of which the oldest lose their details."""
 
 from __future__ import annotations
 
@@ -51,8 +47,7 @@ class Limits:
     lines: int = 20_000  # that wait, without details: 20 seconds of steps of 1 ms, some 10 MB
     details: int = 16  # that wait; each may hold a histogram of every tensor
     last: int = 256  # steps that are kept for a bundle
-    hung_seconds: float = 30.0  # then a sink without progress is given up: a network disk may pause for seconds
-    heard_details: int = 64  # lines of details that wait for a listener, up to 100 kB each; for other lines, `lines`
+    listener_details: int = 64  # lines of details that wait for a listener, up to 100 kB each; for other lines, `lines`
     close_timeout: float = 10.0  # for all listeners together at the end: a metrics server needs the last lines
 
 
@@ -115,46 +110,21 @@ class Segments:
         return logs_in(os.listdir(self._folder)).get(self._rank, [])  # noqa: PTH208 - names are all that is wanted
 
     def _begin(self, *, left: bool = False) -> None:
-        names = self._names()
-        self.number = 1 + max((number or 0 for _, number in filter(None, map(rank_and_number, names))), default=0)
-        while True:  # another process may begin a file of the same name in between
-            finished = self._set_aside()
-            if finished is not None:
-                if left:  # another process may still use it: it is never thinned
-                    self._set_aside_run()
-                else:
-                    self._finished[finished] = None
-                self.number += 1
-            try:
-                self._file = os.open(self.path, _FLAGS, 0o666)
-            except FileExistsError:
-                left = True
-                continue
-            self._size = 0
-            return
-
-    def _set_aside(self) -> Path | None:
-        """Renames the running file to a number that no other process has taken; None where there is none."""
-        while self.path.exists():
-            finished = self.path.with_name(log_name(self._rank, self.number))
-            try:
-                os.close(os.open(finished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-            except FileExistsError:
-                self.number += 1
-                continue
-            try:
-                self.path.rename(finished)
-            except FileNotFoundError:  # another process was faster
-                finished.unlink()
-                break
-            return finished
-        return None
-
-    def _set_aside_run(self) -> None:
-        """Renames the `run.json` of another process like its log."""
-        path = self._folder / run_name(self._rank)
-        with suppress(FileNotFoundError):
-            path.rename(path.with_name(run_name(self._rank, self.number)))
+        """Begins a file; one that is there gets the next number (`left`: another process's, perhaps still in use)."""
+        self.number = 1 + max(
+            (number or 0 for _, number in filter(None, map(rank_and_number, self._names()))), default=0
+        )
+        if self.path.exists():
+            finished = self.path.rename(self.path.with_name(log_name(self._rank, self.number)))
+            if left:  # it is never thinned
+                facts = self._folder / run_name(self._rank)
+                with suppress(FileNotFoundError):
+                    facts.rename(facts.with_name(run_name(self._rank, self.number)))
+            else:
+                self._finished[finished] = None
+            self.number += 1
+        self._file = os.open(self.path, _FLAGS, 0o666)
+        self._size = 0
 
     def _thin(self) -> None:
         """Removes the details of the oldest files until the bound is met."""

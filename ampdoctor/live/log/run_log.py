@@ -16,7 +16,7 @@ from typing import Any
 from ampdoctor.evidence.log_records import Line, LogRecord, RunLine, Stamp
 from ampdoctor.evidence.paths import log_name
 from ampdoctor.live.log.files import Limits
-from ampdoctor.live.log.thread import Hear, Listening, LogQueue, Make, QueuedLine, Writer
+from ampdoctor.live.log.thread import Listening, LogQueue, Make, OnLine, QueuedLine, Writer
 from ampdoctor.package import version
 
 
@@ -29,18 +29,7 @@ def _nothing() -> None:
 
 
 class RunLog:
-    """Writes a run's log in `folder`, on a thread of its own.
-
-    No method raises or waits because of the disk, except `flush` and `close`, which wait at most for their timeout. A
-    line is on its way to the disk within 0.2 seconds, however the process ends. A forked process does not write to its
-    parent's log.
-
-    The thread makes the folder. `header` begins each file; ampdoctor's version and the file's number are filled in.
-    `run_id` is the same on all ranks; None for a new one. `restarts` is how often the run's processes were started
-    again. `say` gets at most one sentence if the log is given up, and one for each dropped listener, on a thread of the
-    log or on the one that hands over a line. With `held`, nothing is written before `begin`, which may still change run
-    and rank.
-    """
+    """Writes a run's log in `folder` on a thread; only `flush` and `close` wait. With `held`, not before `begin`."""
 
     def __init__(
         self,
@@ -98,13 +87,10 @@ class RunLog:
         """The sentence with which the log was given up, if it was."""
         return self._writer.failed
 
-    def write(self, line: Line) -> None:
-        """Hands a line over."""
-        self._hand_over(line)
-
-    def defer(self, make: Make) -> None:
-        """Hands over a function that makes a line, or None, on the writer's thread; it waits among the details."""
-        self._hand_over(make)
+    def write(self, what: Line | Make) -> None:
+        """Hands a line over, or a function that makes one, or None, on the writer's thread."""
+        if self.failed is None and not self._closed and os.getpid() == self._process:
+            self._tray.put(QueuedLine(self._tray.origin, time_ns(), what))
 
     def lose(self, steps: int) -> None:
         """Counts steps without a line, because their numbers never arrived."""
@@ -116,7 +102,7 @@ class RunLog:
 
     def listen(
         self,
-        hear: Hear,
+        on_line: OnLine,
         *,
         name: str = "what listens to the log",
         idle: Callable[[], None] = _nothing,
@@ -124,16 +110,9 @@ class RunLog:
         dropped: Callable[[], None] = _nothing,
         answers: bool = False,
     ) -> Listening:
-        """Calls a listener for each line written from now on, the header first, on a thread of its own.
-
-        Only `close` waits for listeners, for all of them together as long as the limits allow. A listener that raises
-        or hangs is dropped with a sentence, in which `name` describes it. On the same thread, `idle` is called several
-        times a second while no line waits, and `end` as the last call. `dropped` is called once instead, on any thread,
-        where the listener is dropped: it may stop what the listener waits for. With `answers`, the listener may answer
-        with lines: `close` lets it finish before the other listeners.
-        """
+        """Calls a listener for each line from now on, the header first, on its own thread, as a `Listening`."""
         limits, say = self._limits, self._say
-        one = Listening(hear, name=name, idle=idle, end=end, dropped=dropped, limits=limits, say=say)
+        one = Listening(on_line, name=name, idle=idle, end=end, dropped=dropped, limits=limits, say=say)
         if self._idle():
             one.give_up("there is no log to listen to")
             return one
@@ -175,26 +154,22 @@ class RunLog:
                 continue
         return False
 
-    def hear_out(self, timeout: float = 2.0) -> None:
+    def drain(self, timeout: float = 2.0) -> None:
         """Waits until the listeners that answer have received all lines, within the limits."""
         deadline = monotonic() + self._limits.close_timeout
         for one in self._answering:
             self.flush(timeout)
-            one.heard(deadline - monotonic())
+            one.wait(deadline - monotonic())
 
     def close(self, timeout: float = 2.0) -> bool:
-        """Writes the waiting lines within `timeout` seconds, and ends the thread; later lines are dropped.
-
-        Listeners get `close_timeout` more, all of them together. Returns whether the log is complete; False in a
-        forked process.
-        """
+        """Writes the waiting lines within `timeout` seconds; returns whether the log is complete (False in a fork)."""
         here = os.getpid() == self._process and threading.current_thread() is not self._writer
         if here and self._held:
             self._start()
         ours = here and not self._closed
         deadline = monotonic() + self._limits.close_timeout
         if ours:
-            self.hear_out(timeout)
+            self.drain(timeout)
         self._end(timeout)
         if ours:
             self._let_go(deadline)
@@ -216,14 +191,6 @@ class RunLog:
             one.let_go()
         for one in listeners:
             one.left(deadline, self._limits.close_timeout)
-
-    def _hand_over(self, what: Line | Make) -> None:
-        writer = self._writer
-        if writer.failed is not None or self._closed or os.getpid() != self._process:
-            return
-        self._tray.put(QueuedLine(self._tray.origin, time_ns(), what))
-        if writer.hangs:
-            writer.give_up("its disk hangs")
 
     def _idle(self) -> bool:
         """Whether there is no thread to wait for, or this is that thread."""

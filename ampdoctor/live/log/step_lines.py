@@ -101,7 +101,7 @@ class StepLines:
 
     def detail(self, make: MakeDetail) -> None:
         """Hands over the tensors' numbers of a step; the log's own thread counts them."""
-        self._log.defer(lambda: make(self._optimizers, lambda name: self._log.index_of(name or _ROOT)))
+        self._log.write(lambda: make(self._optimizers, lambda name: self._log.index_of(name or _ROOT)))
 
 
 def _settings_of(scaler: Any) -> dict[str, float] | None:

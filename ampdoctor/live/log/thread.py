@@ -7,9 +7,8 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread
@@ -28,21 +27,17 @@ from ampdoctor.live.log.files import Limits, Segments
 
 # -- listeners: each has a thread of its own, and slows down neither training nor log --
 
-Hear = Callable[[LogRecord], None]
+OnLine = Callable[[LogRecord], None]
 Say = Callable[[str], None]
 _Waiting = tuple[int, LogRecord]
 
 
 class Listening(Thread):
-    """Calls a listener with each line, in the order in which they were written.
-
-    Where it is too slow, the oldest lines are dropped, and nothing waits for it. A listener that raises or hangs gets
-    nothing any more, after one sentence to `say`. The arguments are as in `RunLog.listen`.
-    """
+    """Calls `on_line` with each line in order, `idle` where none waits, `end` last; `dropped` instead, if it fails."""
 
     def __init__(
         self,
-        hear: Hear,
+        on_line: OnLine,
         *,
         name: str,
         idle: Callable[[], None],
@@ -54,14 +49,13 @@ class Listening(Thread):
         super().__init__(name="ampdoctor-listener", daemon=True)
         self.failed: str | None = None  # the sentence with which it was dropped
         self.dropped = 0  # lines that it did not get
-        self._hear, self._idle, self._end, self._dropped, self._what = hear, idle, end, dropped, name
+        self._on_line, self._idle, self._end, self._dropped, self._what = on_line, idle, end, dropped, name
         self._limits, self._say = limits, say
         self._calls: SimpleQueue[SimpleQueue[bool] | None] = SimpleQueue()
         self._count = itertools.count()
         self._lines: deque[_Waiting] = deque(maxlen=limits.lines)
-        self._details: deque[_Waiting] = deque(maxlen=limits.heard_details)
+        self._details: deque[_Waiting] = deque(maxlen=limits.listener_details)
         self._names: LogRecord | None = None  # a header that was dropped, but that later lines refer to
-        self._busy_since: float | None = None
 
     def put(self, whole: LogRecord) -> None:
         """Queues a line; never waits."""
@@ -74,9 +68,6 @@ class Listening(Thread):
                 oldest = waiting[0][1]
                 self._names = oldest if isinstance(oldest.line, RunLine) else self._names
         waiting.append((next(self._count), whole))
-        since = self._busy_since
-        if since is not None and monotonic() - since > self._limits.hung_seconds:
-            self.give_up(f"it has not come back for {self._limits.hung_seconds:g} s")
 
     def run(self) -> None:
         """Runs on the thread."""
@@ -86,13 +77,13 @@ class Listening(Thread):
                 call = self._nap()
                 going = call is not None
                 while self.failed is None and (whole := self._take()) is not None:
-                    self._timed(partial(self._hear, whole))
+                    self._on_line(whole)
                 if isinstance(call, SimpleQueue):
                     call.put(True)
                 elif going:
-                    self._timed(self._idle)
+                    self._idle()
             if self.failed is None:
-                self._timed(self._end)
+                self._end()
         except Exception as error:  # noqa: BLE001 - the training goes on after any error
             named = "" if isinstance(error, AmpdoctorError) else type(error).__name__
             self.give_up(": ".join(part for part in (named, str(error)) if part))
@@ -109,7 +100,7 @@ class Listening(Thread):
         with suppress(Exception):
             self._say(self.failed)
 
-    def heard(self, timeout: float) -> bool:
+    def wait(self, timeout: float) -> bool:
         """Waits until the listener has got all queued lines; False after the timeout."""
         reply: SimpleQueue[bool] = SimpleQueue()
         self._calls.put(reply)
@@ -149,13 +140,6 @@ class Listening(Thread):
         heads = [(waiting[0][0], waiting) for waiting in (self._lines, self._details) if waiting]
         return min(heads, key=lambda head: head[0])[1].popleft()[1] if heads else None
 
-    def _timed(self, work: Callable[[], None]) -> None:
-        self._busy_since = monotonic()
-        try:
-            work()
-        finally:
-            self._busy_since = None
-
 
 # -- the queue between training and writer --
 #
@@ -181,10 +165,7 @@ class QueuedLine:
 
 
 class LogQueue:
-    """Holds the waiting lines, within its bounds; when it is full, the oldest of a kind are dropped.
-
-    `origin` is the stamp of every line without the time; `header` begins each file.
-    """
+    """Holds the waiting lines, within its bounds; when it is full, the oldest of a kind are dropped."""
 
     def __init__(self, origin: Stamp, header: RunLine, limits: Limits) -> None:
         self.origin = origin  # replaced after a rollback
@@ -300,14 +281,11 @@ class Writer(Thread):
         self._facts: Mapping[str, Any] = tray.facts
         self._lost = LostLine()
         self._told_lost = monotonic()
-        self._busy_since: float | None = None
-        self._suspected: float | None = None
 
     def run(self) -> None:
         """Runs on the thread."""
         try:
-            with self._at_the_sink():
-                self._segments = Segments(self._folder, self._tray.origin.rank, self._limits)
+            self._segments = Segments(self._folder, self._tray.origin.rank, self._limits)
             going = True
             while going and self.failed is None:
                 call = self._nap()
@@ -332,16 +310,6 @@ class Writer(Thread):
         self._tray.clear()
         with suppress(Exception):
             self._say(self.failed)
-
-    @property
-    def hangs(self) -> bool:
-        """Whether the sink hangs at a second check too: after a sleep of the whole process, one check is not enough."""
-        since, now = self._busy_since, monotonic()
-        if since is None or now - since < self._limits.hung_seconds:
-            return False
-        if self._suspected is None or self._suspected < since:
-            self._suspected = now
-        return now - self._suspected > self._limits.hung_seconds / 10
 
     def _nap(self) -> Reply | bool | None:
         try:
@@ -371,8 +339,7 @@ class Writer(Thread):
     def _begin(self, segments: Segments) -> None:
         """Begins a file with its header, and writes the header again where it has grown."""
         if segments.full:
-            with self._at_the_sink():
-                segments.next()
+            segments.next()
             self._header = None
         header = self._tray.header
         if header is not self._header:
@@ -380,11 +347,7 @@ class Writer(Thread):
             self._write_now(segments, replace(header, segment=segments.number))
 
     def _write(self, segments: Segments, whole: LogRecord, text: str) -> None:
-        self._busy_since = monotonic()  # as `_at_the_sink`, but faster: it runs for each line
-        try:
-            segments.write(text.encode("ascii"))
-        finally:
-            self._busy_since = None
+        segments.write(text.encode("ascii"))
         for listener in self.listeners:
             listener.put(whole)
 
@@ -408,16 +371,7 @@ class Writer(Thread):
         except (TypeError, ValueError):
             self._tray.unmade()
             return
-        with self._at_the_sink():
-            segments.describe(text.encode("ascii") + b"\n")
-
-    @contextmanager
-    def _at_the_sink(self) -> Iterator[None]:
-        self._busy_since = monotonic()
-        try:
-            yield
-        finally:
-            self._busy_since = None
+        segments.describe(text.encode("ascii") + b"\n")
 
 
 def _parts(line: Line | None) -> list[Line]:

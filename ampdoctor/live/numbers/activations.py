@@ -40,11 +40,7 @@ class Activation:
 
 
 class Activations:
-    """Hooks the parts of a model during one of its calls, and samples their outputs.
-
-    The hooks exist only in these calls, and in no compiled module, where they would become part of the graph. The
-    model's own output comes from the caller's hook. An error goes to `fail`, and is not raised into the model.
-    """
+    """Hooks the uncompiled parts of a model during one of its calls, and samples their outputs; errors go to `fail`."""
 
     def __init__(self, fail: Callable[[Exception], None]) -> None:
         self.taken: list[Activation] = []  # in the running step
@@ -146,10 +142,9 @@ def _uncompiled(name: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
 class ActivationGrad:
     """The gradient of a module's output or input."""
 
-    module: str  # "" is the model itself
     part: str  # "output" or "input"
     call: int  # number of the module's call in the step, from 0
-    sampled: Sampled  # describes `values`
+    sampled: Sampled  # describes `values`; its name is the module's
     values: Tensor  # a copy of its sampled elements, one-dimensional and on its device; carries the loss scale
 
 
@@ -158,7 +153,7 @@ def arrived(module: str, gradient: Tensor, *, part: str = "output", call: int = 
     if not (gradient.is_floating_point() or gradient.is_complex()) or gradient.is_meta or not gradient.numel():
         return None
     (samples,) = sample([(module, gradient)])
-    return ActivationGrad(module=module, part=part, call=call, sampled=samples.plan[0], values=samples.buffer)
+    return ActivationGrad(part=part, call=call, sampled=samples.plan[0], values=samples.buffer)
 
 
 # -- batches --
@@ -182,10 +177,7 @@ NO_BATCH = BatchReading()
 
 
 def drawn_from(batch: Tensor) -> Tensor | None:
-    """Returns a copy of at most `MOST` elements, evenly over memory, in float32 on the batch's device.
-
-    None for a batch that is not dense, or has neither numbers nor ids.
-    """
+    """Returns at most `MOST` elements in float32 on the batch's device; None for one without dense numbers or ids."""
     if not is_plain(batch) or batch.is_meta or batch.layout is not torch.strided or not batch.numel():
         return None
     if batch.is_complex() or batch.dtype is torch.bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,26 +23,13 @@ _SIZES = 8
 """Sizes of readings for which buffers are kept; a loop has a few, by optimizer and number of micro-batches."""
 
 
-class CopyDone(Protocol):
-    """The arrival of a copy: on CUDA an event, in a test any object."""
-
-    def query(self) -> bool:
-        """Returns whether the copy has arrived, without waiting."""
-
-    def synchronize(self) -> None:
-        """Waits until the copy has arrived."""
-
-
-Send = Callable[[Tensor, Tensor | None], tuple[Tensor, CopyDone]]
+Send = Callable[[Tensor, Tensor | None], tuple[Tensor, Any]]
 """Starts to copy a device tensor to the host, into a used buffer of its size and dtype if there is one; returns the
 buffer and its arrival."""
 
 
-def send(tensor: Tensor, buffer: Tensor | None) -> tuple[Tensor, CopyDone]:
-    """Starts to copy a CUDA tensor into pinned memory on the current stream.
-
-    With unpinned memory, a copy that does not wait races with its reader (torchrec#4421: norms of 1e-22).
-    """
+def send(tensor: Tensor, buffer: Tensor | None) -> tuple[Tensor, Any]:
+    """Starts to copy a CUDA tensor into pinned memory; from unpinned memory a reader may be early (torchrec#4421)."""
     if buffer is None:
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     buffer.copy_(tensor, non_blocking=True)
@@ -55,7 +42,7 @@ def send(tensor: Tensor, buffer: Tensor | None) -> tuple[Tensor, CopyDone]:
 class _OnTheWay(Generic[Tag]):
     tag: Tag
     values: list[Tensor]
-    arrivals: list[CopyDone]
+    arrivals: list[Any]  # as CUDA's events
     borrowed: list[Tensor]
 
 
@@ -70,10 +57,7 @@ class AsyncReader(Generic[Tag]):
         self.lost = 0  # readings that found the ring full
 
     def put(self, tag: Tag, tensors: Sequence[Tensor]) -> bool:
-        """Starts to read one-dimensional tensors, which must not be written to any more; False where the ring is full.
-
-        CPU tensors are there at once. `ready` yields the reading with its tag.
-        """
+        """Starts to read one-dimensional tensors, not to be written to any more; False where the ring is full."""
         if len(self._waiting) >= self._ahead:
             self.lost += 1
             return False

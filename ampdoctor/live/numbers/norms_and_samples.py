@@ -25,13 +25,7 @@ class Norms:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns the elements of a tensor that this process can read without communication and without waiting.
-
-    For a distributed tensor that is this process's shard. For a sparse tensor on a device whose rows may occur twice,
-    it is the rows as stored: adding them up would wait. The tensor is floating-point or complex (real and imaginary
-    parts are elements), of any layout, not meta. The result is plain, strided and real, of any shape, and a view where
-    possible.
-    """
+    """Returns a tensor's elements on this process, plain, strided and real, without communication or waiting."""
     if is_plain(tensor) and tensor.layout is torch.strided and tensor.dtype in _REDUCED and not tensor.is_neg():
         return tensor
     with Unseen(tensor):
@@ -44,13 +38,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def norms_of(named: Iterable[tuple[str, Tensor]]) -> list[Norms]:
-    """Returns the norms of tensors, by device, without waiting for any device.
-
-    Squares are summed in float32 (float64 for float64), so that a norm above 1.8e19 is inf and elements below 2.6e-23
-    do not count, as in `clip_grad_norm_`; an fp16 tensor's norm does not overflow. A NaN makes its tensor's norm NaN.
-    The norm of a shard is the shard's own; an uncoalesced sparse tensor on a device counts repeated rows separately.
-    Empty tensors have norm 0.
-    """
+    """Returns L2 norms by device, as `clip_grad_norm_` sums them (in float32 at least), without waiting."""
     groups: dict[torch.device, dict[torch.dtype, tuple[list[str], list[Tensor]]]] = {}
     for name, tensor in named:
         elements = local(tensor)
@@ -131,10 +119,7 @@ def strided(elements: Tensor, most: int) -> Tensor:
 
 
 def stride_of(elements: int, most: int) -> int:
-    """Returns the least stride that leaves at most `most` elements and is coprime to their number.
-
-    A stride that divides the length of a row would sample only a few columns of the matrix.
-    """
+    """Returns the least stride that leaves at most `most` elements and is coprime to their number (to meet columns)."""
     stride = max(-(-elements // most), 1)
     while math.gcd(stride, elements) > 1:
         stride += 1
@@ -158,23 +143,14 @@ def _joined(rows: Sequence[tuple[Sampled, Tensor]]) -> Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """One parameter in one step, by its sampled elements.
+    """One parameter in one step, by its sampled elements."""
 
-    `ratio` is the L2 norm of the update over that of the parameter before; None where the parameter is zero there, or
-    one of the two is not finite. `unmoved` is the share of elements that the step left unchanged; None where the
-    optimizer draws random numbers: stochastic rounding leaves most weights unchanged, and loses nothing.
-    """
-
-    ratio: float | None
-    unmoved: float | None
+    ratio: float | None  # norm of the update over that before; None where that is 0, or one of them is not finite
+    unmoved: float | None  # share that stayed; None where random numbers were drawn: stochastic rounding loses nothing
 
 
 class Updates:
-    """Samples parameters before a step; only these samples are ever copied.
-
-    The whole update of a step is seen: decay and update together, foreach or fused, in place or by a new tensor in
-    `parameter.data`. Where a step is skipped, on the host or on the device, nothing moves.
-    """
+    """Samples parameters before a step, of any kind; only these samples are ever copied."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self._named = named
@@ -183,10 +159,7 @@ class Updates:
         self._generators = _states(self.before)
 
     def changes(self) -> list[Tensor]:
-        """Returns what the step has added to the elements of each of `before`, on the device.
-
-        A parameter whose shape or dtype the step has changed makes its device's update NaN.
-        """
+        """Returns what the step has added to each of `before`, on the device; NaN where a shape or dtype changed."""
         found = []
         self.random = _states(self.before) != self._generators
         for before, after in zip(self.before, sample(self._named), strict=True):

@@ -1,19 +1,12 @@
-"""Checks, at intervals and without waiting, what a loop keeps beside its models: modules, and copies of weights.
-
-Both are found from the loop's frames. A copy is a tensor of the shape of one of the models' tensors, or of all weights
-in one vector: in a variable, a container or an attribute (`shadow["out.weight"]`, `ema.shadow_params[3]`).
-"""
+"""Checks, without waiting, modules and copies of weights that a loop keeps beside its models, found from its frames."""
 
 from __future__ import annotations
 
-import functools
-import gc
 import sys
 import types
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -34,11 +27,9 @@ _LONGEST = 256
 _DEEPEST = 4
 """Levels from a frame's variable to a module: `trainer.callbacks[0].ema.module`. A copy in a container may be one
 deeper."""
-_DOUBT = 8
-"""Steps after which a copy is checked again, where only a device knows which steps a scaler has skipped."""
 _OURS = 3
 """References to a frame's dict of variables, its own and ours; if there are more, the loop has called `locals()`."""
-_LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
+_LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType, types.MethodType)
 _LOOKED_AT_ELSEWHERE = (torch.optim.Optimizer, torch.amp.GradScaler)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -62,12 +53,7 @@ class _Known:
 
 
 class OtherModules:
-    """Checks tensors beside the watched models, and keeps none of them alive.
-
-    A look is made after the steps 0, 1, 2, 4, 8 and so on, then after each `every` steps (0: only at powers of two). A
-    tensor that was never finite at a look (memory that nothing has written to, `best = inf`) is not reported. A copy is
-    checked only where neither the last step nor the one before was skipped by a scaler.
-    """
+    """Checks tensors beside the models after steps 0, 1, 2, 4 ... and each `every`; once finite, they must stay."""
 
     def __init__(self, every: int, later: AsyncReader[tuple[int, tuple[int, ...]]] | None = None) -> None:
         self._every = every
@@ -76,7 +62,7 @@ class OtherModules:
         self._fine: dict[int | str, int] = {}  # by id, or by name where it is made anew: when it was last finite
         self._modules: set[str] = set()  # the modules of the loop's frames
         self._skipped: tuple[bool | None, bool | None] = (False, False)  # of the last two steps
-        self._suspects: dict[int | str, int] = {}
+        self._doubted: set[int | str] = set()  # copies that may be of a skipped step, and finite at the next look
 
     def stepped(self, *, skipped: bool | None) -> None:
         """Called after a step; `skipped` is None where only a device knows."""
@@ -84,9 +70,7 @@ class OtherModules:
 
     def wants(self, step: int) -> bool:
         """Whether a look is due after this step."""
-        if step & (step - 1) == 0 or (self._every > 0 and step % self._every == 0):
-            return True
-        return any(step >= since + _DOUBT for since in self._suspects.values())
+        return step & (step - 1) == 0 or (self._every > 0 and step % self._every == 0)
 
     def look(self, step: int, models: Sequence[nn.Module]) -> None:
         """Checks the tensors that the loop's frames refer to, beside the models; does not wait."""
@@ -105,7 +89,7 @@ class OtherModules:
         there = [module for name in self._modules if (module := sys.modules.get(name)) is not None]
         self._meet([pair for module in there for pair in list(vars(module).items())], models)
         self._send(step)
-        return self._first(self._later.drain(), models, at_the_end=True)
+        return self._first(self._later.drain(), models)
 
     def _meet(self, variables: Iterable[tuple[str, object]], models: Sequence[nn.Module]) -> None:
         mine = [tensor for model in models for _, tensor in _tensors(model)]
@@ -125,22 +109,19 @@ class OtherModules:
             lasts = (depth > 0 or value.shape == line) and name not in named
             named.add(name)
             self._know(value, _Known(there=weakref.ref(value), name=name, copy=True, lasts=lasts))
-        for table in (self._fine, self._suspects):
-            for key in [key for key in table if isinstance(key, str) and key not in named]:
-                del table[key]
+        for key in [key for key in self._fine if isinstance(key, str) and key not in named]:
+            del self._fine[key]
 
     def _know(self, tensor: Tensor, known: _Known) -> None:
         before = self._known.get(id(tensor))
         if before is None or before.there() is not tensor:
             self._known[id(tensor)] = known
             self._fine.pop(id(tensor), None)
-            self._suspects.pop(id(tensor), None)
 
     def _send(self, step: int) -> None:
         for key in [key for key, known in self._known.items() if known.there() is None]:
             del self._known[key]
             self._fine.pop(key, None)
-            self._suspects.pop(key, None)
         copies = True not in self._skipped
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
         for key, known in self._known.items():
@@ -153,11 +134,7 @@ class OtherModules:
             self._later.put((step, tuple(key for key, _ in members)), [flags.float()])
 
     def _first(
-        self,
-        readings: Iterator[tuple[tuple[int, tuple[int, ...]], list[Tensor]]],
-        models: Sequence[nn.Module],
-        *,
-        at_the_end: bool = False,
+        self, readings: Iterator[tuple[tuple[int, tuple[int, ...]], list[Tensor]]], models: Sequence[nn.Module]
     ) -> Lost | None:
         found: Lost | None = None
         own = [tensor for model in models for tensor in model.parameters()]
@@ -167,17 +144,15 @@ class OtherModules:
             for key, fine in zip(keys, finite, strict=True):
                 known = self._known.get(key)
                 if known is not None:
-                    lost = self._seen(key, known, step, own, fine=fine, at_the_end=at_the_end)
+                    lost = self._seen(key, known, step, own, fine=fine)
                     found = found or lost
         return found
 
-    def _seen(
-        self, key: int, known: _Known, step: int, own: Sequence[Tensor], *, fine: bool, at_the_end: bool
-    ) -> Lost | None:
+    def _seen(self, key: int, known: _Known, step: int, own: Sequence[Tensor], *, fine: bool) -> Lost | None:
         name: int | str = known.name if known.lasts else key
         if fine:
             self._fine[key] = self._fine[name] = step
-            self._suspects.pop(name, None)
+            self._doubted.discard(name)
             return None
         since, tensor = self._fine.get(key, self._fine.get(name)), known.there()
         if since is None or tensor is None:
@@ -185,10 +160,9 @@ class OtherModules:
         with unseen(), torch.no_grad():
             if known.copy and is_written_mask(tensor, own):
                 return None
-        if known.copy and None in self._skipped:
-            first = self._suspects.setdefault(name, step)
-            if at_the_end or step < first + _DOUBT:
-                return None
+        if known.copy and None in self._skipped and name not in self._doubted:
+            self._doubted.add(name)
+            return None
         return Lost(name=known.name, tensor=tensor, since=since, step=step)
 
 
@@ -260,23 +234,8 @@ def _held(value: object, longest: int) -> Iterator[tuple[str | int, object]]:
     elif isinstance(value, set):
         if len(value) <= longest:
             yield from (("", held) for held in list(value))
-    elif isinstance(value, types.CellType):
-        yield from (("", held) for held in gc.get_referents(value))
-    elif isinstance(value, types.MethodType | types.FunctionType | functools.partial):
-        yield from _of_function(value)
     else:
         yield from _attributes(value)
-
-
-def _of_function(value: types.MethodType | types.FunctionType | functools.partial[Any]) -> Iterator[tuple[str, object]]:
-    """Yields what a function was made with: its object, its closure's variables, its arguments."""
-    if isinstance(value, types.MethodType):
-        yield "", value.__self__
-    elif isinstance(value, types.FunctionType):
-        yield from zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        yield from (("", held) for held in value.__defaults__ or ())
-    else:
-        yield from (("", held) for held in (value.func, value.args, value.keywords))
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
@@ -284,12 +243,6 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(table, dict) and len(table) <= _LONGEST:
         more = list(table.items())
         yield from (pair for pair in more if pair[0] not in _OF_EVERY_MODULE or not isinstance(value, nn.Module))
-    for cls in type(value).__mro__:
-        if "__slots__" in vars(cls):
-            slots = [pair for pair in vars(cls).items() if type(pair[1]) is types.MemberDescriptorType]
-            for name, slot in slots:
-                with suppress(AttributeError):  # not bound
-                    yield name, slot.__get__(value)
 
 
 def _table(value: object) -> object:

@@ -67,12 +67,7 @@ def tensor_detail(
     part: str = "",
     call: int = 0,
 ) -> TensorDetail:
-    """Returns the figures of a tensor; `values` is its sample, float32 or float64 on the CPU, `index` its name's.
-
-    `half` is the half format that its numbers pass through, and `factor` their multiplier before that, so that its
-    shares and headroom are those before clipping; None where there is none or it is unknown. `extremes` are its
-    smallest and largest element. `norm` is of the whole tensor.
-    """
+    """Returns a tensor's figures by its sample; `factor` multiplied its numbers when they passed `half`."""
     counted = count(values.to(row.dtype))  # exact: the values were widened from this dtype
     times = factor if factor is not None and 0.0 < factor < math.inf else None
     amax = _amax(counted, extremes)
@@ -117,13 +112,9 @@ class ClipEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """The clippings of an optimizer's gradients.
+    """The clippings of an optimizer's gradients."""
 
-    `parts` are clippings of disjoint sets that are together exactly the optimizer's gradients: the norm of their norms
-    is the total norm. () where there are none such.
-    """
-
-    parts: tuple[ClipEvent, ...] = ()
+    whole: ClipEvent | None = None  # the first, if it clipped exactly these gradients by their L2 norm
     clipped: bool = False  # some of the gradients were clipped
     only: ClipEvent | None = None  # the clipping, if there was exactly one
 
@@ -132,40 +123,31 @@ class ClipLog:
     """The clippings that no step has used yet."""
 
     def __init__(self) -> None:
-        self._heard: list[ClipEvent] = []
+        self._events: list[ClipEvent] = []
 
     def __bool__(self) -> bool:
-        return bool(self._heard)
+        return bool(self._events)
 
     def add(self, clip: Clip) -> None:
         """Called before a clipping."""
-        self._heard.append(ClipEvent(clip))
+        self._events.append(ClipEvent(clip))
 
     def carry_scale(self, gradients: AbstractSet[int]) -> None:
         """Marks the clippings of these gradients so far: the gradients were still scaled."""
-        for heard in self._heard:
-            if heard.clip.gradients & gradients:
-                heard.scaled = True
+        for event in self._events:
+            if event.clip.gradients & gradients:
+                event.scaled = True
 
     def forget(self, gradients: AbstractSet[int] | None = None) -> None:
         """Drops clippings of gradients (None: all) that a step has used or that are cleared: ids may be reused."""
-        self._heard = [h for h in self._heard if gradients is not None and not h.clip.gradients & gradients]
+        self._events = [h for h in self._events if gradients is not None and not h.clip.gradients & gradients]
 
     def norm_of(self, gradients: AbstractSet[int]) -> Norm:
         """Returns the clippings of these gradients; of two clippings of the same gradients the first counts."""
-        mine = [heard for heard in self._heard if heard.clip.gradients & gradients]
-        parts: list[ClipEvent] = []
-        covered: set[int] = set()
-        exact = True
-        for heard in mine:
-            own = heard.clip.gradients
-            if own <= covered:
-                continue
-            exact &= own <= gradients and not own & covered and heard.clip.norm_type in {2.0, None}
-            covered |= own
-            parts.append(heard)
-        whole = exact and covered == set(gradients)
-        return Norm(parts=tuple(parts) if whole else (), clipped=bool(mine), only=mine[0] if len(mine) == 1 else None)
+        mine = [event for event in self._events if event.clip.gradients & gradients]
+        first = mine[0] if mine and mine[0].clip.gradients == gradients else None
+        whole = first if first is not None and first.clip.norm_type in {2.0, None} else None
+        return Norm(whole=whole, clipped=bool(mine), only=mine[0] if len(mine) == 1 else None)
 
 
 # -- from numbers to readings --
@@ -207,14 +189,14 @@ def step_of(sent: PendingReading, sections: Sections) -> StepReading:
     scale = _scale(sent, sections)
     norms = _numbers(sections, "norms")
     tracker = _first(sections, "growth_tracker")
-    first = sent.clips.parts[0] if sent.clips.parts else sent.clips.only
+    first = sent.clips.whole or sent.clips.only
     return StepReading(
         step=sent.number,
         optimizer=sent.optimizer,
         losses=tuple(_numbers(sections, "losses")),
         gradient_norm=_gradient_norm(sent, sections, scale),
         norm_local=sent.shards,
-        norm_clipped=sent.clips.clipped and not sent.clips.parts,
+        norm_clipped=sent.clips.clipped and sent.clips.whole is None,
         max_norm=None if first is None else first.clip.max_norm,
         loss_scale=scale,
         skipped=_skipped(sent, sections),
@@ -230,11 +212,7 @@ IndexOf = Callable[[str], int]
 
 @unseen()
 def detail_of(sent: PendingReading, sections: Sections, optimizers: Mapping[str, int], index_of: IndexOf) -> DetailLine:
-    """Returns the line of a step's samples, which are on the CPU; counting takes some 0.2 ms a tensor.
-
-    Its tensors are the gradients, then the parameters, each in the optimizer's order; then activations and their
-    gradients.
-    """
+    """Returns the line of a step's samples, which are on the CPU; counting takes some 0.2 ms a tensor."""
     scale = _scale(sent, sections)
     half = _half_of(sent, scale)
     tensors = (
@@ -321,10 +299,7 @@ def _returned(sent: PendingReading, sections: Sections, index_of: IndexOf) -> li
 
 
 def _half_of(sent: PendingReading, scale: float | None) -> str | None:
-    """Returns the half format that the step's gradients pass through; None where none is seen.
-
-    It is the format of the modules' outputs or of the gradients; else fp16 where there is a loss scale.
-    """
+    """Returns the half format of the modules' outputs or gradients; else fp16 where there is a loss scale, or None."""
     seen = {FORMATS[one.sampled.dtype] for one in sent.returned} | {
         FORMATS[row.dtype] for row in sent.sampled if row.dtype in HALF
     }
@@ -351,10 +326,9 @@ def _arrived(
 
 
 def _gradient_norm(sent: PendingReading, sections: Sections, scale: float | None) -> float | None:
-    if sent.clips.parts:
-        totals = _numbers(sections, "clip")
-        scaled = [part.scaled for part in sent.clips.parts]
-        return math.hypot(*(_divided(n, scale if s else None) for n, s in zip(totals, scaled, strict=True)))
+    clip = sent.clips.whole
+    if clip is not None and (total := _first(sections, "clip")) is not None:
+        return _divided(total, scale if clip.scaled else None)
     norms = _numbers(sections, "norms")
     return _divided(math.hypot(*norms), None if sent.unscaled else scale) if norms else None
 

@@ -26,31 +26,19 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 def add_norms(sent: PendingReading, gradients: Named) -> Tensor | None:
-    """Adds the gradients' norms: clipping's, and their own where it computed none or single tensors are looked at.
-
-    Returns the norm of all, 0-dim and on their device, as clipping saw it or as they are; None where it is in parts.
-    """
-    parts = sent.clips.parts
+    """Adds the gradients' norms; returns the norm of all, as clipping saw it, or None on several devices."""
+    clip = sent.clips.whole
     sent.shards = any(hasattr(gradient, "to_local") for _, gradient in gradients)
-    for part in parts:
-        sent.parcel.add("clip", part.clip.total)
-    if parts and sent.reason is None:
-        return _one([local(part.clip.total) for part in parts])
-    every = norms_of(gradients)
-    for norms in every:
-        sent.norms += norms.names
-        sent.parcel.add("norms", norms.vector)
-    if parts:
-        return _one([local(part.clip.total) for part in parts])
-    return _one([total(norms.vector) for norms in every])
-
-
-def _one(norms: list[Tensor]) -> Tensor | None:
-    """Returns the norm of all, from those of parts; None without a part, or where they are on several devices."""
-    if len(norms) < 2 or len({norm.device for norm in norms}) > 1:
-        return norms[0] if len(norms) == 1 else None
-    with Unseen(norms[0]):
-        return total(torch.stack([norm.to(torch.float32) for norm in norms]))
+    if clip is not None:
+        sent.parcel.add("clip", clip.clip.total)
+    if clip is None or sent.reason is not None:
+        every = norms_of(gradients)
+        for norms in every:
+            sent.norms += norms.names
+            sent.parcel.add("norms", norms.vector)
+        if clip is None:
+            return total(every[0].vector) if len(every) == 1 else None
+    return local(clip.clip.total)
 
 
 def add_gradients(sent: PendingReading, gradients: Named) -> None:
@@ -115,14 +103,7 @@ _harmless = harmless_while(_works, lambda numbers, error: numbers.fail(error))
 
 
 class StepNumbers:
-    """Takes the numbers of a loop's steps; the watcher of the loop calls its methods.
-
-    Nothing waits for a device until `finish`, nothing is changed, and nothing raises. On a CPU a reading is reported
-    before `stepped` returns; on a device at a later `stepped` or `poll`, in the order of the steps.
-
-    `on_step` gets each step; `on_detail` gets each look at single tensors. `every` is the steps between looks; 0 for
-    none but the requested ones.
-    """
+    """Takes the numbers of a loop's steps without waiting before `finish`; `every` is the steps between looks, or 0."""
 
     def __init__(
         self,
@@ -141,7 +122,6 @@ class StepNumbers:
         self._incoming: list[ActivationGrad] = []
         self._activations = Activations(self.fail)
         self._open: dict[str, PendingReading] = {}  # by optimizer: the steps that are about to be taken
-        self._step = 0
         self._asked, self._asked_for = 0, SAMPLED
         self._reason: str | None = None
         self.failed: str | None = None  # the error that ended the numbers
@@ -172,11 +152,7 @@ class StepNumbers:
 
     @_harmless
     def begin_step(self, step: int) -> None:
-        """Begins a step before its first forward, and drops the remains of an earlier one.
-
-        A step that another thread is about to take stays, until its optimizer is about to step again.
-        """
-        self._step = step
+        """Begins a step before its first forward, and drops the remains of an earlier one."""
         self._losses.clear()
         self._batches.clear()
         self._incoming.clear()
@@ -187,18 +163,13 @@ class StepNumbers:
         self._asked = max(self._asked - 1, 0)
 
     @_harmless
-    def loss(self, tensor: Tensor, scale: Tensor | float | None = None) -> None:
-        """Called at a backward's start with its root: a loss if it has one element, divided by `scale` on a device."""
+    def loss(self, tensor: Tensor) -> None:
+        """Called with an unscaled loss of the step; only a tensor of one element is one."""
         if tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
             return
         own = local(tensor)
         with Unseen(own):
-            value = own.detach().reshape(1).to(torch.promote_types(own.dtype, torch.float32), copy=True)
-            if isinstance(scale, Tensor):
-                if scale.device != value.device and "cpu" in {scale.device.type, value.device.type}:
-                    return  # a copy between the two would wait, or race
-                scale = scale.detach().reshape(1).to(value.device, non_blocking=True)
-            self._losses.append(value if scale is None else value / scale)
+            self._losses.append(own.detach().reshape(1).to(torch.promote_types(own.dtype, torch.float32), copy=True))
 
     @_harmless
     def batch(self, tensor: Tensor) -> None:
@@ -213,10 +184,7 @@ class StepNumbers:
 
     @_harmless
     def cleared(self, parameters: Iterable[Tensor], by_hand: bool) -> None:  # noqa: FBT001 - the caller's signature
-        """Called before gradients are cleared, or after (`by_hand`): their clippings belong to no step.
-
-        Gradients that the loop has cleared itself may be gone, and their ids reused.
-        """
+        """Called before gradients are cleared, or after (`by_hand`): their clippings belong to no step."""
         if self._clips:
             gradients = {id(p.grad) for p in parameters if p.grad is not None}
             self._clips.forget(None if by_hand and not gradients else gradients)
@@ -250,31 +218,20 @@ class StepNumbers:
         optimizer: str,
         parameters: Sequence[tuple[str, Tensor]],
         *,
-        number: int | None = None,
+        number: int,
         scale: Tensor | float | None = None,
         found_inf: Tensor | None = None,
         growth_tracker: Tensor | None = None,
         unscaled: bool = True,
     ) -> Tensor | None:
-        """Called before an optimizer uses its gradients, or a scaler skips them; after the closure, if there is one.
-
-        It may be called again before `stepped` (a closure that is evaluated several times): then the gradients are
-        those of the last call, and the parameters those of the first.
-
-        `number` is that of the attempted step; None for the one of `begin_step`. `scale` is `scaler._scale` itself, on
-        its device, `found_inf` the scaler's flag if it exists already, `growth_tracker` is `scaler._growth_tracker`
-        itself. `unscaled` is False for a fused optimizer, which divides by the scale itself.
-
-        Returns the norm of the gradients, 0-dim and on their device. It carries the scale where clipping saw it or the
-        gradients still do. None without gradients, or where clipping has computed it in parts.
-        """
+        """Called before an optimizer uses its gradients; returns their norm on their device, or None."""
         parameters = [(name, p) for name, p in parameters if _has_numbers(p)]
         named = [(name, p.grad) for name, p in parameters if p.grad is not None]
         gradients = {id(grad) for _, grad in named}
         if not unscaled and scale is not None:
             self._clips.carry_scale(gradients)
         step = PendingReading(
-            number=self._step if number is None else number,
+            number=number,
             optimizer=optimizer,
             reason=self._reason,
             clips=self._clips.norm_of(gradients),

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ampdoctor.evidence.location import NonFinite
 from ampdoctor.hooks.program import Line
-from ampdoctor.hooks.torch_internals import put_outermost, take_away, unseen
+from ampdoctor.hooks.torch_internals import FunctionMode, put_outermost, take_away, unseen
 from ampdoctor.live.recording.tape import is_lost
 from ampdoctor.probes.user_code import user_line
 
@@ -34,7 +33,7 @@ class HandUpdates:
     def __init__(self, names: Callable[[], Mapping[int, str]], failed: Callable[[Exception], None]) -> None:
         self._names, self._failed = names, failed
         self._first: tuple[str, Line, float | None] | None = None
-        self._mode = _Listening(self)
+        self._mode = FunctionMode(self._function)
         self.lost: LostByHand | None = None
 
     def listen(self) -> None:
@@ -47,13 +46,14 @@ class HandUpdates:
         """Stops observing."""
         take_away(self._mode)
 
-    def called(self, function: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        """Called after a function; an error of ours does not reach the loop."""
+    def _function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
         try:
             with unseen():
                 self._called(str(getattr(function, "__name__", "")).strip("_"), args, result)
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
             self._failed(error)
+        return result
 
     def _called(self, function: str, args: tuple[Any, ...], result: Any) -> None:
         if self.lost is not None or not isinstance(result, torch.Tensor) or result.device.type != "cpu":
@@ -69,16 +69,3 @@ class HandUpdates:
             function, line, number = self._first
             kind: NonFinite = "nan" if bool(result.detach().isnan().any()) else "inf"
             self.lost = LostByHand(parameter=name, function=function, nonfinite=kind, line=line, number=number)
-
-
-class _Listening(TorchFunctionMode):
-    def __init__(self, updates: HandUpdates) -> None:
-        super().__init__()
-        self._updates = updates
-
-    def __torch_function__(
-        self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._updates.called(func, args, result)
-        return result

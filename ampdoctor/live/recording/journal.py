@@ -135,10 +135,7 @@ class Gradients:
         return any(count > moment for _, count in self._cleared.values())
 
     def began(self, held: set[int], optimizer: Any) -> int:
-        """Returns the moment since which the gradients of these parameters (`id`s) add up: their last use or clearing.
-
-        `optimizer` is the optimizer that uses them; None for any.
-        """
+        """Returns the moment since which these parameters' gradients add up; `optimizer` uses them, None for any."""
         if optimizer is None:
             begun = max((count for _, count in self._stepped.values()), default=0)
         else:
@@ -179,11 +176,7 @@ def _any(gradient: torch.Tensor) -> bool:
 
 
 def prefixed(roots: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields each model with the prefix of its names in `together`.
-
-    Where several share a name, the newest gets it: the loop's variable refers to that one, as in a function that trains
-    twice.
-    """
+    """Yields each model with its prefix in `together`; of several of a name, the newest gets it, as in the loop."""
     if len(roots) == 1:
         yield "", roots[0][1]
         return
@@ -257,10 +250,7 @@ def named_groups(optimizer_name: str, optimizer: Any, names: Mapping[int, str]) 
 
 
 def sliced(instructions: Sequence[Instruction], wanted: Iterable[int]) -> list[Instruction]:
-    """Returns the instructions at the places `wanted` and all that they depend on, in order.
-
-    A function without a result (an assignment into a tensor) belongs to the tensor that it writes to.
-    """
+    """Returns the instructions at the places `wanted`, all that they depend on, and writes to these, in order."""
     needed: set[int] = set()
     places = set(wanted)
     for place in range(len(instructions) - 1, -1, -1):
@@ -276,11 +266,7 @@ def sliced(instructions: Sequence[Instruction], wanted: Iterable[int]) -> list[I
 def leads_to(
     instructions: Sequence[Instruction], backward: Backward, grad: set[int], holds: Callable[[Call], bool]
 ) -> bool:
-    """Whether a backward reaches a call for which `holds` is true.
-
-    `instructions` are those before the backward; `grad` are the numbers of the tensors that require a gradient, because
-    gradients flow through no others.
-    """
+    """Whether a backward, through tensors that require a gradient (`grad`), reaches a call that `holds` accepts."""
     needed = {made.index for made in _made(backward)} & grad
     for one in reversed(instructions):
         if {made.index for made in results(one)} & needed:
@@ -301,8 +287,6 @@ _MOST_BYTES = 512 * 1024**2
 pictures has a hundred times as much."""
 _IN_A_ROW = 64
 """Calls without a backward, as in an evaluation, after which calls are dropped whose results the loop has dropped."""
-_MAGNITUDES = frozenset({"abs", "absolute", "square", "norm", "pow", "vector_norm", "__abs__", "__pow__"})
-"""torch's functions that turn the -inf of a mask into +Inf."""
 _BEHIND = 8
 """Tensors that are searched behind a number that the loop reads: a check is two or three functions."""
 _RING = 4
@@ -320,10 +304,7 @@ class _Entry:
 
 
 class RecordedInstructions:
-    """Adds to the tape, and drops instructions that cannot be used any more.
-
-    An error of ours goes to `failed`, because it must not reach the loop; `asked` is as in `Tape`.
-    """
+    """Adds to the tape, and drops instructions that cannot be used any more; errors of ours go to `failed`."""
 
     def __init__(
         self,
@@ -345,7 +326,7 @@ class RecordedInstructions:
     def add(
         self, instruction: Instruction, optimizer: int | None = None, buffers: dict[str, torch.Tensor] | None = None
     ) -> None:
-        """Records an instruction; `optimizer` is the `id` of the optimizer whose gradients it unscales."""
+        """Records an instruction; `optimizer`: `id` of the one that it unscales for, `buffers`: those before a call."""
         self.tape.instructions.append(instruction)
         self._entries[id(instruction)] = _Entry(self.count, self._updates, optimizer, buffers or {})
         self.count += 1
@@ -353,10 +334,6 @@ class RecordedInstructions:
             self._in_a_row = 0
         if self.count % MOST == 0 and len(self.tape.instructions) > MOST:
             self._forget_unused()
-
-    def called(self, call: Call, buffers: dict[str, torch.Tensor]) -> None:
-        """Records a call, and the buffers as they were before it."""
-        self.add(call, buffers=buffers)
 
     def spare(self) -> None:
         """Drops unused instructions where the tape holds much, or after many calls without a backward."""
@@ -385,10 +362,6 @@ class RecordedInstructions:
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
-    def placed(self) -> Iterator[tuple[int, Instruction]]:
-        """Yields the instructions with their places on the tape, oldest first."""
-        return iter(enumerate(self.tape.instructions))
-
     def moment(self, instruction: Instruction) -> int:
         """Returns how many instructions were recorded before it."""
         return self._entries[id(instruction)].order
@@ -402,10 +375,7 @@ class RecordedInstructions:
         return self._entries[id(call)].buffers
 
     def last_nonfinite(self, *, signed: bool) -> torch.Tensor | None:
-        """The last non-finite tensor since the last update that a model, or an op under autograd, has returned.
-
-        Only tensors that the loop still holds are checked. With `signed`, infinities of one sign alone count too.
-        """
+        """The last non-finite tensor since the last update that a model, or an op under autograd, has returned."""
         for one in reversed(self.tape.instructions):
             if self._entries[id(one)].age != self._updates:
                 break
@@ -420,60 +390,26 @@ class RecordedInstructions:
         return None
 
     def lost_behind(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The NaN or +Inf from which a number that the loop reads was computed; None without one.
-
-        For `torch.isfinite(loss).all()` it is the loss. Call it after the device was waited for.
-        """
+        """The NaN or +Inf from which a number that the loop reads was computed; None without one."""
         if not self.tape.is_live(tensor):
             return None
         waiting = [self.tape.reference(tensor)]
         for _ in range(_BEHIND):
             made = waiting.pop(0) if waiting else None
             value = self.tape.lives(made) if isinstance(made, ResultRef) else None
-            if isinstance(made, ResultRef) and value is not None and value.is_floating_point():
+            if value is not None and value.requires_grad:  # not the magnitude of a mask's -inf, that is only looked at
                 if is_lost(value, signed=False):
-                    return None if self._is_size_of_mask(made, value) else value
+                    return value
             elif isinstance(made, ResultRef):  # the tensor itself may be gone: search its inputs
                 maker = next((one for one in reversed(self.tape.instructions) if made in results(one)), None)
                 waiting += [] if maker is None or isinstance(maker, Call) else references(maker)
         return None
-
-    def _is_size_of_mask(self, made: ResultRef, value: torch.Tensor) -> bool:
-        """Whether a +Inf is the magnitude of a mask's -inf, which no gradient passes: `scores.detach().abs().max()`."""
-        with unseen():
-            if bool(value.detach().isnan().any()):
-                return False
-        measured = False
-        for _ in range(_BEHIND):
-            maker = next((one for one in reversed(self.tape.instructions) if made in results(one)), None)
-            behind = [one for one in references(maker) if isinstance(one, ResultRef)] if isinstance(maker, Op) else []
-            if not isinstance(maker, Op) or len(behind) != 1:
-                return False
-            name = getattr(maker.function, "__name__", "")
-            measured |= name in _MAGNITUDES and made.index not in self.tape.grad
-            (made,) = behind
-            source = self.tape.lives(made)
-            if measured and source is not None and is_lost(source, signed=True):
-                return not is_lost(source, signed=False)
-        return False
 
     def calls_behind(self, tensor: torch.Tensor) -> list[Call]:
         """Returns the calls from which a tensor of the tape was computed."""
         made, instructions = self.tape.reference(tensor), self.tape.instructions
         places = [place for place, one in enumerate(instructions) if made in results(one)]
         return [one for one in sliced(instructions, places) if isinstance(one, Call)]
-
-    def last_value(self) -> torch.Tensor | None:
-        """Returns the last non-finite number on the tape that the loop still holds; None without one."""
-        for one in reversed(self.tape.instructions):
-            for made in results(one):
-                value = self.tape.lives(made)
-                if value is not None and value.numel() == 1 and value.is_floating_point():
-                    with unseen():
-                        finite = bool(value.isfinite())
-                    if not finite:
-                        return value
-        return None
 
     def clear(self) -> None:
         """Drops everything."""
@@ -482,10 +418,7 @@ class RecordedInstructions:
     # -- dropping ----------------------------------------------------------------------------------------------------
 
     def _forget_unused(self) -> None:
-        """Drops calls without a backward whose results the loop has dropped; then the oldest backwards.
-
-        What the loop itself holds stays, and is searched again only once there is twice as much.
-        """
+        """Drops calls without a backward whose results the loop has dropped; then the oldest backwards."""
         self._keep(self.tape.instructions)
         backwards = [one for one in self.tape.instructions if isinstance(one, Backward)]
         while len(backwards) > 1 and self._holds_much():

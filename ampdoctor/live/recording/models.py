@@ -15,21 +15,16 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ampdoctor.hooks.callbacks import UncopiedHooks, is_in_place
+from ampdoctor.hooks.callbacks import UncopiedHooks
 from ampdoctor.hooks.json_values import NotSerializableError, class_name, written
 from ampdoctor.hooks.names import wrapped_as
-from ampdoctor.hooks.process_state import CallersOfForwards, unwarned_of_hooks
+from ampdoctor.hooks.process_state import unwarned_of_hooks
 from ampdoctor.hooks.torch_internals import forget_hook, in_backward, replaced, transforms, under_fake_tensors
 from ampdoctor.probes.user_code import user_frames
 
 
 class OutermostModels:
-    """Finds the modules that a loop itself calls, and reports their calls to the listener, a `StepRecorder`.
-
-    A global hook costs about a microsecond for each module of a model, and becomes part of a compiled model's graph. So
-    it is installed only outside the calls of outermost modules, and until an optimizer has stepped whose models are
-    known. It returns with an optimizer whose models are not known.
-    """
+    """Finds the modules that a loop itself calls, by global hooks until all are known; tells a `StepRecorder`."""
 
     def __init__(self, listener: Any) -> None:
         self._listener = listener
@@ -38,7 +33,6 @@ class OutermostModels:
         self._hooks = UncopiedHooks()
         self._global: list[Any] = []
         self._inside = _Inside()
-        self._callers = CallersOfForwards()
         self._redirected: dict[int, weakref.ref[nn.Module]] = {}  # modules whose wrapper has called a replaced forward
         self.unseen: list[str] = []  # what cannot be watched, in sentences
         self.searching = False  # every module's calls are observed
@@ -83,17 +77,10 @@ class OutermostModels:
         """Observes every module's calls."""
         self.searching = True
         if not self._global:
-            self._callers.remember()
             self._global = [
                 register_module_forward_pre_hook(self._enter_found),
                 register_module_forward_hook(self._leave_found, with_kwargs=True, always_call=True),
             ]
-
-    def stay(self) -> None:
-        """Reinstalls hooks that a program has cleared with its own."""
-        if self.searching and not self._inside.modules and not all(map(is_in_place, self._global)):
-            self._unhook()
-            self.search()
 
     def settle(self) -> None:
         """Observes the calls of the known models alone."""
@@ -101,8 +88,6 @@ class OutermostModels:
         self._unhook()
 
     def _unhook(self) -> None:
-        if self._global:
-            self._callers.remember()
         for hook in self._global:
             hook.remove()
             forget_hook(hook)
@@ -122,7 +107,7 @@ class OutermostModels:
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module) -> None:
         inside = self._inside
         if inside.modules:
             inside.modules.append(module)
@@ -132,21 +117,18 @@ class OutermostModels:
         try:
             if not _has_parameters(module) or self._is_redirected(module):
                 return
-            if id(module) not in self._known:
-                if _is_made_in_passing(module):
-                    return
-                self._meet(module)
+            self.meet(module)
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
             self._listener.fail(error)
             return
         inside.modules.append(module)
         self._unhook()
-        self._listener.entered(module, args, kwargs)
+        self._listener.entered(module)
 
-    def _enter_found(self, module: nn.Module, args: Any) -> None:
+    def _enter_found(self, module: nn.Module, _args: Any) -> None:
         if not torch.compiler.is_compiling():  # otherwise it becomes part of the graph
             self._inside.told = module if id(module) in self._known else None
-            self._enter(module, args, None)
+            self._enter(module)
 
     def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Ends a call; after an error torch gives a global hook no keywords: a known module's own hook ends it then."""
@@ -154,10 +136,7 @@ class OutermostModels:
             self._leave(module, args, kwargs, output)
 
     def _is_redirected(self, module: nn.Module) -> bool:
-        """Whether a wrapper is called, or calls its module, to run another part of the loop instead of the forward.
-
-        Lightning lets DDP call its module's `training_step` this way. The calls inside are recorded, as without DDP.
-        """
+        """Whether a wrapper runs another part of the loop instead of the forward, as Lightning lets DDP do."""
         wrapped = _wrapped_in(module)
         if wrapped is None or not _has_another_forward(wrapped):
             return False
@@ -177,14 +156,14 @@ class OutermostModels:
                 self.search()
             self._listener.left(module, args, kwargs, output)
 
-    def _enter_known(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_known(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if (
             torch.compiler.is_compiling() or id(module) not in self._known
         ):  # a copy of the module, with a copy of the hook
             return
         told, self._inside.told = self._inside.told, None
         if told is not module:
-            self._enter(module, args, kwargs)
+            self._enter(module)
 
     def _leave_known(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -253,26 +232,8 @@ def _has_another_forward(module: nn.Module) -> bool:
     return isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
 
 
-def _is_made_in_passing(module: nn.Module) -> bool:
-    """Whether it is a slice made for one call, of a model that the loop's variables refer to (`model[2:](x)`).
-
-    It is freed before the step is made, and does nothing by itself: the calls of its parts are recorded instead.
-    """
-    if type(module) is not nn.Sequential:
-        return False
-    tables = (table for frame in user_frames() for table in (frame.f_locals, frame.f_globals))
-    led_to = [value for table in tables for value in table.values() if isinstance(value, nn.Module)]
-    if any(part is module for value in led_to for part in value.modules()):
-        return False
-    held = {id(parameter) for value in led_to for parameter in value.parameters()}
-    return all(id(parameter) in held for parameter in module.parameters())
-
-
 def _root_of(module: nn.Module) -> tuple[str, nn.Module]:
-    """Returns the outermost module in the loop's variables that contains this one, after its name in the loop.
-
-    A loop may call a part of its model, as a LightningModule's step does.
-    """
+    """Returns the outermost module in the loop's variables that contains this one, after its name in the loop."""
     best, name = module, ""
     for frame in user_frames():
         for variable, value in (*frame.f_locals.items(), *frame.f_globals.items()):
@@ -297,11 +258,7 @@ class Constructions:
         self._codes: weakref.WeakKeyDictionary[type, frozenset[CodeType]] = weakref.WeakKeyDictionary()
 
     def of(self, module: nn.Module) -> Mapping[str, Any] | None:
-        """Returns the class of a module and its arguments; None for a module whose construction was not seen.
-
-        `{"class": "module:qualname", "file": str | None}` and either `args` and `kwargs` (trees, as `hooks.json_values`
-        makes them) or `why`, which names the value that could not be written.
-        """
+        """Returns a module's class and file, and its `args` and `kwargs` as trees, or `why` not; None if unseen."""
         try:
             return self._made.get(module)
         except TypeError:  # a module that cannot be hashed
@@ -404,12 +361,7 @@ SEVERAL = "several threads train at once"
 
 
 class Trainers:
-    """Tracks the threads that train: those that run backwards and updates.
-
-    A step begins with a backward, or where a model in training mode is called, and ends with an update. Threads that
-    only evaluate, read data or write logs begin no step. Threads are identified by their objects, because thread ids
-    are reused.
-    """
+    """Tracks the threads that train: a step begins with a backward or a call in training mode, an update ends it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -18,7 +18,6 @@ from ampdoctor.hooks.program import (
     Clipped,
     Ended,
     InputRef,
-    Op,
     ParamRef,
     PriorSteps,
     Program,
@@ -61,15 +60,11 @@ class StepPrograms:
         name: str,
         scaler: Any,
         step: int,
-        root: torch.Tensor | None,
         failed: str | None,
+        root: torch.Tensor | None = None,
         raised: Call | None = None,
     ) -> Program:
-        """As `StepRecorder.program`, with all buffers of the models that it calls; does not wait for a device.
-
-        `raised` is a call that has not returned, to which the program leads up. `failed` is what ended the recording,
-        or None.
-        """
+        """As `StepRecorder.program`, with all buffers; leads up to `raised`, a call that has not returned, if given."""
         tape, roots = self._journal.tape, self._models.roots
         model = together(roots)
         instructions = tape.instructions
@@ -114,11 +109,7 @@ class StepPrograms:
         )
 
     def _doubts(self, model: nn.Module, given: Iterable[int], calls: list[Call], failed: str | None) -> Iterator[str]:
-        """Yields what the instructions of a step leave out.
-
-        `given` are the indices of the given tensors that it takes, `calls` its calls; `failed` is what ended the
-        recording.
-        """
+        """Yields what the instructions of a step leave out; `failed` is what ended the recording."""
         tape, given = self._journal.tape, list(given)
         changed = sum(map(tape.is_changed, given))
         if changed:
@@ -156,7 +147,9 @@ class StepPrograms:
             trained = {id(p) for p in model.parameters() if p.requires_grad}
             begun = self._gradients.began(trained, None)
             return [
-                place for place, one in journal.placed() if isinstance(one, Backward) and journal.moment(one) >= begun
+                place
+                for place, one in enumerate(tape.instructions)
+                if isinstance(one, Backward) and journal.moment(one) >= begun
             ]
         held = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
         names = {name for key, name in tape.names.items() if key in held}
@@ -174,7 +167,7 @@ class StepPrograms:
         begun = self._gradients.began(held, optimizer)
         return [
             place
-            for place, one in journal.placed()
+            for place, one in enumerate(tape.instructions)
             if journal.moment(one) >= begun
             and (
                 (isinstance(one, Backward) and adds(place, one))
@@ -207,8 +200,6 @@ def _needs_closure(optimizer: Any) -> bool:
 
 _ON_THE_WAY = 16
 """More updates that are kept, because their numbers may still be on a device."""
-_OF_A_STATE = 25_000
-"""Bytes of Python's and numpy's generators in a random state; torch's generator states are tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -237,10 +228,7 @@ class KeptUpdate:
         )
 
     def program_of(self, model: nn.Module, roots: Iterable[tuple[str, nn.Module]]) -> Program | None:
-        """Returns the program as it was recorded; None where the loop has other models now, or the optimizer is gone.
-
-        `model` holds the loop's present models, `roots`, as in `of`.
-        """
+        """Returns the program as it was recorded; None where the loop has other models now, or no such optimizer."""
         optimizer = None if self.optimizer is None else self.optimizer()
         then = [(name, there()) for name, there in self.roots]
         if then != list(roots) or (optimizer is None) != (self.optimizer is None):
@@ -257,21 +245,13 @@ class KeptUpdate:
         return replace(self.program, model=model, optimizer=optimizer, unexplained=unexplained)
 
     def parts(self) -> Iterator[tuple[int, int]]:
-        """Yields the `id` and the bytes of each part that it holds."""
+        """Yields the `id` and the bytes of each tensor that it holds."""
         for tensor in (*self.program.given, *self.program.buffers.values()):
             yield id(tensor), tensor.numel() * tensor.element_size()
-        for one in self.program.instructions:
-            state = one.random if isinstance(one, Call | Op) else None
-            if state is not None:
-                yield id(state), _OF_A_STATE + sum(held.nbytes for held in (state.torch_cpu, *state.torch_cuda))
 
 
 class KeptUpdates:
-    """Keeps the last updates that were made before their numbers had arrived.
-
-    `most` counts the sick update too, but no update whose numbers have not arrived. Above `max_bytes` the oldest are
-    dropped.
-    """
+    """Keeps the last `most` updates whose numbers have arrived, and those on the way, within `max_bytes`."""
 
     def __init__(self, most: int, max_bytes: int) -> None:
         self._most, self._max_bytes = most, max_bytes
@@ -304,10 +284,7 @@ class KeptUpdates:
     def leading_to(
         self, optimizer: str, step: int, program_of: Callable[[KeptUpdate], Program | None]
     ) -> tuple[Program, PriorSteps] | None:
-        """Returns the program of a step, and the updates before it; None where it was not kept. Waits for a device.
-
-        `program_of` makes the program of a kept update, or returns None where that is no longer possible.
-        """
+        """Returns the program of a step, and the updates before it; None where it was not kept. Waits for a device."""
         updates = list(self._updates)
         last = next((place for place, one in enumerate(updates) if _is(one, optimizer, step)), None)
         sick = None if last is None else program_of(updates[last])
@@ -319,7 +296,7 @@ class KeptUpdates:
         for update in reversed(updates[:last]):
             one = program_of(update) if update.program.optimizer_name == optimizer else None
             if one is None or one.optimizer is None or one.optimizer is not sick.optimizer or not one.calls_models:
-                left_out = [f"what was before that is not in it: {_why_not(update, one, optimizer)}"]
+                left_out = ["what was before that is not in it: the loop's models or its optimizer were others there"]
                 break
             steps.insert(0, one)
             losses.insert(0, update.loss)
@@ -347,17 +324,6 @@ class KeptUpdates:
 
 def _is(update: KeptUpdate, optimizer: str, step: int) -> bool:
     return update.program.optimizer_name == optimizer and update.program.step == step
-
-
-def _why_not(update: KeptUpdate, program: Program | None, optimizer: str) -> str:
-    """Why the updates before a step cannot begin with this one."""
-    if update.program.optimizer_name != optimizer:
-        return f"an update of another optimizer ({update.program.optimizer_name}) comes between"
-    if program is None:
-        return "the loop's models or their names were others"
-    if program.optimizer is None:
-        return "the optimizer steps tensors of its own"
-    return "another optimizer had its place" if program.calls_models else "no call of a model was recorded"
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

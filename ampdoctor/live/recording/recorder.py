@@ -1,8 +1,4 @@
-"""`StepRecorder`: records the running step, so that it can be run again.
-
-Model inputs are kept by reference until the optimizer has stepped. Only the random state and buffers that a call
-changes are copied.
-"""
+"""`StepRecorder`: records the running step by reference, so that it can be run again."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,11 +47,10 @@ from ampdoctor.live.recording.programs import KeptUpdate, StepPrograms, with_cha
 from ampdoctor.live.recording.samples import GradientSamples
 from ampdoctor.live.recording.tape import (
     Buffers,
-    before_backwards,
+    before_each,
     holds_nonfinite,
     is_about_numbers,
     mode_now,
-    on_zeroed_gradients,
 )
 from ampdoctor.probes.user_code import user_line
 
@@ -67,19 +62,6 @@ _harmless = harmless_while(lambda recorder: not recorder.away, lambda recorder, 
 """The first error ends the recording."""
 
 
-class CallListener(Protocol):
-    """Receives the recorded calls, so that a listener needs no hooks of its own."""
-
-    def entering(self, model: nn.Module) -> None:
-        """Called before the model runs."""
-
-    def left(self) -> None:
-        """Called after the model has returned or raised."""
-
-    def returned(self, model: nn.Module, name: str, call: int, *, given: tuple[Any, Any], output: Any) -> None:
-        """Called after the model has returned; `call` is its number in the step, from 0, and `given` its arguments."""
-
-
 class StepRecorder:
     """Records the steps of a loop."""
 
@@ -87,10 +69,9 @@ class StepRecorder:
         self.models = OutermostModels(self)
         self.backwards = 0  # since the last update
         self.away = False  # the code that runs is not the loop's
-        self.listener: CallListener | None = None
+        self.listener: Any = None  # a `TrainingWatcher`: gets `entering`, `left` and `returned`
         # called with parameters whose gradients are about to be cleared, or (True) were cleared by the loop's own code
         self.cleared: Callable[[list[torch.Tensor], bool], None] | None = None
-        self.stay: Callable[[], None] | None = None  # reinstalls hooks that the program has cleared
         self.failed: str | None = None  # what ended the recording
         self.used = UsedGradients()  # the gradients that an optimizer has used, on any thread
         self.samples = GradientSamples()  # in a loop that scales its losses
@@ -109,7 +90,6 @@ class StepRecorder:
         self._process = os.getpid()
         self._trainers = Trainers()
         self._raised: tuple[Call, dict[str, torch.Tensor]] | None = None  # the last call, if it raised
-        self._inside: tuple[nn.Module, Any, Any] | None = None  # the model that runs, and its arguments
         self._entering: tuple[RandomState, Any, bool, dict[str, torch.Tensor], Line] | None = None
         self._losses: list[tuple[int, list[torch.Tensor]]] = []  # of backwards since the last update: moment, losses
         self._scaled_losses: dict[int, torch.Tensor] = {}  # by number of the scaled loss; not differentiated yet
@@ -123,8 +103,9 @@ class StepRecorder:
             stack.enter_context(self.models.watching())
             stack.enter_context(self.used.watching())
             stack.enter_context(seen_backwards(self._backward))
-            stack.enter_context(before_backwards(self._tape.close))
-            stack.enter_context(on_zeroed_gradients(self._zeroed))
+            # a mode cannot be left from within itself: it is left before a backward reaches it
+            stack.enter_context(before_each((torch.Tensor, torch.autograd), "backward", lambda _: self._tape.close()))
+            stack.enter_context(before_each((nn.Module, torch.optim.Optimizer), "zero_grad", self._zeroed))
             yield
 
     def _let_go(self) -> None:
@@ -136,7 +117,7 @@ class StepRecorder:
         self._left_out = None
         self.samples.clear()
         self.stop_observing()
-        self._entering = self._inside = self._raised = self.listener = self.cleared = self.stay = None
+        self._entering = self._raised = self.listener = self.cleared = None
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -152,8 +133,8 @@ class StepRecorder:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     @_harmless
-    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Called before an outermost model runs, under autograd; `kwargs` is None where they are not known."""
+    def entered(self, module: nn.Module) -> None:
+        """Called before an outermost model runs, under autograd."""
         if module.training:
             self._trainers.called()
         if self._is_elsewhere():
@@ -164,14 +145,12 @@ class StepRecorder:
         if self.listener is not None:
             self.listener.entering(module)
         self._entering = RandomState.capture(), mode_now(), module.training, self._buffers.now(), user_line()
-        self._inside = None if kwargs is None else (module, args, kwargs)
 
     @_harmless
     def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Called after an outermost model has run; `output` is None where it raised."""
         if self._is_elsewhere() or self._entering is None:
             return
-        self._inside = None
         if self.listener is not None:
             self.listener.left()
         name = self.name_of(module)
@@ -181,7 +160,7 @@ class StepRecorder:
         if output is None:
             self._raised = call, buffers
             return
-        self._journal.called(call, buffers)
+        self._journal.add(call, buffers=buffers)
         if self.listener is not None:
             self.listener.returned(module, name, self._calls, given=(args, kwargs), output=output)
         self._calls += 1
@@ -294,16 +273,7 @@ class StepRecorder:
             self._scaled_losses[made.index] = loss.detach()
             self._journal.add(Scaled(loss=taken, result=made, line=user_line()))
 
-    @_harmless
-    def stays(self) -> None:
-        """Reinstalls hooks that the program has cleared with its own, in the watched process only."""
-        if os.getpid() == self._process and not in_backward():
-            self.models.stay()
-            if self.stay is not None:
-                self.stay()
-
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
-        self.stays()
         self.used.engine_runs()
         if in_backward() or transforms() or os.getpid() != self._process:
             return run()
@@ -394,10 +364,7 @@ class StepRecorder:
         return self.backwards if begun is None else sum(count in begun for count, _ in self._losses)
 
     def _adding_up(self, optimizer: Any) -> set[int] | None:
-        """The moments at which the backwards of an optimizer's gradients began; None for all since the last update.
-
-        A loop that leaves a batch out clears the gradients after its backward.
-        """
+        """The moments at which the backwards of an optimizer's gradients began; None for all since the last update."""
         first = self._losses[0][0] if self._losses else self._journal.count
         if not self._gradients.were_cleared_after(first):
             return None
@@ -484,17 +451,14 @@ class StepRecorder:
         step: int,
         root: torch.Tensor | None = None,
     ) -> Program:
-        """Returns the running step of an optimizer, before its update.
-
-        `optimizer` is None where the loop ends before the update. The program has none either where the optimizer holds
-        tensors of its own, to which the loop copies the models' gradients. `root` is a value that was not
-        differentiated; without an optimizer the program leads up to it.
-        """
-        return with_changed_buffers(self._all_of(optimizer, name=name, scaler=scaler, step=step, root=root))
+        """Returns the running step before its update; without an optimizer it leads up to `root`, if that is given."""
+        return with_changed_buffers(
+            self._programs.program(optimizer, name=name, scaler=scaler, step=step, root=root, failed=self.failed)
+        )
 
     def keepable(self, optimizer: torch.optim.Optimizer, *, name: str, scaler: Any, step: int) -> KeptUpdate:
         """As `program`, to be kept after the update; does not wait for a device."""
-        program = self._all_of(optimizer, name=name, scaler=scaler, step=step, root=None)
+        program = self._programs.program(optimizer, name=name, scaler=scaler, step=step, failed=self.failed)
         return KeptUpdate.of(program, prefixed(self.models.roots))
 
     def kept(self, update: KeptUpdate) -> Program | None:
@@ -502,11 +466,6 @@ class StepRecorder:
         roots = self.models.roots
         found = update.program_of(together(roots), prefixed(roots)) if roots else None
         return None if found is None else with_changed_buffers(found)
-
-    def _all_of(
-        self, optimizer: torch.optim.Optimizer | None, *, name: str, scaler: Any, step: int, root: torch.Tensor | None
-    ) -> Program:
-        return self._programs.program(optimizer, name=name, scaler=scaler, step=step, root=root, failed=self.failed)
 
     @_harmless
     def _asked(self, tensor: torch.Tensor) -> None:
@@ -520,40 +479,28 @@ class StepRecorder:
             self._left_out = program, self._journal.count
 
     def left_out(self, step: int) -> Program | None:
-        """Returns, once, the training-mode calls behind a NaN or +Inf that the loop has read and then left out.
-
-        No backward has used an earlier call. An evaluation (`eval()`, `no_grad`) does not count.
-        """
+        """Returns, once, the training-mode calls behind a NaN or +Inf that the loop has read and then left out."""
         left, self._left_out = self._left_out, None
         return None if left is None else replace(left[0], step=step)
 
     def ended(self, step: int) -> Program | None:
-        """Returns the running step if it, or the last number that the loop holds, is not finite; waits for a device."""
+        """Returns the running step if a loss of it is not finite; waits for a device."""
         with unseen():
             sick = any(not bool(loss.isfinite().all()) for loss in self.losses(None))
-        root = None if sick else self._journal.last_value()
-        return self.program(None, name="", scaler=None, step=step, root=root) if sick or root is not None else None
+        return self.program(None, name="", scaler=None, step=step) if sick else None
 
     def interrupted(self, error: BaseException, step: int) -> Program | None:
-        """Returns the running step up to a forward that returned, or was about to return, non-finite values.
-
-        Waits for a device. `error` is the error of the loop's own code. An infinity of one sign alone, which masks
-        contain, counts where the error is about numbers.
-        """
+        """Returns the step up to a forward that returned, or was about to return, non-finite values; waits."""
         about_numbers = is_about_numbers(error)
         root = self._journal.last_nonfinite(signed=about_numbers)
         if root is not None:
             return self.program(None, name="", scaler=None, step=step, root=root)
-        if self._inside is not None:  # torch calls no hook where a call ends by a BaseException that is no Exception
-            module, args, kwargs = self._inside
-            running, before = self._call(self.name_of(module), args, kwargs, None)
-            self._raised = None if running is None else (running, before)
         if self._raised is None or not (about_numbers or holds_nonfinite(error)):
             return None
         call, buffers = self._raised
-        self._journal.called(call, buffers)
+        self._journal.add(call, buffers=buffers)
         return with_changed_buffers(
-            self._programs.program(None, name="", scaler=None, step=step, root=None, raised=call, failed=self.failed)
+            self._programs.program(None, name="", scaler=None, step=step, raised=call, failed=self.failed)
         )
 
     @_harmless
@@ -566,7 +513,7 @@ class StepRecorder:
         self._tape.close()
         self._losses.clear()
         self._scaled_losses.clear()
-        self._raised = self._inside = None
+        self._raised = None
         self._gradients.updated(optimizer, self._journal.count)
         self.samples.updated(optimizer)
         self.scaled_again = None
@@ -578,7 +525,6 @@ class StepRecorder:
     def _zeroed(self, owner: Any, *, by_hand: bool = False) -> None:
         if self._is_elsewhere():
             return
-        self.stays()
         if self.cleared is not None:
             self.cleared(parameters_of(owner), by_hand)
         self._gradients.cleared(owner, self._journal.count)

@@ -1,8 +1,4 @@
-"""A few numbers of the gradients at each stage of a step, to find what a loop's own code does to them in between.
-
-Version counters show that a gradient was written to, but not how it changed. Samples show that for any writer, also
-where nothing counts versions (`.data`, the loop's own kernel).
-"""
+"""A few numbers of the gradients at each stage of a step, to find what a loop's own code does to them in between."""
 
 from __future__ import annotations
 

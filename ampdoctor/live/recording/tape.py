@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode
 
 from ampdoctor.hooks.callbacks import READS
+from ampdoctor.hooks.interfaces import causes_of
 from ampdoctor.hooks.json_values import name_of
 from ampdoctor.hooks.nested import iter_tensors, map_tensors
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.program import InputRef, Instruction, Mode, Op, ParamRef, Reference, ResultRef, results
-from ampdoctor.hooks.torch_internals import put_outermost, replaced, take_away, unseen, version_of
+from ampdoctor.hooks.torch_internals import FunctionMode, put_outermost, replaced, take_away, unseen, version_of
 from ampdoctor.numerics.tensors import is_plain
 from ampdoctor.probes.user_code import user_line
 
@@ -37,15 +37,7 @@ _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Tape:
-    """The instructions of a loop, and the names of the tensors in them.
-
-    A `TorchFunctionMode` observes functions from the return of a model's call to the next backward. Where all tensors
-    of a function come from outside (data, noise), it is recorded only if it may be part of a loss. The results of
-    others count as given: of functions without gradients, of those that take a part of their tensor, or that write.
-
-    `recorded` adds a function that uses tensors of the tape to the instructions. `failed` gets an error of ours, which
-    must not reach the loop. `asked` gets a tensor from which the loop has read a number that is not a finite float.
-    """
+    """A loop's instructions, and its tensors' names; functions are observed from a model's return to a backward."""
 
     def __init__(
         self,
@@ -66,7 +58,7 @@ class Tape:
         self.names: dict[int, str] = {}  # of parameters and buffers, by their id
         self._next = 0
         self._known: dict[Any, tuple[bool, bool, bool, bool]] = {}
-        self._mode = _Listening(self)
+        self._mode = FunctionMode(self.function)
         self._open: int | None = None  # the recorded thread: each thread has its own modes
 
     # -- names -------------------------------------------------------------------------------------------------------
@@ -246,17 +238,6 @@ class Tape:
             self.given[known[1]], self._versions[known[1]] = copy, version_of(copy)
 
 
-class _Listening(TorchFunctionMode):
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._tape = tape
-
-    def __torch_function__(
-        self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return self._tape.function(func, args, kwargs or {})
-
-
 def _is_arithmetic(args: tuple[Any, ...], *, writes: bool) -> bool:
     """Whether a call is arithmetic on data, which may be part of a loss."""
     return not writes and torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) for value in args)
@@ -277,10 +258,7 @@ def mode_now() -> Mode:
 
 
 def _known(function: Callable[..., Any]) -> tuple[bool, bool, bool, bool]:
-    """Whether a function writes to its first argument, draws random numbers, is repeatable, gives a Python number.
-
-    Repeatable means that it computes, and has a name by which a bundle finds it again (`torch.as_tensor` has none).
-    """
+    """Whether a function writes to its first argument, draws random numbers, is repeatable, gives a Python number."""
     name = str(getattr(function, "__name__", ""))
     writes = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
         name.endswith("_") and not name.endswith("__")
@@ -331,39 +309,19 @@ def _own(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
 
 
 @contextmanager
-def before_backwards(tell: Callable[[], None]) -> Iterator[None]:
-    """Calls `tell` before a backward reaches a mode: a mode cannot be left from within itself."""
-    to: Callable[[], None] | None = tell
+def before_each(owners: Iterable[Any], name: str, tell: Callable[[Any], None]) -> Iterator[None]:
+    """Calls `tell` with the first argument of each call of the owners' function of this name, before the call."""
+    to: Callable[[Any], None] | None = tell
     with ExitStack() as stack:
-        for owner in (torch.Tensor, torch.autograd):
-            original = getattr(owner, "backward")  # noqa: B009 - the types of the two differ
+        for owner in owners:
+            original = getattr(owner, name)
 
-            def backward(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            def called(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
                 if to is not None:
-                    to()
+                    to(args[0] if args else None)
                 return _original(*args, **kwargs)
 
-            stack.enter_context(replaced(owner, "backward", functools.wraps(original)(backward)))
-        try:
-            yield
-        finally:
-            to = None
-
-
-@contextmanager
-def on_zeroed_gradients(told: Callable[[Any], None]) -> Iterator[None]:
-    """Calls `told` at each `zero_grad` of a model or an optimizer, whatever it sets gradients to."""
-    to: Callable[[Any], None] | None = told
-    with ExitStack() as stack:
-        for owner in (nn.Module, torch.optim.Optimizer):
-            original = owner.zero_grad
-
-            def zero_grad(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                if to is not None:
-                    to(self)
-                return _original(self, *args, **kwargs)
-
-            stack.enter_context(replaced(owner, "zero_grad", zero_grad))
+            stack.enter_context(replaced(owner, name, functools.wraps(original)(called)))
         try:
             yield
         finally:
@@ -385,14 +343,10 @@ _MOST = 64
 
 def is_about_numbers(error: BaseException) -> bool:
     """Whether an error, or one of its causes, is an ArithmeticError or mentions numbers."""
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        if isinstance(one, ArithmeticError) or _ABOUT_NUMBERS.search("".join(traceback.format_exception_only(one))):
-            return True
-        one = one.__cause__ or one.__context__
-    return False
+    return any(
+        isinstance(one, ArithmeticError) or _ABOUT_NUMBERS.search("".join(traceback.format_exception_only(one)))
+        for one in causes_of(error)
+    )
 
 
 def holds_nonfinite(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 import time
@@ -15,21 +16,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Self
+from types import SimpleNamespace, TracebackType
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed
 
 from ampdoctor.errors import ReplayError
 from ampdoctor.precision.fake_gpu.devices import ANSWERED
-from ampdoctor.precision.fake_gpu.replace import caller_sees_cuda, sees_cuda
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from ampdoctor.precision.fake_gpu.replace import Patches, Replacements
-
+from ampdoctor.precision.fake_gpu.replace import Patches, Replacements, caller_sees_cuda, sees_cuda
 
 # -- the emulated GPU; its memory is the process's own --
 
@@ -46,20 +41,8 @@ class DeviceProperties:
     minor: int = 0
     total_memory: int = 80 * 2**30
     multi_processor_count: int = 108
-    max_threads_per_multi_processor: int = 2048
-    max_threads_per_block: int = 1024
-    regs_per_multiprocessor: int = 65536
-    shared_memory_per_block: int = 48 * 2**10
-    shared_memory_per_block_optin: int = 163 * 2**10
-    shared_memory_per_multiprocessor: int = 164 * 2**10
+
     warp_size: int = 32
-    L2_cache_size: int = 40 * 2**20
-    is_integrated: int = 0
-    is_multi_gpu_board: int = 0
-    pci_bus_id: int = 0
-    pci_device_id: int = 0
-    pci_domain_id: int = 0
-    uuid: str = "00000000-0000-0000-0000-000000000000"
 
 
 CARD: Final = DeviceProperties()
@@ -68,6 +51,7 @@ CUDA_VERSION: Final = "12.8"  # the CUDA version that torch reports
 CUDNN_VERSION: Final = 91002
 DESCRIBED: Final = f"an A100-like device, compute capability {CARD.major}.{CARD.minor}"
 _STATISTICS: Final = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes")
+_POOLS: Final = ("all", "large_pool", "small_pool")
 _COUNTERS: Final = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free", "num_sync_all_streams")
 
 
@@ -86,48 +70,42 @@ def memory_info() -> tuple[int, int]:
 
 def memory_statistics() -> OrderedDict[str, Any]:
     """What `torch.cuda.memory_stats` returns, by its names."""
+    keys = itertools.product(_STATISTICS, _POOLS, ("current", "peak", "allocated", "freed"))
     used = memory_used()
-    held = {"allocated_bytes": used, "reserved_bytes": used, "active_bytes": used, "requested_bytes": used}
-    found: OrderedDict[str, Any] = OrderedDict()
-    for statistic in _STATISTICS:
-        for pool in ("all", "large_pool", "small_pool"):
-            for moment in ("current", "peak", "allocated", "freed"):
-                found[f"{statistic}.{pool}.{moment}"] = 0 if moment == "freed" else held.get(statistic, 0)
-    return found | dict.fromkeys(_COUNTERS, 0)
-
-
-def memory_summary() -> str:
-    """One line instead of the table of `torch.cuda.memory_summary`."""
-    return f"no GPU here: the process's own memory, at most {memory_used()} bytes"
+    return OrderedDict({".".join(key): 0 if key[2] == "freed" else used for key in keys} | dict.fromkeys(_COUNTERS, 0))
 
 
 # -- streams and events: on a CPU all queued work is done, and time is the host's --
 
 
-class Stream:
-    """Replaces `torch.cuda.Stream`: everything queued on it is done already."""
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+class _Done:
+    """What a stream and an event share: everything queued is done already."""
+
+    synchronize = _nothing
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def query(self) -> bool:
+        return True
+
+
+class Stream(_Done):
+    """Replaces `torch.cuda.Stream`."""
+
+    wait_event = wait_stream = _nothing
 
     def __init__(self, device: Any = None, priority: int = 0, **_ids: Any) -> None:
-        self.device = torch.device("cuda", 0)
+        super().__init__()
         self.priority = priority
         self.stream_id = self.device_index = self.device_type = self.cuda_stream = 0
         self._before: list[Stream] = []
 
-    def wait_event(self, event: Event) -> None:
-        """Done already."""
-
-    def wait_stream(self, stream: Stream) -> None:
-        """Done already."""
-
-    def synchronize(self) -> None:
-        """Done already."""
-
-    def query(self) -> bool:
-        """Whether everything is done."""
-        return True
-
     def record_event(self, event: Event | None = None) -> Event:
-        """The event, or a new one, recorded now."""
         event = event if event is not None else Event()
         event.record(self)
         return event
@@ -141,33 +119,18 @@ class Stream:
         set_stream(self._before.pop())
 
 
-class Event:
+class Event(_Done):
     """Replaces `torch.cuda.Event`; the time between two events is the host's."""
 
-    def __init__(
-        self,
-        enable_timing: bool = False,
-        blocking: bool = False,
-        interprocess: bool = False,
-        **_more: Any,
-    ) -> None:
+    wait = _nothing
+
+    def __init__(self, enable_timing: bool = False, *_more: Any, **_further: Any) -> None:
+        super().__init__()
         self.enable_timing = enable_timing
-        self.device = torch.device("cuda", 0)
         self._at: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Record the time."""
         self._at = time.perf_counter()
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Done already."""
-
-    def synchronize(self) -> None:
-        """Done already."""
-
-    def query(self) -> bool:
-        """Whether everything is done."""
-        return True
 
     def elapsed_time(self, end_event: Event) -> float:
         """The milliseconds until another event; raises ValueError as on a GPU where one has no recorded time."""
@@ -219,10 +182,6 @@ def set_stream(stream: Stream | None) -> None:
     """Make a stream the thread's current one; None changes nothing."""
     if stream is not None:
         _CURRENT.stream = stream
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    return None
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -280,7 +239,7 @@ _MEMORY_QUERIES: Final[Mapping[str, Callable[..., Any]]] = {
     "mem_get_info": _now(memory_info),
     "get_memory_info": _now(memory_info),
     "memory_stats": _now(memory_statistics),
-    "memory_summary": _now(memory_summary),
+    "memory_summary": _now(lambda: f"no GPU here: the process's own memory, at most {memory_used()} bytes"),
     "memory_snapshot": _now(list),
     "list_gpu_processes": _always(""),
     "get_per_process_memory_fraction": _always(1.0),
@@ -289,8 +248,6 @@ _MEMORY_QUERIES: Final[Mapping[str, Callable[..., Any]]] = {
             "empty_cache",
             "reset_peak_memory_stats",
             "reset_accumulated_memory_stats",
-            "reset_max_memory_allocated",
-            "reset_max_memory_cached",
             "set_per_process_memory_fraction",
             "_record_memory_history",
             "_dump_snapshot",
@@ -376,7 +333,6 @@ class Answers:
         self._version = type("Version", (type(torch.version),), {"cuda": property(self._cuda_version)})
 
     def declare(self, replacements: Replacements) -> None:
-        """Register all replacements."""
         for make, table in ((self._serve, SERVED), (self._answer, QUESTIONS)):
             for module, answers in table.items():
                 for name, answer in answers.items():
@@ -389,12 +345,12 @@ class Answers:
 
     def install_version(self, patches: Patches) -> None:
         """Make `torch.version.cuda` depend on the caller, by a property of the module's class."""
-        patches.after(setattr, torch.version, "__class__", type(torch.version))
+        patches.callback(setattr, torch.version, "__class__", type(torch.version))
         torch.version.__class__ = self._version
 
     def _cuda_version(self, module: Any) -> str | None:
-        heard = self._says_yes() and sees_cuda(sys._getframe(1))
-        return CUDA_VERSION if heard else vars(module)["cuda"]
+        sees = self._says_yes() and sees_cuda(sys._getframe(1))
+        return CUDA_VERSION if sees else vars(module)["cuda"]
 
     def _serve(self, original: Any, answer: Callable[..., Any]) -> Any:
         @functools.wraps(original)

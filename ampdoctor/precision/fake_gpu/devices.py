@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.nn.attention import SDPBackend
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ampdoctor.precision.fake_gpu.replace import Replacements
 from ampdoctor.precision.kernels import DeviceContext, device_constructors, known_to_scripts
-
-if TYPE_CHECKING:
-    from ampdoctor.precision.fake_gpu.replace import Replacements
-
 
 _LIKE: Final = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
 _NEW: Final = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
@@ -50,7 +47,6 @@ class DeviceRedirection:
         return device
 
     def declare(self, replacements: Replacements) -> None:
-        """Register replacements of the functions of torch and Tensor that take a device."""
         replace = replacements.want
         for name in (*_factory_names(), *_LIKE):
             replace(torch, name, self._factory)
@@ -62,15 +58,12 @@ class DeviceRedirection:
         replace(torch.Tensor, "cuda", self._cuda)
         for name in ("pin_memory", "record_stream"):
             replace(torch.Tensor, name, self._stay)
-        for storage in (
-            torch.UntypedStorage,
-            torch.TypedStorage,
-        ):  # of `map_location=lambda storage, _: storage.cuda()`
+        for storage in (torch.UntypedStorage, torch.TypedStorage):  # `map_location=lambda storage, _: storage.cuda()`
             replace(storage, "cuda", self._stay)
         for module, name in ((torch.fft, "fftfreq"), (torch.fft, "rfftfreq"), (torch.nested, "nested_tensor")):
             replace(module, name, self._factory)
         replace(torch.Tensor, "type", self._type)
-        replace(torch, "set_default_tensor_type", self._default_type)
+        replace(torch, "set_default_tensor_type", self._type)
         replace(_BaseDataLoaderIter, "__init__", self._iterate)
         replace(torch, "Generator", self._generator)
         replace(torch, "load", self._load)
@@ -120,17 +113,10 @@ class DeviceRedirection:
 
     def _type(self, original: Any) -> Any:
         @functools.wraps(original)
-        def type_of(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(tensor, *map(self._named, args), **kwargs)
+        def type_of(*args: Any, **kwargs: Any) -> Any:
+            return original(*map(self._named, args), **kwargs)
 
         return type_of
-
-    def _default_type(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def set_default_tensor_type(kind: Any) -> None:
-            original(self._named(kind))
-
-        return set_default_tensor_type
 
     def _named(self, kind: Any) -> Any:
         return kind.replace("torch.cuda.", "torch.") if self._active() and isinstance(kind, str) else kind
@@ -206,7 +192,6 @@ class AttentionKernels:
         self._active = active
 
     def declare(self, replacements: Replacements) -> None:
-        """Register the replacements; `torch.backends.cuda.sdp_kernel` uses the first."""
         replacements.want(torch.nn.attention, "sdpa_kernel", self._chosen)
         replacements.want(torch.backends.cuda, "enable_math_sdp", self._kept)
         replacements.want(torch, "histc", self._counted)

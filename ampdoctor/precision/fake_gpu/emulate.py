@@ -14,8 +14,9 @@ torch import zeros` in a module imported earlier).
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.amp import autocast_mode, grad_scaler
@@ -25,11 +26,8 @@ from ampdoctor.precision.fake_gpu.answers import Answers
 from ampdoctor.precision.fake_gpu.devices import AttentionKernels, DeviceRedirection
 from ampdoctor.precision.fake_gpu.missing_libraries import StandIns
 from ampdoctor.precision.fake_gpu.processes import OneProcess, lasting_emulation
-from ampdoctor.precision.fake_gpu.replace import Patches, Replacements, forget_what_was_heard
+from ampdoctor.precision.fake_gpu.replace import Patches, Replacements, forget_callers
 from ampdoctor.precision.kernels import CUSTOM_FWD_CAST, LOCK
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _PREVIOUS = "_ampdoctor_previous"
 _CPU = "its tensors stay on the CPU."
@@ -48,7 +46,6 @@ class CudaEmulation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each way in which the answers differed from a GPU's, each once."""
         return tuple(self._notes)
 
     def _note(self, text: str) -> None:
@@ -63,7 +60,7 @@ class _Installed:
         self.patches = Patches()
         self.replacements = Replacements()
         self.answers = Answers(self.active, self.reports_cuda, self.note)
-        self.stand_ins = StandIns(self.active, self.say)
+        self.stand_ins = StandIns(self.say)
         devices, kernels = DeviceRedirection(self.active, self.note), AttentionKernels(self.active)
         for part in (devices, self.answers, kernels, OneProcess(self.active), self.stand_ins):
             part.declare(self.replacements)
@@ -92,17 +89,17 @@ class _Installed:
                     self.stand_ins.install(self.patches)
                     self._install_amp()
                 except BaseException:
-                    self.patches.undo()
+                    self.patches.close()
                     raise
             self.regions.append(region)
-            forget_what_was_heard()
+            forget_callers()
 
     def leave(self, region: CudaEmulation) -> None:
         with LOCK:
             self.regions.remove(region)
             if not self.regions:
-                self.patches.undo()
-                forget_what_was_heard()
+                self.patches.close()
+                forget_callers()
                 if self.cuda_state is not None:
                     _set_cuda_state(*self.cuda_state)
 
@@ -196,23 +193,15 @@ def _scaler_init(original: Any) -> Any:
 def emulate_cuda(*, reports_cuda: bool = True) -> Iterator[CudaEmulation]:
     """Let code written for CUDA run on the CPU; enter before importing it, and stay inside while it runs.
 
-    - `torch.autocast("cuda")` and `torch.cuda.amp.autocast`, as contexts and decorators, also `enabled=False`, also
-      objects built at import: they switch the CPU's autocast, with fp16 as the default dtype. Inside,
-      `torch.is_autocast_enabled()`, `torch.get_autocast_gpu_dtype()` and the like answer as on a GPU.
-    - `custom_fwd` and `custom_bwd` for "cuda" treat CPU tensors as CUDA's.
-    - A `GradScaler` for "cuda" is enabled and works on CPU tensors.
-    - `.cuda()`, `.to("cuda")`, `device="cuda"`, `torch.device("cuda")` as a context, `set_default_device`,
-      `pin_memory`, `torch.load(map_location="cuda")` stay on the CPU, with one note. A moved tensor is the same tensor,
-      not a copy.
-    - `torch.cuda.is_available()` and other questions about the device are answered as by one device (`answers.py`), to
-      the callers that are told of it (`replace.py`): for them every CPU tensor is on that device.
-    - Where flash_attn or xformers is imported and not installed, torch's own function is used
-      (`missing_libraries.py`).
+    - `torch.autocast("cuda")`, also of objects built at import, switches the CPU's autocast, with fp16 as the default.
+    - `custom_fwd` and `custom_bwd` for "cuda" treat CPU tensors as CUDA's; a `GradScaler` for "cuda" is enabled.
+    - What names a CUDA device stays on the CPU, with one note. A moved tensor is the same tensor, not a copy.
+    - Questions about the device are answered as by one device (`answers.py`), to those that are told (`replace.py`).
+    - torch's own function stands in for flash_attn's, where that is missing (`missing_libraries.py`).
     - A process group of one process is joined with any backend (`processes.py`).
 
-    With `says_yes=False`, the code gets the true answer whether CUDA is there, as in a training that is meant for a
-    CPU; what names CUDA all the same stays on the CPU. Regions nest, and belong to the process; the last one to exit
-    undoes everything, also after an exception.
+    Without `reports_cuda`, the code gets the true answer whether CUDA is there, as in a training for a CPU. Regions
+    nest, and belong to the process; the last one to exit undoes everything, also after an exception.
     """
     region = CudaEmulation(reports_cuda=reports_cuda)
     with lasting_emulation():

@@ -12,14 +12,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ampdoctor.precision.fake_gpu import fused_attention
-from ampdoctor.precision.fake_gpu.replace import imported_by_user
-
-if TYPE_CHECKING:
-    from ampdoctor.precision.fake_gpu.replace import Patches, Replacements
-
+from ampdoctor.precision.fake_gpu.replace import Patches, Replacements, imported_by_user
 
 # -- libraries that need a GPU, and their replacements --
 
@@ -29,22 +25,17 @@ _FLASH: Final = {
     for name in (
         "flash_attn_func",
         "flash_attn_qkvpacked_func",
-        "flash_attn_kvpacked_func",
         "flash_attn_varlen_func",
         "flash_attn_varlen_qkvpacked_func",
     )
 }
-_MASK: Final = {"LowerTriangularMask": ("", fused_attention.LowerTriangularMask)}
+
 STAND_INS: Final[Mapping[str, Mapping[str, tuple[str, Any]]]] = {
     "flash_attn": _FLASH,
     "flash_attn.flash_attn_interface": _FLASH,
     "flash_attn.bert_padding": {
         name: ("", getattr(fused_attention, name)) for name in ("unpad_input", "pad_input", "index_first_axis")
     },
-    "xformers": {},
-    "xformers.ops": {"memory_efficient_attention": (_SDPA, fused_attention.memory_efficient_attention), **_MASK},
-    "xformers.ops.fmha": {"memory_efficient_attention": (_SDPA, fused_attention.memory_efficient_attention)},
-    "xformers.ops.fmha.attn_bias": _MASK,
 }  # by module: each available name, with torch's counterpart for the note ("": no note) and the replacement
 
 INSTEAD: Final[Mapping[str, str]] = {
@@ -90,21 +81,18 @@ class _Module(ModuleType):
 class StandIns:
     """A finder of modules, and its own loader; `note` is called with the note on each name that is used."""
 
-    __slots__ = ("_active", "_modules", "_note")
+    __slots__ = ("_modules", "_note")
 
-    def __init__(self, active: Callable[[], bool], note: Callable[[str], None]) -> None:
-        self._active = active
+    def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._modules: dict[str, ModuleType] = {}
 
     def declare(self, replacements: Replacements) -> None:
-        """Make `find_spec` report the libraries as missing."""
         replacements.want(importlib.util, "find_spec", self._truth)
 
     def install(self, patches: Patches) -> None:
-        """Add the finder behind all others."""
         sys.meta_path.append(self)
-        patches.after(self._remove)
+        patches.callback(self._remove)
 
     def _remove(self) -> None:
         sys.meta_path.remove(self)
@@ -123,7 +111,6 @@ class StandIns:
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module, the same at each import, so that classes stay the same."""
         return self._module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:

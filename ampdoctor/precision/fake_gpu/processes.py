@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from ampdoctor.errors import ReplayError
-from ampdoctor.precision.fake_gpu.replace import sees_cuda, what_is_shared
-
-if TYPE_CHECKING:
-    from ampdoctor.precision.fake_gpu.replace import Replacements
-
+from ampdoctor.precision.fake_gpu.replace import Replacements, sees_cuda, what_is_shared
 
 _DIST: Any = dist
 _LAUNCHED: Final = {
@@ -38,9 +34,8 @@ _LAUNCHED: Final = {
 
 
 class _Group:
-    """The process group that was made here."""
-
-    ours: Any = None
+    ours: Any = None  # the process group that was made here
+    users: int = 0  # the number of open contexts
 
 
 def leave_group() -> None:
@@ -59,7 +54,6 @@ class OneProcess:
         self._active = active
 
     def declare(self, replacements: Replacements) -> None:
-        """Register the replacements, also of the environment variables that torchrun sets."""
         if not dist.is_available():
             return
         for module in (dist, distributed_c10d):
@@ -71,18 +65,11 @@ class OneProcess:
 
     def _init(self, original: Any) -> Any:
         @functools.wraps(original)
-        def init_process_group(
-            backend: Any = None,
-            init_method: Any = None,
-            timeout: Any = None,
-            world_size: int = -1,
-            rank: int = -1,
-            *args: Any,
-            **kwargs: Any,
-        ) -> None:
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
             if not self._active() or (dist.is_initialized() and dist.group.WORLD is not _Group.ours):
-                original(backend, init_method, timeout, world_size, rank, *args, **kwargs)
+                original(*args, **kwargs)
                 return
+            world_size = args[3] if len(args) > 3 else kwargs.get("world_size", -1)
             _refuse_others(world_size)
             if not dist.is_initialized():  # a factory may be called again
                 original("gloo", store=_DIST.HashStore(), rank=0, world_size=1)
@@ -135,10 +122,7 @@ class OneProcess:
 
 
 def _refuse_others(world_size: int) -> None:
-    try:
-        world_size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError:
-        raise ReplayError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']!r}, which is no number") from None
+    world_size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         raise ReplayError(
             f"the code joins a group of {world_size} processes, and a replay is one: "
@@ -149,21 +133,15 @@ def _refuse_others(world_size: int) -> None:
 # -- process-wide state of emulated code --
 
 
-class _Needed:
-    """The number of open contexts."""
-
-    times: int = 0
-
-
 @contextmanager
 def lasting_emulation() -> Iterator[None]:
     """Keep the process group that code joins inside, and Accelerate's state, until the outermost context ends."""
-    put_back = what_is_shared() if not _Needed.times else None
-    _Needed.times += 1
+    put_back = what_is_shared() if not _Group.users else None
+    _Group.users += 1
     try:
         yield
     finally:
-        _Needed.times -= 1
+        _Group.users -= 1
         if put_back is not None:
             leave_group()
             put_back()

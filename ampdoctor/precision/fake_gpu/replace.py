@@ -8,92 +8,50 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from types import FrameType, ModuleType
+from typing import Any, Final
 
 import torch
 
 from ampdoctor.package import FOLDER
 
-if TYPE_CHECKING:
-    from types import FrameType
-
-
 # -- temporary replacement of attributes --
 
-_ABSENT: Final = object()
 
-
-class Patches:
-    """Replaced attributes; `undo()` restores each, in reverse order."""
-
-    __slots__ = ("_done",)
-
-    def __init__(self) -> None:
-        self._done: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+class Patches(ExitStack):
+    """Replaced attributes; `close()` restores each, in reverse order."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace `owner.name`; an inherited attribute is inherited again afterwards."""
-        before = vars(owner).get(name, _ABSENT)
-        self.after(*((delattr, owner, name) if before is _ABSENT else (setattr, owner, name, before)))
+        if name in vars(owner):
+            self.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            self.callback(delattr, owner, name)
         setattr(owner, name, value)
-
-    def after(self, undo: Callable[..., None], *arguments: Any) -> None:
-        """Register a further function to call on `undo()`."""
-        self._done.append((undo, arguments))
-
-    def undo(self) -> None:
-        """Restore everything; a second call does nothing."""
-        while self._done:
-            undo, arguments = self._done.pop()
-            undo(*arguments)
-
-
-class _Wanted:
-    """An attribute to replace, with the last original and its replacement."""
-
-    __slots__ = ("details", "made", "make", "name", "original", "owner", "replacement")
-
-    def __init__(self, owner: Any, name: str, make: Callable[..., Any], details: tuple[Any, ...]) -> None:
-        self.owner, self.name, self.make, self.details = owner, name, make, details
-        self.made: dict[Any, Any] = {}
-        self.original: Any = None
-        self.replacement: Any = None
-
-    def replace(self, original: Any) -> None:
-        if original not in self.made:
-            self.made[original] = self.make(original, *self.details)
-        self.original, self.replacement = original, self.made[original]
 
 
 class Replacements:
-    """The attributes to replace, and their replacements.
-
-    User code may bind a replaced function by name (`from torch import zeros`) and call it after the patch was undone.
-    So a replacement calls the original when nothing is emulated. Each is made once and installed many times, around
-    every piece of user code, so that references held by a run stay valid.
-    """
-
-    __slots__ = ("_wanted",)
+    """The attributes to replace, each made once, as a run may hold it; outside an emulation it calls the original."""
 
     def __init__(self) -> None:
-        self._wanted: list[_Wanted] = []
+        self._wanted: list[tuple[Any, str, Callable[..., Any], tuple[Any, ...]]] = []
+        self._made: dict[tuple[int, str, Any], Any] = {}
 
     def want(self, owner: Any, name: str, make: Callable[..., Any], *details: Any) -> None:
         """Replace `owner.name` by `make(original, *details)`, made once an original; skip what this torch lacks."""
         if hasattr(owner, name):
-            self._wanted.append(_Wanted(owner, name, make, details))
+            self._wanted.append((owner, name, make, details))
 
     def install(self, patches: Patches) -> None:
-        """Replace them all, until the patches are undone."""
-        for wanted in self._wanted:
-            original = getattr(wanted.owner, wanted.name)
-            if original is not wanted.original:
-                wanted.replace(original)
-            patches.set(wanted.owner, wanted.name, wanted.replacement)
+        for owner, name, make, details in self._wanted:
+            original = getattr(owner, name)
+            key = id(owner), name, original
+            if key not in self._made:
+                self._made[key] = make(original, *details)
+            patches.set(owner, name, self._made[key])
 
 
 # -- which callers are told that there is a GPU: user code, transformers and accelerate, but no other library --
@@ -110,26 +68,9 @@ _PACKAGES: Final[dict[str, str]] = {}  # cached by file: torch reads a tensor's 
 _FOLDERS: Final = ((f"{FOLDER}{os.sep}", "ampdoctor"), (f"{Path(torch.__file__).parent}{os.sep}", "torch"))
 
 
-class _Heard:
-    """The packages that are told of a GPU now."""
-
-    packages: frozenset[str] = HEAR_YES
-
-
-@contextmanager
-def fake_cuda_for(*packages: str) -> Iterator[None]:
-    """Also tell these top-level packages of a GPU: frameworks ("lightning") that use nothing which only a GPU has."""
-    before = _Heard.packages
-    _Heard.packages = before | set(packages)
-    try:
-        yield
-    finally:
-        _Heard.packages = before
-
-
 def sees_cuda(frame: FrameType) -> bool:
     """Whether the code of this frame is told that there is a GPU."""
-    return package_of(frame) in _Heard.packages
+    return package_of(frame) in HEAR_YES
 
 
 def caller_sees_cuda(frame: FrameType) -> bool:
@@ -138,7 +79,7 @@ def caller_sees_cuda(frame: FrameType) -> bool:
     while asking is not None:
         package = package_of(asking)
         if package != _STANDARD:
-            return package in _Heard.packages
+            return package in HEAR_YES
         asking = asking.f_back
     return False
 
@@ -184,13 +125,22 @@ _STATES: Final = ("PartialState", "AcceleratorState", "GradientState")
 _ABOUT: Final = frozenset({"cuda", "accelerator"})
 
 
-def forget_what_was_heard() -> None:
+def forget_callers() -> None:
     """Clear the cached answers, which differ inside and outside of an emulation."""
     for name in _ASK:
-        module = sys.modules.get(name)
-        if module is not None:
-            for forget in _forgetting(module):
-                forget()
+        for forget in _forgetting(sys.modules[name]) if name in sys.modules else ():
+            forget()
+
+
+@functools.cache
+def _forgetting(module: ModuleType) -> tuple[Callable[[], None], ...]:
+    """What clears the caches of functions that ask about CUDA, directly or through another one: others are slow."""
+    kept = {name: inspect.unwrap(value) for name, value in vars(module).items() if hasattr(value, "cache_clear")}
+    names = {name: set(value.__code__.co_names) for name, value in kept.items() if hasattr(value, "__code__")}
+    asked: set[str] = set()
+    while more := {name for name, used in names.items() if used & (_ABOUT | asked)} - asked:
+        asked |= more
+    return tuple(vars(module)[name].cache_clear for name in sorted(asked))
 
 
 def what_is_shared() -> Callable[[], None]:
@@ -209,20 +159,3 @@ def _shared() -> dict[str, dict[str, Any]]:
     module = sys.modules.get("accelerate.state")
     states = {name: getattr(module, name, None) for name in _STATES}
     return {name: state._shared_state for name, state in states.items() if state is not None}
-
-
-@functools.cache
-def _forgetting(module: ModuleType) -> tuple[Callable[[], None], ...]:
-    """The functions that clear the caches of functions which ask about CUDA, directly or through another one."""
-    kept = {name: value for name, value in vars(module).items() if hasattr(value, "cache_clear")}
-    asked: set[str] = set()
-    while True:
-        more = {name for name, value in kept.items() if _names(value) & (_ABOUT | asked)} - asked
-        if not more:
-            return tuple(kept[name].cache_clear for name in sorted(asked))
-        asked |= more
-
-
-def _names(function: Any) -> frozenset[str]:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return frozenset(code.co_names) if code is not None else frozenset()

@@ -52,12 +52,7 @@ _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDe
 
 
 class NamedCode:
-    """Loads what `--model` names (`spec`); nothing in a bundle decides what is imported.
-
-    `app_dir` is the first folder of the import path (None: the working folder); `path` and `argv0` are the start of
-    `sys.path` and `sys.argv[0]` while the code runs. Raises FactoryError if file or object is missing, UserCodeError if
-    the code raises.
-    """
+    """Loads what `--model` names (`spec`); nothing in a bundle decides what is imported."""
 
     def __init__(self, spec: str, app_dir: str | None = None) -> None:
         self.spec = spec
@@ -105,7 +100,6 @@ class NamedCode:
         return any(resolved.is_relative_to(folder) for folder in self.path)
 
     def _trimmed(self, file: Path, tree: ast.Module) -> ModuleType:
-        """Runs the file's definitions without the code that trains."""
         module = ModuleType(f"{file.stem}_definitions_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}")
         module.__file__ = str(file)
         sys.modules[module.__name__] = module  # dataclasses look their module up

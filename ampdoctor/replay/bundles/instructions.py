@@ -47,10 +47,7 @@ _END = 2**62
 
 
 def instruction_out(one: Instruction, state: Callable[[RandomState], int]) -> Tree:
-    """Returns an instruction as a tree.
-
-    `state` returns the index of a random state's entry. Raises NotSerializableError if an argument has no JSON form.
-    """
+    """Returns an instruction as a tree."""
 
     def special(value: Any) -> Tree | None:
         if isinstance(value, RandomState):
@@ -86,10 +83,7 @@ def relative(file: str) -> str:
 
 
 class InstructionsIn:
-    """Reads instructions; each may only use inputs, parameters, buffers, and results of instructions before it.
-
-    `find` finds classes of values, `given` is the number of input tensors, `name` is the manifest's file for errors.
-    """
+    """Reads instructions; each may only use inputs, parameters, buffers, and results of instructions before it."""
 
     def __init__(self, find: FindClass, states: Sequence[RandomState], given: int, name: str) -> None:
         self._find = find
@@ -153,7 +147,6 @@ def _types(cls: type) -> Mapping[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a field's type."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
@@ -172,7 +165,6 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _without_gpu(one: Op) -> Op:
-    """Replaces the name of a GPU among an op's arguments by "cpu"."""
     if one.function == torch.Tensor.cuda:
         return replace(one, function=torch.Tensor.to, args=(*one.args[:1], "cpu"), kwargs={})
     kwargs = {name: _here(value) for name, value in one.kwargs.items()}

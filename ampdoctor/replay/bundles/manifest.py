@@ -27,10 +27,7 @@ def bundle_at(target: str) -> Path | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns a bundle's manifest.
-
-    Raises CheckpointError if it is no strict JSON object or has another schema, LimitExceededError if it is too large.
-    """
+    """Returns a bundle's manifest."""
     name = f"{folder.name}/{MANIFEST}"
     with RegularFile(folder / MANIFEST, name) as file:
         if file.size > _LARGEST:

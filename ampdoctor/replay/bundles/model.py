@@ -24,6 +24,7 @@ from ampdoctor.hooks.json_values import (
 )
 from ampdoctor.hooks.names import wrapped_as
 from ampdoctor.replay.bundles.classes import NamedCode, configuration, finding, library_of, lora_fields
+from ampdoctor.replay.bundles.instructions import relative
 from ampdoctor.replay.training_run import kind_of
 from ampdoctor.replay.user_files import network_closed
 
@@ -58,7 +59,8 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
         return library
     noted = made(model)
     if noted is not None and "why" not in noted:
-        return {"kind": "made", "made": dict(noted)}
+        file = noted.get("file")
+        return {"kind": "made", "made": {**noted, "file": None if file is None else relative(file)}}
     parameters = getattr(model, "hparams", None)
     if isinstance(parameters, Mapping) and any(base.__name__ == "LightningModule" for base in cls.__mro__):
         return _of_lightning(model, parameters)
@@ -74,10 +76,7 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
 
 
 def code_of(said: Any) -> str | None:
-    """Returns what `--model` has to name: a file, or a function of one; None if no code is needed.
-
-    `said` is the manifest's entry and is not trusted.
-    """
+    """Returns what `--model` has to name: a file, or a function of one; None if no code is needed."""
     said = said if isinstance(said, Mapping) else {}
     kind = said.get("kind")
     if kind == "several":
@@ -95,7 +94,6 @@ def code_of(said: Any) -> str | None:
 
 
 def _classes(tree: Any) -> Iterator[str]:
-    """Yields the names of the classes in an entry."""
     if isinstance(tree, Mapping):
         yield from (value for key, value in tree.items() if key == "class" and isinstance(value, str))
     if isinstance(tree, Mapping | list):
@@ -147,7 +145,6 @@ def _of_transformers(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _head(model: nn.Module) -> dict[str, Any] | None:
-    """Returns which of `HEADS` was applied to the model, and its arguments; None for its class's own forward."""
     own = vars(model)
     forward = getattr(own.get("_original_forward", own.get("forward")), "__func__", None)  # the first is Accelerate's
     for name, (module, function) in HEADS.items():
@@ -178,7 +175,7 @@ def _file_of(cls: type) -> str | None:
     """Returns the file that defines a class; for torch's own layers the script, which combines them."""
     module = "__main__" if cls.__module__.startswith("torch.") else cls.__module__
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file if isinstance(file, str) else None
+    return relative(file) if isinstance(file, str) else None
 
 
 T = TypeVar("T")
@@ -189,10 +186,7 @@ _TORCHS = ("sdpa", "eager", "flex_attention")
 
 
 class ModelBuilder:
-    """Builds models from a manifest.
-
-    `name` is the bundle's, for errors; `code` is what `--model` names; `say` gets a sentence for each difference.
-    """
+    """Builds models from a manifest."""
 
     def __init__(self, name: str, code: NamedCode | None, say: Callable[[str], None]) -> None:
         self._name = name
@@ -212,11 +206,7 @@ class ModelBuilder:
             self._say(f"of the bundle: the script's {', '.join(given[:8])}{' and more' if len(given) > 8 else ''}")
 
     def model(self, said: Any) -> nn.Module:
-        """Returns a fresh model with its constructor's weights; the entry `said` is not trusted.
-
-        Raises FactoryError if code is missing or makes no model, ReplayError if a library is missing, and
-        CheckpointError if `said` is malformed.
-        """
+        """Returns a fresh model with its constructor's weights; the entry `said` is not trusted."""
         try:
             return self._model(said, 0)
         except UnreadableTreeError as error:
@@ -294,7 +284,6 @@ class ModelBuilder:
             return _checked(cls(*args, **kwargs), self._name)
 
     def _entry(self, said: Mapping[str, Any], key: str, kind: type[T]) -> T:
-        """Returns the entry of a key after its type is checked: it may go to library code."""
         found = said[key]
         if not isinstance(found, kind):
             raise CheckpointError(f"{self._name}: the entry of the model is malformed ({key!r}).")
@@ -339,7 +328,6 @@ class ModelBuilder:
         return found
 
     def _to_type(self, said: Any) -> str:
-        """Returns the option to add to the command, for the end of a sentence."""
         said = said if isinstance(said, dict) else {}
         if said.get("kind") == "several":
             children = said.get("children")
@@ -438,7 +426,6 @@ class _Passing(nn.Module):
         self.add_module(attribute, inner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
         return getattr(self, self._attribute)(*args, **kwargs)
 
 

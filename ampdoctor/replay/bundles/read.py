@@ -37,10 +37,7 @@ _FINITE_HERE = (
 
 
 class Bundle:
-    """A bundle on the disk; `path` is its folder or its manifest.
-
-    Raises CheckpointError if it is no bundle or its manifest is malformed.
-    """
+    """A bundle on the disk; `path` is its folder or its manifest."""
 
     def __init__(self, path: str) -> None:
         folder = bundle_at(path)
@@ -70,11 +67,7 @@ class Bundle:
         return self.folder.name or str(self.folder)
 
     def run(self, code: NamedCode | None, user_code: UserCode = lambda _what: nullcontext()) -> TrainingRun:
-        """Returns a fresh run of its step; `code` is what `--model` names, `user_code` surrounds the model's building.
-
-        Raises CheckpointError if a file is malformed, FactoryError if code is missing or makes another model, and
-        ReplayError if the step cannot be run again from this bundle or on this machine.
-        """
+        """Returns a fresh run of its step; `code` is what `--model` names, `user_code` surrounds it."""
         said = self.manifest
         cannot = _listed(said, "cannot")
         if cannot:
@@ -132,10 +125,6 @@ class Bundle:
             raise CheckpointError(f"{name} is malformed ({type(error).__name__}: {str(error)[:80]}).") from None
 
     def _leading(self, program: Program, calls: _Tensors, find: Callable[[str, str], Any]) -> PriorSteps:
-        """Returns the updates before the step.
-
-        Raises CheckpointError if they are malformed, FactoryError if they use what the model does not have.
-        """
         said, made, name = self.manifest.get("earlier", []), self.manifest.get("updates"), f"{self.name}/manifest.json"
         groups = 0 if program.optimizer is None else len(program.optimizer.param_groups)
         try:
@@ -154,7 +143,6 @@ class Bundle:
         return PriorSteps(steps=steps, losses=losses, made=made)
 
     def _finite_again(self) -> str | None:
-        """Returns the recorded message about a step that was finite when it was run again in its loop."""
         told = self.manifest.get("diagnosis")
         errors = told.get("errors") if isinstance(told, dict) else None
         notes = [one for one in errors if isinstance(one, dict)] if isinstance(errors, list) else []
@@ -179,8 +167,6 @@ class Bundle:
 
 
 class _Steps:
-    """Reads one step of a manifest: its instructions, their input tensors, and the buffers before them."""
-
     def __init__(
         self, bundle: Bundle, model: torch.nn.Module, calls: _Tensors, find: Callable[[str, str], Any]
     ) -> None:
@@ -191,11 +177,6 @@ class _Steps:
         self._known: dict[str, torch.Tensor] = {}  # by entry: a tensor that enters several steps is loaded once
 
     def made(self, said: Mapping[str, Any]) -> _Step:
-        """Returns instructions, inputs and buffers.
-
-        Raises CheckpointError or one of Python's own errors if an entry is malformed, FactoryError if the model lacks a
-        tensor or module of the step.
-        """
         given = tuple(map(self._tensor, said["given"]))
         before = {str(key): self._tensor(entry) for key, entry in said["before"].items()}
         reader = InstructionsIn(self._find, self._random, len(given), self._name)
@@ -214,7 +195,6 @@ class _Steps:
 
 
 def _earlier(program: Program, said: Mapping[str, Any], made: _Step, find: Callable[[str, str], Any]) -> Program:
-    """Returns an earlier step, with the same model and optimizer as `program`."""
     instructions, given, before = made
     if type(said["step"]) is not int:
         raise TypeError("step")
@@ -230,8 +210,6 @@ def _earlier(program: Program, said: Mapping[str, Any], made: _Step, find: Calla
 
 
 class _Tensors:
-    """The tensors of a safetensors file, by their entries in the manifest."""
-
     def __init__(self, path: Path) -> None:
         self._file = RegularFile(path, f"{path.parent.name}/{path.name}")
         try:
@@ -247,15 +225,12 @@ class _Tensors:
         self._file.close()
 
     def made(self, entry: Mapping[str, Any]) -> torch.Tensor | None:
-        """Returns the tensor of an entry; None if the file does not have it."""
-        key = entry.get("key") if isinstance(entry, dict) else None
-        names = [name for name in (key, f"{key}/indices", f"{key}/values") if name in self._stored]
-        if not names or key is None:
+        key = str(entry.get("key")) if isinstance(entry, dict) else ""
+        if key not in self._stored:
             return None
-        return tensor_of(entry, {name: self._stored[name].load() for name in names}, self._file.name)
+        return tensor_of(entry, self._stored[key].load(), self._file.name)
 
     def all(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Returns the tensors whose names start with `prefix`."""
         return {name: one.load() for name, one in self._stored.items() if name.startswith(prefix)}
 
 
@@ -264,7 +239,6 @@ def _is_count(value: Any) -> bool:
 
 
 def _listed(said: Any, key: str) -> list[Any]:
-    """Returns the list under a key; an empty one if there is none."""
     found = said.get(key) if isinstance(said, dict) else None
     return found if isinstance(found, list) else []
 
@@ -276,7 +250,6 @@ def _there(tensor: torch.Tensor | None, name: str) -> torch.Tensor:
 
 
 def _scaler(said: Any) -> Callable[[], torch.amp.GradScaler] | None:
-    """Returns a function that makes the scaler with its recorded state; None without a state."""
     state = {} if said is None else {str(key): read(one, lambda _m, _q: None) for key, one in said["state"].items()}
     if not state:
         return None

@@ -23,11 +23,7 @@ def optimizer_out(
     tensor: Callable[[str, torch.Tensor], Entry | None],
     settings: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Returns the manifest's entry of an optimizer.
-
-    `names` has the parameters' names by id. `tensor` stores a state tensor under a name and returns its entry, or None
-    if it is left out. `settings` replace those of the groups.
-    """
+    """Returns the manifest's entry of an optimizer."""
     lost: list[str] = []
     groups = [
         {"params": [names.get(id(p)) for p in group["params"]], "settings": _settings(kept, lost)}
@@ -86,8 +82,6 @@ def optimizer_in(
     """Returns the optimizer over a model's parameters (by name); the entry `said` is not trusted.
 
     If its class is not available, SGD at learning rate 0 replaces it: gradients are unscaled and checked as before.
-    `tensor` makes the tensor of an entry, `find` returns the user's class or None, `say` gets a sentence for each
-    difference. Raises CheckpointError if the entry is malformed or names parameters that the model lacks.
     """
     try:
         module, _, name = said["class"].partition(":")

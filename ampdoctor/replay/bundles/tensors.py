@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,8 @@ WRITTEN = frozenset(
 _LARGEST_EXPANSION = 1 << 40  # bytes that an expanded view may seem to have: stride 0 takes no memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
-    """A tensor as it is stored in a file."""
-
-    entry: dict[str, Any]  # for the manifest
-    parts: Mapping[str, torch.Tensor]  # stored tensors by name in the file: strided, detached, on any device
-
-
-def stored_tensor(key: str, tensor: torch.Tensor) -> StoredTensor | str:
-    """Returns how a tensor is stored under `key`, or a predicate for a sentence that says why it cannot be stored."""
+def stored_tensor(key: str, tensor: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor] | str:
+    """Returns a tensor's entry and what is stored under `key`, or a predicate that says why it cannot be stored."""
     entry = {
         "key": key,
         "dtype": str(tensor.dtype),
@@ -54,15 +45,6 @@ def stored_tensor(key: str, tensor: torch.Tensor) -> StoredTensor | str:
         return f"is a {type(tensor).__qualname__}, which is not written"
     if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
         return "has no values that are written"
-    if bare.layout is torch.sparse_coo:
-        whole = bare.coalesce()
-        parts = {f"{key}/indices": whole.indices(), f"{key}/values": whole.values()}
-        lacking = whole.values().dtype
-        return (
-            StoredTensor(entry={**entry, "form": "sparse"}, parts=parts)
-            if lacking in WRITTEN
-            else f"is sparse, of {lacking}, which is not written"
-        )
     if bare.layout is not torch.strided:
         return f"has the layout {bare.layout}, which is not written"
     bare = bare.resolve_conj().resolve_neg()
@@ -77,13 +59,13 @@ def stored_tensor(key: str, tensor: torch.Tensor) -> StoredTensor | str:
         entry["form"], bare = "pairs", torch.view_as_real(bare.contiguous())
     if bare.dtype not in WRITTEN:
         return f"has the dtype {bare.dtype}, which is not written"
-    return StoredTensor(entry=entry, parts={key: bare})
+    return entry, bare
 
 
-def tensor_of(entry: Entry, parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+def tensor_of(entry: Entry, stored: torch.Tensor, name: str) -> torch.Tensor:
     """Returns the tensor of an entry (not trusted), on the CPU; raises CheckpointError with the file's `name`."""
     try:
-        tensor = _made(entry, parts)
+        tensor = _made(entry, stored)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{name}: the entry of a tensor is malformed ({type(error).__name__}).") from None
     if tensor.is_floating_point() or tensor.is_complex():
@@ -91,13 +73,8 @@ def tensor_of(entry: Entry, parts: Mapping[str, torch.Tensor], name: str) -> tor
     return tensor
 
 
-def _made(entry: Entry, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    key, form, shape = entry["key"], entry["form"], _sizes(entry["shape"])
-    dtype = getattr(torch, entry["dtype"].removeprefix("torch."))
-    if form == "sparse":
-        indices, values = parts[f"{key}/indices"], parts[f"{key}/values"]
-        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True).coalesce()
-    stored = parts[key]
+def _made(entry: Entry, stored: torch.Tensor) -> torch.Tensor:
+    form, shape, dtype = entry["form"], _sizes(entry["shape"]), getattr(torch, entry["dtype"].removeprefix("torch."))
     if form == "pairs":
         stored = torch.view_as_complex(stored)
     if stored.dtype is not dtype or form not in ("plain", "pairs"):
@@ -161,11 +138,7 @@ def put_weights(
     stored: Callable[[Mapping[str, Any]], torch.Tensor | None],
     whose: str,
 ) -> None:
-    """Give `model` the bundle's parameters and buffers, dtypes, tied and frozen parameters, and training modes.
-
-    `stored` makes the tensor of an entry, or returns None if it was left out; `whose` names the maker of the model, as
-    the subject of an error. Raises FactoryError if parameters differ, CheckpointError if the manifest is malformed.
-    """
+    """Give `model` the bundle's parameters and buffers, dtypes, tied and frozen parameters, and training modes."""
     try:
         _put_parameters(model, manifest["parameters"], stored, whose)
         _put_buffers(model, manifest["buffers"], stored)
@@ -202,28 +175,11 @@ def _put_parameters(
         if own[name] is not own[first]:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, own[first])
-    _untie(model, entries, stored, tied)
-
-
-def _untie(
-    model: nn.Module,
-    entries: Mapping[str, Any],
-    stored: Callable[[Mapping[str, Any]], torch.Tensor | None],
-    tied: Mapping[str, str],
-) -> None:
-    """Separate parameters that are shared in the fresh model, but not in the bundle."""
-    first: dict[int, str] = {}
+    first_name: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if known == name or tied.get(name, name) == tied.get(known, known):
-            continue
-        tensor = stored(entries[name])
-        parent, _, last = name.rpartition(".")
-        value = parameter.detach().clone() if tensor is None else tensor.detach()
-        setattr(model.get_submodule(parent), last, nn.Parameter(value, requires_grad=entries[name]["requires_grad"]))
-        before = stored(entries[known])  # the second one's values were written last
-        if before is not None:
-            parameter.data = before.detach()
+        known = first_name.setdefault(id(parameter), name)
+        if tied.get(name, name) != tied.get(known, known):
+            raise FactoryError(f"{whose} makes a model that ties {name} to {known}, and the bundle's does not")
 
 
 def _put_buffers(

@@ -22,11 +22,11 @@ from ampdoctor.errors import OutputError
 from ampdoctor.hooks.json_values import NotSerializableError, class_name, constants_of, written
 from ampdoctor.hooks.program import PriorSteps, Program
 from ampdoctor.package import version
-from ampdoctor.replay.bundles.instructions import instruction_out, line_out, relative
+from ampdoctor.replay.bundles.instructions import instruction_out, line_out
 from ampdoctor.replay.bundles.manifest import CALLS, LOG, MANIFEST, SCHEMA, STATE
 from ampdoctor.replay.bundles.model import Made, code_of, described
 from ampdoctor.replay.bundles.state import StatesOut, optimizer_out, settings_out
-from ampdoctor.replay.bundles.tensors import StoredTensor, stored_tensor, write_safetensors
+from ampdoctor.replay.bundles.tensors import stored_tensor, write_safetensors
 from ampdoctor.replay.recorded_step import format_of, prepared_models, with_inner_autocast
 
 # -- what goes into a bundle, and what is left out where it would be too large --
@@ -37,11 +37,7 @@ _MOST_TEXT = 4 << 20  # characters of all earlier steps in a manifest: its reade
 
 
 class CollectedStep:
-    """The data of one step in a bundle.
-
-    `name` is the prefix of its tensors' names in the file; `known` holds the entries of tensors by their `id`, so that
-    a tensor that enters several steps is stored once.
-    """
+    """The data of one step in a bundle."""
 
     def __init__(self, program: Program, name: str, states: StatesOut, known: dict[int, dict[str, Any]]) -> None:
         self.cannot: list[str] = []  # sentences: why it cannot be run again
@@ -71,9 +67,9 @@ class CollectedStep:
         if isinstance(stored, str):
             self.cannot.append(f"a tensor that entered the step {stored}")
             return None
-        self.tensors.update(stored.parts)
-        self._known[id(tensor)] = stored.entry
-        return stored.entry
+        entry, self.tensors[key] = stored
+        self._known[id(tensor)] = entry
+        return entry
 
 
 class BundleContents:
@@ -98,20 +94,7 @@ class BundleContents:
         self._parameters = self._named(dict(model.named_parameters(remove_duplicate=False)), "parameter")
         self._buffers = self._named(dict(model.named_buffers(remove_duplicate=False)), "buffer")
         self._model = described(model, made)
-        self._made_file()
         self._optimizer = self._of_optimizer()
-
-    def _made_file(self) -> None:
-        """Make paths of files relative, as the user would type them."""
-        todo: list[Any] = [self._model]
-        while todo:
-            part = todo.pop()
-            if isinstance(part, dict):
-                if isinstance(part.get("file"), str) and isinstance(part.get("class"), str):
-                    part["file"] = relative(part["file"])
-                todo += part.values()
-            elif isinstance(part, list):
-                todo += part
 
     def _named(self, tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, Any]:
         first: dict[int, str] = {}
@@ -120,14 +103,14 @@ class BundleContents:
             if first.setdefault(id(tensor), name) != name:
                 entries[name] = {"same_as": first[id(tensor)]}
                 continue
-            stored = stored_tensor(f"{what}/{name}", tensor)
-            if isinstance(stored, StoredTensor):
-                entries[name] = stored.entry
-                self.state.update(stored.parts)
-                if what == "parameter":
-                    self._weights |= stored.parts.keys()
-            else:
+            key = f"{what}/{name}"
+            stored = stored_tensor(key, tensor)
+            if isinstance(stored, str):
                 self._lacking.append(f"the {what} {name} {stored}: it stays as the model is made")
+                continue
+            entries[name], self.state[key] = stored
+            if what == "parameter":
+                self._weights.add(key)
         return entries
 
     def _of_optimizer(self) -> dict[str, Any] | None:
@@ -141,8 +124,8 @@ class BundleContents:
             if isinstance(stored, str):
                 self._lacking.append(f"{key} {stored}")
                 return None
-            self.moments.update(stored.parts)
-            return stored.entry
+            entry, self.moments[key] = stored
+            return entry
 
         said = optimizer_out(_bare(optimizer), names, tensor, self._program.settings)
         if said["lost"]:
@@ -156,10 +139,7 @@ class BundleContents:
         return code_of(self._model)
 
     def fit(self, max_bytes: int) -> tuple[str, ...]:
-        """Leave out what exceeds the limit; returns what is left out, as sentences.
-
-        Raises OutputError if the calls alone exceed it.
-        """
+        """Leave out what exceeds the limit; returns what is left out, as sentences."""
         room = self._room(max_bytes)
         weights, moments = bytes_of(self.state) - self._buffer_bytes(), bytes_of(self.moments)
         said = list(self._lacking)
@@ -176,10 +156,7 @@ class BundleContents:
         return tuple(said)
 
     def lead(self, leading: PriorSteps, max_bytes: int) -> tuple[str, ...]:
-        """Add the steps before this one, newest first, until the room ends; weights and optimizer state are left out.
-
-        Returns what is left out, as sentences; raises OutputError as `fit` does.
-        """
+        """Add the steps before this one, newest first, until the room ends; returns what is left out, as sentences."""
         self._leave_out_moments()
         self._leave_out_weights()
         room, text = self._room(max_bytes), _MOST_TEXT
@@ -200,7 +177,6 @@ class BundleContents:
         return (*self._lacking, _weights_of(leading, len(self.earlier)), *ended)
 
     def _room(self, max_bytes: int) -> int:
-        """Returns the bytes that remain beside calls and buffers."""
         taken = bytes_of(self.calls) + self._buffer_bytes()
         if taken > max_bytes - MANIFEST_ROOM:
             raise OutputError(
@@ -370,8 +346,6 @@ def _versions() -> dict[str, str]:
 
 
 def _exact(manifest: Mapping[str, Any], collected: BundleContents) -> dict[str, list[str]]:
-    """Returns which parts are exact in a replay, and which are not, as sentences."""
-    yes = ["what entered the models, buffers, autocast and the order of calls and backwards"]
     no = list(manifest["unexplained"])
     if "updates" in manifest and (manifest["scaler"] or {}).get("state"):
         no.append("the loss scale is the one behind the step")
@@ -388,15 +362,11 @@ def _exact(manifest: Mapping[str, Any], collected: BundleContents) -> dict[str, 
             "the weights are made again by the recorded updates since the checkpoint: exact where the machine, its "
             "kernels and the updates are those of the training, and near them elsewhere"
         )
-    if manifest["weights"] == "before the step":
-        yes.append("the weights, which are those before the step")
-    elif manifest["weights"] == "after the step":
+    if manifest["weights"] == "after the step":
         no.append("the weights are those after the step: where it changed them, the replay may say otherwise")
     if collected.draws_on_gpu():
         no.append("random numbers that a GPU drew (dropout) are other ones on a machine without it")
-    else:
-        yes.append("random numbers")
-    return {"yes": yes, "no": no}
+    return {"no": no}
 
 
 def _write_whole(folder: Path, collected: BundleContents, manifest: str, log: Sequence[str]) -> int:

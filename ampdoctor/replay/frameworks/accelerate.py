@@ -39,11 +39,7 @@ def accelerate_parts(
     loss: Callable[[Any, Any], Any] | None,
     max_grad_norm: float | None,
 ) -> dict[str, Any]:
-    """Returns the arguments of `TrainingRun` for objects that an Accelerator has prepared.
-
-    `loss` None means the loss that the model returns. Raises FactoryError if the training is not replayed, or the
-    optimizer was not prepared.
-    """
+    """Returns the arguments of `TrainingRun` for objects that an Accelerator has prepared."""
     _refuse(accelerator, optimizer)
     precision, autocast = _precision(accelerator, model)
     wanted = accelerator.mixed_precision
@@ -85,7 +81,6 @@ def _refuse(accelerator: Any, optimizer: Any) -> None:
 
 
 def _precision(accelerator: Any, model: Any) -> tuple[str, bool]:
-    """Returns the real compute format, and whether it comes from autocast."""
     if accelerator.native_amp:
         return accelerator.mixed_precision, True
     weights = format_of_weights(model)
@@ -93,7 +88,6 @@ def _precision(accelerator: Any, model: Any) -> tuple[str, bool]:
 
 
 def _loss(model: Any, batch: Any) -> torch.Tensor:
-    """Returns the loss in a model's output, as models of transformers return it; raises FactoryError without one."""
     made = (
         model(**batch)
         if isinstance(batch, Mapping)
@@ -110,11 +104,7 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
 
 
 def updates(loader: Any, state: Any, random: RandomPlace, begun: int, start: int = 0) -> Iterator[Update]:
-    """Yields the updates, epoch after epoch, in the order of a loop over the prepared loader.
-
-    `state` is Accelerate's gradient state, which counts micro-batches; `random` has the loader's generators; `begun` is
-    the loader's epoch at the start, `start` the number of updates in a checkpoint.
-    """
+    """Yields the updates, epoch after epoch, in the order of a loop over the prepared loader."""
     random.restore_own()
     micro, length = state.num_steps, length_of(loader)
     closing = state.sync_with_dataloader
@@ -148,7 +138,6 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _ahead(batches: Any) -> Iterator[tuple[Any, bool]]:
-    """Yields each batch, and whether it is the last."""
     waiting: list[Any] = []
     for batch in batches:
         if waiting:
@@ -177,10 +166,7 @@ def take_update(
     scaler: Any,
     autocast: Any,
 ) -> torch.Tensor:
-    """Take one optimizer step as in Accelerate's documentation, with its own objects; returns the mean of the losses.
-
-    The replay's `scaler` replaces the Accelerator's, and its `autocast` is used if the model's forward enters none.
-    """
+    """Take one optimizer step as in Accelerate's documentation; returns the mean of the losses."""
     if accelerator.scaler is not None:
         accelerator.scaler = optimizer.scaler = scaler
     around = torch.enable_grad if accelerator.native_amp else autocast

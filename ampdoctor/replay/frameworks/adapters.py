@@ -1,4 +1,8 @@
-"""`Adapter`, the interface to a framework's objects, with one implementation per framework and their table."""
+"""The frameworks whose objects a factory may return or a script may enter, each with an adapter, and their table.
+
+An adapter `claims` what its framework makes, importing nothing; `run_of` returns the run with the framework's own step,
+or raises FactoryError; inside `at_entry` a call of the framework's entry only calls `reached`, which raises.
+"""
 
 from __future__ import annotations
 
@@ -7,61 +11,27 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.lightning import PACKAGES
 from ampdoctor.replay.frameworks.resuming import Original, standing_in
 from ampdoctor.replay.training_run import TrainingRun, kind_of
 
-
-class Adapter(Protocol):
-    """A framework whose objects a factory may return; a Protocol, so that a new framework needs one new class."""
-
-    @property
-    def name(self) -> str:
-        """The framework's name, as in a sentence: "the Hugging Face Trainer"."""
-
-    def claims(self, made: object) -> bool:
-        """Is it an object of this framework? Nothing is imported: without an import there is no such object."""
-
-    def run_of(self, made: Any) -> TrainingRun:
-        """Returns the run with the framework's own step; raises FactoryError if it cannot be replayed."""
-
-    def at_entry(self, reached: Callable[[object], None]) -> AbstractContextManager[None]:
-        """Inside, a script's call of the framework's entry (`Trainer.train`, `Trainer.fit`) trains nothing.
-
-        Instead it calls `reached`, which raises, with an object that `claims` accepts.
-        """
-
-
 # -- Accelerate: the results of `Accelerator.prepare`, with the Accelerator --
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Part:
-    """A part that is looked up in what a factory returned."""
-
-    argument: str  # of `TrainingRun.from_accelerate`
-    known: Callable[[Any], bool]
-    several: bool = False  # several may be there, and the first one counts (a second loader is for validation)
-
-
 class _Accelerate:
-    """See `Adapter`."""
-
     name = "Accelerate"
 
     def claims(self, made: object) -> bool:
-        """See `Adapter`: a tuple, list or mapping with an Accelerator in it."""
         return any(map(_is_accelerator, _values(made)))
 
     def run_of(self, made: Any) -> TrainingRun:
-        """See `Adapter`."""
         return TrainingRun.from_accelerate(**_sorted_out(_values(made)))
 
     def at_entry(self, reached: Callable[[object], None]) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
-        """See `Adapter`: a loop with an Accelerator is the script's own, and has no entry."""
+        """A loop with an Accelerator is the script's own."""
         return nullcontext()
 
 
@@ -77,36 +47,34 @@ def _is_accelerator(value: object) -> bool:
 
 
 def _sorted_out(values: list[Any]) -> dict[str, Any]:
-    """Returns the arguments of `TrainingRun.from_accelerate` from parts in any order, or raises FactoryError."""
     import torch
     from torch import nn
 
-    parts = (
-        _Part(argument="accelerator", known=_is_accelerator),
-        _Part(argument="model", known=lambda value: isinstance(value, nn.Module)),
-        _Part(argument="optimizer", known=lambda value: isinstance(value, torch.optim.Optimizer)),
-        _Part(argument="scheduler", known=lambda value: hasattr(value, "get_last_lr")),
-        _Part(argument="dataloader", known=lambda value: hasattr(value, "__iter__"), several=True),
-    )
+    parts: dict[str, Callable[[Any], bool]] = {
+        "accelerator": _is_accelerator,
+        "model": lambda value: isinstance(value, nn.Module),
+        "optimizer": lambda value: isinstance(value, torch.optim.Optimizer),
+        "scheduler": lambda value: hasattr(value, "get_last_lr"),
+        "dataloader": lambda value: hasattr(value, "__iter__"),
+    }
     found: dict[str, Any] = {}
     for value in values:
-        part = next((part for part in parts if part.known(value)), None)
+        part = next((part for part, known in parts.items() if known(value)), None)
         if part is None:
             raise FactoryError(f"{kind_of(value)} among what the factory returned is no part of Accelerate's loop")
-        if part.argument not in found:
-            found[part.argument] = value
-        elif not part.several:
+        if part in found and part != "dataloader":  # a second one is for validation
             raise FactoryError(
-                f"the factory returned two parts that are each a loop's {part.argument}: "
+                f"the factory returned two parts that are each a loop's {part}: "
                 f"hand such a loop over with TrainingRun(step=...)"
             )
-    absent = [part.argument for part in parts if part.argument not in found and part.argument != "scheduler"]
+        found.setdefault(part, value)
+    absent = [part for part in parts if part not in found and part != "scheduler"]
     if absent:
         raise FactoryError(f"beside the Accelerator the factory returned no {' and no '.join(absent)}")
     return found
 
 
-ACCELERATE: Final[Adapter] = _Accelerate()
+ACCELERATE: Final = _Accelerate()
 
 
 # -- Lightning: a LightningModule with its Trainer, DataModule or loader --
@@ -122,24 +90,18 @@ class Fitted:
 
 
 class _Lightning:
-    """See `Adapter`."""
-
     name = "Lightning"
 
     def claims(self, made: object) -> bool:
-        """See `Adapter`: a tuple or a list with a LightningModule in it."""
         parts = made if isinstance(made, tuple | list) and 1 < len(made) <= len(Fitted.__slots__) else ()
         return isinstance(made, Fitted) or any(_is(part, "LightningModule") for part in parts)
 
     def run_of(self, made: Any) -> TrainingRun:
-        """See `Adapter`."""
         fitted = made if isinstance(made, Fitted) else _fitted(made)
         return TrainingRun.from_lightning(fitted.module, fitted.trainer, **fitted.arguments)
 
     @contextmanager
     def at_entry(self, reached: Callable[[object], None]) -> Iterator[None]:
-        """See `Adapter`."""
-
         def stand_in(original: Original) -> Original:
             signature = inspect.signature(original)
 
@@ -156,13 +118,11 @@ class _Lightning:
 
 
 def _is(value: object, cls: str) -> bool:
-    """Is it an object of this class of Lightning's? Nothing is imported."""
     classes = (getattr(sys.modules.get(package), cls, None) for package in PACKAGES)
     return any(isinstance(found, type) and isinstance(value, found) for found in classes)
 
 
 def _fitted(made: tuple[Any, ...] | list[Any]) -> Fitted:
-    """Returns the call of `fit` for a factory's parts, in any order; raises FactoryError for two of a kind."""
     kinds: dict[str, Any] = {}
     for part in made:
         kind = next((kind for kind in ("LightningModule", "Trainer") if _is(part, kind)), "data")
@@ -176,7 +136,7 @@ def _fitted(made: tuple[Any, ...] | list[Any]) -> Fitted:
     return Fitted(trainer=kinds.get("Trainer"), module=kinds["LightningModule"], arguments=data)
 
 
-LIGHTNING: Final[Adapter] = _Lightning()
+LIGHTNING: Final = _Lightning()
 
 
 # -- the Hugging Face Trainer, with subclasses (TRL's) and any model (PEFT's) --
@@ -193,23 +153,17 @@ class Entered:
 
 
 class _HuggingFaceTrainer:
-    """See `Adapter`."""
-
     name = "the Hugging Face Trainer"
 
     def claims(self, made: object) -> bool:
-        """See `Adapter`."""
         module = sys.modules.get(_MODULE)
         return isinstance(made, Entered) or (module is not None and isinstance(made, module.Trainer))
 
     def run_of(self, made: Any) -> TrainingRun:
-        """See `Adapter`."""
         entered = made if isinstance(made, Entered) else Entered(trainer=made, arguments={})
         return TrainingRun.from_trainer(entered.trainer, **entered.arguments)
 
     def at_entry(self, reached: Callable[[object], None]) -> AbstractContextManager[None]:
-        """See `Adapter`."""
-
         def stand_in(original: Original) -> Original:
             signature = inspect.signature(original)
 
@@ -223,9 +177,9 @@ class _HuggingFaceTrainer:
         return standing_in(_MODULE, "Trainer", "train", stand_in)
 
 
-TRAINER: Final[Adapter] = _HuggingFaceTrainer()
+TRAINER: Final = _HuggingFaceTrainer()
 
-
+Adapter = _HuggingFaceTrainer | _Lightning | _Accelerate
 ADAPTERS: Final[tuple[Adapter, ...]] = (TRAINER, LIGHTNING, ACCELERATE)
 """The order in which they are asked whether they claim a factory's result."""
 

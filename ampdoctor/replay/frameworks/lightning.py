@@ -1,8 +1,4 @@
-"""The parts of a run whose step is that of Lightning's Trainer, and the devices that the Trainer sees.
-
-`fit()` sets up strategy, precision plugin, the optimizers of `configure_optimizers`, and the hooks of callbacks and
-module up to the start of the first epoch. It is stopped where that epoch's loop begins.
-"""
+"""The parts of a run whose step is that of Lightning's Trainer, and the devices that the Trainer sees."""
 
 from __future__ import annotations
 
@@ -34,7 +30,6 @@ class _Launcher:
     is_interactive_compatible = True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:  # noqa: ARG002 - the seam's signature
-        """See Lightning's launchers."""
         try:
             return function(*args, **kwargs)
         except Reached:
@@ -42,11 +37,7 @@ class _Launcher:
 
 
 def lightning_parts(module: Any, trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `TrainingRun` for a module and a Trainer, which stay attached to each other.
-
-    `arguments` are further ones of `fit()`; `trainer` None means a default one for fp16. Raises FactoryError if the
-    training is not replayed.
-    """
+    """Returns the arguments of `TrainingRun` for a module and a Trainer, which stay attached to each other."""
     notes: list[str] = []
     if trainer is None:
         trainer = _package_of(module, "LightningModule").Trainer(
@@ -81,7 +72,6 @@ def lightning_parts(module: Any, trainer: Any, arguments: dict[str, Any]) -> dic
 
 
 def _package_of(made: Any, base: str) -> Any:
-    """Returns the package (`PACKAGES`) whose class an object has; raises FactoryError if it has neither."""
     for package in PACKAGES:
         found = sys.modules.get(package)
         if isinstance(getattr(found, base, None), type) and isinstance(made, getattr(found, base)):
@@ -90,7 +80,6 @@ def _package_of(made: Any, base: str) -> Any:
 
 
 def _refuse(trainer: Any) -> None:
-    """Raises FactoryError for trainings with several processes or devices."""
     strategy = type(trainer.strategy).__name__
     if trainer.world_size > 1:
         what = f"{trainer.world_size} processes"
@@ -104,7 +93,6 @@ def _refuse(trainer: Any) -> None:
 
 
 def _without_reports(trainer: Any, package: Any) -> Iterator[str]:
-    """Remove what writes files, displays progress, profiles or ends a training; yields notes."""
     left = [name for callback in trainer.callbacks if (name := _left_out(callback)) is not None]
     connector = trainer._callback_connector  # noqa: SLF001 there is no public place between a module's callbacks and fit
     attach = connector._attach_model_callbacks  # noqa: SLF001
@@ -125,13 +113,11 @@ def _without_reports(trainer: Any, package: Any) -> Iterator[str]:
 
 
 def _left_out(callback: Any) -> str | None:
-    """Returns the class's name if the callback, or a base of it, is left out of a replay."""
     kinds = {cls.__name__ for cls in type(callback).__mro__ if "lightning" in cls.__module__.partition(".")[0]}
     return type(callback).__name__ if kinds & set(_LEFT_OUT) else None
 
 
 def _without_validation(trainer: Any) -> Iterator[str]:
-    """Leave out validation and the reload of loaders; yields notes."""
     loop = trainer.fit_loop
     if trainer.enable_validation:
         trainer.limit_val_batches = 0
@@ -147,10 +133,7 @@ def _without_validation(trainer: Any) -> Iterator[str]:
 
 
 def _attach(trainer: Any, module: Any, arguments: dict[str, Any]) -> RandomPlace:
-    """Call `fit()` up to its first epoch's loop; returns the generators' states when its iterator was made.
-
-    Raises FactoryError if `fit()` ended before.
-    """
+    """Call `fit()` up to its first epoch's loop; returns the generators' states when its iterator was made."""
     loop = trainer.fit_loop
     places: list[RandomPlace] = []
     reached: list[bool] = []
@@ -184,7 +167,6 @@ def _attach(trainer: Any, module: Any, arguments: dict[str, Any]) -> RandomPlace
 
 @contextmanager
 def _changed(of: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces a method of an object while inside."""
     setattr(of, name, value)
     try:
         yield
@@ -199,7 +181,6 @@ def _refuse_fetching_steps(trainer: Any) -> None:
 
 
 def _fetcher(trainer: Any) -> Any:
-    """Returns a new data fetcher of the Trainer's kind."""
     module = sys.modules[type(trainer.fit_loop).__module__]
     return module._select_data_fetcher(trainer, module.RunningStage.TRAINING)  # noqa: SLF001 what fit itself calls
 
@@ -233,7 +214,6 @@ def _position(trainer: Any, package: Any, random: RandomPlace, *, resumed: bool)
 
 
 def _precision(trainer: Any) -> tuple[str, bool]:
-    """Returns the compute format, and whether it comes from autocast; raises FactoryError for other formats."""
     plugin = trainer.precision_plugin
     kind = type(plugin).__name__
     found = {"16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}.get(plugin.precision)
@@ -258,10 +238,7 @@ _GPUS = ("auto", "gpu", "cuda")
 
 @contextmanager
 def one_device(note: Callable[[str], None], *, pretended: bool) -> Iterator[None]:
-    """Inside, a new Trainer trains on one device: a CUDA device that need not exist if `pretended`, else the CPU.
-
-    `note` gets a sentence if the Trainer gets something else than it asked for.
-    """
+    """Inside, a new Trainer trains on one device: a CUDA device that need not exist if `pretended`, else the CPU."""
 
     def stand_in(package: str, original: Original) -> Original:
         signature = inspect.signature(original)
@@ -310,9 +287,7 @@ def _count(devices: Any) -> int:
     """Returns the number of devices that a Trainer's argument means; "auto" and -1 count as 1."""
     if isinstance(devices, str):
         listed = [part for part in devices.split(",") if part.strip()]
-        if len(listed) > 1 or devices.endswith(","):
-            return len(listed)
-        devices = int(devices) if devices.strip().isdigit() else 1
+        devices = listed if "," in devices else int(devices) if devices.strip().isdigit() else 1
     if isinstance(devices, list | tuple):
         return len(devices)
     return max(devices, 1) if isinstance(devices, int) else 1
@@ -320,7 +295,6 @@ def _count(devices: Any) -> int:
 
 @functools.cache
 def _accelerator_class(package: Any) -> Any:
-    """Makes the class of a CUDA device that does nothing."""
     methods = {
         **dict.fromkeys(("setup_device", "setup", "teardown"), lambda *_, **__: None),
         "get_device_stats": lambda *_: {},

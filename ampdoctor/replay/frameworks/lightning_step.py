@@ -36,10 +36,7 @@ class Position:
     number: int = 0  # updates that it counts
 
     def updates(self, loader: Any, start: int = 0) -> Iterator[Update]:
-        """Yields the updates from the Trainer's combined loader; raises FactoryError if the training ends before them.
-
-        `start` counts the optimizer steps in a checkpoint; 0: those that the Trainer itself has resumed.
-        """
+        """Yields the updates from the Trainer's combined loader; `start` counts the optimizer steps in a checkpoint."""
         epoch, index, number, skipped = self.epoch, self.index, self.number, 0
         begin = start // self.steps if start else number
         if start and math.isinf(self.length):
@@ -76,7 +73,6 @@ class Position:
         return 0 <= self.max_epochs <= epoch or 0 <= self.max_steps <= number * self.steps
 
     def _place(self, number: int) -> tuple[int, int]:
-        """Returns the epoch of an update, and the index of its first batch in it."""
         for epoch in itertools.count():
             per_epoch = math.ceil(self.length / self.accumulate(epoch))
             if number < per_epoch:
@@ -85,7 +81,6 @@ class Position:
         raise AssertionError("an endless count has ended")
 
     def _fetched(self, loader: Any, epoch: int, skipped: int, *, anew: bool) -> Any:
-        """Returns the fetcher of an epoch's batches, after the skipped ones."""
         loaders = loader.flattened
         for one in loaders:
             self.set_epoch(one, epoch)
@@ -100,7 +95,6 @@ class Position:
         return fetcher
 
     def _pass_over(self, loader: Any, epochs: int) -> None:
-        """Advance the loaders' generators as in the earlier epochs."""
         self.random.restore_own()
         for epoch in range(epochs):
             for one in loader.flattened:
@@ -132,7 +126,6 @@ class _Given:
 
     @property
     def done(self) -> bool:
-        """Was the epoch's last batch drawn?"""
         return self._closes and not self._batches
 
     def __iter__(self) -> _Given:
@@ -158,7 +151,6 @@ def counted(trainer: Any) -> tuple[Any, ...]:
 
 
 def _leaves(progress: Any) -> Iterator[dict[str, Any]]:
-    """Yields the counters' tables in a nested progress of Lightning's."""
     yield vars(progress)
     for field in dataclasses.fields(progress):
         value = getattr(progress, field.name)
@@ -173,11 +165,7 @@ def take_update(
     scaler: Any,
     autocast: Any,
 ) -> torch.Tensor | None:
-    """Take one optimizer step by the Trainer's own loops, with all hooks of module and callbacks.
-
-    The replay's `scaler` replaces the plugin's, and its `autocast` is used if the plugin enters none. Returns the sum
-    of the micro-batches' losses, each divided by their number as Lightning does; None if there is none.
-    """
+    """Take one optimizer step by the Trainer's own loops, with all hooks of module and callbacks."""
     plugin, loop = trainer.precision_plugin, trainer.fit_loop
     if getattr(plugin, "scaler", None) is not None:
         plugin.scaler = scaler
@@ -221,7 +209,6 @@ def _step_after_backward(plugin: Any, optimizer: Any, model: Any, closure: Calla
 
 
 def _place(trainer: Any, update: Update) -> None:
-    """Set the loops and the schedules to the start of the update."""
     loop = trainer.fit_loop
     batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
     for counter in ("ready", "started", "processed", "completed"):
@@ -252,7 +239,6 @@ def _place_schedules(trainer: Any, update: Update) -> None:
 
 @contextmanager
 def _losses(trainer: Any) -> Iterator[list[torch.Tensor]]:
-    """Collects the loss of each micro-batch from the loop's optimization."""
     epoch = trainer.fit_loop.epoch_loop
     automatic = trainer.lightning_module.automatic_optimization
     optimization = epoch.automatic_optimization if automatic else epoch.manual_optimization

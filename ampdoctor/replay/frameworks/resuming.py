@@ -94,10 +94,7 @@ def generators_of(loaders: list[Any]) -> list[torch.Generator]:
 
 
 def pass_over(loader: Any, taken: int | None) -> None:
-    """Advance a loader's own generators as an epoch does, without loading anything; its sampler has the epoch's number.
-
-    `taken` is the number of batches that the epoch draws; None: until the end, which calls the sampler once more.
-    """
+    """Advance a loader's own generators as an epoch of `taken` batches does (None: to its end), loading nothing."""
     if not generators_of([loader]) or not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return
     if isinstance(loader.generator, torch.Generator):
@@ -107,10 +104,7 @@ def pass_over(loader: Any, taken: int | None) -> None:
 
 
 def samples_indices(made: Any) -> bool:
-    """Is it a DataLoader with a sampler, whose batches can be skipped by index?
-
-    A stateful loader (torchdata's) cannot: it starts its sampler more than once, and counts what it has drawn.
-    """
+    """Is it a DataLoader with a sampler, whose batches can be skipped by index? A stateful one counts what it draws."""
     plain = isinstance(made, DataLoader) and not hasattr(made, "load_state_dict")
     return plain and not isinstance(made.dataset, IterableDataset)
 
@@ -155,8 +149,6 @@ class SkippingSampler:
 
 
 class _Left:
-    """Skips the first `count` items, lazily or when `begin()` is called."""
-
     def __init__(self, sampler: Any, count: int) -> None:
         self._sampler = sampler
         self._count = count
@@ -180,10 +172,7 @@ class _Left:
 
 
 def place_schedule(scheduler: Any, steps: int) -> None:
-    """Advance a fresh torch scheduler by at most `steps` steps; the rates from the checkpoint stay.
-
-    If skipped updates did not count, the schedule is earlier: at its last position with those rates.
-    """
+    """Advance a fresh torch scheduler by at most `steps` steps; the rates from the checkpoint stay."""
     groups = scheduler.optimizer.param_groups
     loaded = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     begun, rates = clone(scheduler.state_dict()), list(scheduler.get_last_lr())

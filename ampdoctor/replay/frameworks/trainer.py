@@ -1,8 +1,4 @@
-"""The parts of a run with the Hugging Face Trainer's own step and batches.
-
-`train()` sets up optimizer, scheduler and what Accelerate prepares, and calls the callbacks' start. It is stopped where
-it fetches the batches of its first update.
-"""
+"""The parts of a run with the Hugging Face Trainer's own step and batches."""
 
 from __future__ import annotations
 
@@ -35,10 +31,7 @@ class Position:
 
 
 def updates(loader: Any, position: Position, start: int = 0) -> Iterator[Update]:
-    """Yields the updates as the Trainer's loop makes them, by its own rules for a resumed training.
-
-    `loader` was prepared by Accelerate; `start` counts the updates in a checkpoint (0: those that the Trainer resumed).
-    """
+    """Yields the updates as the Trainer's loop makes them, by its own rules for a resumed training."""
     trainer = position.trainer
     args, state = trainer.args, trainer.state
     resumed = None if start else position.resumed
@@ -87,8 +80,7 @@ def _same(value: Any) -> Callable[[], Any]:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch, as the Trainer does, of the loader and of a sampler inside Accelerate's wrapper."""
-    hidden = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    hidden = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)  # inside Accelerate's wrapper
     for one in (loader, hidden):
         go_to = getattr(one, "set_epoch", None)
         if go_to is not None:
@@ -104,10 +96,7 @@ _SCREEN = {"ProgressCallback", "PrinterCallback", "NotebookProgressCallback"}
 
 
 def trainer_parts(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `TrainingRun` for a Trainer, which stays at the start of its training.
-
-    `arguments` are those of `train()`. Raises FactoryError if the training is not replayed.
-    """
+    """Returns the arguments of `TrainingRun` for a Trainer, which stays at the start of its training."""
     _refuse(trainer)
     notes = _without_reports(trainer)
     asks = _enter(trainer, arguments)
@@ -130,7 +119,6 @@ def trainer_parts(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(trainer: Any) -> None:
-    """Raises FactoryError for DeepSpeed, FSDP, several devices, FP8 and old releases."""
     args = trainer.args
     several = args.world_size if args.world_size > 1 else args.n_gpu
     what = None
@@ -150,7 +138,6 @@ def _refuse(trainer: Any) -> None:
 
 
 def _without_reports(trainer: Any) -> tuple[str, ...]:
-    """Remove callbacks that write to a tracker or the screen; returns a note about trackers."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     trackers = tuple(INTEGRATION_TO_CALLBACK.values())
@@ -165,10 +152,7 @@ def _without_reports(trainer: Any) -> tuple[str, ...]:
 
 
 def _enter(trainer: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """Call `train()` up to its first update; returns its arguments for `get_batch_samples` after iterator and count.
-
-    Raises FactoryError if `train()` ended before.
-    """
+    """Call `train()` up to its first update; returns its arguments for `get_batch_samples` after iterator and count."""
     asks: list[tuple[Any, ...]] = []
 
     def stop(_iterator: Any, _count: int, *rest: Any) -> None:
@@ -188,7 +172,6 @@ def _enter(trainer: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _resumed_from(trainer: Any, arguments: dict[str, Any]) -> str | None:
-    """Returns the folder that `train()` itself has resumed, or None."""
     folder = arguments.get("resume_from_checkpoint")
     if folder is True:
         from transformers.trainer_utils import get_last_checkpoint
@@ -198,7 +181,6 @@ def _resumed_from(trainer: Any, arguments: dict[str, Any]) -> str | None:
 
 
 def _precision(trainer: Any) -> tuple[str, bool]:
-    """Returns the real compute format, and whether it comes from autocast: fp16 without a GPU is plain fp32."""
     if trainer.accelerator.native_amp:
         return trainer.accelerator.mixed_precision, True
     weights = format_of_weights(trainer.model)
@@ -208,12 +190,7 @@ def _precision(trainer: Any) -> tuple[str, bool]:
 
 
 def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torch.Tensor:
-    """Take one update as the Trainer's loop does: `training_step` for each micro-batch, then clip and step.
-
-    Logging, evaluation and saving are left out; callbacks are called. The replay's `scaler` replaces Accelerate's, and
-    its `autocast` is used if the Trainer enters none. Returns the sum of the results of `training_step`, as the Trainer
-    logs it.
-    """
+    """Take one update as the Trainer's loop does: `training_step` for each micro-batch, then clip and step."""
     accelerator, model = trainer.accelerator, trainer.model_wrapped
     if accelerator.scaler is not None:
         accelerator.scaler = trainer.optimizer.scaler = scaler
@@ -237,7 +214,6 @@ def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torc
 
 
 def _place(trainer: Any, update: Update) -> None:
-    """Set the Trainer's state and schedule to the start of the update."""
     trainer.state.global_step, trainer.state.epoch = update.number, update.epoch
     trainer.current_gradient_accumulation_steps = len(update.batches)
     scheduler = trainer.lr_scheduler
@@ -246,7 +222,6 @@ def _place(trainer: Any, update: Update) -> None:
 
 
 def _step(trainer: Any, model: Any) -> None:
-    """Clip, step, clear the gradients, and step the schedule unless the scaler skipped the step."""
     accelerator, args = trainer.accelerator, trainer.args
     norm = None
     if args.max_grad_norm is not None and args.max_grad_norm > 0:

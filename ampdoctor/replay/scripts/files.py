@@ -52,7 +52,6 @@ _CHANGERS = (
     (shutil, "rmtree"),
 )
 """Functions that change a file in other ways; for a protected file they do nothing."""
-_NAMED = 3  # files that a note names
 _QUIET = {"WANDB_MODE": "disabled"}
 """Variables that turn experiment trackers off in a replay, unless the user has set them."""
 
@@ -76,7 +75,6 @@ class Files:
         self._made: set[Path] = set()
         self._told: set[str] = set()
         self._saves = True
-        self._spared: dict[Path, str] = {}
         self._asked = threading.local()
 
     def note(self, kind: str, sentence: str) -> None:
@@ -87,10 +85,7 @@ class Files:
 
     @contextmanager
     def guarded(self, left: Callable[[], bool]) -> Iterator[None]:
-        """Inside, files of earlier runs are not changed; raises FactoryError if the script was stopped before a change.
-
-        After the script is `left`, its cleanup and saving are stopped without a message.
-        """
+        """Inside, a change of an earlier run's file raises FactoryError; once the script is `left`, nothing is said."""
         stopped: list[str] = []
 
         def tell(did: str, place: Path) -> None:
@@ -173,10 +168,7 @@ class Files:
 
     @contextmanager
     def saving_nothing(self) -> Iterator[None]:
-        """Inside, no file from before the script is changed, and save functions do nothing, even if imported by name.
-
-        Changes that cannot be prevented become a note.
-        """
+        """Inside, no file from before the script is changed, and functions that save do nothing."""
         before, self._saves = self._saves, False
         try:
             with audit_file_writes(self._folders, self._spare), self.asked_to_save():
@@ -190,30 +182,16 @@ class Files:
         if not os.path.lexists(place):
             self._made.add(place)
         elif getattr(self._asked, "here", False):
-            self._note_spared(place)
+            self.note(
+                "spared",
+                f"what is there stays as it is, replayed steps do not write, move or remove it: the first is "
+                f"{place.name}{users_line()}",
+            )
             raise _Spared
         self.note("tried", changes_note(did, COPY))
 
-    def _note_spared(self, place: Path) -> None:
-        """Keep one note that names the files, and extend it."""
-        if place in self._spared:
-            return
-        before = self._spared_note()
-        self._spared[place] = f"{place.name}{users_line()}"
-        if before in self._notes:
-            self._notes[self._notes.index(before)] = self._spared_note()
-        else:
-            self._notes.append(self._spared_note())
-
-    def _spared_note(self) -> str:
-        named = [*self._spared.values()][:_NAMED]
-        more = len(self._spared) - len(named)
-        files = ", ".join(named) + (f" and {more} more" if more else "")
-        return f"what is there stays as it is, replayed steps do not write, move or remove it: {files}"
-
 
 def _opened_nowhere(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Opens the null device instead of the file."""
     others = {name: value for name, value in kwargs.items() if name not in ("file", "path")}
     return original(os.devnull, *args[1:], **others)
 
@@ -299,7 +277,6 @@ class Registrations:
         for registry in _registries():
             for key in [key for key, value in registry.items() if _is_users(key) or _is_users(value)]:
                 del registry[key]
-        _forget_flags()
 
 
 _BY_SCRIPT: dict[str, Registrations] = {}
@@ -323,7 +300,6 @@ def _by_user(frame: FrameType | None) -> bool:
 
 
 def _registries() -> Iterator[MutableMapping[Any, Any]]:
-    """Yields each registry of the loaded packages once."""
     seen: set[int] = set()
     for name, module in sys.modules.copy().items():
         if name.partition(".")[0] not in _OF:
@@ -341,7 +317,6 @@ def _registries() -> Iterator[MutableMapping[Any, Any]]:
 
 
 def _is_users(value: Any) -> bool:
-    """Is it a class or function of a script, or of a module beside it?"""
     parts = value if isinstance(value, tuple) else (value,)  # transformers: a slow and a fast tokenizer
     return any(_module_of(part) == _MAIN or is_users_file(_file_of(part)) for part in parts)
 
@@ -353,15 +328,3 @@ def _module_of(value: Any) -> str | None:
 def _file_of(value: Any) -> str:
     functions = [member for member in [value, *getattr(value, "__dict__", {}).values()] if hasattr(member, "__code__")]
     return functions[0].__code__.co_filename if functions else "<unknown>"
-
-
-def _forget_flags() -> None:
-    """Remove command-line flags that a script has defined with absl."""
-    flags: Any = sys.modules.get("absl.flags")
-    if flags is None:
-        return
-    known = flags.FLAGS.flags_by_module_dict()
-    for module in [module for module in known if module == _MAIN or module == sys.argv[0] or is_users_file(module)]:
-        for flag in list(known[module]):
-            with contextlib.suppress(AttributeError):
-                delattr(flags.FLAGS, flag.name)

@@ -51,10 +51,7 @@ class End:
 
 
 class _Kept:
-    """A user's context around the loop, which is not left with it: a file stays open, a progress bar stays.
-
-    torch's contexts are left, because they act on the whole thread, and entered again around each replayed step.
-    """
+    """A user's context around the loop, which is not left with it; torch's are, and entered again around each step."""
 
     def __init__(self, seam: LoopHooks, make: Callable[[], Any]) -> None:
         self._seam, self._make = seam, make
@@ -85,10 +82,7 @@ def _is_of_torch(manager: Any) -> bool:
 
 
 class LoopHooks:
-    """Called by the rewritten parts of one run of a script.
-
-    `closes` closes a user's generator, which runs its `finally`, without a change of the user's files.
-    """
+    """Called by the rewritten parts of one run of a script."""
 
     BROKEN: Final = object()
     OVER: Final = object()
@@ -182,7 +176,6 @@ def _variables(part: Items | Body) -> dict[str, Any]:
 
 
 def _own(value: Any) -> dict[str, Any]:
-    """Returns the attributes in an object's own dict."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -40,10 +40,7 @@ class LoopPlace:
 
 
 def loops_of(frame: FrameType | None, *, marked: bool = False) -> tuple[LoopPlace, ...]:
-    """Returns the loops of user files around a frame, the innermost first.
-
-    With `marked` the frame's line is the head of a loop, and only that loop is returned.
-    """
+    """Returns the loops of user files around a frame, the innermost first."""
     return loops_at(lines_of(() if frame is None else walk_stack(frame)), marked=marked)
 
 
@@ -159,10 +156,7 @@ def origin_of(frame: FrameType) -> Origin:
 
 
 def made_in_round(origin: Origin, around: LoopPlace, frame: FrameType) -> bool:
-    """Was an object made by every round of the loop `around`? `frame` is in that loop and still running.
-
-    An object under a condition that makes it only once does not count: one on the object itself, or on the round.
-    """
+    """Was an object made by every round of the loop `around`? `frame` is in that loop and still running."""
     rounds = {id(at) for at, line in walk_stack(frame) if _is_in(at.f_code.co_filename, line, around)}
     ways = []
     for known, file, line in origin:

@@ -44,6 +44,7 @@ class BoundNames:
         self.declared: set[str] = set()  # in a `global` statement
         self.outer: set[str] = set()  # in a `nonlocal` statement
         self.suspends = self.everything = False  # has a `yield` or `await` of its own; has an `import *`
+        self.by_text: set[str] = set()  # functions that it calls and that read variables by name
         for node in nodes:
             self._look_at(node)
 
@@ -63,7 +64,6 @@ class BoundNames:
             self._look_at(one)
 
     def _name(self, node: ast.AST) -> None:
-        """Record the names that a node itself binds."""
         match node:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
                 self._bind(name)
@@ -74,6 +74,8 @@ class BoundNames:
             case ast.ImportFrom(names=names):
                 self.everything |= names[0].name == "*"
                 self.bound |= {alias.asname or alias.name: None for alias in names}
+            case ast.Call(func=ast.Name(id="locals" | "eval" | "exec" | "vars" | "dir" as name), args=args):
+                self.by_text |= {name} if name not in ("vars", "dir") or not args else set()
             case ast.Global(names=declared):
                 self.declared |= set(declared)
             case ast.Nonlocal(names=declared):
@@ -116,10 +118,7 @@ def way_to(tree: ast.AST, line: int, end: tuple[type[ast.AST], ...] = ()) -> lis
 
 
 def loops_around(tree: ast.Module, line: int, *, head: bool = False) -> list[int]:
-    """Returns the first lines of the loops around a line in its function, the innermost first.
-
-    With `head` the line is in the head of the loop instead of its body.
-    """
+    """Returns the first lines of the loops around a line in its function, the innermost first."""
     found: list[int] = []
     for node in way_to(tree, line):
         if isinstance(node, SCOPES):
@@ -179,10 +178,7 @@ class Edits:
 
 
 def rewritten(source: bytes | str, file: str, edits: Edits) -> CodeType:
-    """Compiles a file, which keeps its name, with its edits.
-
-    Raises SyntaxError if it is no Python, FactoryError if the loop's body cannot be a function.
-    """
+    """Compiles a file, which keeps its name, with its edits."""
     try:
         tree = ast.parse(source, file)
     except (SyntaxError, ValueError) as error:
@@ -210,18 +206,13 @@ def _renamed(code: CodeType, of: CodeType | None = None) -> CodeType:
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Rewrites the loop, and `with` and `try` around it.
-
-    `function` is the function around it (None at the top of the file); `kept` has the ids of the `with` and `try`
-    statements that stay open when the loop is left (None for all).
-    """
+    """Rewrites the loop, and `with` and `try` around it."""
 
     def __init__(self, file: str, loop: ast.AST | None, function: Any, kept: set[int] | None) -> None:
         self._file, self._loop, self._function, self._kept = file, loop, function, kept
         self._scope: Any = None
 
     def visit(self, node: ast.AST) -> Any:
-        """Returns the replacement of a node."""
         if node is self._loop:
             return self._parted(node)
         around, self._scope = self._scope, node if isinstance(node, SCOPES) else self._scope
@@ -245,10 +236,7 @@ class _Rewriting(ast.NodeTransformer):
         shared = [name for name in names.bound if of_module or name in scope.declared]
         own = [name for name in names.bound if name not in shared]
         body = _OfBody(self._function)
-        round_of = _one_round(loop, body)
-        if body.asks_for_names and scope.bound:  # never run: a function's `locals()` has only the names in its code
-            round_of.insert(0, _if(ast.Constant(0), *(ast.Expr(_load(name)) for name in scope.bound)))
-        made: list[ast.AST] = [_function(_BODY, [_ITEM], [*_declared(shared, own), *round_of])]
+        made: list[ast.AST] = [_function(_BODY, [_ITEM], [*_declared(shared, own), *_one_round(loop, body)])]
         if items is not None:
             in_head = BoundNames([items]).bound
             declared = _declared([n for n in shared if n in in_head], [n for n in own if n in in_head])
@@ -272,25 +260,21 @@ class _Rewriting(ast.NodeTransformer):
             why = "has a yield or an await in it"
         elif names.everything:
             why = "has an `import *` in it"
+        elif names.by_text - ({"eval"} if self._function is None else set()):  # of a module, all names are globals
+            why = f"reads names by text, with {min(names.by_text)}()"
         if why is not None:
             raise FactoryError(f"the training loop at {self._file}:{loop.lineno} {why}: its body is no step of its own")
 
 
 class _OfBody(ast.NodeTransformer):
-    """Changes code for a function of its own: `return`, `global`, annotations, `super()`, `locals()`.
-
-    `function` is the function around the loop; None at the top of a file. `returns` and `asks_for_names` tell whether
-    there was a `return`, and a call that reads variables by name.
-    """
+    """Changes code for a function of its own: `return`, `global`, annotations, `super()`."""
 
     def __init__(self, function: Any) -> None:
-        self.returns = self.asks_for_names = False
+        self.returns = False
         arguments = [*function.args.posonlyargs, *function.args.args] if isinstance(function, FUNCTIONS) else []
         self._first = arguments[0].arg if arguments else None
-        self._of_module = function is None
 
     def visit(self, node: ast.AST) -> Any:
-        """Returns the replacement of a node."""
         if isinstance(node, (*SCOPES, ast.Lambda)):
             return node
         self.generic_visit(node)
@@ -306,29 +290,10 @@ class _OfBody(ast.NodeTransformer):
                 return ast.copy_location(plain, node)
             case ast.Call(func=ast.Name(id="super"), args=[], keywords=[]) if self._first is not None:
                 node.args = [ast.copy_location(_load(name), node) for name in ("__class__", self._first)]
-            case ast.Call(func=ast.Name(id="locals" | "vars" | "dir" | "eval" | "exec")):
-                self.asks_for_names = True
-                if self._of_module:
-                    return ast.copy_location(_of_globals(node), node)
         return node
 
 
-def _of_globals(call: Any) -> ast.Call:
-    """Returns the call for the top of a file, where the variables are the globals."""
-    there = ast.Call(_load("globals"), [], [])
-    name, given = call.func.id, len(call.args) + len(call.keywords)
-    if name in ("locals", "vars") and not given:
-        return there
-    if name == "dir" and not given:
-        return ast.Call(_load("sorted"), [there], [])
-    if name in ("eval", "exec") and given == 1:
-        call.args.append(there)
-    made: ast.Call = call
-    return made
-
-
 def _one_round(loop: Any, of_body: _OfBody) -> list[ast.stmt]:
-    """Returns the loop over a single item, with a return value that says how the loop goes on."""
     body = [of_body.visit(one) for one in loop.body]
     target: ast.expr = ast.Name(_ITEM, ast.Store())
     if isinstance(loop, ast.For):
@@ -353,7 +318,6 @@ def _keep_contexts(node: ast.With, scope: Any, *, once: bool) -> None:
 
 
 def _keep_from_ending(node: ast.Try) -> None:
-    """Skip the statement's handlers and `finally` when the script is left."""
     if node.handlers:
         passed = ast.ExceptHandler(type=_attribute("StopScript"), name=None, body=[ast.Raise()])
         node.handlers.insert(0, ast.copy_location(passed, node))
@@ -363,7 +327,6 @@ def _keep_from_ending(node: ast.Try) -> None:
 
 
 def _inside(function: Any) -> Sequence[ast.AST]:
-    """Returns the nodes that bind names in a function: its parameters and its body."""
     taken = function.args
     parameters = (*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg)
     return [*(ast.Name(one.arg, ast.Store()) for one in parameters if one is not None), *function.body]
@@ -416,11 +379,7 @@ _MAIN = "__main__"
 
 
 class MainModule:
-    """One run of a script, without modules of its folder that an earlier run or the caller has loaded.
-
-    `edits` has the changes by file, `otherwise` those in the user's other files; `seam` is called by rewritten parts;
-    `package` is set for a run as by `python -m`.
-    """
+    """One run of a script, without modules of its folder that an earlier run or the caller has loaded."""
 
     def __init__(
         self,

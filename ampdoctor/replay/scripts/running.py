@@ -24,7 +24,6 @@ from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.adapters import ADAPTERS
 from ampdoctor.replay.reachable_state import PLAIN, is_installed
-from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.files import Files, nothing_at_exit, out_of_the_records, registrations_of
 from ampdoctor.replay.scripts.loop_hooks import Body, Items, LoopHooks, OnArrival, StopScript
 from ampdoctor.replay.scripts.loops import (
@@ -102,10 +101,7 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def model_of(variables: Variables, optimizers: Sequence[torch.optim.Optimizer], where: str) -> nn.Module:
-    """Returns the model that the optimizers train: the outermost module, or a parent of several.
-
-    `where` is the loop's place, for FactoryError if no visible module has a parameter of the optimizers.
-    """
+    """Returns the model that the optimizers train: the outermost module, or a parent of several."""
     trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     holds = {id(module): {id(p) for p in module.parameters()} & trained for _, module in variables.modules}
     inside = {id(part) for _, module in variables.modules for part in module.modules() if part is not module}
@@ -129,7 +125,6 @@ def model_of(variables: Variables, optimizers: Sequence[torch.optim.Optimizer], 
 
 
 def _together(named: Sequence[tuple[str, nn.Module]]) -> nn.Module:
-    """Returns a module that is never called, with the others as its named children."""
     together = nn.Module()
     for name, module in named:
         free = name.replace(".", "_") or "module"
@@ -177,11 +172,7 @@ class ScriptRun:
 
 
 class Runner:
-    """Runs a script repeatedly, each time in a process with the first run's initial state; output is shown once.
-
-    `name` is the user's spelling, for errors; `package` is set for a run as by `python -m`; `arguments` follow the file
-    in `sys.argv`; `path` has folders for the start of `sys.path`; `files` guards the files that it writes.
-    """
+    """Runs a script repeatedly, each time in a process with the first run's initial state; output is shown once."""
 
     def __init__(
         self,
@@ -199,7 +190,7 @@ class Runner:
         self._arguments, self._path = arguments, path
         self._process: ProcessState | None = None
         self._main: MainModule | None = None
-        self._heard = False
+        self._has_printed = False
         self._registered = registrations_of(str(file))
 
     @contextlib.contextmanager
@@ -217,11 +208,9 @@ class Runner:
             yield
 
     def to_first_step(self) -> ScriptRun:
-        """Run the unchanged script until an optimizer steps in a loop of the user's, or a framework's entry is called.
+        """Run the unchanged script until an optimizer steps in the user's loop, or a framework's entry is called.
 
-        A script that ends before a step, as at a non-finite loss, has shown its loop if it has called a model of its
-        optimizers in training mode. Raises FactoryError if it reaches none of these or would change a file,
-        UserCodeError if it raised.
+        One that ends before a step, as at a non-finite loss, has shown its loop by calling a model in training mode.
         """
         marked = marks_a_loop(self._file)
 
@@ -269,19 +258,14 @@ class Runner:
         run.loops = loops
 
     def to_loop(self, place: LoopPlace, visit: int, around: LoopPlace | None = None) -> ScriptRun:
-        """Run the script to its loop `place`, after `visit` earlier visits; `around` is the loop that repeats it.
-
-        Raises FactoryError if the script does not reach the loop or would change a file, UserCodeError if it raised.
-        """
+        """Run the script to its loop `place`, after `visit` earlier visits; `around` is the loop that repeats it."""
         visits = itertools.count()
 
         def arrives(items: Items | None, body: Body, frame: FrameType) -> None:
             if run.arrived is None and next(visits) < visit:
                 return
             if run.arrived is None:
-                run.arrived = Loop(
-                    items, body, seen_from(frame), run.made.anew(around, frame), Copies.of(place, around, frame, body)
-                )
+                run.arrived = Loop(items, body, seen_from(frame), run.made.anew(around, frame))
             raise StopScript
 
         run = self._new(place.edits, arrives)
@@ -292,7 +276,6 @@ class Runner:
         return run
 
     def _new(self, edits: Mapping[str, Edits], arrives: OnArrival, otherwise: Edits | None = None) -> ScriptRun:
-        """Returns a run that is about to start, in a process with the first run's initial state."""
         if self._process is None:
             self._process = ProcessState()
         self._process.restore()
@@ -304,17 +287,13 @@ class Runner:
         return run
 
     def _execute(self, run: ScriptRun) -> None:
-        """Run the script to its end, or until it is left; errors after that do not matter.
-
-        Raises FactoryError if the script ended the program or would change a file, UserCodeError if it raised or is no
-        Python.
-        """
+        """Run the script to its end, or until it is left; errors after that do not matter."""
         try:
             with (
                 self.user_code(f"the script {self._name}"),
                 eagerly(),
                 quiet_threads(),
-                prints_to_nobody() if self._heard else contextlib.nullcontext(),
+                prints_to_nobody() if self._has_printed else contextlib.nullcontext(),
                 self.files.guarded(run.is_left),
             ):
                 try:
@@ -333,7 +312,7 @@ class Runner:
             if not run.is_left():
                 raise
         finally:
-            self._heard = True
+            self._has_printed = True
 
 
 def no_loop(name: str, factories: Sequence[str] = ()) -> str:

@@ -19,7 +19,6 @@ from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.torch_internals import Backward, replaced, seen_backwards, unseen
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.adapters import adapter_of
-from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.files import COPY, Files
 from ampdoctor.replay.scripts.loop_hooks import Body, Turn, bound_by, entered, read_by
 from ampdoctor.replay.scripts.loops import SCALER_EACH_ROUND, Anew, LoopPlace
@@ -47,7 +46,7 @@ class Stepping:
     scalers: tuple[Any, ...]
     files: Files
     seen: Any  # variables of the functions around the loop: kept alive as long as this
-    anew: Callable[[], None]  # makes objects of a round anew
+    anew: Anew
     over: list[bool]  # not empty after the loop has ended
 
 
@@ -64,6 +63,8 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
     with _backwards_in(losses, stepping), stepping.files.saving_nothing(), entered(around):
         for item in batch:
             if item is Turn.NEXT_ROUND:
+                if stepping.anew.scaled:
+                    stepping.files.note("scaler", SCALER_EACH_ROUND)
                 stepping.anew()
                 continue
             said = body(item)
@@ -79,7 +80,6 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
 
 
 def _loss_among(variables: Iterable[Any]) -> Any:
-    """Returns the last scalar tensor with a gradient function; None if there is none."""
     numbers = [
         one for one in variables if isinstance(one, torch.Tensor) and one.grad_fn is not None and _is_scalar(one)
     ]
@@ -88,7 +88,6 @@ def _loss_among(variables: Iterable[Any]) -> Any:
 
 @contextmanager
 def _backwards_in(losses: list[Any], stepping: Stepping) -> Iterator[None]:
-    """Inside, each loss of an outermost backward is added to `losses`, unscaled."""
     unscaled: dict[int, tuple[Any, Any]] = {}
     depth = 0
 
@@ -116,7 +115,6 @@ def _backwards_in(losses: list[Any], stepping: Stepping) -> Iterator[None]:
 
 
 def _told_of_new_scalers(stepping: Stepping) -> AbstractContextManager[None]:
-    """Inside, a new scaler leads to a note."""
     original = torch.amp.GradScaler.__init__
 
     def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
@@ -147,8 +145,6 @@ _VISITS = 8  # visits of a loop until an optimizer steps in it: it may run an ev
 
 @dataclass(frozen=True, slots=True)
 class _Learnt:
-    """A loop, the visit of it, what its steps consist of, and the loop around it that repeats it."""
-
     place: LoopPlace
     visit: int
     lesson: LoopShape
@@ -156,11 +152,7 @@ class _Learnt:
 
 
 class Script:
-    """A script in place of a factory.
-
-    `name` is the user's spelling; `package` is set for a run as by `python -m`; `arguments` follow the file in
-    `sys.argv`; `path` has folders for the start of `sys.path`; `notes` gets sentences about its replay.
-    """
+    """A script in place of a factory."""
 
     instead = COPY
 
@@ -193,10 +185,7 @@ class Script:
         return self._runner.user_code(what)
 
     def make(self, arguments: Mapping[str, Any] | None = None, *, batches: Any = None, loss: Any = None) -> TrainingRun:
-        """Run the script up to its training loop and return a fresh run.
-
-        Raises FactoryError if it reaches no loop or its parts are not found, UserCodeError if it raised.
-        """
+        """Run the script up to its training loop and return a fresh run."""
         given = {"--arg": bool(arguments), "--batches": batches is not None, "--loss": loss is not None}
         extra = [option for option, is_given in given.items() if is_given]
         if extra:
@@ -213,11 +202,7 @@ class Script:
         )
 
     def _lessons(self, loops: Sequence[LoopPlace], again: Callable[[], None], ended: FactoryError | None) -> _Learnt:
-        """Returns the innermost loop with enough items, else the innermost; `loops` start with the innermost.
-
-        `again` restores the random state; `ended` says why the script ended before a step, None if it took one. Raises
-        FactoryError if nothing was trained in the loop.
-        """
+        """Returns the innermost loop with enough items, else the innermost; `loops` start with the innermost."""
         learnt: list[_Learnt] = []
         for place, around in zip(loops, (*loops[1:], None), strict=True):
             learnt.append(self._lesson(place, again, around=around, never_steps=ended is not None))
@@ -249,19 +234,6 @@ class Script:
             )
         return learnt.around is not None
 
-    def _anew(self, anew: Anew, copies: Copies, model: torch.nn.Module) -> Callable[[], None]:
-        copies.find(model)
-
-        def make() -> None:
-            if anew.scaled:
-                self._files.note("scaler", SCALER_EACH_ROUND)
-            anew()
-            said = copies()
-            if said:
-                self._files.note("copies", said)
-
-        return make
-
     def _of_framework(self, made: Any) -> TrainingRun:
         adapter = adapter_of(made)
         if adapter is None:
@@ -271,7 +243,6 @@ class Script:
             return adapter.run_of(made)
 
     def _run_of(self, learnt: _Learnt, run: ScriptRun) -> TrainingRun:
-        """Returns the run whose step is the loop's body."""
         lesson, loop = learnt.lesson, run.loop
         variables = Variables(loop.seen)
         optimizers = [run.made.at(number) for number in lesson.optimizers]
@@ -284,7 +255,7 @@ class Script:
             name = variables.name_of(one, "optimizer")
             named[name if name not in named else f"{name}{len(named)}"] = one
         own = format_of_weights(model)
-        stepping = Stepping(scalers, self._files, loop.seen, self._anew(loop.anew, loop.copies, model), [])
+        stepping = Stepping(scalers, self._files, loop.seen, loop.anew, [])
         step = partial(take, loop.body, tuple(run.seam.around), stepping)
         with self.user_code(f"the loop at {learnt.place}"), eagerly():
             behind = passed(loop.items, lesson.before, step)

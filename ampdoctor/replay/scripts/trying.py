@@ -18,7 +18,6 @@ from ampdoctor.hooks.torch_internals import Backward, replaced, seen_backwards
 from ampdoctor.precision.casting import HALVES
 from ampdoctor.replay.batches import ORDER_UNKNOWN, epochs_known_by, shuffles_by_the_process
 from ampdoctor.replay.reachable_state import cell_contents
-from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.loop_hooks import Body, Items, Turn, entered
 from ampdoctor.replay.scripts.loops import Anew, CreatedObjects, on_optimizer_step, on_training_call
 
@@ -56,16 +55,12 @@ class Loop:
     body: Body
     seen: list[tuple[str, Any]]  # the variables that it sees
     anew: Anew  # resets objects of a round
-    copies: Copies
 
 
 def tried(  # noqa: C901 one loop, and its listeners
     loop: Loop, around: Sequence[Callable[[], Any]], made: CreatedObjects, *, never_steps: bool = False
 ) -> LoopShape:
-    """Runs a loop's body until an optimizer has stepped; `around` make the contexts around it.
-
-    With `never_steps` the script has ended before a step: a training call of a model then counts as a step.
-    """
+    """Runs a loop's body until an optimizer has stepped; `around` make the contexts around it."""
     stepped: dict[int, None] = {}
     scalers: dict[int, None] = {}
     regions: set[torch.dtype] = set()
@@ -166,10 +161,7 @@ class RecordedEpochs:
     say: Callable[[str], None]  # gets a sentence if the data may differ from the training's
 
     def drawn(self) -> Iterator[Any]:
-        """Yields the items, round after round, with `Turn.NEXT_ROUND` before each later round.
-
-        A source without items in the second round was an iterator.
-        """
+        """Yields the items, round after round, with `Turn.NEXT_ROUND` before each later round."""
         if self.items is None:
             yield from itertools.repeat(None)
             return
@@ -196,13 +188,13 @@ def loaders_of(read: Sequence[Any], file: str) -> tuple[DataLoader[Any], ...]:
 
 
 def steps(
-    rounds: RecordedEpochs, _read: object, lesson: LoopShape, over: Sequence[bool], start: int = 0
+    rounds: RecordedEpochs,
+    _read: object,  # what the header reads: as an argument, it counts as reached by drawing
+    lesson: LoopShape,
+    over: Sequence[bool],  # not empty after the loop has ended
+    start: int = 0,
 ) -> Iterator[list[Any]]:
-    """Yields, for each step, its items, as the loop draws them; `start` optimizer steps are skipped.
-
-    `_read` is what the header reads, as an argument, so that what it reaches counts as reached by drawing. `over` is
-    not empty after the loop has ended.
-    """
+    """Yields, for each step, its items, as the loop draws them; `start` optimizer steps are skipped."""
     drawn = rounds.drawn()
     if rounds.items is not None:
         _next_items(drawn, rounds.behind + start * lesson.together)
@@ -217,7 +209,6 @@ def steps(
 
 
 def _next_items(drawn: Iterator[Any], many: int) -> list[Any]:
-    """Returns the next items, with the turns before them; none if there are not enough."""
     taken: list[Any] = []
     while many and (item := next(drawn, Turn)) is not Turn:
         taken.append(item)
@@ -238,10 +229,7 @@ def passed(items: Items | None, before: int, run: Callable[[list[Any]], Any]) ->
 
 
 def set_counters(body: Body, saved: Mapping[str, float]) -> dict[str, float]:
-    """Set the loop's numeric variables to a checkpoint's numbers of the same names; returns those that were set.
-
-    They are variables that the body uses, or attributes of the object whose method it is.
-    """
+    """Set the loop's numeric variables to a checkpoint's numbers of the same names; returns those that were set."""
     put: dict[str, float] = {}
     code, known = body.__code__, body.__globals__
     cells: dict[str, CellType] = dict(zip(code.co_freevars, body.__closure__ or (), strict=True))

@@ -43,7 +43,7 @@ def write_zero2(folder: Path, *, ranks: int = 3, **options: Any) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     order, gaps = options.get("order", list(SHAPES)), options.get("gaps", {})
-    masters = flatten(values(), order, ranks, gaps)
+    master_weights = flatten(values(), order, ranks, gaps)
     firsts = flatten(values(100.0), order, ranks, gaps)
     model = {
         "module": {name: tensor.half() for name, tensor in values().items()},
@@ -60,14 +60,14 @@ def write_zero2(folder: Path, *, ranks: int = 3, **options: Any) -> Path:
     for rank in range(ranks):
         first = firsts[rank]
         if options.get("padded"):
-            first = torch.cat([first, torch.full((masters[0].numel() - first.numel(),), float("nan"))])
+            first = torch.cat([first, torch.full((master_weights[0].numel() - first.numel(),), float("nan"))])
         state = {"step": torch.tensor(7.0), "exp_avg": first}
         base = (
             [state] if options.get("elastic") else {"state": {0: state}, "param_groups": [{"lr": 0.5, "params": [0]}]}
         )
         optimizer = {
             "base_optimizer_state": base,
-            "single_partition_of_fp32_groups": [masters[rank]],
+            "single_partition_of_fp32_groups": [master_weights[rank]],
             "zero_stage": 2,
             "partition_count": options.get("counts", [ranks]),
             "param_alignment_paddings": [[gaps.get(name, 0) for name in order]],
@@ -156,8 +156,8 @@ def test_the_ranks_own_word_on_their_partitions_must_agree(tmp_path, honest):
     first = {"a.weight": _Slice(0, 15), "a.bias": _Slice(15 + shift, 5)}
     second = {"b.weight": _Slice(0, 15), "b.bias": _Slice(15, 3)}
     folder = write_zero2(tmp_path / "s", ranks=2, slices=[[first], [second]])
-    masters = found(folder, "weight", "fp32")
-    assert same(masters, values()) if honest else set(masters) == {"rank 0 group 0", "rank 1 group 0"}
+    master_weights = found(folder, "weight", "fp32")
+    assert same(master_weights, values()) if honest else set(master_weights) == {"rank 0 group 0", "rank 1 group 0"}
 
 
 def as_deepspeed(monkeypatch, name: str, fields: dict[str, Any]) -> object:

@@ -103,12 +103,12 @@ def test_a_layout_is_read_as_it_was_saved(path, truth):
         assert checkpoint.errors == ()
         refs = list(checkpoint)
         main = [ref for ref in refs if ref.role == "weight" and not ref.group]
-        masters = [ref for ref in refs if ref.role == "weight" and ref.group == "fp32"]
-        if "masters" in truth and not masters:  # ZeRO 3 saves the fp32 weights only
+        master_weights = [ref for ref in refs if ref.role == "weight" and ref.group == "fp32"]
+        if "masters" in truth and not master_weights:  # ZeRO 3 saves the fp32 weights only
             compare(main, truth["masters"])
         else:
             compare(main, truth["weights"])
-            compare(masters, truth.get("masters", {}))
+            compare(master_weights, truth.get("masters", {}))
         compare([ref for ref in refs if ref.role == "buffer"], truth["buffers"])
         held = [ref for ref in refs if ref.role == "moment" or ref.entry == "step"]
         unordered = any(ref.file.endswith(".safetensors") for ref in main)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.cli import follow as followed
-from ampdoctor.cli.follow import number, view
+from ampdoctor.cli.follow import view
 from ampdoctor.cli.main import main
 from ampdoctor.evidence.log_records import (
     CheckpointLine,
@@ -79,7 +79,6 @@ class Terminal:
             stderr=self.other,
             env={**clean, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", **dict(env)},
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # noqa: PLW1509 - under nohup it is ignored
         )
         self.seen = ""
 
@@ -180,21 +179,6 @@ def test_ctrl_c_gives_the_terminal_back(tmp_path):
     assert "Traceback" not in terminal.seen
 
 
-@pytest.mark.parametrize("told", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_a_kill_gives_the_terminal_back_and_kills(tmp_path, told):
-    log = Log(tmp_path / "run")
-    log.steps(3)
-    with Terminal("health", tmp_path / "run", "--follow") as terminal:
-        terminal.until(has("step 2"))
-        terminal.process.send_signal(told)
-        code, after = terminal.ends()
-    assert code == -told
-    assert terminal.seen.count("\x1b[?1049h") == terminal.seen.count("\x1b[?1049l") == 1
-    assert terminal.seen.count("\x1b[?25h") >= terminal.seen.count("\x1b[?25l")
-    assert has("step 2")(after)
-    assert "Traceback" not in terminal.seen
-
-
 def test_a_terminal_that_cannot_draw_gets_lines(tmp_path):
     log = Log(tmp_path / "run")
     log.steps(3)
@@ -262,31 +246,15 @@ def test_a_report_for_programs_has_standard_output_for_itself(tmp_path, monkeypa
     assert code == 0
 
 
-def test_quiet_says_what_happens_and_no_steps(tmp_path, monkeypatch, capsys):
-    log = Log(tmp_path / "run")
-    log.steps(3)
-    log.put(CheckpointLine(step=2, path="a.pt", health="good"), EndLine(exit_code=0))
-    assert run(monkeypatch, tmp_path / "run", "-q", turns=[]) == 0
-    out = capsys.readouterr().out
-    assert "a.pt is good" in out
-    assert "loss 2.0" not in out
-
-
 def test_one_log_at_a_time(tmp_path, capsys):
     assert main(["health", "a", "b", "--follow"]) == 2
     assert "--follow takes one LOG, and 2 were given" in capsys.readouterr().err
 
 
-def test_what_is_no_log_ends_with_a_sentence(tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("milk\nbread\n")
-    assert main(["health", str(tmp_path / "notes.txt"), "--follow"]) == 2
-    assert "notes.txt is no log" in capsys.readouterr().err
-
-
 def latest_of(*lines):
     latest = Latest()
     for at, line in enumerate(lines):
-        latest.hear(LogRecord(Stamp(run_id="r", time_ms=NOW * 1000 + at * 100), line))
+        latest.add(LogRecord(Stamp(run_id="r", time_ms=NOW * 1000 + at * 100), line))
     return latest
 
 
@@ -320,9 +288,9 @@ FULL = latest_of(
 )
 
 
-@pytest.mark.parametrize("width", [20, 40, 80, 120, 250])
+@pytest.mark.parametrize("width", [20, 80, 250])
 def test_a_picture_is_as_large_as_its_window_and_no_larger(width):
-    for height in (1, 3, 8, 12, 24, 60):
+    for height in (1, 8, 24):
         text = view(FULL, name="x", width=width, height=height, now=NOW + 40.0).plain
         lines = text.split("\n")
         assert len(lines) <= height
@@ -331,7 +299,7 @@ def test_a_picture_is_as_large_as_its_window_and_no_larger(width):
         if height >= 24 and width >= 120:
             facts = "step 299  10 steps/s  10k tokens/s  30% of it waiting for data  3GB of memory at most"
             assert facts in lines[1]
-            assert re.search(r"47.50% \S*19\.attention\.weight grad ", text)
+            assert "47.50% model.layers.19.attention.weight grad" in text
             assert "2^1.0" in text
             assert "/some/where/200.pt is good" in text
         assert all(line.isprintable() for line in lines)
@@ -340,16 +308,3 @@ def test_a_picture_is_as_large_as_its_window_and_no_larger(width):
 def test_silence_is_said():
     assert "silent for 2 min" in view(FULL, name="x", width=80, height=5, now=NOW + 150.0).plain
     assert "running" in view(FULL, name="x", width=80, height=5, now=NOW + 40.0).plain
-
-
-def test_a_terminal_of_ascii_gets_ascii():
-    assert view(FULL, name="x", width=80, height=40, plain=True, now=NOW).plain.isascii()
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(None, "-"), (float("nan"), "NaN"), (float("-inf"), "-Inf"), (65536.0, "2^16"), (2.0**-24, "2^-24"), (0.0, "0")],
-)
-def test_numbers_are_short(value, shown):
-    assert number(value) == shown
-    assert len(number(-1.2345678e-11)) <= 10

@@ -37,25 +37,6 @@ def test_one_report_is_shown_again_with_the_same_exit_code(name, form, written, 
     assert result.stdout == renderer("json")(gated)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_report(tmp_path, typed):
-    (tmp_path / "r.json").write_text(renderer("json")(HEALTHY), encoding="utf-8-sig")
-    assert typed("merge", str(tmp_path / "r.json")).returncode == 0
-
-
-@pytest.mark.parametrize("form", ["markdown", "github", "junit", "sarif", "jsonl"])
-def test_it_is_shown_in_every_form(form, written, typed):
-    result = typed("merge", written(HEALTHY), "--format", form)
-    assert (result.returncode, result.stdout) == (0, renderer(form)(replace(HEALTHY, gate=GATE)))
-
-
-def test_the_human_report_of_a_file_is_that_of_the_run(written, typed, drive):
-    again = typed("merge", written(SICK), "--exit-zero")
-    assert again.returncode == 0
-    first = drive("sick", "scan", "x")
-    words = [sorted(shown.stdout.replace(",", "").split()) for shown in (again, first)]
-    assert words[0] == words[1]  # the run of this sample is in an order that no workflow writes
-
-
 def test_several_become_one(written, typed, check_report):
     files = [written(HEALTHY), written(EVERY["incomplete"], "jsonl")]
     result = typed("merge", *files, "--format", "json")
@@ -114,13 +95,6 @@ def test_a_file_that_breaks_off_while_it_is_read_is_one_sentence(capsys):
         pytest.skip("needs /proc")
     assert main(["merge", "/proc/self/mem"]) == 2
     assert capsys.readouterr().err == "ampdoctor: error: cannot read the report /proc/self/mem: Input/output error\n"
-
-
-def test_a_report_is_not_written_over_what_is_read(written, typed):
-    file = written(HEALTHY)
-    result = typed("merge", file, "--output", file)
-    assert result.returncode == 2
-    assert "it is what is to be read" in result.stderr
 
 
 def test_merging_does_not_import_torch(written, run_cli):

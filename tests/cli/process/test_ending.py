@@ -69,8 +69,10 @@ sys.meta_path.insert(0, Presses())
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-@pytest.mark.parametrize("started", ["runpy.run_module('ampdoctor', run_name='__main__')", "script"])
-@pytest.mark.parametrize("module", ["ampdoctor.cli.main", "typer", "ampdoctor.evidence.report"])
+@pytest.mark.parametrize(
+    ("started", "module"),
+    [("runpy.run_module('ampdoctor', run_name='__main__')", "ampdoctor.cli.main"), ("script", "typer")],
+)
 def test_ctrl_c_while_the_command_line_is_imported_is_130(module, started):
     if started == "script":
         entry, _, name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"][
@@ -86,7 +88,6 @@ def test_ctrl_c_while_the_command_line_is_imported_is_130(module, started):
 @pytest.mark.parametrize(
     ("act", "before"),
     [
-        pytest.param(SWALLOW.format(PRESS), "", id="and-went-on"),
         pytest.param(SWALLOW.format(PRESS) + "; raise AttributeError('half a module')", "", id="and-raised"),
         pytest.param("exec('" + PRESS + "')", "", id="inside-an-exec"),
         pytest.param(PRESS, "atexit.register(os.kill, os.getpid(), signal.SIGINT)", id="and-pressed-again"),
@@ -106,10 +107,9 @@ def test_code_that_ends_the_process_is_exit_code_2(run_cli, tmp_path):
     assert "the code under examination ended the process with os._exit(0)" in done.stderr
 
 
-@pytest.mark.parametrize(("status", "act", "code"), [(0, "raise ValueError('mine')", 2), (7, "pass", 0)])
-def test_an_exit_handler_does_not_choose_the_exit_code(status, act, code, run_cli, tmp_path):
-    done = examine(run_cli, tmp_path, act, f"atexit.register(os._exit, {status})")
-    assert done.returncode == code, done.stderr
+def test_an_exit_handler_does_not_choose_the_exit_code(run_cli, tmp_path):
+    done = examine(run_cli, tmp_path, "raise ValueError('mine')", "atexit.register(os._exit, 0)")
+    assert done.returncode == 2, done.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="fork")
@@ -119,12 +119,9 @@ def test_a_forked_worker_keeps_its_own_exit_code(run_cli, tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="fork")
-@pytest.mark.parametrize("end", ["pass", "raise ValueError('mine')", "sys.exit(0)"])
-def test_a_forked_child_that_comes_back_reports_nothing(end, run_cli, tmp_path, check_report):
-    act = f"""child = os.fork()
-    if not child:
-        {end}
-    else:
+def test_a_forked_child_that_comes_back_reports_nothing(run_cli, tmp_path, check_report):
+    act = """child = os.fork()
+    if child:
         print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"""
     saved = tmp_path / "saved.json"
     options = ("--format", "json", "--report", f"json={saved}")
@@ -134,13 +131,3 @@ def test_a_forked_child_that_comes_back_reports_nothing(end, run_cli, tmp_path, 
     assert "forked, and the child did not end: it is ended here, and reports nothing" in done.stderr
     assert "child 2" in done.stderr
     assert done.stderr.count("handled") == 1
-
-
-@pytest.mark.parametrize("code", [0, 1])
-def test_an_error_of_our_classes_chooses_no_exit_code(code, run_cli, tmp_path, check_report):
-    before = f"from ampdoctor.errors import AmpdoctorError\nclass Mine(AmpdoctorError):\n    exit_code = {code}"
-    done = examine(run_cli, tmp_path, "raise Mine('no')", before, options=("--format", "json"))
-    assert done.returncode == 2
-    report = check_report(done.stdout)
-    assert (report["verdict"], report["errors"][0]["kind"]) == ("inconclusive", "raised")
-    assert report["errors"][0]["message"].endswith("raised Mine: no")

@@ -19,17 +19,3 @@ def test_it_needs_a_step_and_says_so_before_any_work(typed, behaving):
     result = typed("scan", "x", "--github-summary", env={"GITHUB_STEP_SUMMARY": ""})
     assert (result.returncode, result.stdout) == (2, "")
     assert "GITHUB_STEP_SUMMARY is not set" in result.stderr
-
-
-def test_a_summary_that_cannot_be_written_is_said_before_any_work(typed, behaving, tmp_path):
-    behaving("crash")
-    result = typed("scan", "x", "--github-summary", env={"GITHUB_STEP_SUMMARY": str(tmp_path)})
-    assert result.returncode == 2
-    assert "it is a folder" in result.stderr
-
-
-def test_without_the_flag_nothing_is_written(typed, behaving, tmp_path):
-    behaving("healthy")
-    file = tmp_path / "summary.md"
-    typed("scan", "x", env={"GITHUB_STEP_SUMMARY": str(file)})
-    assert not file.exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -11,11 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.cli.main import main
-from ampdoctor.reports.formats import RenderOptions
 from tests.samples import SICK
 
 DRIVER = Path(__file__).parents[1] / "drive.py"
-SHELL_DRIVE = f"{DRIVER} sick scan x"
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 
@@ -33,11 +30,6 @@ def test_stdout_holds_only_the_report(drive, check_report):
     assert set(result.stderr.split("\n")) >= {"now", "late", "later", "at exit", "child"}
 
 
-def test_without_stderr_stdout_still_holds_only_the_report(python, run_cli, check_report):
-    script = f"{python} {DRIVER} noise scan x --format json 2>&-"
-    assert check_report(run_cli("-c", script, command=("bash",)).stdout)["verdict"] == "sick"
-
-
 @needs_dev_full
 def test_a_place_that_fails_costs_no_other_report(sick, tmp_path, capsys, check_report):
     kept = tmp_path / "kept.json"
@@ -48,23 +40,8 @@ def test_a_place_that_fails_costs_no_other_report(sick, tmp_path, capsys, check_
     assert captured.err == "ampdoctor: error: cannot write /dev/full: No space left on device\n"
 
 
-def test_a_renderer_that_fails_costs_no_other_report(sick, tmp_path, monkeypatch, capsys):
-    draw = RenderOptions.draw
-
-    def fail(canvas, show):
-        if canvas.stream is None:
-            raise ValueError("no")
-        return draw(canvas, show)
-
-    monkeypatch.setattr(RenderOptions, "draw", fail)
-    assert main(["scan", "x", "--report", f"human={tmp_path / 'r.txt'}"]) == 2
-    captured = capsys.readouterr()
-    assert "ERROR AMP201" in captured.out
-    assert "internal error: ValueError: no" in captured.err
-
-
 @needs_dev_full
-@pytest.mark.parametrize("argument", ["--help", "--version"])
+@pytest.mark.parametrize("argument", ["--help"])
 def test_help_on_a_full_disk_is_a_sentence(argument, run_cli):
     with Path("/dev/full").open("w") as full:
         result = run_cli(argument, capture_output=False, stdout=full, stderr=subprocess.PIPE)
@@ -72,27 +49,13 @@ def test_help_on_a_full_disk_is_a_sentence(argument, run_cli):
     assert result.stderr == "ampdoctor: error: cannot write to standard output: No space left on device\n"
 
 
-@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "-"])
+@pytest.mark.parametrize("name", ["/dev/stdout", "-"])
 def test_stdout_has_other_names(name, drive, check_report):
     result = drive("sick", "scan", "x", "--format", "json", "--output", name)
     assert result.returncode == 1
     assert check_report(result.stdout)["verdict"] == "sick"
     twice = drive("sick", "scan", "x", "--report", f"json={name}")
     assert "two outputs for standard output" in twice.stderr
-
-
-def test_process_substitution(python, run_cli, check_report):
-    result = run_cli("-c", f"{python} {SHELL_DRIVE} --report json=>(cat >&2)", command=("bash",))
-    assert result.returncode == 1
-    assert check_report(result.stderr)["verdict"] == "sick"
-    assert "ERROR AMP201" in result.stdout
-
-
-def test_a_file_that_stdout_goes_to_as_well_is_refused(python, run_cli, tmp_path):
-    result = run_cli("-c", f"{python} {SHELL_DRIVE} --report json=r.json > r.json", command=("bash",), cwd=tmp_path)
-    assert result.returncode == 2
-    assert "two outputs for r.json" in result.stderr
-    assert (tmp_path / "r.json").read_text() == ""
 
 
 @pytest.mark.parametrize("option", ["--output={0}", "--report=json={0}"])
@@ -138,26 +101,12 @@ def test_reports_lie_in_the_folder_that_is_read_and_the_next_run_says_the_same(n
     assert "skipped" not in capsys.readouterr().err
 
 
-def test_a_rank_says_where_its_report_could_lie(sick, tmp_path, capsys, monkeypatch):
-    (tmp_path / "read").mkdir()
-    monkeypatch.chdir(tmp_path / "read")
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["scan", "."]) == 2
-    assert "cannot write rank1.jsonl" in (said := capsys.readouterr().err)
-    assert "rank 1 keeps its report beside the file of --output" in said
-    assert main(["scan", ".", "--output", "../all.json"]) == 1
-    assert (tmp_path / "rank1.jsonl").exists()
-
-
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [
         ("bisect-nan", ["run.py:make"]),
         ("bisect-nan", ["pkg:make", "--checkpoint", "run.py"]),
         ("profile", ["pkg:make", "--batches", "run.py:data"]),
-        ("profile", ["pkg:make", "--loss", "run.py:loss"]),
-        ("recommend", ["run.py"]),
     ],
 )
 def test_what_a_replay_reads_is_not_written_over(command, arguments, tmp_path, monkeypatch, capsys):
@@ -166,14 +115,6 @@ def test_what_a_replay_reads_is_not_written_over(command, arguments, tmp_path, m
     assert main([command, *arguments, "--output", "./run.py"]) == 2
     assert capsys.readouterr().err == "ampdoctor: error: cannot write ./run.py: it is what is to be read\n"
     assert Path("run.py").read_text() == "kept"
-
-
-def test_a_name_as_long_as_allowed(sick, tmp_path, capsys):
-    longest = os.pathconf(tmp_path, "PC_NAME_MAX")
-    assert main(["scan", "x", "--output", str(tmp_path / ("a" * longest))]) == 1
-    assert main(["scan", "x", "--output", str(tmp_path / ("a" * (longest + 1)))]) == 2
-    assert "File name too long" in capsys.readouterr().err
-    assert sick == ["x"]
 
 
 RUN = """
@@ -200,8 +141,3 @@ def test_a_run_that_changes_its_folder_moves_no_report(tmp_path, run_cli, check_
     assert result.returncode == 0, result.stderr
     assert check_report((tmp_path / "here" / "r.json").read_text())["target"]["factory"] == "run.py:make"
     assert sorted(p.name for p in (tmp_path / "here").iterdir() if p.is_file()) == ["r.json", "r.txt", "run.py"]
-
-
-def test_a_folder_that_is_not_there_is_told_with_the_path_as_typed(capsys):
-    assert main(["scan", "fixtures/checkpoints/torch_zip/step4.pt", "--output", "/nonexistent/x"]) == 2
-    assert "cannot write /nonexistent/x: its folder does not exist" in capsys.readouterr().err

@@ -3,9 +3,7 @@ from __future__ import annotations
 import io
 import re
 
-import pytest
-
-from ampdoctor.cli.progress import Estimate, ProgressLine, duration
+from ampdoctor.cli.progress import ProgressLine
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n")
 
@@ -33,29 +31,6 @@ def test_parts_are_counted():
     assert re.search(r" 3/8 0:00:1[0-9] replaying$", lines(*calls)[-1])
 
 
-def test_nothing_is_promised_where_the_end_is_unknown():
-    assert lines((0, "trying", 0, None), (5, "trying", 3, None))[-1].endswith("0:00:00 trying")
-
-
-def test_another_phase_begins_anew():
-    first = [(second, "replaying", second, 8) for second in range(9)]
-    assert "0/8" in lines(*first, (9, "comparing with fp32", 0, 8))[-1]
-
-
-def test_the_next_file_of_many_begins_anew():
-    first = [(second, f"a: t{second}", second * 1_000_000_000, 8_000_000_000) for second in range(9)]
-    assert "0.0/8.0 GB" in lines(*first, (9, "b: t0", 0, 8_000_000_000), unit="B")[-1]
-
-
-@pytest.mark.parametrize(("seconds", "said"), [(59, "59 s"), (61, "1 min 01 s"), (7300, "2 h 01 min")])
-def test_long_times_are_readable(seconds, said):
-    assert duration(seconds) == said
-
-
-def test_work_that_is_soon_over_shows_nothing():
-    assert lines((0.2, "w", 1, 8), (0.9, "w", 8, 8)) == ["", ""]
-
-
 def test_a_line_is_never_wider_than_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     stream, now = io.StringIO(), [0.0]
@@ -81,20 +56,3 @@ def test_it_is_erased_at_the_end():
     line.clear()
     assert "\x1b[2K" in stream.getvalue()[-20:]
     assert "\x1b[?25h" in stream.getvalue(), "the cursor is shown again"
-
-
-def test_three_steps_are_timed_and_the_one_in_the_middle_counts(capsys):
-    times, told = iter((0.0, 5.0, 5.2, 5.41, 9.0)), []
-    estimate = Estimate(lambda *args, **options: told.append(args), clock=lambda: next(times))
-    for done in range(6):
-        estimate("replaying", done, 2000)
-    said = capsys.readouterr().err
-    assert said == "ampdoctor: 2,000 steps at 0.21 s: 7 min 00 s if none fails; Ctrl-C reports what is known by then\n"
-    assert len(told) == 6
-
-
-def test_a_run_of_three_steps_needs_none(capsys):
-    estimate = Estimate(None, clock=iter((0.0, 1.0, 2.0, 3.0)).__next__)
-    for done in range(4):
-        estimate("replaying", done, 3)
-    assert not capsys.readouterr().err

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.cli.config import load_config
 from ampdoctor.cli.main import main
 from ampdoctor.cli.output import place_in_repository
 
@@ -36,12 +34,6 @@ class Net(torch.nn.Linear):
     def forward(self, x):
         return torch.log(super().forward(x) * 0)
 """
-
-
-@pytest.fixture(autouse=True)
-def no_job(monkeypatch):
-    """No job of GitHub Actions, though one may run these tests."""
-    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
 
 
 @pytest.fixture
@@ -80,10 +72,8 @@ def annotated(capsys, tmp_path):
 def at(monkeypatch):
     """Return a function that goes to a folder and says where in a repository that is, as root and folder."""
 
-    def go(folder, workspace=None):
+    def go(folder):
         monkeypatch.chdir(folder)
-        if workspace is not None:
-            monkeypatch.setenv("GITHUB_WORKSPACE", str(workspace))
         place = place_in_repository().get("repository")
         return place and (place["root"], place["folder"])
 
@@ -97,13 +87,6 @@ def test_a_checkpoint_below_the_root_is_named_from_it_wherever_the_command_runs(
     assert annotated("scan", "../eval/sick.safetensors") == "eval/sick.safetensors"
 
 
-def test_a_checkpoint_outside_the_root_keeps_its_path(clone, annotated, monkeypatch):
-    monkeypatch.chdir(clone / "training")
-    assert annotated("scan", "../../sick.safetensors") == (clone.parent / "sick.safetensors").as_posix()
-    monkeypatch.chdir(clone.parent)
-    assert annotated("scan", "sick.safetensors") == "sick.safetensors"
-
-
 def test_a_line_of_code_is_named_from_the_root_and_a_saved_report_keeps_that_elsewhere(clone, annotated, monkeypatch):
     monkeypatch.chdir(clone / "training")
     saved = clone.parent / "r.json"
@@ -111,23 +94,6 @@ def test_a_line_of_code_is_named_from_the_root_and_a_saved_report_keeps_that_els
     for folder in (clone.parent, clone, clone / "eval"):
         monkeypatch.chdir(folder)
         assert annotated("merge", str(saved)) == "src/net.py"
-
-
-def test_what_could_not_be_examined_is_named_from_the_root(clone, capsys, monkeypatch):
-    monkeypatch.chdir(clone / "training")
-    assert main(["scan", "gone.pt", "--format", "github"]) == 2
-    assert capsys.readouterr().out.startswith("::error file=training/gone.pt,")
-
-
-def test_people_read_paths_from_the_working_directory(clone, capsys, monkeypatch, check_report):
-    monkeypatch.chdir(clone / "training")
-    for form in ("human", "markdown", "junit", "html"):
-        assert main(["scan", "sick.safetensors", "--format", form]) == 1
-        assert "training/sick.safetensors" not in capsys.readouterr().out
-    assert main(["scan", "sick.safetensors", "--format", "json"]) == 1
-    target = check_report(capsys.readouterr().out)["target"]
-    assert target["location"] == "sick.safetensors"
-    assert target["repository"] == {"root": clone.as_posix(), "folder": "training"}
 
 
 def test_the_root_is_the_nearest_clone(clone, at):
@@ -138,41 +104,3 @@ def test_the_root_is_the_nearest_clone(clone, at):
     inner.mkdir(parents=True)
     (inner.parent / ".git").write_text("gitdir: elsewhere")  # of a submodule
     assert at(inner) == (inner.parent.as_posix(), "yet")
-
-
-def test_in_a_job_of_github_the_root_is_the_workspace_that_holds_the_working_directory(clone, at, monkeypatch):
-    folder, root = clone / "training", (clone.as_posix(), "training")
-    assert at(folder, clone.parent) == (clone.parent.as_posix(), "clone/training")
-    assert at(folder, folder) is None
-    for other in ("", "clone", clone / "eval", clone.parent / "gone", clone.parent / "clon"):
-        assert at(folder, other) == root
-    (clone.parent / "workspace").symlink_to(clone.parent)
-    assert at(folder, clone.parent / "workspace") == (clone.parent.as_posix(), "clone/training")
-    monkeypatch.delenv("GITHUB_WORKSPACE")
-    (clone.parent / "link").symlink_to(folder)
-    assert at(clone.parent / "link") == root
-
-
-def test_a_worktree_is_a_root(tmp_path, at):
-    first = tmp_path / "first"
-    identity = ("-c", "user.name=n", "-c", "user.email=n@example.org")
-    for command in (
-        ("init", "-q"),
-        ("commit", "-q", "--allow-empty", "-m", "m"),
-        ("worktree", "add", "-q", "../second"),
-    ):
-        folder = ("-C", str(first)) if first.is_dir() else ()
-        where = () if folder else (str(first),)
-        subprocess.run(["git", *folder, *identity, *command, *where], check=True, capture_output=True)
-    (tmp_path / "second/training").mkdir()
-    assert (tmp_path / "second/.git").is_file()
-    assert at(tmp_path / "second/training") == ((tmp_path / "second").as_posix(), "training")
-
-
-def test_a_folder_that_is_gone_is_in_no_repository(clone, monkeypatch):
-    folder = clone / "short-lived"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    folder.rmdir()
-    assert place_in_repository() == {}
-    assert load_config(None) is None

@@ -14,7 +14,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.paths import refuse_reading, to_be_written
 
 INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-OPTIONS = ["--output={0}", "--report=json={0}", "--write-baseline={0}"]
+OPTIONS = ["--output={0}", "--write-baseline={0}"]
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +49,6 @@ def test_no_shard_of_an_index_is_written_over(option, sharded, capsys):
     refused(["scan", f"model/{INDEX}", option.format("link")], sharded / SHARDS[0], capsys)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_beside_an_index_a_report_is_written_as_often_as_asked(option, sharded):
-    for _ in range(2):
-        assert main(["scan", f"model/{INDEX}", option.format("model/report.json")]) == 0
-
-
 def test_the_place_of_a_missing_shard_is_not_taken(sharded, capsys):
     (sharded / SHARDS[1]).unlink()
     assert main(["scan", f"model/{INDEX}", "--output", f"model/{SHARDS[1]}"]) == 2
@@ -67,11 +61,6 @@ def test_no_shard_is_written_over_by_the_report_of_a_failure_that_came_before_it
     Path("run.py").write_text("def make():\n    raise ValueError('no')\n")
     shard = f"model/{SHARDS[0]}"
     refused(["bisect-nan", *given, "--checkpoint", f"model/{INDEX}", "--report", f"json={shard}"], shard, capsys)
-
-
-def test_no_shard_of_the_older_checkpoint_is_written_over_where_the_newer_cannot_be_read(sharded, capsys):
-    shard = f"model/{SHARDS[0]}"
-    refused(["scan", "gone.pt", "--against", f"model/{INDEX}", "--report", f"json={shard}"], shard, capsys)
 
 
 @pytest.mark.parametrize("members", [1, 3])

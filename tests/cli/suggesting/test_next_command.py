@@ -50,21 +50,3 @@ def test_the_command_on_a_run_has_all_that_was_said_of_it(command, folder, capsy
     said = capsys.readouterr()
     assert "verdict: " in said.out
     assert "error" not in said.err
-
-
-def test_the_command_on_a_listed_checkpoint_has_its_folder(folder, capsys):
-    assert main(["scan", "a folder/PATH", "--list"]) == 0
-    assert main(shlex.split(next_of(capsys))) == 0
-
-
-def test_a_checkpoint_is_not_what_another_error_is_about(folder, capsys):
-    (folder / "many").mkdir()
-    for step in (1, 2):
-        torch.save({"model": torch.nn.Linear(3, 1).state_dict()}, folder / "many" / f"step-{step}.pt")
-    factory = "a folder/train_wide.py:make_run"
-    assert main(["bisect-nan", factory, "--checkpoint", "many"]) == 2
-    said = capsys.readouterr().err
-    assert "give --arg width=JSON" in said
-    assert "Type:" not in said
-    assert main(["bisect-nan", factory, "--checkpoint", "many", "--arg", "width=3"]) == 2
-    assert "many" in capsys.readouterr().err

@@ -65,8 +65,8 @@ def details(count=30, every=20, seed=0, change=lambda look, one: one):
 def judged(lines, thresholds=DEFAULT_THRESHOLDS):
     """What a judge says of a run with these lines, in the order in which it says it."""
     judge = Judge(thresholds)
-    judge.hear(RunLine(name="made-up", tensors=NAMES, optimizers=("AdamW",), detail_every=20))
-    return [finding for line in lines for finding in judge.hear(line)]
+    judge.add(RunLine(name="made-up", tensors=NAMES, optimizers=("AdamW",), detail_every=20))
+    return [finding for line in lines for finding in judge.add(line)]
 
 
 def changed(name, index, role, value):

@@ -17,8 +17,8 @@ NAN, INF = math.nan, math.inf
 def heard(lines, end=None):
     """What is found in a log to its end, as (code, severity, step), notes left out."""
     judge = Judge()
-    found = [one for line in lines for one in judge.hear(line)]
-    found += judge.ends() if end is None else judge.hear(end)
+    found = [one for line in lines for one in judge.add(line)]
+    found += judge.ends() if end is None else judge.add(end)
     assert judge.ends() == ()
     return [(f.code, f.severity, f.where.step) for f in found if f.severity != "note"]
 
@@ -39,40 +39,35 @@ def foreign(count=100, *, norm=(), loss=(), every=1, **fields):
     ]
 
 
-@pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("at", [(0, 1, 40), tuple(range(16)), (50, 51, 52)])
-def test_a_norm_that_is_not_finite_before_a_finite_loss_was_skipped(value, at):
-    assert heard(foreign(norm=dict.fromkeys(at, value))) == []
+def lost(first):
+    return dict.fromkeys(range(first, 100), NAN)
 
 
-def test_a_loss_that_is_not_finite_before_a_finite_one_was_skipped_as_well():
-    assert heard(foreign(norm={40: NAN}, loss={40: NAN})) == []
-
-
-def test_weights_that_took_a_nan_never_give_a_finite_loss_again():
-    """The norm of a step is NaN, and so is every loss behind it: as with clipping and no scaler."""
-    after = dict.fromkeys(range(51, 100), NAN)
-    assert heard(foreign(norm={50: NAN, **after}, loss=after)) == [("AMP722", "error", 50)]
-
-
-def test_and_where_they_are_felt_later_that_is_told_then():
-    """A row of an embedding that no batch uses for a while: nothing but the first NaN loss can tell."""
-    after = dict.fromkeys(range(60, 100), NAN)
-    assert heard(foreign(norm={50: NAN, **after}, loss=after)) == [("AMP722", "error", 60)]
+@pytest.mark.parametrize(
+    ("norm", "loss", "found"),
+    [
+        (dict.fromkeys((0, 1, 40), NAN), {}, []),  # before a finite loss: skipped
+        (dict.fromkeys(range(16), INF), {}, []),
+        ({40: NAN}, {40: NAN}, []),
+        (lost(50), lost(51), [("AMP722", "error", 50)]),  # as with clipping and no scaler
+        ({50: NAN, **lost(60)}, lost(60), [("AMP722", "error", 60)]),  # a row that no batch uses for a while
+        ({99: NAN}, {99: NAN}, [("AMP722", "error", 99)]),
+    ],
+)
+def test_weights_that_took_a_nan_never_give_a_finite_loss_again(norm, loss, found):
+    assert heard(foreign(norm=norm, loss=loss)) == found
 
 
 def test_while_nothing_follows_both_are_said():
     judge = Judge()
-    assert [one for line in foreign(50, norm={49: INF}) for one in judge.hear(line)] == []
+    assert [one for line in foreign(50, norm={49: INF}) for one in judge.add(line)] == []
     (found,) = judge.ends()
     assert (found.code, found.severity, found.where.step) == ("AMP722", "warning", 49)
     assert "either a scaler has skipped it, as it should, or the weights are lost" in found.message
 
 
-def test_a_loss_that_is_not_finite_at_the_end_is_an_error_unless_there_is_a_scaler():
-    last = {"norm": {49: NAN}, "loss": {49: NAN}}
-    assert heard(foreign(50, **last)) == [("AMP722", "error", 49)]
-    scaled = [replace(line, loss_scale=1024.0) for line in foreign(50, **last)]
+def test_a_loss_that_is_not_finite_at_the_end_may_be_a_scalers():
+    scaled = [replace(line, loss_scale=1024.0) for line in foreign(50, norm={49: NAN}, loss={49: NAN})]
     assert heard(scaled) == [("AMP722", "warning", 49)]
 
 
@@ -91,18 +86,12 @@ def test_losses_and_norms_in_different_rows():
         return [replace(line, **{"loss" if line.step % 2 else "gradient_norm": None}) for line in lines]
 
     assert heard(parted(foreign(norm={40: NAN}))) == []
-    lost = foreign(norm=dict.fromkeys(range(40, 100), NAN), loss=dict.fromkeys(range(41, 100), NAN))
-    assert heard(parted(lost)) == [("AMP722", "error", 41)]
+    assert heard(parted(foreign(norm=lost(40), loss=lost(41)))) == [("AMP722", "error", 41)]
 
 
 def test_norms_alone_that_are_not_finite_to_the_end():
     lines = [replace(line, loss=None) for line in foreign(norm=dict.fromkeys(range(60, 100), INF))]
     assert heard(lines) == [("AMP722", "error", 60)]
-
-
-def test_a_step_of_which_the_log_says_that_it_was_taken_is_an_error_at_once():
-    lines = steps(50, gradient_norm=lambda at, v: NAN if at == 40 else v)
-    assert [(f.code, f.where.step) for f in judged(lines)] == [("AMP722", 40)]
 
 
 def scaler_anew(batches, epochs, taken_from=math.inf):
@@ -120,22 +109,22 @@ def scaler_anew(batches, epochs, taken_from=math.inf):
     ]
 
 
-@pytest.mark.parametrize("batches", [2, 5, 9])
+@pytest.mark.parametrize("batches", [2, 9])
 @pytest.mark.parametrize("told", [True, False])
 def test_a_scaler_that_is_new_in_each_epoch_is_told_when_it_starts_over_again(batches, told):
     lines = [line if told else replace(line, skipped=None) for line in scaler_anew(batches, 16)]
     judge = Judge()
-    first = next(one for line in lines for one in judge.hear(line))
+    first = next(one for line in lines for one in judge.add(line))
     assert (first.code, first.severity, first.where.step) == ("AMP740", "error", 2 * batches)
     assert "Make it once, before the epochs" in first.message
 
 
-def test_and_where_each_epoch_loses_its_first_steps_that_is_a_warning():
-    assert heard(scaler_anew(30, 6, taken_from=7)) == [("AMP740", "warning", 60)]
-
-
-def test_a_scaler_that_starts_over_once_was_not_loaded():
-    assert heard(scaler_anew(60, 2, taken_from=7)) == []
+@pytest.mark.parametrize(
+    ("batches", "epochs", "found"),
+    [(30, 6, [("AMP740", "warning", 60)]), (60, 2, [])],  # one that starts over once was not loaded
+)
+def test_and_where_each_epoch_loses_its_first_steps_that_is_a_warning(batches, epochs, found):
+    assert heard(scaler_anew(batches, epochs, taken_from=7)) == found
 
 
 def none_taken(count, *, told=True):
@@ -192,8 +181,8 @@ def test_a_run_that_ends_while_its_steps_are_skipped_has_ended_there():
     assert heard(deepspeed(6), end) == [("AMP723", "warning", 144), ("AMP723", "error", 146)]
     judge = Judge()
     for line in deepspeed(11):
-        judge.hear(line)
-    (last,) = judge.hear(end)
+        judge.add(line)
+    (last,) = judge.add(end)
     assert "the run has ended there" in last.message
     assert heard(deepspeed(6), EndLine(exit_code=0)) == [("AMP723", "warning", 144)]
 
@@ -206,9 +195,7 @@ def quiet(count, loss=None, norm=None):
     """A run whose loss does not fall, as in its first steps."""
     level = lambda at, v: 4.0 + 0.2 * (v - math.floor(v))  # noqa: E731 - the digits of a random number
     return steps(
-        count,
-        loss=lambda at, v: (loss or (lambda _, v: v))(at, level(at, v)),
-        gradient_norm=norm or (lambda _, v: v),
+        count, loss=lambda at, v: (loss or (lambda _, v: v))(at, level(at, v)), gradient_norm=norm or (lambda _, v: v)
     )
 
 
@@ -242,7 +229,7 @@ def test_of_two_optimizers_one_may_lose():
     assert "AMP741" not in [f.code for f in judged(both)]
 
 
-@pytest.mark.parametrize("scale", [INF, NAN, 0.0, -5.0])
+@pytest.mark.parametrize("scale", [NAN, 0.0, -5.0])
 def test_a_scale_that_no_scaler_has_is_told_once_and_a_nan_at_the_end(scale):
     lines = [StepLine(step=at, loss=3.0 + at % 3, loss_scale=8.0 if at < 20 else scale) for at in range(60)]
     assert [one for one in heard(lines) if one[0] == "AMP742"] == [("AMP742", "error", 20)]

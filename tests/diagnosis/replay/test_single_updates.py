@@ -7,12 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.diagnosis.replay.updates import (
-    counting,
-    counting_finding,
     far_from,
     frozen,
     goes_one_way,
-    owner_of,
     severity_of_frozen,
     stuck,
     stuck_finding,
@@ -55,10 +52,6 @@ def far(*each):
     return since, [run[0].name for run in runs]
 
 
-def test_what_stands_still_in_every_step_is_frozen():
-    assert frozen(parameters(STILL)) == (STILL,)
-
-
 def test_a_state_of_one_element_needs_six_signs_that_are_alike_or_moves_that_are_the_same():
     pushed = [replace(MEAN, looked_at=1, meant_to_move=1, course=(0.1 + 0.01 * step,)) for step in range(6)]
     assert [state.name for state in stuck(states(*pushed))[1]] == ["norm.running_mean"]
@@ -78,11 +71,6 @@ def test_a_state_of_one_element_needs_six_signs_that_are_alike_or_moves_that_are
 )
 def test_what_moves_or_has_another_cause_or_does_not_count_is_not_frozen(healthy):
     assert frozen(parameters(healthy)) == ()
-
-
-def test_two_steps_show_nothing_and_one_that_moves_is_enough():
-    assert frozen(parameters(STILL, steps=2)) == ()
-    assert frozen([*parameters(STILL), held(STEPS, FED, replace(STILL, moved=2, course=()))]) == ()
 
 
 def test_to_and_fro_is_rest():
@@ -137,20 +125,3 @@ def test_a_moment_may_be_at_rest_and_a_mean_that_is_pushed_one_way_is_not():
     assert [state.name for state in stuck(states(MEAN, MEAN, MEAN, MEAN))[1]] == ["norm.running_mean"]
     turned = replace(MEAN, course=tuple(-move for move in MEAN.course))
     assert stuck(states(MEAN, turned, MEAN, turned))[1] == ()
-
-
-def test_a_count_that_goes_on_is_foreseen():
-    going = [replace(COUNT, moved=1, value=value) for value in (40.0, 41.0, 42.0)]
-    assert counting(states(*going)) == (going[-1],)
-    finding = counting_finding(states(*going), [going[-1]])
-    assert (finding.severity, finding.evidence["stands_still_from_step"]) == ("note", 2008)
-    assert counting(states(*[replace(state, value=2 * state.value) for state in going])) == ()  # by two
-    assert counting(states(*[replace(state, looked_at=2) for state in going])) == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "owner"),
-    [("norm.count", "norm"), ("count", ""), ("optimizer:a.fc.weight.step", "a.fc"), ("optimizer:scale.step", "")],
-)
-def test_whose_a_state_is(name, owner):
-    assert owner_of(name) == owner

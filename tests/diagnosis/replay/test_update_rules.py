@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from ampdoctor.diagnosis.replay.updates import all_updates, stagnation_expected
+from ampdoctor.diagnosis.replay.updates import stagnation_expected
 from ampdoctor.evidence.run_facts import UpdateFacts
 
 
@@ -36,12 +34,3 @@ def test_updates_that_are_lost_are_amp501_at_the_module_that_holds_them():
 )
 def test_nothing_is_said_of_updates_that_mostly_arrive_or_of_optimizers_that_may_keep_what_is_lost(sound):
     assert stagnation_expected(sound) is None
-
-
-def test_all_parameters_count_by_their_elements_and_by_the_size_of_their_updates():
-    parts = [update(lost=1.0, stagnant=1.0, size=3.0, elements=100), update("b", lost=0.0, stagnant=0.0, size=4.0)]
-    together = all_updates([*parts, update("c", lost=0.0, stagnant=0.0, size=0.0, updated=0.0, log2_ratio=None)])
-    assert together.stagnant == 0.5
-    assert math.isclose(together.lost, 0.6)
-    assert together.log2_ratio == -11.0
-    assert all_updates([]) is None

@@ -48,7 +48,7 @@ def line(step, loss=None, norm=None, scale=None):
 
 def judged(log, thresholds=DEFAULT_THRESHOLDS):
     judge = Judge(thresholds)
-    return [*(one for said in log for one in judge.hear(said)), *judge.ends()]
+    return [*(one for said in log for one in judge.add(said)), *judge.ends()]
 
 
 def found(log):
@@ -184,7 +184,7 @@ def test_a_working_scaler_is_left_alone_at_its_start_and_after_a_fresh_resume(se
     rng = random.Random(seed)
     log = simulated(rng.randint(300, 3000), lambda _: 2 ** rng.gauss(9, 0.7), **changes)[::every]
     judge = Judge()
-    told = [*(one for said in log for one in judge.hear(said)), *judge.ends()]
+    told = [*(one for said in log for one in judge.add(said)), *judge.ends()]
     assert [one.code for one in told if one.severity == "error" or not judge.is_over(one)] == []
 
 

@@ -88,7 +88,6 @@ def test_a_line_of_a_training(line):
         "validation loss at iteration 2 | lm loss value: 1.0E+01 | lm loss PPL: 2.2E+04 |",
         "Validation: 50%|█████     | 2/4 [00:01<00:01, 15.76it/s, loss=0.4]",
         "{'eval_loss': 2.4, 'eval_runtime': 0.1, 'epoch': 1.0}",
-        "Test set: Average loss: 0.0500, Accuracy: 9800/10000 (98%)",
         "step 5: box loss 2.0, kl_loss 1.0",
     ],
 )
@@ -104,7 +103,6 @@ def test_the_loss_of_an_evaluation_or_of_a_part_is_none_of_the_training(line):
         "The loss of 2.1 at epoch 3/10, see page 5.",
         "Table 4 compares step 100 (loss 2.2) with step 200 (loss 2.1); both are from the paper.",
         "INFO - Saving the model of the best loss to /x at step 500",
-        "In step 5 it had fallen to a loss of 2",
     ],
 )
 def test_a_sentence_with_numbers_is_no_line_of_a_training(line):
@@ -132,10 +130,8 @@ def test_a_line_that_is_made_to_take_long_takes_none():
     "line",
     [
         "step " + "9" * 5000 + ": loss 2.0",
-        "epoch inf: loss 2.0",
         "epoch nan step nan loss 2.0",
         "step -5 epoch -1 loss 2.0",
-        "[" + "9" * 5000 + "][1/2] loss: 2.0",
         "50%|x| " + "9" * 5000 + "/5 [00:01<00:01, 2it/s, loss=2.0]",
     ],
 )

@@ -25,20 +25,15 @@ def export(path, runs, metrics=("train/loss",), lost=math.inf, count=200):
     return path
 
 
-@pytest.mark.parametrize("run", ["ruby-sun-12", "a - b", "lr=1e-3, wd 0.1"])
-def test_an_export_of_one_run(tmp_path, run):
-    path = export(tmp_path / "wandb_export.csv", [run], ("train/loss", "train/grad_norm"))
+def test_an_export_of_one_run(tmp_path):
+    path = export(tmp_path / "wandb_export.csv", ["a - b"], ("train/loss", "train/grad_norm"))
     lines = [one.line for one in find_log(path).lines(ReadIssues()) if isinstance(one.line, StepLine)]
     assert [(one.step, one.loss, one.gradient_norm) for one in lines[:2]] == [(0, 6.0, 6.0), (10, *[2 + 120 / 31] * 2)]
     assert health([path]).verdict == "healthy"
-
-
-def test_a_loss_that_is_lost_in_it(tmp_path):
     report = health([export(tmp_path / "chart.csv", ["ruby-sun-12"], lost=180)])
-    assert report.verdict == "sick"
-    assert report.findings[0].where.step == 1800
+    assert (report.verdict, report.findings[0].where.step) == ("sick", 1800)
 
 
 def test_an_export_of_several_runs_is_none_of_one(tmp_path):
-    with pytest.raises(CheckpointError, match=r"export of 2 runs \(ruby-sun-12, red-moon-13\), and a log is of one"):
+    with pytest.raises(CheckpointError, match="export of 2 runs, and a log is of one"):
         health([export(tmp_path / "chart.csv", ["ruby-sun-12", "red-moon-13"])])

@@ -12,6 +12,7 @@ import pytest
 from ampdoctor.evidence.log_records import EndLine, StepLine
 from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
+from tests.health.reading.test_event_files import field
 
 BLOCK = 32768
 
@@ -33,24 +34,12 @@ def framed(records):
     return bytes(out)
 
 
-def varint(number):
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])
-
-
-def message(field, data):
-    return varint(field << 3 | 2) + varint(len(data)) + data
-
-
 def history(step, **values):
     items = {"_step": step, **values}
     inside = b"".join(
-        message(1, message(2, key.encode()) + message(16, json.dumps(value).encode())) for key, value in items.items()
+        field(1, field(2, key.encode()) + field(16, json.dumps(value).encode())) for key, value in items.items()
     )
-    return message(2, inside)
+    return field(2, inside)
 
 
 def read(path):
@@ -62,7 +51,7 @@ def read(path):
 
 def test_records_are_put_together_across_blocks(tmp_path):
     rows = [history(at, loss=2.0 - at / 100, pad="x" * 9000) for at in range(12)]
-    (tmp_path / "run-abc.wandb").write_bytes(framed([*rows, message(18, b"\x08\x03")]))
+    (tmp_path / "run-abc.wandb").write_bytes(framed([*rows, field(18, b"\x08\x03")]))
     lines, noticed = read(tmp_path)
     assert [one.line.step for one in lines if isinstance(one.line, StepLine)] == list(range(12))
     assert (lines[0].line.name, lines[-1].line) == ("abc", EndLine(exit_code=3))
@@ -78,13 +67,6 @@ def test_a_damaged_block_costs_no_more_than_its_rest(tmp_path):
     assert 0 < 40 - len(found) < 12
     assert found[-1] == 39
     assert "damaged" in noticed.skipped[0].reason
-
-
-def test_a_file_that_is_being_written_ends_where_it_ends(tmp_path):
-    (tmp_path / "run-abc.wandb").write_bytes(framed([history(at, loss=1.0) for at in range(9)])[:-5])
-    lines, noticed = read(tmp_path)
-    assert [one.line.step for one in lines if isinstance(one.line, StepLine)] == list(range(8))
-    assert not noticed.skipped
 
 
 @pytest.mark.parametrize(

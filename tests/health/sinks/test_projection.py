@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 
-from ampdoctor.evidence.log_records import ActionLine, AlertLine, CheckpointLine, DetailLine, RunLine, StepLine
-from ampdoctor.health.sinks.metrics import METRICS, Alert, Projection, Row, name_of, parts_of, together
-from tests.health.sinks.lines import a_run, finding, stamped, tensor
+from ampdoctor.evidence.log_records import ActionLine, CheckpointLine, StepLine
+from ampdoctor.health.sinks.metrics import Alert, Projection, Row
+from tests.health.sinks.lines import a_run, stamped
 
 
 def said(lines):
@@ -48,24 +45,6 @@ def test_a_step_says_what_is_known_of_it_and_no_more():
     }
 
 
-def test_throughput_is_over_all_the_steps_since_the_line_before():
-    """As in a log with a line every ten steps: the seconds of a line are those of one step."""
-    lines = [StepLine(step=at, seconds=1.0, samples=512 * at, tokens=2048 * at) for at in (10, 20, 30, 31)]
-    assert [row.values.get("samples_per_second") for row in rows(map(stamped, lines))] == [None, 512, 512, 512]
-    assert [row.values.get("tokens_per_second") for row in rows(map(stamped, lines))] == [None, 2048, 2048, 2048]
-    undone = StepLine(step=20, seconds=1.0, samples=40 * 512)
-    assert "samples_per_second" not in values(undone, *lines)
-
-
-def test_what_is_not_finite_is_said():
-    by_step = {row.step: row.values for row in rows(a_run()) if "loss" in row.values}
-    assert math.isnan(by_step[7]["loss"])
-    assert [by_step[step]["loss_finite"] for step in (6, 7)] == [1, 0]
-    assert by_step[4]["gradient_norm"] == math.inf
-    assert "clipped_gradient_norm" not in by_step[4]
-    assert [by_step[step]["skipped_steps_total/overflow"] for step in (3, 4, 9)] == [0, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
@@ -95,20 +74,6 @@ def test_a_look_is_one_row_however_many_lines_it_takes():
     assert not [name for name in found if name.startswith("zero_ratio/")]  # a series for what is zero is none
 
 
-def test_a_header_amid_a_look_does_not_end_it():
-    header = RunLine(name="small", tensors=("a", "b"))
-    parts = [DetailLine(step=5, tensors=(replace(tensor(i), flushed_share=0.1 + i),)) for i in (0,)]
-    second = DetailLine(step=5, tensors=(replace(tensor(1), flushed_share=0.5),))
-    assert len(rows(map(stamped, [header, *parts, header, second]))) == 1
-
-
-def test_a_second_optimizer_has_names_of_its_own():
-    header = RunLine(name="gan", optimizers=("optimizer", "optimizer2"))
-    assert values(StepLine(step=0, loss=1.0), header).keys() == {"step_total", "loss", "loss_finite"}
-    second = values(StepLine(step=0, optimizer=1, loss=1.0), header)
-    assert second.keys() == {"optimizer2/step_total", "optimizer2/loss", "optimizer2/loss_finite"}
-
-
 def test_alerts_and_what_was_done():
     alerts = [one for one in said(a_run()) if isinstance(one, Alert)]
     assert [(one.step, one.finding.code) for one in alerts] == [(7, "AMP721"), (7, "AMP201")]
@@ -119,33 +84,3 @@ def test_alerts_and_what_was_done():
         "last_good_checkpoint_timestamp_seconds": 1_790_000_000
     }
     assert rows([stamped(CheckpointLine(step=3, path="x", health="sick"))]) == []
-
-
-def test_the_facts_of_the_run_come_from_its_newest_header():
-    projection = Projection()
-    for line in (RunLine(name="a"), RunLine(name="a", precision="bf16", tool="1.0"), StepLine(step=0)):
-        list(projection.of(stamped(line, world_size=4)))
-    facts = projection.facts
-    assert (facts.name, facts.precision, facts.version, facts.world_size) == ("a", "bf16", "1.0", 4)
-
-
-def test_a_log_without_a_header_is_shown_as_well():
-    projection = Projection()
-    assert list(projection.of(stamped(AlertLine(step=0, finding=finding()))))
-    assert projection.facts.name == "5c1f0e6bd2f7a390"
-
-
-@pytest.mark.parametrize("optimizer", ["", "optimizer2"])
-@pytest.mark.parametrize("metric", METRICS)
-def test_names_can_be_taken_apart_again(metric, optimizer):
-    for label in ("", "model/layers.0.weight"):
-        name = name_of(metric, label, optimizer)
-        assert parts_of(name) == (METRICS[metric], label, optimizer)
-
-
-def test_what_stands_for_several_steps_is_the_last_the_worst_or_what_is_not_finite():
-    held = {}
-    for loss, scale, rate in ((1.0, 8.0, 1.0), (math.nan, 2.0, 2.0), (3.0, 4.0, 3.0)):
-        together(held, {"loss": loss, "loss_scale": scale, "learning_rate": rate})
-    assert math.isnan(held.pop("loss"))
-    assert held == {"loss_scale": 2.0, "learning_rate": 3.0}

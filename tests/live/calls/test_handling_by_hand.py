@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -15,11 +13,11 @@ SCALE = 4096.0
 
 
 class Loop:
-    def __init__(self, optimizer=None):
+    def __init__(self):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
         self.parameters = list(self.model.parameters())
-        self.optimizer = (optimizer or torch.optim.SGD)(self.parameters, lr=1e-2)
+        self.optimizer = torch.optim.SGD(self.parameters, lr=1e-2)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
 
     def loss(self):
@@ -52,11 +50,11 @@ class Loop:
             self.divide(norm / most)
 
 
-def told(tmp_path, iteration, *, steps=3, **parts):
+def told(tmp_path, iteration, *, steps=3):
     reports, sentences = [], []
     with ampdoctor.watch(folder=tmp_path / "health", tell=reports.append) as watch:
         watch._doctor._hear = sentences.append
-        loop = Loop(**parts)
+        loop = Loop()
         for _ in range(steps):
             iteration(loop)
     assert sentences == []
@@ -76,11 +74,6 @@ def cuts_values(loop):
     loop.step()
 
 
-def cuts_values_and_logs(loop):
-    cuts_values(loop)
-    logs(loop)
-
-
 def cuts_values_by_hand(loop):
     loop.backward()
     for parameter in loop.parameters:
@@ -89,24 +82,10 @@ def cuts_values_by_hand(loop):
     loop.step()
 
 
-def cuts_values_into_new_tensors(loop):
-    loop.backward()
-    for parameter in loop.parameters:
-        parameter.grad = parameter.grad.clamp(-0.5, 0.5)
-    loop.step()
-
-
 def cuts_norms_by_hand(loop):
     loop.backward()
     loop.shorten(1.0)
     loop.step()
-
-
-def cuts_norms_all_at_once_and_logs(loop):
-    loop.backward()
-    torch._foreach_mul_(loop.gradients(), (1.0 / (loop.norm() + 1e-6)).clamp(max=1.0))
-    loop.step()
-    logs(loop)
 
 
 def cuts_norms_and_logs(loop):
@@ -131,13 +110,6 @@ def divides_before_unscaling(loop):
     loop.step()
 
 
-def divides_by_a_constant(loop):
-    loop.backward()
-    for parameter in loop.parameters:
-        parameter.grad = parameter.grad / SCALE
-    loop.step()
-
-
 def divides_twice(loop):
     loop.backward()
     for _ in range(2):
@@ -149,16 +121,6 @@ def scales_twice(loop):
     loop.optimizer.zero_grad()
     loop.scaler.scale(loop.scaler.scale(loop.loss())).backward()
     loop.step()
-
-
-def scales_in_two_places(loop):
-    loop.optimizer.zero_grad()
-    for _ in range(2):
-        loss = loop.scaler.scale(loop.loss())
-        loop.scaler.scale(loss / 2).backward()
-    loop.unscale()
-    loop.step()
-    logs(loop)
 
 
 def scales_a_part_twice(loop):
@@ -176,16 +138,6 @@ def steps_past_it(loop):
     loop.scaler.update()
 
 
-def steps_past_it_and_logs(loop):
-    loop.backward()
-    loop.unscale()
-    norm = clip_grad_norm_(loop.parameters, 1.0)
-    loop.optimizer.step()
-    loop.scaler.update()
-    logs(loop)
-    norm.item()
-
-
 def steps_past_it_without_unscaling_and_logs(loop):
     logs(loop)
     loop.backward()
@@ -196,28 +148,21 @@ def steps_past_it_without_unscaling_and_logs(loop):
     ("iteration", "op", "words"),
     [
         (cuts_values, "gradient clipping", "were cut to 0.5 while they were still scaled by 4096"),
-        (cuts_values_and_logs, "gradient clipping", "were cut to 0.5 while they were still scaled by 4096"),
         (cuts_values_by_hand, "gradient clipping", "were cut to 0.5 while they were still scaled by 4096"),
-        (cuts_values_into_new_tensors, "gradient clipping", "were cut to 0.5 while they were still scaled by 4096"),
         (cuts_norms_by_hand, "gradient clipping", "were shortened to norm 1, in this step as in others, while"),
-        (cuts_norms_all_at_once_and_logs, "gradient clipping", "were shortened to norm 1, in this step as in others"),
         (cuts_norms_and_logs, "gradient clipping", "were shortened to norm 1, in this step as in others"),
         (divides_after_unscaling, "unscale", "divided by 4096 twice: by the scaler and by the loop's own code"),
         (divides_before_unscaling, "unscale", "divided by 4096 twice: by the scaler and by the loop's own code"),
-        (divides_by_a_constant, "unscale", "divided by 4096 twice: by the scaler and by the loop's own code"),
         (divides_twice, "unscale", "the loop's own code divides the gradients by 4096 twice"),
         (scales_twice, "GradScaler.scale", "is scaled once more, by 4096, and unscaled once"),
-        (scales_in_two_places, "GradScaler.scale", "is scaled once more, by 4096, and unscaled once"),
         (scales_a_part_twice, "GradScaler.scale", "is scaled once more, by 4096, and unscaled once"),
         (steps_past_it, "optimizer.step", "an update whose gradients overflow is made all the same"),
-        (steps_past_it_and_logs, "optimizer.step", "an update whose gradients overflow is made all the same"),
         (steps_past_it_without_unscaling_and_logs, "optimizer.step", "still scaled by 4096"),
     ],
     ids=lambda one: getattr(one, "__name__", None),
 )
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_gradients_that_are_mishandled(tmp_path, iteration, op, words, optimizer):
-    (report,) = told(tmp_path, iteration, optimizer=optimizer)
+def test_gradients_that_are_mishandled(tmp_path, iteration, op, words):
+    (report,) = told(tmp_path, iteration)
     (finding,) = report.findings
     assert (finding.code, finding.severity, finding.cause, finding.where.op) == (
         "AMP407",
@@ -233,14 +178,6 @@ def test_gradients_that_are_mishandled(tmp_path, iteration, op, words, optimizer
 
 
 # -- healthy -----------------------------------------------------------------------------------------------------------
-
-
-def recipe(loop):
-    loop.backward()
-    loop.unscale()
-    clip_grad_norm_(loop.parameters, 0.01)
-    loop.step()
-    logs(loop)
 
 
 def recipe_by_value(loop):
@@ -262,12 +199,6 @@ def cuts_to_a_scaled_norm_by_hand(loop):
     loop.step()
 
 
-def cuts_to_a_scaled_norm_without_asking(loop):
-    loop.backward()
-    loop.shorten(float(0.1 * loop.scaler._scale))
-    loop.step()
-
-
 def cuts_to_scaled_values(loop):
     loop.backward()
     clip_grad_value_(loop.parameters, 0.005 * loop.scaler.get_scale())
@@ -283,26 +214,11 @@ def unscales_by_hand(loop):
     loop.optimizer.step()
 
 
-def unscales_by_hand_where_nothing_is_asked(loop):
-    loop.backward()
-    loop.divide(SCALE)
-    loop.optimizer.step()
-
-
 def averages(loop):
     loop.optimizer.zero_grad()
     for _ in range(3):
         loop.scaler.scale(loop.loss()).backward()
     loop.divide(3)
-    loop.step()
-
-
-def averages_what_is_unscaled(loop):
-    loop.optimizer.zero_grad()
-    for _ in range(3):
-        loop.scaler.scale(loop.loss() / 3).backward()
-    loop.unscale()
-    loop.divide(8)  # a world size
     loop.step()
 
 
@@ -315,36 +231,11 @@ def divides_by_tokens(loop):
     loop.step()
 
 
-def divides_by_tokens_that_vary(loop):
-    loop.optimizer.zero_grad()
-    tokens = int(torch.randint(100, 1000, ()))
-    loop.scaler.scale(loop.loss() * tokens).backward()
-    loop.divide(tokens)
-    loop.step()
-
-
 def checks_by_itself(loop):
     loop.backward()
     loop.unscale()
     norm = clip_grad_norm_(loop.parameters, 1.0)
     if torch.isfinite(norm):
-        loop.optimizer.step()
-    loop.scaler.update()
-
-
-def checks_what_the_scaler_has_found(loop):
-    loop.backward()
-    loop.unscale()
-    states = loop.scaler._per_optimizer_states[id(loop.optimizer)]
-    if not sum(found.item() for found in states["found_inf_per_device"].values()):
-        loop.optimizer.step()
-    loop.scaler.update()
-
-
-def checks_a_number(loop):
-    loop.backward()
-    loop.unscale()
-    if math.isfinite(clip_grad_norm_(loop.parameters, 1.0)):
         loop.optimizer.step()
     loop.scaler.update()
 
@@ -367,15 +258,6 @@ def penalises_its_gradients(loop):
     loop.step()
 
 
-def scales_two_losses(loop):
-    loop.optimizer.zero_grad()
-    shared = loop.model(torch.randn(8, 4))
-    first, second = loop.scaler.scale([shared.pow(2).mean(), shared.abs().mean()])
-    first.backward(retain_graph=True)
-    (second + loop.scaler.scale(loop.loss())).backward()
-    loop.step()
-
-
 def scales_twice_and_divides(loop):
     loop.optimizer.zero_grad()
     loop.scaler.scale(loop.scaler.scale(loop.loss())).backward()
@@ -384,24 +266,19 @@ def scales_twice_and_divides(loop):
     loop.step()
 
 
-def freezes(loop):
-    loop.parameters[0].requires_grad_(False)
-    recipe(loop)
-
-
 def keeps_masters(loop):
-    if not hasattr(loop, "masters"):
-        loop.masters = [nn.Parameter(p.detach().clone().float()) for p in loop.parameters]
-        loop.of_masters = torch.optim.SGD(loop.masters, lr=1e-2)
+    if not hasattr(loop, "master_weights"):
+        loop.master_weights = [nn.Parameter(p.detach().clone().float()) for p in loop.parameters]
+        loop.of_masters = torch.optim.SGD(loop.master_weights, lr=1e-2)
         loop.model.half()
     loop.model.zero_grad()
     loss = loop.model(torch.randn(8, 4).half()).float().pow(2).mean()
     loop.scaler.scale(loss).backward()
-    for master, parameter in zip(loop.masters, loop.parameters, strict=True):
+    for master, parameter in zip(loop.master_weights, loop.parameters, strict=True):
         master.grad = parameter.grad.float() / SCALE
     loop.of_masters.step()
     with torch.no_grad():
-        for master, parameter in zip(loop.masters, loop.parameters, strict=True):
+        for master, parameter in zip(loop.master_weights, loop.parameters, strict=True):
             parameter.copy_(master)
 
 
@@ -424,33 +301,24 @@ def two_optimizers(loop):
 @pytest.mark.parametrize(
     "iteration",
     [
-        recipe,
         recipe_by_value,
         cuts_to_a_scaled_norm,
         cuts_to_a_scaled_norm_by_hand,
-        cuts_to_a_scaled_norm_without_asking,
         cuts_to_scaled_values,
         unscales_by_hand,
-        unscales_by_hand_where_nothing_is_asked,
         averages,
-        averages_what_is_unscaled,
         divides_by_tokens,
-        divides_by_tokens_that_vary,
         checks_by_itself,
-        checks_what_the_scaler_has_found,
-        checks_a_number,
         unscales_and_leaves_the_step_out,
         penalises_its_gradients,
-        scales_two_losses,
         scales_twice_and_divides,
-        freezes,
         keeps_masters,
         two_optimizers,
     ],
     ids=lambda one: one.__name__,
 )
 def test_gradients_that_are_handled_well(tmp_path, iteration):
-    assert told(tmp_path, iteration, steps=6) == []
+    assert told(tmp_path, iteration, steps=4) == []
 
 
 def test_a_norm_that_stays_while_the_scale_moves_was_not_meant_for_scaled_gradients(tmp_path):
@@ -462,9 +330,3 @@ def test_a_norm_that_stays_while_the_scale_moves_was_not_meant_for_scaled_gradie
 
     (report,) = told(tmp_path, iteration)
     assert "were shortened to norm 40.96" in report.findings[0].message
-
-
-@pytest.mark.parametrize("sick", [False, True])
-def test_nothing_is_left_among_the_modes_of_functions(tmp_path, sick):
-    told(tmp_path, steps_past_it if sick else unscales_and_leaves_the_step_out)
-    assert torch._C._len_torch_function_stack() == 0

@@ -21,13 +21,8 @@ def said(process):
     ("kind", "world"),
     [
         ("scaler+bad7", 2),
-        ("scaler+bad7", 4),
-        ("bad7", 2),
         ("bad7", 4),
-        ("scaler+bad0", 2),
-        ("static+scaler+bad0", 2),
-        ("gated+scaler+bad6", 4),
-        ("view+scaler+bad1", 2),
+        ("gated+scaler+bad6", 2),
     ],
 )
 def test_a_nan_in_one_ranks_batch_is_found_there_and_the_job_goes_on(python, tmp_path, kind, world):
@@ -41,9 +36,7 @@ def test_a_nan_in_one_ranks_batch_is_found_there_and_the_job_goes_on(python, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["nosync", "compiled", "checkpoint", "powersgd", "gan", "tokens", "byhand", "hooked", "reduced"]
-)
+@pytest.mark.parametrize("kind", ["nosync", "compiled", "powersgd", "gan", "hooked", "reduced"])
 def test_other_ways_to_train_in_several_processes_are_not_harmed_either(python, tmp_path, kind):
     bare, run = both(python, SCRIPT, f"{kind}+scaler+bad7", tmp_path)
     assert (bare.returncode, run.returncode) == (0, 0), run.stderr
@@ -56,10 +49,7 @@ def test_other_ways_to_train_in_several_processes_are_not_harmed_either(python, 
     ("kind", "world"),
     [
         ("fsdp2+bad7", 2),
-        ("fsdp2+bad7", 4),
-        ("fsdp2+edit+bad7", 2),
         ("fsdp1+bad7", 2),
-        ("fsdp1+flat+bad7", 2),
         ("tp+bad7", 2),
     ],
 )
@@ -72,34 +62,11 @@ def test_a_model_that_lies_in_parts_is_not_run_in_place(python, tmp_path, kind, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "world"), [("scaler+edit+bad7", 2), ("edit+bad7", 2), ("edit+bad7", 4)])
-def test_what_a_rank_adds_to_its_gradients_is_blamed_on_nobody_else(python, tmp_path, kind, world):
-    bare, run = both(python, SCRIPT, kind, tmp_path, world)
-    assert (bare.returncode, run.returncode) == (0, 0), run.stderr
-    assert_same(tmp_path, world)
-    assert not any(look.get("findings") for rank in range(world - 1) for look in looks(tmp_path, rank))
-
-
-@pytest.mark.slow
-def test_a_job_that_was_sick_has_ended_and_is_not_started_anew(python, tmp_path):
-    bare, run = both(python, SCRIPT, "scaler+bad7", tmp_path, launched=["--max-restarts", "1"])
+def test_what_a_rank_adds_to_its_gradients_is_blamed_on_nobody_else(python, tmp_path):
+    bare, run = both(python, SCRIPT, "scaler+edit+bad7", tmp_path)
     assert (bare.returncode, run.returncode) == (0, 0), run.stderr
     assert_same(tmp_path)
-    for rank in (0, 1):
-        assert [line["step"] for line in logged(tmp_path, rank, "step")] == list(range(11))
-        assert [line["exit_code"] for line in logged(tmp_path, rank, "end")] == [0]
-    assert "health health --fail-on error" in run.stderr
-
-
-@pytest.mark.slow
-def test_a_rank_that_raises_ends_the_job_as_without_a_watch(python, tmp_path):
-    bare, run = both(python, SCRIPT, "scaler+raises+bad7", tmp_path)
-    assert bare.returncode == run.returncode == 1
-    assert "RuntimeError: no more of this" in run.stderr
-    (end,) = logged(tmp_path, 1, "end")
-    assert (end["exit_code"], end["reason"]) == (1, "RuntimeError")
-    assert [one["code"] for look in looks(tmp_path, 1) for one in look["findings"]] == ["AMP204"]
-    assert len(logged(tmp_path, 0, "step")) >= 7
+    assert not any(look.get("findings") for look in looks(tmp_path, 0))
 
 
 @pytest.mark.slow
@@ -120,13 +87,7 @@ def test_a_rank_that_raises_has_the_job_started_anew_once_and_both_attempts_are_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("ddp", "nosync", "static", "compiled", "gated", "fsdp2", "fsdp1", "tp", "powersgd+scaler"),
-        *("gan", "byhand", "checkpoint", "tokens"),
-    ],
-)
+@pytest.mark.parametrize("kind", ["ddp", "compiled", "gated", "fsdp2", "tp", "powersgd+scaler", "gan"])
 def test_a_healthy_job_is_the_bare_job_and_nothing_is_said(python, tmp_path, kind):
     bare, run = both(python, SCRIPT, kind, tmp_path)
     assert (bare.returncode, run.returncode) == (0, 0), run.stderr

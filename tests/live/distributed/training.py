@@ -30,19 +30,10 @@ class Gated(nn.Module):
         return self.branches[self.calls % 2](x)
 
 
-class Checkpointed(nn.Sequential):
-    def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
-
-
 def made():
     torch.manual_seed(0)
     middle = Gated() if "gated" in kind else nn.ReLU()
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), middle, nn.Dropout(0.1), nn.Linear(16, 4))
-    if "syncbn" in kind:  # which refuses inputs on a CPU
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if "checkpoint" in kind:
-        model = Checkpointed(*model)
     if "fsdp2" in kind:
         from torch.distributed.fsdp import fully_shard
 
@@ -52,7 +43,7 @@ def made():
     if "fsdp1" in kind:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params="flat" not in kind)
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     if "tp" in kind:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -60,16 +51,11 @@ def made():
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    if "byhand" in kind or "hooked" in kind:
-        for p in model.parameters() if "hooked" in kind else ():
+    if "hooked" in kind:
+        for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(dist.get_world_size())))
         return model
-    ddp = DistributedDataParallel(
-        model,
-        static_graph="static" in kind,
-        find_unused_parameters="gated" in kind,
-        gradient_as_bucket_view="view" in kind,
-    )
+    ddp = DistributedDataParallel(model, find_unused_parameters="gated" in kind)
     if "powersgd" in kind:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -100,10 +86,6 @@ def loss_of(x, y):
     if "reduced" in kind:  # a collective on what the model returned, which autograd goes through
         output = output + 0 * dist.nn.functional.all_reduce(output.mean())
     loss = nn.functional.mse_loss(output, y)
-    if "tokens" in kind:
-        count = torch.tensor(float(x.shape[0]))
-        dist.all_reduce(count)
-        loss = loss * x.shape[0] * world / count
     return loss + critic(output).mean() if critic is not None else loss
 
 
@@ -123,10 +105,6 @@ for step in range(STEPS):
         second.zero_grad()
         critic(model(x).detach()).square().mean().backward()
         second.step()
-    if "byhand" in kind:
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= world
     if step == bad and rank == world - 1 and "edit" in kind:
         held = next(model.parameters()).grad
         (held.to_local() if hasattr(held, "to_local") else held)[0, 0] = float("inf")  # of a DTensor's, no collective

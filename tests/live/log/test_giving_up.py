@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from ampdoctor.evidence.log_records import StepLine
-from ampdoctor.evidence.log_text import line_of
 from ampdoctor.live.log import files
-from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
-from tests.live.log.logs import HEADER, steps, texts, until
+from tests.live.log.logs import HEADER, steps, until
 
 
 @pytest.fixture
@@ -43,7 +39,7 @@ def goes_on(log, said, *words):
     began = time.monotonic()
     for step in range(1000):
         log.write(StepLine(step=step))
-        log.defer(lambda: None)
+        log.write(lambda: None)
     log.describe(late=True)
     log.head(precision="bf16")
     assert log.index_of("late") == 0
@@ -79,84 +75,9 @@ def test_a_full_disk(begin, said, tmp_path, monkeypatch):
     assert len(kept) > 2
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_device_that_is_full(begin, said, monkeypatch):
-    really = os.open
-    monkeypatch.setattr(files.os, "open", lambda *_: really("/dev/full", os.O_WRONLY))
-    goes_on(begin(), said, "No space left on device")
-
-
 def test_a_folder_that_cannot_be_made(begin, said, tmp_path):
     (tmp_path / "file").write_text("")
     goes_on(begin(tmp_path / "file" / "log"), said, "Not a directory")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written(begin, said, tmp_path):
-    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    goes_on(begin(), said, "Permission denied")
-    tmp_path.chmod(stat.S_IRWXU)
-
-
-def test_a_disk_that_is_read_only(begin, said, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(files.os, "open", refuse)
-    goes_on(begin(), said, "Read-only file system")
-
-
-def test_a_file_that_cannot_be_finished(begin, said, tmp_path, monkeypatch):
-    log = begin(limits=Limits(file_bytes=500))
-    log.write(StepLine(step=0))
-    assert log.flush()
-
-    def refuse(*_):
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    for step in range(1, 10):
-        log.write(StepLine(step=step))
-    goes_on(log, said, "Permission denied")
-    assert steps(tmp_path)[0] == 0
-
-
-def test_a_sink_that_hangs(begin, said, tmp_path, monkeypatch):
-    go = threading.Event()
-    log = begin(limits=Limits(hung_seconds=0.2, lines=50))
-    log.write(StepLine(step=0))
-    assert log.flush()
-
-    def write(file, data, really=os.write):
-        go.wait(30)
-        return really(file, data)
-
-    monkeypatch.setattr(files.os, "write", write)
-
-    def handed_over():
-        began = time.perf_counter()
-        log.write(StepLine(step=1))
-        assert time.perf_counter() - began < 10
-        return log.failed is not None
-
-    until(handed_over)
-    assert log._tray.waiting <= 50
-    go.set()
-    goes_on(log, said, "its disk hangs")
-    assert steps(tmp_path)[0] == 0
-    assert all(line_of(text) for text in texts(tmp_path))
-
-
-def test_a_process_that_slept_is_no_sink_that_hangs(begin, said, monkeypatch):
-    log = begin(limits=Limits(hung_seconds=5.0))
-    assert log.flush()
-    writer = log._writer
-    monkeypatch.setattr(writer, "_busy_since", time.monotonic() - 60)
-    assert not writer.hangs  # seen for the first time: the writer has not had its turn yet
-    assert not writer.hangs
-    monkeypatch.setattr(writer, "_suspected", time.monotonic() - 1)
-    assert writer.hangs
-    assert said == []
 
 
 def test_a_close_waits_for_a_bounded_time_and_says_what_is_missing(begin, said, monkeypatch):
@@ -173,32 +94,6 @@ def test_a_close_waits_for_a_bounded_time_and_says_what_is_missing(begin, said, 
         f"the log {log.path} ends here: its disk has not taken 10 lines within 0.3 s; the training goes on without it"
     ]
     go.set()
-
-
-def test_whoever_is_told_may_raise(tmp_path):
-    (tmp_path / "file").write_text("")
-
-    def say(sentence):
-        raise KeyError(sentence)
-
-    log = RunLog(tmp_path / "file" / "log", HEADER, say=say)
-    until(lambda: log.failed is not None)
-    log.write(StepLine(step=0))
-    assert not log.close()
-
-
-def test_whoever_is_told_may_close_the_log(tmp_path):
-    (tmp_path / "file").write_text("")
-    closed, known = [], threading.Event()
-
-    def say(_):
-        known.wait(5)
-        closed.append(log.close())
-
-    log = RunLog(tmp_path / "file" / "log", HEADER, say=say)
-    known.set()
-    until(lambda: closed)
-    assert closed == [False]
 
 
 def test_a_thread_that_cannot_be_started(tmp_path, said, monkeypatch):

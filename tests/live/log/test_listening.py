@@ -13,7 +13,6 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
 from tests.live.log.logs import HEADER, read, until
-from tests.live.log.test_processes import ended
 
 ALERT = Finding(
     code="AMP720", name="loss-spike", severity="warning", message="It rises.", where=Where(phase="optimizer")
@@ -45,12 +44,12 @@ def steps_of(heard):
 def test_a_listener_hears_what_is_written_in_its_order_on_a_thread_of_its_own(begin, tmp_path):
     heard, threads = [], set()
 
-    def hear(whole):
+    def add(whole):
         heard.append(whole)
         threads.add(threading.get_ident())
 
     log = begin()
-    log.listen(hear)
+    log.listen(add)
     for step in range(500):
         log.write(StepLine(step=step, loss=1.0))
         if step % 100 == 0:
@@ -64,20 +63,6 @@ def test_a_listener_hears_what_is_written_in_its_order_on_a_thread_of_its_own(be
     assert steps_of(heard) == list(range(500))
     assert len(threads) == 1
     assert threads.isdisjoint({threading.get_ident(), log._writer.ident})
-
-
-def test_one_that_comes_late_hears_the_header_first(begin):
-    heard = []
-    log = begin()
-    log.index_of("layer.weight")
-    log.write(StepLine(step=0))
-    assert log.flush()
-    log.listen(heard.append)
-    log.write(StepLine(step=1))
-    log.close()
-    assert isinstance(heard[0].line, RunLine)
-    assert heard[0].line.tensors == ("layer.weight",)
-    assert steps_of(heard) == [1]
 
 
 def test_what_a_listener_answers_is_in_the_log_and_heard_by_the_others(begin, tmp_path):
@@ -118,10 +103,10 @@ def test_one_that_raises_is_dropped_with_one_sentence_and_the_others_hear_on(beg
     heard = []
     log = begin()
 
-    def hear(whole):
+    def add(whole):
         raise KeyError(whole.line.name)
 
-    bad = log.listen(hear, name="the export wandb=small")
+    bad = log.listen(add, name="the export wandb=small")
     log.listen(heard.append)
     until(lambda: bad.failed)
     for step in range(100):
@@ -133,48 +118,35 @@ def test_one_that_raises_is_dropped_with_one_sentence_and_the_others_hear_on(beg
 
 def test_one_that_never_returns_costs_nothing(begin, said, tmp_path):
     go, heard = threading.Event(), []
-    log = begin(hung_seconds=1.0, lines=150, heard_details=2, close_timeout=0.5)
+    log = begin(lines=150, listener_details=2, close_timeout=0.5)
     hung = log.listen(lambda _: go.wait(60), name="a sink")
     log.listen(heard.append)
-    longest = 0.0
     for step in range(400):
-        began = time.perf_counter()
         log.write(StepLine(step=step))
-        longest = max(longest, time.perf_counter() - began)
-        time.sleep(0.004)
-    until(lambda: hung.failed)
-    assert longest < 10
+        time.sleep(0.001)
     began = time.monotonic()
     assert log.close()
     assert time.monotonic() - began < 10
-    assert said == ["a sink ends here: it has not come back for 1 s; the training goes on without it"]
+    assert said == ["a sink ends here: it has not finished within 0.5 s; the training goes on without it"]
     assert hung.dropped > 10
     assert steps_of(heard) == steps_of(read(tmp_path)) == list(range(400))
     go.set()
 
 
-def test_one_that_does_not_finish_is_waited_for_as_long_as_was_said(begin, said):
-    go = threading.Event()
-    log = begin(close_timeout=0.4)
-    log.listen(lambda _: None, name="a sink", end=lambda: go.wait(60))
-    log.write(StepLine(step=0))
-    began = time.monotonic()
-    assert log.close()
-    assert 0.3 < time.monotonic() - began < 10
-    assert said == ["a sink ends here: it has not finished within 0.4 s; the training goes on without it"]
-    go.set()
-
-
 def test_of_lines_that_come_too_fast_the_oldest_go_and_the_names_stay(begin):
     go, heard = threading.Event(), []
-    log = begin(lines=50, heard_details=3)
+    log = begin(lines=50, listener_details=3)
 
-    def hear(whole):
+    begun = threading.Event()
+
+    def add(whole):
+        begun.set()
         go.wait(30)
         heard.append(whole)
 
-    slow = log.listen(hear)
-    until(lambda: slow._busy_since)
+    assert log.flush()  # the file's own header is written: the listener does not get it
+    slow = log.listen(add)
+    assert begun.wait(10)
     log.index_of("layer.weight")
     for step in range(200):
         log.write(StepLine(step=step))
@@ -187,27 +159,7 @@ def test_of_lines_that_come_too_fast_the_oldest_go_and_the_names_stay(begin):
     order = [whole.line.step for whole in heard if not isinstance(whole.line, RunLine)]
     assert order[-6:] == [197, 197, 198, 198, 199, 199]
     assert ("layer.weight",) in [whole.line.tensors for whole in heard[1:] if isinstance(whole.line, RunLine)]
-    assert slow.dropped == 348 + 1  # of steps, details, and the header that was kept nevertheless
-
-
-def test_nobody_listens_to_a_log_that_is_closed(begin, said):
-    log = begin()
-    log.close()
-    assert log.listen(said.append, name="a sink").failed
-    assert said == ["a sink ends here: there is no log to listen to; the training goes on without it"]
-
-
-def test_a_thread_that_cannot_be_started(begin, said, monkeypatch):
-    log = begin()
-
-    def refuse(_):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert log.listen(lambda _: None, name="a sink").failed
-    assert said == ["a sink ends here: can't start new thread; the training goes on without it"]
-    monkeypatch.undo()
-    assert log.close()
+    assert slow.dropped == 200 + 200 + 1 - 50 - 3  # with the header, whose names were kept nevertheless
 
 
 def test_a_listener_may_close_the_log(begin):
@@ -216,36 +168,3 @@ def test_a_listener_may_close_the_log(begin):
     log.listen(lambda _: closed.append(log.close()))
     until(lambda: closed)
     assert set(closed) == {True}
-
-
-def test_a_forked_process_has_no_listeners_and_an_end_in_order_waits_for_them(tmp_path):
-    script = """
-import warnings
-warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, for any fork beside a thread
-heard = []
-log.listen(lambda whole: (time.sleep(0.001), heard.append(whole)), end=lambda: print(len(heard) - 1, flush=True))
-log.flush()
-child = os.fork()
-if child == 0:
-    log.write(StepLine(step=10_000))
-    sys.exit(0)
-assert os.waitpid(child, 0)[1] == 0
-for step in range(300):
-    log.write(StepLine(step=step))
-"""
-    code, out, err = ended(tmp_path, script)
-    assert (code, err) == (0, "")
-    assert out in {"300\n", "301\n"}  # with the header that was written after the listener came
-
-
-def test_lines_written_before_an_os_exit_were_heard(tmp_path):
-    script = """
-log.listen(lambda whole: print(getattr(whole.line, "step", ""), flush=True))
-for step in range(100):
-    log.write(StepLine(step=step))
-time.sleep(1.0)
-os._exit(3)
-"""
-    code, out, _ = ended(tmp_path, script)
-    assert code == 3
-    assert [line for line in out.split("\n") if line] == [str(step) for step in range(100)]

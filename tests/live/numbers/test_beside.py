@@ -63,34 +63,11 @@ IN_A_MODULE = """class Lit(nn.Module):
         self.averages = {k: p.detach().clone() for k, p in model.named_parameters()}
     def forward(self, x): return self.net(x)
 lit = Lit()"""
-OF_SHADOW = """
-    def update():
-        for k, p in model.named_parameters():
-            shadow[k] = 0.9 * shadow[k] + 0.1 * (p.half() if half else p)
-    return update"""
-CLOSURE = f"""def averaged(model, half):
-    shadow = {{k: p.detach().clone() {NAMED}}}{OF_SHADOW}
-update = averaged(model, HALF)"""
-SLOTS = f"""class EMA:
-    __slots__ = ('_kept', 'unbound')
-    def __init__(self, shadow): self._kept = shadow
-    def update(self, half):
-        for k, p in model.named_parameters():
-            self._kept[k] = 0.9 * self._kept[k] + 0.1 * (p.half() if half else p)
-ema = EMA({DICT[9:]})"""
-PARTIAL = f"""import functools
-def up(shadow, half):
-    for k, p in model.named_parameters():
-        shadow[k] = 0.9 * shadow[k] + 0.1 * (p.half() if half else p)
-update = functools.partial(up, {DICT[9:]})"""
-BY_DEFAULT = f"def update(half, shadow={DICT[9:]}):\n" + "\n".join(PARTIAL.splitlines()[2:4])
 QUEUE = "import collections\nlast = collections.deque([copy.deepcopy(model)], maxlen=2)"
 FLAT = "flat = nn.utils.parameters_to_vector(model.parameters()).detach()"
 LOST = [
     (DICT, ANEW, "shadow = {k: s.half().float() for k, s in shadow.items()}", "AMP114", "shadow.0.bias"),
-    (DICT, MIX.replace("shadow,", "shadow.values(),"), HALF.format("shadow.values()"), "AMP114", "shadow.0.bias"),
     (LIST, MIX, HALF.format("shadow"), "AMP114", "shadow[1]"),
-    (LIST, MIX, "shadow[2].fill_(float('nan'))", "AMP101", "shadow[2]"),
     (
         REGISTERED,
         "trainer.callbacks[0].ema.update()",
@@ -102,37 +79,17 @@ LOST = [
     (SHADOW_PARAMS, "ema.update()", HALF.format("ema.shadow_params"), "AMP101", "ema.shadow_params[1]"),
     (IN_A_MODULE, "pass", HALF.format("lit.averages.values()"), "AMP114", "lit.averages.0.bias"),
     (FLAT, f"flat = 0.9 * flat + 0.1 * {FLAT[7:]}", "flat = flat.half().float()", "AMP101", "flat"),
-    (FLAT, "pass", "flat = flat.half().float()", "AMP101", "flat"),
-    (
-        "average = {p: p.detach().clone() for p in model.parameters()}",
-        "pass",
-        HALF.format("average.values()"),
-        "AMP114",
-        "average[1]",
-    ),
-    (CLOSURE.replace("HALF", "True"), "if step > 16: update()", "pass", "AMP114", "update.shadow.0.bias"),
-    (SLOTS, "if step > 16: ema.update(True)", "pass", "AMP114", "ema._kept.0.bias"),
-    (PARTIAL, "if step > 16: update(True)", "pass", "AMP114", "update[0].0.bias"),
-    (BY_DEFAULT, "if step > 16: update(True)", "pass", "AMP114", "update.0.bias"),
     (QUEUE, "pass", "last[0].half(); last[0].float()", "AMP114", "last[0].0.bias"),
 ]
 HEALTHY = [
     (DICT, ANEW, "old = {k: s.half().float() for k, s in shadow.items()}"),
     (SHADOW_PARAMS, "ema.update()", "ema.collected_params = [p.clone() for p in model.parameters()]"),
-    (CLOSURE.replace("HALF", "False"), "if step > 16: update()", "pass"),
-    (SLOTS, "if step > 16: ema.update(False)", "pass"),
-    (PARTIAL, "if step > 16: update(False)", "pass"),
-    (BY_DEFAULT, "if step > 16: update(False)", "pass"),
-    (QUEUE, "pass", "copy.deepcopy(last[0]).half()"),
     (LIST, MIX, "lost = [torch.full_like(s, float('nan')) for s in shadow]"),
     ("best = [torch.full((8,), float('inf'))]", "best[0] = torch.minimum(best[0], model[0].bias)", "pass"),
     ("kept = {'mask': torch.zeros(8)}", "pass", "kept['mask'] = torch.where(torch.arange(8) > 3, float('-inf'), 0.0)"),
-    ("kept = {'mask': torch.zeros(8)}", "pass", "kept['mask'].fill_(float('-inf'))"),
     ("scores = torch.zeros(8)", "scores = torch.zeros(8)", "scores = torch.full((8,), float('inf'))"),
     # scores of weights: -inf where one is pruned, and not where a weight is beyond fp16
     (DICT, "pass", f"shadow = {{k: p.abs().masked_fill(p.abs() < 0.2, float('-inf')) {NAMED}}}"),
-    (FLAT, "pass", "flat = flat.abs().masked_fill(flat.abs() < 0.2, float('-inf'))"),
-    ("norms = [torch.zeros(3)]", "pass", "norms[0] = torch.full((3,), float('inf'))"),
     ("losses = []", "losses.append(loss.detach() * float('inf'))", "pass"),
 ]
 

@@ -43,13 +43,6 @@ def told(readings):
     return [(tag, [values.tolist() for values in parts]) for tag, parts in readings]
 
 
-def test_what_is_on_the_cpu_is_there_at_once():
-    later = AsyncReader()
-    assert later.put("a", [torch.tensor([1.0]), torch.tensor([2.0])])
-    assert told(later.ready()) == [("a", [[1.0], [2.0]])]
-    assert told(later.ready()) == []
-
-
 def test_readings_arrive_in_their_order_and_nobody_waits():
     device = Device()
     later = AsyncReader(device.send)
@@ -76,27 +69,8 @@ def test_buffers_are_used_again_but_not_while_they_are_read():
     assert device.copies[3].buffer.shape == (3,)
 
 
-def test_buffers_of_many_sizes_are_not_kept():
-    device = Device()
-    later = AsyncReader(device.send)
-    for size in range(1, 40):
-        later.put(size, [on_device(size)])
-        device.copies[-1].finish(0.0)
-        assert [tag for tag, _ in later.ready()] == [size]
-    assert len(later._spare) <= 8
-
-
 def test_a_device_that_lags_behind_loses_readings_and_holds_nobody_up():
     device = Device()
     later = AsyncReader(device.send, ahead=2)
     assert [later.put(tag, [on_device()]) for tag in "abc"] == [True, True, False]
     assert (later.lost, len(device.copies), device.waits) == (1, 2, 0)
-
-
-def test_the_end_waits_for_what_is_on_its_way():
-    device = Device()
-    later = AsyncReader(device.send)
-    later.put("a", [on_device()])
-    later.put("b", [torch.tensor([3.0])])
-    assert told(later.drain()) == [("a", [[-1.0, -1.0]]), ("b", [[3.0]])]
-    assert device.waits == 1

@@ -73,7 +73,7 @@ def loop(numbers, mode, *, steps, max_norm=None, unscaled=True, scaled=True):
         numbers.begin_step(step)
         for name, p in named:
             p.grad = None if name == "none" else on_gpu(mode, *p.shape, dtype=p.dtype)
-        numbers.loss(on_gpu(mode, dtype=torch.float16), scale)
+        numbers.loss(on_gpu(mode, dtype=torch.float16))
         if numbers.looking:
             numbers.incoming("", on_gpu(mode, 4, 300, dtype=torch.float16))
         if unscaled:
@@ -81,7 +81,7 @@ def loop(numbers, mode, *, steps, max_norm=None, unscaled=True, scaled=True):
         if max_norm:
             clip_grad_norm_([p for _, p in named], max_norm)
         flag = on_gpu(mode, 1) if scaled else None
-        norm = numbers.about_to_step("o", named, scale=scale, found_inf=flag, unscaled=unscaled)
+        norm = numbers.about_to_step("o", named, number=step, scale=scale, found_inf=flag, unscaled=unscaled)
         assert norm.device.type == "cuda"
         numbers.stepped("o")
 

@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 
-from ampdoctor.live.numbers import norms_and_samples
-from ampdoctor.live.numbers.activations import arrived
-from ampdoctor.live.numbers.norms_and_samples import MOST, Updates, cut, moved, sample, stride_of
+from ampdoctor.live.numbers.norms_and_samples import MOST, Updates, cut, moved, sample
 from ampdoctor.live.numbers.readings import tensor_detail
 
 
@@ -21,34 +19,6 @@ def test_small_tensors_are_counted_whole_and_large_ones_in_all_columns():
     assert len(large.unique()) > 900  # a stride of 250 would show 512 columns of 1024
 
 
-@pytest.mark.parametrize("elements", [0, 1, 5, 4096, 4097, 1 << 20, 30030 * 7, 999983])
-def test_a_stride_leaves_few_enough_and_shares_no_factor(elements):
-    stride = stride_of(elements, MOST)
-    assert math.gcd(stride, elements) in {1, elements}
-    assert -(-elements // stride) <= MOST
-
-
-def test_many_tensors_share_a_bound(monkeypatch):
-    monkeypatch.setattr(norms_and_samples, "MOST_TOGETHER", 100)
-    (samples,) = sample([(str(i), torch.ones(1000)) for i in range(10)])
-    assert samples.buffer.numel() <= 100
-
-
-def test_samples_of_every_kind_of_tensor():
-    rows = torch.tensor([[1, 1]])
-    named = [
-        ("half", torch.tensor([2.0**-24], dtype=torch.float16)),
-        ("double", torch.tensor([1e-300], dtype=torch.float64)),
-        ("complex", torch.tensor([1 + 2j])),
-        ("sparse", torch.sparse_coo_tensor(rows, torch.tensor([1.0, 2.0]), (6,), check_invariants=True)),
-        ("nothing", torch.empty(0)),
-        ("number", torch.tensor(4.0)),
-    ]
-    (samples,) = sample(named)
-    assert samples.buffer.tolist() == [2.0**-24, 1e-300, 1.0, 2.0, 3.0, 4.0]
-    assert [row.count for row in samples.plan] == [1, 1, 2, 1, 0, 1]
-
-
 def test_a_gradient_s_figures_are_the_histogram_s_at_the_loss_scale():
     values = torch.tensor([0.0, 0.0, 2.0**-30, 2.0**-20, 1.0, 4.0, math.inf, -1.0])
     (samples,) = sample([("w", values)])
@@ -60,18 +30,6 @@ def test_a_gradient_s_figures_are_the_histogram_s_at_the_loss_scale():
     assert reading.amax == 8.0  # the sample's is 4
     assert reading.log2_headroom == pytest.approx(math.log2(65504 / 128))
     assert reading.format == "fp32"
-
-
-def test_what_is_not_finite_is_left_to_the_sample():
-    values = torch.tensor([1.0, math.nan])
-    (samples,) = sample([("w", values)])
-    row, counted = samples.plan[0], samples.buffer
-    reading = tensor_detail("gradient", row, counted, 0, half="fp16", factor=1.0, extremes=torch.tensor([math.nan] * 2))
-    assert reading.amax == 1.0
-    unknown = tensor_detail("gradient", row, counted, 0, half="fp16", factor=None)
-    assert (unknown.flushed_share, unknown.log2_headroom) == (None, None)
-    zero = tensor_detail("gradient", row, torch.zeros(2), 0, half="fp16", factor=1.0, extremes=torch.zeros(2))
-    assert (zero.amax, zero.log2_headroom, zero.zero_share) == (None, None, 1.0)
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
@@ -91,24 +49,6 @@ def test_updates_are_those_of_the_weights(options):
     assert figures.unmoved == 0.0
     still = moved(weights[1], changes[1])
     assert (still.ratio, still.unmoved) == (None, 1.0)
-
-
-def test_a_parameter_that_changes_its_shape_is_no_update():
-    parameter = torch.nn.Parameter(torch.ones(3))
-    updates = Updates([("w", parameter)])
-    parameter.data = torch.ones(5)
-    assert updates.changes()[0].isnan().all()
-
-
-def test_what_comes_back_to_an_output_is_copied():
-    gradient = torch.tensor([0.0, 2.0**-20, 1.0, 2.0**-27])
-    found = arrived("", gradient, call=2)
-    gradient.zero_()
-    reading = tensor_detail("activation_gradient", found.sampled, found.values, 0, half="fp16", factor=1.0, call=2)
-    assert (reading.zero_share, reading.flushed_share) == (0.25, 1 / 3)
-    assert arrived("", torch.zeros(3, dtype=torch.int64)) is None
-    assert arrived("", torch.zeros(0)) is None
-    assert arrived("", torch.zeros(3, device="meta")) is None
 
 
 def test_an_optimizer_that_draws_random_numbers_leaves_open_what_did_not_move():

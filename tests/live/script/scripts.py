@@ -35,17 +35,6 @@ try:
 except ValueError:
     [][1]
 """
-GROUP = """
-def fails(n):
-    raise ValueError(n)
-errors = []
-for n in range(2):
-    try:
-        fails(n)
-    except ValueError as error:
-        errors.append(error)
-raise ExceptionGroup("both", errors)
-"""
 EXITS = """
 import sys
 class Odd:
@@ -61,11 +50,7 @@ def hook(kind, error, trace):
     print(sys.last_type is kind, sys.last_value is error, sys.last_traceback is trace)
     if sys.argv[1] == "exit":
         sys.exit(7)
-    if sys.argv[1] == "fail":
-        raise OSError("in the hook")
 sys.excepthook = hook
-if sys.argv[1] == "none":
-    del sys.excepthook
 1 / 0
 """
 INTERRUPTED = """
@@ -119,17 +104,7 @@ print(sys.stdin.read())
 print("caf\\u00e9")
 argparse.ArgumentParser().parse_args()
 """
-LATIN = '# -*- coding: latin-1 -*-\nprint(ascii("caf\xe9"))\nraise ValueError("caf\xe9")\n'.encode("latin-1")
 SYNTAX = "def broken(:\n    pass\n"
-INDENT = "if True:\nprint(1)\n"
-ANNOTATED = """
-def f(x: 1 + 1): ...
-print(f.__annotations__, __annotations__)
-y: 3 = 1
-print(__annotations__)
-"""
-IMPORTS = "import broken_neighbour\n"
-NEIGHBOUR = "def fails():\n    raise OSError('at import')\nfails()\n"
 PROCESSES = """
 import multiprocessing, sys
 class Item:
@@ -164,9 +139,6 @@ print(__name__, __package__, __file__, __cached__, __spec__.name, __spec__.origi
 from . import sibling
 raise ValueError(sibling.NAME)
 """
-ARCHIVED = (
-    "import sys\nprint(__name__, __package__, __file__, __spec__.name, sys.argv, sys.path)\nimport inside\n1 / 0\n"
-)
 WORKERS = """
 import os, sys
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -204,95 +176,4 @@ if __name__ == "__main__":
     torch.save(model, "model.pt")
     print(type(torch.load("model.pt", weights_only=False)) is Net, torch.get_num_threads())
     print([p.flatten().tolist() for p in model.parameters()], torch.get_rng_state().sum())
-"""
-RANKS = """
-import os, sys
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-if dist.get_rank() == 0:
-    print("ranks", dist.get_world_size(), sys.argv)
-dist.destroy_process_group()
-sys.exit(3 if len(sys.argv) > 1 else 0)
-"""
-
-LIFE = """
-import atexit, dataclasses, os, sys, tempfile, threading, weakref
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-
-def say(text):
-    os.write(1, f"{text}\\n".encode())
-
-class Loud:
-    def __init__(self, name):
-        self.name = name
-    def __del__(self, say=say):
-        say(f"del {self.name}")
-
-@dataclasses.dataclass
-class Config:
-    width: int
-    loud: object
-
-class Net(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.out = nn.Linear(4, config.width)
-        self.config, self.loud = config, Loud("in the model")
-    def forward(self, x):
-        return self.out(x)
-
-class Data(Dataset):
-    def __init__(self):
-        self.loud = Loud("in the dataset")
-    def __len__(self):
-        return 320
-    def __getitem__(self, at):
-        return torch.full((4,), 0.01 * at)
-
-class Slow(threading.Thread):
-    def run(self):
-        threading.main_thread().join()
-        say("the thread ends")
-
-first, log = Loud("first"), open("lines.csv", "w")
-folder = tempfile.TemporaryDirectory()
-model = Net(Config(1, Loud("in the configuration")))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-optimizer.register_step_post_hook(lambda *_, loud=Loud("in a hook"): None)
-loader = DataLoader(Data(), batch_size=8)
-for one in (model, folder, optimizer):
-    weakref.finalize(one, say, f"finalized {type(one).__name__}")
-atexit.register(say, "registered first")
-thread = Slow()
-thread.loud = Loud("in a thread")
-thread.start()
-# Modules take hold of what stands in torch's place, and keep it.
-torch.kept_by_somebody = nn.Module.__init__, torch.Tensor.backward, torch.autograd.Variable._execution_engine
-
-def train(how):
-    loud = Loud("in the loop")
-    for step, batch in enumerate(loader):
-        if how.startswith("sick") and step == 20:
-            batch = batch * float("nan")
-        loss = model(batch).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        if how == "sick and raises" and step == 20:
-            raise FloatingPointError("nan")
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        log.write(f"{step}\\n")
-        if how == "raises" and step == 30:
-            raise ValueError("after 30 steps")
-        if how == "exits" and step == 30:
-            sys.exit(3)
-        if how == "interrupted" and step == 30:
-            raise KeyboardInterrupt
-
-train(sys.argv[1])
-atexit.register(say, "registered last")
-say("the last line")
 """

@@ -5,8 +5,6 @@ import subprocess
 
 import pytest
 
-from tests.pairwise import THOROUGH
-
 SCRIPT = """
 import sys, warnings
 import torch
@@ -24,14 +22,14 @@ class Model(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 
     def forward(self, x):
-        warnings.warn("in the forward", FutureWarning, stacklevel=2)
+        warnings.warn("in the forward", FutureWarning)
         if torch.is_autocast_enabled("cpu"):
             warnings.warn("under autocast")
         return self.layers(old(x))
 
 class Loss(nn.Module):
     def forward(self, x):
-        warnings.warn("of the loss", stacklevel=2)
+        warnings.warn("of the loss")
         return x.square().mean()
 
 torch.manual_seed(0)
@@ -87,10 +85,6 @@ SLOW = pytest.mark.slow
         pytest.param("sick+compiled+global", ("-W", "once"), marks=SLOW),
         pytest.param("healthy", ("-W", "error"), marks=SLOW),
         pytest.param("sick", ("-W", "error", "-W", "default::FutureWarning", "-W", "always::UserWarning"), marks=SLOW),
-        pytest.param("healthy", (), marks=THOROUGH),
-        pytest.param("sick+error", (), marks=THOROUGH),
-        pytest.param("healthy+compiled", (), marks=THOROUGH),
-        pytest.param("sick", ("-W", "error"), marks=THOROUGH),
     ],
 )
 def test_the_warnings_are_those_of_the_bare_script(python, tmp_path, kind, options):

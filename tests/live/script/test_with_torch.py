@@ -28,13 +28,3 @@ def test_workers_load_and_the_weights_are_the_same(tmp_path, method, name):
     assert plain.returncode == 0, plain.stderr
     assert (watched.stdout, watched.returncode) == (plain.stdout, 0), watched.stderr
     assert "\nTrue 1\n" in plain.stdout  # what a script sets before it imports torch
-
-
-@pytest.mark.parametrize("code", [0, 3])
-def test_each_process_of_torchrun_runs_the_script(tmp_path, code):
-    (tmp_path / "train.py").write_text(scripts.RANKS)
-    launch = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    done = call(tmp_path, *launch, "-m", "ampdoctor", "run", "train.py", *(["fail"] if code else []))
-    assert "ranks 2 ['train.py'" in done.stdout, done.stderr
-    assert bool(done.returncode) is bool(code)
-    assert ("exitcode  : 3 " in done.stderr) is bool(code)  # of the first that fails: the launcher ends the other

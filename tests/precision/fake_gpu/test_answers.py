@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from ampdoctor.errors import ReplayError
 from ampdoctor.precision.fake_gpu.emulate import DEVICE_NOTE, YES_NOTE, emulate_cuda
-from ampdoctor.precision.fake_gpu.replace import fake_cuda_for
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and nothing is emulated")
 
@@ -44,13 +38,10 @@ SERVED = {
     "torch.cuda.mem_get_info()[1] == torch.cuda.get_device_properties(0).total_memory": True,
     "0 < torch.cuda.memory_allocated() <= torch.cuda.max_memory_reserved()": True,
     "torch.cuda.memory_stats()['allocated_bytes.all.peak'] > 0": True,
-    "torch.cuda.memory.max_memory_allocated() > 0": True,
     "torch.accelerator.current_device_index()": 0,
-    "torch.cuda.init()": None,
     "torch.cuda.utilization()": 0,
     "torch.cuda.nvtx.mark('x') or torch.cuda.profiler.start()": None,
     "torch.cuda.FloatTensor([1.0]).type('torch.cuda.HalfTensor').dtype == torch.float16": True,
-    "isinstance(torch.ones(1), torch.cuda.FloatTensor)": True,
     "torch.fft.fftfreq(4, device='cuda').shape == (4,)": True,
     "torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged, device='cuda').size(0)": 1,
     "torch.cuda.cudart().cudaProfilerStart()": 0,
@@ -84,13 +75,6 @@ def test_others_hear_the_truth(package):
     assert emulation.notes == ()
 
 
-def test_an_adapter_lets_its_framework_hear_yes():
-    with emulate_cuda():
-        with fake_cuda_for("lightning"):
-            assert asked_by("lightning", "torch.cuda.device_count()") == 1
-        assert asked_by("lightning", "torch.cuda.device_count()") == 0
-
-
 def test_a_training_for_a_cpu_hears_the_truth_and_runs_all_the_same():
     with emulate_cuda(reports_cuda=False) as emulation:
         assert not torch.cuda.is_available()
@@ -98,27 +82,6 @@ def test_a_training_for_a_cpu_hears_the_truth_and_runs_all_the_same():
         assert torch.ones(2, device="cuda").device.type == "cpu"
         assert torch.cuda.get_device_capability() == (8, 0)
     assert emulation.notes == (DEVICE_NOTE,)
-
-
-def test_a_device_that_is_only_handed_on_is_no_question_for_cuda():
-    with emulate_cuda() as emulation:
-        assert torch.arange(2, device=asked_by("", "torch.ones(2).device")).sum() == 1
-        assert emulation.notes == ()
-        assert torch.arange(2, device="cuda").sum() == 1
-    assert emulation.notes == (YES_NOTE,)
-
-
-def test_everything_is_undone():
-    def surface():
-        owners = (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.nvtx, torch.accelerator, dist)
-        owners += (torch.Tensor, torch.version, torch.backends.cudnn, type(os.environ), torch.UntypedStorage)
-        return [dict(vars(owner)) for owner in owners], type(torch.version), list(sys.meta_path)
-
-    before = surface()
-    with emulate_cuda():
-        assert surface() != before
-    assert surface() == before
-    assert not torch.ones(1).is_cuda
 
 
 def test_the_devices_random_state_is_the_cpus():
@@ -156,18 +119,10 @@ def test_streams_and_events():
             torch.cuda.CUDAGraph()
 
 
-def test_pinned_batches_bring_no_warning():
-    loader = torch.utils.data.DataLoader([torch.ones(2)] * 2, pin_memory=True)
-    with emulate_cuda(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(list(loader)) == 2
-    assert loader.pin_memory
-
-
 def test_map_locations_lead_to_the_cpu(tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     with emulate_cuda():
-        for place in (lambda storage, _: storage.cuda(0), {"cuda:0": "cuda:0"}, {"cuda:1": torch.device("cuda:0")}):
+        for place in (None, "cuda", lambda storage, _: storage.cuda(0), {"cuda:1": torch.device("cuda:0")}):
             assert torch.load(tmp_path / "w.pt", map_location=place)["w"].sum() == 2
 
 

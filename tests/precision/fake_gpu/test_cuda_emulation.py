@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
+import sys
 import textwrap
-import threading
-import warnings
 
 import pytest
 import torch
@@ -43,9 +43,11 @@ def surface():
     """Everything that the emulation may replace, by identity."""
     amp = torch.amp
     owners = (torch, torch.cuda, torch.Tensor, torch.nn.Module, amp.autocast_mode, amp.autocast_mode.autocast)
-    owners += (amp.grad_scaler.GradScaler, torch.utils._device.DeviceContext)
+    owners += (amp.grad_scaler.GradScaler, torch.utils._device.DeviceContext, torch.cuda.memory, torch.cuda.random)
+    owners += (torch.cuda.nvtx, torch.accelerator, torch.version, torch.backends.cudnn, torch.distributed)
+    owners += (type(os.environ), type(torch.version), torch.UntypedStorage)
     state = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cpu"))
-    return [dict(vars(owner)) for owner in owners], state
+    return [dict(vars(owner)) for owner in owners], state, list(sys.meta_path)
 
 
 def test_everything_is_undone():
@@ -62,23 +64,6 @@ def test_everything_is_undone():
         assert not torch.is_autocast_enabled("cpu")
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(1, device="cuda")
-
-
-def test_a_region_left_with_autocast_open_leaves_no_flag():
-    before = surface()
-    region = torch.autocast("cpu", HALF)
-    with emulate_cuda():
-        region.__enter__()
-    region.__exit__(None, None, None)
-    assert surface() == before
-
-
-def test_the_outer_region_still_holds_after_an_inner_one():
-    with emulate_cuda() as outer:
-        with emulate_cuda() as inner:
-            torch.zeros(1, device="cuda")
-        assert torch.amp.GradScaler().is_enabled()
-    assert outer.notes == inner.notes
 
 
 TRAINING = """
@@ -150,25 +135,6 @@ def test_the_default_dtype_is_cudas(user_module):
                 assert torch.get_autocast_dtype("cuda") is BF16
         assert torch.get_autocast_dtype("cuda") is HALF
         assert not torch.is_autocast_enabled()
-
-
-def test_the_replays_own_autocast_is_cudas_too():
-    with emulate_cuda(), torch.autocast("cpu", HALF):
-        assert torch.is_autocast_enabled()
-        assert torch.get_autocast_dtype("cuda") is HALF
-        with torch.autocast("cuda", enabled=False):
-            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is SINGLE
-            assert not torch.is_autocast_enabled()
-            with torch.autocast("cuda"):
-                assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is HALF
-        assert torch.is_autocast_enabled()
-
-
-def test_fp32_as_autocasts_dtype_is_taken_without_a_warning():
-    with warnings.catch_warnings(), emulate_cuda():
-        warnings.simplefilter("error")
-        with torch.autocast("cuda", dtype=SINGLE):
-            assert torch.is_autocast_enabled()
 
 
 CUSTOM = """
@@ -276,14 +242,6 @@ def test_devices_stay_on_the_cpu():
     assert len(emulation.notes) == 1
 
 
-def test_a_checkpoint_saved_for_cuda_is_loaded_to_the_cpu(tmp_path):
-    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
-    everywhere = ({}, *({"map_location": place} for place in ("cuda", torch.device("cuda:0"))))
-    with emulate_cuda():
-        loaded = [torch.load(tmp_path / "w.pt", weights_only=True, **location) for location in everywhere]
-    assert {state["w"].device.type for state in loaded} == {"cpu"}
-
-
 def test_names_bound_by_a_module_keep_working_inside_and_after(user_module):
     text = """
         from torch import autocast, zeros
@@ -306,37 +264,6 @@ def test_names_bound_by_a_module_keep_working_inside_and_after(user_module):
         assert module.build()[1].is_enabled()
         with module.half:
             assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is HALF
-
-
-def test_another_thread_is_served():
-    seen = []
-
-    def work():
-        with torch.autocast("cuda"):
-            seen.append(torch.mm(torch.ones(2, 2, device="cuda"), torch.ones(2, 2)).dtype)
-
-    with emulate_cuda():
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert seen == [HALF]
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_recomputes_in_the_same_precision(use_reentrant):
-    seen = []
-
-    def block(x):
-        seen.append((torch.is_autocast_enabled(), torch.get_autocast_dtype("cuda")))
-        return torch.mm(x, x)
-
-    x = torch.rand(2, 2, requires_grad=True)
-    with emulate_cuda(), autocast_policy("cuda"):
-        with torch.autocast("cuda"):
-            y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant)
-        y.float().sum().backward()
-    assert seen == [(True, HALF)] * 2
-    assert x.grad is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")

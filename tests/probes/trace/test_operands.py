@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional
 
 from ampdoctor.evidence.trace import Operand
-from ampdoctor.probes import lost_values
 from tests.probes.traced import Inline, births_of, here, only_birth, trace_of
 
 
@@ -32,28 +31,17 @@ def operand(loss, model=None, batch=None, **changes) -> Operand:
 # -- lost by the format ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["add", "clamp", "maximum", "cast"])
-def test_a_flushed_epsilon(how):
-    def loss(m, x):
-        h = (m(x) * 0).half()
-        if how == "add":
-            h = h + 1e-8  # EPS add
-        elif how == "clamp":
-            h = h.clamp(min=1e-8)  # EPS clamp
-        elif how == "maximum":
-            h = torch.maximum(h, torch.tensor(1e-8))  # EPS maximum
-            h = h.half()
-        else:
-            h = (h.float() + 1e-8).half()  # EPS cast
-        return (m(x).half() / h).float().sum()
-
-    found = operand(loss)
-    assert found.made_by == {"add": "flushed_epsilon", "clamp": "flushed_epsilon"}.get(how, found.made_by)
-    assert found.made_by.startswith("flushed")
-    if how != "maximum":
-        assert found.source.line == line(f"EPS {how}")
-        assert found.op == {"add": "aten.add", "clamp": "aten.clamp", "cast": "aten._to_copy"}[how]
-    assert (found.here, found.dtype) == (0.0, "float16")
+@pytest.mark.parametrize(
+    ("guard", "made_by", "op"),
+    [
+        (lambda h: h + 1e-8, "flushed_epsilon", "aten.add"),
+        (lambda h: h.clamp(min=1e-8), "flushed_epsilon", "aten.clamp"),
+        (lambda h: (h.float() + 1e-8).half(), "flushed", "aten._to_copy"),
+    ],
+)
+def test_a_flushed_epsilon(guard, made_by, op):
+    found = operand(lambda m, x: (m(x).half() / guard((m(x) * 0).half())).float().sum())
+    assert (found.made_by, found.op, found.here, found.dtype) == (made_by, op, 0.0, "float16")
     assert found.float64 == pytest.approx(1e-8, rel=1e-6)
     assert found.fraction == 1.0
 
@@ -74,17 +62,6 @@ def test_the_epsilon_is_named_through_views_copies_casts_and_modules():
     assert (found.made_by, found.module, found.op) == ("flushed_epsilon", "b.guard", "aten.add")
     assert found.source.line == line("GUARD")
     assert found.float64 == pytest.approx(1.5e-9, rel=1e-6)
-
-
-def test_a_probability_that_is_flushed():
-    def loss(m, x):
-        p = torch.stack([m(x)[0] * 0, m(x)[0] * 0 - 19]).half().softmax(0)  # SOFTMAX
-        return p.log().float().sum()
-
-    found = operand(loss)
-    assert (found.made_by, found.op, found.source.line) == ("flushed", "aten.softmax", line("SOFTMAX"))
-    assert found.float64 == pytest.approx(math.exp(-19), rel=1e-3)
-    assert found.fraction == 0.5
 
 
 def test_a_flush_in_float32():
@@ -126,16 +103,6 @@ def test_overwritten_losses_are_forgotten():
     assert (found.made_by, found.source.line) == ("computed", line("MADE"))
 
 
-def test_only_a_part_is_overwritten():
-    def loss(m, x):
-        h = (m(x) * 0).half().detach() + 1e-8  # STILL THERE
-        h[:1] = 1.0
-        return (m(x).half() / h).float().sum()
-
-    found = operand(loss)
-    assert (found.made_by, found.source.line) == ("flushed_epsilon", line("STILL THERE"))
-
-
 # -- computed, written, brought ----------------------------------------------------------------------------------------
 
 
@@ -167,18 +134,6 @@ def test_a_zero_of_the_batch_through_ops():
 
     found = operand(loss, batch={"x": torch.zeros(2)})
     assert (found.made_by, found.op, found.here) == ("data", None, 0.0)
-
-
-@pytest.mark.parametrize("kind", ["param", "buffer"])
-def test_a_zero_of_the_state(kind):
-    norm = nn.BatchNorm1d(2)
-    with torch.no_grad():
-        (norm.weight if kind == "param" else norm.running_var).zero_()
-    name = "weight" if kind == "param" else "running_var"
-    found = operand(
-        lambda m, x: (x / getattr(m[0], name)).sum() + m[0](x).sum(), nn.Sequential(norm.eval()), torch.ones(3, 2)
-    )
-    assert found.made_by == f"{kind}:0.{name}"
 
 
 def test_a_value_outside_the_domain():
@@ -269,22 +224,6 @@ def test_a_backward_names_the_forward_op_that_flushed():
     assert origin.operand.source.line == line("GUARDED")
 
 
-def test_a_backward_at_a_true_zero():
-    origin = only_birth(lin(), lambda m, x: (m(x) - m(x)).abs().sqrt().sum())
-    assert origin.where.phase == "backward"
-    assert (origin.operand.made_by, origin.operand.op) == ("computed", "aten.sub")
-
-
-def test_a_backward_of_a_cosine_that_is_rounded_to_one():
-    def loss(m, x):
-        c = (m(x) * 0 + 1e-3).half().cos()  # COSINE
-        return c.acos().float().sum()
-
-    origin = births_of(lin(), loss)[0]
-    assert origin.where.phase == "backward"
-    assert (origin.operand.made_by, origin.operand.source.line) == ("rounded_to_one", line("COSINE"))
-
-
 # -- update ------------------------------------------------------------------------------------------------------------
 
 
@@ -303,15 +242,6 @@ def test_an_optimizers_epsilon(foreach):
     assert {(b.operand.op, b.operand.dtype) for b in origins} == {("aten.add_", "float16")}
 
 
-def test_a_moment_that_is_zero():
-    origins = births_of(
-        lin(),
-        lambda m, x: m.weight[0].sum(),
-        optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=0.1, eps=0.0, foreach=False),
-    )
-    assert origins[0].operand.made_by == "optimizer_state:weight:exp_avg_sq"
-
-
 # -- nothing to explain ------------------------------------------------------------------------------------------------
 
 
@@ -322,11 +252,6 @@ def test_an_overflow_has_no_operand():
     assert origin.recomputed.amax32 == pytest.approx(origin.recomputed.amax, rel=1e-3)
 
 
-def test_an_overflow_of_float32_as_well():
-    origin = births_of(lin(), lambda m, x: (m(x) * 0 + 100).half().exp().float().sum())[0]
-    assert (origin.recomputed.finite, origin.recomputed.finite32) == (True, False)
-
-
 def test_losses_that_do_no_harm_leave_no_birth():
     def loss(m, x):
         p = (m(x).half() * 100 - 50).softmax(-1)
@@ -335,15 +260,3 @@ def test_losses_that_do_no_harm_leave_no_birth():
     trace, nonfinite = trace_of(lin(), loss)
     assert trace.origins == ()
     assert nonfinite.affected == ()
-
-
-def test_records_are_bounded(monkeypatch):
-    monkeypatch.setattr(lost_values, "KEPT", 3)
-    monkeypatch.setattr(lost_values, "ALL_KEPT", 8)
-
-    def loss(m, x):
-        kept = [(torch.zeros(50).half() + m(x)[0].half() * 0) + 1e-8 for _ in range(5)]
-        return (1 / torch.cat(kept)).float().sum()
-
-    found = operand(loss)
-    assert found.made_by in ("flushed_epsilon", "computed")

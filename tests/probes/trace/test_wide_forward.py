@@ -41,8 +41,9 @@ LONG = torch.arange(700.0)
         (lambda _, x: x.to(HALF).diff(), 1000 + LONG[:8] / 8, ("aten.diff", "aten._to_copy")),
         (lambda _, x: x.clone().to(HALF).view(-1, 2).t().contiguous().sin(), LONG, ("aten.sin", "aten._to_copy")),
         (lambda _, x: x.new_zeros(700, dtype=HALF).add_(x).cos_(), LONG, ("aten.cos_", "aten.add_")),
+        (lambda _, x: 1 - torch.tensor([0.999, 0.998], dtype=HALF), LONG, ("aten.rsub", "aten.tensor")),
     ],
-    ids=["arange", "cast", "count", "saturated", "difference", "views", "in place"],
+    ids=["arange", "cast", "count", "saturated", "difference", "views", "in place", "numbers"],
 )
 def test_the_op_that_suffers_and_the_op_that_rounded_are_named(function, batch, found):
     assert found in seen(function, batch)

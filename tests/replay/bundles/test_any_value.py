@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import traceback
@@ -42,12 +41,12 @@ def of_the_users_code(error, code):
     return str(code) in frames or str(error).startswith("Net.__init__()")
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(other, marks=pytest.mark.slow) for other in (1, 2))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(other, marks=pytest.mark.slow) for other in range(1, 9))])
 def test_any_wrong_value_is_a_sentence(part, bundle, code):
     file = bundle / "manifest.json"
     said = json.loads(file.read_text())
     refused = []
-    for turn, at in [*enumerate(places(said))][part::3]:
+    for turn, at in [*enumerate(places(said))][part::9]:
         for wrong in (GONE, WRONG[turn % len(WRONG)]):
             file.write_text(json.dumps(put(said, at, wrong)))
             try:
@@ -57,15 +56,5 @@ def test_any_wrong_value_is_a_sentence(part, bundle, code):
             except Exception as error:
                 if not of_the_users_code(error, code):
                     raise
-    assert len(refused) > 34
+    assert len(refused) > 10
     assert not any("\n" in sentence for sentence in refused)
-
-
-def test_what_was_once_believed_is_looked_at(bundle, code):
-    file = bundle / "manifest.json"
-    said = json.loads(file.read_text())
-    for at in (("cannot",), ("left_out",), ("exact", "no"), ("line",), ("model", "made", "class"), ("model", "made")):
-        for wrong in WRONG:
-            file.write_text(json.dumps(put(said, at, wrong)))
-            with contextlib.suppress(AmpdoctorError):
-                load_bundle(str(bundle), model=str(code))

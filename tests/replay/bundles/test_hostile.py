@@ -7,7 +7,6 @@ import json
 import pytest
 
 from ampdoctor.errors import AmpdoctorError, CheckpointError, FactoryError
-from ampdoctor.hooks.json_values import UnreadableTreeError, read
 from tests.replay.bundles.steps import load_bundle
 
 EVIL = "subprocess:Popen"
@@ -34,7 +33,6 @@ def _function(said, name):
 
 EDITS = {
     "another schema": lambda said: said.update(schema=99),
-    "an older schema": lambda said: said.update(schema=2),
     "a partial as a function": lambda said: _op(said).update(
         function={
             "kind": "partial",
@@ -42,38 +40,28 @@ EDITS = {
         }
     ),
     "an autocast of another device": lambda said: _call(said)["mode"]["autocast"]["items"].__setitem__(0, "xla"),
-    "an instruction that is none": lambda said: said["instructions"].append({"kind": "tuple", "items": []}),
     "a backward without seeds": lambda said: next(one for one in said["instructions"] if one["kind"] == "Backward")[
         "seeds"
     ]["items"].clear(),
-    "a function of os": lambda said: _function(said, "os.system"),
     "a function that is not torch's to override": lambda said: _function(said, "torch.load"),
     "a method that pickles": lambda said: _function(said, "torch.Tensor.__reduce_ex__"),
-    "a method that takes state": lambda said: _function(said, "torch.Tensor.__setstate__"),
-    "a method that calls back": lambda said: _function(said, "torch.Tensor.register_hook"),
     "a path of attributes": lambda said: _function(said, "torch.Tensor.__init__.__globals__"),
     "a class as an argument": lambda said: _call(said)["args"]["items"].append({"kind": "class", "class": EVIL}),
-    "a partial": lambda said: _call(said)["args"]["items"].append({"kind": "partial", "parts": ["os.system", [], {}]}),
     "an unknown kind": lambda said: _call(said)["args"]["items"].append({"kind": "pickle", "value": "gASV"}),
     "a dunder": lambda said: _call(said)["args"]["items"].append(
         {"kind": "object", "class": "torch.nn.modules.linear:Linear", "fields": {"__class__": 1}}
     ),
     "a tensor of nobody": lambda said: _call(said)["args"]["items"].append({"kind": "ResultRef", "index": 12345678}),
-    "a given tensor beyond": lambda said: _call(said)["args"]["items"].append({"kind": "InputRef", "index": 99}),
     "a negative index": lambda said: _call(said)["args"]["items"].append({"kind": "InputRef", "index": -1}),
     "a random state beyond": lambda said: _call(said)["random"].update(index=10**9),
     "a module that is not there": lambda said: _call(said).update(model="nowhere"),
     "a shape that lies": lambda said: said["given"][0].update(shape=[2**40, 2**40]),
-    "a stride that lies": lambda said: said["given"][0].update(stride=[2**40, 1]),
     "an expansion without end": lambda said: said["given"][0].update(stored_shape=[32, 8], shape=[2**44, 8]),
     "a dtype that is none": lambda said: said["given"][0].update(dtype="torch.load"),
     "a key that is not there": lambda said: said["given"][0].update(key="../../etc/passwd"),
     "a policy": lambda said: said.update(policy="rm"),
-    "a step": lambda said: said.update(step="31000"),
     "no model": lambda said: said.pop("model"),
     "the model's class": lambda said: said["model"]["made"].update({"class": EVIL}),
-    "an optimizer's setting": lambda said: said["optimizer"]["groups"][0].update(params=["nowhere"]),
-    "a parameter less": lambda said: said["parameters"].popitem(),
     "deep nesting": lambda said: _call(said)["args"]["items"].append(_nested(200)),
     "an autocast for nothing": lambda said: _call(said)["mode"]["autocast"]["items"].__setitem__(
         1, {"kind": "torch", "value": "torch.load"}
@@ -129,13 +117,6 @@ def test_another_model_is_told_by_its_parameters(bundle, tmp_path):
         FactoryError, match=r"makes another model than the bundle's: it lacks first\.weight, first\.bias"
     ):
         load_bundle(str(bundle), model=f"{tmp_path / 'm.py'}:make")
-
-
-def test_a_class_that_is_not_to_be_used_becomes_a_bag():
-    tree = {"kind": "object", "class": EVIL, "fields": {"args": "true"}}
-    assert vars(read(tree, lambda _module, _name: None)) == {"args": "true"}
-    with pytest.raises(UnreadableTreeError, match="the class Popen of subprocess"):
-        read({"kind": "class", "class": EVIL}, lambda _module, _name: None)
 
 
 def test_what_the_users_file_imports_is_not_the_bundles_to_name(bundle, code):

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.hooks.json_values import constants_of
 from ampdoctor.replay.bundles.write import write_bundle
 from tests.replay.bundles.steps import gradients, load_bundle, replayed, same
 
@@ -55,13 +54,6 @@ def script(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", main)
     exec(compile(SCRIPT, str(file), "exec"), vars(main))
     return file, main
-
-
-def test_what_a_class_speaks_of_is_found_through_the_functions_that_it_calls(script):
-    _, main = script
-    found = constants_of([main.Net, dict])
-    assert found["width"] == 6
-    assert set(found) == {"width", "opt"}  # a tensor is data, and nobody speaks of depth
 
 
 def test_a_bundle_brings_them_and_says_so(script, loop, tmp_path):

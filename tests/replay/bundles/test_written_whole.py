@@ -18,30 +18,11 @@ from tests.replay.bundles.steps import gradients, load_bundle, replayed, same
 ROOM = 1 << 20
 
 
-def sizes(recorded):
-    weights = sum(p.nbytes for p in recorded.model.parameters())
-    moments = sum(t.nbytes for state in recorded.optimizer.state.values() for t in state.values())
-    return weights, moments
-
-
 def calls_of(folder):
     file = folder / "calls.safetensors"
     header = int.from_bytes(file.read_bytes()[:8], "little")
     buffers = 16 * 4 * 2 + 8
     return file.stat().st_size - 8 - header + buffers
-
-
-def test_the_optimizers_state_is_left_out_first(recorded, bundle, code, tmp_path):
-    weights, _ = sizes(recorded)
-    written = write_bundle(
-        tmp_path / "b", recorded.program, made=recorded.made.of, max_bytes=ROOM + calls_of(bundle) + weights
-    )
-    assert len(written.left_out) == 1
-    assert written.left_out[0].startswith("the optimizer's state (")
-    assert written.size < (tmp_path / "bundle-31000" / "state.safetensors").stat().st_size + calls_of(bundle) + ROOM
-    run = load_bundle(str(tmp_path / "b"), model=str(code))
-    same(replayed(run)[1], gradients(recorded.model))
-    assert any("the optimizer's state" in note for note in run.notes)
 
 
 def test_then_the_parameters_which_a_checkpoint_brings(recorded, bundle, code, tmp_path):

@@ -60,20 +60,6 @@ def test_it_is_the_training(tmp_path, arguments):
     assert same(weights, replayed_weights)
 
 
-def test_a_step_comes_back_from_its_snapshot(tmp_path):
-    with open_replay(ReplayRequest(factory=lambda: make_trainer(tmp_path, bf16=True), policy="native")) as replay:
-        session = replay.session()
-        for step in range(3):
-            assert session.has_step(step)
-            before = session.snapshot()
-            first = session.step(step)
-            rate = session.optimizers["optimizer"].param_groups[0]["lr"]
-            before.restore()
-            assert session.step(step).loss == first.loss
-            assert session.optimizers["optimizer"].param_groups[0]["lr"] == rate
-        session.close()
-
-
 @pytest.mark.parametrize("how", ["--checkpoint", "its own"])
 @pytest.mark.parametrize("saved", [3, 7])
 def test_it_goes_on_where_its_checkpoint_stands(tmp_path, how, saved):
@@ -131,14 +117,6 @@ def test_fp16_has_the_scaler_and_comes_from_the_arguments(tmp_path):
         session.close()
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16")])
-def test_a_model_in_half_is_replayed_in_half(tmp_path, dtype, precision):
-    trainer = make_trainer(tmp_path)
-    trainer.model.to(dtype)
-    run = TRAINER.run_of(trainer)
-    assert (run.precision, run.autocast, run.scaler) == (precision, False, None)
-
-
 class Tracker(TensorBoardCallback):
     def __init__(self):
         """Without TensorBoard."""
@@ -173,15 +151,6 @@ def test_callbacks_hear_of_the_steps_and_are_put_back(tmp_path):
         before.restore()
         assert counting.heard == ("train", 1)
         session.close()
-
-
-def test_its_train_is_stopped_and_left_as_it_was(tmp_path):
-    trainer = make_trainer(tmp_path)
-    run = TrainingRun.from_trainer(trainer)
-    assert "get_batch_samples" not in vars(trainer)
-    assert trainer.state.global_step == 0
-    assert run.optimizer is trainer.optimizer.optimizer
-    assert run.optimizer.state == {}
 
 
 @pytest.mark.parametrize(

@@ -98,12 +98,6 @@ def test_what_can_only_be_drawn_is_drawn_and_dropped_and_this_is_said():
     assert said == ["8 batches were drawn and dropped, to come to the checkpoint's place in the data"]
 
 
-def test_an_order_that_nobody_knows_is_said():
-    said = []
-    behind(DataLoader(Rows(), batch_size=4, shuffle=True), DataPosition(batches=2, say=said.append), 1)
-    assert "shuffles by torch's global generator" in said[1]
-
-
 def test_the_epoch_ends_where_no_other_is_wanted():
     assert len(behind(SOURCES["a list"](), DataPosition(batches=4), 9)) == 2
     assert behind([], DataPosition(batches=4, epochs=True), 9) == []

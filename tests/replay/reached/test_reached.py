@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
 from ampdoctor import TrainingRun
@@ -31,27 +30,6 @@ class Dice(random.Random):
 
 class Shared:
     steps = 0
-
-
-class Slotted:
-    __slots__ = ("steps",)
-
-
-class Trainer:
-    """Code as people write it: the step is a method, and what it needs are attributes."""
-
-    def __init__(self, optimizer):
-        self.history, self.best = [], {"loss": 1.0}
-        self.schedule = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-        self.slotted = Slotted()
-        self.slotted.steps = 0
-
-    def step(self, model, batch, optimizer):
-        self.history.append(0.5)
-        self.best["loss"] /= 2
-        self.slotted.steps += 1
-        optimizer.step()
-        self.schedule.step()
 
 
 def session_of(make_step, *, batches=None):
@@ -147,21 +125,13 @@ class Silent:
         raise RuntimeError("no class")
 
 
-class Word(str):
-    __slots__ = ()
-
-    def __hash__(self):
-        raise RuntimeError("no hash")
-
-
 def odd_step(place):
     """A step that moves state in an odd place, and a look at it."""
-    odd, silent, words, box = Odd(), Silent(), [Word("a")], bytearray(2)
-    attribute, tensor, iterator = Odd(), torch.zeros(2), itertools.cycle([1, 2, 3])
+    odd, silent, box = Odd(), Silent(), bytearray(2)
+    tensor, iterator = torch.zeros(2), itertools.cycle([1, 2, 3])
     dict.__setitem__(odd, "n", 0)
     silent.steps = 0
     tensor.tag = 0
-    attribute.steps = 0
 
     def step(model, batch):
         global FRESH  # noqa: PLW0603 - as people write it
@@ -169,12 +139,8 @@ def odd_step(place):
             dict.__setitem__(odd, "n", dict.__getitem__(odd, "n") + 1)
         elif place == "slots":
             silent.steps += 1
-        elif place == "words":
-            words.append(Word("b"))
         elif place == "bytes":
             box[0] += 1
-        elif place == "attribute":
-            attribute.steps += 1
         elif place == "tag":
             tensor.tag += 1
         elif place == "grad":
@@ -193,7 +159,7 @@ def odd_step(place):
     def look():
         slots = object.__getattribute__(silent, "steps")
         new = "FRESH" in globals(), hasattr(Shared, "fresh")
-        return repr((dict.__repr__(odd), slots, words, box, attribute.steps, tensor.tag, tensor.grad, new, CALLED))
+        return repr((dict.__repr__(odd), slots, box, tensor.tag, tensor.grad, new, CALLED))
 
     return step, look, iterator
 
@@ -205,9 +171,7 @@ def hook(*_):
     CALLED[0] += 1
 
 
-@pytest.mark.parametrize(
-    "place", ["odd", "slots", "words", "bytes", "attribute", "tag", "grad", "fresh", "class", "hook"]
-)
+@pytest.mark.parametrize("place", ["odd", "slots", "bytes", "tag", "grad", "fresh", "class", "hook"])
 def test_odd_places_are_put_back_and_nothing_of_the_users_is_called(place):
     step, look, _ = odd_step(place)
     session = session_of(lambda model, optimizer: step)
@@ -271,25 +235,6 @@ def test_what_a_step_moves_is_put_back(place):
     assert not has_moved(beyond, session.reached.beyond())
 
 
-def test_a_trainer_object_with_its_scheduler_is_put_back():
-    made = []
-
-    def make_step(model, optimizer):
-        made.append(Trainer(optimizer))
-        return made[0].step
-
-    session = session_of(make_step)
-    (trainer,) = made
-    assert session.has_step(0)
-    start = session.snapshot()
-    session.step(0)
-    assert (trainer.history, trainer.best, trainer.slotted.steps) == ([0.5], {"loss": 0.5}, 1)
-    start.restore()
-    assert (trainer.history, trainer.best) == ([], {"loss": 1.0})
-    assert trainer.schedule.last_epoch == 0
-    assert session.optimizers["optimizer"].param_groups[0]["lr"] == 0.1
-
-
 def cached(_):
     return [1]
 
@@ -331,36 +276,6 @@ def test_what_cannot_be_put_back_is_seen_to_move(make):
     before, session.run.step.moves[0] = session.reached.beyond(), False
     session.step(0)
     assert not has_moved(before, session.reached.beyond()), "nothing has moved"
-
-
-def test_what_draws_the_batches_is_not_turned_back():
-    """They are drawn once; a position that went back would draw the same batch twice."""
-    data = SimpleNamespace(at=0)
-
-    def batches():
-        for at in range(3):
-            data.at = at
-            yield torch.full((1, 4), float(at))
-
-    session = session_of(lambda model, optimizer: lambda batch: data.at, batches=batches)
-    assert session.has_step(0)
-    start = session.snapshot()
-    assert session.has_step(1)
-    assert data.at == 1
-    start.restore()
-    assert data.at == 1
-
-
-def test_tensors_beyond_the_room_are_not_kept_but_seen_to_move(monkeypatch):
-    large = torch.zeros(1000)
-    session = session_of(lambda model, optimizer: lambda batch: large.add_(1))
-    session.reached.room = 100
-    assert session.has_step(0)
-    start, before = session.snapshot(), session.reached.beyond()
-    session.step(0)
-    start.restore()
-    assert large[0] == 1
-    assert has_moved(before, session.reached.beyond())
 
 
 def test_libraries_are_not_entered():

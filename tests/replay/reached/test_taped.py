@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
-import itertools
 import types
 from types import SimpleNamespace
 
@@ -62,11 +60,6 @@ def in_an_attribute():
     return lambda: next(trainer.dl)
 
 
-def in_a_list():
-    streams = [cycle(shuffled()), enumerate(cycle(shuffled()))]
-    return lambda: next(streams[0]) + next(streams[1])[1]
-
-
 def rebuilt_run():
     loader = shuffled()
     stream = iter(loader)
@@ -82,18 +75,13 @@ def rebuilt_run():
     return draw
 
 
-def several_at_once():
-    stream = cycle(shuffled())
-    return lambda: torch.cat(list(itertools.islice(stream, 2)))
-
-
 def with_a_generator_of_its_own():
     generator = torch.Generator().manual_seed(3)
     stream = cycle(DataLoader(Noisy(), batch_size=2, shuffle=True, generator=generator))
     return lambda: next(stream) + torch.rand(1, generator=generator)
 
 
-HABITS = (in_a_variable, in_an_attribute, in_a_list, rebuilt_run, several_at_once, with_a_generator_of_its_own)
+HABITS = (in_a_variable, in_an_attribute, rebuilt_run, with_a_generator_of_its_own)
 
 
 def drawing(draw):
@@ -170,21 +158,6 @@ def test_an_iterator_passes_for_itself():
     start.restore()
     assert len(list(copy.copy(plain[0]))) == 0, "a copy is the iterator's own, and that is at its end"
     assert bool(plain[0])
-
-
-def test_what_no_snapshot_leads_to_is_gone():
-    stream = ({"x": torch.zeros(4)} for _ in range(9))
-    session = session_of(lambda batch: next(stream)["x"][0])
-    assert session.has_step(5)
-    snapshots = [session.snapshot()]
-    for index in range(4):
-        session.step(index)
-    held = stream._held
-    assert [place() is not None for place, _ in held] == [True] * 4
-    snapshots[:] = [session.snapshot()]
-    gc.collect()
-    session.step(4)
-    assert [place() is not None for place, _ in held] == [True]
 
 
 def test_beyond_the_room_the_first_do_not_come_again(monkeypatch):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ampdoctor.replay.scripts.loop_hooks import read_by
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.requests import ReplayRequest
 
@@ -140,49 +138,3 @@ def test_counters_of_a_function_and_of_an_object_are_set_as_well(write, capsys):
     bare(capsys, ["saved.pt"])
     said, _, _ = replayed(capsys, 2, checkpoint="saved.pt", until_sick=True)
     assert said == ["at 8 71 0.5", "at 9 72 0.5"]
-
-
-# -- what drawing from a loop's header may move is what the header names, and not all that its names hold --
-
-
-LOADER, OTHER = [1, 2], SimpleNamespace(count=3)
-
-
-class Headed:
-    def __init__(self):
-        self.epochs, self.loader, self.inner = 3, [1, 2, 3], SimpleNamespace(start=1)
-
-    @property
-    def steps(self):
-        raise AssertionError("a header is not evaluated")
-
-    def draw(self):
-        return iter(self.loader)
-
-    def headers(self):
-        skipped = 2
-        return {
-            "a number": lambda: range(self.epochs),
-            "a number, further in": lambda: range(skipped, self.inner.start),
-            "a loader": lambda: enumerate(self.loader),
-            "a method": lambda: enumerate(self.draw()),
-            "a property": lambda: range(self.steps),
-            "globals": lambda: zip(LOADER, range(OTHER.count), strict=False),
-            "a generator": lambda: (x + skipped for x in self.loader),
-        }
-
-
-def test_a_header_reads_what_it_names():
-    headed = Headed()
-    headers = headed.headers()
-    read = {name: read_by(items) for name, items in headers.items()}
-    assert read == {
-        "a number": (3,),
-        "a number, further in": (2, 1),
-        "a loader": (headed.loader,),
-        "a method": (headed,),
-        "a property": (headed,),
-        "globals": (LOADER, 3),
-        "a generator": (headers["a generator"],),
-    }
-    assert read_by(None) == ()

@@ -10,13 +10,11 @@ from importlib.resources import files
 
 import pytest
 
-from ampdoctor.evidence import notebook
-from ampdoctor.evidence.report import Report
 from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.reports.html_report import inert_json, render_fragment, render_html
 from ampdoctor.reports.json_report import render_json
 from tests.browser.pages import EVERY_VIEW, HOSTILE, PROFILED
-from tests.samples import EVERY, HEALTHY, OVERFLOW, SICK
+from tests.samples import EVERY, OVERFLOW, SICK
 
 HTML = files("ampdoctor.reports").joinpath("html")
 REPORTS = {**EVERY, **EVERY_VIEW}
@@ -147,20 +145,6 @@ def test_the_findings_are_there_without_javascript(parsed):
         assert part in text
 
 
-def test_path_proof_baseline_and_errors_are_there_without_javascript(parsed):
-    text = parsed["bisected"].one("main")["text"]
-    for part in (
-        "encoder.block.3.ff.act",
-        "aten.rsqrt",
-        "2.409",
-        "not finite",
-        "known since v1",
-        "the file ends early",
-    ):
-        assert part in text
-    assert "NaN in a weight" in text
-
-
 @pytest.mark.parametrize("name", EVERY_VIEW)
 def test_a_name_made_of_markup_comes_out_as_text(name, pages, parsed):
     page = parsed[name]
@@ -172,26 +156,12 @@ def test_a_name_made_of_markup_comes_out_as_text(name, pages, parsed):
     assert shown in json.dumps(data, ensure_ascii=False).replace("\\\\", "\\").replace('\\"', '"')
 
 
-@pytest.mark.parametrize("text", ["</script>", "<!--", "<script", "\u2028", "\u2029", "\ud800", "]]>", "&lt;", "\x00"])
+@pytest.mark.parametrize("text", ["</script>", "\u2028", "\ud800", "&lt;"])
 def test_json_in_the_page_has_no_character_that_html_gives_a_meaning_to(text):
     written = inert_json({text: [text]})
     assert written.isascii()
     assert not set("<>&") & set(written)
     json.loads(written)
-
-
-def test_a_lone_surrogate_can_be_written(pages):
-    report = dataclasses.replace(HEALTHY, target={"path": "bad\udcff.pt"})
-    assert "bad\\udcff.pt" in render_html(report).encode("utf-8").decode("utf-8")
-
-
-def test_code_to_paste_keeps_its_lines_and_loses_what_acts_on_a_terminal():
-    prescription = dataclasses.replace(OVERFLOW.prescription, value=("a\x1b[31m<b>",), alternatives=())
-    report = dataclasses.replace(SICK, findings=(dataclasses.replace(OVERFLOW, prescription=prescription),))
-    blocks = [e["text"] for e in Page(render_html(report)).all("code")]
-    code = next(text for text in blocks if "def in_fp32" in text)
-    assert "\n    def call(*args, **kwargs):\n" in code
-    assert "\x1b" not in code
 
 
 def test_many_findings_of_one_code_are_folded_behind_the_first():
@@ -206,15 +176,6 @@ def test_the_charts_come_only_where_there_is_something_to_draw(pages):
     assert len(pages["healthy"]) < 200_000
     assert len(pages["listed"]) < 200_000
     assert len(pages["sick"]) > size
-
-
-def test_the_plotting_library_is_the_published_file():
-    vendor = HTML.joinpath("vendor")
-    digest = hashlib.sha256(vendor.joinpath("echarts.min.js").read_bytes()).hexdigest()
-    assert digest == "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"  # npm echarts 6.1.0, dist
-    assert "Apache License" in vendor.joinpath("LICENSE").read_text()
-    assert "Apache Software Foundation" in vendor.joinpath("NOTICE").read_text()
-    assert "Bostock" in vendor.joinpath("LICENSE-d3").read_text()
 
 
 def ours(suffix):
@@ -242,12 +203,6 @@ def test_the_formats_of_the_scripts_are_those_of_the_package():
     assert table.keys() == {"fp16", "bf16", "e4m3fn", "e5m2"}
 
 
-def test_the_style_sheet_has_the_dark_print_phone_and_motion_rules():
-    style = HTML.joinpath("report.css").read_text()
-    for rule in ("prefers-color-scheme: dark", "@media print", "max-width: 40rem", "prefers-reduced-motion"):
-        assert rule in style
-
-
 def test_what_no_view_shows_stays_out_of_the_page(parsed):
     data = json.loads(parsed["profiled"].one("script", id="report-data")["text"])
     assert "amax_by_step" not in data["profile"]["sites"][0]
@@ -266,22 +221,3 @@ def test_a_notebook_gets_a_small_inert_fragment():
     assert not re.search(r"#[0-9a-f]{3,6}\b|rgb", page.one("style")["text"]), (
         "a colour of its own is unreadable somewhere"
     )
-
-
-def test_a_notebook_shows_names_as_text():
-    report = dataclasses.replace(SICK, findings=(dataclasses.replace(OVERFLOW, message=HOSTILE),))
-    page = Page(report._repr_html_())
-    assert not page.all("img")
-    assert "onerror" in page.elements[0]["text"]
-
-
-def test_a_notebook_gets_many_findings_in_short():
-    report = dataclasses.replace(SICK, findings=(OVERFLOW,) * 500)
-    fragment = report._repr_html_()
-    assert "and 480 more findings" in fragment
-    assert len(fragment) < 100_000
-
-
-def test_a_report_has_no_html_where_nobody_has_said_how(monkeypatch):
-    monkeypatch.setattr(notebook, "show", None)
-    assert Report(command="scan", target={}, verdict="healthy")._repr_html_() is None

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -33,17 +32,8 @@ def test_a_name_is_folded_at_its_dots():
     ]
 
 
-def test_words_are_not_folded_where_they_fit():
-    assert shown(layout.Folded(Text("one two three four")), 9) == ["one two", "three", "four"]
-    assert shown(layout.Folded(Text("one two three")), 9) == ["one two", "three"]
-
-
 def test_lines_after_the_first_hang():
     assert shown(layout.Folded(Text("one two three four"), hang=2), 9) == ["one two", "  three", "  four"]
-
-
-def test_a_word_without_a_joint_is_folded_where_the_line_ends():
-    assert shown(layout.Folded(Text("x" * 25)), 10) == ["x" * 10, "x" * 10, "x" * 5]
 
 
 @given(st.text(st.sampled_from("abc ./_-層\u0301"), max_size=60), st.integers(2, 30), st.integers(0, 3))
@@ -55,26 +45,3 @@ def test_nothing_is_lost_and_no_line_is_too_long(text, width, hang):
     parts = [text[start:end] for start, end in zip([0, *at], [*at, len(text)], strict=True)]
     assert "".join(parts) == text
     assert all(cell_len(part.rstrip()) <= width - (hang if index else 0) for index, part in enumerate(parts))
-
-
-def test_names_in_a_table_fold_before_its_figures():
-    table = layout.table_of(("name", "size"), [(NAME, "12.5 MB"), ("short", "1 B")])
-    lines = shown(table, 50)
-    assert lines[0].split() == ["name", "size"]
-    assert [line.split()[0] for line in lines[1:]] == [
-        "transformer_encoder_layers.3.",
-        "feed_forward_network.0.weight",
-        "short",
-    ]
-    assert lines[2].endswith("12.5 MB")
-    assert all(len(line) <= 50 for line in lines)
-
-
-@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
-def test_no_name_is_cut_in_a_table(width):
-    table = layout.table_of(("name", "dtype", "size"), [(NAME, "float32", "12.5 MB")], left=["dtype"])
-    lines = shown(table, width)
-    assert all(len(line) <= width for line in lines)
-    names = "".join(line.split()[0] for line in lines[1:] if line and not line.startswith(" "))
-    assert names.replace("float32", "").startswith("transformer_encoder_") or width < 40
-    assert "…" not in "".join(lines)

@@ -11,14 +11,15 @@ import jsonschema
 import pytest
 
 import ampdoctor.reports
-from ampdoctor.evidence.json_records import from_plain, schema_of
+from ampdoctor.evidence.json_records import from_plain
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Report
-from ampdoctor.reports.json_report import schema, schema_of_classes
+from ampdoctor.reports.json_report import schema
 from tests.reports.forms.test_to_jsonl import line_schema
+from tests.schemas import of_report, schema_of
 
 FOLDER = Path(ampdoctor.reports.__file__).parent
-MADE = {"report.schema.json": schema_of_classes, "report-line.schema.json": line_schema}
+MADE = {"report.schema.json": of_report, "report-line.schema.json": line_schema}
 
 
 def text_of(made):

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.evidence.report import BaselineSection
 from ampdoctor.reports.github import MAX_ANNOTATIONS, render_github
-from tests.samples import EVERY, FIXED, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW
+from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW
 
 
 def commands(report):
@@ -21,11 +20,6 @@ def test_a_finding_of_a_source_line_is_an_annotation_of_that_line():
     assert warning.startswith("::warning file=model.safetensors,title=AMP301 gradient-underflow::31 %25 of")
 
 
-def test_a_note_is_a_notice():
-    (line,) = commands(replace(SICK, findings=(replace(UNDERFLOW, severity="note"),)))
-    assert line.startswith("::notice ")
-
-
 def test_ten_annotations_are_made_and_the_last_counts_the_others():
     report = replace(SICK, findings=(OVERFLOW,) * 14)
     lines = commands(report)
@@ -35,23 +29,12 @@ def test_ten_annotations_are_made_and_the_last_counts_the_others():
     assert "more" not in "".join(commands(replace(SICK, findings=(OVERFLOW,) * 10)))
 
 
-def test_what_is_fixed_is_one_notice_at_the_baseline():
-    baseline = BaselineSection(file="b.json", written=False, new=0, known=0, fixed=(FIXED,) * 20)
-    *errors, notice = commands(replace(SICK, findings=(OVERFLOW,) * 14, baseline=baseline))
-    assert len(errors) == MAX_ANNOTATIONS - 1
-    assert errors[-1].endswith("%0Aand 5 more: the whole report has them")
-    assert notice.startswith("::notice file=b.json,title=ampdoctor%3A fixed::20 findings of the baseline b.json")
-    assert notice.count("error AMP101 w: A NaN") == 12
-    assert notice.endswith("%0A... and 8 more")
-
-
 def test_every_annotation_is_of_a_file_from_the_root_that_is_known():
     target = {**INCOMPLETE.target, "repository": {"root": "/repo", "folder": "training"}}
-    baseline = BaselineSection(file="b.json", written=False, new=0, known=0, fixed=(FIXED,))
-    lines = commands(replace(INCOMPLETE, target=target, findings=(OVERFLOW, UNDERFLOW), baseline=baseline))
+    lines = commands(replace(INCOMPLETE, target=target, findings=(OVERFLOW, UNDERFLOW)))
     files = [line.partition("file=")[2].partition(",")[0] for line in lines]
     model = "training/model.safetensors"
-    assert sorted(set(files)) == ["training/b.json", model, "training/t5.py"]
+    assert sorted(set(files)) == [model, "training/t5.py"]
 
 
 def test_what_was_not_examined_comes_before_every_finding():

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields, replace
-from types import MappingProxyType
+from dataclasses import fields
 
 import jsonschema
 import numpy as np
@@ -15,7 +14,7 @@ from ampdoctor.evidence.checkpoint_stats import CastLoss, TensorRow
 from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.reports.json_report import render_json, schema, strict_json
 from tests.diagnosis.summaries import tensor
-from tests.samples import EVERY, HEALTHY, OVERFLOW, SICK
+from tests.samples import EVERY, OVERFLOW, SICK
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -37,9 +36,7 @@ def test_the_schema_is_valid_and_closed_where_the_object_is_ours():
     "damage",
     [
         {"verdict": "unwell"},
-        {"extra": 1},
         {"findings": [{"code": "AMP201"}]},
-        {"scaler": {"current": None}},
         {"profile": {"summary": {"fp16": {"weight_grad": {"flushed": 31.0}}}, "sites": []}},
     ],
 )
@@ -71,28 +68,9 @@ def test_nonfinite_numbers_are_strings_and_floats_have_six_digits(check_report):
     assert to_plain(-math.inf) == "-Infinity"
 
 
-@pytest.mark.parametrize("exact", [65504.0, 2.0**24, 2.0**-20, -(2.0**-24), 1e6 + 1, 0.0])
-def test_scales_and_limits_stay_exact(exact):
-    assert to_plain(exact) == exact
-
-
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_rounded_float_is_within_six_digits(x):
     assert to_plain(x) == pytest.approx(x, rel=5.1e-6, abs=0)
-
-
-def test_the_text_is_the_same_twice_and_does_not_depend_on_insertion_order():
-    backwards = replace(SICK, run=dict(reversed(SICK.run.items())), target=MappingProxyType(dict(SICK.target)))
-    assert render_json(SICK) == render_json(backwards)
-    assert strict_json({"b": 1, "a": 2}).index('"a"') < strict_json({"b": 1, "a": 2}).index('"b"')
-
-
-def test_names_survive_as_ascii(check_report):
-    name = "w\u202e\x1b[31m\ud800\u00e9"
-    text = render_json(replace(HEALTHY, target={"path": name}))
-    assert text.isascii()
-    assert "\x1b" not in text
-    assert check_report(text)["target"]["path"] == name
 
 
 def test_numpy_numbers_are_numbers():
@@ -104,18 +82,14 @@ def test_numpy_numbers_are_numbers():
     assert json.loads(strict_json([True, None])) == [True, None]
 
 
-def test_sets_are_sorted():
-    assert to_plain({"z", "a"}) == ["a", "z"]
-
-
-def test_what_json_has_no_form_for_is_named():
-    with pytest.raises(TypeError, match=r"report\.evidence\[1\] is a object"):
-        to_plain({"evidence": [1, object()]})
-
-
 def test_of_a_tensors_summary_the_row_is_written_and_no_more():
     loss = CastLoss(format="fp16", flushed=0.25, subnormal=0.5, overflowed=0.125, relative_error=0.1, headroom=-1.0)
     row = to_plain(tensor(neg_infs=4, pos_infs=3, casts=(loss,)))
     assert row.keys() == {field.name for field in fields(TensorRow)}
     assert (row["inf"], row["fp16"]) == (7, {"flushed": 0.25, "subnormal": 0.5, "overflowed": 0.125})
     assert row["bf16"] is None
+
+
+@pytest.mark.parametrize("exact", [65504.0, 2.0**24, 2.0**-20, -(2.0**-24), 1e6 + 1, 0.0])
+def test_scales_and_limits_stay_exact(exact):
+    assert to_plain(exact) == exact

@@ -29,15 +29,6 @@ def cases(report):
     return {case.get("name"): (case.get("classname"), [child.tag for child in case]) for case in root.iter("testcase")}
 
 
-def test_the_schema_can_refuse(jenkins):
-    etree, schema = jenkins
-    assert not schema.validate(
-        etree.fromstring(render_junit(SICK).replace("<failure", "<broken").encode()[:0] + b"<x/>")
-    )
-    broken = render_junit(SICK).replace('<testcase classname="t5.py" name=', '<testcase classname="t5.py" title=', 1)
-    assert not schema.validate(etree.fromstring(broken.encode()))
-
-
 @pytest.mark.parametrize("name", SAMPLES)
 def test_it_is_what_jenkins_reads_and_counts_each_case_once(name, jenkins):
     etree, schema = jenkins
@@ -73,16 +64,6 @@ def test_findings_of_one_rule_in_one_file_are_one_case_with_all_of_them():
     assert UNDERFLOW.fingerprint in failure.text
 
 
-def test_two_of_one_name_are_two_cases():
-    left_out = replace(SICK, skipped=SICK.skipped * 2)
-    assert {"left out: extra.bin", "left out: extra.bin (2)"} <= cases(left_out).keys()
-
-
-def test_notes_pass_and_say_what_they_note():
-    noted = replace(HEALTHY, findings=(replace(UNDERFLOW, severity="note"),))
-    assert cases(noted)["AMP301 gradient-underflow"] == ("model.safetensors", ["system-out"])
-
-
 @pytest.mark.parametrize(
     ("fail_on", "results"),
     [
@@ -91,19 +72,11 @@ def test_notes_pass_and_say_what_they_note():
         ("never", ["system-out", "system-out"]),
     ],
 )
-@pytest.mark.parametrize("exit_zero", [False, True])
-def test_a_case_fails_where_the_gate_does(fail_on, results, exit_zero):
-    found = cases(replace(SICK, gate=Gate(fail_on=fail_on, exit_zero=exit_zero)))
+def test_a_case_fails_where_the_gate_does(fail_on, results):
+    found = cases(replace(SICK, gate=Gate(fail_on=fail_on, exit_zero=True)))
     assert [found[name][1] for name in ("AMP201 forward-overflow", "AMP301 gradient-underflow")] == [
         [result] for result in results
     ]
-
-
-def test_what_was_not_examined_is_an_error_and_no_answer_is_one_too():
-    assert cases(INCOMPLETE)["not examined: shard-2.safetensors"] == ("model.safetensors", ["error"])
-    assert cases(INCOMPLETE)["verdict"][1] == ["error"]
-    assert cases(NOT_REPRODUCED)["verdict"][1] == ["error"]
-    assert cases(HEALTHY)["verdict"][1] == ["system-out"]
 
 
 def test_what_did_not_run_or_is_suppressed_is_skipped():
@@ -116,3 +89,10 @@ def test_what_did_not_run_or_is_suppressed_is_skipped():
     assert 'message="ignore: known since May"' in text
     assert cases(report)["finite loss"][1] == ["skipped"]
     assert cases(report)["AMP201 forward-overflow (suppressed: encoder.block.3.ff.wo)"] == ("t5.py", ["skipped"])
+
+
+def test_what_was_not_examined_is_an_error_and_no_answer_is_one_too():
+    assert cases(INCOMPLETE)["not examined: shard-2.safetensors"] == ("model.safetensors", ["error"])
+    assert cases(INCOMPLETE)["verdict"][1] == ["error"]
+    assert cases(NOT_REPRODUCED)["verdict"][1] == ["error"]
+    assert cases(HEALTHY)["verdict"][1] == ["system-out"]

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 from markdown_it import MarkdownIt
 
-from ampdoctor.evidence.run_facts import PrecisionRow
 from ampdoctor.reports.escape import code, fence, prose
 from ampdoctor.reports.markdown import MAX_BYTES, render_markdown
 from tests.reports.full_sample import full
-from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK
+from tests.samples import HEALTHY, INCOMPLETE, OVERFLOW, SICK
 
 
 def page(text):
@@ -37,12 +36,6 @@ def test_it_says_the_verdict_and_tells_each_finding():
     assert positions == sorted(positions)
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_every_report_has_its_verdict_as_title(name):
-    title = render_markdown(EVERY[name]).splitlines()[0]
-    assert title == f"## ampdoctor {EVERY[name].command}: {EVERY[name].verdict.replace('_', ' ')}"
-
-
 def test_what_was_not_examined_is_a_table_of_its_own():
     assert "### Not examined\n\n| what | why |\n| --- | --- |\n| `shard-2.safetensors` |" in render_markdown(INCOMPLETE)
     assert "### Not examined" not in render_markdown(HEALTHY)
@@ -57,18 +50,6 @@ def test_the_tables_are_tables_and_the_details_fold():
     assert "| ---" not in shown
 
 
-def test_precision_suppressions_and_the_baseline_have_their_tables():
-    text = render_markdown(full())
-    for part in ("### Precision\n\nUse `fp16` on `v100`", "### Suppressed", "ignore:", "### Fixed since the baseline"):
-        assert part in text
-
-
-def test_settings_that_nobody_judged_are_not_praised():
-    kept = replace(SICK.scaler, change=False)
-    assert "No change needed" in render_markdown(replace(SICK, scaler=kept))
-    assert "No change needed" not in render_markdown(replace(SICK, scaler=replace(kept, predicted=None)))
-
-
 def test_the_layers_that_lose_most_have_a_table():
     (site,) = SICK.profile["sites"]
     formats = {"fp16": {"flushed": 0.5}, "fp16_recommended": {"flushed": 0.25}, "e5m2": {"flushed": 0.0}}
@@ -79,12 +60,6 @@ def test_the_layers_that_lose_most_have_a_table():
     assert rows[0] == "| `layer.7` | dW | 75.00% | - | 25.00% | 0.00% |"
     assert len(rows) == 12
     assert "... and 2 more layers" in text
-
-
-def test_the_whole_model_has_a_name_in_the_table_of_modules():
-    row = PrecisionRow(module="", type="Model", part="loss", precision="fp32", reason="it overflows")
-    advice = replace(full().precision, rows=(row,))
-    assert "| model, loss | `Model` |" in render_markdown(replace(SICK, precision=advice))
 
 
 def test_a_setting_has_every_digit():
@@ -103,12 +78,6 @@ def test_above_900_kb_it_ends_between_two_findings_with_a_line_that_says_so():
     assert text.count("<details>") == text.count("</details>") > 100
     assert text.count("Truncated here") == 1
     assert "Truncated" not in render_markdown(full())
-
-
-def test_a_single_finding_that_is_too_long_does_not_keep_the_rest_from_being_valid():
-    text = render_markdown(replace(SICK, findings=(replace(OVERFLOW, message="x" * MAX_BYTES),)))
-    assert len(text.encode()) <= MAX_BYTES
-    assert text.startswith("## ampdoctor bisect-nan: sick")
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,9 @@ import pytest
 from rich.console import Console
 
 from ampdoctor.evidence.report import BaselineSection, Suppressed
-from ampdoctor.reports.github import render_github
 from ampdoctor.reports.html_report import render_html
 from ampdoctor.reports.human import render_human
-from ampdoctor.reports.junit import render_junit
 from ampdoctor.reports.markdown import render_markdown
-from ampdoctor.reports.text import gate_words
 from tests.samples import FIXED, HEALTHY, OVERFLOW, SICK, UNDERFLOW
 
 ASIDE = replace(
@@ -38,11 +35,6 @@ def test_how_many_are_set_aside_and_by_what_is_one_line():
     assert "3 findings set aside: 2 by the baseline base.json, 1 by an ignore; -v lists them" in shown(ASIDE)
 
 
-def test_there_is_nothing_to_do_about_what_is_set_aside():
-    for report in (ASIDE, replace(ASIDE, command="scan", target={"path": "x"})):
-        assert "next: nothing new" in shown(report)
-
-
 def test_each_is_listed_with_its_reason_when_asked():
     text = shown(ASIDE, verbose=1)
     assert "-v lists" not in text
@@ -50,39 +42,9 @@ def test_each_is_listed_with_its_reason_when_asked():
     assert text.count("error AMP201 forward-overflow") == 2
 
 
-def test_quiet_shows_findings_only():
-    assert "set aside" not in shown(ASIDE, quiet=True)
-
-
-def test_nothing_is_said_where_nothing_is_set_aside():
-    baseline = BaselineSection(file="base.json", written=False, new=0, known=0, fixed=())
-    assert gate_words(replace(HEALTHY, baseline=baseline)) == []
-
-
-def test_a_baseline_whose_name_needs_quotes_is_shown_with_them():
-    baseline = BaselineSection(file="my base.json", written=False, new=0, known=0, fixed=(FIXED,))
-    ((sentence, _),) = gate_words(replace(HEALTHY, baseline=baseline))
-    assert sentence.endswith("--write-baseline 'my base.json' writes it anew")
-
-
-def test_what_is_fixed_asks_for_a_new_baseline():
-    baseline = BaselineSection(file="base.json", written=False, new=0, known=0, fixed=(FIXED,))
-    text = shown(replace(HEALTHY, baseline=baseline))
-    assert "1 finding of the baseline base.json no longer there: --write-baseline base.json writes it anew" in text
-    assert "error AMP101 w: A NaN" in text
-
-
-def test_of_many_fixed_ones_a_few_are_shown_and_all_when_asked():
-    baseline = BaselineSection(file="base.json", written=False, new=0, known=0, fixed=(FIXED,) * 40)
-    assert "... and 28 more" in shown(replace(HEALTHY, baseline=baseline))
-    assert shown(replace(HEALTHY, baseline=baseline), verbose=1).count("A NaN") == 40
-
-
 FORMS = {
     "human": shown,
     "markdown": render_markdown,
-    "junit": render_junit,
-    "github": render_github,
     "html": render_html,
 }
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.reports.escape import is_seen, sanitise, sanitise_lines, sentence
+from ampdoctor.reports.escape import sanitise, sanitise_lines, sentence
 
 
 @given(st.text(alphabet=st.characters()))
@@ -40,15 +40,3 @@ def test_a_sentence_is_one_line_of_bounded_length():
     assert len(long) == 1000
     assert long.startswith("cannot write \\x0a")
     assert long.endswith("\\x0a: no")
-
-
-@pytest.mark.parametrize("text", ["a", " a\u200b", "\u2764\ufe0f", "\u05d0", "\u4e2d", "."])
-def test_a_text_of_which_anything_is_seen_is_one(text):
-    assert is_seen(text)
-
-
-@pytest.mark.parametrize(
-    "text", ["", " \t\n", "\u200b", "\u3164\ufe0f", "\u2800", "\xa0\u3000", "\x1b\x00", "\U000e0041"]
-)
-def test_spaces_and_characters_without_a_shape_are_not_seen(text):
-    assert not is_seen(text)

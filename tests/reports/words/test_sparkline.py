@@ -26,13 +26,11 @@ def test_one_overflow_among_a_thousand_steps_is_seen():
     line = sparkline(values, 10)
     assert len(line) == 10
     assert line.count("\N{MULTIPLICATION SIGN}") == 1
-    assert sparkline([math.nan], 3, plain=True) == "!"
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 100, 4096])
 def test_it_has_a_character_for_each_value_up_to_the_width(count):
     assert len(sparkline([1.0 * at for at in range(count)], 60)) == min(count, 60)
-    assert sparkline([1.0] * count, 60, plain=True).isascii()
 
 
 def test_nothing_is_nothing():

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
-from collections import deque
-
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
@@ -52,7 +48,7 @@ def examples(steps=6):
     ]
 
 
-def maml(*, loss_scale=4096.0, small=1.0, inner_small=1.0, departs=False):
+def maml(*, loss_scale=4096.0, small=1.0, departs=False):
     """The weights after a step on an inner loss, which no scaler scales, are what the outer loss is of."""
     model = network(inputs=20, outputs=5, departs=departs)
 
@@ -61,9 +57,9 @@ def maml(*, loss_scale=4096.0, small=1.0, inner_small=1.0, departs=False):
         optimizer.zero_grad()
         weights = dict(model.named_parameters())
         with autocast():
-            inner = functional.cross_entropy(model(x).float(), y) * inner_small
+            inner = functional.cross_entropy(model(x).float(), y)
         gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
-        fast = {name: w - 0.1 / inner_small * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
+        fast = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
         with autocast():
             loss = functional.cross_entropy(functional_call(model, fast, (x,)).float(), y) * small
         scaler.scale(loss).backward()
@@ -91,7 +87,7 @@ def checkpointed():
     return trained(model, step, batches=examples())
 
 
-def per_sample(*, loss_scale=4096.0, small=1.0, departs=False):
+def per_sample(*, departs=False):
     """Gradients of each sample, whose mean norm the batch's gradient is clipped to."""
     model = network(inputs=20, outputs=5, departs=departs)
 
@@ -104,7 +100,7 @@ def per_sample(*, loss_scale=4096.0, small=1.0, departs=False):
                 return functional.cross_entropy(functional_call(model, weights, (x[None],)).float(), y[None])
 
         with autocast():
-            loss = functional.cross_entropy(model(x).float(), y) * small
+            loss = functional.cross_entropy(model(x).float(), y)
         scaler.scale(loss).backward()
         weights = {name: w.detach() for name, w in model.named_parameters()}
         each = vmap(grad(one), in_dims=(None, 0, 0))(weights, x, y)
@@ -115,7 +111,7 @@ def per_sample(*, loss_scale=4096.0, small=1.0, departs=False):
         scaler.update()
         return loss
 
-    return trained(model, step, scale=loss_scale, batches=examples())
+    return trained(model, step, batches=examples())
 
 
 def world(dimensions, *, seed=3):
@@ -166,36 +162,6 @@ def policy(*, loss_scale=4096.0, small=1.0):
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             scaler.step(optimizer)
             scaler.update()
-        return loss
-
-    return trained(model, step, scale=loss_scale)
-
-
-def q_learning(*, loss_scale=4096.0, small=1.0):
-    """A replay buffer that a world fills, and a target network, both in a closure."""
-    model = network(inputs=8, outputs=4)
-    target = copy.deepcopy(model)
-    outside = world(8)
-    next(outside)
-    buffer = deque(maxlen=64)
-
-    def step(model, optimizer, scaler, autocast):
-        for _ in range(4):
-            action = torch.randint(4, (16,))
-            buffer.append((action, *outside.send(action)))
-        action, seen, reward = (torch.cat(column) for column in zip(*random.choices(buffer, k=4), strict=True))
-        with autocast():
-            value = model(seen).gather(1, action[:, None])[:, 0]
-            with torch.no_grad():
-                wanted = reward + 0.9 * target(seen).max(1)[0]
-            loss = functional.smooth_l1_loss(value.float(), wanted.float()) * small
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        with torch.no_grad():
-            for own, other in zip(model.parameters(), target.parameters(), strict=True):
-                other.lerp_(own, 0.3)
         return loss
 
     return trained(model, step, scale=loss_scale)

@@ -51,9 +51,8 @@ def measured(*sites, **facts):
     return collector.profile(RunFacts(precision="fp16", **facts), half=half.__getitem__, weight=lambda _: 10)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_healthy_transformer_keeps_fp16_and_is_told_what_autocast_keeps_wide(fused):
-    facts, advice = advice_for(runs.transformer(fused=fused))
+def test_a_healthy_transformer_keeps_fp16_and_is_told_what_autocast_keeps_wide():
+    facts, advice = advice_for(runs.transformer(fused=True))
     assert advice.precision == "fp16"
     assert advice.alternative == "bf16"
     assert facts.fp16_error < 2e-3 < facts.bf16_error < 8e-3
@@ -61,7 +60,7 @@ def test_a_healthy_transformer_keeps_fp16_and_is_told_what_autocast_keeps_wide(f
     assert parts["norm", "layer_norm"] == "fp32"
     assert parts["attn.qkv", ""] == "fp16"
     assert parts["rms", ""] == "fp32"  # written out, and its mean is taken in fp16
-    assert ("attn", "scaled_dot_product_attention" if fused else "softmax") in parts
+    assert ("attn", "scaled_dot_product_attention") in parts
 
 
 def test_pure_bf16_that_stands_still_gets_the_remedies_and_autocast_keeps_its_updates():
@@ -85,13 +84,12 @@ def test_forward_magnitudes_leave_masks_and_wide_tensors_aside():
 
 
 def test_a_spread_reaches_from_the_largest_value_to_the_one_that_may_be_lost():
-    values = torch.cat([torch.ones(989), torch.full((10,), 2.0**-20), torch.full((1,), 2.0**6)])
-    sites = (site("a.weight", "weight", values), site("a.weight", "weight_grad", torch.randn(100)))
-    (tight,) = facts_of(measured(*sites), "h100", flushed=0.02).spreads
-    assert tight.log2_span == pytest.approx(6.0, abs=0.13)
-    (wide,) = facts_of(measured(*sites), "h100", flushed=0.005).spreads
-    assert wide.log2_span == pytest.approx(26.0, abs=0.13)
-    assert (wide.module, wide.kind) == ("a", "weight")
+    for rare, span in ((5, 6.0), (20, 26.0)):  # of 1,000: a hundredth may be lost
+        values = torch.cat([torch.ones(1000 - rare), torch.full((rare,), 2.0**-20), torch.full((1,), 2.0**6)])
+        sites = (site("a.weight", "weight", values), site("a.weight", "weight_grad", torch.randn(100)))
+        (found,) = facts_of(measured(*sites), "h100").spreads
+        assert found.log2_span == pytest.approx(span, abs=0.13)
+        assert (found.module, found.kind) == ("a", "weight")
 
 
 def test_hardware_without_subnormals_loses_what_lies_between_2_to_the_minus_25_and_minus_14():
@@ -114,15 +112,3 @@ def test_errors_are_those_of_the_best_scale_wherever_the_measured_gradients_carr
     assert plain.fp16_error == pytest.approx(scaled.fp16_error)
     assert plain.fp16_error == pytest.approx(3.5 * 2e-4, rel=0.2)
     assert plain.bf16_error == pytest.approx(3.5 * 1.6e-3, rel=0.2)
-
-
-def test_without_a_gradient_there_is_no_scale():
-    found = facts_of(measured(site("a", "activation", torch.ones(3))))
-    assert (found.scale, found.fp16_error, found.bf16_error) == (None, None, None)
-
-
-def test_what_a_replay_showed_is_handed_on():
-    found = facts_of(measured(site("a.weight", "weight_grad", torch.randn(100))), harm="loss is not finite at step 3")
-    advice = advise_precision(found)
-    assert advice.precision == "bf16"
-    assert "in an FP16 replay loss is not finite at step 3" in advice.why

@@ -13,23 +13,6 @@ from ampdoctor import TrainingRun
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class SignMomentum(torch.optim.Optimizer):
-    """An update of one size for every weight, as Lion's."""
-
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["m"] = torch.zeros_like(p)
-                p.add_((state["m"] * 0.9 + p.grad * 0.1).sign(), alpha=-group["lr"])
-                state["m"].mul_(0.99).add_(p.grad, alpha=0.01)
-
-
 class Factored(torch.optim.Optimizer):
     """Second moments by rows and columns in fp32, as Adafactor's."""
 
@@ -53,7 +36,6 @@ class Factored(torch.optim.Optimizer):
 OPTIMIZERS = {
     "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9),
     "adamw": lambda p, lr: torch.optim.AdamW(p, lr=lr, eps=1e-5),
-    "lion": SignMomentum,
     "adafactor": Factored,
 }
 
@@ -79,7 +61,7 @@ def mean_square(model, x):
     return model(x).float().square().mean()
 
 
-def pure_half(optimizer: str, lr: float, precision: str, *, masters: bool = False) -> TrainingRun:
+def pure_half(optimizer: str, lr: float, precision: str, *, master_weights: bool = False) -> TrainingRun:
     torch.manual_seed(0)
     model = Net().to(DTYPES[precision])
     return TrainingRun(
@@ -90,11 +72,11 @@ def pure_half(optimizer: str, lr: float, precision: str, *, masters: bool = Fals
         precision=precision,
         autocast=False,
         scaler=None,
-        master_weights=masters,
+        master_weights=master_weights,
     )
 
 
-def averaged(decay: float, precision: str, *, masters: bool = False) -> TrainingRun:
+def averaged(decay: float, precision: str, *, master_weights: bool = False) -> TrainingRun:
     torch.manual_seed(0)
     net = Net().to(DTYPES[precision])
     model = nn.ModuleDict({"net": net, "ema": AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay))})
@@ -111,7 +93,7 @@ def averaged(decay: float, precision: str, *, masters: bool = False) -> Training
         precision=precision,
         autocast=False,
         scaler=None,
-        master_weights=masters,
+        master_weights=master_weights,
         after_step=after_step,
     )
 
@@ -133,35 +115,6 @@ def small_loss(factor: float, scale: float | None, *, hidden: bool = False, half
         else torch.optim.Adam(model.parameters(), lr=1e-3),
         precision="fp16",
         scaler=None if scale is None else {"init_scale": scale},
-    )
-
-
-class Norm(nn.Module):
-    def __init__(self, gain):
-        super().__init__()
-        self.gain = gain
-        self.weight = nn.Parameter(torch.ones(32))
-
-    def forward(self, x):
-        x = x * self.gain
-        square = x * x  # SQUARE
-        return x * torch.rsqrt(square.float().mean(-1, keepdim=True) + 1e-6) * self.weight
-
-
-def normed(gain: float) -> TrainingRun:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"first": nn.Linear(8, 32), "norm": Norm(gain), "head": nn.Linear(32, 4)})
-
-    def loss(m, x):
-        return m["head"](m["norm"](m["first"](x))).float().square().mean()
-
-    return TrainingRun(
-        model=model,
-        batches=batches(),
-        loss=loss,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
-        precision="fp16",
-        scaler={"init_scale": 64.0},
     )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import time
 from queue import SimpleQueue
 
 import pytest
@@ -15,12 +13,10 @@ from ampdoctor import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 
-CALLS: dict[str, int] = {}
-LOG = logging.getLogger("training")
 STEPS = 5
 
 
-def make_run(*, lr=0.1, after_step=None, seen=None, fail_at=None, step=None, batches=STEPS, half=True):
+def make_run(*, lr=0.1, after_step=None, seen=None, fail_at=None, step=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
@@ -38,8 +34,8 @@ def make_run(*, lr=0.1, after_step=None, seen=None, fail_at=None, step=None, bat
         loss=None if step is not None else loss,
         step=step,
         after_step=after_step,
-        batches=[(torch.randn(6, 8), number) for number in range(batches)],
-        precision="fp16" if half else "fp32",
+        batches=[(torch.randn(6, 8), number) for number in range(STEPS)],
+        precision="fp16",
         scaler=torch.amp.GradScaler("cpu", init_scale=1024.0),
     )
 
@@ -83,21 +79,6 @@ def test_every_step_begins_where_the_last_one_ended():
         assert torch.allclose(own, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_a_step_of_the_users_own_is_run_once_and_once_in_fp32():
-    def step(model, batch, optimizer, scaler, autocast):
-        with autocast():
-            loss = model(batch[0]).square().mean()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss
-
-    report = diagnosed(step=step)
-    assert (report.verdict, report.run["replays"]) == ("healthy", 2 * STEPS + 1)
-    assert compared(report).headroom["steps"] == STEPS
-
-
 def test_a_step_of_several_updates_is_compared_at_its_last_one():
     """As PPO's epochs: the first update's gradients beside the last one's in fp32 would be far apart."""
 
@@ -117,20 +98,15 @@ def test_a_step_of_several_updates_is_compared_at_its_last_one():
     assert report.run["replays"] == 2 * STEPS + 1
 
 
-@pytest.mark.parametrize("where", ["list", "global", "attribute", "model"])
+@pytest.mark.parametrize("where", ["list", "model"])
 def test_state_that_a_step_of_the_users_own_keeps_is_put_back(where):
-    """A pool of samples, a counter, an object that counts, a second network."""
-
-    class Owner:
-        def __init__(self) -> None:
-            self.steps = 0
+    """A pool of samples, a second network."""
 
     def factory():
-        pool, owner, other = [], Owner(), nn.Linear(8, 16)
-        CALLS["steps"] = 0
+        pool, other = [], nn.Linear(8, 16)
 
         def step(model, batch, optimizer, scaler, autocast):
-            before = {"list": len(pool), "global": CALLS["steps"], "attribute": owner.steps, "model": 0}[where]
+            before = len(pool)
             with autocast():
                 hidden = model[0](batch[0]) + (other(batch[0]) if where == "model" else 0)
                 loss = (model[2](model[1](hidden)) * (1e7 if before == 3 else 1.0)).square().mean()
@@ -140,10 +116,6 @@ def test_state_that_a_step_of_the_users_own_keeps_is_put_back(where):
             scaler.update()
             if where == "list":
                 pool.append(loss.item())
-            elif where == "global":
-                CALLS["steps"] += 1
-            elif where == "attribute":
-                owner.steps += 1
             else:
                 with torch.no_grad():
                     other.weight.mul_(0.5)
@@ -166,89 +138,32 @@ def test_what_counts_its_steps_is_stepped_as_often_as_its_owner_does():
     assert [counted.get_nowait() for _ in range(STEPS)] == list(range(STEPS))
 
 
-def test_a_loss_with_state_of_its_own_is_replayed_from_the_start():
-    class Own:
-        def __init__(self) -> None:
-            self.generator = torch.Generator().manual_seed(3)
-
-        def __call__(self, model, batch):
-            return (model(batch[0]) + torch.randn(4, generator=self.generator)).square().mean()
-
-    def factory():
-        run = make_run()
-        run.loss = Own()
-        return run
-
-    report = bisect_nan(ReplayRequest(factory=factory, steps=STEPS))
-    assert report.verdict == "healthy"
-    assert compared(report).headroom["steps"] == STEPS
-
-
-class Queue(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.last = nn.Linear(8, 4), []
-
-    def forward(self, x):
-        self.last.append(x.mean().item())
-        return self.inner(x) * (1e7 if len(self.last) == 4 else 1.0)
-
-
 def counted_by_closure():
     count = itertools.count().__next__
     return lambda model, batch: (model(batch[0]) * (1e7 if count() == 3 else 1.0)).square().mean()
 
 
-def counted_by_a_variable():
-    count = 0
-
-    def loss(model, batch):
-        nonlocal count
-        count += 1
-        return (model(batch[0]) * (1e7 if count == 4 else 1.0)).square().mean()
-
-    return loss
-
-
-class CountedByItself:
-    def __init__(self) -> None:
-        self.calls = {"all": 0}
-
-    def __call__(self, model, batch):
-        self.calls["all"] += 1
-        return (model(batch[0]) * (1e7 if self.calls["all"] == 4 else 1.0)).square().mean()
-
-
-@pytest.mark.parametrize("kind", [counted_by_closure, counted_by_a_variable, CountedByItself, Queue])
-def test_what_fails_at_its_fourth_call_fails_in_the_fourth_step(kind):
+def test_what_fails_at_its_fourth_call_fails_in_the_fourth_step():
     """A twin would be such a call as well: the failure would move to another step, or into fp32, which holds it."""
 
     def factory():
         run = make_run()
-        if kind is Queue:
-            torch.manual_seed(0)
-            run.model = Queue()
-            run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
-            run.loss = lambda model, batch: model(batch[0]).square().mean()
-        else:
-            run.loss = kind()
+        run.loss = counted_by_closure()
         return run
 
     report = bisect_nan(ReplayRequest(factory=factory, steps=STEPS))
     assert (report.verdict, report.findings[0].where.step) == ("sick", 3)
 
 
-@pytest.mark.parametrize("name", ["count", "_count"])
-def test_an_optimizer_that_counts_its_steps_finds_its_count(name):
+def test_an_optimizer_that_counts_its_steps_finds_its_count():
     class Counting(torch.optim.Optimizer):
         def __init__(self, parameters) -> None:
             super().__init__(parameters, {})
-            setattr(self, name, 0)
+            self._count = 0
 
         @torch.no_grad()
         def step(self, closure=None):
-            count = getattr(self, name) + 1
-            setattr(self, name, count)
+            self._count = count = self._count + 1
             counts.put(count)
             for parameter in self.param_groups[0]["params"]:
                 parameter.sub_(0.1 / count * parameter.grad)
@@ -266,30 +181,10 @@ def test_an_optimizer_that_counts_its_steps_finds_its_count(name):
     assert seen == [1, *(count for count in range(1, STEPS + 1) for _ in range(2))], "each step, its twin, the proof"
 
 
-def test_what_a_library_keeps_is_no_state_of_the_run():
-    """Loggers, caches and compiled patterns come and go with any step."""
-
-    def factory():
-        run, loss = make_run(), make_run().loss
-
-        def logging_loss(model, batch):
-            LOG.getChild(f"at {time.monotonic_ns()}").debug("a step")
-            return loss(model, batch)
-
-        run.loss = logging_loss
-        return run
-
-    known = len(LOG.manager.loggerDict)
-    report = bisect_nan(ReplayRequest(factory=factory, steps=STEPS))
-    assert (report.verdict, report.run["replays"]) == ("healthy", 2 * STEPS + 1)
-    assert len(LOG.manager.loggerDict) > known + 2 * STEPS
-
-
-@pytest.mark.parametrize("fail_at", [0, 1, 4])
-def test_a_failing_step_is_the_one_that_fails(fail_at):
-    report = diagnosed(fail_at=fail_at)
+def test_a_failing_step_is_the_one_that_fails():
+    report = diagnosed(fail_at=1)
     finding = report.findings[0]
-    assert (report.verdict, finding.where.step, finding.where.phase) == ("sick", fail_at, "loss")
+    assert (report.verdict, finding.where.step, finding.where.phase) == ("sick", 1, "loss")
 
 
 @pytest.mark.parametrize(("wanted", "replays"), [(0, STEPS), (2, STEPS + 3), (STEPS + 9, 2 * STEPS + 1)])
@@ -302,8 +197,3 @@ def test_as_many_steps_are_compared_as_are_asked_for(wanted, replays):
     if wanted == 0:
         assert compared(report).result == "not_run"
         assert said == ["switched off (--no-compare)"]
-
-
-def test_a_run_in_fp32_is_compared_as_well():
-    report = diagnosed(half=False)
-    assert (report.verdict, compared(report).headroom["largest_gradient_error"]) == ("healthy", 0.0)

@@ -36,10 +36,6 @@ DICT = (
     "shadow = {k: p.detach().clone() for k, p in model.named_parameters()}",
     "[shadow.__setitem__(k, shadow[k] * 0.9 + p * 0.1) for k, p in model.named_parameters()]",
 )
-LIST = (
-    "shadow = [p.detach().clone() for p in model.parameters()]",
-    "[s.mul_(0.9).add_(p, alpha=0.1) for s, p in zip(shadow, model.parameters())]",
-)
 OBJECT = (
     """class Average:
     def __init__(self):
@@ -68,9 +64,7 @@ HELD = through_half(OBJECT, "holder['average'][0].module.half().float()")
     ("kept", "name"),
     [
         (LOST, "ema.0.bias"),
-        (through_half(SWA, "ema.half(); ema.float()"), "ema.module.0.bias"),
         (through_half(DICT, "shadow = {k: s.half().float() for k, s in shadow.items()}"), "shadow.0.bias"),
-        (through_half(LIST, "[s.copy_(s.half()) for s in shadow]"), "shadow[1]"),
         (HELD, "module.0.bias"),
     ],
 )
@@ -90,14 +84,11 @@ def test_a_replay_names_the_op_that_blows_an_average_up(tmp_path):
 
 
 HEALTHY = [
-    MODULE,
     SWA,
     DICT,
     (MODULE[0], f"{MODULE[1]}{VALIDATED}copy.deepcopy(ema).half()"),
     ("best = torch.full((8,), float('inf'))", "best = torch.minimum(best, model[0].bias)"),
-    ("never = torch.full((8,), float('nan'))", "pass"),
     ("mask = torch.zeros(8)", "mask = torch.where(torch.arange(8) > 3, float('-inf'), 0.0)"),
-    ("norms = torch.zeros(3)", "norms = torch.full((3,), float('inf'))"),
     ("losses = []", "losses.append(loss.detach() * float('inf'))"),
     ("ema = copy.deepcopy(model); ema[0].weight.data.fill_(float('nan'))", MODULE[1]),
 ]
@@ -109,30 +100,8 @@ def test_what_harms_nothing_beside_a_model_is_no_finding_of_a_replay(setup, each
     assert (report.verdict, report.findings) == ("healthy", ())
 
 
-def test_gradients_kept_of_a_step_that_its_scaler_skips_are_no_finding(tmp_path):
-    script = tmp_path / "train.py"
-    text = LOOP.format(setup="kept = {}; scaler = torch.amp.GradScaler('cpu', init_scale=2.0**30)", each="KEEP")
-    text = text.replace("model[0].bias[3] = -70000.0", "pass")
-    text = text.replace("loss = nn", "with torch.autocast('cpu', torch.float16): loss = nn").replace(
-        "mse_loss(model(x), y)", "mse_loss(model(x).float(), y)"
-    )
-    text = text.replace("loss.backward()", "scaler.scale(loss).backward()")
-    text = text.replace("optimizer.step()", "scaler.step(optimizer); scaler.update()")
-    text = text.replace("KEEP", "kept.update({k: p.grad.clone() for k, p in model.named_parameters()})")
-    script.write_text(text, encoding="utf-8")
-    report = bisect_nan(ReplayRequest(factory=str(script), steps=12))
-    assert [one.code for one in report.findings if one.code in {"AMP101", "AMP114"}] == []
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [
-        LOST,
-        HELD,
-    ],
-)
-def test_run_names_an_average_that_is_lost_and_between_which_steps(kept, tmp_path):
-    done, lines = run(written(tmp_path, *kept), tmp_path)
+def test_run_names_an_average_that_is_lost_and_between_which_steps(tmp_path):
+    done, lines = run(written(tmp_path, *HELD), tmp_path)
     assert done.returncode == 1
     assert "ERROR AMP114 average-through-half" in done.stderr
     assert "was finite after step 4 and holds" in done.stderr or "was finite after step 2 and holds" in done.stderr
@@ -140,18 +109,6 @@ def test_run_names_an_average_that_is_lost_and_between_which_steps(kept, tmp_pat
     assert look["findings"][0]["where"]["tensor"].endswith("0.bias")
 
 
-def test_run_looks_at_what_a_function_keeps(tmp_path):
-    script = written(tmp_path, *LOST)
-    lines = script.read_text(encoding="utf-8").splitlines()
-    body = "\n".join(
-        ["import copy, torch", "from torch import nn", "def main():", *(f"    {line}" for line in lines[3:])]
-    )
-    script.write_text(f"{body}\nmain()\n", encoding="utf-8")
-    done, _ = run(script, tmp_path)
-    assert "ERROR AMP114" in done.stderr
-
-
-@pytest.mark.parametrize(("setup", "each"), [HEALTHY[3], HEALTHY[4], HEALTHY[9]])
-def test_run_says_nothing_of_what_harms_nothing(setup, each, tmp_path):
-    done, _ = run(written(tmp_path, setup, each), tmp_path)
+def test_run_says_nothing_of_what_harms_nothing(tmp_path):
+    done, _ = run(written(tmp_path, *HEALTHY[-1]), tmp_path)
     assert (done.returncode, "AMP1" in done.stderr) == (0, False)

@@ -18,15 +18,15 @@ class MasterAdam(torch.optim.Optimizer):
     def __init__(self, parameters, lr):
         super().__init__(list(parameters), {"lr": lr})
         self.halves = [p for group in self.param_groups for p in group["params"]]
-        self.masters = [p.detach().float().requires_grad_() for p in self.halves]
-        self.inner = torch.optim.AdamW(self.masters, lr=lr)
+        self.master_weights = [p.detach().float().requires_grad_() for p in self.halves]
+        self.inner = torch.optim.AdamW(self.master_weights, lr=lr)
 
     @torch.no_grad()
     def step(self, closure=None):
-        for master, half in zip(self.masters, self.halves, strict=True):
+        for master, half in zip(self.master_weights, self.halves, strict=True):
             master.grad = half.grad.float()
         self.inner.step()
-        for master, half in zip(self.masters, self.halves, strict=True):
+        for master, half in zip(self.master_weights, self.halves, strict=True):
             half.copy_(master)
 
 

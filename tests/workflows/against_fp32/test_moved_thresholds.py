@@ -5,16 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from ampdoctor.diagnosis.catalogue import thresholds_from
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.profile import profile
-from ampdoctor.workflows.recommend import recommend
 from ampdoctor.workflows.requests import ReplayRequest
-from ampdoctor.workflows.scan import scan
-from ampdoctor.workflows.scan_against import compare
 
 FILE = Path(__file__).with_name("silent_runs.py")
 
@@ -26,51 +21,6 @@ def codes(report):
 def listed(report, check_report):
     """Of a report that follows the schema, what it says was moved."""
     return {f"{one['code']}.{one['name']}": one["value"] for one in check_report(render_json(report))["thresholds"]}
-
-
-def small(path, values, step):
-    """A checkpoint of one matrix."""
-    torch.save({"model": {"fc.weight": values}, "step": step}, path)
-    return path
-
-
-def test_of_a_checkpoint(tmp_path, check_report):
-    values = torch.full((64, 64), 1.0)
-    values[:, :20] = 1e-9  # 31 % would become zero in fp16, with next to no error
-    path = small(tmp_path / "c.pt", values, 1)
-    assert codes(scan(path)) == []
-    report = scan(path, thresholds=thresholds_from({"AMP105": {"relative_error": 0.0, "erased": 0.3}}))
-    assert codes(report) == [("AMP105", "warning")]
-    assert "by more than a relative error of 0" in report.findings[0].message
-    assert listed(report, check_report) == {"AMP105.relative_error": 0.0, "AMP105.erased": 0.3}
-
-
-def test_of_many_checkpoints_and_of_their_trend(tmp_path, check_report):
-    for number, largest in enumerate((2.0**7, 2.0**9, 2.0**11, 2.0**13), 1):
-        values = torch.ones(8, 8)
-        values[0, 0] = largest
-        folder = tmp_path / f"checkpoint-{number}00"
-        folder.mkdir()
-        small(folder / "c.pt", values, 100 * number)
-    assert codes(scan(tmp_path)) == [("AMP710", "warning")]
-    report = scan(tmp_path, thresholds=thresholds_from({"AMP710": {"start": 1000.0}}))
-    assert codes(report) == []
-    assert listed(report, check_report) == {"AMP710.start": 1000.0}
-
-
-def test_of_two_checkpoints(tmp_path, check_report):
-    torch.manual_seed(0)
-    values = torch.randn(8, 8)
-    old = small(tmp_path / "old.pt", values, 100)
-    values[0, 0] = 40.0
-    middle = small(tmp_path / "middle.pt", values, 200)
-    values[0, 0] = 20000.0
-    new = small(tmp_path / "new.pt", values, 300)
-    assert codes(compare(new, old)) == []  # out of its start
-    assert codes(compare(new, middle)) == [("AMP710", "warning")]
-    report = compare(new, middle, thresholds=thresholds_from({"AMP710": {"start": 100.0}}))
-    assert (codes(report), report.change.growth) == ([], ())
-    assert listed(report, check_report) == {"AMP710.start": 100.0}
 
 
 @pytest.mark.parametrize(
@@ -91,17 +41,3 @@ def test_of_a_replay(function, arguments, code, moves, check_report):
     report = bisect_nan(ReplayRequest(**request, thresholds=thresholds_from(moves)))
     assert code not in [found for found, _ in codes(report)]
     assert listed(report, check_report) == {f"{rule}.{name}": v for rule, of in moves.items() for name, v in of.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workflow", [profile, recommend])
-def test_of_measured_ranges(workflow, check_report):
-    moves = {"AMP301": {"flushed": 1.0, "share_warning": 1.0, "share_bad": 1.0, "error_note": 1.0}}
-    moves["AMP301"] |= {"error_warning": 1.0, "error_bad": 1.0, "zeroed_share": 1.0, "zeroed": 1.0}
-    moves["AMP207"] = {"relative_error": 1.0}
-    arguments = {"factor": 1e-6, "scale": None}
-    request = {"factory": f"{FILE}:small_loss", "arguments": arguments, "steps": 4}
-    assert "AMP301" in [found for found, _ in codes(workflow(ReplayRequest(**request)))]
-    report = workflow(ReplayRequest(**request, thresholds=thresholds_from(moves)))
-    assert "AMP301" not in [found for found, _ in codes(report)]
-    assert listed(report, check_report)["AMP301.flushed"] == 1.0

@@ -16,8 +16,7 @@ def replay(function, *, steps=3, **arguments):
     return bisect_nan(ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=steps))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lion", "adafactor"])
+@pytest.mark.parametrize(("optimizer", "precision"), [("sgd", "fp16"), ("adamw", "bf16"), ("adafactor", "bf16")])
 def test_updates_that_round_away(optimizer, precision):
     report = replay("pure_half", optimizer=optimizer, lr=1e-7, precision=precision)
     finding = report.findings[0]
@@ -26,24 +25,21 @@ def test_updates_that_round_away(optimizer, precision):
     assert (finding.prescription.kind, finding.prescription.status) == ("dtype", "verified")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("optimizer", "lr"), [("sgd", 0.1), ("lion", 1e-2), ("adafactor", 1e-2)])
+@pytest.mark.parametrize(("optimizer", "lr", "precision"), [("sgd", 0.1, "fp16"), ("adafactor", 1e-2, "bf16")])
 def test_updates_that_arrive(optimizer, lr, precision):
     report = replay("pure_half", optimizer=optimizer, lr=lr, precision=precision)
     assert (report.verdict, report.findings) == ("healthy", ())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("lr", [1e-4, 1e-5, 1e-7])
+@pytest.mark.parametrize(("precision", "lr"), [("bf16", 1e-5), ("fp16", 1e-7)])
 def test_half_copies_that_stay_while_their_fp32_masters_move(lr, precision):
-    report = replay("pure_half", optimizer="adamw", lr=lr, precision=precision, masters=True)
+    report = replay("pure_half", optimizer="adamw", lr=lr, precision=precision, master_weights=True)
     assert (report.verdict, report.findings) == ("healthy", ())
 
 
-@pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_frozen_average(precision, masters):
-    report = replay("averaged", steps=6, decay=0.9999, precision=precision, masters=masters)
+@pytest.mark.parametrize(("precision", "master_weights"), [("bf16", False), ("fp16", True)])
+def test_a_frozen_average(precision, master_weights):
+    report = replay("averaged", steps=6, decay=0.9999, precision=precision, master_weights=master_weights)
     finding = report.findings[0]
     assert (finding.code, finding.where.op) == ("AMP508", "aten.lerp_")
     assert finding.where.module.startswith("ema.module")
@@ -80,23 +76,8 @@ def test_gradients_that_are_scaled(factor, scale):
     assert (report.verdict, report.findings) == ("healthy", ())
 
 
-def test_an_overflow_that_a_root_absorbs():
-    finding = replay("normed", gain=3000.0).findings[0]
-    assert (finding.code, finding.where.module, finding.where.op) == ("AMP201", "norm", "aten.mul")
-    lines = FILE.read_text().splitlines()
-    assert lines[finding.where.source.line - 1].endswith("# SQUARE")
-    assert finding.evidence["departs"] > 0.5
-    assert finding.prescription.status == "verified"
-
-
-def test_squares_that_fit():
-    report = replay("normed", gain=3.0)
-    assert (report.verdict, report.findings) == ("healthy", ())
-
-
-@pytest.mark.parametrize("factor", [1e-6, 1.0])
-def test_a_run_with_state_that_no_snapshot_holds_is_not_compared(factor):
-    report = replay("small_loss", factor=factor, scale=None, hidden=True)
+def test_a_run_with_state_that_no_snapshot_holds_is_not_compared():
+    report = replay("small_loss", factor=1e-6, scale=None, hidden=True)
     assert (report.verdict, [one.code for one in report.findings]) == ("healthy", ["AMP901"])
     assert report.checks[-1].result == "not_run"
     (left_out,) = (one for one in report.skipped if one.what == "comparison with fp32")

@@ -14,8 +14,6 @@ from ampdoctor import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 
-HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 def net(out=4):
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, out))
@@ -26,13 +24,13 @@ def data():
     return [(torch.randn(8, 16, generator=generator), torch.arange(8) % 4) for _ in range(2)]
 
 
-def inner_loop(context: str, lr: float = 0.1, precision: str = "fp16", updates: int = 3) -> TrainingRun:
+def inner_loop(context: str, lr: float = 0.1, updates: int = 3) -> TrainingRun:
     """Some updates on each batch; what `context` says of autocast is all that differs."""
     torch.manual_seed(0)
     model = net()
 
     def autocast(*, cache=True):
-        return torch.autocast("cpu", dtype=HALF[precision], cache_enabled=cache)
+        return torch.autocast("cpu", dtype=torch.float16, cache_enabled=cache)
 
     def update(model, batch, optimizer, scaler):
         optimizer.zero_grad()
@@ -51,9 +49,6 @@ def inner_loop(context: str, lr: float = 0.1, precision: str = "fp16", updates: 
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
-            elif context == "each, and the update in it":
-                with autocast():
-                    loss = update(model, batch, optimizer, scaler)
         if context in ("around", "without a cache"):
             with autocast(cache=context == "around"):
                 for _ in range(updates):
@@ -65,41 +60,16 @@ def inner_loop(context: str, lr: float = 0.1, precision: str = "fp16", updates: 
         batches=data(),
         step=step,
         optimizer=torch.optim.SGD(model.parameters(), lr=lr),
-        precision=precision,
-        scaler={"init_scale": 1024.0} if precision == "fp16" else None,
+        scaler={"init_scale": 1024.0},
     )
 
 
-def networks_in_one_context() -> TrainingRun:
-    """Two networks, each updated once: the second's loss goes through the first, whose update is small."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"critic": net(1), "actor": net(16)})
-    optimizers = {name: torch.optim.Adam(part.parameters(), lr=1e-4) for name, part in model.items()}
-
-    def step(model, batch, optimizer, scaler):
-        with torch.autocast("cpu", dtype=torch.float16):
-            real, made = model["critic"](batch[0]), model["critic"](model["actor"](batch[0]).detach())
-            loss = functional.softplus(-real).mean() + functional.softplus(made).mean()
-            optimizer["critic"].zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer["critic"])
-            other = functional.softplus(-model["critic"](model["actor"](batch[0]))).mean()
-            optimizer["actor"].zero_grad()
-            scaler.scale(other).backward()
-            scaler.step(optimizer["actor"])
-            scaler.update()
-        return loss
-
-    return TrainingRun(model=model, batches=data(), step=step, optimizer=optimizers, scaler={"init_scale": 1024.0})
+def replay(name, **arguments):
+    return bisect_nan(ReplayRequest(factory=f"{__file__}:{name}", arguments=arguments))
 
 
-def replay(name, policy="cuda", **arguments):
-    return bisect_nan(ReplayRequest(factory=f"{__file__}:{name}", arguments=arguments, policy=policy))
-
-
-@pytest.mark.parametrize(("precision", "policy"), [("fp16", "cuda"), ("fp16", "native"), ("bf16", "cuda")])
-def test_an_inner_loop_inside_one_context_learns_from_old_weights(precision, policy):
-    (finding,) = replay("inner_loop", policy, context="around", precision=precision).findings
+def test_an_inner_loop_inside_one_context_learns_from_old_weights():
+    (finding,) = replay("inner_loop", context="around").findings
     assert (finding.code, finding.severity, finding.cause) == ("AMP210", "error", "stale_casts")
     assert finding.evidence["gradient_error"] > 20 * finding.evidence["gradient_error_with_new_casts"]
     assert (finding.prescription.kind, finding.prescription.status) == ("code", "intervention")
@@ -122,17 +92,9 @@ def test_a_first_step_in_which_old_copies_hardly_matter_does_not_end_the_compari
     assert (finding.code, finding.severity, finding.where.step) == ("AMP210", "error", 1)
 
 
-@pytest.mark.parametrize("context", ["each", "each, and the update in it", "without a cache"])
+@pytest.mark.parametrize("context", ["each", "without a cache"])
 def test_a_context_for_each_forward_and_one_without_a_cache_are_well(context):
     assert replay("inner_loop", context=context).findings == ()
-
-
-def test_one_update_in_its_context_is_well():
-    assert replay("inner_loop", context="around", updates=1).findings == ()
-
-
-def test_small_updates_of_several_networks_are_no_harm():
-    assert {finding.severity for finding in replay("networks_in_one_context").findings} <= {"note"}
 
 
 def swapped(write: str, healthy: str = "") -> TrainingRun:
@@ -147,15 +109,8 @@ def swapped(write: str, healthy: str = "") -> TrainingRun:
         for p, v in zip(model.parameters(), values, strict=True):
             if write == "copy_ of .data":
                 p.data.copy_(v)
-            elif write == "copy_":
-                with torch.no_grad():
-                    p.copy_(v)
             elif write == ".data = ":
                 p.data = v.clone()
-        if write == "clamp_":  # a critic's weights are clipped (WGAN)
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.clamp_(-0.02, 0.02)
         if write == "load_state_dict":
             model.load_state_dict(dict(zip(model.state_dict(), values, strict=True)))
         if healthy == "cache cleared":
@@ -164,7 +119,7 @@ def swapped(write: str, healthy: str = "") -> TrainingRun:
 
     def step(model, batch, optimizer, scaler):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=healthy != "no cache"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             out = model(batch[0]).float()
             if healthy != "a context each":
                 policy = swap(reference)
@@ -190,7 +145,7 @@ def swapped(write: str, healthy: str = "") -> TrainingRun:
     )
 
 
-@pytest.mark.parametrize("write", ["copy_ of .data", "copy_", ".data = ", "load_state_dict"])
+@pytest.mark.parametrize("write", ["copy_ of .data", ".data = ", "load_state_dict"])
 def test_any_write_to_a_weight_whose_copy_is_kept_is_named_with_its_line(write):
     (finding,) = replay("swapped", write=write).findings
     assert (finding.code, finding.severity, finding.cause) == ("AMP210", "error", "stale_casts")
@@ -243,43 +198,6 @@ def test_old_copies_that_are_equal_in_the_first_step_are_found_in_a_later_one():
     assert finding.where.source.file.endswith("test_stale_casts.py")
 
 
-def test_weights_that_are_clipped_inside_the_context_are_named():
-    (finding,) = replay("swapped", write="clamp_").findings
-    assert (finding.code, finding.cause) == ("AMP210", "stale_casts")
-    assert "clamp_ at" in finding.message
-
-
-@pytest.mark.parametrize("healthy", ["cache cleared", "no cache", "a context each"])
+@pytest.mark.parametrize("healthy", ["cache cleared", "a context each"])
 def test_weights_that_are_swapped_and_cast_anew_are_well(healthy):
     assert replay("swapped", write="copy_ of .data", healthy=healthy).findings == ()
-
-
-def test_half_copies_that_a_run_keeps_on_purpose_are_not_blamed():
-    assert replay("kept_on_purpose").findings == ()
-
-
-def kept_on_purpose() -> TrainingRun:
-    """A first layer's half copy from before the run: frozen by hand."""
-    torch.manual_seed(0)
-    model = net()
-
-    def step(model, batch, optimizer, scaler):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            frozen = model[0].weight.bfloat16().detach()
-            with torch.no_grad():
-                model[0].weight.mul_(0.999)
-            out = model(batch[0]) + functional.linear(batch[0].bfloat16(), frozen)[:, :4]
-            loss = functional.cross_entropy(out.float(), batch[1])
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return TrainingRun(
-        model=model,
-        batches=data(),
-        step=step,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
-        precision="bf16",
-        scaler=None,
-    )

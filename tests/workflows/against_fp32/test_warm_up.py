@@ -25,8 +25,8 @@ def test_what_stands_still_at_the_full_rate_too_is_sick_in_a_warm_up():
     assert [finding.code for finding in report.findings if finding.severity == "error"] == ["AMP501"]
 
 
-def test_a_warm_up_that_begins_at_nothing_is_looked_at_longer():
+def test_steps_at_a_learning_rate_of_0_are_said_to_show_nothing():
     report = report_of(steps_at_zero=10, rises_over=1)
-    assert (report.verdict, report.run["steps"]) == ("healthy", 16)
-    assert report.checks[-1].headroom["steps_at_rest_in_fp32"] == 10
-    assert "nothing moves in the first 8 steps" in report.run["notes"][-1]
+    assert (report.verdict, report.run["steps"]) == ("healthy", 8)
+    assert report.checks[-1].headroom["steps_at_rest_in_fp32"] == 8
+    assert any("(learning rate 0?): --steps looks at more" in skipped.reason for skipped in report.skipped)

@@ -63,20 +63,6 @@ def make_ema(*, literal=True):
     )
 
 
-def make_cast_in_loss():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).bfloat16()
-    return ampdoctor.TrainingRun(
-        model=model,
-        batches=[torch.randn(16, 8) for _ in range(3)],
-        loss=lambda model, x: (model(x.bfloat16()).float() - 3.0).square().mean(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-5),
-        precision="bf16",
-        autocast=False,
-        scaler=None,
-    )
-
-
 def replay(function, **arguments):
     return bisect_nan(ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments))
 
@@ -108,13 +94,3 @@ def test_an_override_outside_and_a_caller_without_gradients_do_not_reach_a_repla
         assert finding.code == "AMP201"
         with torch.autocast("cpu", dtype=torch.float16):
             assert torch.get_autocast_dtype("cpu") is torch.bfloat16
-
-
-def test_a_half_model_whose_loss_casts_its_inputs_is_tried_in_fp32_as_apply_runs_it():
-    (finding,) = replay("make_cast_in_loss").findings
-    change = finding.prescription
-    assert (finding.code, change.kind, change.value, change.status) == ("AMP501", "dtype", "float32", "verified")
-    run = make_cast_in_loss()
-    with ampdoctor.apply(run.model, finding):
-        run.loss(run.model, run.batches[0]).backward()
-        assert {p.grad.dtype for p in run.model.parameters()} == {torch.float32}

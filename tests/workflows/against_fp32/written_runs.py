@@ -49,41 +49,21 @@ OPTIMIZERS = {
 
 
 class Tempered(nn.Module):
-    def __init__(self, start):
+    def __init__(self):
         super().__init__()
         self.body = nn.Linear(8, 4, bias=False)
-        self.scale = nn.Parameter(torch.tensor(start))
+        self.scale = nn.Parameter(torch.tensor(2.66))
 
     def forward(self, x):
         return nn.functional.normalize(self.body(x).float(), dim=-1) * self.scale.float().exp()
 
 
-def tempered(
-    *, lr: float = 1e-3, start: float = 2.66, optimizer: str = "adam", held: bool = True, warmup: int = 0
-) -> TrainingRun:
-    """A temperature in bf16; for `warmup` steps the learning rate is 0."""
+def tempered(*, lr: float = 1e-3, optimizer: str = "adam", held: bool = True) -> TrainingRun:
+    """A temperature in bf16."""
     torch.manual_seed(0)
-    model = Tempered(start).bfloat16()
+    model = Tempered().bfloat16()
     trained = model.parameters() if held else model.body.parameters()
-    run = _run(model, OPTIMIZERS[optimizer](trained, lr), torch.bfloat16, classes)
-    if warmup:
-        run.scheduler = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step >= warmup)
-    return run
-
-
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.norm, self.head = nn.Linear(8, 32), nn.LayerNorm(32, bias=False), nn.Linear(32, 4)
-
-    def forward(self, x):
-        return self.head(self.norm(torch.tanh(self.body(x)))).float()
-
-
-def normed() -> TrainingRun:
-    torch.manual_seed(0)
-    model = Normed().bfloat16()
-    return _run(model, torch.optim.Adam(model.parameters(), lr=1e-3), torch.bfloat16, classes)
+    return _run(model, OPTIMIZERS[optimizer](trained, lr), torch.bfloat16, classes)
 
 
 def stepped(eps: float, *, gain: float = 1.0) -> TrainingRun:

@@ -67,32 +67,6 @@ def tied(*, steps=4, precision="fp16", scale=1024.0, sparse=False, accumulation=
     )
 
 
-class Deep(nn.Module):
-    def __init__(self, depth=3, width=32, vocabulary=20):
-        super().__init__()
-        self.tok = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, x):
-        x = self.tok(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def deep(*, scale=1.0, steps=4):
-    torch.manual_seed(3)
-    return TrainingRun(
-        model=Deep(),
-        batches=ids(steps, batch=8, length=16),
-        loss=cross_entropy,
-        optimizer=sgd,
-        precision="fp16",
-        scaler={"init_scale": scale},
-    )
-
-
 class TwoWorlds(nn.Module):
     """Two heads whose gradients lie further apart than fp16 reaches: no loss scale serves both."""
 

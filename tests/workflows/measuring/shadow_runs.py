@@ -136,23 +136,6 @@ def two_optimizers():
     return transformer(optimizer=optimizers, step=step)
 
 
-def scaled_by_hand(factor=2.0**12):
-    """The loop of someone who has no GradScaler: a factor, and a division of the gradients."""
-
-    def step(model, batch, optimizer, autocast):
-        optimizer.zero_grad()
-        with autocast():
-            loss = next_token(model, batch)
-        (loss * factor).backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(factor)
-        optimizer.step()
-        return loss
-
-    return transformer(step=step, scaler=None)
-
-
 def pure_half():
     """No autocast, no scaler: weights and gradients in fp16."""
 

@@ -36,7 +36,7 @@ def site(report, name, kind, part="output"):
     return next(s for s in report.profile["sites"] if (s["name"], s["kind"], s["part"]) == (name, kind, part))
 
 
-QUICK = ("healthy_dead_relu_zero_grads", "healthy_initial_scale_skips", "healthy_sparse_embedding")
+QUICK = ("healthy_dead_relu_zero_grads", "healthy_initial_scale_skips")
 """Healthy cases that other tests ask for as well; the others with the slow tests."""
 
 
@@ -62,12 +62,8 @@ def test_the_headline_is_fp16_against_bf16(check_report):
     assert report.verdict == "sick"
     check = next(c for c in report.checks if c.name == "activation grad underflow, fp16 against bf16")
     assert check.headroom["fp16"] == summary["fp16"]["activation_grad"]["flushed"]
-    assert site(check_and_load(report, check_report), "rays", "activation_grad")["formats"]["fp16"]["flushed"] > 0.9
-
-
-def check_and_load(report, check_report):
     check_report(render_json(report))
-    return report
+    assert site(report, "rays", "activation_grad")["formats"]["fp16"]["flushed"] > 0.9
 
 
 @pytest.mark.xdist_group("scale_collapsed_then_underflow")
@@ -156,14 +152,12 @@ def test_a_run_without_gradients_is_refused(run, sentence):
 @pytest.mark.parametrize(
     ("factors", "expected"),
     [
-        ([65536.0, 65536.0, 65536.0], 65536.0),
         ([65536.0, 65540.0], 65536.0),
         ([1000.0, 1000.0], 1000.0),
         ([1.0, 1.0], 1.0),
         ([2.0, 3.0, 2.5], 1.0),  # clipping
         ([512.0], 1.0),  # one step may have been clipped
         ([None, 512.0, 512.0], 1.0),
-        ([], 1.0),
     ],
 )
 def test_only_a_constant_factor_is_a_scale_made_by_hand(factors, expected):

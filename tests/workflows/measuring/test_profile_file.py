@@ -58,11 +58,10 @@ def test_the_view_of_a_file_is_the_report_of_the_run(written, check_report):
     [
         (None, "does not exist"),
         (b"", "is no profile"),
-        (b"not a profile", "is no profile"),
         (b'{"schema_version": "2"}', "is a report, not a profile"),
         (save({"w": np.ones(3)}), "without a profile"),
     ],
-    ids=["missing", "empty", "text", "report", "safetensors"],
+    ids=["missing", "empty", "report", "safetensors"],
 )
 def test_what_is_no_profile_is_refused(content, sentence, tmp_path):
     path = tmp_path / "p.ampprofile"
@@ -78,11 +77,9 @@ def test_what_is_no_profile_is_refused(content, sentence, tmp_path):
     ("make", "sentence"),
     [
         (os.mkfifo, "is not a regular file"),
-        (Path.mkdir, "is not a regular file"),
-        (lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
         (lambda path: path.symlink_to("nowhere"), "is a link to nothing"),
     ],
-    ids=["fifo", "folder", "device", "dangling"],
+    ids=["fifo", "dangling"],
 )
 def test_what_is_no_regular_file_is_refused_without_reading(make, sentence, tmp_path):
     path = tmp_path / "p.ampprofile"
@@ -100,7 +97,7 @@ def test_a_file_is_not_read_beyond_its_limit(tmp_path):
         read_profile(str(path))
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.05, 0.3, 0.7, 0.999])
+@pytest.mark.parametrize("kept", [0.05, 0.999])
 def test_a_truncated_profile_is_refused(kept, written, tmp_path):
     data = Path(written[0]).read_bytes()
     path = tmp_path / "cut.ampprofile"
@@ -113,7 +110,7 @@ def test_every_changed_byte_is_noticed(written, tmp_path):
     data = Path(written[0]).read_bytes()
     path = tmp_path / "changed.ampprofile"
     header = 8 + struct.unpack("<Q", data[:8])[0]
-    for place in (*range(0, header, 997), *range(header, len(data), 1499)):
+    for place in (*range(0, header, 1997), *range(header, len(data), 2999)):
         changed = bytearray(data)
         changed[place] ^= 0x41
         path.write_bytes(bytes(changed))
@@ -170,36 +167,23 @@ def test_from_the_command_line(run_here, check_report, tmp_path):
     assert report["target"]["factory"] == factory
     assert report["run"]["saved"] == str(again)
     assert pack(read_profile(str(again)))[1] == pack(read_profile(str(first)))[1]
-    head = run_here("profile", str(first)).stdout.splitlines()
-    assert f"(measured from {factory})" in " ".join(head)
-    own = run_here("profile", str(first), "--save", str(first))
-    assert own.returncode == 2
-    assert "it is what is to be read" in own.stderr
-    nowhere = run_here("profile", factory, "--save", str(tmp_path / "no" / "p"))
-    assert nowhere.returncode == 2
-    assert "does not exist" in nowhere.stderr
 
 
-@pytest.mark.parametrize("command", ["profile", "recommend"])
-def test_profiles_do_not_add_up(command, run_here):
-    refused = run_here(command, "a.ampprofile", "b.ampprofile")
+def test_profiles_do_not_add_up(run_here):
+    refused = run_here("recommend", "a.ampprofile", "b.ampprofile")
     assert refused.returncode == 2
     assert "b.ampprofile is one target too many: give one factory, or one profile" in refused.stderr
 
 
-@pytest.mark.parametrize("command", ["profile", "recommend"])
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("command", "options", "named"),
     [
-        (["--checkpoint", "nothere.pt"], "--checkpoint:"),
-        (["--steps", "5"], "--steps:"),
-        (["--precision", "bf16"], "--precision:"),
-        (["--policy", "native", "--device", "cpu"], "--policy, --device:"),
-        (["--arg", "steps=3", "--batches", "a:b", "--loss", "a:c"], "--arg, --batches, --loss:"),
-        (["--app-dir", "."], "--app-dir:"),
-        (["--expect-failure"], "--expect-failure:"),
+        ("profile", ["--checkpoint", "nothere.pt"], "--checkpoint:"),
+        ("recommend", ["--policy", "native", "--device", "cpu"], "--policy, --device:"),
+        ("profile", ["--arg", "steps=3", "--batches", "a:b", "--loss", "a:c"], "--arg, --batches, --loss:"),
+        ("recommend", ["--expect-failure"], "--expect-failure:"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=str,
 )
 def test_options_of_a_replay_are_refused_where_nothing_runs(command, options, named, written, run_here):
     refused = run_here(command, written[0], *options)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from ampdoctor.errors import AmpdoctorError
 from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.ranges.profile import SURE_BELOW, Shadow
 from ampdoctor.replay.session import Session
@@ -74,9 +73,7 @@ def test_what_activation_gradients_lose_is_predicted_to_a_tenth(network):
     assert measured[0] > 5.0 * measured[1]
 
 
-@pytest.mark.parametrize(
-    "loop", ["two_optimizers", "pure_half", pytest.param("scaled_by_hand", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("loop", ["two_optimizers", "pure_half"])
 def test_it_is_predicted_in_other_loops_as_well(loop):
     ranges = usual(loop)
     assert holds(ranges) >= 2
@@ -85,34 +82,10 @@ def test_it_is_predicted_in_other_loops_as_well(loop):
     assert all(shadow.relative_error < 0.02 for shadow in ranges.shadows)
 
 
-@pytest.mark.slow
-def test_micro_batches_are_counted_one_by_one():
-    ranges, _ = shadowed_run(runs.transformer(accumulation_steps=2, batches=runs.tokens(4)), steps=2)
-    one, _ = shadowed_run(runs.transformer(batches=runs.tokens(4)), steps=2)
-    assert holds(ranges) >= 2
-    sites = [i for i in ranges.half_gradients() if ranges.sites[i].place.part == "output"]
-    counted, single = (np.array(r.shadows[0].nonzero)[sites] for r in (ranges, one))
-    assert counted.tolist() == pytest.approx((2 * single).tolist(), rel=0.01)
-    # each half of the loss has gradients half as large: more of them flush at the same scale
-    flushed = [shown(r)[1.0]["flushed"]["activation_grad"]["measured"] for r in (ranges, one)]
-    assert flushed[0] > 1.3 * flushed[1]
-
-
-@pytest.mark.slow
-def test_a_loss_scaled_by_hand_has_the_same_shadows_as_a_scaler():
-    by_hand = usual("scaled_by_hand")
-    assert by_hand.run.base_scale == 2.0**12
-    assert shown(by_hand) == shown(usual())
-    odd, _ = shadowed_run(runs.scaled_by_hand(1000.0))
-    assert odd.run.base_scale == pytest.approx(1000.0)
-    assert holds(odd) >= 2
-
-
-@pytest.mark.parametrize("scale", [*(pytest.param(s, marks=pytest.mark.slow) for s in (0.0, math.inf)), -1024.0])
-def test_a_dead_scale_is_not_what_the_shadow_computes_with(scale):
-    dead, session = shadowed_run(runs.lstm(scaler={"init_scale": scale}))
-    assert shown(dead) == shown(usual("lstm"))
-    assert session.scaler.get_scale() == scale
+def test_a_dead_scale_has_no_shadow():
+    dead, session = shadowed_run(runs.lstm(scaler={"init_scale": -1024.0}))
+    assert dead.shadows == ()
+    assert session.scaler.get_scale() == -1024.0
 
 
 def test_half_parameters_lose_nothing_where_the_factor_is_divided_out():
@@ -172,13 +145,9 @@ def raising():
 @pytest.mark.parametrize(
     "make",
     [
-        runs.transformer,
         runs.two_optimizers,
         raising,
-        *(
-            pytest.param(other, marks=pytest.mark.slow)
-            for other in (runs.convolutions, runs.scaled_by_hand, runs.pure_half)
-        ),
+        *(pytest.param(other, marks=pytest.mark.slow) for other in (runs.convolutions, runs.pure_half)),
     ],
     ids=lambda make: make.__name__,
 )
@@ -218,29 +187,13 @@ def test_a_loss_that_wants_fp32_has_a_profile_without_shadows():
         taken = measure(session, start, 2)
         assert "logits must be fp32" in taken.notes[0]
         ranges, _ = shadowed(session, taken, SCALES)
-    assert ranges.shadows == ()
-    assert ranges.steps == 2
-    assert profile_section(ranges, None)["shadows"] == []
-
-
-def test_a_loss_that_wants_fp16_is_refused_in_a_sentence():
-    def loss(model, ids):
-        logits = model(ids[:, :-1])
-        assert logits.dtype is torch.float16, "logits must be fp16"
-        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-
-    with pytest.raises(AmpdoctorError, match="logits must be fp16"):  # there is no fp32 reference of such a run
-        shadowed_run(runs.transformer(loss=loss))
-
-
-def test_a_bf16_run_has_no_fp16_shadow():
-    ranges, _ = shadowed_run(runs.transformer(precision="bf16", scaler=None))
-    assert ranges.shadows == ()
+    assert (ranges.shadows, ranges.steps) == ((), 2)
 
 
 def test_an_fp32_run_is_shadowed_in_fp16():
     ranges, session = shadowed_run(runs.transformer(precision="fp32", scaler=None))
     assert session.precision.compute == "fp32"
+    assert shadowed_run(runs.transformer(precision="bf16", scaler=None))[0].shadows == ()
     assert [s.flushed.tolist() for s in ranges.shadows] == [s.flushed.tolist() for s in usual().shadows]
 
 
@@ -252,14 +205,14 @@ def labels(ranges, scale):
     return shadow["flushed"]["weight_grad"]["lower_bound"]
 
 
-@pytest.mark.parametrize("network", runs.NETWORKS)
+@pytest.mark.parametrize("network", ["transformer", "convolutions"])
 def test_a_weight_gradient_is_a_lower_bound_where_an_activation_gradient_flushes(network):
     ranges, _ = shadowed_run(runs.NETWORKS[network](), scales=(2.0**-8, 2.0**16))
     assert labels(ranges, 2.0**-8)
     assert not labels(ranges, 2.0**16)
 
 
-@pytest.mark.parametrize("share", [0.5 * SURE_BELOW, SURE_BELOW, 1.001 * SURE_BELOW, 0.5])
+@pytest.mark.parametrize("share", [SURE_BELOW, 1.001 * SURE_BELOW])
 def test_one_activation_gradient_beyond_a_hundredth_decides(share):
     one, other, weight = place("a"), place("b"), place("b.weight", "weight_grad")
     ranges = collected([{one: values(0), other: values(0), weight: values(0)}])

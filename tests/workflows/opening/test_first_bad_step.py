@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import json
 import math
-import re
-import weakref
 
 import pytest
-import torch
-from rich.console import Console
 
 from ampdoctor.errors import UserCodeError
-from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.replay import batches
-from ampdoctor.replay.snapshot import Snapshot
-from ampdoctor.reports.human import render_human
-from ampdoctor.reports.json_report import render_json, report_as_dict
 from ampdoctor.workflows import close_look
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
@@ -25,27 +15,12 @@ from ampdoctor.workflows.requests import ReplayRequest
 FILE = "tests.workflows.opening.long_runs"
 
 
-def _without_counts(report):
-    """A cut tape does not reach back to the steps before, which are then not replayed again with a change."""
-    document = json.loads(render_json(report))
-    del document["run"]["replays"]
-    if document["proof"] is not None:
-        bad = document["findings"][0]["where"]["step"]
-        document["proof"]["steps"] = [row for row in document["proof"]["steps"] if row["step"] >= bad]
-    return document
-
-
 def replay(function, steps=None, *, compare_steps=None, **arguments):
     request = ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=steps, compare_steps=compare_steps)
     return bisect_nan(request)
 
 
-@pytest.mark.parametrize(("steps", "length"), [(1, 1), (8, 1), (15, 1), (16, 2), (50, 3), (100, 5), (1000, 15)])
-def test_the_stretch_between_two_snapshots(steps, length):
-    assert close_look.stretch(steps) == length
-
-
-@pytest.mark.parametrize("bad", [0, 4, 103, 104, pytest.param(119, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bad", [4, 104])
 def test_the_way_back_is_short_and_exact(bad):
     steps = 120
     report = replay("large_at", steps, bad=bad, compare_steps=0)
@@ -54,30 +29,6 @@ def test_the_way_back_is_short_and_exact(bad):
     assert report.run["deterministic"]
     # pass 1, the way back, the trace and at most 3 trials of 4 steps and a reference: never from the start
     assert report.run["replays"] - (bad + 1) <= close_look.stretch(steps) - 1 + 1 + 1 + 3 * 4
-
-
-@pytest.mark.slow
-def test_the_same_with_every_step_kept(monkeypatch):
-    far = replay("large_at", 60, bad=47)
-    monkeypatch.setattr(close_look, "stretch", lambda _: 1)
-    near = replay("large_at", 60, bad=47)
-    assert report_as_dict(far)["findings"] == report_as_dict(near)["findings"]
-
-
-def test_few_snapshots_are_taken_and_a_handful_lives(monkeypatch):
-    taken, most, living = 0, 0, weakref.WeakSet()
-    original = Snapshot.__init__
-
-    def counted(self, *args, **keywords):
-        nonlocal taken, most
-        original(self, *args, **keywords)
-        living.add(self)
-        taken, most = taken + 1, max(most, len(living))
-
-    monkeypatch.setattr(Snapshot, "__init__", counted)
-    replay("large_at", 120, bad=103, compare_steps=0)
-    assert taken <= 1 + math.ceil(104 / close_look.stretch(120)) + 4
-    assert most <= 4
 
 
 def test_skips_in_a_row_are_gone_back_to_without_a_replay():
@@ -89,23 +40,8 @@ def test_skips_in_a_row_are_gone_back_to_without_a_replay():
     assert report.run["replays"] <= 60 + skipped + (close_look.stretch(60) - 1) + 2 * 60 - skipped
 
 
-def test_random_states_share_what_did_not_change():
-    first = RandomState.capture()
-    torch.rand(1)
-    second = RandomState.capture(like=first)
-    assert second.python is first.python
-    assert second.numpy is first.numpy
-    assert second.torch_cpu is not first.torch_cpu
-    second.restore()
-    assert torch.equal(torch.get_rng_state(), second.torch_cpu)
-
-
-@pytest.mark.parametrize(
-    "function", ["shuffled", *(pytest.param(f, marks=pytest.mark.slow) for f in ("large_at", "healthy"))]
-)
-def test_batches_that_are_too_large_to_keep_are_drawn_again(function, monkeypatch):
-    arguments = {"steps": 24, **({"bad": 18, "loader": True} if function == "large_at" else {})}
-    request = ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=24)
+def test_batches_that_are_too_large_to_keep_are_drawn_again(monkeypatch):
+    request = ReplayRequest(factory=f"{FILE}:shuffled", arguments={"steps": 24}, steps=24)
     kept = bisect_nan(request)
     monkeypatch.setattr(batches, "ROOM", 1)
     sizes = []
@@ -117,7 +53,8 @@ def test_batches_that_are_too_large_to_keep_are_drawn_again(function, monkeypatc
 
     monkeypatch.setattr(batches.BatchBuffer, "keep", watched)
     dropped = bisect_nan(request)
-    assert _without_counts(dropped) == _without_counts(kept)
+    assert dropped.verdict == kept.verdict == "healthy"
+    assert dropped.checks == kept.checks
     assert max(sizes) <= close_look.stretch(24) + close_look.TRIED + 2
 
 
@@ -125,8 +62,6 @@ def test_batches_that_are_too_large_to_keep_are_drawn_again(function, monkeypatc
     ("how", "raised", "phase"),
     [
         ("assert", "AssertionError: the loss is -inf", "loss"),
-        ("exit", "SystemExit: 1", "loss"),
-        ("raise", "FloatingPointError: not finite", "loss"),
         ("clip", "RuntimeError: The total norm", None),
         ("weights", "RuntimeError: weights are gone", None),
     ],
@@ -170,46 +105,20 @@ def test_a_healthy_run_names_its_tightest_layer():
     assert f"a factor of {2 ** check.headroom['log2']:.3g}" in check.result
 
 
-@pytest.mark.parametrize("mask", [None, -math.inf])
-def test_a_mask_is_no_headroom(mask):
-    check = tightest(replay("healthy", masked=True, mask=mask))
+def test_a_mask_is_no_headroom():
+    check = tightest(replay("healthy", masked=True, mask=-math.inf))
     assert check.headroom["log2"] > 5
 
 
-def test_a_run_in_fp32_has_no_half_format():
-    check = tightest(replay("healthy", precision="fp32"))
-    assert (check.headroom, check.result) == ({}, "no tensor in a half-precision format was looked at")
-
-
-def test_where_no_layer_was_looked_at_the_headroom_is_not_said_to_be_none():
-    arguments = {"precision": "fp16"}
-    report = bisect_nan(ReplayRequest(factory=f"{FILE}:healthy", arguments=arguments, strategy="bisect"))
-    assert tightest(report).headroom == {}
-    assert "--strategy bisect looks at no layer" in tightest(report).result
-
-
-def test_where_each_step_was_skipped_the_headroom_is_not_said_to_be_none():
-    check = tightest(replay("skips", 1))
-    assert (check.headroom, check.result) == ({}, "not measured: each step was skipped or met something non-finite")
-
-
-def test_a_person_reads_how_many_steps_and_how_near():
-    console = Console(file=io.StringIO(), width=200, no_color=True)
-    render_human(replay("healthy"), console)
-    text = console.file.getvalue()
-    assert "verdict: healthy in 8 replayed steps" in text
-    assert re.search(r"tightest headroom: a factor of [\d.e+]+: .* and fp16 ends at 65504\s*$", text, re.MULTILINE)
-
-
-@pytest.mark.parametrize("strategy", ["trace", "bisect"])
-def test_the_users_own_check_under_both_strategies(strategy):
-    request = ReplayRequest(factory=f"{FILE}:guarded", arguments={"how": "assert"}, strategy=strategy)
-    finding = bisect_nan(request).findings[0]
-    assert (finding.where.step, finding.where.op) == (2, "aten.log")
-
-
-def test_misuse_is_looked_for_in_steps_whose_batches_were_let_go_of(monkeypatch):
-    request = ReplayRequest(factory="tests/workflows/habits.py:past_the_scaler", steps=8)
-    kept = bisect_nan(request)
-    monkeypatch.setattr(batches, "ROOM", 1)
-    assert render_json(bisect_nan(request)) == render_json(kept)
+@pytest.mark.parametrize(
+    ("function", "arguments", "strategy", "said"),
+    [
+        ("healthy", {"precision": "fp32"}, "trace", "no tensor in a half-precision format was looked at"),
+        ("healthy", {}, "bisect", "--strategy bisect looks at no layer"),
+        ("skips", {"steps": 1}, "trace", "in a step without harm"),
+    ],
+)
+def test_where_nothing_was_looked_at_the_headroom_is_not_measured(function, arguments, strategy, said):
+    request = ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, strategy=strategy)
+    check = tightest(bisect_nan(request))
+    assert (check.headroom, check.result.startswith("not measured: "), said in check.result) == ({}, True, True)

@@ -110,28 +110,16 @@ def test_a_replay_says_of_a_checkpoint_what_a_scan_says(case, tmp_path):
 DEFECT_CODES = {pair for _, expected in DEFECTS.values() for pair in expected}
 
 
-@pytest.mark.parametrize("case", ["healthy", "a square", "settings"])
-def test_a_profile_says_it_too(case, tmp_path):
-    spoil, expected = DEFECTS[case]
+def test_a_profile_says_it_too(tmp_path):
+    spoil, expected = DEFECTS["a square"]
     path = saved(tmp_path / "checkpoint.pt", spoil)
     report = profile(ReplayRequest(factory=made, checkpoint=path))
     assert graded(report, {code for code, _ in DEFECT_CODES}) == expected
 
 
-@pytest.mark.parametrize("case", ["a weight", "a square", "flushed"])
+@pytest.mark.parametrize("case", ["a weight", "flushed"])
 def test_what_a_factory_loads_by_itself_is_judged_too(case, tmp_path):
     spoil, expected = DEFECTS[case]
     report = bisect_nan(ReplayRequest(factory=made, arguments={"loaded": saved(tmp_path / "checkpoint.pt", spoil)}))
     assert graded(report, {code for code, _ in DEFECT_CODES}) == expected
     assert [(f.where.phase, f.where.step, f.cause) for f in report.findings] == [("checkpoint", 0, "bad_checkpoint")]
-
-
-def test_infinities_on_purpose_are_left_alone():
-    def factory():
-        run = made()
-        run.model.register_buffer("best", torch.tensor(math.inf))
-        run.model.mask = nn.Parameter(torch.tensor([0.0, -math.inf]), requires_grad=False)
-        return run
-
-    report = bisect_nan(ReplayRequest(factory=factory))
-    assert (report.verdict, [f.message for f in report.findings]) == ("healthy", [])

@@ -10,7 +10,6 @@ import torch
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.reports.next_step import next_step
-from ampdoctor.workflows import close_look
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.requests import ReplayRequest
@@ -43,49 +42,33 @@ def losses_of(report):
 def assert_found(report, trained, saved_at):
     finding = report.findings[0]
     step = trained.failed - saved_at
-    known = trained.failed if saved_at else None
-    assert (report.verdict, finding.where.step, finding.where.global_step) == ("sick", step, known)
+    assert (report.verdict, finding.where.step, finding.where.global_step) == ("sick", step, trained.failed)
     seen = losses_of(report)
     assert {at: loss for at, loss in seen.items() if at < step} == {
         at: trained.losses[saved_at + at] for at in seen if at < step
     }
 
 
-def fails_by_growth(tmp_path, saved_at, accumulation, rate, max_steps):
-    file = str(tmp_path / "last.pt")
-    options = {"rate": rate, "accumulation": accumulation}
-    trained = late_runs.train(max_steps, saved_at, file, **options)
-    assert trained.failed > 2 * saved_at
-    asked = request(file, options, max_steps=max_steps)
+def test_the_training_goes_on_from_its_checkpoint_to_its_failure(tmp_path, check_report):
+    file, options = str(tmp_path / "last.pt"), {"rate": 1000.0, "accumulation": 2}
+    trained = late_runs.train(100, 20, file, **options)
+    assert trained.failed > 40
+    asked = request(file, options, max_steps=100)
     report = bisect_nan(asked)
-    assert_found(report, trained, saved_at)
+    assert_found(report, trained, 20)
     assert report.findings[0].code == "AMP201"
     assert report.findings[0].prescription.verified
-    assert_same_batches(asked, trained, saved_at, trained.failed + 1)
-    return report
-
-
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_the_training_goes_on_from_its_checkpoint_to_its_failure(accumulation, tmp_path, check_report):
-    report = fails_by_growth(tmp_path, 20, accumulation, 1000.0, 100)
+    assert_same_batches(asked, trained, 20, trained.failed + 1)
     check_report(render_json(report))
     assert report.target["options"]["--until-sick"] == []
     (note,) = [note for note in report.run["notes"] if "lie behind the checkpoint" in note]
-    batches = 20 * accumulation
-    assert note.startswith(f"{batches} batches lie behind the checkpoint and were passed over unloaded")
-    assert note.endswith(f"{batches % 15} batches into epoch {batches // 15}")
+    assert note.startswith("40 batches lie behind the checkpoint and were passed over unloaded")
+    assert note.endswith("10 batches into epoch 2")
     assert not any("random" in skipped.reason for skipped in report.skipped)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_failure_at_step_400_of_a_training_that_was_saved_at_200(accumulation, tmp_path):
-    fails_by_growth(tmp_path, 200, accumulation, 48.0, 500)
-
-
-@pytest.mark.parametrize("saved_at", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_one_bad_sample_of_an_epoch_comes_at_its_own_step(saved_at, tmp_path):
-    file, fails = str(tmp_path / "last.pt"), 2 * saved_at
+def test_one_bad_sample_of_an_epoch_comes_at_its_own_step(tmp_path):
+    file, saved_at, fails = str(tmp_path / "last.pt"), 20, 40
     options = {"rate": 0.01, "rows": 10 * fails}
     sound = late_runs.train(fails + 1, saved_at, file, **options)
     bad = int(sound.steps[fails][0][0][2])
@@ -118,37 +101,6 @@ def test_a_run_that_stays_finite_says_what_was_not_looked_at(tmp_path, check_rep
     assert "only 20 steps were replayed (--max-steps)" in note.help
 
 
-@pytest.mark.slow
-def test_without_a_checkpoint_it_runs_from_the_factorys_first_step(tmp_path):
-    options = {"rate": 1000.0}
-    trained = late_runs.train(100, None, None, **options)
-    asked = ReplayRequest(factory=FACTORY, arguments=options, until_sick=True, max_steps=100)
-    assert_found(bisect_nan(asked), trained, 0)
-
-
-def test_a_function_that_takes_start_is_told_it_even_without_until_sick(tmp_path):
-    file, starts = str(tmp_path / "last.pt"), []
-
-    def make_run():
-        run = late_runs.make_run(rate=0.01)
-
-        def batches(start):
-            starts.append(start)
-            return iter([[torch.arange(4), torch.full((4, 8), float(start + step))] for step in range(3)])
-
-        run.batches = batches
-        return run
-
-    late_runs.train(7, 7, file, rate=0.01)
-    for checkpoint, start in ((file, 7), (None, 0)):
-        with open_replay(ReplayRequest(factory=make_run, checkpoint=checkpoint)) as replay:
-            session = replay.session()
-            assert session.has_step(0)
-            assert float(session.batches_of(0)[0][1][0, 0]) == start
-            session.close()
-    assert starts == [7, 0]
-
-
 def test_single_skips_of_a_scaler_at_work_do_not_end_it():
     def make_run():
         run = late_runs.make_run(rate=0.01)
@@ -159,22 +111,6 @@ def test_single_skips_of_a_scaler_at_work_do_not_end_it():
     skips = next(check for check in report.checks if check.name == "steps skipped by the scaler")
     assert int(skips.result.split()[0]) > 2
     assert (report.verdict, report.run["steps"]) == ("healthy", 60)
-
-
-def test_only_two_snapshots_are_held_on_the_way_and_little_of_what_was_seen(monkeypatch):
-    held = []
-    passes = close_look.SnapshotRing.passes
-
-    def watched(self, session, step, **options):
-        passes(self, session, step, **options)
-        held.append((len(self._ring), len(self._states)))
-
-    monkeypatch.setattr(close_look.SnapshotRing, "passes", watched)
-    options = {"rate": 0.01}
-    bisect_nan(ReplayRequest(factory=FACTORY, arguments=options, until_sick=True, max_steps=80))
-    assert len(held) == 80
-    assert max(ring for ring, _ in held) == 2
-    assert max(states for _, states in held) <= 2 * max(close_look.stretch(80), 8)
 
 
 @pytest.mark.parametrize("at", [13, 0])

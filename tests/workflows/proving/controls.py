@@ -22,10 +22,6 @@ def filled(scores, value):
     return scores.masked_fill(causal(), value)
 
 
-def lowest(scores):
-    return filled(scores, torch.finfo(scores.dtype).min)
-
-
 def added(scores, value):
     return scores + torch.zeros(LENGTH, LENGTH, dtype=scores.dtype).masked_fill(causal(), value)
 
@@ -33,9 +29,7 @@ def added(scores, value):
 MASKS = {
     "inf_filled": lambda scores, _: filled(scores, -math.inf),
     "inf_added": lambda scores, _: added(scores, -math.inf),
-    "min_filled": lambda scores, _: lowest(scores),
     "min_added": lambda scores, _: added(scores, torch.finfo(scores.dtype).min),
-    "min_added_twice": lambda scores, _: added(added(scores, torch.finfo(scores.dtype).min), -1e4),
     "fp32_min_added": lambda scores, _: (
         scores + torch.zeros(LENGTH, LENGTH).masked_fill(causal(), torch.finfo(torch.float32).min)
     ),

@@ -35,62 +35,15 @@ def diverging(rate=20.0):
     return plain(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=rate))
 
 
-def overflowing_before_a_bad_batch():
-    """The loss of step 1 is beyond fp16, and the batch of step 2 is not finite in any format."""
+def broken_weight():
     run = plain()
-    batches = [(inputs, targets, 1e6 if step else 1.0) for step, (inputs, targets) in enumerate(run.batches)]
-    batches[2][0][0] = float("nan")
-    return plain(loss=lambda model, batch: (model(batch[0]) * batch[2]).float().square().mean(), batches=batches)
-
-
-def broken_weight(factor=1.0):
-    run = plain(loss=lambda model, batch: factor * functional.mse_loss(model(batch[0]), batch[1]))
     with torch.no_grad():
         run.model[2].weight[0, 3] = float("nan")
     return run
 
 
-def broken_weight_beyond_every_scale():
-    return broken_weight(factor=1e6)
-
-
-class Overflowing(nn.Module):
-    """Beyond fp16 on the way, and an ordinary number at its end."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 16)
-
-    def forward(self, x):
-        return ((self.inner(x) * 1e3) * 1e3).relu() / 1e6
-
-
-def overflowing_at_a_scale_too_high():
-    torch.manual_seed(0)
-    return plain(model=nn.Sequential(Overflowing(), nn.Linear(16, 1)))
-
-
 def skipping_throughout():
     return plain(scaler={"init_scale": 2.0**40})
-
-
-def clipping_scaled_gradients():
-    return plain(step=_clips_scaled, loss=None, scaler={"init_scale": 1024.0})
-
-
-def _clips_scaled(model, batch, optimizer, scaler, autocast):
-    optimizer.zero_grad()
-    with autocast():
-        loss = functional.mse_loss(model(batch[0]), batch[1])
-    scaler.scale(loss).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    scaler.step(optimizer)
-    scaler.update()
-    return loss
-
-
-def without_batches():
-    return plain(batches=[])
 
 
 def updated_by_hand():
@@ -102,38 +55,6 @@ def updated_by_hand():
             weight.div_(weight.norm() * 0 if step == 2 else 1.0)  # BY HAND
 
     return plain(precision="bf16", scaler=None, after_step=after)
-
-
-def normalised_by_hand():
-    """The user's own step divides gradients by their norm, which is 0 in step 2."""
-
-    def step(model, batch, optimizer, autocast):
-        optimizer.zero_grad()
-        with autocast():
-            loss = batch[2] * functional.mse_loss(model(batch[0]).float(), batch[1])
-        loss.backward()
-        for parameter in model.parameters():
-            parameter.grad = parameter.grad / parameter.grad.norm()  # NORMALISED
-        optimizer.step()
-        return loss
-
-    run = plain()
-    batches = [(*batch, float(index != 2)) for index, batch in enumerate(run.batches)]
-    return plain(precision="bf16", scaler=None, loss=None, step=step, batches=batches)
-
-
-def divided_by_state():
-    """The forward divides by a buffer that the user's own schedule brings to 0 in step 2 and on beyond it."""
-    model = nn.Sequential(nn.Linear(8, 1))
-    model.register_buffer("temperature", torch.tensor(0.5))
-
-    def loss(model, batch):
-        return functional.mse_loss(model(batch[0]).float() / model.temperature, batch[1])  # BY STATE
-
-    def after(run, step):
-        run.model.temperature -= 0.25
-
-    return plain(model=model, precision="bf16", scaler=None, loss=loss, after_step=after)
 
 
 class Gated(nn.Module):
@@ -163,37 +84,4 @@ def gated():
         loss=lambda model, batch: functional.mse_loss(model(batch[0], batch[2]).float(), batch[1]),
         precision="bf16",
         scaler=None,
-    )
-
-
-class Masked(nn.Module):
-    """Adds a mask that is written in fp32's range, in the format of what it masks."""
-
-    def forward(self, x, mask):
-        return (x + mask.to(x.dtype)).softmax(-1)
-
-
-class Attending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.attention, self.last = nn.Linear(8, 16), Masked(), nn.Linear(16, 1)
-
-    def forward(self, x, mask):
-        return self.last(self.attention(self.first(x), mask))
-
-
-def wholly_masked():
-    """Every batch has fp32's lowest number in its mask; that of step 3 fills a row with it."""
-    lowest = torch.finfo(torch.float32).min
-    batches = []
-    for step, batch in enumerate(plain().batches):
-        mask = torch.zeros(4, 16)
-        mask[0, 0 if step == 3 else 8 :] = lowest
-        batches.append((*batch, mask))
-    torch.manual_seed(0)
-    return plain(
-        model=Attending(),
-        batches=batches,
-        loss=lambda model, batch: functional.mse_loss(model(batch[0], batch[2]).float(), batch[1]),
-        scaler={"init_scale": 1024.0},
     )

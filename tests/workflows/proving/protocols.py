@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from ampdoctor import TrainingRun
 
@@ -13,15 +12,12 @@ SCALE = 1024.0
 
 
 class Net(nn.Module):
-    def __init__(self, *, reentrant=False):
+    def __init__(self):
         super().__init__()
-        self.first, self.last, self.reentrant = nn.Linear(8, 16), nn.Linear(16, 4), reentrant
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
 
     def forward(self, x):
-        hidden = functional.gelu(self.first(x))
-        if self.reentrant:
-            return checkpoint(self.last, hidden, use_reentrant=True)
-        return self.last(hidden)
+        return self.last(functional.gelu(self.first(x)))
 
 
 def _run(step, *, model=None, optimizer=None, fused=False, scaler=SCALE, count=4):
@@ -38,10 +34,6 @@ def _run(step, *, model=None, optimizer=None, fused=False, scaler=SCALE, count=4
     )
 
 
-def _one_each(model):
-    return {name: torch.optim.SGD(model[name].parameters(), lr=1e-3) for name in model}
-
-
 def _loss(model, x, y):
     return functional.mse_loss(model(x), y)
 
@@ -53,7 +45,7 @@ def _clip(model):
 # -- healthy -----------------------------------------------------------------------------------------------------
 
 
-def accumulates(parts=3, *, zeroed_in_place=False, reentrant=False, fused=False):
+def accumulates(parts=3, *, zeroed_in_place=False, fused=False):
     """Micro-batches, then unscale, clip, step."""
 
     def step(model, batch, optimizer, scaler, autocast):
@@ -72,11 +64,11 @@ def accumulates(parts=3, *, zeroed_in_place=False, reentrant=False, fused=False)
     def optimizer(model):
         return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
 
-    return _run(step, model=Net(reentrant=reentrant), optimizer=optimizer)
+    return _run(step, optimizer=optimizer)
 
 
-def adversaries(*, scaled_critic=True):
-    """Two optimizers, one scaler: the generator's backward goes through the critic, whose step is done by then."""
+def adversaries():
+    """Two optimizers, one scaler for one of them: the generator's backward goes through the critic, already stepped."""
     model = nn.ModuleDict({"g": Net(), "d": nn.Linear(4, 1)})
 
     def step(model, batch, optimizer, scaler, autocast):
@@ -84,12 +76,8 @@ def adversaries(*, scaled_critic=True):
             fake = model["g"](batch[0])
             critic = model["d"](fake.detach()).mean() - model["d"](batch[1]).mean()
         optimizer["d"].zero_grad(set_to_none=False)
-        if scaled_critic:
-            scaler.scale(critic).backward()
-            scaler.step(optimizer["d"])
-        else:
-            critic.backward()
-            optimizer["d"].step()
+        critic.backward()
+        optimizer["d"].step()
         optimizer["g"].zero_grad()
         with autocast():
             loss = -model["d"](fake).mean()
@@ -139,23 +127,6 @@ def scaled_twice(*, divided=False):
     return _run(step)
 
 
-def weighted():
-    """Losses are weighed before, and after, they are scaled."""
-
-    def step(model, batch, optimizer, scaler, autocast):
-        optimizer.zero_grad()
-        with autocast():
-            out = model(batch[0])
-            first, second = functional.mse_loss(out, batch[1]), functional.l1_loss(out, batch[1])
-        scaled = scaler.scale(0.3 * first + 5.0 * second)
-        (scaled / 4).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return first
-
-    return _run(step)
-
-
 def regularised_after_unscaling():
     """The penalty on the weights is fp32 and unscaled, and joins gradients that are unscaled as well."""
 
@@ -174,16 +145,15 @@ def regularised_after_unscaling():
     return _run(step)
 
 
-def gradient_penalty(*, unscaled=True, inputs=False, factor=1.0, scale=SCALE):
-    """As torch's AMP examples write it; without the division where not `unscaled`."""
+def gradient_penalty(*, unscaled=True, scale=SCALE):
+    """On the inputs, as torch's AMP examples write it; without the division where not `unscaled`."""
 
     def step(model, batch, optimizer, scaler, autocast):
         optimizer.zero_grad()
         x = batch[0].clone().requires_grad_()
         with autocast():
-            loss = _loss(model, x, batch[1]) * factor
-        of = [x] if inputs else list(model.parameters())
-        grads = torch.autograd.grad(scaler.scale(loss), of, create_graph=True)
+            loss = _loss(model, x, batch[1])
+        grads = torch.autograd.grad(scaler.scale(loss), [x], create_graph=True)
         if unscaled:
             grads = [grad * (1.0 / scaler.get_scale()) for grad in grads]
         with autocast():
@@ -216,32 +186,10 @@ def cached_gradients(factor=1.0, scale=SCALE):
     return _run(step, scaler=scale)
 
 
-def two_scalers(scale=SCALE):
-    """Each optimizer has one, and both are the step's own; their calls interleave."""
-    model = nn.ModuleDict({"a": Net(), "b": Net()})
-    scalers = {name: torch.amp.GradScaler("cpu", init_scale=scale) for name in model}
-
-    def step(model, batch, optimizer, autocast):
-        for name, scaler in scalers.items():
-            optimizer[name].zero_grad()
-            with autocast():
-                loss = _loss(model[name], *batch)
-            scaler.scale(loss).backward()
-        scalers["b"].unscale_(optimizer["b"])
-        scalers["a"].step(optimizer["a"])
-        scalers["a"].update()
-        _clip(model["b"])
-        scalers["b"].step(optimizer["b"])
-        scalers["b"].update()
-        return loss
-
-    return _run(step, model=model, optimizer=_one_each, scaler=None, count=8)
-
-
 # -- sick --------------------------------------------------------------------------------------------------------
 
 
-def unscaled_early(clips="no"):
+def unscaled_early():
     """`unscale_` after the first of three micro-batches."""
 
     def step(model, batch, optimizer, scaler, autocast):
@@ -252,10 +200,7 @@ def unscaled_early(clips="no"):
             scaler.scale(loss).backward()
             if i == 0:
                 scaler.unscale_(optimizer)
-                if clips == "first":
-                    _clip(model)
-        if clips == "last":
-            _clip(model)
+                _clip(model)
         scaler.step(optimizer)
         scaler.update()
         return loss
@@ -263,19 +208,16 @@ def unscaled_early(clips="no"):
     return _run(step)
 
 
-def one_loss_unscaled(share=0.01, *, before=False, fused=False):
+def one_loss_unscaled(*, fused=False):
     """The second loss goes backward without `scale`."""
 
     def step(model, batch, optimizer, scaler, autocast):
         optimizer.zero_grad()
         with autocast():
             out = model(batch[0])
-            first, second = functional.mse_loss(out, batch[1]) * share, functional.l1_loss(out, batch[1])
-        if before:
-            second.backward(retain_graph=True)
+            first, second = functional.mse_loss(out, batch[1]) * 0.01, functional.l1_loss(out, batch[1])
         scaler.scale(first).backward(retain_graph=True)
-        if not before:
-            second.backward()
+        second.backward()
         scaler.step(optimizer)
         scaler.update()
         return first
@@ -312,28 +254,6 @@ def edited_while_scaled(*, divides=False, clips=False, hooks=False, ascends=Fals
         return loss
 
     return _run(step)
-
-
-def critic_not_cleared():
-    """The generator's scaled backward leaves gradients in the critic, whose own loss is plain."""
-    model = nn.ModuleDict({"g": Net(), "d": nn.Linear(4, 1)})
-
-    def step(model, batch, optimizer, scaler, autocast):
-        with autocast():
-            fake = model["g"](batch[0])
-            loss = functional.softplus(-model["d"](fake)).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer["g"])
-        scaler.update()
-        with autocast():
-            critic = functional.softplus(model["d"](fake.detach())).mean() - model["d"](batch[1]).mean()
-        critic.backward()
-        optimizer["d"].step()
-        optimizer["g"].zero_grad()
-        optimizer["d"].zero_grad()
-        return loss
-
-    return _run(step, model=model, optimizer=_one_each)
 
 
 def scaled_by_another(how, *, fused=False):
@@ -390,9 +310,6 @@ def stepped_again(how, *, overflow_at=None, count=4):
         scaler.step(optimizer)
         scaler.update()
         if how == "by_hand" or (how == "where_skipped" and scaler.get_scale() < before):
-            optimizer.step()  # AGAIN
-        if how == "clipped":
-            _clip(model)
             optimizer.step()  # AGAIN
         if how == "by_the_scaler":
             scaler.step(optimizer)  # AGAIN

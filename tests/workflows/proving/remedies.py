@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import clip_grad_norm_
 
 from ampdoctor import TrainingRun
 
@@ -83,10 +80,6 @@ def log_of_zero():
     return line(lambda m, x: (m(x).float().relu() * 0).log().mean() + m(x).float().square().mean())  # LOG
 
 
-def root_of_zero():
-    return line(lambda m, x: (m(x) - m(x).detach()).abs().float().sqrt().sum() + m(x).float().square().mean())  # ROOT
-
-
 def nothing_counted_after_the_step():
     """Codes of which none is used in step 3: 0 / 0 in what runs behind the backward."""
 
@@ -155,18 +148,6 @@ def adapter(half, trained):
     )
 
 
-def empty_mean():
-    return line(lambda m, x: m(x)[:0].mean() + m(x).float().square().mean())  # EMPTY
-
-
-def masked_row():
-    def loss(m, x):
-        scores = m(x).float().masked_fill(torch.ones(3, 4, dtype=torch.bool), float("-inf"))
-        return scores.softmax(-1).square().mean() + m(x).float().square().mean()  # MASKED
-
-    return line(loss)
-
-
 def norm_of_a_zero_row():
     """0 / 0 as the epsilon is flushed, and behind it a root whose derivative at 0 is infinite."""
 
@@ -190,24 +171,6 @@ def rounded_on_another_line():
 
 def exp_beyond_fp32():
     return line(lambda m, x: (100.0 * m(x).float().sigmoid() + 40.0).exp().mean().log())  # EXP
-
-
-def all_in_half():
-    """Two layers in half overflow, without autocast and without a scaler."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)).half()
-    with torch.no_grad():
-        model[0].weight.mul_(3e3)
-        model[1].weight.mul_(3e3)
-    return TrainingRun(
-        model=model,
-        batches=[batch.half() for batch in data()],
-        loss=lambda m, x: m(x).float().square().mean(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-4),
-        precision="fp16",
-        autocast=False,
-        scaler=None,
-    )
 
 
 def pure_half_exp():
@@ -251,37 +214,6 @@ def _backward(model, batch, optimizer, scaler, autocast):
     return loss
 
 
-def clips_too_early():
-    def step(model, batch, optimizer, scaler, autocast):
-        loss = _backward(model, batch, optimizer, scaler, autocast)
-        clip_grad_norm_(model.parameters(), 1.0)  # a name of its own: what is looked up in torch is not what runs
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return protocol(step)
-
-
-def steps_past_the_scaler():
-    def step(model, batch, optimizer, scaler, autocast):
-        loss = _backward(model, batch, optimizer, scaler, autocast)
-        optimizer.step()
-        return loss.detach()
-
-    return protocol(step)
-
-
-def never_updates():
-    """torch refuses the second step; the first one's gradients overflowed, and so do the second one's."""
-
-    def step(model, batch, optimizer, scaler, autocast):
-        loss = _backward(model, batch, optimizer, scaler, autocast)
-        scaler.step(optimizer)
-        return loss.detach()
-
-    return protocol(step, scale=2.0**22)
-
-
 def steps_past_an_overflow():
     def step(model, batch, optimizer, scaler, autocast):
         loss = _backward(model, batch, optimizer, scaler, autocast)
@@ -289,33 +221,6 @@ def steps_past_an_overflow():
         return loss.detach()
 
     return protocol(step, scale=2.0**22)
-
-
-def divides_twice():
-    def step(model, batch, optimizer, scaler, autocast):
-        loss = _backward(model, batch, optimizer, scaler, autocast)
-        scaler.unscale_(optimizer)
-        for parameter in model.parameters():
-            parameter.grad.div_(scaler.get_scale())
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return protocol(step)
-
-
-def never_clears():
-    def step(model, batch, optimizer, scaler, autocast):
-        with autocast():
-            loss = model(batch).square().mean() * (1e9 if float(batch[0, 0]) > 9 else 1.0)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    made = protocol(step)
-    made.batches[1][0, 0] = 10.0  # one step overflows, as it may
-    return made
 
 
 def scales_by_hand():
@@ -351,8 +256,6 @@ def broken(what):
     with torch.no_grad():
         if what == "weight":
             model[0].weight[1, 1] = float("inf")
-        elif what == "norm":
-            model[1].weight[0] = float("nan")
         elif what == "running":
             model.eval()
             model[1].running_var[2] = float("nan")
@@ -365,11 +268,3 @@ def broken(what):
         optimizer=optimizer,
         scaler={"init_scale": 16.0},
     )
-
-
-def sometimes():
-    """Fails in three of four calls, over fresh calls of the factory as well."""
-    return line(lambda m, x: m(x).float().square().mean() * (float("inf") if _CALLS() % 4 else 1.0))
-
-
-_CALLS = itertools.count(1).__next__

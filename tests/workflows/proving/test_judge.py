@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from ampdoctor.replay.session import Session
 from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
-from ampdoctor.workflows.trials import Trials
-from tests.workflows.proving.judged_runs import diverging
 
 FILE = Path(__file__).with_name("judged_runs.py")
 
@@ -48,41 +44,10 @@ def test_a_run_that_diverges_in_fp32_as_well_is_not_blamed_on_precision(rate):
     assert losses[-2] > 1e10 * losses[0]
 
 
-@pytest.mark.parametrize(("bad", "steps", "seen"), [(1, 8, 4), (1, 3, 0), (0, 8, 0)])
-def test_fp32_is_asked_for_the_steps_that_a_cure_must_hold_and_no_further(bad, steps, seen):
-    session = Session(diverging(), device=torch.device("cpu"))
-    start = session.snapshot()
-    before = (start, frozenset()) if bad else None
-    assert len(Trials(session=session, snapshot=start, step=bad, steps=steps, before=before).diverges()) == seen
-
-
-def test_a_run_in_fp32_names_the_op_that_overflows():
-    report = replay("diverging", arguments={"rate": 20.0}, precision="fp32")
-    assert report.findings[0].where.op == "aten.mse_loss"
-
-
-def test_a_bad_batch_after_an_overflow_is_no_divergence():
-    report = replay("overflowing_before_a_bad_batch")
-    assert "AMP206" not in [f.code for f in report.findings]
-    assert report.findings[0].where.step == 1
-
-
 def test_a_repair_is_judged_at_the_scale_that_the_scaler_comes_down_to():
     cure = replay("broken_weight").findings[0].prescription
     assert (cure.status, cure.reason) == ("intervention", None)
     assert cure.detail.endswith("(shown at a loss scale of 16384, to which the scaler comes down)")
-
-
-def test_a_repaired_run_that_no_scale_helps_is_not_called_cured():
-    cure = replay("broken_weight_beyond_every_scale").findings[0].prescription
-    assert cure.status == "failed"
-    assert "step 0 is still non-finite (grad:" in cure.reason
-
-
-def test_a_cure_of_a_forward_is_not_refused_for_a_scale_that_starts_too_high():
-    cure = replay("overflowing_at_a_scale_too_high").findings[0].prescription
-    assert (cure.kind, cure.value, cure.status) == ("fp32_modules", ["0"], "verified")
-    assert "to which the scaler comes down" in cure.detail
 
 
 FINITE = "finite loss, gradients, parameters, buffers and optimizer state"
@@ -99,34 +64,11 @@ def test_a_run_whose_every_step_is_skipped_is_not_seen_to_be_healthy():
     assert next_step(report).said.startswith("paste the lines")
 
 
-@pytest.mark.parametrize(
-    ("function", "verdict", "result"),
-    [
-        ("plain", "healthy", "ok"),
-        ("clipping_scaled_gradients", "sick", "ok"),
-        ("broken_weight", "sick", "found"),
-        ("diverging", "sick", "found"),
-        ("without_batches", "inconclusive", "not_run"),
-    ],
-)
-def test_finite_is_what_was_seen_to_be_finite(function, verdict, result):
-    report = replay(function)
-    assert (report.verdict, checks(report)[FINITE].result) == (verdict, result)
-
-
-@pytest.mark.parametrize(
-    ("function", "phase", "mark"),
-    [
-        ("updated_by_hand", "optimizer", "BY HAND"),
-        ("normalised_by_hand", "optimizer", "NORMALISED"),
-        ("divided_by_state", "loss", "BY STATE"),
-    ],
-)
-def test_a_batch_is_not_left_out_for_what_no_batch_brought(function, phase, mark):
-    finding = replay(function).findings[0]
-    assert (finding.code, finding.where.step, finding.where.phase) == ("AMP202", 2, phase)
+def test_a_batch_is_not_left_out_for_what_no_batch_brought():
+    finding = replay("updated_by_hand").findings[0]
+    assert (finding.code, finding.where.step, finding.where.phase) == ("AMP202", 2, "optimizer")
     lines = FILE.read_text(encoding="utf-8").splitlines()
-    assert lines[finding.where.source.line - 1].endswith(f"# {mark}")
+    assert lines[finding.where.source.line - 1].endswith("# BY HAND")
     cure = finding.prescription
     assert "skip_batch" not in {tried.kind for tried in (cure, *cure.alternatives)}
 
@@ -137,11 +79,3 @@ def test_what_fp32_does_not_hold_is_tried_with_fp32_that_can_run():
     cure = finding.prescription
     assert cure.status == "intervention"
     assert not any("cannot" in (tried.reason or "") for tried in (cure, *cure.alternatives))
-
-
-def test_before_a_batch_is_left_out_its_cast_is_tried_in_fp32():
-    finding = replay("wholly_masked").findings[0]
-    cure = finding.prescription
-    assert (finding.where.op, finding.where.step) == ("aten._to_copy", 3)
-    assert (cure.kind, cure.value, cure.status) == ("fp32_modules", ["attention"], "verified")
-    assert [tried.kind for tried in cure.alternatives] == ["skip_batch"]

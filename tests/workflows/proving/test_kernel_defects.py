@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional
 
 from ampdoctor import TrainingRun
-from ampdoctor.replay.scripts.files import Registrations
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 
@@ -85,15 +84,14 @@ def error_of(report):
     return errors[0]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_backward_of_the_users_own_that_is_wrong_for_one_shape(library, precision):
+def test_a_backward_of_the_users_own_that_is_wrong_for_one_shape(library):
     library.define("sin_backward(Tensor g, Tensor x) -> Tensor")
     library.impl(
         "sin_backward",
         lambda g, x: spoiled(g * torch.cos(x.float()).to(g.dtype), wrong=half(g) and g.shape[0] == 3),
         "CompositeExplicitAutograd",
     )
-    finding = error_of(report_of(ByFunction.apply, precision=precision))
+    finding = error_of(report_of(ByFunction.apply, precision="fp16"))
     assert finding.cause == "kernel_defect"
     assert finding.where.step == 2
     assert finding.where.phase == "backward"
@@ -104,15 +102,6 @@ def test_a_backward_of_the_users_own_that_is_wrong_for_one_shape(library, precis
     assert any("oneDNN off" in one.detail and one.status == "failed" for one in tried)
     assert all("proves no cause" in one.detail for one in tried if one.kind in ("dtype", "fp32_modules"))
     assert "Try another kernel" in finding.help
-
-
-def test_a_forward_operator(library):
-    library.define("sine(Tensor x) -> Tensor")
-    library.impl("sine", lambda x: spoiled(torch.sin(x), wrong=half(x) and x.shape[0] == 3), "CPU")
-    finding = error_of(report_of(lambda x: x + torch.ops.ampdoctor_tests.sine(x.detach())))
-    assert (finding.cause, finding.where.phase) == ("kernel_defect", "forward")
-    assert finding.where.op == finding.evidence["kernel"] == "ampdoctor_tests.sine"
-    assert ARITHMETIC in finding.message
 
 
 def test_nan_that_the_code_writes_down_is_said_to_be_written():
@@ -131,41 +120,7 @@ def test_nan_that_the_code_writes_down_is_said_to_be_written():
     assert "Write a finite number there" in finding.help
 
 
-def test_an_operator_that_gives_nan_in_every_format(library):
-    library.define("sine(Tensor x) -> Tensor")
-    library.impl("sine", lambda x: spoiled(torch.sin(x), wrong=x.shape[0] == 3), "CPU")
-    finding = error_of(report_of(lambda x: x + torch.ops.ampdoctor_tests.sine(x.detach())))
-    assert finding.cause == "kernel_defect"
-    assert "for every input that was tried" in finding.message
-
-
-def test_memory_that_was_asked_for_and_not_written(monkeypatch):
-    class Partly(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            out = torch.empty_like(gradient)
-            rows = slice(0, 2) if len(gradient) == 3 else slice(None)
-            out[rows] = 2 * gradient[rows]
-            return out
-
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives with NaN
-    try:
-        finding = error_of(report_of(Partly.apply))
-    finally:
-        torch.use_deterministic_algorithms(before)
-    assert finding.cause == "kernel_defect"
-    assert "memory that no op has written" in finding.message
-    assert finding.where.op in ("aten.empty", "aten.empty_like")
-    assert "torch.zeros" in finding.help
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_memory_that_is_written_behind_the_back_of_torch(phase):
+def test_memory_that_is_written_behind_the_back_of_torch():
     """As a kernel of Triton's does it, or one that ctypes calls: no op of torch's runs."""
 
     def behind(made, *, wrong):
@@ -176,15 +131,15 @@ def test_memory_that_is_written_behind_the_back_of_torch(phase):
     class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            return behind(x * 2, wrong=phase == "forward" and half(x) and x.shape[0] == 3)
+            return x * 2
 
         @staticmethod
         def backward(ctx, gradient):
-            return behind(gradient * 2, wrong=phase == "backward" and half(gradient) and len(gradient) == 3)
+            return behind(gradient * 2, wrong=half(gradient) and len(gradient) == 3)
 
     finding = error_of(report_of(Fused.apply))
     assert finding.cause == "kernel_defect"
-    assert (finding.where.op, finding.where.phase) == ("aten.mul", phase)
+    assert (finding.where.op, finding.where.phase) == ("aten.mul", "backward")
     assert finding.where.source.file.endswith("test_kernel_defects.py")
     assert "code that torch does not see" in finding.message
 
@@ -225,12 +180,6 @@ def test_an_attention_kernel_that_is_wrong_is_cured_by_another(monkeypatch, libr
     assert "SDPBackend.MATH" in finding.prescription.detail
 
 
-def test_an_epsilon_that_the_format_loses_stays_an_invalid_op():
-    finding = error_of(report_of(lambda x: (x - x.detach()) / ((x - x.detach()).abs() + 1e-9), precision="fp16"))
-    assert finding.cause == "invalid_op"
-    assert "1e-09" in finding.message
-
-
 def test_a_constant_of_the_op_that_its_format_loses(library):
     library.define("normalised(Tensor x, float eps) -> Tensor")
     library.impl(
@@ -249,11 +198,3 @@ def test_a_healthy_operator_is_left_alone(library):
     library.define("sin_backward(Tensor g, Tensor x) -> Tensor")
     library.impl("sin_backward", lambda g, x: g * torch.cos(x.float()).to(g.dtype), "CompositeExplicitAutograd")
     assert report_of(ByFunction.apply).verdict == "healthy"
-
-
-def test_registrations_of_a_package_are_kept():
-    kept = Registrations()
-    with kept.watching():
-        made = torch.library.Library("ampdoctor_tests", "FRAGMENT")
-    made._destroy()
-    kept.undo()

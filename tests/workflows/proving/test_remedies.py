@@ -35,20 +35,8 @@ def replay(name, **arguments):
     ("loud", "kind"),
     [
         ((4,), "chain"),
-        ((2, 3), "branches"),
         ((1, 9), "branches"),
         ((6, 7, 8), "chain"),
-        *(
-            pytest.param(*other, marks=pytest.mark.slow)
-            for other in [
-                ((4,), "branches"),
-                ((2, 3), "chain"),
-                ((1, 9), "chain"),
-                ((0, 5, 10), "chain"),
-                ((0, 5, 10), "branches"),
-                ((6, 7, 8), "branches"),
-            ]
-        ),
     ],
     ids=str,
 )
@@ -67,13 +55,6 @@ def test_the_smallest_set_of_modules_is_found_in_few_replays(kind, loud):
         assert used <= trials_bound(12, len(loud)) + FIRST
 
 
-@pytest.mark.slow
-def test_a_large_model_takes_logarithmically_many():
-    report = replay("stack", kind="chain", layers=40, loud=[11, 30])
-    assert report.findings[0].prescription.value == ["layers.11", "layers.30"]
-    assert report.run["bad_step_replays"] <= trials_bound(40, 2) + FIRST
-
-
 def test_independent_culprits_are_findings_of_their_own_and_share_their_cure():
     report = replay("stack", kind="branches", layers=5, loud=[1, 3])
     assert [f.where.module for f in report.findings] == ["layers.1", "layers.3"]
@@ -81,11 +62,6 @@ def test_independent_culprits_are_findings_of_their_own_and_share_their_cure():
     assert {f.severity for f in report.findings} == {"error"}
     assert report.findings[0].prescription == report.findings[1].prescription
     assert all(f.where.source.line == line_of("LOUD") for f in report.findings)
-
-
-def test_a_consequence_is_no_finding():
-    report = replay("stack", kind="chain", layers=5, loud=[1, 3])
-    assert [f.where.module for f in report.findings] == ["layers.1"]
 
 
 def test_many_culprits_are_capped_and_the_rest_is_listed():
@@ -98,9 +74,6 @@ def test_many_culprits_are_capped_and_the_rest_is_listed():
     ("name", "mark", "words"),
     [
         ("log_of_zero", "LOG", "away from zero"),
-        ("root_of_zero", "ROOT", "away from zero"),
-        ("empty_mean", "EMPTY", "replace what is undefined"),
-        ("masked_row", "MASKED", "finfo.min"),
         ("exp_beyond_fp32", "EXP", "log space"),
         ("norm_of_a_zero_row", "NORM", "aten.sqrt: "),
         ("nothing_counted_after_the_step", "COUNTED", "away from zero"),
@@ -116,7 +89,7 @@ def test_what_only_the_code_can_change_is_tried_at_its_line(name, mark, words):
     assert words in cure.value
 
 
-@pytest.mark.parametrize("name", ["nothing_counted_after_the_step", "smoothing_over_a_mask", "entropy_of_a_mask"])
+@pytest.mark.parametrize("name", ["nothing_counted_after_the_step", "entropy_of_a_mask"])
 def test_no_batch_and_no_precision_is_offered_for_what_the_code_writes(name):
     """One batch alone shows it, and fp32 shows it as well."""
     finding = replay(name).findings[0]
@@ -139,28 +112,6 @@ def test_in_a_model_that_is_half_throughout_the_result_is_half_again():
     (tried,) = [one for one in cure.alternatives if one.kind == "code"]
     assert (cure.kind, cure.status, tried.status) == ("dtype", "verified", "failed")
     assert "away from fp32's" in tried.reason, "it ran, and half cannot hold the result"
-
-
-@pytest.mark.parametrize(
-    ("name", "op", "words"),
-    [
-        ("clips_too_early", "clip_grad_norm_", "scaler.unscale_(optimizer) before"),
-        ("steps_past_the_scaler", "optimizer.step", "scaler.step(optimizer)"),
-        ("divides_twice", "unscale", "divide the gradients once"),
-        ("never_clears", "zero_grad", "clear the gradients"),
-    ],
-)
-def test_a_misuse_of_the_scaler_is_put_right(name, op, words):
-    (finding,) = replay(name).findings
-    assert (finding.cause, finding.where.op) == ("scaler_misuse", op)
-    assert (finding.prescription.kind, finding.prescription.status) == ("code", "intervention")
-    assert words in finding.prescription.value
-
-
-def test_a_call_that_the_scaler_refuses_is_told_beside_an_overflow():
-    finding = replay("never_updates").findings[0]
-    assert (finding.code, finding.where.op, finding.where.step) == ("AMP407", "scaler.step", 1)
-    assert "scaler.update" in finding.prescription.value
 
 
 def test_what_teaches_nothing_in_one_step_does_not_speak_against_a_guard():
@@ -187,20 +138,9 @@ def test_a_loss_that_is_scaled_by_hand_gets_a_lower_scale():
     assert next_step(report).said.startswith("scale the loss by 4096 in place of 1048576")
 
 
-@pytest.mark.parametrize("what", ["weight", "norm", "running", "moment"])
+@pytest.mark.parametrize("what", ["weight", "running", "moment"])
 def test_broken_state_is_replaced_and_the_rest_of_the_run_shown_to_be_well(what):
     finding = replay("broken", what=what).findings[0]
     assert finding.cause == "bad_checkpoint"
     assert (finding.prescription.kind, finding.prescription.status) == ("code", "intervention")
     assert finding.where.tensor in finding.prescription.value
-
-
-def test_an_infinity_that_the_code_multiplies_by_is_not_papered_over():
-    finding = next(f for f in replay("sometimes").findings if f.severity == "error")
-    assert finding.prescription.status in ("failed", "not_run")
-
-
-def test_a_half_model_without_a_scaler_is_not_told_to_leave_out_its_scaler():
-    cure = replay("all_in_half").findings[0].prescription
-    (bf16,) = [one for one in (cure, *cure.alternatives) if one.kind == "dtype" and one.value == "bfloat16"]
-    assert bf16.detail == "train in bf16: model.to(torch.bfloat16)"

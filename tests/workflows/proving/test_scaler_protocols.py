@@ -18,26 +18,16 @@ def diagnose(name, **arguments):
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("accumulates", {}),
         ("accumulates", {"zeroed_in_place": True}),
-        ("accumulates", {"reentrant": True}),
         ("accumulates", {"fused": True}),
         ("adversaries", {}),
-        ("adversaries", {"scaled_critic": False}),
         ("two_losses", {}),
         ("two_losses", {"by_hand": True}),
         ("scaled_twice", {"divided": True}),
-        ("weighted", {}),
         ("regularised_after_unscaling", {}),
         ("gradient_penalty", {}),
-        ("gradient_penalty", {"inputs": True}),
         ("cached_gradients", {}),
-        ("two_scalers", {}),
-        ("two_scalers", {"scale": 2.0**18}),
-        ("two_scalers", {"scale": 2.0**21}),
         ("scaled_by_another", {"how": "same"}),
-        ("scaled_by_another", {"how": "same", "fused": True}),
-        ("never_comes_down", {"how": "anew", "scale": 1024.0}),
         ("never_comes_down", {"how": "not_updated", "scale": 1024.0}),
         ("stepped_again", {"how": "another_backward"}),
         ("stepped_again", {"how": "where_skipped"}),
@@ -54,26 +44,17 @@ def test_a_step_that_keeps_to_the_protocol(name, arguments):
     ("name", "arguments", "op"),
     [
         ("unscaled_early", {}, "scaler.unscale_"),
-        ("unscaled_early", {"clips": "first"}, "scaler.unscale_"),
-        ("unscaled_early", {"clips": "last"}, "scaler.unscale_"),
         ("one_loss_unscaled", {}, "backward"),
-        ("one_loss_unscaled", {"before": True}, "backward"),
-        ("one_loss_unscaled", {"share": 1.0}, "backward"),
         ("one_loss_unscaled", {"fused": True}, "backward"),
-        ("edited_while_scaled", {"divides": True}, "unscale"),
         ("edited_while_scaled", {"divides": True, "clips": True}, "unscale"),
         ("edited_while_scaled", {"clips": True}, "clip_grad_norm_"),
         ("edited_while_scaled", {"hooks": True}, "Tensor.grad"),
         ("edited_while_scaled", {"ascends": True}, "Tensor.grad"),
         ("scaled_twice", {}, "GradScaler.scale"),
-        ("critic_not_cleared", {}, "optimizer.zero_grad"),
         ("scaled_by_another", {"how": "two"}, "scaler.step"),
-        ("scaled_by_another", {"how": "two", "fused": True}, "scaler.step"),
         ("scaled_by_another", {"how": "before"}, "scaler.step"),
-        ("scaled_by_another", {"how": "within"}, "scaler.step"),
         ("scaled_by_another", {"how": "within", "fused": True}, "scaler.step"),
         ("gradient_penalty", {"unscaled": False, "scale": 64.0}, "autograd.grad"),
-        ("gradient_penalty", {"unscaled": False, "inputs": True, "scale": 64.0}, "autograd.grad"),
     ],
 )
 def test_a_step_that_breaks_it(name, arguments, op):
@@ -88,8 +69,6 @@ def test_a_step_that_breaks_it(name, arguments, op):
 @pytest.mark.parametrize(
     ("arguments", "step"),
     [
-        ({"how": "by_hand"}, 0),
-        ({"how": "clipped"}, 0),
         ({"how": "by_the_scaler"}, 0),
         ({"how": "by_hand", "overflow_at": 2}, 0),
         ({"how": "where_skipped", "overflow_at": 2}, 2),
@@ -107,9 +86,8 @@ def test_a_second_step_on_the_same_gradients_is_named_and_no_other_change_is_cal
     assert (finding.prescription.status, finding.prescription.alternatives) == ("not_run", ())
 
 
-@pytest.mark.parametrize("name", ["cached_gradients", "gradient_penalty"])
-def test_what_else_is_wrong_with_a_step_is_not_blamed_on_its_calls(name):
-    report = diagnose(name, factor=1e-7, scale=4.0)
+def test_what_else_is_wrong_with_a_step_is_not_blamed_on_its_calls():
+    report = diagnose("cached_gradients", factor=1e-7, scale=4.0)
     assert [finding.cause for finding in report.findings] == ["grad_underflow"]
     assert report.findings[0].prescription.status == "verified"
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ampdoctor.evidence.trace import StepEvent, StepOutcome
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.recommend import recommend
@@ -36,7 +35,7 @@ class Critic(nn.Module):
         return self.policy(hidden), self.value(hidden).squeeze(-1)
 
 
-def epochs(init=65536.0, lost=(), *, past_scaler=False):
+def epochs(init=65536.0, lost=()):
     """Four epochs over one rollout in each step, as PPO makes them."""
     torch.manual_seed(0)
     model = Critic()
@@ -52,10 +51,7 @@ def epochs(init=65536.0, lost=(), *, past_scaler=False):
                 policy = Lost.apply(policy) if epoch in lost else policy
                 loss = functional.cross_entropy(policy.float(), actions) + (value.float() - 2).square().mean()
             scaler.scale(loss).backward()
-            if past_scaler:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
+            scaler.step(optimizer)
             scaler.update()
         return loss
 
@@ -120,10 +116,8 @@ def report_of(factory, **arguments):
 
 
 HEALTHY = {
-    "the first epoch is skipped": (epochs, {"init": 2.0**17}),
     "whole steps, and a part of one": (epochs, {"init": 2.0**24}),
     "one scaler for two": (adversaries, {"init": 2.0**17}),
-    "one scaler for two, from high above": (adversaries, {"init": 2.0**22}),
     "a scaler each": (adversaries, {"init": 2.0**12, "own_init": 2.0**20}),
     "the maker's backward overflows the judge's gradients": (adversaries, {"init": 2.0**17, "own_init": 2.0**10}),
 }
@@ -137,14 +131,9 @@ def test_updates_that_are_skipped_until_a_scale_settles_are_healthy(case):
     assert report.verdict == "healthy"
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param("the first epoch is skipped", marks=pytest.mark.slow), "one scaler for two"]
-)
-def test_updates_that_are_skipped_until_a_scale_settles_need_no_other_scale(case):
-    factory, arguments = HEALTHY[case]
-    report = recommend(ReplayRequest(factory=factory, arguments=arguments))
-    assert [finding.message for finding in report.findings] == []
-    assert report.verdict == "healthy"
+def test_updates_that_are_skipped_until_a_scale_settles_need_no_other_scale():
+    report = recommend(ReplayRequest(factory=adversaries, arguments={"init": 2.0**17}))
+    assert (report.verdict, [finding.message for finding in report.findings]) == ("healthy", [])
 
 
 def test_a_scaler_in_the_loops_own_code_that_starts_too_high_is_that_and_no_collapse():
@@ -153,37 +142,7 @@ def test_a_scaler_in_the_loops_own_code_that_starts_too_high_is_that_and_no_coll
     assert report.findings[0].prescription.verified
 
 
-@pytest.mark.parametrize("init", [1024.0, pytest.param(2.0**18, marks=pytest.mark.slow)])
-def test_an_epoch_whose_gradient_is_lost_at_every_scale_is_sick_though_the_others_are_taken(init):
-    finding = report_of(epochs, init=init, lost=(2,)).findings[0]
+def test_an_epoch_whose_gradient_is_lost_at_every_scale_is_sick_though_the_others_are_taken():
+    finding = report_of(epochs, init=1024.0, lost=(2,)).findings[0]
     assert (finding.code, finding.severity, finding.where.phase) == ("AMP202", "error", "backward")
     assert finding.where.nonfinite == "nan"
-
-
-def test_updates_past_the_scaler_are_no_skips():
-    finding = report_of(epochs, init=2.0**24, past_scaler=True).findings[0]
-    assert (finding.code, finding.severity) == ("AMP407", "error")
-
-
-def event(kind, optimizer="o"):
-    return StepEvent(kind=kind, optimizer=optimizer, scale=8.0)
-
-
-@pytest.mark.parametrize(
-    ("calls", "skipped", "passes_over"),
-    [
-        ((("step", "o"), ("unscale", "o"), ("optimizer_step", "o"), ("update", "")), [], False),
-        ((("unscale", "o"), ("step", "o"), ("update", ""), ("step", "o"), ("optimizer_step", "o")), ["o"], True),
-        ((("step", "a"), ("step", "b"), ("optimizer_step", "b"), ("update", "")), ["a"], True),
-        ((("step", "a"), ("optimizer_step", "b"), ("update", "")), ["a"], False),  # past the scaler
-        ((("step", "a"), ("update", ""), ("step", "a"), ("update", "")), ["a", "a"], False),
-    ],
-)
-def test_each_update_is_counted_by_itself(calls, skipped, passes_over):
-    events = tuple(event(kind, optimizer) for kind, optimizer in calls)
-    steps = sum(kind == "optimizer_step" for kind, _ in calls)
-    outcome = StepOutcome(
-        step=0, loss=1.0, scale_before=8.0, scale_after=8.0, optimizer_steps=steps, skipped=False, events=events
-    )
-    assert [one.optimizer for one in outcome.updates_skipped] == skipped
-    assert outcome.passes_over == passes_over

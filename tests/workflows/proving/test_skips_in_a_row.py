@@ -37,7 +37,7 @@ def run(odd=(), factor=1.0, init=1024.0, steps=7, *, divided=False):
     )
 
 
-@pytest.mark.parametrize("arguments", [{"odd": (2, 3, 4)}, {"odd": (2, 3, 4), "steps": 5}, {"odd": (0, 1, 2)}])
+@pytest.mark.parametrize("arguments", [{"odd": (2, 3, 4)}, {"odd": (0, 1, 2)}])
 def test_three_steps_that_no_scale_would_have_taken_are_sick_though_others_follow(arguments):
     report = bisect_nan(ReplayRequest(factory=run, arguments={**arguments, "divided": True}))
     assert report.verdict == "sick"
@@ -50,8 +50,6 @@ def test_three_steps_that_no_scale_would_have_taken_are_sick_though_others_follo
     "arguments",
     [
         {"odd": (2, 3, 4), "factor": 1e5},
-        {"odd": (2, 3, 4), "factor": 1e5, "steps": 5},
-        {"odd": (1, 2, 3), "factor": 3e4, "init": 65536.0},
         {"odd": (2, 3), "divided": True},
     ],
 )

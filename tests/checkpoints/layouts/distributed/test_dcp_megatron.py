@@ -71,9 +71,9 @@ def test_buffers_that_hold_many_parameters(tmp_path):
     dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
     with open_checkpoint(tmp_path / "c") as checkpoint:
         moments = {(ref.name, ref.entry) for ref in checkpoint if ref.role == "moment"}
-        masters = [ref.name for ref in checkpoint if ref.group]
+        master_weights = [ref.name for ref in checkpoint if ref.group]
     assert moments == {(bucket.removeprefix("optimizer."), entry) for entry in ("exp_avg", "exp_avg_sq")}
-    assert masters == [bucket.removeprefix("optimizer.")]
+    assert master_weights == [bucket.removeprefix("optimizer.")]
 
 
 def test_a_weight_may_be_called_state(tmp_path):
