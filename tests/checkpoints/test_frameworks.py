@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from ampdoctor.checkpoints.folder import open_checkpoint
@@ -294,14 +293,6 @@ class Packed:
 def test_quantised_weights_are_not_passed_over(tmp_path):
     with open_checkpoint(save(tmp_path, {"a.weight": torch.ones(2), "b.weight": Packed()})) as checkpoint:
         assert {ref.name for ref in checkpoint} == {"a.weight", "b.weight.int_data", "b.weight.scale"}
-
-
-def test_bitsandbytes_keeps_plain_tensors(tmp_path):
-    content = {"w.weight": torch.zeros(8, 1, dtype=torch.uint8), "w.weight.absmax": torch.ones(2),
-               "w.weight.quant_state.bitsandbytes__nf4": torch.zeros(9, dtype=torch.uint8)}  # fmt: skip
-    save_file(content, tmp_path / "model.safetensors")
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert {ref.name for ref in checkpoint} == content.keys()
 
 
 def test_a_flat_average_is_told_from_the_weights(tmp_path):
