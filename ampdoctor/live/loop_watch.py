@@ -23,6 +23,7 @@ from ampdoctor.hooks.scaler_events import raised_by_scaler
 from ampdoctor.hooks.torch_internals import under_fake_tensors, unseen
 from ampdoctor.live.recording.programs import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
+from ampdoctor.probes.user_code import user_frames
 
 harmless = harmless_while(lambda watcher: not watcher.broken, lambda watcher, error: watcher.failed(error))
 """For methods of a watcher: `failed` handles its first error and sets `broken`."""
@@ -158,11 +159,12 @@ class LoopWatch:
         return known.name if known is not None and known.there() is optimizer else ""
 
     def whose(self, name: str) -> str | None:
-        """Returns the name and the class of the optimizer of this name; None where it is the only one."""
+        """Returns the loop's variable and the class of the optimizer of this name; None where it is the only one."""
         living = {known.name: there for known in self._optimizers.values() if (there := known.there()) is not None}
         if name not in living or len(living) == 1:
             return None
-        return f"{name} ({type(living[name]).__name__})"
+        kind, variable = type(living[name]).__name__, _variable_of(living[name])
+        return f"{name} ({kind})" if variable in (None, name) else f"{variable} ({kind}, {name} in the log)"
 
     # -- scalers -----------------------------------------------------------------------------------------------------
 
@@ -425,6 +427,15 @@ def _holds_back(optimizer: Any) -> bool | None:
         return None
     with unseen():
         return bool(found)
+
+
+def _variable_of(optimizer: Any) -> str | None:
+    for frame in user_frames():
+        for variables in (frame.f_globals, frame.f_locals):
+            for variable, value in variables.items():
+                if value is optimizer:
+                    return variable
+    return None
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

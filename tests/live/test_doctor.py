@@ -111,7 +111,7 @@ def test_of_several_optimizers_it_is_said_whose_step_was_sick(several, tmp_path,
             opt_actor.step()
     watching.ended(None)
     (report,) = told
-    said = "optimizer2 (Adam)" if several else None
+    said = "opt_actor (Adam, optimizer2 in the log)" if several else None
     assert check_report(render_json(report))["run"].get("optimizer") == said
 
 

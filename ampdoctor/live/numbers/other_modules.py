@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
 import types
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -29,7 +32,7 @@ _DEEPEST = 4
 deeper."""
 _OURS = 3
 """References to a frame's dict of variables, its own and ours; if there are more, the loop has called `locals()`."""
-_LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType, types.MethodType)
+_LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
 _LOOKED_AT_ELSEWHERE = (torch.optim.Optimizer, torch.amp.GradScaler)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -234,8 +237,23 @@ def _held(value: object, longest: int) -> Iterator[tuple[str | int, object]]:
     elif isinstance(value, set):
         if len(value) <= longest:
             yield from (("", held) for held in list(value))
+    elif isinstance(value, types.CellType):
+        yield from (("", held) for held in gc.get_referents(value))
+    elif isinstance(value, types.MethodType | types.FunctionType | functools.partial):
+        yield from _of_function(value)
     else:
         yield from _attributes(value)
+
+
+def _of_function(value: types.MethodType | types.FunctionType | functools.partial[Any]) -> Iterator[tuple[str, object]]:
+    """Yields what a function was made with: its object, its closure's variables, its arguments."""
+    if isinstance(value, types.MethodType):
+        yield "", value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        yield from (("", held) for held in value.__defaults__ or ())
+    else:
+        yield from (("", held) for held in (value.func, value.args, value.keywords))
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
@@ -243,6 +261,12 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(table, dict) and len(table) <= _LONGEST:
         more = list(table.items())
         yield from (pair for pair in more if pair[0] not in _OF_EVERY_MODULE or not isinstance(value, nn.Module))
+    for cls in type(value).__mro__:
+        if "__slots__" in vars(cls):
+            slots = [pair for pair in vars(cls).items() if type(pair[1]) is types.MemberDescriptorType]
+            for name, slot in slots:
+                with suppress(AttributeError):  # not bound
+                    yield name, slot.__get__(value)
 
 
 def _table(value: object) -> object:

@@ -63,6 +63,26 @@ IN_A_MODULE = """class Lit(nn.Module):
         self.averages = {k: p.detach().clone() for k, p in model.named_parameters()}
     def forward(self, x): return self.net(x)
 lit = Lit()"""
+OF_SHADOW = """
+    def update():
+        for k, p in model.named_parameters():
+            shadow[k] = 0.9 * shadow[k] + 0.1 * (p.half() if half else p)
+    return update"""
+CLOSURE = f"""def averaged(model, half):
+    shadow = {{k: p.detach().clone() {NAMED}}}{OF_SHADOW}
+update = averaged(model, HALF)"""
+SLOTS = f"""class EMA:
+    __slots__ = ('_kept', 'unbound')
+    def __init__(self, shadow): self._kept = shadow
+    def update(self, half):
+        for k, p in model.named_parameters():
+            self._kept[k] = 0.9 * self._kept[k] + 0.1 * (p.half() if half else p)
+ema = EMA({DICT[9:]})"""
+PARTIAL = f"""import functools
+def up(shadow, half):
+    for k, p in model.named_parameters():
+        shadow[k] = 0.9 * shadow[k] + 0.1 * (p.half() if half else p)
+update = functools.partial(up, {DICT[9:]})"""
 QUEUE = "import collections\nlast = collections.deque([copy.deepcopy(model)], maxlen=2)"
 FLAT = "flat = nn.utils.parameters_to_vector(model.parameters()).detach()"
 LOST = [
@@ -79,11 +99,15 @@ LOST = [
     (SHADOW_PARAMS, "ema.update()", HALF.format("ema.shadow_params"), "AMP101", "ema.shadow_params[1]"),
     (IN_A_MODULE, "pass", HALF.format("lit.averages.values()"), "AMP114", "lit.averages.0.bias"),
     (FLAT, f"flat = 0.9 * flat + 0.1 * {FLAT[7:]}", "flat = flat.half().float()", "AMP101", "flat"),
+    (CLOSURE.replace("HALF", "True"), "if step > 16: update()", "pass", "AMP114", "update.shadow.0.bias"),
+    (SLOTS, "if step > 16: ema.update(True)", "pass", "AMP114", "ema._kept.0.bias"),
+    (PARTIAL, "if step > 16: update(True)", "pass", "AMP114", "update[0].0.bias"),
     (QUEUE, "pass", "last[0].half(); last[0].float()", "AMP114", "last[0].0.bias"),
 ]
 HEALTHY = [
     (DICT, ANEW, "old = {k: s.half().float() for k, s in shadow.items()}"),
     (SHADOW_PARAMS, "ema.update()", "ema.collected_params = [p.clone() for p in model.parameters()]"),
+    (CLOSURE.replace("HALF", "False"), "if step > 16: update()", "pass"),
     (LIST, MIX, "lost = [torch.full_like(s, float('nan')) for s in shadow]"),
     ("best = [torch.full((8,), float('inf'))]", "best[0] = torch.minimum(best[0], model[0].bias)", "pass"),
     ("kept = {'mask': torch.zeros(8)}", "pass", "kept['mask'] = torch.where(torch.arange(8) > 3, float('-inf'), 0.0)"),
