@@ -59,11 +59,6 @@ class Cluster(PlannedCluster):
 
     def __post_init__(self) -> None:
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
-        for name, size in sizes.items():
-            if size < 1:
-                raise UsageError(f"the {name} parallel size starts at 1, not {size}")
-        if self.devices < 1:
-            raise UsageError(f"a job needs at least 1 device, not {self.devices}")
         if self.devices % self.model_parallel:
             product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
             raise UsageError(
