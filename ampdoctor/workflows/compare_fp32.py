@@ -13,7 +13,7 @@ from ampdoctor.diagnosis.replay.forward import CLEARLY_NEARER, far_alone, may_be
 from ampdoctor.diagnosis.replay.gradients import ZEROED_SHARE, deserves_a_look, underflow, underflow_at
 from ampdoctor.diagnosis.replay.nonfinite import departing, origin_finding
 from ampdoctor.diagnosis.replay.outcome import nondeterministic_finding
-from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_reading, suspected_misuse, used_while_scaled
+from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
 from ampdoctor.diagnosis.replay.updates import stagnation
 from ampdoctor.evidence.report import Finding
 from ampdoctor.numerics.tensors import extremes
@@ -214,9 +214,9 @@ class _Examination:
         again, comparison, thresholds, trying = self.again, self.comparison, self.passing.thresholds, self.trying
         session = again.session
         wrong_use = misuse(comparison, thresholds)
-        readings = () if wrong_use is None else (wrong_use, other_reading(comparison, wrong_use))
+        readings = () if wrong_use is None else (wrong_use, *other_readings(comparison, wrong_use))
         tried: list[Finding] = []
-        for reading in filter(None, (*readings, *suspected_misuse(comparison, thresholds))):
+        for reading in (*readings, *suspected_misuse(comparison, thresholds)):
             order = fix_scaler_misuse(reading.where.op or "", trying(), session)
             tried.append(replace(reading, prescription=order))
             if order.status == "intervention":

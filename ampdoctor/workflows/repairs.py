@@ -100,6 +100,29 @@ def cleared(session: Session) -> Iterator[None]:
 
 
 @contextmanager
+def cleared_of_others(session: Session) -> Iterator[None]:
+    """Remove gradients that were left when another optimizer stepped, before their own backward adds to them."""
+    left: set[int] = set()
+    parameters = [p for p in session.model.parameters() if p.requires_grad and p.is_leaf]
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        left.update(id(parameter) for parameter in parameters if id(parameter) not in own)
+
+    def arrives(parameter: torch.Tensor, _: torch.Tensor) -> None:
+        if id(parameter) in left:
+            left.discard(id(parameter))
+            parameter.grad = None
+
+    with ExitStack() as stack:
+        for optimizer in session.optimizers.values():
+            stack.callback(optimizer.register_step_post_hook(stepped).remove)
+        for parameter in parameters:
+            stack.callback(on_gradient(parameter, partial(arrives, parameter)).remove)
+        yield
+
+
+@contextmanager
 def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None) -> Iterator[None]:
     scalers = [session.scaler]
     unscaling = torch.amp.GradScaler._unscale_grads_
@@ -155,6 +178,7 @@ def fix_scaler_misuse(misuse: str, trials: Trials, session: Session, *, overflow
         "autograd.grad": asked_for_unscaled,
         "GradScaler.scale": scaled_once,
         "zero_grad": cleared,
+        "optimizer.zero_grad": cleared_of_others,
     }
     change = changes.get(misuse)
     if change is None:
@@ -166,7 +190,8 @@ def fix_scaler_misuse(misuse: str, trials: Trials, session: Session, *, overflow
     for binades in LOWER if overflowed and scale is not None else (0,):
         lowered = change if not binades or scale is None else both(change, loss_scale(scale / 2.0**binades))
         beside = f" (and a loss scale of {exact(scale / 2.0**binades)})" if binades and scale is not None else ""
-        tried = trials.attempt("code", advice, lowered, advice + beside, stands_in=True)
+        restores = change is cleared_of_others  # fp32 also adds to the gradients that are left
+        tried = trials.attempt("code", advice, lowered, advice + beside, stands_in=True, restores=restores)
         if tried.status == "intervention":
             break
     return tried or Prescription(kind="code", value=advice, status="not_run", detail=advice, reason="nothing was tried")

@@ -17,6 +17,7 @@ from tests.workflows import interruptible
 
 FACTORY = "tests.workflows.interruptible:make_run"
 SICK, WELL = 3e5, 1.0
+ROOT = Path(__file__).parents[2]
 CALLBACKS = ("forward", "loss", "optimizer", "after_step", "move", "batches", "next batch")
 BUILDERS = ("factory", "make_optimizer", "scheduler", "scaler")
 ERRORS = {

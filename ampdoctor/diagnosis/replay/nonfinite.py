@@ -86,6 +86,8 @@ MISUSE_ADVICE: Mapping[str, str] = {
     "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
     "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",
     "GradScaler.scale": "scale each loss once: add its parts up first, scaler.scale(loss + penalty).backward()",
+    "optimizer.zero_grad": "call zero_grad() on each optimizer before the backward of its own loss: another loss's "
+    "leaves gradients there",
     "Tensor.grad": "divide gradients by scaler.get_scale() where you use them before scaler.unscale_, or in a hook",
     "scaler.step": "call scaler.update() once, after the step, and step each optimizer with the scaler that scaled its "
     "loss",

@@ -187,15 +187,16 @@ def misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) 
     return _misuse_finding(comparison, event, op, f"the step {done} {event.scale:g}")
 
 
-def other_reading(comparison: Comparison, first: Finding) -> Finding | None:
-    """Returns another explanation of a misuse; it is right only if a replay with it corrected agrees."""
-    changed = _first(comparison, _changed_scaled)
-    if first.where.op not in _CLIPPINGS or changed is None:
-        return None
-    if not _divided_twice(changed.scale, comparison.gradient_ratio):
-        return None
-    said = f"the step divided its gradients itself, and scaler.unscale_ did so once more, by {changed.scale:g}"
-    return _misuse_finding(comparison, changed, "unscale", said)
+def other_readings(comparison: Comparison, first: Finding) -> tuple[Finding, ...]:
+    """Returns other explanations of a misuse; one is right only if a replay with it corrected agrees."""
+    used, changed = _first(comparison, _used_scaled), _first(comparison, _changed_scaled)
+    if first.where.op in _CLIPPINGS and changed and _divided_twice(changed.scale, comparison.gradient_ratio):
+        said = f"the step divided its gradients itself, and scaler.unscale_ did so once more, by {changed.scale:g}"
+        return (_misuse_finding(comparison, changed, "unscale", said),)
+    if first.where.op == "optimizer.step" and used and _holds_anothers(comparison, used):
+        said = f"gradients of another optimizer's loss, scaled by {used.scale:g}, were still there when its own came"
+        return (_misuse_finding(comparison, used, "optimizer.zero_grad", said),)
+    return ()
 
 
 def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Finding, ...]:
@@ -282,6 +283,13 @@ def _unscaled_twice(event: StepEvent, ratio: float) -> bool:
 
 def _divided_twice(scale: float | None, ratio: float) -> bool:
     return bool(scale) and ratio > 0 and abs(math.log2(ratio * (scale or 1.0))) < 1.0
+
+
+def _holds_anothers(comparison: Comparison, used: StepEvent) -> bool:
+    """Whether scaled and plain gradients are mixed, and another optimizer stepped before."""
+    earlier = comparison.events[: comparison.events.index(used)]
+    stepped = any(event.kind == "optimizer_step" and event.optimizer != used.optimizer for event in earlier)
+    return stepped and len(used.scales) > 1
 
 
 def _first(comparison: Comparison, holds: Callable[[StepEvent], bool]) -> StepEvent | None:

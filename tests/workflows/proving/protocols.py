@@ -34,6 +34,10 @@ def _run(step, *, model=None, optimizer=None, fused=False, scaler=SCALE, count=4
     )
 
 
+def _one_each(model):
+    return {name: torch.optim.SGD(model[name].parameters(), lr=1e-3) for name in model}
+
+
 def _loss(model, x, y):
     return functional.mse_loss(model(x), y)
 
@@ -254,6 +258,28 @@ def edited_while_scaled(*, divides=False, clips=False, hooks=False, ascends=Fals
         return loss
 
     return _run(step)
+
+
+def critic_not_cleared():
+    """The generator's scaled backward leaves gradients in the critic, whose own loss is plain."""
+    model = nn.ModuleDict({"g": Net(), "d": nn.Linear(4, 1)})
+
+    def step(model, batch, optimizer, scaler, autocast):
+        with autocast():
+            fake = model["g"](batch[0])
+            loss = functional.softplus(-model["d"](fake)).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer["g"])
+        scaler.update()
+        with autocast():
+            critic = functional.softplus(model["d"](fake.detach())).mean() - model["d"](batch[1]).mean()
+        critic.backward()
+        optimizer["d"].step()
+        optimizer["g"].zero_grad()
+        optimizer["d"].zero_grad()
+        return loss
+
+    return _run(step, model=model, optimizer=_one_each)
 
 
 def scaled_by_another(how, *, fused=False):

@@ -51,6 +51,7 @@ def test_a_step_that_keeps_to_the_protocol(name, arguments):
         ("edited_while_scaled", {"hooks": True}, "Tensor.grad"),
         ("edited_while_scaled", {"ascends": True}, "Tensor.grad"),
         ("scaled_twice", {}, "GradScaler.scale"),
+        ("critic_not_cleared", {}, "optimizer.zero_grad"),
         ("scaled_by_another", {"how": "two"}, "scaler.step"),
         ("scaled_by_another", {"how": "before"}, "scaler.step"),
         ("scaled_by_another", {"how": "within", "fused": True}, "scaler.step"),
