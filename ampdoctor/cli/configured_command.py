@@ -209,16 +209,25 @@ class ReplayCommand(ConfiguredCommand):
     """A command whose target may be a script with arguments of its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words before `--`; those after it are the script's own."""
-        if "--" in args and not ctx.resilient_parsing:
-            at = args.index("--")
-            ctx.meta[_KEY] = tuple(args[at + 1 :])
-            args = args[:at]
+        """Parse the words before `--` where they name the target; else `--` only ends the options, as usual."""
+        at = args.index("--") if "--" in args else len(args)
+        head, after = args[:at], args[at + 1 :]
+        if after and not ctx.resilient_parsing and self._names_target(ctx, head):
+            ctx.meta[_KEY] = tuple(after)
+            args = head
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the usage line's pieces."""
         return [*super().collect_usage_pieces(ctx), "[-- ARGS]"]
+
+    def _names_target(self, ctx: Any, args: list[str]) -> bool:
+        try:
+            parsed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        except Exception:  # noqa: BLE001 - the real parsing reports the error
+            return True
+        arguments: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
+        return any(isinstance(parsed.get(one.name), str | list | tuple) and parsed[one.name] for one in arguments)
 
 
 def script_arguments(context: typer.Context) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from ampdoctor.diagnosis.health.run_rules import NO_STEP_TAKEN
 from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.report import Finding, Prescription, Report, Severity
 from ampdoctor.evidence.trace import NonFiniteOrigin
 
 NOT_REPRODUCED = rule("AMP902", REPLAYED)
@@ -124,6 +124,12 @@ def _data(here: Here) -> str:
         )
     other = "" if here.global_step is None else f", not those that followed step {here.global_step}"
     return f"the data are the first {here.steps} steps' batches of the factory{other}"
+
+
+def comparison_left_out(report: Report) -> str | None:
+    """Returns the option with which the user limited the comparison with fp32, if a known failure did not show."""
+    compared = next((one.evidence.get("compared") for one in report.found if one.code == NOT_REPRODUCED.code), None)
+    return None if compared is None else _option(compared)
 
 
 def _option(compared: int) -> str:
