@@ -222,7 +222,8 @@ class ReplayCommand(ConfiguredCommand):
             parsed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         except Exception:  # noqa: BLE001 - the real parsing reports the error
             return True
-        return any(parsed.get(one.name) for one in self.params if one.param_type_name == "argument")
+        named = [parsed.get(one.name) for one in self.params if one.param_type_name == "argument"]
+        return any(isinstance(one, str | list | tuple) and one for one in named)  # Click has a marker for the others
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the usage line's pieces."""

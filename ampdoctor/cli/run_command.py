@@ -100,7 +100,12 @@ def _answer(report: Report, *, fail_on: Literal["error", "warning", "never"], ex
     if any(finding.severity in threshold for finding in report.findings):
         return Outcome(EXIT_OK if exit_zero else EXIT_FINDINGS)
     if report.verdict == "not_reproduced":
-        return Outcome(EXIT_ERROR, "not reproduced: the failure did not come back")
+        from ampdoctor.diagnosis.replay.outcome import comparison_left_out
+
+        cut = comparison_left_out(report)
+        more = "--max-steps" if "--until-sick" in (report.target.get("options") or {}) else "--steps"
+        further = f"more {more} may reach it" if cut is None else f"one that stays finite shows without {cut}"
+        return Outcome(EXIT_ERROR, f"not reproduced: the failure did not come back; {further}")
     if report.verdict == "inconclusive":
         return Outcome(EXIT_ERROR, "inconclusive: what was examined does not settle whether the run is healthy")
     return Outcome(EXIT_OK)

@@ -14,7 +14,10 @@ from ampdoctor.errors import UsageError
 
 def shown_path(path: str | os.PathLike[str]) -> str:
     """Returns a path for a report's reader: relative to the working directory if it lies below it, else absolute."""
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return Path(os.path.normpath(path)).as_posix()
     absolute = Path(os.path.normpath(Path(path).absolute()))  # a link is shown under its own name
     return (absolute.relative_to(here) if absolute.is_relative_to(here) else absolute).as_posix()
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.diagnosis.replay.outcome import comparison_left_out
 from ampdoctor.evidence.report import BaselineSection, Finding, Report
 from ampdoctor.evidence.report_plan import PlanSection
 from ampdoctor.evidence.report_scaler import ScalerSection
@@ -130,7 +131,13 @@ def _incomplete(report: Report) -> Step:
 
 
 def _not_reproduced(report: Report) -> Step:
-    """Come closer to the failure: its checkpoint first, then more steps."""
+    """Search everything that is there, then come closer to the failure: its checkpoint first, then more steps."""
+    cut = comparison_left_out(report)
+    if cut is not None:
+        options = dict(report.target.get("options") or {})
+        options.pop("--compare-steps", None)
+        again = _replay(report.command, {**report.target, "options": options}, {"--expect-failure": []})
+        return Step(f"leave out {cut}: what stays finite shows beside fp32", again)
     if report.target.get("checkpoint") is None:
         return Step("start from the last checkpoint before the failure", _from_its_checkpoint(report))
     steps = report.run.get("steps")

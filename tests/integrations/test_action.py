@@ -100,8 +100,8 @@ def test_a_sick_checkpoint_fails_the_step_with_annotation_summary_and_outputs(st
 
 
 def test_in_another_working_directory_findings_are_of_files_from_the_root(step):
-    (step.place / ".git").mkdir()
-    (step.place / "training").mkdir()
+    for folder in (".git", "training"):
+        (step.place / folder).mkdir()
     (step.place / "sick.safetensors").rename(step.place / "training" / "sick.safetensors")
     done, outputs, _ = step(target="sick.safetensors", working_directory="training")
     assert done.stdout.startswith("::error file=training/sick.safetensors,"), done.stderr

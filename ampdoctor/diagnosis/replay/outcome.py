@@ -13,7 +13,7 @@ from ampdoctor.diagnosis.health.run_rules import NO_STEP_TAKEN
 from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.report import Finding, Prescription, Report, Severity
 from ampdoctor.evidence.trace import NonFiniteOrigin
 
 NOT_REPRODUCED = rule("AMP902", REPLAYED)
@@ -57,6 +57,12 @@ def not_reproduced_finding(known: KnownFailure, seen: Mapping[str, Any], differs
         evidence={"known_from": known.why, "failing_step": known.step, **seen, "differences": list(differs)},
         advice="What differs here: " + "; ".join(differs) + ".",
     )
+
+
+def comparison_left_out(report: Report) -> str | None:
+    """Returns the option with which the user limited the comparison with fp32, if a known failure did not show."""
+    compared = next((one.evidence.get("compared") for one in report.found if one.code == NOT_REPRODUCED.code), None)
+    return None if compared is None else "--compare-steps" if compared else "--no-compare"
 
 
 NONDETERMINISTIC_REPLAY = rule("AMP901", REPLAYED)

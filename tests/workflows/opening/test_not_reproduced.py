@@ -14,6 +14,7 @@ from ampdoctor.cli.run_command import judge
 from ampdoctor.diagnosis.replay.outcome import known_failure
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.reports.json_report import render_json
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 from tests.workflows.opening import long_runs
@@ -98,6 +99,10 @@ def test_a_comparison_that_was_cut_comes_before_all_else(wanted, option, said, c
     assert (report.verdict, note.code, note.evidence["compared"]) == ("not_reproduced", "AMP902", wanted)
     assert note.help.startswith(f"What differs here: {said}")
     assert f"(leave out {option});" in note.help
+    assert judge(report).reason.endswith(f"shows without {option}")
+    step = next_step(report)
+    assert step.said.startswith(f"leave out {option}")
+    assert step.line.endswith("--steps 4 --expect-failure")
     (left_out,) = [one.what for one in report.skipped if "fp32" in one.what]
     assert left_out == ("comparison of further steps with fp32" if wanted else "comparison with fp32")
     assert bisect_nan(replace(request, compare_steps=None)).verdict == "sick"
