@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from ampdoctor.cli.options import GateOptions, OutputOptions, flatten, refuse_empty
+from ampdoctor.cli.options import GateOptions, OutputOptions, flatten
 from ampdoctor.cli.process import loading, read_text
 from ampdoctor.cli.run_command import Action, ReportCommand
 from ampdoctor.errors import UsageError
@@ -113,16 +113,12 @@ class ClusterOptions:
                 if given is not None and given < 1:
                     raise UsageError(f"the {name} parallel size starts at 1, not {given}")
         then = {name: getattr(self, f"to_{name}") or sizes[name] for name in _SIZES}
-        now = self._devices("--gpus", self.gpus) or said.devices
-        after = self._devices("--to-gpus", self.to_gpus) or now
+        now = said.devices if self.gpus is None else devices_of("--gpus", self.gpus)
+        after = now if self.to_gpus is None else devices_of("--to-gpus", self.to_gpus)
         if after is None:
             raise UsageError("no devices are named: --to-gpus says how many there will be, --gpus how many there are")
         before = None if now is None else Cluster(devices=now, **sizes)
         return before, Cluster(devices=after, **then)
-
-    def _devices(self, option: str, text: str | None) -> int | None:
-        refuse_empty(option, text)
-        return None if text is None else devices_of(option, text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,9 +268,6 @@ class PlanOptions:
         typer.Option("--emit", help="Print the plan in this framework's own words."),
     ] = None
 
-    def __post_init__(self) -> None:
-        refuse_empty("--profile", self.profile)
-
     def request(
         self, read: BatchSettings, config: str | None, cluster: ClusterOptions, batch: BatchOptions, fit: MemoryOptions
     ) -> PlanRequest:
@@ -320,7 +313,6 @@ def plan(
     Which micro-batch and accumulation give it exactly, what fits, and what that changes: above all what fp16 gradients
     feel. Exit code 0 where an exact plan fits, 1 where there are only near ones.
     """
-    refuse_empty("CONFIG", settings)
 
     def work(_: Progress | None, __: SetAside) -> Report:
         with loading():
