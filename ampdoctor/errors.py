@@ -130,3 +130,4 @@ class LimitExceededError(CheckpointError):
 
     def __init__(self, what: str, limit: int, actual: int) -> None:
         super().__init__(f"{what}: {actual} is beyond the limit of {limit}")
+        self.what, self.limit, self.actual = what, limit, actual

@@ -56,3 +56,9 @@ def test_the_tests_that_a_target_names_exist(run_cli):
     named = set(re.findall(r"\btests/[\w/]+(?:\.\w+)?", text))
     assert len(named) > 10
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.xdist_group("kept")
+def test_what_is_made_once_for_several_tests_is_made_in_one_process(request):
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@kept"), "this pytest-xdist keeps no group together under this pytest"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from ampdoctor.checkpoints.checkpoint import FilePart
 from ampdoctor.checkpoints.file_contents import FileContents, classify_contents
@@ -15,6 +16,8 @@ from ampdoctor.checkpoints.torch_files import Format, read_torch_legacy, read_to
 from ampdoctor.errors import CheckpointError, LimitExceededError, OtherFormatError
 from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_facts import PROFILE_MARK
+
+Reader: TypeAlias = Callable[[RegularFile], FileContents]
 
 
 @dataclass(slots=True)
@@ -55,10 +58,11 @@ class CheckpointBuilder:
                 file.close()
         return None
 
-    def add(self, file: RegularFile, index: str = "") -> FilePart | None:
+    def add(self, file: RegularFile, index: str = "", read: Reader | None = None) -> FilePart | None:
         """Add a file that is a part by itself; if it is refused, it is noted and closed, and None is returned."""
         try:
-            part = FilePart(file, read_sections(file, sniff(file)), file.name, index)
+            contents = read_sections(file, sniff(file)) if read is None else read(file)
+            part = FilePart(file, contents, file.name, index)
         except CheckpointError as error:
             file.close()
             self.refuse(file.name, error)
@@ -66,14 +70,14 @@ class CheckpointBuilder:
         self.parts.append(part)
         return part
 
-    def add_file(self, path: Path, name: str, index: str = "") -> FilePart | None:
-        """Open a file, called `name` in reports, and add it as a part."""
+    def add_file(self, path: Path, name: str, index: str = "", read: Reader | None = None) -> FilePart | None:
+        """Open a file, called `name` in reports, and add it as a part; `read` is given for a format of the layout's."""
         try:
             file = RegularFile(path, name)
         except CheckpointError as error:
             self.refuse(name, error)
             return None
-        return self.add(file, index)
+        return self.add(file, index, read)
 
     def close(self) -> None:
         """Close every file."""
