@@ -43,7 +43,7 @@ napoleon_use_ivar = True  # a dataclass's attributes are in its docstring, and n
 nitpick_ignore_regex = [
     (
         r"py:.*",
-        r"(torch|nn|os|collections|typing|pathlib|types|ampdoctor\.(workflows|replay|evidence|training)\..*|[A-Z]\w*).*",
+        r"(torch|nn|os|collections|typing|pathlib|types|ampdoctor\.(workflows|checkpoints|replay|evidence|training)\..*|[A-Z]\w*).*",
     ),
 ]
 

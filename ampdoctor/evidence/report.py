@@ -225,8 +225,12 @@ class FixedEntry:
     """An entry of the baseline that was not found again.
 
     Attributes:
-        fingerprint, code, severity: As the finding's.
-        module, op, tensor: As in where.
+        fingerprint: As the finding's.
+        code: As the finding's.
+        severity: As the finding's.
+        module: As in where.
+        op: As in where.
+        tensor: As in where.
         file: The checkpoint's file where several checkpoints were examined.
         message: As it was when the baseline was written.
     """
