@@ -27,8 +27,8 @@ def flushed_plan(
     The profile has its own accumulation, and is assumed to have the micro-batch of `before`; it may come from one
     device. Raises UsageError for a run without a loss scale. `init_scale` is the smallest power of two, from the scale
     that moves with the activation gradients on, at which no gradient loses more than before; if one would overflow
-    there, the largest at which none does. Weight gradients that cancel (`scaling.cancelled`) are left out: their small
-    values are fp32's own rounding.
+    there, the largest at which none does. Weight gradients that cancel (`scaling.choose.cancelled`) are left out:
+    their small values are fp32's own rounding.
     """
     if profile.run.precision != "fp16":
         raise UsageError(f"a run in {profile.run.precision} has no loss scale: profile the job in fp16")

@@ -95,7 +95,7 @@ class ReplayOptions:
 
     checkpoint: Annotated[
         str | None,
-        typer.Option("--checkpoint", metavar="PATH", help="Read inertly, and loaded into the run before step 0."),
+        typer.Option("--checkpoint", metavar="PATH", help="Read without executing anything; loaded before step 0."),
     ] = None
     steps: Annotated[
         int | None,
@@ -116,7 +116,7 @@ class ReplayOptions:
     ] = None
     half_products: Annotated[
         HalfProducts,
-        typer.Option("--half-products", help="fp16 products on a CPU: by fp32 kernels, rounded once, or its own."),
+        typer.Option("--half-products", help="How a CPU multiplies fp16: fp32, rounded once, or plain (its kernels)."),
     ] = "fp32"
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:<index>.")] = "auto"
     spill: Annotated[

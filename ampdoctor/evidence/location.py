@@ -71,7 +71,7 @@ class Where:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """As much of an address as tells it from others of one finding.
+    """The parts of a location that identify one place within a finding.
 
     Attributes:
         module, op, tensor, file: As in where.

@@ -86,7 +86,7 @@ PROFILE_MARK = "ampdoctor_profile"
 """Key in the header of a saved profile; it distinguishes a profile from a checkpoint, which may be safetensors, too."""
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-"""Formats that a run may compute in (`precision.Compute`, which this package may not import)."""
+"""Formats that a run may compute in (`precision.spec.Compute`, which this room may not import)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The private names of torch that are used to watch a loop; `precision.emulation` and `numerics.unseen` list theirs.
+"""The private names of torch that are used to watch a loop; `precision` lists those that its emulation uses.
 
 | name | since | without it |
 | --- | --- | --- |

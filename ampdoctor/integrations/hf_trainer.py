@@ -38,7 +38,7 @@ class AmpDoctorCallback(TrainerCallback):
         """Wraps the Trainer's `train`; the Trainer is found in a frame above, where it is constructed."""
         trainer = _trainer_above(self)
         if trainer is not None:
-            self._hear_of_errors(trainer)
+            self._add_error_callback(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's seam
         """Begins the watch."""
@@ -48,7 +48,7 @@ class AmpDoctorCallback(TrainerCallback):
         """Ends the watch."""
         self._watch.end(None)
 
-    def _hear_of_errors(self, trainer: Any) -> None:
+    def _add_error_callback(self, trainer: Any) -> None:
         original = trainer.train
 
         @functools.wraps(original)

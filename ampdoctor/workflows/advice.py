@@ -264,7 +264,7 @@ def precision_facts(
     settled: bool = False,
     precision_matters: bool = False,
 ) -> PrecisionFacts:
-    """Returns the facts from a profile that `diagnosis.precision_advice.advise_precision` needs.
+    """Returns the facts from a profile that `diagnosis.replay.precision.advise_precision` needs.
 
     `choice` is None if no half gradient was seen. `pure`: the run keeps its weights in its compute format, without
     autocast or fp32 master weights. `harm` is a clause on what went wrong in an fp16 replay that no loss scale cures,

@@ -126,7 +126,7 @@ class ReplayRequest:
             "checkpoint" with `until_sick`, else 0. A function of batches that takes `start` gets the number of steps.
         expect_failure: The user says that the run fails: a replay that stays finite is then `not_reproduced`.
         spill: Keep the states before steps in an unnamed temporary file instead of in memory.
-        thresholds: Limits of the rules; see `diagnosis.catalogue.moving.thresholds_from`.
+        thresholds: Limits of the rules; see `diagnosis.catalogue.thresholds_from`.
         emit: Framework for which `recommend` writes the settings; its scaler's rules are simulated, too.
         target: The hardware that a precision is recommended for, a name of `evidence.targets.TARGETS`.
         precision_matters: The user needs more than bf16's 8 bits.

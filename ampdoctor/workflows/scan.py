@@ -60,7 +60,7 @@ def scan(
             affects the shares that a cast would flush, never what is non-finite, largest, negative or saturated.
         every_member: Of many checkpoints read each, not only as many as it takes to find the first sick one.
         whole: The same, and no error for a single checkpoint, because a baseline must list everything.
-        thresholds: Limits of the rules; see `diagnosis.catalogue.moving.thresholds_from`.
+        thresholds: Limits of the rules; see `diagnosis.catalogue.thresholds_from`.
         set_aside: Of many checkpoints, the first is searched that is sick after these findings are set aside.
 
     Returns:

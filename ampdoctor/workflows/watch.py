@@ -118,6 +118,8 @@ def watch(
         record_batches=record_batches,
         export=exports_of(export),
     )
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}, and no torch.nn.Module; a folder is given as folder=")
     optimizers = _several(optimizer)
 
     def told(report: Report) -> None:

@@ -97,7 +97,7 @@ class TrainingWatcher:
         self.report: Report | None = None
         self.folder = request.health
         self.speaks = True
-        self._request, self._tell, self._hear = request, tell, say
+        self._request, self._tell, self._on_sentence = request, tell, say
         self._watch = LoopWatch(self)
         self._constructions = Constructions()
         self._rank = LogOfRank(request, self._say, on_alert)
@@ -653,7 +653,7 @@ class TrainingWatcher:
         """Send a sentence to the user; a closed stream or a listener that fails must not disturb the training."""
         with suppress(Exception):
             rank = self.place.rank
-            self._hear(f"rank {rank}: {sentence}" if rank else sentence)
+            self._on_sentence(f"rank {rank}: {sentence}" if rank else sentence)
 
     def _tell_what_ended(self) -> None:
         """Report once each part of the watch that has stopped."""

@@ -1,7 +1,8 @@
 """Watching a step never waits for the device, but for two reads: the loss scale, and all flags at once at its end.
 
 Two witnesses. torch's profiler names every op that reads a value on the host, also those of ours that hide from modes
-and traces (`numerics.unseen`). On a GPU torch's own debug mode raises at whatever else waits, a copy to the host too.
+and traces (`hooks.torch_internals.unseen`). On a GPU torch's own debug mode raises at whatever else waits, a copy
+to the host too.
 """
 
 from __future__ import annotations

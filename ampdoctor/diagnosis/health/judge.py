@@ -94,9 +94,9 @@ class Judge:
     def add(self, line: Line) -> tuple[Finding, ...]:
         """Takes a line and returns the new findings, worst first; none for most lines."""
         if isinstance(line, StepLine):
-            return self._hear_step(line)
+            return self._add_step(line)
         if isinstance(line, DetailLine):
-            return self._hear_detail(line)
+            return self._add_detail(line)
         if isinstance(line, RunLine):
             self._names, self._optimizers, self._groups = line.tensors, line.optimizers, line.groups
         elif isinstance(line, LookLine):
@@ -137,7 +137,7 @@ class Judge:
         self._told.clear()
         self._looked_at = None
 
-    def _hear_step(self, line: StepLine) -> tuple[Finding, ...]:
+    def _add_step(self, line: StepLine) -> tuple[Finding, ...]:
         moment = self._steps.get(line.optimizer)
         if moment is None and len(self._steps) >= _ROOT:
             return ()
@@ -172,7 +172,7 @@ class Judge:
             for moment in self._steps.values():
                 moment.departs(what, line.step)
 
-    def _hear_detail(self, line: DetailLine) -> tuple[Finding, ...]:
+    def _add_detail(self, line: DetailLine) -> tuple[Finding, ...]:
         if line.reason != "sampled":  # the extra looks after a finding are not evenly spaced
             return ()
         courses = self._tensors.setdefault(line.optimizer, TensorCourses())

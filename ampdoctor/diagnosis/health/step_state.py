@@ -413,8 +413,8 @@ class StepState:
         if self._began is None:
             self._began = line.step
         self.scale.add(line)
-        self._hear_settings(line)
-        self._hear_batch(line)
+        self._add_settings(line)
+        self._add_batch(line)
         self.judged = self.accepted - self._since >= LEAST and self._quiet == 0 and not self.batch.size.other
         loss, norm = self._loss, self._norm = _finite(line.loss), _finite(line.norm)
         self.loss_above = 0.0 if loss is None else self.loss.above(loss)
@@ -526,7 +526,7 @@ class StepState:
         if line.memory_bytes is not None:
             self.memory.add(line.memory_bytes)
 
-    def _hear_batch(self, line: StepLine) -> None:
+    def _add_batch(self, line: StepLine) -> None:
         self.batch.add(line)
         if line.micro_steps is not None:
             if self._micro_steps is not None and line.micro_steps != self._micro_steps:
@@ -540,7 +540,7 @@ class StepState:
             self.first_losses, self.first_norms = Beginning(), Beginning()
             self.descent, self.early_seconds = self.descent.anew(), math.inf
 
-    def _hear_settings(self, line: StepLine) -> None:
+    def _add_settings(self, line: StepLine) -> None:
         self.decays.add(line.weight_decays)
         self.rates.add(line.learning_rates)
         if self.decays.rises(_NO_SCHEDULE) or self.decays.falls(_NO_SCHEDULE) or self.rates.rises(_NO_SCHEDULE):

@@ -265,7 +265,7 @@ class ConsoleRows(LineRows):
     def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
         """As in `LineRows`."""
         for line in lines:
-            yield from self._hear(line)
+            yield from self._rows_of(line)
 
     def rest(self, noticed: ReadIssues) -> Iterator[Row]:
         """As in `LineRows`."""
@@ -283,10 +283,10 @@ class ConsoleRows(LineRows):
                 Skipped(what=what, reason="what is printed of a skipped step does not say which it was")
             )
 
-    def _hear(self, line: bytes) -> Iterator[Row]:
+    def _rows_of(self, line: bytes) -> Iterator[Row]:
         overflow = overflow_in(line)
         if overflow is not None:
-            yield from self._hear(line[: overflow.begins])  # a bar without newline
+            yield from self._rows_of(line[: overflow.begins])  # a bar without newline
             self._behind.append((self._at, overflow))
             return
         one = printed(line)

@@ -41,7 +41,7 @@ class Loop:
 def told(tmp_path, iteration, *, steps=6, scale=SCALE):
     reports, sentences = [], []
     with ampdoctor.watch(folder=tmp_path / "health", tell=reports.append) as watch:
-        watch._doctor._hear = sentences.append
+        watch._doctor._on_sentence = sentences.append
         loop = Loop(scale)
         for _ in range(steps):
             iteration(loop)

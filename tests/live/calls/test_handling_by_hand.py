@@ -53,7 +53,7 @@ class Loop:
 def told(tmp_path, iteration, *, steps=3):
     reports, sentences = [], []
     with ampdoctor.watch(folder=tmp_path / "health", tell=reports.append) as watch:
-        watch._doctor._hear = sentences.append
+        watch._doctor._on_sentence = sentences.append
         loop = Loop()
         for _ in range(steps):
             iteration(loop)

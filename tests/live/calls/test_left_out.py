@@ -46,7 +46,7 @@ def told(tmp_path, train, *sick):
     """The watch of a whole training, as `run` ends it; and what it has said."""
     reports, sentences = [], []
     with suppress(SystemExit), ampdoctor.watch(folder=tmp_path / "health", tell=reports.append) as watch:
-        watch._doctor._hear = sentences.append
+        watch._doctor._on_sentence = sentences.append
         train(Loop(), batches(*sick))
     assert [said for said in sentences if "watched no more" in said or "recorded no more" in said] == []
     return reports, sentences

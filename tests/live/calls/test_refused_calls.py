@@ -25,7 +25,7 @@ class Refused:
     def __init__(self, tmp_path, loop, *, half=False):
         self.reports, self.sentences = [], []
         with ampdoctor.watch(folder=tmp_path / "health", tell=self.reports.append) as watch:
-            watch._doctor._hear = self.sentences.append
+            watch._doctor._on_sentence = self.sentences.append
             self.model = made(half=half)
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
             self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

@@ -225,7 +225,7 @@ def test_optimizers_in_the_backward_step_once_each():
 def test_run_tells_it_once_with_its_line_and_numbers_the_steps_by_their_backwards(tmp_path):
     reports, sentences = [], []
     with ampdoctor.watch(folder=tmp_path / "health", tell=reports.append) as watch:
-        watch._doctor._hear = sentences.append
+        watch._doctor._on_sentence = sentences.append
         loop = Loop()
         for _ in range(4):
             by_hand(loop)
@@ -242,7 +242,7 @@ def test_run_tells_it_once_with_its_line_and_numbers_the_steps_by_their_backward
 def test_without_a_scaler_it_is_a_warning_and_no_step_is_sick(tmp_path):
     reports, sentences = [], []
     with ampdoctor.watch(folder=tmp_path / "health", tell=reports.append) as watch:
-        watch._doctor._hear = sentences.append
+        watch._doctor._on_sentence = sentences.append
         loop = Loop()
         for _ in range(4):
             loop.optimizer.zero_grad()
