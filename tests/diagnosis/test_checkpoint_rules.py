@@ -111,6 +111,7 @@ def test_each_scaler_rule_catches_its_sick_case(code, severity, sick):
     "healthy",
     [
         scaler(1.0),
+        scaler(1.0, growth_factor=1.0, backoff_factor=1.0, min_scale=1.0),
         scaler(2.0**40, growth_factor=1.0, backoff_factor=1.0),
         scaler(growth_tracker=1999),
         scaler(growth_factor=1.0),

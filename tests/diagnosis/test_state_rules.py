@@ -11,6 +11,7 @@ from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
     IndexSummary,
+    LogTail,
     OptimizerGroup,
     OptimizerSummary,
     ZeroSecondMoment,
@@ -182,6 +183,10 @@ def test_an_fp16_training_state_without_a_scaler(severity, zeros, dtype):
 )
 def test_where_a_scaler_is_not_missed(healthy):
     assert found(*healthy) == []
+
+
+def test_a_scale_in_the_log_is_that_of_a_scaler():
+    assert found(HALF, moment("exp_avg", dtype="float16", zeros=600), log=LogTail(scale=1024.0)) == []
 
 
 SICK = [

@@ -114,6 +114,11 @@ def test_of_several_checkpoints_a_finding_is_known_in_its_own_file():
     assert against(known, scanned(first, target=SEVERAL)).findings == ()
 
 
+def test_what_one_finding_could_not_use_is_there_for_the_next():
+    report = against(scanned(finding("a"), finding("b")), scanned(about("a", "b", "c"), finding("b")))
+    assert [f.where.tensor for f in report.findings] == ["a"]
+
+
 def test_of_a_checkpoint_that_was_not_examined_nothing_is_fixed():
     known = scanned(finding(file="x/m.pt"), finding("v", file="y/n.pt"), target=SEVERAL)
     alone = {"path": "m.pt", "location": "x/m.pt"}
@@ -179,3 +184,4 @@ def test_a_comparison_of_two_checkpoints_has_a_baseline_of_its_own():
 def test_what_was_not_examined_makes_no_baseline(fields):
     with pytest.raises(UsageError, match="no baseline was written"):
         baseline_of(scanned(finding(), **fields))
+    assert against(scanned(finding()), scanned(**fields)).baseline.fixed == ()

@@ -24,6 +24,8 @@ def test_a_finding_gets_the_severity_of_its_rule():
 def test_an_error_that_is_none_here_makes_the_report_healthy():
     assert graded(SICK, AMP201="warning").verdict == "healthy"
     assert graded(replace(SICK, complete=False), AMP201="warning").verdict == "inconclusive"
+    undecided = replace(SICK, verdict="not_reproduced")  # its workflow decided it so despite an error
+    assert graded(undecided, AMP201="warning").verdict == "not_reproduced"
 
 
 def test_a_warning_that_is_an_error_here_makes_the_report_sick():

@@ -30,10 +30,13 @@ def test_the_round_trip_through_json_is_exact(parts):
     [
         {"version": 2},
         {"zeros": -1},
+        {"zeros": True},
+        {"neg_infs": 2**60},
         {"nans": 1.5},
         {"bins": [5]},
         {"bins": "ab", "counts": "ab"},
         {"bins": [5, 5], "counts": [1, 1]},
+        {"bins": [1023, 1015], "counts": [1, 1]},
         {"bins": [-1, 1016], "counts": [1, 1]},
         {"bins": [1016, 2041], "counts": [1, 1]},
         {"counts": [0, 1]},
@@ -43,6 +46,7 @@ def test_the_round_trip_through_json_is_exact(parts):
         {"amax": "0x1p+5"},
         {"amin": "0x1p-1"},
         {"min_spacing": "-0x1p+0"},
+        {"min_spacing": "0x1p+99999"},
         {"bins": [], "counts": []},
     ],
 )

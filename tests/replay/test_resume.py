@@ -337,3 +337,38 @@ def test_a_load_hook_does_it_all_with_the_built_parts():
     assert run.scaler == {"init_scale": 2.0}
     assert report.loaded == ("hook",)
     assert report.scaler_continued
+
+
+def test_counts_of_batches_and_buffers_that_are_no_longer_saved_may_differ():
+    model = Net()
+    model.register_buffer("position_ids", torch.arange(3), persistent=False)
+    state = weights() | {"position_ids": torch.arange(3)}
+    state.pop("bn.num_batches_tracked")
+    report = resume(make_run(model), {}, None, State(state))
+    assert (report.missing, report.unexpected) == ((), ())
+
+
+def test_a_model_that_refuses_by_itself_is_one_sentence():
+    class Picky(Net):
+        def _load_from_state_dict(self, *arguments):
+            arguments[-1].append("not today")
+
+    with pytest.raises(CheckpointError, match="the model refuses the checkpoint's weights: not today"):
+        resume(make_run(Picky()), {}, None, State(weights()))
+
+
+def test_capturable_state_is_usable_on_a_cpu_and_what_the_file_lacks_is_said():
+    saved, model = trained(Net()).state_dict(), Net()
+    saved["param_groups"][0]["capturable"] = True
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+    run = make_run(model, scaler={})
+    report = resume(run, {"optimizer": optimizer}, scaler, State(weights(), {"optimizer": saved}))
+    assert (optimizer.param_groups[0]["capturable"], report.lacks) == (False, ("scaler",))
+    assert resume(run, {"optimizer": optimizer}, None, State(weights())).lacks == ("optimizer",)
+
+
+def test_a_scale_that_has_not_settled_is_not_lost():
+    scaler = torch.amp.GradScaler("cpu")
+    state = State(weights(), scaler=SETTLED | {"_growth_tracker": 0})
+    report = resume(make_run(scaler=lambda: scaler), {}, scaler, state)
+    assert (report.scaler_continued, report.lost_scaler) == (False, None)

@@ -257,3 +257,26 @@ def test_a_scaler_of_the_steps_own_goes_back_also_where_it_was_not_known_yet(kno
         assert scaler.get_scale() == scale / 2
         before.restore()
         assert scaler.get_scale() == scale
+
+
+def test_wanted_gradients_and_parameters_that_only_an_optimizer_holds_come_back():
+    model, master = nn.Linear(2, 2), torch.ones(3, requires_grad=True)
+    model.bias.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD([master], lr=1.0)
+    snapshot = Snapshot(model, {"o": optimizer}, None)
+    model.weight.requires_grad_(requires_grad=False)
+    model.bias.requires_grad_()
+    master.sum().backward()
+    optimizer.step()
+    snapshot.restore()
+    assert (model.weight.requires_grad, model.bias.requires_grad) == (True, False)
+    assert (master.tolist(), master.grad) == ([1.0, 1.0, 1.0], None)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_the_mode_of_a_scripted_module_comes_back():
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    snapshot = Snapshot(model, {}, None)
+    model.eval()
+    snapshot.restore()
+    assert model[0].training

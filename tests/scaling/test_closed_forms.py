@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.scaling.closed_forms import (
+    LIM,
     MAX_SPREADS,
     TAIL,
     Spikes,
@@ -47,6 +48,13 @@ def test_the_highest_exponent_is_the_last_that_fits(magnitude):
     assert to_fp16(magnitude, s + 1) == math.inf
 
 
+def test_what_lies_at_the_limit_itself_overflows():
+    assert highest_exponent(LIM) == -1
+    trace = np.full(100, -4.0)
+    trace[10] = LIM - highest_exponent(-4.0)
+    assert find_spikes(trace).lengths == (1,)
+
+
 @given(st.floats(1e-3, 1e6))
 def test_a_loss_that_stays_fp16_limits_the_scale(loss):
     s = loss_scale_limit(loss)
@@ -72,6 +80,8 @@ def test_the_upper_quantile_covers_further_steps():
 def test_few_steps_are_not_extrapolated_far():
     assert upper_log2([0.0, 0.1], 3.5e-4) < 1.0
     assert upper_log2([-3.0], 3.5e-4) == -3.0
+    assert upper_log2([*[0.0] * 20, 9.0], TAIL) == 9.0  # at least the largest seen
+    assert upper_log2(np.linspace(0.0, -20.0, 50).tolist(), TAIL) < 0.5  # a trend is no spread
 
 
 def test_the_defaults_equilibrium():

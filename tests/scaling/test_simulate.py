@@ -76,6 +76,22 @@ def test_it_does_what_torchs_scaler_does(start, trace):
     assert repr([(s.scale, s.skipped, s.inf_in_weights) for s in simulated]) == repr(real)  # NaN equals NaN here
 
 
+@pytest.mark.parametrize(
+    ("framework", "scales"),
+    [
+        # growth, after interval steps, refills the hysteresis; the floor holds
+        ("megatron", [4.0, 4.0, 4.0, 8.0, 8.0, 4.0, 2.0, 2.0]),
+        # growth comes a step later; an overflow at the floor raises, and the last step is not run
+        ("deepspeed", [4.0, 4.0, 4.0, 4.0, 8.0, 8.0, 4.0, 2.0]),
+    ],
+)
+def test_floor_and_hysteresis_of_other_frameworks(framework, scales):
+    start = ScalerSettings(scale=4.0, growth_interval=2, min_scale=2.0, hysteresis=2)
+    calm = [0.0] * (2 if framework == "megatron" else 3)
+    steps = simulate(start, [math.inf, *calm, *[math.inf] * 5], framework)
+    assert [step.scale for step in steps] == scales
+
+
 def test_it_skips_as_often_as_the_closed_form_says():
     start = ScalerSettings(scale=2.0**10, growth_interval=50)
     generator = torch.Generator().manual_seed(1)

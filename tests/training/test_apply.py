@@ -538,6 +538,7 @@ def test_a_scripted_module_is_refused():
         ("init_scale", 10**400),
         ("init_scale", 1e-300),
         ("scaler", {"growth_interval": 2.5}),
+        ("scaler", {"growth_factor": 1.0}),
         ("optimizer", {"eps": -1.0}),
         ("optimizer", {"eps": True}),
         ("optimizer", {"betas": 0.9}),

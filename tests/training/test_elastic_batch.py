@@ -300,6 +300,10 @@ def test_the_items_of_all_ranks_count(each_rank, monkeypatch):
     monkeypatch.setattr("ampdoctor.training.elastic_batch.dist", group)
     (step,) = batches[0].steps([torch.zeros(4)], count=lambda data: 3)
     assert [micro.weight for micro in step] == [2 / (3 + 7)]
+    counted = []
+    monkeypatch.setattr(group, "all_gather_object", lambda found, own, group: counted.append(own))
+    list(batches[0].steps([torch.zeros(1)], count=lambda data: 3))
+    assert counted == [0]  # a rank without a sample repeats one, which does not count
 
 
 def test_counting_over_ranks_needs_their_group(each_rank):

@@ -176,3 +176,14 @@ def test_nothing_is_kept_alive():
     del model, optimizer, scaler
     gc.collect()
     assert [thing() for thing in alive] == [None] * 4
+
+
+def test_a_format_of_another_model_owns_the_scaler_that_it_switches_off():
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    first = ampdoctor.apply(nn.Linear(2, 2), {"kind": "init_scale", "value": 8.0}, scaler=scaler)
+    second = ampdoctor.apply(nn.Linear(2, 2), BRAIN, scaler=scaler)
+    with pytest.raises(UsageError, match="a later change of the same model, optimizer or scaler is active"):
+        first.remove()
+    second.remove()
+    first.remove()
+    assert scaler.get_scale() == 64.0

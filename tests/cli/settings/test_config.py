@@ -107,6 +107,11 @@ def test_of_two_files_in_a_folder_our_own_is_read(folder, capsys):
     assert (found["jobs"]["value"], found["exact"]["value"]) == (2, False)
 
 
+def test_a_commands_own_table_holds_before_what_all_share(folder, capsys):
+    (folder / "ampdoctor.toml").write_text("jobs = 1\n[scan]\njobs = 2\n")
+    assert setting(capsys)["jobs"] == {"value": 2, "from": "ampdoctor.toml: scan.jobs"}
+
+
 def test_isolated_reads_no_file_and_still_the_environment(folder, capsys, monkeypatch):
     (folder / "ampdoctor.toml").write_text("jobs = 2\nexact = true\n")
     monkeypatch.setenv("AMPDOCTOR_JOBS", "3")
@@ -143,6 +148,7 @@ BLANK = ["", "\xa0\u3000"]
         ("[tool.ampdoctor]\nfail-on = 'error'", "ampdoctor.toml: here the keys stand without `tool.ampdoctor`"),
         ("write-baseline = 'b.json'", "there is no such key"),
         ("jobs = '2'", "ampdoctor.toml: jobs: expected a whole number, not str"),
+        ("jobs = true", "expected a whole number, not bool"),
         ("jobs = 0", "ampdoctor.toml: jobs: Input should be greater than or equal to 1"),
         ('output = "a\\u0000b"', "without control characters"),
         ("report = 'json=a.json'", "expected a list of strings, not str"),
@@ -329,6 +335,14 @@ def test_a_strangers_link_to_a_file_of_ones_own_is_not_followed(folder, capsys, 
     (folder / "mine.toml").write_text("fail-on = 'warning'\n")
     (folder / "ampdoctor.toml").symlink_to("mine.toml")
     strangers(folder / "ampdoctor.toml")
+    assert main(["scan", "x"]) == 0
+    assert "another user's" in capsys.readouterr().err
+
+
+def test_ones_own_link_to_a_strangers_file_is_not_followed(folder, capsys, strangers, asked):
+    (folder / "theirs.toml").write_text("fail-on = 'warning'\n")
+    (folder / "ampdoctor.toml").symlink_to("theirs.toml")
+    strangers(folder / "theirs.toml")
     assert main(["scan", "x"]) == 0
     assert "another user's" in capsys.readouterr().err
 

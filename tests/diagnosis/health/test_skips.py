@@ -92,6 +92,13 @@ def test_losses_and_norms_in_different_rows():
 def test_norms_alone_that_are_not_finite_to_the_end():
     lines = [replace(line, loss=None) for line in foreign(norm=dict.fromkeys(range(60, 100), INF))]
     assert heard(lines) == [("AMP722", "error", 60)]
+    first = foreign(norm=dict.fromkeys(range(20), INF))  # no more than a first scale may take to come down
+    assert heard([replace(line, loss=None) for line in first]) == []
+
+
+def test_a_scale_that_has_fallen_between_two_rows_proves_nothing_of_the_first():
+    lines = foreign(64, norm=dict.fromkeys(range(60, 64), INF), every=10, loss_scale=lambda at: 2.0 ** min(16, 76 - at))
+    assert ("AMP722", "error", 600) in heard([replace(line, loss=None) for line in lines])
 
 
 def scaler_anew(batches, epochs, taken_from=math.inf):

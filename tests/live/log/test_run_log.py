@@ -126,6 +126,18 @@ def test_files_are_rotated_and_each_begins_with_the_names(start, tmp_path):
     assert [line.segment for line in lines(tmp_path, RunLine)] == list(range(1, len(names) + 1))
 
 
+def test_where_the_running_file_is_deleted_another_begins(start, tmp_path):
+    log = start()
+    log.write(StepLine(step=0))
+    assert log.flush()
+    (tmp_path / "log.jsonl").unlink()
+    log.write(StepLine(step=1))
+    assert log.flush()
+    log.write(StepLine(step=2))
+    assert log.close()
+    assert 2 in steps(tmp_path)
+
+
 def test_the_oldest_details_go_and_steps_and_the_newest_stay(start, tmp_path):
     log = start(limits=Limits(file_bytes=4000, detail_bytes=20_000))
     for step in range(400):

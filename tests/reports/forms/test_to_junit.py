@@ -55,6 +55,13 @@ def test_a_rule_that_was_found_in_a_file_is_a_case_that_fails():
     assert found["left out: extra.bin"] == ("t5.py", ["skipped"])
 
 
+def test_notes_pass_and_two_of_one_name_are_two_cases():
+    noted = replace(HEALTHY, findings=(replace(UNDERFLOW, severity="note"),), skipped=SICK.skipped * 2)
+    found = cases(noted)
+    assert found["AMP301 gradient-underflow"] == ("model.safetensors", ["system-out"])
+    assert {"left out: extra.bin", "left out: extra.bin (2)"} <= found.keys()
+
+
 def test_findings_of_one_rule_in_one_file_are_one_case_with_all_of_them():
     other = replace(UNDERFLOW, message="and another", where=replace(UNDERFLOW.where, tensor="b"))
     root = ET.fromstring(render_junit(replace(SICK, findings=(UNDERFLOW, other))))

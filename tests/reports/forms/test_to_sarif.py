@@ -100,6 +100,7 @@ def test_the_file_is_relative_to_the_working_directory(target, file, uri):
         ("t5.py", "%SRCROOT%", "a%20b/t5.py"),
         ("../src/t5.py", "%SRCROOT%", "src/t5.py"),
         ("/repo/src/t5.py", "%SRCROOT%", "src/t5.py"),
+        ("/srv/t5.py", "ROOT", "srv/t5.py"),
     ],
 )
 def test_a_file_below_a_known_root_is_relative_to_it(file, base, uri):
