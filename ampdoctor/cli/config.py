@@ -98,6 +98,9 @@ RULES_KEY, IGNORE_KEY = "rules", "ignore"
 OWN, SHARED = "ampdoctor.toml", "pyproject.toml"  # the first takes precedence; in the second: `[tool.ampdoctor]`
 MAX_BYTES = 512 * 1024
 _WHAT = "the configuration"
+_MAX_DOTS = 500
+"""Per line. Python's parser takes time and memory with the square of the parts of a dotted key: 40 kB took it 4 s, and
+400 kB took more memory than the machine had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +132,11 @@ def load_config(named: str | None) -> ConfigFile | None:
     """
     if named is not None:
         return _read(Path(named), found=False)
-    for path in _candidates(Path.cwd()):
+    try:
+        here = Path.cwd()
+    except OSError:  # the folder was deleted
+        return None
+    for path in _candidates(here):
         if path.name == SHARED and not _is_ours(path):
             continue
         if not _foreign(path):
@@ -194,6 +201,9 @@ def _foreign(path: Path) -> bool:
 def _parse(text: str, name: str) -> dict[str, Any]:
     import tomllib  # --help reads no file
 
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > _MAX_DOTS:
+            raise UsageError(f"{name}: line {number} has more than {_MAX_DOTS} dots; break it into several")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -37,6 +37,7 @@ from ampdoctor.errors import (
     AmpdoctorError,
     CheckpointError,
     ForkedChildError,
+    UsageError,
     UserCodeError,
 )
 from ampdoctor.reports.escape import sentence
@@ -105,6 +106,11 @@ def _parse(arguments: list[str]) -> Action | int:
             result = app(arguments or ["--help"], prog_name="ampdoctor", standalone_mode=False)
         except SystemExit as ended:  # how a shell's completion ends
             result = ended.code
+        except (KeyError, ValueError):
+            if _COMPLETION not in os.environ:
+                raise
+            said = f"{_COMPLETION} asks for completions, and what else a shell says then is not set: unset it"
+            raise UsageError(said) from None
         finally:
             sys.excepthook = hook  # Typer replaces it for good
     if not arguments and _COMPLETION not in os.environ:

@@ -250,7 +250,10 @@ def repository_root(folder: Path) -> Path | None:
 
 def place_in_repository() -> dict[str, Any]:
     """Return the working directory's place for a report's target; {} at the root, or outside any repository."""
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except OSError:  # the folder was deleted
+        return {}
     root = repository_root(here)
     if root is None or root == here:
         return {}

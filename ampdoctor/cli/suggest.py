@@ -189,7 +189,7 @@ def no_script(named: str) -> str | None:
     if file.suffix == ".ipynb" and file.is_file():
         made = f"jupyter nbconvert --to script {shlex.quote(named)}"
         return f"{named} is a notebook: `{made}` makes a script of it; run that"
-    if file.suffix in _SHELLS and file.is_file():
+    if file.is_file() and (file.suffix in _SHELLS or _is_of_a_shell(file)):
         return (
             f"{named} is a script of the shell: write `ampdoctor run` in it, where it starts Python, in python's place"
         )
@@ -199,6 +199,15 @@ def no_script(named: str) -> str | None:
         f"{file.name} is no script: write `ampdoctor run train.py`; of several processes `torchrun -m ampdoctor run "
         "train.py`, `accelerate launch --module ampdoctor run train.py` or `srun python -m ampdoctor run train.py`"
     )
+
+
+def _is_of_a_shell(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            first = opened.readline(128)
+    except OSError:
+        return False
+    return first.startswith(b"#!") and first.rstrip().endswith(b"sh")
 
 
 # -- paths in errors as the user typed them: deeper code only has the file's name --

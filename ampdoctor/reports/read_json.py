@@ -89,6 +89,8 @@ def _refuse_contradictions(report: Report) -> None:
     if report.verdict not in allowed or (report.verdict == "sick" and report.complete and not errors):
         said = "an error was found" if errors else "no error was found"
         raise ReportError(f"a report that contradicts itself: its verdict is {report.verdict}, and {said}")
+    if report.complete and not report.found and any(check.result == "found" for check in report.checks):
+        raise ReportError("a report that contradicts itself: a check has found something, and no finding says what")
 
 
 def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:

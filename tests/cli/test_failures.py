@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from ampdoctor.reports.read_json import report_from_text
@@ -21,6 +23,13 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "run.py").write_text(FACTORY)
     (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04" + bytes(100))
     return tmp_path
+
+
+def test_a_folder_that_is_gone_is_no_failure_of_ours(folder, typed):
+    (folder / "gone").mkdir()
+    os.chdir(folder / "gone")
+    (folder / "gone").rmdir()
+    assert typed("plan", "--global-batch", "8", "--to-gpus", "2", "--max-micro-batch", "4").returncode == 0
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -18,7 +18,6 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.trace import Operand, Recomputation
 from tests.diagnosis.births import origin, stats
 
-SOURCE = Source("a.py", 3)
 OVER, NOWHERE, UNDER = (True, 4 * 65504.0, 65504.0), (False, 0.0, 65504.0), (True, 1.0, 65504.0)
 
 

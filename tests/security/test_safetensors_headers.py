@@ -21,11 +21,6 @@ def entry(shape, begin, end, dtype="F32", **more):
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **more}
 
 
-def names_of(path):
-    with open_checkpoint(path) as checkpoint:
-        return [ref.name for ref in checkpoint]
-
-
 REFUSED = {
     "longer than the format allows": h.safetensors(b"{}", length=100_000_001),
     "longer than the file": h.safetensors(b"{}", length=1000),

@@ -137,11 +137,11 @@ def csv_rows(
 ) -> Iterator[Mapping[str, Any]]:
     """Yields the rows of a table by the names in its first line; columns whose name is "" are left out.
 
-    `left` counts lines that form no row: a quote that nothing closes in its line, or a huge cell.
+    `left` counts lines that form no row: a quote that nothing closes, or a huge cell.
     """
     header: Sequence[str] | None = None
     delimiter = ","
-    for text in _texts(lines):
+    for text in _rows_of(_texts(lines)):
         if header is None:
             delimiter = delimiter_of(text)
         try:
@@ -155,6 +155,23 @@ def csv_rows(
             raise LimitExceededError(f"{name}: columns of a table", MAX_COLUMNS, len(row))
         else:
             header = columns_of(row)
+
+
+_MOST_LINES = 64  # of one row: a quote that these do not close is a damaged line's own
+
+
+def _rows_of(texts: Iterable[str]) -> Iterator[str]:
+    """Joins the lines of a row whose quoted text goes on in the next line."""
+    waiting: list[str] = []
+    for text in texts:
+        waiting.append(text)
+        if sum(line.count('"') for line in waiting) % 2 == 0:
+            yield "\n".join(waiting)
+            waiting = []
+        elif len(waiting) > _MOST_LINES:
+            yield from waiting
+            waiting = []
+    yield from waiting
 
 
 def json_rows(lines: Iterable[bytes], left: SkippedLines) -> Iterator[Mapping[str, Any]]:

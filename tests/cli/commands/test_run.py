@@ -165,6 +165,7 @@ REFUSED = [
     (["-m", "no_such_module"], "cannot run no_such_module: No module named no_such_module"),
     (["book.ipynb"], "book.ipynb is a notebook: `jupyter nbconvert --to script book.ipynb` makes a script of it"),
     (["job.sh"], "job.sh is a script of the shell"),
+    (["launch"], "launch is a script of the shell"),
     (["python", "train.py", "--lr", "1"], "python is no script: write `ampdoctor run train.py`"),
     (["torchrun", "--nproc-per-node", "2", "train.py"], "`torchrun -m ampdoctor run train.py`"),
     (["--bundle-max", "4 elephants", "train.py"], "--bundle-max 4 elephants: a size is a number with its unit"),
@@ -176,6 +177,7 @@ def test_what_cannot_be_run_is_one_sentence(run, watch, tmp_path, typed, said):
     (tmp_path / "folder").mkdir()
     (tmp_path / "book.ipynb").write_text("{}")
     (tmp_path / "job.sh").write_text("python train.py")
+    (tmp_path / "launch").write_text("#!/bin/bash\npython train.py")
     code, out, err = run(*typed)
     assert (code, out) == (2, "")
     assert said in err

@@ -220,6 +220,12 @@ def test_our_table_is_found_however_toml_lets_it_be_written(text, folder, capsys
     assert setting(capsys)["jobs"]["value"] == 2
 
 
+def test_a_key_of_thousands_of_parts_is_refused_unparsed(folder, capsys):
+    (folder / "ampdoctor.toml").write_text(f"a{'.a' * 20_000} = 1")
+    assert main(["scan", "x"]) == 2
+    assert "line 1 has more than 500 dots" in capsys.readouterr().err
+
+
 def test_a_byte_order_mark_is_no_part_of_the_configuration(folder, capsys):
     (folder / "ampdoctor.toml").write_bytes(b"\xef\xbb\xbfjobs = 2\n")
     assert setting(capsys)["jobs"]["value"] == 2

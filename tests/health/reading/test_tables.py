@@ -123,3 +123,10 @@ def test_a_very_long_log_is_thinned_evenly_with_both_ends():
     assert 500 <= len(kept) <= 1001
     assert (kept[0], kept[-1]) == (0, 19_999)
     assert max(after - before for before, after in itertools.pairwise(kept)) < 120
+
+
+def test_a_text_of_several_lines_in_quotes_is_one_cell(tmp_path):
+    text = 'step,sample,loss\n1,"a ""first"",\nand a second, line",2.0\n2,short,1.0\n'
+    assert read(tmp_path, "metrics.csv", text) == [entry(1, 2.0), entry(2, 1.0)]
+    damaged = 'step,sample,loss\n0,"never closed,2.0\n' + "".join(f"{step},x,1.0\n" for step in range(1, 200))
+    assert read(tmp_path, "metrics.csv", damaged) == [entry(step, 1.0) for step in range(1, 200)]

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from ampdoctor.errors import ReportError
-from ampdoctor.evidence.report import Suppressed
+from ampdoctor.evidence.report import Check, Suppressed
 from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.reports.human import plain_text
 from ampdoctor.reports.json_report import report_as_dict, schema
@@ -66,6 +66,10 @@ SUPPRESSED = replace(
         (replace(SICK, verdict="healthy"), "its verdict is healthy, and an error was found"),
         (replace(SUPPRESSED, verdict="healthy"), "its verdict is healthy, and an error was found"),
         (SUPPRESSED, None),
+        (
+            replace(HEALTHY, checks=(Check(name="finite weights", result="found"),)),
+            "a check has found something, and no",
+        ),
         (replace(SICK, findings=(), complete=False), None),  # a watched run that died where nobody looked
     ],
 )
