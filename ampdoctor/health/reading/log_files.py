@@ -141,26 +141,32 @@ def csv_rows(
     """
     header: Sequence[str] | None = None
     delimiter = ","
-    for text in _rows_of(_texts(lines)):
+    for text in _quoted_together(_texts(lines)):
         if header is None:
             delimiter = delimiter_of(text)
-        try:
-            row = next(csv.reader([text], delimiter=delimiter, strict=True), [])
-        except csv.Error:
-            left.damaged += 1
-            continue
-        if header is not None:
+        rows = [_cells(text, delimiter)]
+        if "\n" in text and (header is None or rows[0] is None or len(rows[0]) != len(header)):
+            rows = [_cells(line, delimiter) for line in text.split("\n")]  # two damaged lines, and what lies between
+        left.damaged += rows.count(None)
+        for row in filter(None, rows) if header is not None else ():
             yield {column: value for column, value in zip(header, row, strict=False) if column}
-        elif len(row) > MAX_COLUMNS:
-            raise LimitExceededError(f"{name}: columns of a table", MAX_COLUMNS, len(row))
-        else:
+        if header is None and (row := next(filter(None, rows), None)) is not None:
+            if len(row) > MAX_COLUMNS:
+                raise LimitExceededError(f"{name}: columns of a table", MAX_COLUMNS, len(row))
             header = columns_of(row)
 
 
 _MOST_LINES = 64  # of one row: a quote that these do not close is a damaged line's own
 
 
-def _rows_of(texts: Iterable[str]) -> Iterator[str]:
+def _cells(text: str, delimiter: str) -> list[str] | None:
+    try:
+        return next(csv.reader([text], delimiter=delimiter, strict=True), [])
+    except csv.Error:
+        return None
+
+
+def _quoted_together(texts: Iterable[str]) -> Iterator[str]:
     """Joins the lines of a row whose quoted text goes on in the next line."""
     waiting: list[str] = []
     for text in texts:
