@@ -148,12 +148,13 @@ def csv_rows(
         if "\n" in text and (header is None or rows[0] is None or len(rows[0]) != len(header)):
             rows = [_cells(line, delimiter) for line in text.split("\n")]  # two damaged lines, and what lies between
         left.damaged += rows.count(None)
-        for row in filter(None, rows) if header is not None else ():
-            yield {column: value for column, value in zip(header, row, strict=False) if column}
-        if header is None and (row := next(filter(None, rows), None)) is not None:
-            if len(row) > MAX_COLUMNS:
+        for row in filter(None, rows):
+            if header is not None:
+                yield {column: value for column, value in zip(header, row, strict=False) if column}
+            elif len(row) > MAX_COLUMNS:
                 raise LimitExceededError(f"{name}: columns of a table", MAX_COLUMNS, len(row))
-            header = columns_of(row)
+            else:
+                header = columns_of(row)
 
 
 _MOST_LINES = 64  # of one row: a quote that these do not close is a damaged line's own
