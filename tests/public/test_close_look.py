@@ -34,6 +34,7 @@ def test_a_saturated_hidden_state_that_is_transposed_in_place():
     assert not any("defect of ampdoctor" in one.reason for one in report.skipped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["GRU", "RNN", "LSTM"])
 @pytest.mark.parametrize(("factor", "codes"), [("1e3", set()), ("1e4", {"AMP201", "AMP204"})])
 def test_a_recurrent_network_with_the_batch_first(tmp_path, kind, factor, codes):

@@ -79,11 +79,13 @@ def test_the_loop_begins_anew_with_the_scaler_that_its_epoch_makes(trained):
     assert skipped.result == "20 of 20"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"anew": "pass"}, {"anew": "pass", "batches": 20}, {"batches": 20}])
 def test_a_scaler_that_lasts_or_settles_within_its_epoch_is_well(trained, change):
     assert replayed(trained(**change), steps=20).findings == ()
 
 
+@pytest.mark.slow
 def test_recommend_knows_the_scaler_of_an_epoch_and_what_fits():
     report = recommend(ReplayRequest(factory=str(SCRIPT)))
     (finding,) = report.findings
