@@ -284,6 +284,7 @@ class Clip:
 
     total: torch.Tensor  # the norm before, 0-dim, on its device; may be a DTensor
     gradients: frozenset[int]  # `id` of each clipped gradient
+    parameters: tuple[int, ...]  # `id` of each of their parameters
     max_norm: float
     norm_type: float | None  # 2.0 for L2; None where the program computed the norm itself
 
@@ -340,9 +341,15 @@ class _ClipHook:
     def _tell(self, parameters: list[torch.Tensor], max_norm: Any, total: Any) -> None:
         norm_type = self._last[1] if self._last is not None and self._last[0] is total else None
         self._last = None
-        gradients = frozenset(id(p.grad) for p in parameters if p.grad is not None)
+        gradients = {id(p): id(gradient) for p in parameters if (gradient := p.grad) is not None}
         on_device = isinstance(max_norm, torch.Tensor) and max_norm.device.type != "cpu"
         if gradients and isinstance(total, torch.Tensor) and not on_device:
-            clip = Clip(total=total, gradients=gradients, max_norm=float(max_norm), norm_type=norm_type)
+            clip = Clip(
+                total=total,
+                gradients=frozenset(gradients.values()),
+                parameters=tuple(gradients),
+                max_norm=float(max_norm),
+                norm_type=norm_type,
+            )
             for listener in self.listeners:
                 listener(clip)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.machinery import ModuleSpec
+from time import perf_counter  # bound here, because a script may patch it
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -125,21 +126,39 @@ def code_of(error: BaseException | None) -> int:
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def harmless_while(
-    works: Callable[[Any], bool], failed: Callable[[Any, Exception], None]
+class OwnTime:
+    """The seconds that a loop has waited for methods of ours, by the clock of the outermost of these calls."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.runs = False  # such a method is running; of several threads at once, the first is timed
+
+
+OWN_TIME = OwnTime()
+
+
+def harmless_until(
+    stopped: Callable[[Any], Any], failed: Callable[[Any, Exception], None]
 ) -> Callable[[Method], Method]:
-    """Returns a decorator of methods that raise nothing into a loop, and do nothing where `works` is false."""
+    """Returns a decorator of methods that raise nothing into a loop, are timed, and do nothing once `stopped`."""
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)
         def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not works(self):
+            if stopped(self):
                 return None
+            own, outermost = OWN_TIME, not OWN_TIME.runs
+            if outermost:
+                own.runs, began = True, perf_counter()
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - a watched training is never harmed
                 failed(self, error)
                 return None
+            finally:
+                if outermost:
+                    own.runs = False
+                    own.seconds += perf_counter() - began
 
         return cast("Method", guarded)
 

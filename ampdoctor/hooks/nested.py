@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 Leaf = Callable[[Any], Any]
 
+_COMMON = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+"""The commonest of `_ATOMS`: to ask for an exact type takes a tenth of the time."""
 _ATOMS = (
     type(None),
     bool,
@@ -68,7 +70,7 @@ def iter_kind(kind: type | UnionType, value: Any) -> Iterator[tuple[str, Any]]:
     todo: list[tuple[str, Any]] = [("", value)]
     while todo:
         path, part = todo.pop()
-        if isinstance(part, _ATOMS) or id(part) in seen:
+        if type(part) in _COMMON or isinstance(part, _ATOMS) or id(part) in seen:
             continue
         seen[id(part)] = part
         if isinstance(part, kind):
@@ -132,7 +134,7 @@ class _Walk:
         self._done: dict[int, tuple[Any, Any]] = {}
 
     def map(self, value: Any) -> Any:
-        if isinstance(value, _ATOMS):
+        if type(value) in _COMMON or isinstance(value, _ATOMS):
             return value
         if id(value) in self._done:
             return self._done[id(value)][1]

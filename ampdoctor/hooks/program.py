@@ -43,6 +43,7 @@ class ResultRef:
 
 
 Reference = InputRef | ParamRef | ResultRef
+_REFERENCES = frozenset({InputRef, ParamRef, ResultRef})
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class Program:
 def references(instruction: Instruction) -> list[Reference]:
     """Returns an instruction's inputs in order; a tensor may occur more than once."""
     if isinstance(instruction, Call | Op):
-        return [found for _, found in iter_kind(Reference, (instruction.args, instruction.kwargs))]
+        return _references_in((instruction.args, instruction.kwargs))
     if isinstance(instruction, Scaled):
         return [instruction.loss]
     if isinstance(instruction, Ended):
@@ -167,6 +168,15 @@ def references(instruction: Instruction) -> list[Reference]:
         seeds = (seed for seed in instruction.seeds if seed is not None)
         return [*instruction.roots, *seeds, *instruction.inputs]
     return []
+
+
+def _references_in(value: Any) -> list[Reference]:
+    kind = type(value)
+    if kind in _REFERENCES:
+        return [value]
+    if kind is tuple or kind is list or kind is dict:  # most arguments; the general walk costs ten times as much
+        return [found for item in (value.values() if kind is dict else value) for found in _references_in(item)]
+    return [found for _, found in iter_kind(Reference, value)]
 
 
 def results(instruction: Instruction) -> tuple[ResultRef, ...]:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampdoctor.hooks.backwards import inside_own_step
 from ampdoctor.hooks.callbacks import on_scaler_call
-from ampdoctor.hooks.interfaces import harmless_while
+from ampdoctor.hooks.interfaces import harmless_until
 from ampdoctor.hooks.process_state import RandomState, refused
 from ampdoctor.hooks.program import Program
 from ampdoctor.hooks.scaler_events import raised_by_scaler
@@ -25,7 +25,7 @@ from ampdoctor.live.recording.programs import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.probes.user_code import user_frames
 
-harmless = harmless_while(lambda watcher: not watcher.broken, lambda watcher, error: watcher.failed(error))
+harmless = harmless_until(lambda watcher: watcher.broken, lambda watcher, error: watcher.failed(error))
 """For methods of a watcher: `failed` handles its first error and sets `broken`."""
 
 

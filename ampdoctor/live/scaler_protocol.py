@@ -72,11 +72,11 @@ class Protocol:
     def broken_by(self, attempt: UpdateAttempt) -> Finding | None:
         """Returns the finding for an update, made or skipped, whose calls certainly break the protocol; else None."""
         watch = self._watch
-        past = (
-            attempt.scaler is None
-            and watch.scalers.last is not None
-            and watch.recorder.comes_of_scaled(attempt.optimizer)
-        )
+        if watch.scalers.last is None and attempt.unscaled_by is None:  # a loop without a scaler
+            self._past = None
+            self._clips.clear()
+            return None
+        past = attempt.scaler is None and watch.recorder.comes_of_scaled(attempt.optimizer)
         self._past = (attempt.step, as_source(own_line())) if past else None
         norms = self._clipped(attempt)
         finding = self._of_calls(attempt, norms) or self._of_numbers(attempt, norms)
@@ -88,9 +88,9 @@ class Protocol:
 
     def _of_calls(self, attempt: UpdateAttempt, norms: tuple[float, float] | None) -> Finding | None:
         """Judges by the calls alone."""
-        watch, scaler, line = self._watch, attempt.scaler, as_source(own_line())
+        watch, scaler = self._watch, attempt.scaler
         if attempt.unscaled_by is not None and not watch.recorder.reads.any:
-            return stepped_past_finding(attempt.step, line, _scale_of(attempt.unscaled_by))
+            return stepped_past_finding(attempt.step, as_source(own_line()), _scale_of(attempt.unscaled_by))
         if watch.scalers.last is None or watch.scalers.knows_scale:
             return None
         scaled = watch.recorder.still_scaled(attempt.optimizer) if scaler is None else 0
@@ -100,7 +100,7 @@ class Protocol:
         scale = _scale_of(watch.scalers.last if scaler is None else scaler)
         if scale is None:
             return None
-        return certain_misuse(attempt.step, line, scale, still_scaled=scaled, clipped=early)
+        return certain_misuse(attempt.step, as_source(own_line()), scale, still_scaled=scaled, clipped=early)
 
     def _clipped(self, attempt: UpdateAttempt) -> tuple[float, float] | None:
         """The gradients' norm before clipping, and the limit; None without a clipping, or where the host would wait."""

@@ -52,6 +52,7 @@ def ways_out(bundle: str | None, model: str | None, *, records: bool) -> str:
     return WAYS_OUT.format(from_there=there)
 
 
+LOSS, GRADIENTS = "its loss is not finite", "its gradients are not finite"
 SKIPPED = "its scaler skips it"
 """Its numbers may be non-finite because of the scale alone."""
 
@@ -89,11 +90,11 @@ class UnreadSteps:
             return None
         what = None
         if any(not math.isfinite(loss) for loss in reading.losses):
-            what = "its loss is not finite"
+            what = LOSS
         elif reading.skipped:
             what = SKIPPED
         elif reading.sick or (reading.gradient_norm is not None and not math.isfinite(reading.gradient_norm)):
-            what = "its gradients are not finite"
+            what = GRADIENTS
         if what is None:
             return None
         intact = held or reading.skipped is True

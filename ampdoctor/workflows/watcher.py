@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,7 +38,9 @@ from ampdoctor.live.recording.models import SEVERAL, Constructions
 from ampdoctor.live.recording.programs import KeptUpdates
 from ampdoctor.live.scaler_protocol import Protocol, past_its_scaler, unguarded
 from ampdoctor.live.unread_steps import (
+    GRADIENTS,
     HELD_BACK,
+    LOSS,
     SKIPPED,
     UNREAD,
     LateFailure,
@@ -198,16 +201,17 @@ class TrainingWatcher:
         self._rank.take_place(self._intake)
         self._look_at_what_was_left_out()
         norm = self._measured(attempt, losses)
-        self._judge_calls(attempt, losses, norm if attempt.unscaled_by is not None else None)
+        readable = self._is_readable(attempt)
+        sick = self._sick_of(losses, norm) if readable else None
+        self._judge_calls(attempt, sick if attempt.unscaled_by is not None or sick == LOSS else None)
         held = self._request.guard and attempt.scaler is None and self._guard.hold(attempt.optimizer, losses, norm)
         if held:
             self._numbers.guarded(attempt.name, attempt.optimizer.found_inf)  # type: ignore[attr-defined]  # put there
-        if self._is_readable(attempt):
+        if readable and self.report is None:
             self._updates.clear()
-            sick = self._sick_of(losses, norm)
             if sick is not None:
                 self._fall_sick(attempt, sick, settles=attempt.is_called_either_way)
-            elif self.report is None:
+            else:
                 self._last[attempt.name] = LastUpdate.of(attempt, read=norm is not None)
                 if self._test is not None:
                     self._test.about_to_step(attempt.optimizer)
@@ -222,7 +226,7 @@ class TrainingWatcher:
         self._rank.take_place(self._intake)
         self._look_at_what_was_left_out()
         self._measured(attempt, losses)
-        self._judge_calls(attempt, losses)
+        self._judge_calls(attempt, self._sick_of(losses, None) if self._is_readable(attempt) else None)
         self.skipped += 1
         most = self._request.most_skipped
         advice = "" if most is None or self.skipped <= most else f"At most {most} steps may be skipped."
@@ -325,13 +329,13 @@ class TrainingWatcher:
 
     def _sick_of(self, losses: list[torch.Tensor], norm: torch.Tensor | None) -> str | None:
         with unseen():
-            if any(not bool(loss.isfinite().all()) for loss in losses):
-                return "its loss is not finite"
-            return None if norm is None or bool(norm.isfinite()) else "its gradients are not finite"
+            if not all(map(_is_finite, losses)):
+                return LOSS
+            return None if norm is None or _is_finite(norm) else GRADIENTS
 
     def _clipped(self, clip: Clip) -> None:
         self._protocol.clipping(clip)
-        self._watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type or 2.0)
+        self._watch.recorder.clipped(clip)
 
     @harmless
     def entering(self, model: torch.nn.Module) -> None:
@@ -540,10 +544,8 @@ class TrainingWatcher:
         if self.place.rank == 0 and all_gradients_nan(program.model):  # an overflow alone leaves some finite
             self._say(line.reason)
 
-    def _judge_calls(
-        self, attempt: UpdateAttempt, losses: list[torch.Tensor], norm: torch.Tensor | None = None
-    ) -> None:
-        if self._is_readable(attempt) and self._sick_of(losses, norm) is not None:
+    def _judge_calls(self, attempt: UpdateAttempt, sick: str | None) -> None:
+        if sick is not None:
             return  # the error lies before the scaling, or is reported with the overflow that it lets through
         finding = self._protocol.broken_by(attempt)
         if finding is not None:
@@ -666,3 +668,9 @@ class TrainingWatcher:
             if sentence not in self._said:
                 self._said.add(sentence)
                 self._say(sentence)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.numel() == 1:  # a loss or a norm: two functions of torch's would take ten times as long
+        return cmath.isfinite(tensor.item())
+    return bool(tensor.isfinite().all())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ampdoctor.evidence.log_records import StepLine
@@ -29,7 +28,7 @@ class StepLines:
         self._groups: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._steps: dict[str, int] = {}
         self._accepted: dict[str, int] = {}
-        self._waiting: dict[tuple[str, int], StepLine] = {}  # without the numbers
+        self._waiting: dict[tuple[str, int], dict[str, Any]] = {}  # the fields of their lines, without the numbers
         self._uncertain: dict[tuple[str, int], None] = {}
         self._scaled = False  # the settings of a scaler are in the log
         self.attempted = self.taken = 0  # steps of all optimizers; `taken` without the skipped ones
@@ -49,15 +48,14 @@ class StepLines:
             self._scaled = True
             self._log.head(scaler=settings)
         groups = attempt.optimizer.param_groups
-        self._waiting[attempt.name, attempt.step] = StepLine(
-            step=attempt.step,
-            accepted=self._accepted.get(attempt.name, 0),
-            micro_steps=attempt.micro_steps,
-            learning_rates=_of_groups(groups, "lr"),
-            weight_decays=_of_groups(groups, "weight_decay"),
-            seconds=attempt.seconds,
+        self._waiting[attempt.name, attempt.step] = {
+            "accepted": self._accepted.get(attempt.name, 0),
+            "micro_steps": attempt.micro_steps,
+            "learning_rates": _of_groups(groups, "lr"),
+            "weight_decays": _of_groups(groups, "weight_decay"),
+            "seconds": attempt.seconds,
             **self._intake.stepping(attempt.name, attempt.optimizer),
-        )
+        }
         for waiting in (self._waiting, self._uncertain):
             while len(waiting) > _MOST:
                 del waiting[next(iter(waiting))]
@@ -79,10 +77,10 @@ class StepLines:
         if (reading.optimizer, reading.step) in self._uncertain:
             del self._uncertain[reading.optimizer, reading.step]
             self._count(reading.optimizer, -int(bool(reading.skipped)))
-        line = self._waiting.pop((reading.optimizer, reading.step), None)
+        known = {"micro_steps": reading.micro_steps} | self._waiting.pop((reading.optimizer, reading.step), {})
         self._log.write(
-            replace(
-                StepLine(step=reading.step, micro_steps=reading.micro_steps) if line is None else line,
+            StepLine(
+                step=reading.step,
                 optimizer=self._optimizers.get(reading.optimizer, 0),
                 loss=reading.loss,
                 gradient_norm=reading.gradient_norm,
@@ -96,6 +94,7 @@ class StepLines:
                 batch_rms=reading.batch.rms,
                 batch_zero_share=reading.batch.zero_share,
                 batch_fingerprint=reading.batch.fingerprint,
+                **known,
             )
         )
 

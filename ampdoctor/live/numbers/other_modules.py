@@ -140,8 +140,8 @@ class OtherModules:
         self, readings: Iterator[tuple[tuple[int, tuple[int, ...]], list[Tensor]]], models: Sequence[nn.Module]
     ) -> Lost | None:
         found: Lost | None = None
-        own = [tensor for model in models for tensor in model.parameters()]
         for (step, keys), (flags,) in readings:
+            own = [tensor for model in models for tensor in model.parameters()]
             with unseen():
                 finite = flags.isfinite().reshape(-1, 2).all(dim=1).tolist()
             for key, fine in zip(keys, finite, strict=True):

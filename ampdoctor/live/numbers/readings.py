@@ -183,7 +183,6 @@ class PendingReading:
     parcel: PackedTensors = field(default_factory=PackedTensors)
 
 
-@unseen()
 def step_of(sent: PendingReading, sections: Sections) -> StepReading:
     """Returns a step's reading from its numbers, which are on the CPU."""
     scale = _scale(sent, sections)

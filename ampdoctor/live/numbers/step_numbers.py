@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ampdoctor.evidence.log_records import DetailLine
 from ampdoctor.hooks.callbacks import Clip, OnClip, on_clip
-from ampdoctor.hooks.interfaces import harmless_while
+from ampdoctor.hooks.interfaces import harmless_until
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.numbers.activations import ActivationGrad, Activations, arrived, drawn_from, is_numbers
 from ampdoctor.live.numbers.async_reader import AsyncReader
 from ampdoctor.live.numbers.norms_and_samples import Updates, local, norms_of, sample, total
 from ampdoctor.live.numbers.readings import ClipLog, IndexOf, PendingReading, StepReading, detail_of, step_of
-from ampdoctor.numerics.tensors import Unseen, extremes_of_each
+from ampdoctor.numerics.tensors import extremes_of_each
 
 # -- filling a step's parcel, on the device --
 
@@ -28,7 +28,7 @@ Named = Sequence[tuple[str, Tensor]]
 def add_norms(sent: PendingReading, gradients: Named) -> Tensor | None:
     """Adds the gradients' norms; returns the norm of all, as clipping saw it, or None on several devices."""
     clip = sent.clips.whole
-    sent.shards = any(hasattr(gradient, "to_local") for _, gradient in gradients)
+    sent.shards = any(hasattr(kind, "to_local") for kind in {type(gradient) for _, gradient in gradients})
     if clip is not None:
         sent.parcel.add("clip", clip.clip.total)
     if clip is None or sent.reason is not None:
@@ -93,13 +93,15 @@ def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _works(numbers: StepNumbers) -> bool:
-    """Whether nothing has failed, and its ops would not become part of a compiled or captured graph."""
-    return numbers.failed is None and not (torch.compiler.is_compiling() or _capturing())
+def _rests(numbers: StepNumbers) -> bool:
+    """Whether something has failed, or its ops would become part of a compiled or captured graph."""
+    return numbers.failed is not None or torch.compiler.is_compiling() or _capturing()
 
 
-_harmless = harmless_while(_works, lambda numbers, error: numbers.fail(error))
+_harmless = harmless_until(lambda numbers: numbers.failed, lambda numbers, error: numbers.fail(error))
 """The first error ends the numbers, with one sentence in `failed`."""
+_computes = harmless_until(_rests, lambda numbers, error: numbers.fail(error))
+"""The same for a method that calls functions of torch's."""
 
 
 class StepNumbers:
@@ -150,7 +152,7 @@ class StepNumbers:
         self._asked, self._asked_for = max(self._asked, steps), reason
         self._reason = self._reason or reason
 
-    @_harmless
+    @_computes
     def begin_step(self, step: int) -> None:
         """Begins a step before its first forward, and drops the remains of an earlier one."""
         self._losses.clear()
@@ -162,16 +164,13 @@ class StepNumbers:
         self._reason = self._asked_for if self._asked else SAMPLED if regular else None
         self._asked = max(self._asked - 1, 0)
 
-    @_harmless
+    @_computes
     def loss(self, tensor: Tensor) -> None:
         """Called with an unscaled loss of the step; only a tensor of one element is one."""
-        if tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
-            return
-        own = local(tensor)
-        with Unseen(own):
-            self._losses.append(own.detach().reshape(1).to(torch.promote_types(own.dtype, torch.float32), copy=True))
+        if tensor.numel() == 1 and tensor.is_floating_point() and not tensor.is_meta:
+            self._losses.append(tensor)
 
-    @_harmless
+    @_computes
     def batch(self, tensor: Tensor) -> None:
         """Called with the batch of a model's call, the first of its micro-step."""
         if (drawn := drawn_from(tensor)) is not None:
@@ -198,13 +197,13 @@ class StepNumbers:
         """Called after the model has returned or raised."""
         self._activations.detach()
 
-    @_harmless
+    @_computes
     def returned(self, name: str, model: nn.Module, output: Any) -> None:
         """Called after the model has returned, in a step that is `looking`."""
         if self.looking:
             self._activations.returned(name, model, output)
 
-    @_harmless
+    @_computes
     def incoming(self, module: str, gradient: Tensor, *, part: str = "output", call: int = 0) -> None:
         """Called with the gradient of a module's output, in a step that is `looking`; arguments as in `arrived`."""
         if not self.looking or len(self._incoming) >= MOST_INCOMING:
@@ -212,7 +211,7 @@ class StepNumbers:
         if (found := arrived(module, gradient, part=part, call=call)) is not None:
             self._incoming.append(found)
 
-    @_harmless
+    @_computes
     def about_to_step(
         self,
         optimizer: str,
@@ -225,8 +224,7 @@ class StepNumbers:
         unscaled: bool = True,
     ) -> Tensor | None:
         """Called before an optimizer uses its gradients; returns their norm on their device, or None."""
-        parameters = [(name, p) for name, p in parameters if _has_numbers(p)]
-        named = [(name, p.grad) for name, p in parameters if p.grad is not None]
+        named = [(name, grad) for name, p in parameters if (grad := p.grad) is not None and not grad.is_meta]
         gradients = {id(grad) for _, grad in named}
         if not unscaled and scale is not None:
             self._clips.carry_scale(gradients)
@@ -252,13 +250,14 @@ class StepNumbers:
         if self._reason is not None:
             again = self._open.get(optimizer)
             add_gradients(step, named)
-            add_parameters(step, parameters, None if again is None else again.updates)
+            numbers = [(name, p) for name, p in parameters if _has_numbers(p)]
+            add_parameters(step, numbers, None if again is None else again.updates)
         step.parcel.pack()
         step.gradients = frozenset(gradients)
         self._open[optimizer] = step
         return norm
 
-    @_harmless
+    @_computes
     def guarded(self, optimizer: str, flag: Tensor) -> None:
         """Notes that the step that is about to be taken is skipped where this flag, on its device, is not 0."""
         step = self._open.get(optimizer)
@@ -266,7 +265,7 @@ class StepNumbers:
             step.parcel.add("found_inf", flag)
             step.parcel.pack()
 
-    @_harmless
+    @_computes
     def stepped(self, optimizer: str, *, skipped: bool | None = None) -> None:
         """Called after the optimizer has stepped or was skipped; `skipped` is None where only `found_inf` shows it."""
         step = self._open.pop(optimizer, None)
@@ -282,14 +281,9 @@ class StepNumbers:
             self._incoming.clear()
             self._activations.begin_step()
             self._later.put(step, step.parcel.tensors)
-        self.poll()
-
-    @_harmless
-    def poll(self) -> None:
-        """Reports the readings that have arrived."""
         self._tell(self._later.ready())
 
-    @_harmless
+    @_computes
     def finish(self) -> None:
         """Reports all readings; waits for those that have not arrived."""
         self._activations.detach()
@@ -310,7 +304,8 @@ class StepNumbers:
                 sections = step.parcel.opened(values)
                 if step.reason is not None:
                     kept = step.parcel.opened([numbers.clone() for numbers in values])  # the buffers are reused
-            self._on_step(step_of(step, sections))
+                reading = step_of(step, sections)
+            self._on_step(reading)
             if step.reason is not None:
                 self._on_detail(functools.partial(detail_of, step, kept))
 

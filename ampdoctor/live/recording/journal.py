@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,11 +35,16 @@ from ampdoctor.live.recording.tape import Tape, is_lost
 # -- gradients --
 
 
+def parameters_in(owner: Any) -> Iterator[torch.Tensor]:
+    """Yields the parameters of a model or of an optimizer."""
+    if isinstance(owner, nn.Module):
+        return owner.parameters()
+    return chain.from_iterable(group["params"] for group in owner.param_groups)
+
+
 def parameters_of(owner: Any) -> list[torch.Tensor]:
     """Returns the parameters of a model or of an optimizer."""
-    if isinstance(owner, nn.Module):
-        return list(owner.parameters())
-    return [p for group in owner.param_groups for p in group["params"]]
+    return list(parameters_in(owner))
 
 
 class Gradients:
@@ -56,17 +62,18 @@ class Gradients:
 
     def filled(self) -> None:
         """Called after a backward has added to the gradients."""
-        self._filled = {id(owner) for owner in self.owners() if _hold_gradients(owner)}
-        self.left()
+        self._filled = {id(owner) for owner, gradients in self.left() if _any_filled(gradients)}
 
-    def left(self) -> None:
-        """Notes the gradients as a backward, or a scaler, has left them."""
-        self._as_left = {
-            id(p): (id(gradient), version_of(gradient))
-            for owner in self.owners()
-            for p in parameters_of(owner)
-            if (gradient := p.grad) is not None
-        }
+    def left(self) -> list[tuple[Any, list[torch.Tensor]]]:
+        """Notes the gradients as a backward, or a scaler, has left them; returns those of each owner."""
+        found = []
+        self._as_left = {}
+        for owner in self.owners():
+            held = {id(p): gradient for p in parameters_in(owner) if (gradient := p.grad) is not None}
+            gradients = list(held.values())
+            self._as_left |= zip(held, zip(map(id, gradients), map(version_of, gradients), strict=True), strict=True)
+            found.append((owner, gradients))
+        return found
 
     def unreadable(self) -> None:
         """Called where the gradients must not be read now."""
@@ -92,14 +99,15 @@ class Gradients:
         self._forget(owner)
 
     def _forget(self, owner: Any) -> None:
-        for p in parameters_of(owner):
-            self._as_left.pop(id(p), None)
-            self._edited.discard(id(p))
+        if self._as_left or self._edited:
+            gone = set(map(id, parameters_in(owner)))
+            self._as_left = {key: left for key, left in self._as_left.items() if key not in gone}
+            self._edited -= gone
 
     def find_edited(self) -> None:
         """Notes the parameters whose gradients have changed since."""
         for owner in self.owners() if self._as_left else ():
-            for p in parameters_of(owner):
+            for p in parameters_in(owner):
                 left, gradient = self._as_left.get(id(p)), p.grad
                 if left is not None and gradient is not None and left != (id(gradient), version_of(gradient)):
                     self._edited.add(id(p))
@@ -118,8 +126,10 @@ class Gradients:
     def emptied(self) -> Iterator[Any]:
         """Yields the owners that held gradients after the last backward and hold none now."""
         for owner in self.owners():
-            if id(owner) in self._filled and not _hold_gradients(owner):
-                yield owner
+            if id(owner) in self._filled:
+                gradients = (p.grad for p in parameters_in(owner))
+                if not _any_filled([gradient for gradient in gradients if gradient is not None]):
+                    yield owner
 
     def owners(self) -> list[Any]:
         """Returns the owners of gradients: the optimizers, or before the first update the models."""
@@ -158,18 +168,16 @@ class Gradients:
         )
 
 
-def _hold_gradients(owner: Any) -> bool:
-    """Whether an owner has gradients that are not all zeros; on a device, to avoid waiting, any gradient counts."""
+def _any_filled(gradients: list[torch.Tensor]) -> bool:
+    """Whether gradients are not all zeros; on a device, to avoid waiting, any gradient counts."""
     with unseen():
         return any(
-            (gradient := p.grad) is not None
-            and (gradient.device.type != "cpu" or type(gradient) is not torch.Tensor or _any(gradient))
-            for p in reversed(parameters_of(owner))
+            gradient.device.type != "cpu"
+            or type(gradient) is not torch.Tensor
+            or gradient.layout != torch.strided
+            or bool(gradient.any())
+            for gradient in reversed(gradients)
         )
-
-
-def _any(gradient: torch.Tensor) -> bool:
-    return gradient.layout != torch.strided or bool(gradient.any())
 
 
 # -- names --
@@ -241,7 +249,7 @@ def _with_references(instruction: Instruction, other: Callable[[Any], Any]) -> I
 def named_groups(optimizer_name: str, optimizer: Any, names: Mapping[int, str]) -> list[list[tuple[str, torch.Tensor]]]:
     """Returns each parameter of each of an optimizer's groups, named by `names` (by id) or by `optimizer_name`."""
     return [
-        [(names.get(id(p), f"{optimizer_name}.group{g}.param{i}"), p) for i, p in enumerate(group["params"])]
+        [(names.get(id(p)) or f"{optimizer_name}.group{g}.param{i}", p) for i, p in enumerate(group["params"])]
         for g, group in enumerate(optimizer.param_groups)
     ]
 
@@ -249,17 +257,28 @@ def named_groups(optimizer_name: str, optimizer: Any, names: Mapping[int, str]) 
 # -- one step's part of the tape --
 
 
-def sliced(instructions: Sequence[Instruction], wanted: Iterable[int]) -> list[Instruction]:
+Links = tuple[list[int], list[int]]
+"""The numbers of the tensors that an instruction makes, and of those made by others that it takes."""
+
+
+def links_of(instruction: Instruction) -> Links:
+    """Returns an instruction's links."""
+    return [made.index for made in results(instruction)], [made.index for made in _made(instruction)]
+
+
+def sliced(
+    instructions: Sequence[Instruction], wanted: Iterable[int], links: Callable[[Instruction], Links] = links_of
+) -> list[Instruction]:
     """Returns the instructions at the places `wanted`, all that they depend on, and writes to these, in order."""
     needed: set[int] = set()
     places = set(wanted)
     for place in range(len(instructions) - 1, -1, -1):
         one = instructions[place]
-        makes = {made.index for made in results(one)}
-        written = isinstance(one, Op) and not makes and bool({made.index for made in _made(one)[:1]} & needed)
-        if place in places or makes & needed or written:
+        makes, takes = links(one)
+        written = not makes and isinstance(one, Op) and not needed.isdisjoint(takes[:1])
+        if place in places or written or not needed.isdisjoint(makes):
             places.add(place)
-            needed |= {made.index for made in _made(one)}
+            needed.update(takes)
     return [instructions[place] for place in sorted(places)]
 
 
@@ -301,6 +320,8 @@ class _Entry:
     age: int  # updates before it
     optimizer: int | None  # `id` of the one that it unscales for
     buffers: dict[str, torch.Tensor]  # of a call: those before it
+    links: Links
+    given: list[int]  # the indices of its tensors from outside
 
 
 class RecordedInstructions:
@@ -328,7 +349,10 @@ class RecordedInstructions:
     ) -> None:
         """Records an instruction; `optimizer`: `id` of the one that it unscales for, `buffers`: those before a call."""
         self.tape.instructions.append(instruction)
-        self._entries[id(instruction)] = _Entry(self.count, self._updates, optimizer, buffers or {})
+        taken = references(instruction)
+        links = [made.index for made in results(instruction)], [r.index for r in taken if isinstance(r, ResultRef)]
+        given = [reference.index for reference in taken if isinstance(reference, InputRef)]
+        self._entries[id(instruction)] = _Entry(self.count, self._updates, optimizer, buffers or {}, links, given)
         self.count += 1
         if isinstance(instruction, Backward):
             self._in_a_row = 0
@@ -380,7 +404,7 @@ class RecordedInstructions:
             if self._entries[id(one)].age != self._updates:
                 break
             for made in results(one):
-                value = self.tape.lives(made)
+                value = self.tape.lives(made.index)
                 if (
                     value is not None
                     and (isinstance(one, Call) or value.requires_grad)
@@ -396,7 +420,7 @@ class RecordedInstructions:
         waiting = [self.tape.reference(tensor)]
         for _ in range(_BEHIND):
             made = waiting.pop(0) if waiting else None
-            value = self.tape.lives(made) if isinstance(made, ResultRef) else None
+            value = self.tape.lives(made.index) if isinstance(made, ResultRef) else None
             if value is not None and value.requires_grad:  # not the magnitude of a mask's -inf, that is only looked at
                 if is_lost(value, signed=False):
                     return value
@@ -435,21 +459,17 @@ class RecordedInstructions:
 
     def _keep(self, instructions: list[Instruction]) -> None:
         """Keeps, of these, the instructions that living tensors, and gradients that still add up, came from."""
-        first = self._gradients.oldest_update()
+        first, entries = self._gradients.oldest_update(), self._entries
         places = [
             place
             for place, one in enumerate(instructions)
             if (
-                self._entries[id(one)].order >= first
+                entries[id(one)].order >= first
                 if isinstance(one, Unscaled | Clipped | Backward)
-                else self._lives(one)
+                else any(map(self.tape.lives_on, entries[id(one)].links[0]))
             )
         ]
-        kept = sliced(instructions, places)
-        self.tape.keep(kept, [taken for one in kept for taken in references(one)])
-        self._entries = {id(one): self._entries[id(one)] for one in kept}
-
-    def _lives(self, instruction: Instruction) -> bool:
-        return any(
-            (tensor := self.tape.lives(made)) is not None and tensor.requires_grad for made in results(instruction)
-        )
+        kept = sliced(instructions, places, lambda one: entries[id(one)].links)
+        self._entries = {id(one): entries[id(one)] for one in kept}
+        held = self._entries.values()
+        self.tape.keep(kept, {index for one in held for index in one.given}, {i for one in held for i in one.links[0]})

@@ -115,7 +115,7 @@ class OutermostModels:
         if not torch.is_grad_enabled() or in_backward() or under_fake_tensors() or transforms():
             return
         try:
-            if not _has_parameters(module) or self._is_redirected(module):
+            if (id(module) not in self._known and not _has_parameters(module)) or self._is_redirected(module):
                 return
             self.meet(module)
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
@@ -366,9 +366,9 @@ class Trainers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._clock = 0
-        self._began: weakref.WeakKeyDictionary[threading.Thread, int] = weakref.WeakKeyDictionary()
-        self._trained: weakref.WeakKeyDictionary[threading.Thread, int] = weakref.WeakKeyDictionary()
-        self._recorded: weakref.ref[threading.Thread] | None = None
+        self._began: dict[threading.Thread, int] = {}
+        self._trained: dict[threading.Thread, int] = {}
+        self._recorded: threading.Thread | None = None
         self.several = False
 
     def called(self) -> None:
@@ -396,17 +396,25 @@ class Trainers:
         """Whether another thread is in the middle of a step, or may soon be."""
         here = threading.current_thread()
         with self._lock:
-            return self.several or any(thread.is_alive() for thread in self._began if thread is not here)
+            return self.several or any(thread is not here and thread.is_alive() for thread in self._began)
 
     def is_recorded(self) -> bool:
         """Whether this thread is recorded: the first that calls a model, until it ends or another one trains."""
         here = threading.current_thread()
         with self._lock:
-            there = None if self._recorded is None else self._recorded()
+            there = self._recorded
+            if there is here:
+                return True
             if there is None or not there.is_alive() or (here in self._trained and there not in self._began):
-                self._recorded, there = weakref.ref(here), here
-            return there is here
+                self._recorded = here
+            return self._recorded is here
 
     def _begin(self, here: threading.Thread) -> int:
         self._clock += 1
-        return self._began.setdefault(here, self._clock)
+        if here not in self._began:
+            if here not in self._trained:  # a thread of its own for each step must not add up
+                for known in (self._began, self._trained):
+                    for thread in [thread for thread in known if not thread.is_alive()]:
+                        del known[thread]
+            self._began[here] = self._clock
+        return self._began[here]

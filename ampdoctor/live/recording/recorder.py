@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ampdoctor.hooks.backwards import UsedGradients, mark_scaled, scaled_within
-from ampdoctor.hooks.callbacks import NumberReads
-from ampdoctor.hooks.interfaces import harmless_while
+from ampdoctor.hooks.callbacks import Clip, NumberReads
+from ampdoctor.hooks.interfaces import harmless_until
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.program import (
     Backward,
@@ -22,7 +22,6 @@ from ampdoctor.hooks.program import (
     Clipped,
     Instruction,
     Line,
-    ParamRef,
     Program,
     Reference,
     ResultRef,
@@ -37,6 +36,7 @@ from ampdoctor.live.recording.journal import (
     MOST,
     Gradients,
     RecordedInstructions,
+    parameters_in,
     parameters_of,
     prefixed,
     sliced,
@@ -47,7 +47,7 @@ from ampdoctor.live.recording.programs import KeptUpdate, StepPrograms, with_cha
 from ampdoctor.live.recording.samples import GradientSamples
 from ampdoctor.live.recording.tape import (
     Buffers,
-    before_each,
+    around_each,
     holds_nonfinite,
     is_about_numbers,
     mode_now,
@@ -58,7 +58,7 @@ _NODES = 256
 """Nodes of a loss's graph that are searched for an earlier scaling; the ops on a loss are a few dozen."""
 
 
-_harmless = harmless_while(lambda recorder: not recorder.away, lambda recorder, error: recorder.fail(error))
+_harmless = harmless_until(lambda recorder: recorder.away, lambda recorder, error: recorder.fail(error))
 """The first error ends the recording."""
 
 
@@ -71,7 +71,7 @@ class StepRecorder:
         self.away = False  # the code that runs is not the loop's
         self.listener: Any = None  # a `TrainingWatcher`: gets `entering`, `left` and `returned`
         # called with parameters whose gradients are about to be cleared, or (True) were cleared by the loop's own code
-        self.cleared: Callable[[list[torch.Tensor], bool], None] | None = None
+        self.cleared: Callable[[Iterable[torch.Tensor], bool], None] | None = None
         self.failed: str | None = None  # what ended the recording
         self.used = UsedGradients()  # the gradients that an optimizer has used, on any thread
         self.samples = GradientSamples()  # in a loop that scales its losses
@@ -104,8 +104,8 @@ class StepRecorder:
             stack.enter_context(self.used.watching())
             stack.enter_context(seen_backwards(self._backward))
             # a mode cannot be left from within itself: it is left before a backward reaches it
-            stack.enter_context(before_each((torch.Tensor, torch.autograd), "backward", lambda _: self._tape.close()))
-            stack.enter_context(before_each((nn.Module, torch.optim.Optimizer), "zero_grad", self._zeroed))
+            stack.enter_context(around_each((torch.Tensor, torch.autograd), "backward", self._in_backward))
+            stack.enter_context(around_each((nn.Module, torch.optim.Optimizer), "zero_grad", self._zeroing))
             yield
 
     def _let_go(self) -> None:
@@ -245,10 +245,14 @@ class StepRecorder:
 
     def name_of(self, module: nn.Module) -> str | None:
         """Returns the name of a model, or of its submodule, in the loop; None for an unknown one."""
-        for prefix, root in prefixed(self.models.roots):
+        roots = list(prefixed(self.models.roots))
+        for prefix, root in roots:
+            if root is module:
+                return prefix
+        for prefix, root in roots:
             for name, part in root.named_modules():
                 if part is module:
-                    return ".".join(piece for piece in (prefix, name) if piece)
+                    return f"{prefix}.{name}" if prefix else name
         return None
 
     # -- backwards ---------------------------------------------------------------------------------------------------
@@ -286,6 +290,10 @@ class StepRecorder:
         result = run()
         self._has_run()
         return result
+
+    def _in_backward(self, _: Any, run: Callable[[], Any]) -> Any:
+        self._tape.close()
+        return run()
 
     @_harmless
     def _begins(self, seen: SeenBackward) -> None:
@@ -431,16 +439,14 @@ class StepRecorder:
         self._journal.add(Unscaled(line=user_line()), id(optimizer))
 
     @_harmless
-    def clipped(self, gradients: Collection[int], max_norm: float, norm_type: float) -> None:
-        """Called before gradients (`id`s) are clipped to a total norm of at most `max_norm`."""
-        self.used.clipped(gradients)
+    def clipped(self, clip: Clip) -> None:
+        """Called before gradients are clipped."""
+        self.used.clipped(clip.gradients)
         if not self._is_elsewhere():
             self._gradients.find_edited()
-            self._gradients.clipped(gradients)
-            held = tuple(
-                ParamRef(name) for name, tensor in self._tape.held() if tensor.is_leaf and id(tensor.grad) in gradients
-            )
-            self._journal.add(Clipped(parameters=held, max_norm=max_norm, norm_type=norm_type, line=user_line()))
+            self._gradients.clipped(clip.gradients)
+            held, norm_type = self._tape.parameters(clip.parameters), clip.norm_type or 2.0
+            self._journal.add(Clipped(parameters=held, max_norm=clip.max_norm, norm_type=norm_type, line=user_line()))
 
     def program(
         self,
@@ -521,12 +527,17 @@ class StepRecorder:
         self.backwards = self._calls = 0
         self._journal.updated()
 
+    def _zeroing(self, owner: Any, run: Callable[[], Any]) -> Any:
+        self._zeroed(owner)
+        with self.pausing():
+            return run()
+
     @_harmless
     def _zeroed(self, owner: Any, *, by_hand: bool = False) -> None:
         if self._is_elsewhere():
             return
         if self.cleared is not None:
-            self.cleared(parameters_of(owner), by_hand)
+            self.cleared(parameters_in(owner), by_hand)
         self._gradients.cleared(owner, self._journal.count)
 
 

@@ -69,7 +69,7 @@ class GradientSamples:
         """Called after an optimizer has used its gradients."""
         self._updates += 1
         self._scaled.pop(id(optimizer), None)
-        for parameter in parameters_of(optimizer):
+        for parameter in parameters_of(optimizer) if self._left else ():
             self._left.pop(id(parameter), None)
 
     def clear(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
@@ -11,6 +10,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial, wraps
 from math import isfinite
 from typing import Any
 
@@ -23,7 +23,7 @@ from ampdoctor.hooks.interfaces import causes_of
 from ampdoctor.hooks.json_values import name_of
 from ampdoctor.hooks.nested import iter_tensors, map_tensors
 from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.hooks.program import InputRef, Instruction, Mode, Op, ParamRef, Reference, ResultRef, results
+from ampdoctor.hooks.program import InputRef, Instruction, Mode, Op, ParamRef, Reference, ResultRef
 from ampdoctor.hooks.torch_internals import FunctionMode, put_outermost, replaced, take_away, unseen, version_of
 from ampdoctor.numerics.tensors import is_plain
 from ampdoctor.probes.user_code import user_line
@@ -54,7 +54,7 @@ class Tape:
         self._given_by_id: dict[int, tuple[torch.Tensor, int]] = {}
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], ResultRef]] = {}
         self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._held: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._held: dict[int, tuple[weakref.ref[torch.Tensor], ParamRef]] = {}
         self.names: dict[int, str] = {}  # of parameters and buffers, by their id
         self._next = 0
         self._known: dict[Any, tuple[bool, bool, bool, bool]] = {}
@@ -65,15 +65,20 @@ class Tape:
 
     def hold(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Sets the names of parameters and buffers."""
-        self._held = {id(tensor): (weakref.ref(tensor), name) for name, tensor in named}
-        self.names = {key: name for key, (_, name) in self._held.items()}
+        self._held = {id(tensor): (weakref.ref(tensor), ParamRef(name)) for name, tensor in named}
+        self.names = {key: reference.name for key, (_, reference) in self._held.items()}
 
     def held(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the parameters and buffers that still live, with their names."""
-        for there, name in self._held.values():
+        for there, reference in self._held.values():
             tensor = there()
             if tensor is not None:
-                yield name, tensor
+                yield reference.name, tensor
+
+    def parameters(self, ids: Iterable[int]) -> tuple[ParamRef, ...]:
+        """Returns the references of those parameters and buffers that are known, by the `id`s of living tensors."""
+        held = map(self._held.get, ids)
+        return tuple(entry[1] for entry in held if entry is not None and entry[0]() is not None)
 
     def reference(self, tensor: torch.Tensor) -> Reference:
         """Returns the reference of a tensor; a tensor that is seen for the first time is given."""
@@ -83,7 +88,7 @@ class Tape:
             return made[1]
         held = self._held.get(key)
         if held is not None and held[0]() is tensor:
-            return ParamRef(held[1])
+            return held[1]
         known = self._given_by_id.get(key)
         if known is None:
             index = self._next
@@ -118,10 +123,15 @@ class Tape:
             self.grad.add(made.index)
         return made
 
-    def lives(self, made: ResultRef) -> torch.Tensor | None:
-        """Returns the tensor, as long as the loop holds it."""
-        there = self._tensors.get(made.index)
+    def lives(self, index: int) -> torch.Tensor | None:
+        """Returns the tensor with this number, as long as the loop holds it."""
+        there = self._tensors.get(index)
         return None if there is None else there()
+
+    def lives_on(self, index: int) -> bool:
+        """Whether the loop holds the tensor with this number, and may run a backward through it."""
+        there = self._tensors.get(index)
+        return there is not None and (tensor := there()) is not None and tensor.requires_grad
 
     def is_changed(self, index: int) -> bool:
         """Whether a given tensor was written to since it was taken."""
@@ -154,16 +164,14 @@ class Tape:
         """Whether this thread's functions are recorded."""
         return self._open == threading.get_ident()
 
-    def keep(self, instructions: Iterable[Instruction], taken: Iterable[Reference]) -> None:
-        """Forgets everything but these instructions and the given tensors among `taken`, all the references in them."""
-        self.instructions = list(instructions)
-        wanted = {reference.index for reference in taken if isinstance(reference, InputRef)}
-        self.given = {index: tensor for index, tensor in self.given.items() if index in wanted}
+    def keep(self, instructions: list[Instruction], given: set[int], made: set[int]) -> None:
+        """Forgets everything but these instructions, what is given to them, and what they have made, by its numbers."""
+        self.instructions = instructions
+        self.given = {index: tensor for index, tensor in self.given.items() if index in given}
         self.held_bytes = sum(map(_bytes_of, self.given.values()))
         self._versions = {index: self._versions[index] for index in self.given}
         self._given_by_id = {id(tensor): (tensor, index) for index, tensor in self.given.items()}
-        made = {made.index for one in self.instructions for made in results(one)}  # other live tensors are given now
-        self._made = {
+        self._made = {  # other live tensors are given now
             key: entry for key, entry in self._made.items() if entry[1].index in made and entry[0]() is not None
         }
         self._tensors = {index: there for index, there in self._tensors.items() if there() is not None}
@@ -249,12 +257,15 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 def mode_now() -> Mode:
     """Returns torch's present autocast and gradient settings."""
-    on = next((kind for kind in _KINDS if torch.is_autocast_enabled(kind)), None)
-    return Mode(
-        autocast=None if on is None else (on, torch.get_autocast_dtype(on)),
-        cached=torch.is_autocast_cache_enabled(),
-        gradients=torch.is_grad_enabled(),
-    )
+    autocast = None
+    for kind in _KINDS:
+        if torch.is_autocast_enabled(kind):
+            autocast = kind, torch.get_autocast_dtype(kind)
+            break
+    return _mode(autocast, torch.is_autocast_cache_enabled(), torch.is_grad_enabled())
+
+
+_mode = cache(Mode)
 
 
 def _known(function: Callable[..., Any]) -> tuple[bool, bool, bool, bool]:
@@ -309,19 +320,19 @@ def _own(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
 
 
 @contextmanager
-def before_each(owners: Iterable[Any], name: str, tell: Callable[[Any], None]) -> Iterator[None]:
-    """Calls `tell` with the first argument of each call of the owners' function of this name, before the call."""
-    to: Callable[[Any], None] | None = tell
+def around_each(owners: Iterable[Any], name: str, around: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Hands each call of the owners' function of this name, with its first argument, to `around`, which makes it."""
+    to: Callable[[Any, Callable[[], Any]], Any] | None = around
     with ExitStack() as stack:
         for owner in owners:
             original = getattr(owner, name)
 
             def called(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                if to is not None:
-                    to(args[0] if args else None)
-                return _original(*args, **kwargs)
+                if to is None:
+                    return _original(*args, **kwargs)
+                return to(args[0] if args else None, partial(_original, *args, **kwargs))
 
-            stack.enter_context(replaced(owner, name, functools.wraps(original)(called)))
+            stack.enter_context(replaced(owner, name, wraps(original)(called)))
         try:
             yield
         finally:

@@ -30,7 +30,7 @@ class Told:
         self.steps.append((attempt.name, attempt.step))
 
     def clipped(self, clip):
-        self.watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type)
+        self.watch.recorder.clipped(clip)
 
     def stepping_again(self, step, _name, *, scaled, held_back):
         self.again.append((step, scaled, held_back))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import nn
 
-from ampdoctor.hooks.callbacks import on_scaler_call
+from ampdoctor.hooks.callbacks import on_clip, on_scaler_call
 from ampdoctor.hooks.program import Call
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.replay.recorded_step import run_of
@@ -112,8 +112,8 @@ def test_accumulation_with_a_clip_and_a_scaler():
             x, y = torch.randn(16, 6), torch.randint(0, 4, (16,))
             scaler.scale(F.cross_entropy(model(x), y) / 3).backward()
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        loop.recorder.clipped({id(p.grad) for p in model.parameters()}, 0.1, 2.0)
+        with on_clip(loop.recorder.clipped):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if step < 3:
             scaler.step(optimizer)
             scaler.update()
