@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -81,14 +82,14 @@ class UsedGradients:
         again = before is not None and before.runs == self._runs
         of_backward = before.of_backward if again and before is not None else self._runs > 0
         with suppress(TypeError):  # a wrapper without weak references
-            self._uses[id(optimizer)] = _Use(weakref.ref(optimizer), self._runs, of_backward, dict(_held_by(optimizer)))
+            self._uses[id(optimizer)] = _Use(weakref.ref(optimizer), self._runs, of_backward, _held_by(optimizer))
 
     def are_used(self, optimizer: Any) -> bool:
         """Returns whether the optimizer's present gradients are those of its last update."""
         use = self._use_of(optimizer)
         if use is None or not use.of_backward or use.runs != self._runs:
             return False
-        now = dict(_held_by(optimizer))
+        now = _held_by(optimizer)
         return bool(now) and all(
             key in use.held and use.held[key][0]() is gradient() and use.held[key][1] == version
             for key, (gradient, version) in now.items()
@@ -106,7 +107,7 @@ class UsedGradients:
         """Notes that a scaler has divided gradients which were used already."""
         use = self._use_of(optimizer)
         if use is not None:
-            use.held = dict(_held_by(optimizer))
+            use.held = _held_by(optimizer)
 
     def _use_of(self, optimizer: Any) -> _Use | None:
         use = self._uses.get(id(optimizer))
@@ -124,12 +125,13 @@ def inside_own_step(optimizer: Any, *, known: int = 0) -> bool:
     return known < 0
 
 
-def _held_by(optimizer: Any) -> Iterator[tuple[int, tuple[weakref.ref[torch.Tensor], int]]]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in parameters[:: max(len(parameters) // _SAMPLES, 1)]:
-        gradient = parameter.grad
-        if gradient is not None and not gradient.is_inference():
-            yield id(parameter), (weakref.ref(gradient), version_of(gradient))
+def _held_by(optimizer: Any) -> dict[int, tuple[weakref.ref[torch.Tensor], int]]:
+    parameters = list(_parameters_of(optimizer))
+    return {
+        id(p): (weakref.ref(gradient), version_of(gradient))
+        for p in parameters[:: max(len(parameters) // _SAMPLES, 1)]
+        if (gradient := p.grad) is not None and not gradient.is_inference()
+    }
 
 
 # -- scales of gradients --
@@ -289,7 +291,7 @@ class Backwards:
 
 
 def _parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def _is_zero(grad: torch.Tensor | None) -> bool:

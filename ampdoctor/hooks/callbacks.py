@@ -51,17 +51,20 @@ class NumberReads:
 
     def __init__(self) -> None:
         self.any = False  # a number was read since the last `listen`
+        self._listens = False
         self._mode = FunctionMode(self._called)
 
     def listen(self) -> None:
         """Starts to observe."""
-        self.any = False
+        self.any, self._listens = False, True
         take_away(self._mode)
         put_outermost(self._mode)
 
     def rest(self) -> None:
         """Stops observing."""
-        take_away(self._mode)
+        if self._listens:
+            self._listens = False
+            take_away(self._mode)
 
     def _called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(function, "__name__", "") in READS:

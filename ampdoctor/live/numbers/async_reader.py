@@ -114,7 +114,7 @@ class PackedTensors:
         """Copies the sections added since the last call, each on its device: they may be written to afterwards."""
         for sections in self._waiting.values():
             with Unseen(sections[0][1]):
-                flat = [numbers.detach().reshape(-1) for _, numbers in sections]
+                flat = [numbers.reshape(-1) for _, numbers in sections]
                 wide = torch.float64 if any(part.dtype == torch.float64 for part in flat) else torch.float32
                 packed = torch.cat([part.to(wide) for part in flat])
             sizes = [(place, part.numel()) for (place, _), part in zip(sections, flat, strict=True)]

@@ -168,7 +168,6 @@ class PendingReading:
     clips: Norm
     unscaled: bool  # the gradients were divided by the loss scale
     scale: float | None = None  # the loss scale, where it is a number and not a tensor
-    gradients: frozenset[int] = frozenset()  # `id` of each
     shards: bool = False  # some gradients are distributed
     skipped: bool | None = None  # as in `StepReading`
     norms: tuple[str, ...] = ()  # names of gradients, in the order of the section "norms"
@@ -359,7 +358,7 @@ def _divided(number: float, scale: float | None) -> float:
 
 
 def _numbers(sections: Sections, key: str) -> list[float]:
-    return [number for section in sections.get(key, ()) for number in section.tolist()]
+    return [number for section in sections[key] for number in section.tolist()] if key in sections else []
 
 
 def _first(sections: Sections, key: str) -> float | None:

@@ -253,7 +253,6 @@ class StepNumbers:
             numbers = [(name, p) for name, p in parameters if _has_numbers(p)]
             add_parameters(step, numbers, None if again is None else again.updates)
         step.parcel.pack()
-        step.gradients = frozenset(gradients)
         self._open[optimizer] = step
         return norm
 
@@ -275,11 +274,6 @@ class StepNumbers:
                 step.arrived, step.returned = tuple(self._incoming), tuple(self._activations.taken)
             add_changes(step)
             step.parcel.pack()
-            self._clips.forget(step.gradients)
-            self._losses.clear()
-            self._batches.clear()
-            self._incoming.clear()
-            self._activations.begin_step()
             self._later.put(step, step.parcel.tensors)
         self._tell(self._later.ready())
 

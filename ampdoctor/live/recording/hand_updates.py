@@ -33,18 +33,21 @@ class HandUpdates:
     def __init__(self, names: Callable[[], Mapping[int, str]], failed: Callable[[Exception], None]) -> None:
         self._names, self._failed = names, failed
         self._first: tuple[str, Line, float | None] | None = None
+        self._listens = False
         self._mode = FunctionMode(self._function)
         self.lost: LostByHand | None = None
 
     def listen(self) -> None:
         """Starts to observe."""
-        self._first = None
+        self._first, self._listens = None, True
         take_away(self._mode)
         put_outermost(self._mode)
 
     def rest(self) -> None:
         """Stops observing."""
-        take_away(self._mode)
+        if self._listens:
+            self._listens = False
+            take_away(self._mode)
 
     def _function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)

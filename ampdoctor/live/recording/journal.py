@@ -55,25 +55,20 @@ class Gradients:
         self._stepped: dict[int, tuple[weakref.ref[Any], int]] = {}  # by optimizer: the moment of its last update
         self._cleared: dict[int, tuple[weakref.ref[Any], int]] = {}  # by owner: the moment of the last clearing
         self._filled: set[int] = set()  # owners that held gradients after the last backward
-        self._as_left: dict[int, tuple[int, int]] = {}  # by parameter: its gradient's id and version counter
+        self._as_left: dict[int, _Stamps] = {}  # by owner
         self._edited: set[int] = set()  # parameters whose gradient the loop's own code has changed since
 
     # -- events ------------------------------------------------------------------------------------------------------
 
     def filled(self) -> None:
         """Called after a backward has added to the gradients."""
-        self._filled = {id(owner) for owner, gradients in self.left() if _any_filled(gradients)}
+        held = {id(owner): _gradients_of(owner) for owner in self.owners()}
+        self._filled = {key for key, gradients in held.items() if _any_filled(gradients.values())}
+        self._as_left = {key: _stamps_of(gradients) for key, gradients in held.items()}
 
-    def left(self) -> list[tuple[Any, list[torch.Tensor]]]:
-        """Notes the gradients as a backward, or a scaler, has left them; returns those of each owner."""
-        found = []
-        self._as_left = {}
-        for owner in self.owners():
-            held = {id(p): gradient for p in parameters_in(owner) if (gradient := p.grad) is not None}
-            gradients = list(held.values())
-            self._as_left |= zip(held, zip(map(id, gradients), map(version_of, gradients), strict=True), strict=True)
-            found.append((owner, gradients))
-        return found
+    def left(self) -> None:
+        """Called after a scaler has written to the gradients."""
+        self._as_left = {id(owner): _stamps_of(_gradients_of(owner)) for owner in self.owners()}
 
     def unreadable(self) -> None:
         """Called where the gradients must not be read now."""
@@ -82,9 +77,9 @@ class Gradients:
 
     def clipped(self, gradients: Collection[int]) -> None:
         """Called before a recorded clipping writes to these gradients (`id`s)."""
-        self._as_left = {
-            key: (gradient, version + (gradient in gradients)) for key, (gradient, version) in self._as_left.items()
-        }
+        for stamps in self._as_left.values():
+            both = zip(stamps.gradients, stamps.versions, strict=True)
+            stamps.versions = [version + (gradient in gradients) for gradient, version in both]
 
     def updated(self, optimizer: torch.optim.Optimizer, at: int) -> None:
         """Called after an optimizer has used its gradients."""
@@ -99,18 +94,19 @@ class Gradients:
         self._forget(owner)
 
     def _forget(self, owner: Any) -> None:
+        self._as_left.pop(id(owner), None)
         if self._as_left or self._edited:
             gone = set(map(id, parameters_in(owner)))
-            self._as_left = {key: left for key, left in self._as_left.items() if key not in gone}
+            self._as_left = {key: stamps.without(gone) for key, stamps in self._as_left.items()}
             self._edited -= gone
 
     def find_edited(self) -> None:
         """Notes the parameters whose gradients have changed since."""
         for owner in self.owners() if self._as_left else ():
-            for p in parameters_in(owner):
-                left, gradient = self._as_left.get(id(p)), p.grad
-                if left is not None and gradient is not None and left != (id(gradient), version_of(gradient)):
-                    self._edited.add(id(p))
+            left = self._as_left.get(id(owner))
+            if left is not None and (now := _stamps_of(_gradients_of(owner))) != left:
+                before = left.by_parameter()
+                self._edited |= {key for key, stamp in now.by_parameter().items() if before.get(key, stamp) != stamp}
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
@@ -126,10 +122,8 @@ class Gradients:
     def emptied(self) -> Iterator[Any]:
         """Yields the owners that held gradients after the last backward and hold none now."""
         for owner in self.owners():
-            if id(owner) in self._filled:
-                gradients = (p.grad for p in parameters_in(owner))
-                if not _any_filled([gradient for gradient in gradients if gradient is not None]):
-                    yield owner
+            if id(owner) in self._filled and not _any_filled(_gradients_of(owner).values()):
+                yield owner
 
     def owners(self) -> list[Any]:
         """Returns the owners of gradients: the optimizers, or before the first update the models."""
@@ -168,7 +162,33 @@ class Gradients:
         )
 
 
-def _any_filled(gradients: list[torch.Tensor]) -> bool:
+@dataclass(slots=True)
+class _Stamps:
+    """The gradients of an owner at one moment: lists, of which two are compared in a microsecond."""
+
+    parameters: list[int]  # `id` of those with a gradient
+    gradients: list[int]  # `id` of each
+    versions: list[int]  # counters of their writes
+
+    def by_parameter(self) -> dict[int, tuple[int, int]]:
+        return dict(zip(self.parameters, zip(self.gradients, self.versions, strict=True), strict=True))
+
+    def without(self, parameters: set[int]) -> _Stamps:
+        kept = [(key, *stamp) for key, stamp in self.by_parameter().items() if key not in parameters]
+        return _Stamps(*map(list, zip(*kept, strict=True))) if kept else _Stamps([], [], [])
+
+
+def _gradients_of(owner: Any) -> dict[int, torch.Tensor]:
+    """Returns the gradients of a model or of an optimizer, by the `id` of their parameter."""
+    return {id(p): gradient for p in parameters_in(owner) if (gradient := p.grad) is not None}
+
+
+def _stamps_of(gradients: dict[int, torch.Tensor]) -> _Stamps:
+    held = gradients.values()
+    return _Stamps(list(gradients), list(map(id, held)), list(map(version_of, held)))
+
+
+def _any_filled(gradients: Collection[torch.Tensor]) -> bool:
     """Whether gradients are not all zeros; on a device, to avoid waiting, any gradient counts."""
     with unseen():
         return any(
@@ -176,7 +196,7 @@ def _any_filled(gradients: list[torch.Tensor]) -> bool:
             or type(gradient) is not torch.Tensor
             or gradient.layout != torch.strided
             or bool(gradient.any())
-            for gradient in reversed(gradients)
+            for gradient in sorted(gradients, key=torch.Tensor.numel)
         )
 
 
@@ -349,10 +369,11 @@ class RecordedInstructions:
     ) -> None:
         """Records an instruction; `optimizer`: `id` of the one that it unscales for, `buffers`: those before a call."""
         self.tape.instructions.append(instruction)
-        taken = references(instruction)
-        links = [made.index for made in results(instruction)], [r.index for r in taken if isinstance(r, ResultRef)]
-        given = [reference.index for reference in taken if isinstance(reference, InputRef)]
-        self._entries[id(instruction)] = _Entry(self.count, self._updates, optimizer, buffers or {}, links, given)
+        makes, taken = [made.index for made in results(instruction)], references(instruction)
+        takes = [reference.index for reference in taken if type(reference) is ResultRef]
+        given = [reference.index for reference in taken if type(reference) is InputRef]
+        entry = _Entry(self.count, self._updates, optimizer, buffers or {}, (makes, takes), given)
+        self._entries[id(instruction)] = entry
         self.count += 1
         if isinstance(instruction, Backward):
             self._in_a_row = 0
@@ -464,9 +485,9 @@ class RecordedInstructions:
             place
             for place, one in enumerate(instructions)
             if (
-                entries[id(one)].order >= first
-                if isinstance(one, Unscaled | Clipped | Backward)
-                else any(map(self.tape.lives_on, entries[id(one)].links[0]))
+                self.tape.lives_on(entries[id(one)].links[0])
+                if isinstance(one, Call | Op | Scaled)
+                else entries[id(one)].order >= first
             )
         ]
         kept = sliced(instructions, places, lambda one: entries[id(one)].links)

@@ -396,7 +396,8 @@ class Trainers:
         """Whether another thread is in the middle of a step, or may soon be."""
         here = threading.current_thread()
         with self._lock:
-            return self.several or any(thread is not here and thread.is_alive() for thread in self._began)
+            others = [thread for thread in self._began if thread is not here]
+            return self.several or any(thread.is_alive() for thread in others)
 
     def is_recorded(self) -> bool:
         """Whether this thread is recorded: the first that calls a model, until it ends or another one trains."""

@@ -78,7 +78,7 @@ class Tape:
     def parameters(self, ids: Iterable[int]) -> tuple[ParamRef, ...]:
         """Returns the references of those parameters and buffers that are known, by the `id`s of living tensors."""
         held = map(self._held.get, ids)
-        return tuple(entry[1] for entry in held if entry is not None and entry[0]() is not None)
+        return tuple([entry[1] for entry in held if entry is not None and entry[0]() is not None])
 
     def reference(self, tensor: torch.Tensor) -> Reference:
         """Returns the reference of a tensor; a tensor that is seen for the first time is given."""
@@ -128,10 +128,13 @@ class Tape:
         there = self._tensors.get(index)
         return None if there is None else there()
 
-    def lives_on(self, index: int) -> bool:
-        """Whether the loop holds the tensor with this number, and may run a backward through it."""
-        there = self._tensors.get(index)
-        return there is not None and (tensor := there()) is not None and tensor.requires_grad
+    def lives_on(self, indices: list[int]) -> bool:
+        """Whether the loop holds one of the tensors with these numbers, and may run a backward through it."""
+        for index in indices:
+            there = self._tensors.get(index)
+            if there is not None and (tensor := there()) is not None and tensor.requires_grad:
+                return True
+        return False
 
     def is_changed(self, index: int) -> bool:
         """Whether a given tensor was written to since it was taken."""
@@ -179,7 +182,7 @@ class Tape:
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls a function of torch's, and records it where it uses tensors of the tape."""
-        if not self.is_open:
+        if self._open != threading.get_ident():
             return function(*args, **kwargs)
         known = self._known.get(function)
         if known is None:
