@@ -1,9 +1,16 @@
 """What watching a live loop costs: a step of a training that is watched, beside the same step that is not.
 
-Run: python benchmarks/live.py [--model transformer resnet] [--repeats 7] [--burst 3] [--threads 1] [--small]
+Run: python benchmarks/live.py [--part own models] [--model transformer resnet] [--repeats 7] [--burst 3] [--small]
 
-Two trainings: a 12-block transformer language model (width 320, 4 x 384 tokens, AdamW) and a ResNet-18 on 64 x 64
-images (batch 16, SGD with momentum), both in fp32, in which a step is fastest and watching therefore costs most.
+**Own time** is seen in small steps: of transformers (width 64, 2 x 32 tokens), of many modules without a parameter and
+of many parameters in one module, in bf16 autocast, with AdamW's foreach step and clipping, on one thread. Bursts of the
+bare and of the watched loop take turns, on the same model; of each burst the lower quartile of its steps counts, and
+what is printed are medians. It is CPU time of the thread that trains; what the log's threads take meanwhile, and what
+the watch's own clock says (`ampdoctor run` prints it), have columns of their own. No step of a burst is looked at.
+*Look*: a step in which all tensors are looked at, on the thread that trains, over a bare step.
+
+**Models**: two trainings: a 12-block transformer language model (width 320, 4 x 384 tokens, AdamW) and a ResNet-18 on
+64 x 64 images (batch 16, SGD with momentum), both in fp32, in which a step is fastest and watching costs most.
 Contestants take turns within a repeat, a burst of steps each after two that are not timed, on the same model and batch.
 Ratios are those within a repeat, to the bare loop (where a contestant clips: to the bare loop that clips), and what is
 printed are medians. Times are CPU seconds of the process. Attaching, once a training, is not timed.
@@ -24,6 +31,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,7 +41,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ampdoctor.hooks.callbacks import on_clip  # the repository is on the path only now
+import ampdoctor  # the repository is on the path only now
+from ampdoctor.hooks.callbacks import on_clip
+from ampdoctor.hooks.interfaces import OWN_TIME
 from ampdoctor.live.numbers.async_reader import AsyncReader
 from ampdoctor.live.numbers.step_numbers import EVERY, StepNumbers
 from benchmarks.overhead import Transformer, language_model_loss
@@ -236,9 +246,119 @@ def summary(times: dict[str, list[float]]) -> str:
     return f"{'met' if cost <= TARGET else 'MISSED'} ({cost:.4f}, with details in one step of {EVERY})"
 
 
+# -- own time --
+
+SETTLES, STEPS = 17, 14
+"""All tensors are looked at in steps 0 and 17, what is beside the models after steps 16 and 32: 18 to 31 are timed."""
+FIXED, EACH = 0.5e-3, 4e-6
+"""The goal: seconds a step, and besides for each module and for each parameter."""
+
+
+class Parameters(nn.Module):
+    """Many parameters in one module."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.randn(64) for _ in range(count))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(batch, tokens) of ids to (batch, tokens, 64)."""
+        return torch.stack(list(self.parts)).sum(0) + ids.unsqueeze(-1)
+
+
+def small(blocks: int) -> nn.Module:
+    """A transformer whose step takes milliseconds."""
+    return Transformer(blocks=blocks, width=64, vocabulary=256, context=32)
+
+
+SHAPES: dict[str, Callable[[], nn.Module]] = {
+    "transformer, 4 blocks": partial(small, 4),
+    "transformer, 12 blocks": partial(small, 12),
+    "transformer, 24 blocks": partial(small, 24),
+    "12 blocks and 200 identities": lambda: nn.Sequential(small(12), *(nn.Identity() for _ in range(200))),
+    "300 parameters in a module": lambda: Parameters(300),
+}
+
+
+class SmallLoop:
+    """A step of some milliseconds, as users write it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._ids = torch.randint(64, (2, 33))
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+
+    def step(self) -> None:
+        """Take a step."""
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(self.model(self._ids[:, :-1]).flatten(0, 1), self._ids[:, 1:].flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+    def times(self, count: int) -> list[tuple[float, float, float]]:
+        """Take steps; return of each the seconds of this thread, of all others, and of the watch by its own clock."""
+        found = []
+        for _ in range(count):
+            here, every, own = time.thread_time(), time.process_time(), OWN_TIME.seconds
+            self.step()
+            here = time.thread_time() - here
+            found.append((here, time.process_time() - every - here, OWN_TIME.seconds - own))
+        return found
+
+
+def lower(steps: list[tuple[float, float, float]], column: int) -> float:
+    """Return the lower quartile: a busy neighbour only makes steps longer."""
+    return statistics.quantiles([step[column] for step in steps], n=4)[0]
+
+
+def own_time(repeats: int) -> None:
+    """Measure and print the table, and what fits the watch's own clock by the numbers of modules and parameters."""
+    columns = (
+        "modules, parameters",
+        "bare, ms",
+        "own time, ms",
+        "goal, ms",
+        "own clock, ms",
+        "other threads, ms",
+        "look",
+    )
+    print(f"\n| model | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}", sep="\n")
+    sizes, clocks = [], []
+    for name, make in SHAPES.items():
+        torch.manual_seed(0)
+        loop = SmallLoop(make())
+        loop.times(UNTIMED)
+        rows: list[tuple[float, ...]] = []
+        for _ in range(repeats):
+            bare = lower(loop.times(STEPS), 0)
+            watch = partial(ampdoctor.watch, loop.model, loop.optimizer, every=SETTLES)
+            with TemporaryDirectory() as folder, watch(folder=folder):
+                loop.times(SETTLES)
+                time.sleep(0.5)  # until the log's thread has counted what was sampled
+                looked = loop.times(1)[0][0]
+                time.sleep(0.5)
+                steps = loop.times(STEPS)
+            clock, others = statistics.median(step[2] for step in steps), statistics.mean(step[1] for step in steps)
+            rows.append((bare, lower(steps, 0) - bare, clock, others, looked / bare))
+        bare, mine, clock, others, looked = (statistics.median(column) for column in zip(*rows, strict=True))
+        modules, parameters = (len(list(each)) for each in (loop.model.modules(), loop.model.parameters()))
+        sizes.append([1.0, modules, parameters])
+        clocks.append(clock)
+        spread = sorted(row[1] for row in rows)
+        milliseconds = mine, spread[0], spread[-1], FIXED + EACH * (modules + parameters), clock, others
+        shown = "{:.2f} ({:.2f} to {:.2f}) | {:.2f} | {:.2f} | {:.2f}".format(*(1e3 * one for one in milliseconds))
+        print(f"| {name} | {modules}, {parameters} | {bare * 1e3:.1f} | {shown} | {looked:.1f} |")
+    fit = torch.linalg.lstsq(torch.tensor(sizes).double(), torch.tensor(clocks).double()).solution
+    fixed, module, parameter = fit.tolist()
+    print(f"\nown clock: {fixed * 1e3:.2f} ms, {module * 1e6:.1f} µs a module, {parameter * 1e6:.1f} µs a parameter")
+
+
 def main() -> None:
     """Read the options and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=("own", "models"), default=["own", "models"])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--burst", type=int, default=3)
@@ -246,7 +366,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="models of a few milliseconds: does everything run?")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    for model in options.model:
+    if "own" in options.part:
+        own_time(options.repeats)
+    for model in options.model if "models" in options.part else ():
         measure(model, repeats=options.repeats, burst=options.burst, small=options.small)
 
 

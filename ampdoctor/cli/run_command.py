@@ -404,7 +404,10 @@ class WatchedRun(ReportCommand):
                 note(f"ampdoctor: error: {sentence(str(error) or type(error).__name__)}")
                 return Outcome(job.code or 0)
         if not job.code and outcome.code and job.is_one_of_several:
-            return self._left_to_health(job, outcome)
+            outcome = self._left_to_health(job, outcome)
+        doctor = None if job.watch is None else job.watch.doctor
+        if doctor is not None and doctor.place.rank == 0 and doctor.cost and not self.output.quiet:
+            note(f"ampdoctor: {doctor.cost}")
         return Outcome(job.code or outcome.code, outcome.reason)
 
     def _left_to_health(self, job: _Job, outcome: Outcome) -> Outcome:

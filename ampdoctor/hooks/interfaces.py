@@ -131,7 +131,19 @@ class OwnTime:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.apart = 0.0  # for what a sick step was looked at, which is not in `seconds`
         self.runs = False  # such a method is running; of several threads at once, the first is timed
+
+    @contextmanager
+    def set_apart(self) -> Iterator[None]:
+        """Counts the time inside as `apart`."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            taken = perf_counter() - began
+            self.apart += taken
+            self.seconds -= taken
 
 
 OWN_TIME = OwnTime()

@@ -70,7 +70,7 @@ def _numpy_state() -> Any:
     global _last_numpy  # noqa: PLW0603 - one generator, one state
     import numpy as np
 
-    bits = np.random.get_bit_generator()
+    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, and missing in numpy's stubs
     held = ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES) if isinstance(bits, np.random.MT19937) else b""
     kept, state = _last_numpy
     if not held or held != kept or state[3]:  # the kept second number of a pair goes without a trace in that memory

@@ -161,7 +161,7 @@ class unseen(ContextDecorator):  # noqa: N801 - as `torch.no_grad`
         self._modes = no_modes()
         self._modes.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:  # noqa: PYI036 - handed on
         self._modes.__exit__(*error)
         torch._C._set_grad_enabled(self._gradients)
         self._functions.__exit__(*error)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from time import perf_counter  # bound here, because a script may patch it
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ampdoctor.evidence.log_text import text_of
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report_target import Kept, Run
 from ampdoctor.hooks.callbacks import Clip, on_gradient
-from ampdoctor.hooks.interfaces import causes_of, code_of, describe, is_out_of_memory
+from ampdoctor.hooks.interfaces import OWN_TIME, causes_of, code_of, describe, is_out_of_memory
 from ampdoctor.hooks.nested import iter_tensors
 from ampdoctor.hooks.program import PriorSteps, Program
 from ampdoctor.hooks.torch_internals import unseen
@@ -125,6 +126,8 @@ class TrainingWatcher:
         self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
         self._said: set[str] = set()
         self._test: WatchedTest | None = None
+        self._before = OWN_TIME.seconds, OWN_TIME.apart, perf_counter()
+        self.cost: str | None = None  # once it has ended: what the watch took of the time, in a sentence
 
     @property
     def trained(self) -> bool:
@@ -185,8 +188,16 @@ class TrainingWatcher:
             self._say(f"the numbers of {self._lost} of {self._lines.attempted} steps were lost; none of them is judged")
         if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
             self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
+        self.cost = self._cost()
         reason, lines = "" if error is None else type(error).__name__, self._lines
         self._log.write(EndLine(exit_code=code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
+
+    def _cost(self) -> str | None:
+        """Returns what the watch took of the time, looks at sick steps aside; None where no step was seen."""
+        steps, (seconds, apart, began) = self._lines.attempted, self._before
+        share = (OWN_TIME.seconds - seconds) / (perf_counter() - began - (OWN_TIME.apart - apart))
+        said = f"{100 * share:.1f} %" if share >= 0.0005 else "less than 0.1 %"
+        return f"{steps} step{'s' * (steps != 1)} watched (the watch took {said} of the time)" if steps else None
 
     # -- what the loop does --
 
@@ -474,6 +485,7 @@ class TrainingWatcher:
         kept = "" if bundle is None else f" (kept: {bundle.folder})"
         self._say(f"warning {finding.code}: {_LEFT_OUT.format(step=program.step)}{kept}: {finding.message}")
 
+    @OWN_TIME.set_apart()
     def _examine(
         self,
         program: Program,

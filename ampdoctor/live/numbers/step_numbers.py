@@ -28,7 +28,6 @@ Named = Sequence[tuple[str, Tensor]]
 def add_norms(sent: PendingReading, gradients: Named) -> Tensor | None:
     """Adds the gradients' norms; returns the norm of all, as clipping saw it, or None on several devices."""
     clip = sent.clips.whole
-    sent.shards = any(hasattr(kind, "to_local") for kind in {type(gradient) for _, gradient in gradients})
     if clip is not None:
         sent.parcel.add("clip", clip.clip.total)
     if clip is None or sent.reason is not None:
@@ -224,8 +223,8 @@ class StepNumbers:
         unscaled: bool = True,
     ) -> Tensor | None:
         """Called before an optimizer uses its gradients; returns their norm on their device, or None."""
-        named = [(name, grad) for name, p in parameters if (grad := p.grad) is not None and not grad.is_meta]
-        gradients = {id(grad) for _, grad in named}
+        held = [gradient for _, p in parameters if (gradient := p.grad) is not None and not gradient.is_meta]
+        gradients = set(map(id, held))
         if not unscaled and scale is not None:
             self._clips.carry_scale(gradients)
         step = PendingReading(
@@ -234,6 +233,7 @@ class StepNumbers:
             reason=self._reason,
             clips=self._clips.norm_of(gradients),
             unscaled=unscaled,
+            shards=any(hasattr(kind, "to_local") for kind in set(map(type, held))),
         )
         if not isinstance(scale, Tensor):
             step.scale = scale
@@ -246,12 +246,15 @@ class StepNumbers:
             step.parcel.add("batches", drawn)
             step.batches_are_numbers = numbers
             step.batch_elements += elements
+        named: list[tuple[str, Tensor]] = []
+        if self._reason is not None or step.clips.whole is None:  # otherwise only the norm of a clipping is wanted
+            named = [(name, g) for name, p in parameters if (g := p.grad) is not None and id(g) in gradients]
         norm = add_norms(step, named)
         if self._reason is not None:
             again = self._open.get(optimizer)
             add_gradients(step, named)
-            numbers = [(name, p) for name, p in parameters if _has_numbers(p)]
-            add_parameters(step, numbers, None if again is None else again.updates)
+            counted = [(name, p) for name, p in parameters if _has_numbers(p)]
+            add_parameters(step, counted, None if again is None else again.updates)
         step.parcel.pack()
         self._open[optimizer] = step
         return norm

@@ -30,7 +30,7 @@ from ampdoctor.hooks.program import (
 )
 from ampdoctor.hooks.torch_internals import unseen, version_of
 from ampdoctor.live.recording.models import OutermostModels
-from ampdoctor.live.recording.tape import Tape, is_lost
+from ampdoctor.live.recording.tape import Taken, Tape, is_lost, taken_by
 
 # -- gradients --
 
@@ -277,28 +277,19 @@ def named_groups(optimizer_name: str, optimizer: Any, names: Mapping[int, str]) 
 # -- one step's part of the tape --
 
 
-Links = tuple[list[int], list[int]]
-"""The numbers of the tensors that an instruction makes, and of those made by others that it takes."""
-
-
-def links_of(instruction: Instruction) -> Links:
-    """Returns an instruction's links."""
-    return [made.index for made in results(instruction)], [made.index for made in _made(instruction)]
-
-
 def sliced(
-    instructions: Sequence[Instruction], wanted: Iterable[int], links: Callable[[Instruction], Links] = links_of
+    instructions: Sequence[Instruction], wanted: Iterable[int], taken: Callable[[Instruction], Taken] = taken_by
 ) -> list[Instruction]:
     """Returns the instructions at the places `wanted`, all that they depend on, and writes to these, in order."""
     needed: set[int] = set()
     places = set(wanted)
     for place in range(len(instructions) - 1, -1, -1):
         one = instructions[place]
-        makes, takes = links(one)
-        written = not makes and isinstance(one, Op) and not needed.isdisjoint(takes[:1])
+        makes = [made.index for made in results(one)]
+        written = not makes and isinstance(one, Op) and not needed.isdisjoint(taken(one).results[:1])
         if place in places or written or not needed.isdisjoint(makes):
             places.add(place)
-            needed.update(takes)
+            needed.update(taken(one).results)
     return [instructions[place] for place in sorted(places)]
 
 
@@ -306,17 +297,13 @@ def leads_to(
     instructions: Sequence[Instruction], backward: Backward, grad: set[int], holds: Callable[[Call], bool]
 ) -> bool:
     """Whether a backward, through tensors that require a gradient (`grad`), reaches a call that `holds` accepts."""
-    needed = {made.index for made in _made(backward)} & grad
+    needed = grad.intersection(taken_by(backward).results)
     for one in reversed(instructions):
         if {made.index for made in results(one)} & needed:
             if isinstance(one, Call) and holds(one):
                 return True
-            needed |= {made.index for made in _made(one)} & grad
+            needed |= grad.intersection(taken_by(one).results)
     return False
-
-
-def _made(instruction: Instruction) -> list[ResultRef]:
-    return [reference for reference in references(instruction) if isinstance(reference, ResultRef)]
 
 
 MOST = 4096
@@ -340,8 +327,7 @@ class _Entry:
     age: int  # updates before it
     optimizer: int | None  # `id` of the one that it unscales for
     buffers: dict[str, torch.Tensor]  # of a call: those before it
-    links: Links
-    given: list[int]  # the indices of its tensors from outside
+    taken: Taken
 
 
 class RecordedInstructions:
@@ -365,15 +351,17 @@ class RecordedInstructions:
     # -- recording ---------------------------------------------------------------------------------------------------
 
     def add(
-        self, instruction: Instruction, optimizer: int | None = None, buffers: dict[str, torch.Tensor] | None = None
+        self,
+        instruction: Instruction,
+        taken: Taken | None = None,
+        *,
+        optimizer: int | None = None,
+        buffers: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """Records an instruction; `optimizer`: `id` of the one that it unscales for, `buffers`: those before a call."""
         self.tape.instructions.append(instruction)
-        makes, taken = [made.index for made in results(instruction)], references(instruction)
-        takes = [reference.index for reference in taken if type(reference) is ResultRef]
-        given = [reference.index for reference in taken if type(reference) is InputRef]
-        entry = _Entry(self.count, self._updates, optimizer, buffers or {}, (makes, takes), given)
-        self._entries[id(instruction)] = entry
+        taken = taken or taken_by(instruction)
+        self._entries[id(instruction)] = _Entry(self.count, self._updates, optimizer, buffers or {}, taken)
         self.count += 1
         if isinstance(instruction, Backward):
             self._in_a_row = 0
@@ -485,12 +473,11 @@ class RecordedInstructions:
             place
             for place, one in enumerate(instructions)
             if (
-                self.tape.lives_on(entries[id(one)].links[0])
+                self.tape.lives_on(results(one))
                 if isinstance(one, Call | Op | Scaled)
                 else entries[id(one)].order >= first
             )
         ]
-        kept = sliced(instructions, places, lambda one: entries[id(one)].links)
+        kept = sliced(instructions, places, lambda one: entries[id(one)].taken)
         self._entries = {id(one): entries[id(one)] for one in kept}
-        held = self._entries.values()
-        self.tape.keep(kept, {index for one in held for index in one.given}, {i for one in held for i in one.links[0]})
+        self.tape.keep(kept, {index for entry in self._entries.values() for index in entry.taken.given})

@@ -436,7 +436,7 @@ class StepRecorder:
         self._gradients.left()
         if hasattr(optimizer, "param_groups"):
             self.samples.left([optimizer])
-        self._journal.add(Unscaled(line=user_line()), id(optimizer))
+        self._journal.add(Unscaled(line=user_line()), optimizer=id(optimizer))
 
     @_harmless
     def clipped(self, clip: Clip) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from ampdoctor.hooks.interfaces import causes_of
 from ampdoctor.hooks.json_values import name_of
 from ampdoctor.hooks.nested import iter_tensors, map_tensors
 from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.hooks.program import InputRef, Instruction, Mode, Op, ParamRef, Reference, ResultRef
+from ampdoctor.hooks.program import InputRef, Instruction, Mode, Op, ParamRef, Reference, ResultRef, references, results
 from ampdoctor.hooks.torch_internals import FunctionMode, put_outermost, replaced, take_away, unseen, version_of
 from ampdoctor.numerics.tensors import is_plain
 from ampdoctor.probes.user_code import user_line
@@ -36,12 +36,26 @@ _KINDS = ("cpu", "cuda")
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
+class Taken(NamedTuple):
+    """What an instruction takes: the numbers of made tensors, in order, and the indices of given ones."""
+
+    results: list[int]
+    given: list[int]
+
+
+def taken_by(instruction: Instruction) -> Taken:
+    """Returns what an instruction takes."""
+    found = references(instruction)
+    results, given = ([one.index for one in found if type(one) is kind] for kind in (ResultRef, InputRef))
+    return Taken(results, given)
+
+
 class Tape:
     """A loop's instructions, and its tensors' names; functions are observed from a model's return to a backward."""
 
     def __init__(
         self,
-        recorded: Callable[[Op], None],
+        recorded: Callable[[Op, Taken], None],
         failed: Callable[[Exception], None],
         asked: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> None:
@@ -58,6 +72,7 @@ class Tape:
         self.names: dict[int, str] = {}  # of parameters and buffers, by their id
         self._next = 0
         self._known: dict[Any, tuple[bool, bool, bool, bool]] = {}
+        self._taken: Taken | None = None  # of the function that is being recorded
         self._mode = FunctionMode(self.function)
         self._open: int | None = None  # the recorded thread: each thread has its own modes
 
@@ -85,6 +100,8 @@ class Tape:
         key = id(tensor)
         made = self._made.get(key)
         if made is not None and made[0]() is tensor:
+            if self._taken is not None:
+                self._taken.results.append(made[1].index)
             return made[1]
         held = self._held.get(key)
         if held is not None and held[0]() is tensor:
@@ -96,6 +113,8 @@ class Tape:
             self.given[index], self._versions[index] = tensor, version_of(tensor)
             self.held_bytes += _bytes_of(tensor)
             self._given_by_id[key] = known = (tensor, index)
+        if self._taken is not None:
+            self._taken.given.append(known[1])
         return InputRef(known[1])
 
     def references(self, value: Any) -> Any:
@@ -128,10 +147,10 @@ class Tape:
         there = self._tensors.get(index)
         return None if there is None else there()
 
-    def lives_on(self, indices: list[int]) -> bool:
-        """Whether the loop holds one of the tensors with these numbers, and may run a backward through it."""
-        for index in indices:
-            there = self._tensors.get(index)
+    def lives_on(self, made: Iterable[ResultRef]) -> bool:
+        """Whether the loop holds one of these tensors, and may run a backward through it."""
+        for one in made:
+            there = self._tensors.get(one.index)
             if there is not None and (tensor := there()) is not None and tensor.requires_grad:
                 return True
         return False
@@ -167,14 +186,15 @@ class Tape:
         """Whether this thread's functions are recorded."""
         return self._open == threading.get_ident()
 
-    def keep(self, instructions: list[Instruction], given: set[int], made: set[int]) -> None:
-        """Forgets everything but these instructions, what is given to them, and what they have made, by its numbers."""
+    def keep(self, instructions: list[Instruction], given: set[int]) -> None:
+        """Forgets everything but these instructions, what they have made, and what is given to them, by its index."""
         self.instructions = instructions
         self.given = {index: tensor for index, tensor in self.given.items() if index in given}
         self.held_bytes = sum(map(_bytes_of, self.given.values()))
         self._versions = {index: self._versions[index] for index in self.given}
         self._given_by_id = {id(tensor): (tensor, index) for index, tensor in self.given.items()}
-        self._made = {  # other live tensors are given now
+        made = {made.index for one in instructions for made in results(one)}  # other live tensors are given now
+        self._made = {
             key: entry for key, entry in self._made.items() if entry[1].index in made and entry[0]() is not None
         }
         self._tensors = {index: there for index, there in self._tensors.items() if there() is not None}
@@ -215,19 +235,15 @@ class Tape:
         writes: bool,
     ) -> None:
         # a function may return its argument, which then gets a new number: so the arguments come first
-        taken = self.references(args), self.references(kwargs)
+        taken = self._taken = Taken([], [])
+        args, kwargs = self.references(args), self.references(kwargs) if kwargs else {}
+        self._taken = None
         made = {"": self._make(result)} if isinstance(result, torch.Tensor) else self.make(result)
         if made or writes:
+            mode, line = mode_now(), user_line()
             self._recorded(
-                Op(
-                    function=function,
-                    args=taken[0],
-                    kwargs=taken[1],
-                    results=made,
-                    mode=mode_now(),
-                    random=random,
-                    line=user_line(),
-                )
+                Op(function=function, args=args, kwargs=kwargs, results=made, mode=mode, random=random, line=line),
+                taken,
             )
 
     def _is_about_us(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
