@@ -46,17 +46,16 @@ READS = frozenset(
 """torch's functions that return a Python number, or let NumPy read a tensor."""
 
 
-class NumberReads:
-    """Observes the reads between two calls of a loop, on the thread that makes them."""
+class FunctionObserver:
+    """Observes torch's functions between two calls of a loop, on the thread that makes them."""
 
-    def __init__(self) -> None:
-        self.any = False  # a number was read since the last `listen`
+    def __init__(self, called: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        self._mode = FunctionMode(called)
         self._listens = False
-        self._mode = FunctionMode(self._called)
 
     def listen(self) -> None:
         """Starts to observe."""
-        self.any, self._listens = False, True
+        self._listens = True
         take_away(self._mode)
         put_outermost(self._mode)
 
@@ -66,9 +65,21 @@ class NumberReads:
             self._listens = False
             take_away(self._mode)
 
+
+class NumberReads(FunctionObserver):
+    """Observes whether the loop reads a number."""
+
+    def __init__(self) -> None:
+        super().__init__(self._called)
+        self.any = False  # a number was read since the last `listen`
+
+    def listen(self) -> None:
+        """Starts to observe."""
+        self.any = False
+        super().listen()
+
     def _called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(function, "__name__", "") in READS:
-            self.any = True
+        self.any |= getattr(function, "__name__", "") in READS
         return function(*args, **kwargs)
 
 

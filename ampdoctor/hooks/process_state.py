@@ -44,7 +44,6 @@ class RandomState:
         if like is not None:
             python = like.python if like.python == python else python
             cpu = like.torch_cpu if torch.equal(like.torch_cpu, cpu) else cpu
-            numpy = like.numpy if _same_numpy(like.numpy, numpy) else numpy
         return cls(python, cpu, cuda, numpy, tuple((own, own.get_state()) for own in generators))
 
     def restore(self) -> None:
@@ -81,16 +80,6 @@ def _numpy_state() -> Any:
 
 _MT19937_BYTES = 4 * 625
 """The 624 words of the Mersenne twister, and its position among them (numpy's `mt19937_state`)."""
-
-
-def _same_numpy(here: Any, there: Any) -> bool:
-    """Whether two states of numpy's global generator are equal: its name, its words, and three numbers."""
-    import numpy as np
-
-    return all(
-        np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs
-        for mine, theirs in zip(here, there, strict=True)
-    )
 
 
 # -- switches of torch that would hide a step's ops, or end the step early: off in a replay --

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ampdoctor.evidence.location import NonFinite
+from ampdoctor.hooks.callbacks import FunctionObserver
 from ampdoctor.hooks.program import Line
-from ampdoctor.hooks.torch_internals import FunctionMode, put_outermost, take_away, unseen
+from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.recording.tape import is_lost
 from ampdoctor.probes.user_code import user_line
 
@@ -27,27 +28,19 @@ class LostByHand:
     number: float | None  # a Python number among its arguments that is not finite
 
 
-class HandUpdates:
+class HandUpdates(FunctionObserver):
     """Observes the functions between a backward and the next call of a model; only values on a CPU are looked at."""
 
     def __init__(self, names: Callable[[], Mapping[int, str]], failed: Callable[[Exception], None]) -> None:
+        super().__init__(self._function)
         self._names, self._failed = names, failed
         self._first: tuple[str, Line, float | None] | None = None
-        self._listens = False
-        self._mode = FunctionMode(self._function)
         self.lost: LostByHand | None = None
 
     def listen(self) -> None:
         """Starts to observe."""
-        self._first, self._listens = None, True
-        take_away(self._mode)
-        put_outermost(self._mode)
-
-    def rest(self) -> None:
-        """Stops observing."""
-        if self._listens:
-            self._listens = False
-            take_away(self._mode)
+        self._first = None
+        super().listen()
 
     def _function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)
