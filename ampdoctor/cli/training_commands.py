@@ -105,8 +105,8 @@ def run(
 ) -> Action:
     """Run a training script as it is, and watch it.
 
-    The script has its own arguments, output, signals and exit code; what was seen is said on stderr where something is
-    sick. The exit code is the script's where that is not 0, else that of the findings. Options stand before SCRIPT.
+    The script has its own arguments, output, signals and exit code; what was seen is said on stderr, in a line where
+    nothing is sick. The exit code is the script's where that is not 0, else that of the findings. Options stand before SCRIPT.
     With torchrun: torchrun -m ampdoctor run SCRIPT.
     """
     given = tuple(arguments or ())
