@@ -232,6 +232,8 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if torch.compiler.is_compiling():  # it would become part of the graph
+            return func(*args, **(kwargs or {}))
         return self._called(func, args, kwargs or {})
 
 

@@ -379,6 +379,18 @@ def test_a_compiled_model_keeps_its_one_graph(tmp_path):
     assert len(lines(tmp_path)) == 6
 
 
+def test_a_compiled_clipping_stays_one_graph(tmp_path):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    clip = torch.compile(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), backend="eager", fullgraph=True)
+    with ampdoctor.watch(folder=tmp_path):
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            clip()
+            optimizer.step()
+
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_is_compiled_in_place_is_said_to_be_unseen(tmp_path, caplog):
     torch._dynamo.reset()

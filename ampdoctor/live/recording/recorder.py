@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad
 
 from ampdoctor.hooks.backwards import UsedGradients, mark_scaled, scaled_within
 from ampdoctor.hooks.callbacks import Clip, NumberReads
@@ -106,6 +107,7 @@ class StepRecorder:
             # a mode cannot be left from within itself: it is left before a backward reaches it
             stack.enter_context(around_each((torch.Tensor, torch.autograd), "backward", self._in_backward))
             stack.enter_context(around_each((nn.Module, torch.optim.Optimizer), "zero_grad", self._zeroing))
+            stack.enter_context(around_each((nn.utils, clip_grad), "clip_grad_norm_", self._asleep))
             yield
 
     def _let_go(self) -> None:
@@ -529,6 +531,12 @@ class StepRecorder:
 
     def _zeroing(self, owner: Any, run: Callable[[], Any]) -> Any:
         self._zeroed(owner)
+        return self._asleep(owner, run)
+
+    def _asleep(self, _: Any, run: Callable[[], Any]) -> Any:
+        """Calls a function that asks for each parameter's gradient; what it does is an event of its own."""
+        if torch.compiler.is_compiling() or not self._tape.is_open:
+            return run()
         with self.pausing():
             return run()
 
