@@ -390,7 +390,6 @@ def test_a_compiled_clipping_stays_one_graph(tmp_path):
             optimizer.step()
 
 
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_is_compiled_in_place_is_said_to_be_unseen(tmp_path, caplog):
     torch._dynamo.reset()

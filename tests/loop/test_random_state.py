@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,3 +28,15 @@ def test_where_cuda_has_begun_since_it_is_as_it_begins(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     before.restore()
     assert seeds == [23]
+
+
+def test_the_second_number_of_a_pair_that_numpy_keeps_is_part_of_the_state():
+    np.random.seed(0)  # noqa: NPY002 - what loops use
+    for _ in range(4):
+        before, drawn = RandomState.capture(), np.random.randn()  # noqa: NPY002
+        after, following = RandomState.capture(), np.random.randn()  # noqa: NPY002
+        before.restore()
+        assert np.random.randn() == drawn  # noqa: NPY002
+        after.restore()
+        assert np.random.randn() == following  # noqa: NPY002
+        after.restore()
