@@ -42,17 +42,13 @@ def rule(
     """
 
     def action() -> Outcome:
-        rules = _chosen(code)
-        write_stdout(_as_json(rules) if form == "json" else _as_text(rules, color, whole=code is not None))
+        from ampdoctor.diagnosis.catalogue import find_rule, rules
+
+        chosen = list(rules().values()) if code is None else [find_rule(code)]
+        write_stdout(_as_json(chosen) if form == "json" else _as_text(chosen, color, whole=code is not None))
         return Outcome(EXIT_OK)
 
     return action
-
-
-def _chosen(wanted: str | None) -> list[Rule]:
-    from ampdoctor.diagnosis.catalogue import find_rule, rules
-
-    return list(rules().values()) if wanted is None else [find_rule(wanted)]
 
 
 def _as_json(rules: list[Rule]) -> str:
@@ -97,7 +93,8 @@ def env(form: Annotated[ListFormat, typer.Option("--format", help="Form of the l
     """
 
     def action() -> Outcome:
-        facts = {**_software(), **_torch(), **variables()}
+        encoding = getattr(report_stream(), "encoding", None)
+        facts = {**machine(), "stdout_encoding": encoding, **packages(), **_torch(), **variables()}
         if form == "json":
             from ampdoctor.reports.json_report import strict_json
 
@@ -115,10 +112,6 @@ def versions() -> str:
     """Return one line with the versions of the tool, torch and Python, without importing torch."""
     torch = installed("torch") or "not installed"
     return f"ampdoctor {version()} (torch {torch}, Python {platform.python_version()})"
-
-
-def _software() -> dict[str, Any]:
-    return {**machine(), "stdout_encoding": getattr(report_stream(), "encoding", None), **packages()}
 
 
 def _torch() -> dict[str, Any]:

@@ -209,7 +209,7 @@ class ReportCommand:
             configuration=self._configuration(),
             gate=self._gate(),
         )
-        readers = [place for place in places if (place.format, place.file) != ("human", STDOUT)]
+        readers = [place for place in places if not _is_for_people(place)]
         with contextlib.suppress(OutputError, StdoutClosedError):
             deliver(report, readers, self.output)
 
@@ -270,7 +270,7 @@ def end_as_python(code: int) -> int:
     # Raises KeyboardInterrupt where one ended the script; it has been printed already. Python then ends by the signal,
     # after exit handlers and threads, which is how a shell's loop knows to stop.
     if _interrupted and code == EXIT_INTERRUPTED:
-        sys.excepthook = _say_nothing
+        sys.excepthook = lambda *_: None  # it has been printed
         raise _interrupted.pop()
     return code
 
@@ -303,10 +303,6 @@ def _write(what: object) -> None:
     if sys.stderr is not None:
         with contextlib.suppress(Exception):
             sys.stderr.write(str(what))
-
-
-def _say_nothing(*_: object) -> None:
-    """Print nothing: the error has been printed."""
 
 
 # -- `ampdoctor run` --
@@ -421,13 +417,10 @@ class WatchedRun(ReportCommand):
 
     def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:
         """Return the destinations of this report: stdout only where there is something to report."""
-        job = self.work
-        if isinstance(job, _Job) and job.shown:
-            return tuple(place for place in places if not _is_for_people(place))
-        if report.findings or report.errors:
+        shown = isinstance(self.work, _Job) and bool(self.work.shown)
+        if not shown and (report.findings or report.errors):
             return places
-        files = () if rank else places
-        return tuple(place for place in files if not _is_for_people(place))
+        return () if rank and not shown else tuple(place for place in places if not _is_for_people(place))
 
 
 def watched_run(script: Script, request: WatchRequest, output: OutputOptions, gates: GateOptions) -> WatchedRun:
