@@ -173,7 +173,7 @@ def by_update(
     place: ReplayPosition, compared: Sequence[Comparison], thresholds: Thresholds, known: frozenset[str], seen: Known
 ) -> tuple[Finding, ...]:
     """Returns findings on how single tensors are written in the compared steps; those in `known` are told already."""
-    steps = _moving(compared)
+    steps = [step for step in compared if any(p.meant_to_move for p in step.parameters)]
     still = tuple(p for p in frozen(steps) if p.name not in known)
     since, runs = far_from(steps, thresholds)
     far = tuple(run for run in runs if run[0].name not in known)
@@ -191,10 +191,6 @@ def by_update(
     if states and (again := place.to(compared[at].step)):
         findings.append(_stuck(again, compared, at, states))
     return tuple(finding for finding in findings if finding is not None)
-
-
-def _moving(compared: Sequence[Comparison]) -> list[Comparison]:
-    return [step for step in compared if any(p.meant_to_move for p in step.parameters)]
 
 
 def _at_full_rate(
