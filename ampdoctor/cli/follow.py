@@ -8,27 +8,23 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 from rich.text import Text
 
+from ampdoctor.cli.options import OutputOptions
 from ampdoctor.cli.process import note, report_stream, write_stdout
 from ampdoctor.cli.progress import duration
 from ampdoctor.errors import OutputError
+from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.following import Follower
-from ampdoctor.health.latest import Latest
+from ampdoctor.health.latest import Event, Latest, Measure
 from ampdoctor.reports.escape import sanitise
+from ampdoctor.reports.formats import Color
 from ampdoctor.reports.text import sparkline
-
-if TYPE_CHECKING:
-    from ampdoctor.cli.options import OutputOptions
-    from ampdoctor.evidence.log_records import StepLine
-    from ampdoctor.health.latest import Event, Measure
-    from ampdoctor.reports.formats import Color
-
 
 # -- the picture of `ampdoctor health LOG --follow` --
 

@@ -47,6 +47,8 @@ from ampdoctor.errors import (
 )
 from ampdoctor.evidence.paths import shown_path, to_be_written
 from ampdoctor.evidence.report import SEVERITIES, Configuration, ErrorNote, Gate, Report
+from ampdoctor.gates.baseline import Baseline, apply_baseline, baseline_of, from_text, refuse_other_command, to_text
+from ampdoctor.gates.findings import apply_ignores, apply_severities
 from ampdoctor.health.sinks.export import Export
 from ampdoctor.live.log.facts import exit_code_ends_others
 from ampdoctor.live.script import Script, run_script
@@ -56,7 +58,6 @@ from ampdoctor.workflows.output_files import refuse_of_log
 from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest
 
 if TYPE_CHECKING:
-    from ampdoctor.gates.baseline import Baseline
     from ampdoctor.workflows.watch_script import ScriptWatch
 
 
@@ -134,8 +135,6 @@ class ReportCommand:
 
     def __call__(self) -> Outcome:
         """Run the command."""
-        from ampdoctor.gates.baseline import apply_baseline, baseline_of, to_text
-
         rank = rank_of()
         gates, write = self.gates, None if rank else self.gates.write_baseline
         known = self._baseline() if gates.baseline is not None and write is None else None
@@ -182,13 +181,9 @@ class ReportCommand:
         return places
 
     def _decide(self, report: Report) -> Report:
-        from ampdoctor.gates.findings import apply_ignores, apply_severities
-
         return apply_severities(apply_ignores(report, self.config.ignores, today()), self.config.rules)
 
     def _set_aside(self, known: Baseline | None) -> SetAside:
-        from ampdoctor.gates.baseline import apply_baseline
-
         def left(report: Report) -> Report:
             decided = self._decide(report)
             return decided if known is None else apply_baseline(decided, known, self.gates.baseline or "")
@@ -221,8 +216,6 @@ class ReportCommand:
         return Configuration(file=file) if self.config.sets_something and file is not None else None
 
     def _baseline(self) -> Baseline:
-        from ampdoctor.gates.baseline import from_text, refuse_other_command
-
         name = self.gates.baseline or ""
         baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
         if self.command != _SHOWING_AGAIN:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
 from ampdoctor.errors import ReplayError
+from ampdoctor.hooks.backwards import Backwards
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.precision.fp32_modules import force_fp32
 from ampdoctor.probes.modules import optimizer_parameters
+from ampdoctor.replay.session import Session
 
-if TYPE_CHECKING:
-    from ampdoctor.hooks.backwards import Backwards
-    from ampdoctor.replay.session import Session
-
-
-Change = Callable[["Session"], AbstractContextManager[Any]]
+Change = Callable[[Session], AbstractContextManager[Any]]
 P = ParamSpec("P")
 
 

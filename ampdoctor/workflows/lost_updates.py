@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.optim import Optimizer
 
 from ampdoctor.diagnosis.replay.gradients import common_module, shown_in, starved, starved_finding
 from ampdoctor.diagnosis.replay.nonfinite import is_absorbed, origin_finding
 from ampdoctor.diagnosis.replay.updates import (
     WRONG_RATIO,
+    Stagnation,
     far_from,
     frozen,
     frozen_finding,
@@ -28,8 +31,12 @@ from ampdoctor.diagnosis.replay.updates import (
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.trace import Comparison, Flush, ParameterVsFp32, StateVsFp32, Trace
 from ampdoctor.probes.op_overrides import address_at
 from ampdoctor.probes.written_state import last_written
+from ampdoctor.replay.session import Session
+from ampdoctor.replay.snapshot import Snapshot
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.prescribe import intervene_at, underflow_cures
 from ampdoctor.workflows.rerun_step import (
@@ -43,20 +50,8 @@ from ampdoctor.workflows.rerun_step import (
     too_few,
     without_casts,
 )
-from ampdoctor.workflows.step_beside_fp32 import Fp32Step
-from ampdoctor.workflows.trials import first_cure
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from ampdoctor.diagnosis.replay.updates import Stagnation
-    from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.evidence.trace import Comparison, Flush, ParameterVsFp32, StateVsFp32, Trace
-    from ampdoctor.replay.session import Session
-    from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.step_beside_fp32 import Known, StateCopy
-    from ampdoctor.workflows.trials import Trials
-
+from ampdoctor.workflows.step_beside_fp32 import Fp32Step, Known, StateCopy
+from ampdoctor.workflows.trials import Trials, first_cure
 
 # -- changes that make tensors move again that stand still in half --
 
