@@ -330,7 +330,9 @@ class _Job:
         process, folder = os.getpid(), Path.cwd()
         stack, watch = ExitStack(), None
         try:
-            watch = self.watch = stack.enter_context(watching(self.request, tell=self._told, say=_say))
+            watch = self.watch = stack.enter_context(
+                watching(self.request, tell=self._told, say=lambda said: note(f"ampdoctor: {sentence(said)}"))
+            )
         except Exception as error:
             if isinstance(error, AmpdoctorError):
                 raise
@@ -426,10 +428,6 @@ def watched_run(script: Script, request: WatchRequest, output: OutputOptions, ga
 
 def _is_for_people(place: Destination) -> bool:
     return (place.format, place.file) == ("human", STDOUT)
-
-
-def _say(sentence_: str) -> None:
-    note(f"ampdoctor: {sentence(sentence_)}")
 
 
 def _unwatched(what: str, error: Exception) -> None:
