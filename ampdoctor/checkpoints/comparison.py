@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -166,7 +166,7 @@ def _moments(new: Checkpoint, summary: CheckpointSummary, old: Checkpoint) -> _M
             refs.setdefault(ref.name, []).append(ref)
     alive = frozenset(t.name for t in summary.tensors if t.role == "moment" and (t.amax is not None or t.nonfinite))
     states = states_of(new)
-    rates = dict(_rates([(old, states_of(old)), (new, states)]))
+    rates = _rates([(old, states_of(old)), (new, states)])
     for weight, numbered in _of_one_shape(new, refs):
         refs[weight] = refs[numbered]
         alive |= {weight} if numbered in alive else set()
@@ -193,8 +193,8 @@ def _of_one_shape(new: Checkpoint, refs: Mapping[str, list[TensorRef]]) -> list[
     ]
 
 
-def _rates(checkpoints: list[tuple[Checkpoint, dict[int, StoredState]]]) -> Iterator[tuple[str, tuple[float, bool]]]:
-    """Yields the larger learning rate of each parameter, and whether a schedule has lowered it, as to 0 at its end."""
+def _rates(checkpoints: list[tuple[Checkpoint, dict[int, StoredState]]]) -> dict[str, tuple[float, bool]]:
+    """Returns the larger learning rate of each parameter, and whether a schedule has lowered it, as to 0 at its end."""
     found: dict[str, tuple[float, bool]] = {}
     for checkpoint, states in checkpoints:
         for ref in checkpoint:
@@ -204,7 +204,7 @@ def _rates(checkpoints: list[tuple[Checkpoint, dict[int, StoredState]]]) -> Iter
                 initial = number(stored.group.get("initial_lr"))
                 low = initial is not None and rate < TAKEN_DOWN * initial
                 found[ref.name] = max(found.get(ref.name, (0.0, low)), (rate, low))
-    yield from found.items()
+    return found
 
 
 def _with_moments(change: TensorChange, ref: TensorRef, known: _Moments, steps: int) -> TensorChange:

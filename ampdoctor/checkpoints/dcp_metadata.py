@@ -11,7 +11,7 @@ import torch
 
 from ampdoctor.checkpoints.files import RegularFile, plain_name
 from ampdoctor.checkpoints.pickled_objects import fields_of
-from ampdoctor.checkpoints.stored_tensor import READ_DTYPES
+from ampdoctor.checkpoints.stored_tensor import MAX_DIMENSIONS, READ_DTYPES
 from ampdoctor.checkpoints.torch_objects import TensorBuilder
 from ampdoctor.checkpoints.unpickler import MAX_OBJECT_BYTES, MAX_OPCODES, GlobalName, PickledObject, SafeUnpickler
 from ampdoctor.errors import CheckpointError, LimitExceededError
@@ -22,8 +22,6 @@ MAX_METADATA_BYTES = 32 * 1024 * 1024
 """A piece takes 140 to 230 bytes: enough for 500 tensors with two moments each, cut over 96 ranks or more."""
 MAX_PIECES = 1_000_000
 """For all tensors together; a pickle can name one list of pieces for every tensor."""
-MAX_DIMENSIONS = 64
-"""The number that torch allows for a tensor."""
 
 _COST = 40
 """Allowed cost of objects (in the machine's counting) per byte of `.metadata`; honest files cost 24 (measured)."""

@@ -84,7 +84,6 @@ MAX_RANKS = 65_536
 
 @dataclass(slots=True)
 class _File:
-    name: str
     file: RegularFile
     saved: Saved
 
@@ -112,9 +111,13 @@ def _read(into: CheckpointBuilder, level: FolderState, names: Sequence[str]) -> 
             continue
         kind = match.re is _OPTIMIZER, name.partition("_rank_")[0]
         families = found.setdefault(int(match["mp"]), {})
-        families.setdefault(kind, []).append((int(match["dp"] or 0), _File(level.prefix + name, *opened)))
+        families.setdefault(kind, []).append((int(match["dp"] or 0), _File(*opened)))
     for number in sorted(found):
-        into.parts.extend(_parts(into, _settled(into, found[number]), number))
+        mine = _settled(into, found[number])
+        files = [table[rank] for table in (mine.models, mine.optimizers) for rank in sorted(table)]
+        parts = _joined_parts(into, mine, files, number)
+        add_unused(parts, [file.saved for file in files])
+        into.parts += parts
 
 
 def _settled(into: CheckpointBuilder, families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _Slice:
@@ -130,22 +133,14 @@ def _settled(into: CheckpointBuilder, families: Mapping[tuple[bool, str], list[t
                 else:
                     file.file.close()
                     said = "claims the rank of another file, as after a change of settings, and is not read."
-                    into.refuse(file.name, CheckpointError(f"{file.name} {said}"))
+                    into.refuse(file.file.name, CheckpointError(f"{file.file.name} {said}"))
     return mine
-
-
-def _parts(into: CheckpointBuilder, mine: _Slice, number: int) -> list[FilePart]:
-    """Returns the joined parts, with the tensors in the files that no joined tensor uses."""
-    files = [*(mine.models[r] for r in sorted(mine.models)), *(mine.optimizers[r] for r in sorted(mine.optimizers))]
-    parts = _joined_parts(into, mine, files, number)
-    add_unused(parts, [file.saved for file in files])
-    return parts
 
 
 def _joined_parts(into: CheckpointBuilder, mine: _Slice, files: Sequence[_File], number: int) -> list[FilePart]:
     """Returns the parts of one model-parallel rank; the first file's part holds the joined tensors."""
-    index = files[0].name
-    parts = [FilePart(f.file, FileContents(unsafe_globals=f.saved.unsafe_globals), f.name, index) for f in files]
+    index = files[0].file.name
+    parts = [FilePart(f.file, FileContents(unsafe_globals=f.saved.unsafe_globals), f.file.name, index) for f in files]
     main = mine.models.get(min(mine.models, default=0))
     tree = main.saved.tree if main is not None and isinstance(main.saved.tree, Mapping) else {}
     if main is not None:
@@ -188,7 +183,7 @@ def _note_missing(into: CheckpointBuilder, mine: _Slice, tree: Mapping[Any, Any]
     """Note the ranks whose files are missing; returns whether there are any."""
     expected = _rank_count(mine, tree)
     absent = [rank for rank in range(expected) if rank not in mine.optimizers] if mine.optimizers else []
-    by_rank = [name.rpartition("/")[2].startswith("zero_") for name in (f.name for f in mine.models.values())]
+    by_rank = [f.file.name.rpartition("/")[2].startswith("zero_") for f in mine.models.values()]
     models = [rank for rank in range(expected) if rank not in mine.models] if any(by_rank) else []
     for what, ranks in (("optimizer", absent), ("model", models)):
         if ranks:

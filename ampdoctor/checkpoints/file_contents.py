@@ -402,15 +402,14 @@ def _visit_entry(key: Any, value: Any, path: str, into: FileContents, below: Con
 def _holds_numbers(node: Any, search: Search) -> bool:
     """Whether a tensor in what is named like a random state could be trained."""
     inside = (found for _, one in _objects_in(node, "") for found in tensors_inside(one, search))
-    return any(isinstance(tensor, StoredTensor) and _is_real(tensor) for _, tensor in (*tensors_in(node), *inside))
+    return any(
+        isinstance(tensor, StoredTensor) and (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        for _, tensor in (*tensors_in(node), *inside)
+    )
 
 
 def _is_random(key: Any) -> bool:
     return isinstance(key, str) and _RANDOM.search(key) is not None
-
-
-def _is_real(tensor: StoredTensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 def _visit_object(node: PickledObject, path: str, into: FileContents) -> None:

@@ -328,8 +328,6 @@ def parts_of(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _word(key: Any) -> str:
-    return str(key) if isinstance(key, str | int | float | bool) or key is None else _name(key)
-
-
-def _name(key: Any) -> str:
-    return key.name.rpartition(".")[2] if isinstance(key, GlobalName | PickledObject) else type(key).__name__
+    if isinstance(key, GlobalName | PickledObject):
+        return key.name.rpartition(".")[2]
+    return str(key) if isinstance(key, str | int | float | bool) or key is None else type(key).__name__

@@ -267,7 +267,10 @@ def contents_of(root: Listing) -> Contents:
     if runs and (members or itself or len(below.folders) > 1):
         return Contents(several=tuple(_several(root, members, runs, single)), below=rest)
     if members:
-        beside = tuple(_beside(name, listing) for name, listing in single)
+        beside = (
+            SavedCheckpoint(name=name, path=listing.path, inside=name, placed=False, beside=True, listing=listing)
+            for name, listing in single
+        )
         return Contents((*members, *beside), root, below=rest)
     if itself:
         return Contents()  # opening it also reads the folders below
@@ -344,10 +347,6 @@ def _within(name: str, members: Iterable[SavedCheckpoint]) -> tuple[SavedCheckpo
     )
 
 
-def _beside(name: str, listing: Listing) -> SavedCheckpoint:
-    return SavedCheckpoint(name=name, path=listing.path, inside=name, placed=False, beside=True, listing=listing)
-
-
 def _several(
     root: Listing,
     members: Sequence[SavedCheckpoint],
@@ -422,8 +421,7 @@ def _candidate(entry: _Entry) -> _Entry | None:
         return entry  # opening it reports the error
     if not _holds_checkpoint(listing):
         return None
-    inner = _groups(listing, sure=True)  # a folder with a series of its own is a run, whatever its number
-    return replace(entry, listing=listing) if inner is None or inner.count < 2 else None
+    return None if _is_run(listing) else replace(entry, listing=listing)  # no run, whatever its number
 
 
 def _holds_checkpoint(listing: Listing) -> bool:

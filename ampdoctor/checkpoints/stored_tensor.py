@@ -83,7 +83,6 @@ class HoledBlock:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that are read for it."""
         return self.tensor.nbytes
 
     def read(self, _buffer: ReadBuffer) -> torch.Tensor:
@@ -99,7 +98,6 @@ class LiveBlock:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
         return self.values.numel() * self.values.dtype.itemsize
 
     def read(self, _buffer: ReadBuffer) -> torch.Tensor:
@@ -236,12 +234,10 @@ class LiveTensor(StoredTensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Its element type."""
         return self.tensor.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Its sizes."""
         return tuple(self.tensor.shape)
 
     @property

@@ -356,12 +356,11 @@ def _describe(ref: TensorRef, facts: BlockFacts) -> TensorSummary:
 
 def _role(role: TensorRole, all_tensors: Sequence[TensorSummary], histogram: Histogram) -> RoleSummary:
     tensors = [tensor for tensor in all_tensors if tensor.role == role]
-    amax = max((t.amax for t in tensors if t.amax is not None), default=None)
     return RoleSummary(
         role=role,
         tensors=len(tensors),
         elements=sum(t.examined for t in tensors),
-        amax=amax,
+        amax=max((t.amax for t in tensors if t.amax is not None), default=None),
         amin=histogram.amin,
         casts=_casts(histogram, CAST_FORMATS),
     )

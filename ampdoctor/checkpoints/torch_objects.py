@@ -292,13 +292,8 @@ def _numpy_scalar(dtype: Any, raw: Any = None) -> Any:
     return struct.unpack(form, raw)[0] if form is not None and little else NotImplemented
 
 
-def _bytes(*args: Any) -> Any:
-    """Returns the empty bytes of protocol 2."""
-    return NotImplemented if args else b""
-
-
 _BUILTINS: dict[str, Callable[..., Any]] = {
-    "bytes": _bytes,
+    "bytes": lambda *args: NotImplemented if args else b"",  # the empty bytes of protocol 2
     "dict": _mapping,
     "list": _sequence,
     "tuple": _size,

@@ -243,18 +243,12 @@ class SafeUnpickler:
         line = self._decimal()
         self._stack.append(line == b"01" if line in {b"00", b"01"} else int(line))  # booleans of protocol 0
 
-    def _long(self) -> None:
-        self._stack.append(int(self._decimal().removesuffix(b"L")))
-
     def _sized_long(self, form: struct.Struct) -> None:
         self._stack.append(self._integer(self._take(self._number(form))))
 
     def _plain_number(self, form: struct.Struct) -> None:
         self._spend(_NUMBER_COST)
         self._stack.append(self._number(form))
-
-    def _float(self) -> None:
-        self._stack.append(float(self._decimal()))
 
     def _string(self) -> None:
         line = self._line()
@@ -313,9 +307,6 @@ class SafeUnpickler:
         else:
             self._extend([value])
 
-    def _appends(self) -> None:
-        self._extend(self._marked())
-
     def _extend(self, values: list[Any]) -> None:
         self._spend(_ITEM_COST * len(values))
         target = self._top()
@@ -325,12 +316,6 @@ class SafeUnpickler:
             target.extend(values)
         else:
             raise TypeError(target)
-
-    def _setitem(self) -> None:
-        self._set_items([self._pop(), self._pop()][::-1])
-
-    def _setitems(self) -> None:
-        self._set_items(self._marked())
 
     def _set_items(self, values: list[Any]) -> None:
         if len(values) % 2:
@@ -349,15 +334,6 @@ class SafeUnpickler:
         for key, value in pairs:
             put(target, key, value)
         return target
-
-    def _mark(self) -> None:
-        self._stack.append(_MARK)
-
-    def _pop_one(self) -> None:
-        self._stack.pop()
-
-    def _dup(self) -> None:
-        self._stack.append(self._top())
 
     def _put(self, index: int) -> None:
         # a list, because a file could choose the slots of a dict
@@ -387,12 +363,10 @@ class SafeUnpickler:
 
     def _named(self, module: str, name: str) -> None:
         self._spend(_RECORD_COST + len(module) + len(name))
-        self._stack.append(self._foreign_global(f"{module}.{name}"))
-
-    def _foreign_global(self, name: str) -> GlobalName:
+        name = f"{module}.{name}"
         if not self._builder.known(name):
             self.unsafe_globals.setdefault(name)
-        return GlobalName(name)
+        self._stack.append(GlobalName(name))
 
     def _reduce(self) -> None:
         args, func = self._pop(), self._pop()
@@ -473,10 +447,11 @@ def _constant_step(value: Any) -> _Step:
 # fmt: off
 _STEPS: dict[str, _Step] = {
     # numbers and constants
-    "I": SafeUnpickler._int, "L": SafeUnpickler._long,
+    "I": SafeUnpickler._int, "L": lambda m: m._stack.append(int(m._decimal().removesuffix(b"L"))),
     "\x8a": lambda m: m._sized_long(U1), "\x8b": lambda m: m._sized_long(I4),
     "J": lambda m: m._plain_number(I4), "K": lambda m: m._stack.append(m._number(U1)),
-    "M": lambda m: m._plain_number(U2), "G": lambda m: m._plain_number(F8), "F": SafeUnpickler._float,
+    "M": lambda m: m._plain_number(U2), "G": lambda m: m._plain_number(F8),
+    "F": lambda m: m._stack.append(float(m._decimal())),
     "N": _constant_step(None), "\x88": _constant_step(True), "\x89": _constant_step(False),
     # text and bytes
     "S": SafeUnpickler._string, "V": SafeUnpickler._unicode,
@@ -489,11 +464,11 @@ _STEPS: dict[str, _Step] = {
     ")": _constant_step(()), "t": lambda m: m._make_tuple(m._marked()),
     "\x85": lambda m: m._tuple_of(1), "\x86": lambda m: m._tuple_of(2), "\x87": lambda m: m._tuple_of(3),
     "l": SafeUnpickler._list, "d": SafeUnpickler._dict, "\x91": SafeUnpickler._list,
-    "a": SafeUnpickler._append, "e": SafeUnpickler._appends, "\x90": SafeUnpickler._appends,
-    "s": SafeUnpickler._setitem, "u": SafeUnpickler._setitems,
+    "a": SafeUnpickler._append, "e": lambda m: m._extend(m._marked()), "\x90": lambda m: m._extend(m._marked()),
+    "s": lambda m: m._set_items([m._pop(), m._pop()][::-1]), "u": lambda m: m._set_items(m._marked()),
     # stack and memo
-    "(": SafeUnpickler._mark, "0": SafeUnpickler._pop_one,
-    "1": lambda m: (m._marked(), None)[1], "2": SafeUnpickler._dup,
+    "(": _constant_step(_MARK), "0": lambda m: m._stack.pop(),
+    "1": lambda m: (m._marked(), None)[1], "2": lambda m: m._stack.append(m._top()),
     "p": lambda m: m._put(int(m._decimal())), "q": lambda m: m._put(m._number(U1)),
     "r": lambda m: m._put(m._number(U4)),
     "\x94": lambda m: m._put(m._memoised), "g": lambda m: m._get(int(m._decimal())),

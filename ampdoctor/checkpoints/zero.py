@@ -25,7 +25,6 @@ class Piece:
     """A run of a parameter's elements in one rank's partition."""
 
     rank: int
-    group: int  # the flat group
     start: int  # its first element's index in the partition
     count: int  # of elements
     at: int  # its first element's index in the flattened parameter
@@ -88,7 +87,7 @@ def place_by_parameter(
             group, start = group + 1, 0
         if group == len(lengths) or start + each > lengths[group]:
             return [{} for _ in lengths]
-        placed[group][name] = list(_cut(math.prod(shape), each, group, start, len(ranks)))
+        placed[group][name] = _cut(math.prod(shape), each, start, len(ranks))
         start += each
     return placed if (group, start) in _ends(lengths) else [{} for _ in lengths]
 
@@ -99,7 +98,7 @@ def join_fragments(fragments: Sequence[StoredTensor], shape: Shape) -> StoredTen
     flat = [f for f in fragments if isinstance(f, StridedTensor) and _is_flat(f) and f.numel >= each]
     if len(flat) != len(fragments):
         return None
-    return join(flat, list(_cut(math.prod(shape), each, 0, 0, len(flat))), shape)
+    return join(flat, _cut(math.prod(shape), each, 0, len(flat)), shape)
 
 
 def join(partitions: Sequence[StridedTensor], pieces: Sequence[Piece], shape: Shape) -> StoredTensor | None:
@@ -165,18 +164,18 @@ def _place_group(group: int, wanted: Mapping[str, Shape], ranks: Sequence[RankSt
     begin = 0
     for name, shape in wanted.items():
         end = begin + math.prod(shape)
-        placed[name] = list(_across(group, begin, end, starts))
+        placed[name] = list(_across(begin, end, starts))
         begin = end
     return placed if _as_the_ranks_say(group, placed, ranks) else {}
 
 
-def _across(group: int, begin: int, end: int, starts: Sequence[int]) -> Iterator[Piece]:
+def _across(begin: int, end: int, starts: Sequence[int]) -> Iterator[Piece]:
     """Yields a parameter's pieces in the partitions from its first on."""
     rank = bisect.bisect_right(starts, begin) - 1
     while begin < end and rank + 1 < len(starts) and starts[rank] < end:
         low, high = max(begin, starts[rank]), min(end, starts[rank + 1])
         if low < high:
-            yield Piece(rank, group, low - starts[rank], high - low, low - begin)
+            yield Piece(rank, low - starts[rank], high - low, low - begin)
         rank += 1
 
 
@@ -189,11 +188,10 @@ def _as_the_ranks_say(group: int, placed: Mapping[str, list[Piece]], ranks: Sequ
     return all(mine == dict(rank.slices[group]) for mine, rank in zip(computed, ranks, strict=True) if rank.slices)
 
 
-def _cut(numel: int, each: int, group: int, start: int, ranks: int) -> Iterator[Piece]:
-    for rank in range(ranks):
-        count = min(each, numel - rank * each)
-        if count > 0:
-            yield Piece(rank, group, start, count, rank * each)
+def _cut(numel: int, each: int, start: int, ranks: int) -> list[Piece]:
+    return [
+        Piece(rank, start, min(each, numel - rank * each), rank * each) for rank in range(ranks) if numel > rank * each
+    ]
 
 
 def _ends(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -257,7 +257,8 @@ def placed(file: ConfigFile, place: str, key: str, value: Any) -> Any:
     """
     match USES.get(key, "neither"):
         case "writes forms":
-            return [_with_path(file, place, text) for text in value]
+            pairs = (text.partition("=") for text in value)
+            return [f"{form}{equals}{_one(file, place, path, writes=True)}" for form, equals, path in pairs]
         case "exports":
             return [_exported(file, place, text) for text in value]
         case "writes":
@@ -270,11 +271,6 @@ def placed(file: ConfigFile, place: str, key: str, value: Any) -> Any:
             return _one(file, place, value)
         case _:
             return value
-
-
-def _with_path(file: ConfigFile, place: str, text: str) -> str:
-    form, equals, path = text.partition("=")
-    return f"{form}{equals}{_one(file, place, path, writes=True)}"
 
 
 def _exported(file: ConfigFile, place: str, text: str) -> str:

@@ -25,6 +25,7 @@ from ampdoctor.cli.run_command import Action, Outcome, ReportCommand
 from ampdoctor.cli.suggest import said_of_the_value
 from ampdoctor.errors import EXIT_OK, UsageError
 from ampdoctor.evidence.thresholds import Moves
+from ampdoctor.gates.findings import Ignore
 from ampdoctor.reports.escape import sanitise
 
 R = TypeVar("R")
@@ -88,7 +89,7 @@ class ConfiguredCommand(TyperCommand):
         super().__init__(*args, **keywords)
         self.settings = settings_of(self.callback) if self.callback is not None else ()
         for setting in self.settings:
-            option: Any = self._parameter(setting.parameter)
+            option: Any = next(parameter for parameter in self.params if parameter.name == setting.parameter)
             option.envvar = setting.variables(self.name or "")
             option.show_envvar = False  # the end of the help explains how their names are made
 
@@ -134,9 +135,6 @@ class ConfiguredCommand(TyperCommand):
         defaults = ctx.default_map
         return defaults.config() if isinstance(defaults, _Defaults) else Config()
 
-    def _parameter(self, name: str) -> Any:
-        return next(parameter for parameter in self.params if parameter.name == name)
-
     def _origin(self, ctx: Any, name: str) -> str | None:
         """Return where a parameter's value came from; None: from the command line or the tool's default."""
         setting = next((setting for setting in self.settings if setting.parameter == name), None)
@@ -176,17 +174,17 @@ class _Defaults:
 
     def config(self) -> Config:
         """Return the configuration, as `--config` and `--isolated` choose it."""
-        if self._config is None:
-            self._config = self._read()
-        return self._config
-
-    def _read(self) -> Config:
+        if self._config is not None:
+            return self._config
         named, isolated = (self._ctx.params[name] for name in ("config", "isolated"))
         refuse_empty("--config", named)
         if isolated and named is not None:
             raise UsageError("--isolated reads no configuration file, and --config names one: give one of the two")
         file = None if isolated else load_config(named)
-        return Config() if file is None else read_config(file, self._command.name or "", _all_settings(self._ctx))
+        self._config = Config()
+        if file is not None:
+            self._config = read_config(file, self._command.name or "", _all_settings(self._ctx))
+        return self._config
 
 
 def _all_settings(ctx: Any) -> Mapping[str, Sequence[ConfigOption]]:
@@ -258,7 +256,7 @@ def _as_json(command: str, settings: Sequence[tuple[str, Any, str]], config: Con
             "config": config.file,
             "settings": {key: {"value": value, "from": origin} for key, value, origin in settings},
             "rules": config.rules,
-            "ignore": [_ignore(config, index) for index in range(len(config.ignores))],
+            "ignore": [_ignore(config, ignore) for ignore in config.ignores],
         }
     )
 
@@ -269,11 +267,10 @@ def _as_text(settings: Sequence[tuple[str, Any, str]], config: Config) -> str:
         numbers = {"severity": rule.severity, **rule.thresholds}
         for key, number in numbers.items():
             name = f"rules.{code}.{key}"
-            rows += (
-                [(f"{name} = {_shown(number)}", f"{config.file}: {config.prefix}{name}")] if number is not None else []
-            )
-    for index in range(len(config.ignores)):
-        entry = _ignore(config, index)
+            if number is not None:
+                rows.append((f"{name} = {_shown(number)}", f"{config.file}: {config.prefix}{name}"))
+    for ignore in config.ignores:
+        entry = _ignore(config, ignore)
         told = ", ".join(f"{key} {v}" for key, v in entry.items() if v is not None and key not in ("written", "reason"))
         rows.append((f"ignore {told}: {entry['reason']}", entry["written"]))
     width = min(max(len(row[0]) for row in rows), 48)
@@ -281,8 +278,7 @@ def _as_text(settings: Sequence[tuple[str, Any, str]], config: Config) -> str:
     return "\n".join([f"configuration file: {sanitise(config.file or 'none')}", *lines]) + "\n"
 
 
-def _ignore(config: Config, index: int) -> dict[str, Any]:
-    ignore = config.ignores[index]
+def _ignore(config: Config, ignore: Ignore) -> dict[str, Any]:
     line = f":{ignore.written.line}" if ignore.written is not None else ""
     return {
         "rule": ignore.rule,

@@ -7,29 +7,24 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterable, Sequence
+from typing import TextIO
 
+from rich.console import Console, ConsoleDimensions
+from rich.live import Live
+from rich.text import Text
+
+from ampdoctor.cli.options import OutputOptions
 from ampdoctor.cli.process import note, report_stream, write_stdout
 from ampdoctor.cli.progress import duration
 from ampdoctor.errors import OutputError
+from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.following import Follower
-from ampdoctor.health.latest import Latest
+from ampdoctor.health.latest import Event, Latest, Measure
 from ampdoctor.reports.escape import sanitise
+from ampdoctor.reports.formats import Color
 from ampdoctor.reports.text import sparkline
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from rich.console import Console
-    from rich.text import Text
-
-    from ampdoctor.cli.options import OutputOptions
-    from ampdoctor.evidence.log_records import StepLine
-    from ampdoctor.health.latest import Event, Measure
-    from ampdoctor.reports.formats import Color
-
 
 # -- the picture of `ampdoctor health LOG --follow` --
 
@@ -86,8 +81,6 @@ def number(value: float | None) -> str:
 
 def view(latest: Latest, *, name: str, width: int, height: int, now: float | None = None) -> Text:
     """Returns the picture, at most `width` by `height`; `now` is in seconds since 1970."""
-    from rich.text import Text
-
     head = _head(latest, name, time.time() if now is None else now)
     curves = _curves(latest, width)
     left = height - len(head) - len(curves)
@@ -97,7 +90,7 @@ def view(latest: Latest, *, name: str, width: int, height: int, now: float | Non
     layers = _layers(latest, max(left - min(wanted, left // 3) - bool(wanted) - len(checkpoints), 0))
     left -= len(layers) + len(checkpoints)
     events = _events(told, left, width)
-    lines = [*head, *curves, *layers, *events, *(_event(event) for event in checkpoints)][:height]
+    lines = [*head, *curves, *layers, *events, *(_styled(event_line(event), event) for event in checkpoints)][:height]
     for line in lines:
         line.truncate(width, overflow="ellipsis")
         line.no_wrap = True
@@ -105,8 +98,6 @@ def view(latest: Latest, *, name: str, width: int, height: int, now: float | Non
 
 
 def _head(latest: Latest, name: str, now: float) -> list[Text]:
-    from rich.text import Text
-
     run, last, stamp = latest.run, latest.last, latest.stamp
     title = Text(sanitise(run.name if run is not None and run.name else name), style="bold")
     silent = 0.0 if stamp is None or not stamp.time_ms else max(now - stamp.time_ms / 1000, 0.0)
@@ -142,8 +133,6 @@ def _facts(latest: Latest, last: StepLine) -> list[str]:
 
 
 def _curves(latest: Latest, width: int) -> list[Text]:
-    from rich.text import Text
-
     steps: Sequence[StepLine] = tuple(latest.steps)
     rows = [
         ("loss", [step.loss for step in steps], False),
@@ -167,8 +156,6 @@ def _curves(latest: Latest, width: int) -> list[Text]:
 
 def _layers(latest: Latest, room: int) -> list[Text]:
     """Returns the worst tensors of the last look by each measure."""
-    from rich.text import Text
-
     count = min((room - 1) // len(_MEASURES), 5)
     if latest.detail_step is None or count < 1:
         return []
@@ -185,22 +172,18 @@ def _shown(measure: Measure, value: float) -> str:
 
 
 def _events(events: Sequence[Event], room: int, width: int) -> list[Text]:
-    from rich.text import Text
-
     shown: list[Text] = []
     for event in reversed(events):
         left = room - 1 - len(shown)
         lines = textwrap.wrap(event_line(event), max(width, 20), subsequent_indent="  ")
         if left < 1 or (shown and len(lines) > left):
             break
-        shown = [Text(line, style=_STYLES[event.level]) for line in lines[:left]] + shown
+        shown = [_styled(line, event) for line in lines[:left]] + shown
     return [Text("what has happened", style="bold"), *shown] if shown else []
 
 
-def _event(event: Event) -> Text:
-    from rich.text import Text
-
-    return Text(event_line(event), style=_STYLES[event.level])
+def _styled(line: str, event: Event) -> Text:
+    return Text(line, style=_STYLES[event.level])
 
 
 def _rate(rate: float | None, unit: str) -> str:
@@ -240,12 +223,8 @@ def follow(
         except OSError as error:
             raise OutputError(f"the terminal cannot be written: {error.strerror or error}") from None
     else:
-        write = write_stdout if for_people else _noted
+        write = write_stdout if for_people else lambda line: note(line.removesuffix("\n"))
         _print(_Lines(write, 0 if output.quiet else every), follower, latest, log, pause)
-
-
-def _noted(text: str) -> None:
-    note(text.removesuffix("\n"))
 
 
 def _is_drawn_on(stream: TextIO) -> bool:
@@ -298,8 +277,6 @@ def _print(lines: _Lines, follower: Follower, latest: Latest, log: str, pause: C
 
 def _draw(follower: Follower, latest: Latest, picture: _Picture, pause: Callable[[float], None]) -> None:
     """Draws on the terminal's second screen; the last picture stays on the first."""
-    from rich.live import Live
-
     console = picture.console
     try:
         with Live(
@@ -326,31 +303,23 @@ class _Picture:
     """Draws for a terminal at its current size; `name` is the log's."""
 
     def __init__(self, stream: TextIO, color: Color, name: str) -> None:
-        self.console = _console(stream, color)
+        self.console = Console(
+            file=stream,
+            force_terminal=True,
+            color_system="auto" if color != "never" else None,
+            no_color=True if color == "never" else None,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
         self.name = name
         self._stream = stream
 
     def drawn(self, latest: Latest, *, lines_left: int = 0) -> Text:
         """Returns the picture, with `lines_left` lines of the terminal left free."""
         width, height = _size(self._stream)
-        from rich.console import ConsoleDimensions
-
         self.console.size = ConsoleDimensions(width, height)
         return view(latest, name=self.name, width=width, height=height - lines_left)
-
-
-def _console(stream: TextIO, color: Color) -> Console:
-    from rich.console import Console
-
-    return Console(
-        file=stream,
-        force_terminal=True,
-        color_system="auto" if color != "never" else None,
-        no_color=True if color == "never" else None,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
 
 
 def _size(stream: TextIO) -> tuple[int, int]:

@@ -11,18 +11,18 @@ from ampdoctor.cli.options import GateOptions, ListFormat, OutputOptions, flatte
 from ampdoctor.cli.output import canvas
 from ampdoctor.cli.process import read_text, report_stream, write_stdout
 from ampdoctor.cli.run_command import Action, Outcome, ReportCommand
+from ampdoctor.diagnosis.catalogue import Rule, find_rule, rules
 from ampdoctor.errors import EXIT_OK, ReportError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.software import installed, machine, packages, variables
+from ampdoctor.evidence.thresholds import Threshold
 from ampdoctor.package import version
+from ampdoctor.reports.escape import sanitise
 from ampdoctor.reports.formats import Color
 from ampdoctor.workflows.requests import Progress, SetAside
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from ampdoctor.diagnosis.catalogue import Rule
-    from ampdoctor.evidence.thresholds import Threshold
 
 
 def rule(
@@ -42,23 +42,17 @@ def rule(
     """
 
     def action() -> Outcome:
-        rules = _chosen(code)
-        write_stdout(_as_json(rules) if form == "json" else _as_text(rules, color, whole=code is not None))
+        chosen = list(rules().values()) if code is None else [find_rule(code)]
+        write_stdout(_as_json(chosen) if form == "json" else _as_text(chosen, color, whole=code is not None))
         return Outcome(EXIT_OK)
 
     return action
 
 
-def _chosen(wanted: str | None) -> list[Rule]:
-    from ampdoctor.diagnosis.catalogue import find_rule, rules
-
-    return list(rules().values()) if wanted is None else [find_rule(wanted)]
-
-
-def _as_json(rules: list[Rule]) -> str:
+def _as_json(chosen: list[Rule]) -> str:
     from ampdoctor.reports.json_report import strict_json
 
-    return strict_json([_whole(rule) for rule in rules])
+    return strict_json([_whole(rule) for rule in chosen])
 
 
 def _whole(rule: Rule) -> dict[str, Any]:
@@ -68,11 +62,11 @@ def _whole(rule: Rule) -> dict[str, Any]:
     return {**named, **rule.page.texts, "thresholds": thresholds}
 
 
-def _as_text(rules: list[Rule], color: Color, *, whole: bool) -> str:
+def _as_text(chosen: list[Rule], color: Color, *, whole: bool) -> str:
     from rich.text import Text
 
     def show(console: Console) -> None:
-        for rule in rules:
+        for rule in chosen:
             console.print(Text(f"{rule.code} {rule.name}", "bold") + Text(f": {rule.title}"))
             for heading, text in {"worst": rule.worst, **rule.page.texts}.items() if whole else ():
                 console.print(Text(f"\n{heading}", "bold"))
@@ -97,14 +91,13 @@ def env(form: Annotated[ListFormat, typer.Option("--format", help="Form of the l
     """
 
     def action() -> Outcome:
-        facts = {**_software(), **_torch(), **variables()}
+        encoding = getattr(report_stream(), "encoding", None)
+        facts = {**machine(), "stdout_encoding": encoding, **packages(), **_torch(), **variables()}
         if form == "json":
             from ampdoctor.reports.json_report import strict_json
 
             write_stdout(strict_json(facts))
         else:
-            from ampdoctor.reports.escape import sanitise
-
             write_stdout("".join(f"{name}: {sanitise(_shown(fact))}\n" for name, fact in facts.items()))
         return Outcome(EXIT_OK)
 
@@ -115,10 +108,6 @@ def versions() -> str:
     """Return one line with the versions of the tool, torch and Python, without importing torch."""
     torch = installed("torch") or "not installed"
     return f"ampdoctor {version()} (torch {torch}, Python {platform.python_version()})"
-
-
-def _software() -> dict[str, Any]:
-    return {**machine(), "stdout_encoding": getattr(report_stream(), "encoding", None), **packages()}
 
 
 def _torch() -> dict[str, Any]:

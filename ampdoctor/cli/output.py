@@ -223,18 +223,13 @@ def _identity(file: str) -> object:
 def _refuse(file: str, inputs: Iterable[str]) -> None:
     refuse_unwritable(file)
     for read in inputs:
-        _refuse_input(file, read)
+        with contextlib.suppress(OSError, ValueError):  # one of them does not exist
+            if Path(file).samefile(read):
+                raise UsageError(f"cannot write {file}: it is what is to be read")
+        refuse_part(file, read)
     place = Path(os.path.realpath(file))
     if place.suffix == ".py" and place.is_file():  # the factory, or a module that it imports
         raise UsageError(f"cannot write {file}: it is Python source, not a report; name another file")
-
-
-def _refuse_input(file: str, read: str) -> None:
-    """Refuse to overwrite an input, or to add a file to an input folder that would be read with it."""
-    with contextlib.suppress(OSError, ValueError):  # one of them does not exist
-        if Path(file).samefile(read):
-            raise UsageError(f"cannot write {file}: it is what is to be read")
-    refuse_part(file, read)
 
 
 # -- the repository of the working directory --

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 
+from ampdoctor.batching.plans import BatchSettings, Cluster, Memory, PlanRequest, States, per_sample_of_peak
 from ampdoctor.cli.options import GateOptions, OutputOptions, flatten
 from ampdoctor.cli.process import loading, read_text
 from ampdoctor.cli.run_command import Action, ReportCommand
@@ -16,10 +17,6 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.targets import PlanFramework
 from ampdoctor.workflows.requests import Precision, Progress, SetAside
-
-if TYPE_CHECKING:
-    from ampdoctor.batching.plans import BatchSettings, Cluster, Memory, PlanRequest, States
-
 
 # -- devices and numbers as people type them: `512`, `64x8`; `7e9`, `7B`, `350M` --
 
@@ -77,56 +74,22 @@ def bytes_of(option: str, text: str) -> int:
     return size
 
 
+def _size(option: str, text: str | None) -> float | None:
+    return None if text is None else float(bytes_of(option, text))
+
+
 # -- options --
 
 _SIZES = ("tensor", "pipeline", "context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterOptions:
-    """The devices before and after."""
+class PlanOptions:
+    """The batch and the devices in force, those to plan for, what fits, and what is wanted of the plan."""
 
     of_one_run: ClassVar[bool] = True
 
-    gpus: Annotated[
-        str | None,
-        typer.Option("--gpus", metavar="N", help="Devices of the job in force: 512, or nodes x each, 64x8."),
-    ] = None
-    to_gpus: Annotated[
-        str | None,
-        typer.Option("--to-gpus", metavar="N", help="Devices to plan for [default: as --gpus]."),
-    ] = None
-    tensor: Annotated[int | None, typer.Option("--tp", metavar="N", help="Tensor parallel size.")] = None
-    pipeline: Annotated[int | None, typer.Option("--pp", metavar="N", help="Pipeline parallel size.")] = None
-    context: Annotated[int | None, typer.Option("--cp", metavar="N", help="Context parallel size.")] = None
-    to_tensor: Annotated[int | None, typer.Option("--to-tp", metavar="N", help="Then [default: as --tp].")] = None
-    to_pipeline: Annotated[int | None, typer.Option("--to-pp", metavar="N", help="Then [default: as --pp].")] = None
-    to_context: Annotated[int | None, typer.Option("--to-cp", metavar="N", help="Then [default: as --cp].")] = None
-
-    def clusters(self, said: BatchSettings) -> tuple[Cluster | None, Cluster]:
-        """Return the current cluster, where there is one, and the one to plan for; may raise UsageError."""
-        from ampdoctor.batching.plans import Cluster
-
-        sizes = {name: getattr(self, name) or getattr(said, name) or 1 for name in _SIZES}
-        for name in _SIZES:  # `or` above would turn a 0 into 1
-            for given in (getattr(self, name), getattr(self, f"to_{name}")):
-                if given is not None and given < 1:
-                    raise UsageError(f"the {name} parallel size starts at 1, not {given}")
-        then = {name: getattr(self, f"to_{name}") or sizes[name] for name in _SIZES}
-        now = said.devices if self.gpus is None else devices_of("--gpus", self.gpus)
-        after = now if self.to_gpus is None else devices_of("--to-gpus", self.to_gpus)
-        if after is None:
-            raise UsageError("no devices are named: --to-gpus says how many there will be, --gpus how many there are")
-        before = None if now is None else Cluster(devices=now, **sizes)
-        return before, Cluster(devices=after, **then)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOptions:
-    """The current batch, and facts about the job."""
-
-    of_one_run: ClassVar[bool] = True
-
+    # the current batch, and facts about the job
     global_batch: Annotated[
         int | None,
         typer.Option("--global-batch", metavar="N", help="Samples of an optimizer step, which stay."),
@@ -156,27 +119,23 @@ class BatchOptions:
         ),
     ] = None
 
-    def said(self, read: BatchSettings) -> BatchSettings:
-        """Return the settings of the configuration file, overridden by the command line."""
-        from dataclasses import replace
+    # the devices before and after
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", metavar="N", help="Devices of the job in force: 512, or nodes x each, 64x8."),
+    ] = None
+    to_gpus: Annotated[
+        str | None,
+        typer.Option("--to-gpus", metavar="N", help="Devices to plan for [default: as --gpus]."),
+    ] = None
+    tensor: Annotated[int | None, typer.Option("--tp", metavar="N", help="Tensor parallel size.")] = None
+    pipeline: Annotated[int | None, typer.Option("--pp", metavar="N", help="Pipeline parallel size.")] = None
+    context: Annotated[int | None, typer.Option("--cp", metavar="N", help="Context parallel size.")] = None
+    to_tensor: Annotated[int | None, typer.Option("--to-tp", metavar="N", help="Then [default: as --tp].")] = None
+    to_pipeline: Annotated[int | None, typer.Option("--to-pp", metavar="N", help="Then [default: as --pp].")] = None
+    to_context: Annotated[int | None, typer.Option("--to-cp", metavar="N", help="Then [default: as --cp].")] = None
 
-        given: dict[str, Any] = {
-            "global_batch": self.global_batch,
-            "micro_batch": self.micro_batch,
-            "accumulation": self.accumulation,
-            "reduction": self.reduction,
-            "precision": self.precision,
-            "division": self.reduce_fp16,
-        }
-        return replace(read, **{name: value for name, value in given.items() if value is not None})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOptions:
-    """How much fits on a device."""
-
-    of_one_run: ClassVar[bool] = True
-
+    # how much fits on a device
     max_micro_batch: Annotated[
         int | None,
         typer.Option("--max-micro-batch", metavar="N", help="The largest micro-batch that fits a device now."),
@@ -210,53 +169,6 @@ class MemoryOptions:
         ),
     ] = "2,2,12"
 
-    def memory(self, said: BatchSettings, before: Cluster | None) -> Memory:
-        """Return the known figures; raises UsageError where a size is invalid, or figures contradict each other."""
-        from ampdoctor.batching.plans import Memory, per_sample_of_peak
-
-        if self.max_micro_batch is not None and self.max_micro_batch < 1:
-            raise UsageError(f"--max-micro-batch {self.max_micro_batch}: a micro-batch starts at 1")
-        states = self._states(said)
-        each = None if self.memory_per_sample is None else bytes_of("--memory-per-sample", self.memory_per_sample)
-        device = None if self.device_memory is None else bytes_of("--device-memory", self.device_memory)
-        per_sample = None if each is None else float(each)
-        if self.peak_memory is not None and per_sample is not None:
-            raise UsageError("--peak-memory and --memory-per-sample both say what a sample takes: give one")
-        peak = said.peak_memory if self.peak_memory is None else bytes_of("--peak-memory", self.peak_memory)
-        if peak is not None and per_sample is None and (self.peak_memory is not None or device is not None):
-            if before is None or said.micro_batch is None:
-                raise UsageError("a peak memory is of the job in force: --gpus and --micro-batch say which that is")
-            per_sample = per_sample_of_peak(peak, said.micro_batch, states, before)
-        if device is not None and per_sample is None and self.max_micro_batch is None:
-            raise UsageError("--device-memory says what fits beside --memory-per-sample or --peak-memory alone")
-        return Memory(
-            per_sample=per_sample,
-            device=None if device is None else float(device),
-            states=states,
-            known_to_fit=self.max_micro_batch,
-        )
-
-    def _states(self, said: BatchSettings) -> States | None:
-        from ampdoctor.batching.plans import States
-
-        stage = said.shard_stage if self.shard_stage is None else self.shard_stage
-        if self.params is None:
-            if self.shard_stage is not None:
-                raise UsageError("--shard-stage says how states are cut, and --params how large they are: give both")
-            return None
-        return States(
-            parameters=parameters_of("--params", self.params),
-            stage=stage or 0,
-            bytes_each=bytes_each_of("--state-bytes", self.state_bytes),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """Further options of the plan."""
-
-    of_one_run: ClassVar[bool] = True
-
     profile: Annotated[
         str | None,
         typer.Option(
@@ -268,19 +180,72 @@ class PlanOptions:
         typer.Option("--emit", help="Print the plan in this framework's own words."),
     ] = None
 
-    def request(
-        self, read: BatchSettings, config: str | None, cluster: ClusterOptions, batch: BatchOptions, fit: MemoryOptions
-    ) -> PlanRequest:
-        """Return the request for the workflow; `read` holds the settings of the file `config`."""
-        from ampdoctor.batching.plans import PlanRequest
+    def _said(self, read: BatchSettings) -> BatchSettings:
+        """Return the settings of the configuration file, overridden by the command line."""
+        given: dict[str, Any] = {
+            "global_batch": self.global_batch,
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "reduction": self.reduction,
+            "precision": self.precision,
+            "division": self.reduce_fp16,
+        }
+        return replace(read, **{name: value for name, value in given.items() if value is not None})
 
-        said = batch.said(read)
-        before, after = cluster.clusters(said)
+    def _clusters(self, said: BatchSettings) -> tuple[Cluster | None, Cluster]:
+        """Return the current cluster, where there is one, and the one to plan for; may raise UsageError."""
+        sizes = {name: getattr(self, name) or getattr(said, name) or 1 for name in _SIZES}
+        for name in _SIZES:  # `or` above would turn a 0 into 1
+            for given in (getattr(self, name), getattr(self, f"to_{name}")):
+                if given is not None and given < 1:
+                    raise UsageError(f"the {name} parallel size starts at 1, not {given}")
+        then = {name: getattr(self, f"to_{name}") or sizes[name] for name in _SIZES}
+        now = said.devices if self.gpus is None else devices_of("--gpus", self.gpus)
+        after = now if self.to_gpus is None else devices_of("--to-gpus", self.to_gpus)
+        if after is None:
+            raise UsageError("no devices are named: --to-gpus says how many there will be, --gpus how many there are")
+        before = None if now is None else Cluster(devices=now, **sizes)
+        return before, Cluster(devices=after, **then)
+
+    def _memory(self, said: BatchSettings, before: Cluster | None) -> Memory:
+        """Return the known figures; raises UsageError where a size is invalid, or figures contradict each other."""
+        if self.max_micro_batch is not None and self.max_micro_batch < 1:
+            raise UsageError(f"--max-micro-batch {self.max_micro_batch}: a micro-batch starts at 1")
+        states = self._states(said)
+        per_sample = _size("--memory-per-sample", self.memory_per_sample)
+        device = _size("--device-memory", self.device_memory)
+        if self.peak_memory is not None and per_sample is not None:
+            raise UsageError("--peak-memory and --memory-per-sample both say what a sample takes: give one")
+        peak = said.peak_memory if self.peak_memory is None else bytes_of("--peak-memory", self.peak_memory)
+        if peak is not None and per_sample is None and (self.peak_memory is not None or device is not None):
+            if before is None or said.micro_batch is None:
+                raise UsageError("a peak memory is of the job in force: --gpus and --micro-batch say which that is")
+            per_sample = per_sample_of_peak(peak, said.micro_batch, states, before)
+        if device is not None and per_sample is None and self.max_micro_batch is None:
+            raise UsageError("--device-memory says what fits beside --memory-per-sample or --peak-memory alone")
+        return Memory(per_sample=per_sample, device=device, states=states, known_to_fit=self.max_micro_batch)
+
+    def _states(self, said: BatchSettings) -> States | None:
+        stage = said.shard_stage if self.shard_stage is None else self.shard_stage
+        if self.params is None:
+            if self.shard_stage is not None:
+                raise UsageError("--shard-stage says how states are cut, and --params how large they are: give both")
+            return None
+        return States(
+            parameters=parameters_of("--params", self.params),
+            stage=stage or 0,
+            bytes_each=bytes_each_of("--state-bytes", self.state_bytes),
+        )
+
+    def request(self, read: BatchSettings, config: str | None) -> PlanRequest:
+        """Return the request for the workflow; `read` holds the settings of the file `config`."""
+        said = self._said(read)
+        before, after = self._clusters(said)
         return PlanRequest(
             said=said,
             before=before,
             after=after,
-            memory=fit.memory(said, before),
+            memory=self._memory(said, before),
             emit=self.emit,
             profile=self.profile,
             config=config,
@@ -301,9 +266,6 @@ def plan(
         ),
     ] = None,
     *,
-    batch: BatchOptions,
-    cluster: ClusterOptions,
-    fit: MemoryOptions,
     wanted: PlanOptions,
     gates: GateOptions,
     output: OutputOptions,
@@ -317,17 +279,14 @@ def plan(
     def work(_: Progress | None, __: SetAside) -> Report:
         with loading():
             from ampdoctor.batching.config_files import read_settings
-            from ampdoctor.batching.plans import BatchSettings
             from ampdoctor.workflows import plan as workflow
 
         read = BatchSettings()
         if settings is not None and Path(settings).is_dir():
-            from ampdoctor.workflows.plan import batch_of_log
-
-            read = batch_of_log(settings)
+            read = workflow.batch_of_log(settings)
         elif settings is not None:
             read = read_settings(read_text(settings, limit=_MAX_BYTES, what="the configuration"), settings)
-        return workflow.plan(wanted.request(read, settings, cluster, batch, fit))
+        return workflow.plan(wanted.request(read, settings))
 
     files = [file for file in (settings, wanted.profile) if file is not None]
     return ReportCommand(work, output, gates, files)

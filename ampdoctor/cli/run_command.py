@@ -47,6 +47,8 @@ from ampdoctor.errors import (
 )
 from ampdoctor.evidence.paths import shown_path, to_be_written
 from ampdoctor.evidence.report import SEVERITIES, Configuration, ErrorNote, Gate, Report
+from ampdoctor.gates.baseline import Baseline, apply_baseline, baseline_of, from_text, refuse_other_command, to_text
+from ampdoctor.gates.findings import apply_ignores, apply_severities
 from ampdoctor.health.sinks.export import Export
 from ampdoctor.live.log.facts import exit_code_ends_others
 from ampdoctor.live.script import Script, run_script
@@ -56,7 +58,6 @@ from ampdoctor.workflows.output_files import refuse_of_log
 from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest
 
 if TYPE_CHECKING:
-    from ampdoctor.gates.baseline import Baseline
     from ampdoctor.workflows.watch_script import ScriptWatch
 
 
@@ -134,8 +135,6 @@ class ReportCommand:
 
     def __call__(self) -> Outcome:
         """Run the command."""
-        from ampdoctor.gates.baseline import apply_baseline, baseline_of, to_text
-
         rank = rank_of()
         gates, write = self.gates, None if rank else self.gates.write_baseline
         known = self._baseline() if gates.baseline is not None and write is None else None
@@ -182,13 +181,9 @@ class ReportCommand:
         return places
 
     def _decide(self, report: Report) -> Report:
-        from ampdoctor.gates.findings import apply_ignores, apply_severities
-
         return apply_severities(apply_ignores(report, self.config.ignores, today()), self.config.rules)
 
     def _set_aside(self, known: Baseline | None) -> SetAside:
-        from ampdoctor.gates.baseline import apply_baseline
-
         def left(report: Report) -> Report:
             decided = self._decide(report)
             return decided if known is None else apply_baseline(decided, known, self.gates.baseline or "")
@@ -209,7 +204,7 @@ class ReportCommand:
             configuration=self._configuration(),
             gate=self._gate(),
         )
-        readers = [place for place in places if (place.format, place.file) != ("human", STDOUT)]
+        readers = [place for place in places if not _is_for_people(place)]
         with contextlib.suppress(OutputError, StdoutClosedError):
             deliver(report, readers, self.output)
 
@@ -221,8 +216,6 @@ class ReportCommand:
         return Configuration(file=file) if self.config.sets_something and file is not None else None
 
     def _baseline(self) -> Baseline:
-        from ampdoctor.gates.baseline import from_text, refuse_other_command
-
         name = self.gates.baseline or ""
         baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
         if self.command != _SHOWING_AGAIN:
@@ -270,7 +263,7 @@ def end_as_python(code: int) -> int:
     # Raises KeyboardInterrupt where one ended the script; it has been printed already. Python then ends by the signal,
     # after exit handlers and threads, which is how a shell's loop knows to stop.
     if _interrupted and code == EXIT_INTERRUPTED:
-        sys.excepthook = _say_nothing
+        sys.excepthook = lambda *_: None  # it has been printed
         raise _interrupted.pop()
     return code
 
@@ -305,10 +298,6 @@ def _write(what: object) -> None:
             sys.stderr.write(str(what))
 
 
-def _say_nothing(*_: object) -> None:
-    """Print nothing: the error has been printed."""
-
-
 # -- `ampdoctor run` --
 
 
@@ -341,7 +330,9 @@ class _Job:
         process, folder = os.getpid(), Path.cwd()
         stack, watch = ExitStack(), None
         try:
-            watch = self.watch = stack.enter_context(watching(self.request, tell=self._told, say=_say))
+            watch = self.watch = stack.enter_context(
+                watching(self.request, tell=self._told, say=lambda said: note(f"ampdoctor: {sentence(said)}"))
+            )
         except Exception as error:
             if isinstance(error, AmpdoctorError):
                 raise
@@ -424,13 +415,10 @@ class WatchedRun(ReportCommand):
 
     def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:
         """Return the destinations of this report: stdout only where there is something to report."""
-        job = self.work
-        if isinstance(job, _Job) and job.shown:
-            return tuple(place for place in places if not _is_for_people(place))
-        if report.findings or report.errors:
+        shown = isinstance(self.work, _Job) and bool(self.work.shown)
+        if not shown and (report.findings or report.errors):
             return places
-        files = () if rank else places
-        return tuple(place for place in files if not _is_for_people(place))
+        return () if rank and not shown else tuple(place for place in places if not _is_for_people(place))
 
 
 def watched_run(script: Script, request: WatchRequest, output: OutputOptions, gates: GateOptions) -> WatchedRun:
@@ -443,10 +431,6 @@ def watched_run(script: Script, request: WatchRequest, output: OutputOptions, ga
 
 def _is_for_people(place: Destination) -> bool:
     return (place.format, place.file) == ("human", STDOUT)
-
-
-def _say(sentence_: str) -> None:
-    note(f"ampdoctor: {sentence(sentence_)}")
 
 
 def _unwatched(what: str, error: Exception) -> None:

@@ -85,11 +85,10 @@ def door_of(file: Path) -> Door | None:
 
 
 def _calls(tree: ast.AST) -> dict[str, int]:
-    called = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
     lines: dict[str, int] = {}
-    for node in called:
-        assert isinstance(node.func, ast.Attribute)  # noqa: S101 for the type checker
-        lines[node.func.attr] = min(node.lineno, lines.get(node.func.attr, node.lineno))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            lines[node.func.attr] = min(node.lineno, lines.get(node.func.attr, node.lineno))
     return lines
 
 

@@ -202,7 +202,12 @@ def from_text(text: str, file: str) -> Baseline:
     command, findings = read.get("command"), read.get("findings")
     if not isinstance(command, str) or not isinstance(findings, list):
         raise _no_baseline(file, "its command or its findings are missing")
-    entries = [_read_entry(item, index, file) for index, item in enumerate(findings)]
+    entries = []
+    for index, item in enumerate(findings):
+        try:
+            entries.append(_READER.read(Entry, item))
+        except MismatchError:
+            raise _no_baseline(file, f"findings[{index}] is not what --write-baseline writes") from None
     return Baseline(command=command, entries=_sorted(entries))
 
 
@@ -213,13 +218,6 @@ def _other_command(baseline: Baseline, command: str, file: str) -> UsageError:
 
 def _no_baseline(file: str, why: str) -> UsageError:
     return UsageError(f"{file} is no baseline ({why}); {shlex.join(['--write-baseline', file])} makes one")
-
-
-def _read_entry(item: Any, index: int, file: str) -> Entry:
-    try:
-        return _READER.read(Entry, item)
-    except MismatchError:
-        raise _no_baseline(file, f"findings[{index}] is not what --write-baseline writes") from None
 
 
 def _command(report: Report) -> str:

@@ -112,7 +112,7 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Rep
     """
     if not ignores:
         return report
-    current = [ignore for ignore in ignores if not _is_past(ignore, today)]
+    current = [ignore for ignore in ignores if ignore.expires is None or today <= ignore.expires]
     kept: list[Finding] = []
     suppressed = list(report.suppressed)
     for finding in report.findings:
@@ -127,10 +127,6 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Rep
     return replace(report, findings=worst_first(kept), suppressed=suppressed_worst_first(suppressed))
 
 
-def _is_past(ignore: Ignore, today: date) -> bool:
-    return ignore.expires is not None and today > ignore.expires
-
-
 def _reasons(finding: Finding, current: Sequence[Ignore], target: Mapping[str, Any]) -> list[str]:
     reasons: dict[str, None] = {}
     for where in finding.places:
@@ -142,9 +138,16 @@ def _reasons(finding: Finding, current: Sequence[Ignore], target: Mapping[str, A
 
 
 def _outlived(ignore: Ignore, report: Report, today: date) -> Finding | None:
-    if any(ignore.fits(one.code, where, report.target) for one in report.found for where in one.places):
-        return _expired(ignore) if _is_past(ignore, today) else None
-    return _unused(ignore) if _could_have_been_used(ignore, report) else None
+    if not any(ignore.fits(one.code, where, report.target) for one in report.found for where in one.places):
+        message = f"the ignore of {_named(ignore)} fits nothing that was found"
+        unused = _finding(UNUSED_IGNORE, ignore, message, {}, "Take it out, or mend what it names.")
+        return unused if _could_have_been_used(ignore, report) else None
+    if ignore.expires is None or today <= ignore.expires:
+        return None
+    day = ignore.expires.isoformat()
+    message = f"the ignore of {_named(ignore)} held until {day}: it sets nothing aside any more"
+    cure = "Look at its findings again; then mend, or set a new date."
+    return _finding(EXPIRED_IGNORE, ignore, message, {"expires": day}, cure)
 
 
 def _could_have_been_used(ignore: Ignore, report: Report) -> bool:
@@ -157,19 +160,6 @@ def _could_have_been_used(ignore: Ignore, report: Report) -> bool:
     if report.command == "recommend" and report.profile is None and "bisect-nan" not in commands:
         return False  # it ended with another cause, before ranges were measured
     return ignore.file is None or any(fnmatchcase(name, ignore.file) for name in examined(report))
-
-
-def _unused(ignore: Ignore) -> Finding:
-    message = f"the ignore of {_named(ignore)} fits nothing that was found"
-    return _finding(UNUSED_IGNORE, ignore, message, {}, "Take it out, or mend what it names.")
-
-
-def _expired(ignore: Ignore) -> Finding:
-    day = ignore.expires.isoformat() if ignore.expires is not None else ""
-    message = f"the ignore of {_named(ignore)} held until {day}: it sets nothing aside any more"
-    return _finding(
-        EXPIRED_IGNORE, ignore, message, {"expires": day}, "Look at its findings again; then mend, or set a new date."
-    )
 
 
 def _named(ignore: Ignore) -> str:

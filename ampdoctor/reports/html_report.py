@@ -279,7 +279,7 @@ def environment() -> Environment:
         "count": words.count,
         "number": words.number,
         "size": words.size,
-        "lines": _lines,
+        "lines": lambda text: escape(sanitise_lines(text)),
         "settings": words.settings,
         "exact": exact,
         "ahead": ahead,
@@ -331,10 +331,6 @@ def _file(name: str) -> str:
 
 def _inert(value: Any) -> Any:
     return sanitise(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _lines(text: str) -> Markup:
-    return escape(sanitise_lines(text))
 
 
 def _visible(value: Any) -> Any:

@@ -55,7 +55,10 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
         for note in broken:
             console.print(text(f"not examined: {note}"))
         return
-    _gated(report, console, verbose)
+    for sentence, lines in gate_words(report, verbose=verbose):
+        heading(sentence, console)
+        for line in lines:
+            show(text(line), console, indent=2, hang=2)
     human_sections.loss_scaling(report.scaler, console, verbose=verbose)
     human_sections.precision(report.precision, console, verbose=verbose)
     human_sections.ranges(report.profile, console, verbose=verbose)
@@ -115,7 +118,7 @@ def _head(report: Report, console: Console) -> None:
     if report.thresholds:
         show(text(words.moved(report.thresholds), "dim"), console, hang=2)
     if report.configuration is not None:
-        show(text(words.settings_from(report.configuration), "dim"), console, hang=2)
+        show(text(f"settings from {words.value(report.configuration.file)}", "dim"), console, hang=2)
 
 
 def _target(report: Report) -> str:
@@ -205,13 +208,6 @@ def _evidence(evidence: Mapping[str, Any], verbose: int) -> list[Text]:
     if hidden:
         texts.append(text(f"({words.count(hidden, 'more figure')} with -v)", "dim"))
     return texts
-
-
-def _gated(report: Report, console: Console, verbose: int) -> None:
-    for sentence, lines in gate_words(report, verbose=verbose):
-        heading(sentence, console)
-        for line in lines:
-            show(text(line), console, indent=2, hang=2)
 
 
 def _checks(report: Report, console: Console, verbose: int) -> None:

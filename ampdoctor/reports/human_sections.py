@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ampdoctor.evidence.python_lines import exact
@@ -70,7 +69,12 @@ def ranges(profile: Mapping[str, Any] | None, console: Console, *, verbose: int)
     """Print the shares by format, and the layers that lose most."""
     if profile is None or not profile.get("summary"):
         return
-    _summary(profile, console)
+    title = f"nonzero gradients in each format {ABOUT}"
+    if measured_gradients(profile):
+        titled(title, table_of(SUMMARY_HEADINGS, summary_rows(profile), left=[""]), console)
+    else:
+        heading(title, console)
+        show(text(NOT_MEASURED), console, indent=2, hang=2)
     layers(profile, console, verbose=verbose)
 
 
@@ -99,15 +103,6 @@ def precision(advice: PrecisionAdvice | None, console: Console, *, verbose: int)
         show(text(named), console, indent=2, hang=2)
         show(text(why, "dim"), console, indent=4)
     left_over(len(alike) - len(shown), "row", console)
-
-
-def _summary(profile: Mapping[str, Any], console: Console) -> None:
-    title = f"nonzero gradients in each format {ABOUT}"
-    if measured_gradients(profile):
-        titled(title, table_of(SUMMARY_HEADINGS, summary_rows(profile), left=[""]), console)
-    else:
-        heading(title, console)
-        show(text(NOT_MEASURED), console, indent=2, hang=2)
 
 
 def _outcomes(scaler: ScalerSection, console: Console) -> None:
@@ -179,7 +174,9 @@ def plan(section: PlanSection | None, console: Console, *, verbose: int) -> None
     """Print the plans, what fits, and what they change; without -v only the gradients of a profile that change most."""
     if section is None:
         return
-    titled(f"plans, {section.rule}", _plans(section), console)
+    rows = [[text(cell, "bold" if row[0] == "use" else "") for cell in row] for row in section_words.plan_rows(section)]
+    headings = section_words.plan_headings(section)
+    titled(f"plans, {section.rule}", table_of(headings, rows, left=[headings[1], headings[-1]]), console)
     heading("memory of a device", console)
     labelled([(label, text(said)) for label, said in section_words.memory_rows(section)], console)
     if section.changes:
@@ -196,15 +193,6 @@ def _fragment(emitted: EmittedSettings, console: Console, *, indent: int) -> Non
         console.print(Text(f"{' ' * indent}{sanitise(line)}"), soft_wrap=True)
     for note in emitted.notes:
         show(text(f"note: {note}", "dim"), console, indent=2, hang=2)
-
-
-def _plans(section: PlanSection) -> Table:
-    rows = [
-        [text(cell, "bold" if row[0] == "use" else "") for cell in row]
-        for row in map(list, section_words.plan_rows(section))
-    ]
-    headings = section_words.plan_headings(section)
-    return table_of(headings, rows, left=[headings[1], headings[-1]])
 
 
 def _flushed(section: PlanSection, console: Console, verbose: int) -> None:

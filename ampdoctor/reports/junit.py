@@ -89,11 +89,10 @@ def _cases(report: Report) -> Iterator[_Case]:
 
 
 def _verdict(report: Report, about: str) -> _Case:
-    answered = report.verdict not in ("not_reproduced", "inconclusive")
     said = words.verdict(report)
-    if answered:
-        return _Case(group=about, name="verdict", lines=(said,))
-    return _Case(group=about, name="verdict", result="error", kind=report.verdict, message=said)
+    if report.verdict in ("not_reproduced", "inconclusive"):
+        return _Case(group=about, name="verdict", result="error", kind=report.verdict, message=said)
+    return _Case(group=about, name="verdict", lines=(said,))
 
 
 def _found(report: Report) -> Iterator[_Case]:

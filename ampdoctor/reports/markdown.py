@@ -192,7 +192,8 @@ def _scaler(scaler: ScalerSection | None) -> Iterator[str]:
     for name, outcome in {"predicted": scaler.predicted, "before": scaler.before, "observed": scaler.observed}.items():
         if outcome is not None:
             shares = [outcome.skip_rate, outcome.flushed.activation_grad, outcome.flushed.weight_grad]
-            yield head + row([name, *map(_percent, shares), _shown(outcome.relative_error)])
+            percents = (prose(text.percent(share)) for share in shares)
+            yield head + row([name, *percents, _shown(outcome.relative_error)])
             head = ""
     if scaler.emit is not None:
         yield from _emitted(scaler.emit)
@@ -261,10 +262,6 @@ def _checks(report: Report) -> Iterator[str]:
             summary = f"{len(rows)} {title}"
             table = header("what", "result", "figures" if title == "checked" else "why") + "".join(rows)
             yield f"\n<details><summary>{summary}</summary>\n\n{table}\n</details>\n"
-
-
-def _percent(fraction: Any) -> str:
-    return prose(text.percent(fraction))
 
 
 def _setting(item: Any) -> str:

@@ -71,7 +71,8 @@ def bundle_command(report: Report) -> str:
 
 def _not_judged(report: Report) -> Step:
     if report.command == "run":
-        return _watched(report)
+        log = (report.run.get("kept") or {}).get("health")
+        return Step("nothing; its log is judged by", _command("health", log)) if log else Step("nothing")
     if report.command == "health":
         runs = report.health.runs if report.health is not None else ()
         if runs and all(run.format == "ampdoctor" for run in runs):
@@ -79,17 +80,8 @@ def _not_judged(report: Report) -> Step:
         return Step(
             "let it log every step (logging_steps=1, log_every_n_steps=1), or watch it", "ampdoctor run train.py"
         )
-    if report.structure is None:
-        return _left_out(report)
-    return Step("to have it examined", _command("scan", _path(report)))
-
-
-def _watched(report: Report) -> Step:
-    log = (report.run.get("kept") or {}).get("health")
-    return Step("nothing; its log is judged by", _command("health", log)) if log else Step("nothing")
-
-
-def _left_out(report: Report) -> Step:
+    if report.structure is not None:
+        return Step("to have it examined", _command("scan", _path(report)))
     if any(one.kind == "lfs_pointer" for one in report.skipped):
         return Step("fetch what the pointers stand for, then run the same command again", "git lfs pull")
     return Step("nothing; what was named lies beside checkpoints, and holds no weights, moments or scaler")
@@ -116,7 +108,9 @@ def _judged(report: Report) -> Step:
     if report.command == "health":
         return _over_time(report)
     if report.command == "profile" and all(finding.code != _NOT_FINITE_IN_FP32 for finding in report.findings):
-        return _profiled(report)
+        saved = report.run.get("saved")
+        again = _command("recommend", saved) if saved else _recommend(report.target)
+        return Step("have settings derived from this", again)
     if report.verdict == "sick" or _cured(report) is not None:
         return _sick(report)
     return _healthy(report)
@@ -328,12 +322,6 @@ def _planned(section: PlanSection) -> Step:
     if section.emit is not None:
         return Step(f"put the settings shown into your configuration: {cut}")
     return Step(f"train with {cut}; --emit says it in a framework's words")
-
-
-def _profiled(report: Report) -> Step:
-    saved = report.run.get("saved")
-    again = _command("recommend", saved) if saved else _recommend(report.target)
-    return Step("have settings derived from this", again)
 
 
 def _recommended(report: Report) -> Step:

@@ -98,7 +98,6 @@ def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
     summary = _parsed(last)
     if not isinstance(summary, dict) or summary.get("type") != SUMMARY:
         raise ReportError("the report has been cut: its last line is no summary")
-    summary = _loaded(last, "the last line")
     lines = [_loaded(text, f"line {number}") for number, text in enumerate(texts, 2)]
     lists: dict[str, list[Any]] = {key: [] for key in LISTS.values()}
     for number, line in enumerate(lines, 2):

@@ -106,7 +106,8 @@ def _result(finding: Finding, report: Report) -> _Object:
         "level": finding.severity,
         "message": {"text": "\n".join(map(sanitise, _sentences(finding)))},
         "locations": [_location(at, where.module, where.tensor)],
-        "partialFingerprints": _fingerprints(finding.fingerprint),
+        # GitHub's own, a hash of line 1, is the same for all findings on a checkpoint
+        "partialFingerprints": dict.fromkeys(("ampdoctor/v1", "primaryLocationLineHash"), finding.fingerprint),
     }
 
 
@@ -114,11 +115,6 @@ def _sentences(finding: Finding) -> Iterable[str]:
     yield finding.message
     for label, line in words.told(finding).items():
         yield line if label == "help" else f"{label.capitalize()}: {line}"
-
-
-def _fingerprints(fingerprint: str) -> _Object:
-    """Return our fingerprint, also in place of GitHub's: its hash of line 1 is the same for all of a checkpoint."""
-    return {"ampdoctor/v1": fingerprint, "primaryLocationLineHash": fingerprint}
 
 
 def _location(at: Location, module: str, tensor: str | None) -> _Object:

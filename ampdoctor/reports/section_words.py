@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.report_health import CurveName, HealthRun, ScalerHistory
+from ampdoctor.evidence.report_health import HealthRun, ScalerHistory
 from ampdoctor.evidence.report_plan import (
     FlushedByPlan,
     FlushedOfPlan,
@@ -95,24 +95,20 @@ _FEW = 8  # most marks of one kind that are shown: the last ones
 
 def health_title(run: HealthRun) -> str:
     """Returns a run's name, with its log and its optimizer if they add something."""
-    optimizer = f", {_optimizer(run.optimizer)}" if run.optimizer else ""
+    kind = "" if run.optimizer.startswith("optimizer") else "optimizer "
+    optimizer = f", {kind}{run.optimizer}" if run.optimizer else ""
     return f"run {run.name}{optimizer} ({run.source})" if run.name != run.source else f"run {run.name}{optimizer}"
-
-
-def _optimizer(name: str) -> str:
-    """Returns an optimizer's name without a second "optimizer" before it."""
-    return name if name.startswith("optimizer") else f"optimizer {name}"
 
 
 def run_line(run: HealthRun) -> str:
     """Returns the run in a line: its steps, how it ended, and its loss."""
     last = f"steps {run.first_step:,} to {run.last_step:,}"
     logged = f" ({words.count(run.steps, 'step')} logged)" if run.steps != run.last_step - run.first_step + 1 else ""
-    loss = _of(run, "loss")
+    losses = [loss for curve in run.curves if curve.name == "loss" for loss in curve.middle if loss is not None]
     parts = [
         f"{last}{logged}",
         f"{run.precision}" if run.precision else "",
-        f"loss {words.number(loss[0])} to {words.number(loss[1])}" if loss is not None else "",
+        f"loss {words.number(losses[0])} to {words.number(losses[-1])}" if losses else "",
         _ENDINGS[run.ending] + (f" with exit code {run.exit_code}" if run.exit_code else ""),
         f"{words.count(run.lost, 'line')} lost" if run.lost else "",
     ]
@@ -124,7 +120,7 @@ def facts(run: HealthRun) -> Iterator[tuple[str, str]]:
     if run.skipped:
         share = f" ({words.percent(run.skip_share)})" if run.skip_share is not None else ""
         yield "skipped", f"{words.count(run.skipped, 'step')}{share}"
-    sick = _nonfinite(run, "loss")
+    sick = sum(sum(curve.nonfinite or ()) for curve in run.curves if curve.name == "loss")
     if sick:
         yield "not finite", f"the loss of {words.count(sick, 'step')}"
     for scaler in run.scalers:
@@ -178,15 +174,6 @@ def _arguments(arguments: ScalerArguments) -> str:
         f"init_scale={words.setting(arguments.init_scale)}, growth_factor={words.setting(arguments.growth_factor)}, "
         f"backoff_factor={words.setting(arguments.backoff_factor)}, growth_interval={arguments.growth_interval}"
     )
-
-
-def _of(run: HealthRun, name: CurveName) -> tuple[float, float] | None:
-    values = [value for curve in run.curves if curve.name == name for value in curve.middle if value is not None]
-    return (values[0], values[-1]) if values else None
-
-
-def _nonfinite(run: HealthRun, name: CurveName) -> int:
-    return sum(sum(curve.nonfinite or ()) for curve in run.curves if curve.name == name)
 
 
 def _told(marks: Iterable[str]) -> str:

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ampdoctor.evidence.json_records import to_plain
-from ampdoctor.evidence.location import Source, Where
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.paths import checkpoint_path, file_within, path_in_repository, posix, scanned_path
 from ampdoctor.evidence.report import (
     SEVERITIES,
-    Configuration,
     Finding,
     FixedEntry,
     Prescription,
@@ -137,15 +136,10 @@ def moved(thresholds: Sequence[MovedThreshold]) -> str:
     return f"thresholds moved: {', '.join(said)}"
 
 
-def settings_from(configuration: Configuration) -> str:
-    """Return the configuration file that was used, in a line."""
-    return f"settings from {value(configuration.file)}"
-
-
 def place(where: Where) -> str:
     """Return an address in one line: when, which part, which module and op, which line of the user's code."""
-    parts = [part for part in (_when(where), _part(where), _what(where), _lines(where)) if part]
-    return "; ".join(parts)
+    phase = f"{where.phase} (recomputed in the backward)" if where.recompute else where.phase
+    return "; ".join(part for part in (_when(where), phase, _what(where), _lines(where)) if part)
 
 
 def _when(where: Where) -> str:
@@ -159,10 +153,6 @@ def _when(where: Where) -> str:
     if where.rank:
         parts.append(f"rank {where.rank}")
     return ", ".join(parts)
-
-
-def _part(where: Where) -> str:
-    return f"{where.phase} (recomputed in the backward)" if where.recompute else where.phase
 
 
 def _what(where: Where) -> str:
@@ -187,16 +177,8 @@ def _what(where: Where) -> str:
 
 
 def _lines(where: Where) -> str:
-    parts = []
-    if where.source is not None:
-        parts.append(_line(where.source))
-    if where.forward_source is not None:
-        parts.append(f"made by {_line(where.forward_source)}")
-    return ", ".join(parts)
-
-
-def _line(source: Source) -> str:
-    return f"{source.file}:{source.line}"
+    known = (("", where.source), ("made by ", where.forward_source))
+    return ", ".join(f"{how}{source.file}:{source.line}" for how, source in known if source is not None)
 
 
 def change(prescription: Prescription) -> str:
@@ -377,29 +359,20 @@ def gate_words(report: Report, *, verbose: int = 0) -> list[tuple[str, list[str]
     said: list[tuple[str, list[str]]] = []
     if report.suppressed:
         said.append(_set_aside(report, verbose=verbose))
-    if fixed(report):
-        said.append((fixed_sentence(report), fixed_lines(report, verbose=verbose)))
+    entries = fixed(report)
+    if report.baseline is not None and entries:
+        file = report.baseline.file
+        gone = f"{count(len(entries), 'finding')} of the baseline {file} no longer there"
+        shown = entries if verbose else entries[:_IN_A_LINE]
+        more = [f"... and {len(entries) - len(shown)} more"] if len(shown) < len(entries) else []
+        sentence = f"{gone}: {shlex.join(['--write-baseline', file])} writes it anew"
+        said.append((sentence, [*map(fixed_line, shown), *more]))
     return said
 
 
 def fixed(report: Report) -> Sequence[FixedEntry]:
     """Return the baseline's entries that were not found again."""
     return () if report.baseline is None else report.baseline.fixed
-
-
-def fixed_sentence(report: Report) -> str:
-    """Return the number of fixed entries, and how to update the baseline."""
-    file = report.baseline.file if report.baseline is not None else ""
-    gone = f"{count(len(fixed(report)), 'finding')} of the baseline {file} no longer there"
-    return f"{gone}: {shlex.join(['--write-baseline', file])} writes it anew"
-
-
-def fixed_lines(report: Report, *, verbose: int = 0) -> list[str]:
-    """Return a line for each fixed entry, or for the first ones."""
-    entries = fixed(report)
-    shown = entries if verbose else entries[:_IN_A_LINE]
-    more = [f"... and {len(entries) - len(shown)} more"] if len(shown) < len(entries) else []
-    return [*map(fixed_line, shown), *more]
 
 
 def fixed_line(entry: FixedEntry) -> str:

@@ -2,97 +2,83 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
 from ampdoctor.errors import ReplayError
+from ampdoctor.hooks.backwards import Backwards
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.precision.fp32_modules import force_fp32
 from ampdoctor.probes.modules import optimizer_parameters
+from ampdoctor.replay.session import Session
 
-if TYPE_CHECKING:
-    from ampdoctor.hooks.backwards import Backwards
-    from ampdoctor.replay.session import Session
-
-
-Change = Callable[["Session"], AbstractContextManager[Any]]
+Change = Callable[[Session], AbstractContextManager[Any]]
+P = ParamSpec("P")
 
 
-def fp32_modules(names: Sequence[str]) -> Change:
+def _change(during: Callable[Concatenate[Session, P], Iterator[None]]) -> Callable[P, Change]:
+    """Makes a function that returns a change, of a generator that takes the session before its arguments."""
+    context = contextmanager(during)
+
+    @functools.wraps(during)
+    def made(*args: P.args, **keywords: P.kwargs) -> Change:
+        return lambda session: context(session, *args, **keywords)
+
+    return made
+
+
+@_change
+def fp32_modules(session: Session, names: Sequence[str]) -> Iterator[None]:
     """Returns a change: the named modules in fp32."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        real = {clean: name for name, clean in session.module_names.items()}
-        modules = dict(session.model.named_modules())
-        for name in names:
-            if isinstance(modules.get(real.get(name, name)), torch.jit.ScriptModule):
-                raise ReplayError(f"{name} is a scripted module, whose precision cannot be changed from outside")
-        with force_fp32(session.model, [real.get(name, name) for name in names], session.optimizers.values()):
-            yield
-
-    return change
+    real = {clean: name for name, clean in session.module_names.items()}
+    modules = dict(session.model.named_modules())
+    for name in names:
+        if isinstance(modules.get(real.get(name, name)), torch.jit.ScriptModule):
+            raise ReplayError(f"{name} is a scripted module, whose precision cannot be changed from outside")
+    with force_fp32(session.model, [real.get(name, name) for name in names], session.optimizers.values()):
+        yield
 
 
 def compute_dtype(compute: str) -> Change:
     """Returns a change: the whole run in another compute format."""
-
-    def change(session: Session) -> AbstractContextManager[Any]:
-        return session.computing_in(compute)
-
-    return change
+    return lambda session: session.computing_in(compute)
 
 
-def loss_scale(scale: float) -> Change:
+@_change
+def loss_scale(session: Session, scale: float) -> Iterator[None]:
     """Returns a change: another loss scale at the bad step."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        state = session.scaler.state_dict()
-        if state:
-            session.scaler.load_state_dict({**state, "scale": scale})
-        yield
-
-    return change
+    state = session.scaler.state_dict()
+    if state:
+        session.scaler.load_state_dict({**state, "scale": scale})
+    yield
 
 
-def both(first: Change, second: Change) -> Change:
+@_change
+def both(session: Session, first: Change, second: Change) -> Iterator[None]:
     """Returns two changes as one, the first outside."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        with first(session), second(session):
-            yield
-
-    return change
-
-
-def with_scaler(init_scale: float, **settings: Any) -> Change:
-    """Returns a change: a fresh, enabled GradScaler with these settings in place of the run's own."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        with session.scaling_with(torch.amp.GradScaler(session.device.type, init_scale, **settings)):
-            yield
-
-    return change
-
-
-def optimizer_argument(name: str, value: float) -> Change:
-    """Returns a change: one hyper-parameter of every optimizer."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        for optimizer in session.optimizers.values():
-            for group in optimizer.param_groups:
-                if name in group:
-                    group[name] = value
+    with first(session), second(session):
         yield
 
-    return change
+
+@_change
+def with_scaler(session: Session, /, init_scale: float, **settings: Any) -> Iterator[None]:
+    """Returns a change: a fresh, enabled GradScaler with these settings in place of the run's own."""
+    with session.scaling_with(torch.amp.GradScaler(session.device.type, init_scale, **settings)):
+        yield
+
+
+@_change
+def optimizer_argument(session: Session, name: str, value: float) -> Iterator[None]:
+    """Returns a change: one hyper-parameter of every optimizer."""
+    for optimizer in session.optimizers.values():
+        for group in optimizer.param_groups:
+            if name in group:
+                group[name] = value
+    yield
 
 
 TRAINED_IN_FP32 = (
@@ -136,44 +122,35 @@ def no_change(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change th
     yield
 
 
-def perturbed_weights(narrow: torch.dtype) -> Change:
+@_change
+def perturbed_weights(session: Session, narrow: torch.dtype) -> Iterator[None]:
     """Returns a change: each weight moves by half a unit in a format's last place (in fp32's, by a whole one)."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        unit = torch.finfo(narrow).eps / (1 if narrow is torch.float32 else 2)  # half of one would round away
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in session.model.parameters():
-                signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
-                parameter.mul_(1 + unit * signs.to(parameter.device, parameter.dtype))
-        yield
-
-    return change
+    unit = torch.finfo(narrow).eps / (1 if narrow is torch.float32 else 2)  # half of one would round away
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in session.model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
+            parameter.mul_(1 + unit * signs.to(parameter.device, parameter.dtype))
+    yield
 
 
 # -- another loss scale for a step that scales its loss by hand: tried in the backward, as the code is the user's --
 
 
-def rescaled(factor: float) -> Callable[[Session], AbstractContextManager[Any]]:
+@_change
+def rescaled(session: Session, factor: float) -> Iterator[None]:
     """Returns a change: the backward runs on `factor` (a power of two) times the loss, which is divided out again."""
+    backwards = session.events.backwards
 
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        backwards = session.events.backwards
+    def divided(grad: torch.Tensor) -> torch.Tensor | None:
+        return grad / factor if backwards.inside else None
 
-        def divided(grad: torch.Tensor) -> torch.Tensor | None:
-            return grad / factor if backwards.inside else None
-
-        with ExitStack() as stack:
-            for parameter in session.model.parameters():
-                if parameter.requires_grad and parameter.is_leaf:
-                    handle = on_gradient(parameter, divided)
-                    stack.callback(handle.remove)
-            stack.enter_context(_roots_scaled(factor, backwards))
-            yield
-
-    return change
+    with ExitStack() as stack:
+        for parameter in session.model.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                stack.callback(on_gradient(parameter, divided).remove)
+        stack.enter_context(_roots_scaled(factor, backwards))
+        yield
 
 
 @contextmanager

@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.optim import Optimizer
 
 from ampdoctor.diagnosis.replay.gradients import common_module, shown_in, starved, starved_finding
 from ampdoctor.diagnosis.replay.nonfinite import is_absorbed, origin_finding
 from ampdoctor.diagnosis.replay.updates import (
     WRONG_RATIO,
+    Stagnation,
     far_from,
     frozen,
     frozen_finding,
@@ -28,8 +31,12 @@ from ampdoctor.diagnosis.replay.updates import (
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.trace import Comparison, Flush, ParameterVsFp32, StateVsFp32, Trace
 from ampdoctor.probes.op_overrides import address_at
 from ampdoctor.probes.written_state import last_written
+from ampdoctor.replay.session import Session
+from ampdoctor.replay.snapshot import Snapshot
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.prescribe import intervene_at, underflow_cures
 from ampdoctor.workflows.rerun_step import (
@@ -43,20 +50,8 @@ from ampdoctor.workflows.rerun_step import (
     too_few,
     without_casts,
 )
-from ampdoctor.workflows.step_beside_fp32 import Fp32Step
-from ampdoctor.workflows.trials import first_cure
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from ampdoctor.diagnosis.replay.updates import Stagnation
-    from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.evidence.trace import Comparison, Flush, ParameterVsFp32, StateVsFp32, Trace
-    from ampdoctor.replay.session import Session
-    from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.step_beside_fp32 import Known, StateCopy
-    from ampdoctor.workflows.trials import Trials
-
+from ampdoctor.workflows.step_beside_fp32 import Fp32Step, Known, StateCopy
+from ampdoctor.workflows.trials import Trials, first_cure
 
 # -- changes that make tensors move again that stand still in half --
 
@@ -173,7 +168,7 @@ def by_update(
     place: ReplayPosition, compared: Sequence[Comparison], thresholds: Thresholds, known: frozenset[str], seen: Known
 ) -> tuple[Finding, ...]:
     """Returns findings on how single tensors are written in the compared steps; those in `known` are told already."""
-    steps = _moving(compared)
+    steps = [step for step in compared if any(p.meant_to_move for p in step.parameters)]
     still = tuple(p for p in frozen(steps) if p.name not in known)
     since, runs = far_from(steps, thresholds)
     far = tuple(run for run in runs if run[0].name not in known)
@@ -191,10 +186,6 @@ def by_update(
     if states and (again := place.to(compared[at].step)):
         findings.append(_stuck(again, compared, at, states))
     return tuple(finding for finding in findings if finding is not None)
-
-
-def _moving(compared: Sequence[Comparison]) -> list[Comparison]:
-    return [step for step in compared if any(p.meant_to_move for p in step.parameters)]
 
 
 def _at_full_rate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,21 +13,17 @@ from ampdoctor.diagnosis.replay.outcome import KnownFailure, known_failure, not_
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import NOT_IN_HALF, Check, ErrorNote, Finding, Skipped
 from ampdoctor.evidence.report_replay import NodeRole, PathNode, PathSection
-from ampdoctor.evidence.trace import NonFiniteOrigin, PathOp
+from ampdoctor.evidence.trace import Headroom, NonFiniteOrigin, PathOp, StepOutcome
 from ampdoctor.precision.casting import HALVES
 from ampdoctor.probes.formats_seen import AutocastProbe, FormatsProbe, Region
 from ampdoctor.probes.modules import optimizer_parameters
+from ampdoctor.probes.nonfinite import Observation
 from ampdoctor.probes.user_code import as_source
-
-if TYPE_CHECKING:
-    from ampdoctor.evidence.trace import Headroom, StepOutcome
-    from ampdoctor.probes.nonfinite import Observation
-    from ampdoctor.replay.session import Session
-    from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.replay.training_run import TrainingRun
-    from ampdoctor.workflows.open_replay import OpenReplay
-    from ampdoctor.workflows.requests import ReplayRequest
-
+from ampdoctor.replay.session import Session
+from ampdoctor.replay.snapshot import Snapshot
+from ampdoctor.replay.training_run import TrainingRun
+from ampdoctor.workflows.open_replay import OpenReplay
+from ampdoctor.workflows.requests import ReplayRequest
 
 # -- the tightest headroom of a healthy run --
 

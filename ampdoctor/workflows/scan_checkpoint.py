@@ -71,14 +71,7 @@ def examine(
     errors = (*checkpoint.errors, *_unread(checkpoint, summary))
     report = Report(
         command="scan",
-        target={
-            "path": checkpoint.path,
-            "format": checkpoint.format,
-            "files": [{"path": file.path, "bytes": file.bytes} for file in checkpoint.files],
-            "tensors": len(summary.tensors),
-            "bytes": checkpoint.total_bytes,
-            "global_step": summary.global_step,
-        },
+        target=_target(checkpoint, len(summary.tensors)),
         verdict="healthy",
         complete=not errors,
         skipped=(*checkpoint.skipped, *no_logs),
@@ -88,6 +81,17 @@ def examine(
     )
     remarks = [Check(name=_REMARK, result=remark) for remark in checkpoint.remarks]
     return Examined(_judged(report, summary, remarks, thresholds, log), summary, thresholds, log)
+
+
+def _target(checkpoint: Checkpoint, tensors: int) -> dict[str, Any]:
+    return {
+        "path": checkpoint.path,
+        "format": checkpoint.format,
+        "files": [{"path": file.path, "bytes": file.bytes} for file in checkpoint.files],
+        "tensors": tensors,
+        "bytes": checkpoint.total_bytes,
+        "global_step": checkpoint.global_step,
+    }
 
 
 def _unread(checkpoint: Checkpoint, summary: CheckpointSummary) -> Iterator[ErrorNote]:
@@ -164,15 +168,7 @@ def list_structure(path: str | os.PathLike[str]) -> Report:
         checkpoint.require_unchanged()
         return Report(
             command="scan",
-            target={
-                "path": checkpoint.path,
-                "location": shown_path(path),
-                "format": checkpoint.format,
-                "files": [{"path": file.path, "bytes": file.bytes} for file in checkpoint.files],
-                "tensors": len(checkpoint),
-                "bytes": checkpoint.total_bytes,
-                "global_step": checkpoint.global_step,
-            },
+            target={**_target(checkpoint, len(checkpoint)), "location": shown_path(path)},
             verdict="not_judged",
             complete=not checkpoint.errors,
             skipped=checkpoint.skipped,

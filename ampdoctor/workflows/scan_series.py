@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -211,10 +212,7 @@ def _inside(member: SavedCheckpoint, file: str | None) -> str | None:
 
 def placed_in_folder(report: Report, member: SavedCheckpoint) -> Report:
     """Returns the report with paths relative to the family's folder; its tensors keep theirs."""
-
-    def path(file: str | None) -> str | None:
-        return _inside(member, file)
-
+    path = functools.partial(_inside, member)
     return replace(
         report,
         findings=tuple(with_files(finding, path) for finding in report.findings),
@@ -339,8 +337,7 @@ def _errors_of(seen: Seen) -> Iterator[ErrorNote]:
 
 
 def _target(name: str, family: Sequence[SavedCheckpoint], read: ReadSeries, shown: Seen) -> Mapping[str, Any]:
-    report = shown.report
-    known = report.target if report is not None else {}
+    known = shown.report.target if shown.report is not None else {}
     stored = known.get("global_step")
     named = shown.member.step if shown.member.unit == "step" else None
     return {
