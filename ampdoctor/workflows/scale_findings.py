@@ -65,7 +65,7 @@ class Replays:
         return self._observe(change, min(self.taken.ranges.steps, TRIED_STEPS))
 
     def _observe(self, change: Change, steps: int) -> Observed:
-        return observe(self.session, self.start, steps, self.taken.plan, change, unlike=self._unlike)
+        return observe(self.session, self.start, steps, self.taken, change, unlike=self._unlike)
 
     def _tell(self, what: str) -> None:
         if self.progress is not None:
