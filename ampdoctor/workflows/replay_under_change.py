@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -117,6 +117,10 @@ class Observed:
         if closer or len(self.skipped) < len(now.skipped):
             return True
         return any(other[name] - mine[name] > FLUSH_THAT_PAYS for name in ("activation_grad", "weight_grad"))
+
+
+Then = Callable[[], Observed | None]
+"""Gives the replay with a recommended scaler; None if that is impossible."""
 
 
 def observe(
