@@ -30,12 +30,7 @@ def _keys(*names: str) -> DispatchKeySet:
 
 
 _BELOW_AUTOGRAD = _keys(
-    "AutocastCPU",
-    "AutocastCUDA",
-    "AutogradFunctionality",
-    "AutogradOther",
-    "AutogradNestedTensor",
-    "ADInplaceOrView",
+    "AutocastCPU", "AutocastCUDA", "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"
 )
 _BELOW_MODES = _BELOW_AUTOGRAD | _keys("Python", "PythonTLSSnapshot")
 

@@ -56,16 +56,7 @@ from ampdoctor.probes.ops import (
 )
 from ampdoctor.probes.probe import OpProbe
 from ampdoctor.probes.recompute import doubled, recompute, widely
-from ampdoctor.probes.tensor_memory import (
-    NONE,
-    Belongings,
-    ByMemory,
-    OriginIds,
-    Taint,
-    covers,
-    storage_key,
-    union,
-)
+from ampdoctor.probes.tensor_memory import NONE, Belongings, ByMemory, OriginIds, Taint, covers, storage_key, union
 
 # -- gradients that are zero throughout --
 

@@ -218,11 +218,7 @@ def with_simulation(
             default=outcome.expected_default,
             recommended=advice.expected if change or kept is None else kept,
         ),
-        trajectory=ScalePaths(
-            current=path(kept),
-            recommended=path(used),
-            limit=largest_scales(advice.trace),
-        ),
+        trajectory=ScalePaths(current=path(kept), recommended=path(used), limit=largest_scales(advice.trace)),
         margin=None if kept is None else outcome.margin,
         confidence=outcome.confidence,
     )

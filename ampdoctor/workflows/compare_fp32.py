@@ -21,6 +21,7 @@ from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.op_trace import NonFiniteOpsProbe
 from ampdoctor.replay.python_state import has_moved
 from ampdoctor.replay.snapshot import tensors_of
+from ampdoctor.workflows import wrong_forward
 from ampdoctor.workflows.lost_updates import at_full_rate, by_tensor, standing_still
 from ampdoctor.workflows.prescribe import prescribe, underflow_cure
 from ampdoctor.workflows.repairs import fix_scaler_misuse
@@ -35,13 +36,6 @@ from ampdoctor.workflows.step_beside_fp32 import (
     beside_fp32,
 )
 from ampdoctor.workflows.trials import SHOWN, Trials
-from ampdoctor.workflows.wrong_forward import (
-    old_copies,
-    seen_in_forward,
-    stale_casts,
-    stalest_without_fp32,
-    wrong_in_forward,
-)
 
 if TYPE_CHECKING:
     from ampdoctor.diagnosis.replay.updates import Stagnation
@@ -163,7 +157,8 @@ def _run_again(place: ReplayPosition, step: int, noted: Replayed) -> StepCompari
 
 def _stalest(place: ReplayPosition, step: int, thresholds: Thresholds) -> tuple[Finding, ...]:
     again = place.to(step)
-    found = None if again is None else stalest_without_fp32(again, min(place.steps - step, FOLLOWED), thresholds)
+    steps = min(place.steps - step, FOLLOWED)
+    found = None if again is None else wrong_forward.stalest_without_fp32(again, steps, thresholds)
     return () if found is None else (found,)
 
 
@@ -231,8 +226,8 @@ class _Examination:
         if wrong_use is not None:
             return (tried[0],)
         ops = NonFiniteOpsProbe()
-        old = old_copies(again, ops)
-        stale = None if old is None else stale_casts(again, old, comparison, trying(), thresholds)
+        old = wrong_forward.old_copies(again, ops)
+        stale = None if old is None else wrong_forward.stale_casts(again, old, comparison, trying(), thresholds)
         if stale is not None:
             return (stale,)
         findings = [*self._far_from_fp32(ops)]
@@ -279,8 +274,8 @@ class _Examination:
             rounding = self._rounding_alone() if look else 0.0
             self.passing.looked_at(comparison, rounding)
             chaotic = look and comparison.gradient_error <= AS_FAR * rounding
-            seen = () if chaotic else seen_in_forward(again, thresholds)
-            found = wrong_in_forward(comparison, seen, alone or comparison.parameters, trying)
+            seen = () if chaotic else wrong_forward.seen_in_forward(again, thresholds)
+            found = wrong_forward.wrong_in_forward(comparison, seen, alone or comparison.parameters, trying)
             if found is not None:
                 yield found
                 return

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.requests import Progress
 
 
+Again = Callable[[], Zeroed | None]
 DEFAULT_STEPS = 50
 COMPARED = 4
 """Number of steps that are examined more closely (updates; comparison with fp32): each costs more than one step."""
@@ -64,33 +65,25 @@ class FarSteps:
             return False
         return error > AS_FAR * self._error or has_moved(self._beyond, session.reached.beyond())
 
-    def comes_back(
-        self,
-        session: Session,
-        before: Snapshot,
-        step: int,
-        reference: ReferenceGradients,
-        *,
-        found: Zeroed,
-        again: Callable[[], Zeroed | None],
+    def comes_back(  # noqa: PLR0917 - what a step is run again with
+        self, session: Session, before: Snapshot, step: int, twin: ReferenceGradients, found: Zeroed, again: Again
     ) -> bool:
         """Whether a step and its twin give the same values when they are run once more, the step first.
 
-        `reference` holds the twin's gradients, `found` the step's beside them, and `again` runs the step from the state
-        before it. The session is left in any state.
+        `twin` holds fp32's gradients, `found` the step's beside them, and `again` runs the step from the state before
+        it. The session is left in any state.
         """
-        twin = ReferenceGradients(reference.plan)
+        anew, known = ReferenceGradients(twin.plan), twin.weights
         try:
             before.restore()
             if again() != found:
                 return False
             before.restore()
-            with session.reference(), session.watched(twin):
+            with session.reference(), session.watched(anew):
                 session.step(step)
         except AmpdoctorError:
             return False
-        known = reference.weights
-        if twin.weights.keys() != known.keys() or not all(torch.equal(twin.weights[key], known[key]) for key in known):
+        if anew.weights.keys() != known.keys() or not all(torch.equal(anew.weights[key], known[key]) for key in known):
             return False
         self._error, self._beyond = max(self._error, found.relative_error or 0.0), session.reached.beyond()
         return True
@@ -298,8 +291,7 @@ def shadowed(
                 if zeroed is None:
                     continue
                 there = session, moment.state, moment.step, moment.gradients
-                far = taken.far
-                if not far.is_open(session, zeroed) or far.comes_back(*there, found=zeroed, again=again):
+                if not taken.far.is_open(session, zeroed) or taken.far.comes_back(*there, zeroed, again):
                     tally.add(moment, zeroed)
                 else:
                     unlike = moment.step
@@ -352,7 +344,7 @@ class _Tally:
             if place.kind == "weight_grad":
                 weights = weights + histogram
         if zeroed.relative_error is not None:
-            self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
+            self._errors.append(zeroed.relative_error)
         self._expected.append(weights.relative_error("fp16", self._ranges.factor("weight_grad", self.scale)))
 
     def shadow(self) -> Shadow:

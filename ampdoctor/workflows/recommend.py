@@ -17,15 +17,7 @@ from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerArguments, S
 from ampdoctor.evidence.targets import target_named
 from ampdoctor.scaling.emit import emit
 from ampdoctor.scaling.scalers import ScalerSettings
-from ampdoctor.workflows.advice import (
-    Advice,
-    advise,
-    is_sound,
-    outcome_of,
-    pays,
-    precision_facts,
-    with_simulation,
-)
+from ampdoctor.workflows.advice import Advice, advise, is_sound, outcome_of, pays, precision_facts, with_simulation
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.measure import measure, not_compared, shadowed
 from ampdoctor.workflows.open_replay import open_replay
@@ -229,9 +221,7 @@ class _Recommendation:
             skipped=tuple(self.skipped),
             scaler=section,
             profile=profile_section(
-                ranges,
-                None if advice is None else advice.choice.settings.scale,
-                sites=self.replays is not None,
+                ranges, None if advice is None else advice.choice.settings.scale, sites=self.replays is not None
             ),
             precision=precision,
             proof=self.proof,

@@ -147,14 +147,7 @@ def observe(
 
 
 class _Watch:
-    def __init__(
-        self,
-        session: Session,
-        taken: Measurement,
-        compare: frozenset[int],
-        *,
-        unlike: int | None,
-    ) -> None:
+    def __init__(self, session: Session, taken: Measurement, compare: frozenset[int], *, unlike: int | None) -> None:
         self._session = session
         self._plan = taken.plan
         self._far = taken.far
@@ -220,7 +213,7 @@ class _Watch:
 
         if self._far.is_open(session, found):
             after = session.snapshot()
-            back = self._far.comes_back(session, before, step, reference, found=found, again=again)
+            back = self._far.comes_back(session, before, step, reference, found, again)
             after.restore()
             if not back:
                 self._forget_compared(unlike=step)
@@ -252,7 +245,7 @@ class _Watch:
             self._flushed[place.kind] += zeroed.flushed[place]
             self._nonzero[place.kind] += present
         if zeroed.relative_error is not None:
-            self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
+            self._errors.append(zeroed.relative_error)
 
     def observed(self, failure: str | None) -> Observed:
         def share(kind: str) -> float | None:

@@ -55,10 +55,7 @@ def seen_in_forward(again: StepRerun, thresholds: Thresholds) -> tuple[Amplified
 
 
 def wrong_in_forward(
-    comparison: Comparison,
-    seen: Sequence[Amplified],
-    far: Sequence[ParameterVsFp32],
-    trying: Callable[..., Trials],
+    comparison: Comparison, seen: Sequence[Amplified], far: Sequence[ParameterVsFp32], trying: Callable[..., Trials]
 ) -> Finding | None:
     """Returns the finding for the first op that, in fp32, brings the gradients of `far` nearer; None if none does."""
     for one in seen[:MOST]:
