@@ -52,19 +52,11 @@ from ampdoctor.probes.ops import (
     Split,
     kernel_name,
     split_calls,
+    written,
 )
 from ampdoctor.probes.probe import OpProbe
 from ampdoctor.probes.recompute import doubled, recompute, widely
-from ampdoctor.probes.tensor_memory import (
-    NONE,
-    Belongings,
-    ByMemory,
-    OriginIds,
-    Taint,
-    covers,
-    storage_key,
-    union,
-)
+from ampdoctor.probes.tensor_memory import NONE, Belongings, ByMemory, OriginIds, Taint, covers, storage_key, union
 
 # -- gradients that are zero throughout --
 
@@ -149,6 +141,19 @@ def own_work(failed: Callable[[Exception], None]) -> Iterator[None]:
 # An origin is an op whose inputs were finite and whose result is not. Its descendants are followed through memory, not
 # through names, so in-place ops, views, module boundaries and the backward do not break the path. The op is run again
 # in float64 at once, so no tensor is kept.
+
+
+class NonFiniteOpsProbe(OpProbe):
+    """Notes whether an op leaves a NaN or an infinity; where none does, a trace finds no origin that an op makes."""
+
+    def begin(self) -> None:
+        self.found = False
+
+    def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - the base's signature
+        result = func(*args, **kwargs)
+        if not (self.found or func.is_view or kernel_name(func) in UNINITIALISED):
+            self.found = any(map(is_nonfinite, (*tensors_in(result), *written(func, args, kwargs))))
+        return result
 
 
 class OpTraceProbe(OpProbe):

@@ -17,7 +17,7 @@ from ampdoctor.hooks.backwards import PLAIN
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.counting import DeviceCounts, count, count_there, fetched, merged
 from ampdoctor.numerics.histogram import Histogram
-from ampdoctor.numerics.tensors import Distance, Unseen, blocks, extremes, squares
+from ampdoctor.numerics.tensors import Distance, Unseen, blocks, extremes, squares, together
 from ampdoctor.probes.modules import GradientHooks, LowPrecisionTensors, optimizer_parameters
 from ampdoctor.probes.probe import Probe
 from ampdoctor.ranges.profile import Collector, RangeProfile, RunFacts
@@ -195,7 +195,7 @@ class ZeroedProbe(Probe):
     def _reset(self) -> None:
         self.zeroed = Zeroed()
         self._counts: list[tuple[Place, Tensor, Tensor]] = []
-        self._error = self._norm = 0.0
+        self._compared: list[Distance] = []
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
@@ -214,8 +214,8 @@ class ZeroedProbe(Probe):
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         for place, *counts in self._counts:
             self.zeroed.add(place, *(int(count) for count in counts))
-        if self._norm > 0.0:
-            self.zeroed.relative_error = math.sqrt(self._error / self._norm) if self._error >= 0.0 else math.nan
+        apart = together(self._compared)
+        self.zeroed.relative_error = apart.relative if apart.reference > 0.0 else None
         self._counts.clear()
 
     def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
@@ -238,8 +238,7 @@ class ZeroedProbe(Probe):
         carried = self._carried()
         apart = Distance(least=math.ldexp(1.0, _least(carried)))
         apart.add(got, expected, scale=carried)
-        self._error += apart.error
-        self._norm += apart.reference
+        self._compared.append(apart)
         if self._reference.holds(place):
             self.zeroed.add(place, apart.below, apart.nonzero)
 
@@ -264,8 +263,8 @@ def _exponents(dense: Tensor) -> Tensor:
     found = torch.empty(dense.shape, dtype=torch.int8, device=dense.device)
     for values, exponents in zip(blocks(dense), blocks(found), strict=True):
         biased = (values.float().view(torch.int32) >> 23).to(torch.uint8)  # drops the sign
-        exponents.copy_(biased.clamp_(max=_LARGEST).sub_(_BIAS).view(torch.int8))
-        exponents.masked_fill_(values == 0, _ZERO)
+        zero = (values == 0).view(torch.uint8)  # brings the least exponent to `_ZERO`; filling by a mask takes longer
+        exponents.copy_(biased.clamp_(max=_LARGEST).sub_(_BIAS).sub_(zero, alpha=-_BIAS - _ZERO).view(torch.int8))
     return found
 
 

@@ -202,12 +202,7 @@ STRONGEST_BACKOFF = 0.125
 
 
 def growth_interval(
-    growth_factor: float,
-    backoff_factor: float,
-    *,
-    skip_rate: float,
-    drift: float = 0.0,
-    spikes: Spikes | None = None,
+    growth_factor: float, backoff_factor: float, *, skip_rate: float, drift: float = 0.0, spikes: Spikes | None = None
 ) -> SettingBound:
     """Returns the usual 2000, or clamp(ln(1 + a/b) / rho, 200, smallest upper bound) if 2000 is too short or too long.
 

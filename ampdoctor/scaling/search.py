@@ -74,11 +74,7 @@ class Scores:
 
 
 def score_all(
-    candidates: list[ScalerSettings],
-    trace: StepTrace,
-    replicas: Replicas,
-    framework: Framework,
-    tolerated: float,
+    candidates: list[ScalerSettings], trace: StepTrace, replicas: Replicas, framework: Framework, tolerated: float
 ) -> list[Scores]:
     """Returns each candidate's figures over each replica; up to the relative error `tolerated` nothing is lost."""
     run = simulate_lanes(candidates, replicas.maxima, framework)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.scaling.search import Expectation
-    from ampdoctor.workflows.replay_under_change import Observed
+    from ampdoctor.workflows.replay_under_change import Observed, Then
     from ampdoctor.workflows.requests import ReplayRequest
 
 
@@ -135,7 +135,7 @@ def _largest_activations(ranges: RangeProfile) -> dict[str, float]:
     return found
 
 
-def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed | None, then: Observed | None) -> bool:
+def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed | None, then: Then) -> bool:
     """Whether the recommended scaler beats the present one by more than noise; replays overrule predictions."""
     if not scaled and advice.now.skipped:
         return True
@@ -143,24 +143,31 @@ def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed 
         return True  # a scaler that cannot work
     if advice.now.inf_in_weights or not _settles(advice.now, now):
         return True
-    if now is not None and then is not None and len(then.skipped) > len(now.skipped):
-        return _gains(advice, thresholds, now, then)  # a scaler that loses more steps must have better gradients
+    if now is not None and not now.skipped and not advice.simulated_change and not _loses(advice, thresholds, now):
+        return False
+    seen = then()
+    if now is not None and seen is not None and len(seen.skipped) > len(now.skipped):
+        return _gains(advice, thresholds, now, seen)  # a scaler that loses more steps must have better gradients
     if advice.simulated_change:
         return True
-    skips = (_skips(advice.now, now) - _skips(advice.then, then)) / thresholds.horizon
+    skips = (_skips(advice.now, now) - _skips(advice.then, seen)) / thresholds.horizon
     if skips > SKIPS_THAT_PAY:
         return True
-    return _gains(advice, thresholds, now, then)
+    return _gains(advice, thresholds, now, seen)
+
+
+def _loses(advice: Advice, thresholds: Thresholds, now: Observed) -> bool:
+    """Whether a replay loses gradients; if not, its error comes from rounding, which no scale changes."""
+    return max(_flushed(advice.now, now)) > thresholds[FLUSHED]
 
 
 def _gains(advice: Advice, thresholds: Thresholds, now: Observed | None, then: Observed | None) -> bool:
-    flushed_now, flushed_then = _flushed(advice.now, now), _flushed(advice.then, then)
-    if now is not None and max(flushed_now) <= thresholds[FLUSHED]:
-        return False  # nothing is lost: the error comes from rounding, which no scale changes
+    if now is not None and not _loses(advice, thresholds, now):
+        return False
     error_now, error_then = _error(advice.now, now), _error(advice.then, then)
     if error_now > thresholds[ERROR_NOTE] and error_now > thresholds[CLEARLY_BETTER] * error_then:
         return True
-    return flushed_now[0] - flushed_then[0] > FLUSH_THAT_PAYS
+    return _flushed(advice.now, now)[0] - _flushed(advice.then, then)[0] > FLUSH_THAT_PAYS
 
 
 def _settles(expected: Prediction, seen: Observed | None) -> bool:
@@ -211,11 +218,7 @@ def with_simulation(
             default=outcome.expected_default,
             recommended=advice.expected if change or kept is None else kept,
         ),
-        trajectory=ScalePaths(
-            current=path(kept),
-            recommended=path(used),
-            limit=largest_scales(advice.trace),
-        ),
+        trajectory=ScalePaths(current=path(kept), recommended=path(used), limit=largest_scales(advice.trace)),
         margin=None if kept is None else outcome.margin,
         confidence=outcome.confidence,
     )

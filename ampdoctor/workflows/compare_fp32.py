@@ -18,8 +18,10 @@ from ampdoctor.diagnosis.replay.updates import stagnation
 from ampdoctor.evidence.report import Finding
 from ampdoctor.numerics.tensors import extremes
 from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.op_trace import NonFiniteOpsProbe
 from ampdoctor.replay.python_state import has_moved
 from ampdoctor.replay.snapshot import tensors_of
+from ampdoctor.workflows import wrong_forward
 from ampdoctor.workflows.lost_updates import at_full_rate, by_tensor, standing_still
 from ampdoctor.workflows.prescribe import prescribe, underflow_cure
 from ampdoctor.workflows.repairs import fix_scaler_misuse
@@ -34,7 +36,6 @@ from ampdoctor.workflows.step_beside_fp32 import (
     beside_fp32,
 )
 from ampdoctor.workflows.trials import SHOWN, Trials
-from ampdoctor.workflows.wrong_forward import seen_in_forward, stale_casts, stalest_without_fp32, wrong_in_forward
 
 if TYPE_CHECKING:
     from ampdoctor.diagnosis.replay.updates import Stagnation
@@ -156,7 +157,8 @@ def _run_again(place: ReplayPosition, step: int, noted: Replayed) -> StepCompari
 
 def _stalest(place: ReplayPosition, step: int, thresholds: Thresholds) -> tuple[Finding, ...]:
     again = place.to(step)
-    found = None if again is None else stalest_without_fp32(again, min(place.steps - step, FOLLOWED), thresholds)
+    steps = min(place.steps - step, FOLLOWED)
+    found = None if again is None else wrong_forward.stalest_without_fp32(again, steps, thresholds)
     return () if found is None else (found,)
 
 
@@ -223,10 +225,12 @@ class _Examination:
                 return (tried[-1],)
         if wrong_use is not None:
             return (tried[0],)
-        stale = stale_casts(again, comparison, trying(), thresholds)
+        ops = NonFiniteOpsProbe()
+        old = wrong_forward.old_copies(again, ops)
+        stale = None if old is None else wrong_forward.stale_casts(again, old, comparison, trying(), thresholds)
         if stale is not None:
             return (stale,)
-        findings = [*self._far_from_fp32()]
+        findings = [*self._far_from_fp32(ops)]
         still = self._still_at_full_rate()
         if still is not None and not any(finding.cause in _ELSEWHERE for finding in findings):
             found_still = standing_still(again, comparison, still)
@@ -248,7 +252,7 @@ class _Examination:
         known.warm_up = later is not None and stagnation(later, thresholds) is None
         return None if known.warm_up else still
 
-    def _far_from_fp32(self) -> Iterator[Finding]:
+    def _far_from_fp32(self, ops: NonFiniteOpsProbe) -> Iterator[Finding]:
         """Yields why gradients are far from fp32's: an overflow divided away, rounding in the forward, underflow."""
         again, comparison, thresholds, trying = self.again, self.comparison, self.passing.thresholds, self.trying
         alone = far_alone(comparison, thresholds, self.passing.known.alone)
@@ -256,9 +260,10 @@ class _Examination:
         if not (look or alone):
             return
         severity = underflow(comparison, thresholds)
-        trace = again.traced(flushes=severity is not None)
-        origins = departing(trace, thresholds)
-        flushed = severity is not None and bool(trace.flushes)
+        trace = again.traced(flushes=severity is not None) if ops.found or severity is not None else None
+        origins = () if trace is None else departing(trace, thresholds)
+        flushes = () if trace is None else trace.flushes
+        flushed = severity is not None and bool(flushes)
         own = {"tensors": [p.name for p in alone], "together": together(alone) / CLEARLY_NEARER} if alone else {}
         cure: Prescription | None = None
         if origins:
@@ -269,8 +274,8 @@ class _Examination:
             rounding = self._rounding_alone() if look else 0.0
             self.passing.looked_at(comparison, rounding)
             chaotic = look and comparison.gradient_error <= AS_FAR * rounding
-            seen = () if chaotic else seen_in_forward(again, thresholds)
-            found = wrong_in_forward(comparison, seen, alone or comparison.parameters, trying)
+            seen = () if chaotic else wrong_forward.seen_in_forward(again, thresholds)
+            found = wrong_forward.wrong_in_forward(comparison, seen, alone or comparison.parameters, trying)
             if found is not None:
                 yield found
                 return
@@ -280,7 +285,7 @@ class _Examination:
             found = origin_finding(origins[0], cause="forward_overflow", prescription=cure, others=origins[1:])
             yield self.passing.rests_on(found, origins[0])
         elif severity is not None and flushed:
-            found = underflow_at(comparison, trace.flushes, severity)
+            found = underflow_at(comparison, flushes, severity)
             yield replace(found, prescription=underflow_cure(trying(), again.session))
 
     def _rounding_alone(self) -> float:

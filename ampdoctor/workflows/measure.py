@@ -21,7 +21,9 @@ from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import RangeProbe, ReferenceGradients, UpdateProbe, Zeroed, ZeroedProbe
 from ampdoctor.ranges.profile import RangeProfile, RunFacts, Shadow
+from ampdoctor.replay.python_state import has_moved
 from ampdoctor.workflows.changes import rescaled
+from ampdoctor.workflows.step_beside_fp32 import AS_FAR
 from ampdoctor.workflows.trials import AGREEMENT
 
 if TYPE_CHECKING:
@@ -29,16 +31,70 @@ if TYPE_CHECKING:
 
     from ampdoctor.evidence.trace import StepOutcome
     from ampdoctor.probes.modules import LowPrecisionTensors
+    from ampdoctor.replay.python_state import Beyond
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.requests import Progress
 
 
+Again = Callable[[], Zeroed | None]
 DEFAULT_STEPS = 50
 COMPARED = 4
 """Number of steps that are examined more closely (updates; comparison with fp32): each costs more than one step."""
 SAME_FACTOR = 1e-3
 """Factors of all steps within this relative spread count as one hand-made loss scale; clipping varies by more."""
+
+
+# -- steps that are far from fp32: are they reproduced? --
+# A run may keep state that no snapshot holds: an environment, a replay buffer, a stream. Then the step and its twin in
+# fp32 saw different data, and their distance says nothing of precision. Where both agree, the data were the same, and
+# nothing is run again.
+
+
+@dataclass(slots=True)
+class FarSteps:
+    """Knows whether a session's far steps are reproduced: one that came back answers for those about as far."""
+
+    _error: float = 0.0  # of the farthest one that came back
+    _beyond: Beyond = field(default_factory=dict)  # what no snapshot restores, when it had
+
+    def is_open(self, session: Session, found: Zeroed) -> bool:
+        """Whether a step is so far from its twin that the two may have seen different data."""
+        error = found.relative_error
+        if error is None or not AGREEMENT < error < math.inf:
+            return False
+        return error > AS_FAR * self._error or has_moved(self._beyond, session.reached.beyond())
+
+    def comes_back(  # noqa: PLR0917 - what a step is run again with
+        self, session: Session, before: Snapshot, step: int, twin: ReferenceGradients, found: Zeroed, again: Again
+    ) -> bool:
+        """Whether a step and its twin give the same values when they are run once more, the step first.
+
+        `twin` holds fp32's gradients, `found` the step's beside them, and `again` runs the step from the state before
+        it. The session is left in any state.
+        """
+        anew, known = ReferenceGradients(twin.plan), twin.weights
+        try:
+            before.restore()
+            if again() != found:
+                return False
+            before.restore()
+            with session.reference(), session.watched(anew):
+                session.step(step)
+        except AmpdoctorError:
+            return False
+        if anew.weights.keys() != known.keys() or not all(torch.equal(anew.weights[key], known[key]) for key in known):
+            return False
+        self._error, self._beyond = max(self._error, found.relative_error or 0.0), session.reached.beyond()
+        return True
+
+
+def not_compared(step: int) -> str:
+    """Returns the reason, as a clause, why nothing is compared in a run with a step that is not reproduced."""
+    return f"run again from the same state, step {step} had other gradients: the run keeps state that no snapshot holds"
+
+
+# -- the measured steps, in fp32 --
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +120,7 @@ class Measurement:
     plan: LowPrecisionTensors | None  # which tensors are half; None if no half-precision step could run
     moments: tuple[MeasuredStep, ...] = ()
     notes: list[str] = field(default_factory=list)  # sentences for the report
+    far: FarSteps = field(default_factory=FarSteps)
 
 
 def measure(
@@ -211,50 +268,6 @@ def _usable(scale: float | None) -> float:
     return scale if scale is not None and 0.0 < scale < math.inf else 1.0
 
 
-# -- steps that are far from fp32: are they reproduced? --
-# A run may keep state that no snapshot holds: an environment, a replay buffer, a stream. Then the step and its twin in
-# fp32 saw different data, and their distance says nothing of precision. Where both agree, the data were the same, and
-# nothing is run again.
-
-
-def is_far(found: Zeroed) -> bool:
-    """Whether a step is so far from its twin that the two may have seen different data."""
-    return found.relative_error is not None and AGREEMENT < found.relative_error < math.inf
-
-
-def comes_back(
-    session: Session,
-    before: Snapshot,
-    step: int,
-    reference: ReferenceGradients,
-    *,
-    found: Zeroed,
-    again: Callable[[], Zeroed | None],
-) -> bool:
-    """Whether a step and its twin give the same values when they are run once more, the step first.
-
-    `reference` holds the twin's gradients, `found` the step's beside them, and `again` runs the step from the state
-    before it. The session is left in any state.
-    """
-    twin = ReferenceGradients(reference.plan)
-    try:
-        before.restore()
-        if again() != found:
-            return False
-        before.restore()
-        with session.reference(), session.watched(twin):
-            session.step(step)
-    except AmpdoctorError:
-        return False
-    known = reference.weights
-    return twin.weights.keys() == known.keys() and all(torch.equal(twin.weights[key], known[key]) for key in known)
-
-
-def not_compared(step: int) -> str:
-    """Returns the reason, as a clause, why nothing is compared in a run with a step that is not reproduced."""
-    return f"run again from the same state, step {step} had other gradients: the run keeps state that no snapshot holds"
-
-
 # -- shadow steps: half-precision steps with the weights, batch and random state of fp32 ones --
 # They check the predictions from histograms, and show what those cannot: weight gradients that are made of flushed
 # activation gradients, the rounding of the forward, sums in half.
@@ -278,7 +291,7 @@ def shadowed(
                 if zeroed is None:
                     continue
                 there = session, moment.state, moment.step, moment.gradients
-                if not is_far(zeroed) or comes_back(*there, found=zeroed, again=again):
+                if not taken.far.is_open(session, zeroed) or taken.far.comes_back(*there, zeroed, again):
                     tally.add(moment, zeroed)
                 else:
                     unlike = moment.step
@@ -331,7 +344,7 @@ class _Tally:
             if place.kind == "weight_grad":
                 weights = weights + histogram
         if zeroed.relative_error is not None:
-            self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
+            self._errors.append(zeroed.relative_error)
         self._expected.append(weights.relative_error("fp16", self._ranges.factor("weight_grad", self.scale)))
 
     def shadow(self) -> Shadow:

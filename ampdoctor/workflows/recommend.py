@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ampdoctor.diagnosis.replay.precision import advise_precision
@@ -16,15 +17,7 @@ from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerArguments, S
 from ampdoctor.evidence.targets import target_named
 from ampdoctor.scaling.emit import emit
 from ampdoctor.scaling.scalers import ScalerSettings
-from ampdoctor.workflows.advice import (
-    Advice,
-    advise,
-    is_sound,
-    outcome_of,
-    pays,
-    precision_facts,
-    with_simulation,
-)
+from ampdoctor.workflows.advice import Advice, advise, is_sound, outcome_of, pays, precision_facts, with_simulation
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.measure import measure, not_compared, shadowed
 from ampdoctor.workflows.open_replay import open_replay
@@ -36,7 +29,7 @@ from ampdoctor.workflows.profile import (
     run_of_file,
     shadow_scales,
 )
-from ampdoctor.workflows.replay_under_change import Observed
+from ampdoctor.workflows.replay_under_change import Observed, Then
 from ampdoctor.workflows.requests import keep_all
 from ampdoctor.workflows.scale_findings import Judgement, Replays, judge
 from ampdoctor.workflows.trials import proof_of, proof_section
@@ -228,9 +221,7 @@ class _Recommendation:
             skipped=tuple(self.skipped),
             scaler=section,
             profile=profile_section(
-                ranges,
-                None if advice is None else advice.choice.settings.scale,
-                sites=self.replays is not None,
+                ranges, None if advice is None else advice.choice.settings.scale, sites=self.replays is not None
             ),
             precision=precision,
             proof=self.proof,
@@ -266,12 +257,13 @@ class _Recommendation:
         keep = "no loss scale helps" if no_scale else "no change needed: a change gains nothing measurable"
         keep = keep if refused is None else refused
         self._say("loss scale", "change" if change else keep)
-        if change and then is not None:
-            status, _ = then.cures(now, skips=advice.then.skipped)
+        changed = then() if change else None
+        if changed is not None:
+            status, _ = changed.cures(now, skips=advice.then.skipped)
             status = "intervention" if by_hand and status == "verified" else status  # tried on the backward
             change_made = Prescription(kind="scaler", value=advice.recommended.arguments(), status=status)
-            self.proof = proof_section(change_made, then.proof(now))
-        shown = then if change else now
+            self.proof = proof_section(change_made, changed.proof(now))
+        shown = changed if change else now
         settings = advice.recommended if change else advice.current
         recommended = None if no_scale else ScalerArguments(**settings.arguments())
         if not change and (self.ranges.run.scaler is None or not is_sound(settings)):
@@ -291,20 +283,20 @@ class _Recommendation:
             section = with_simulation(section, advice, self.request.framework, horizon, change=change)
         return section, judgement
 
-    def _replayed(self, advice: Advice) -> tuple[Observed | None, Observed | None, str | None]:
+    def _replayed(self, advice: Advice) -> tuple[Observed | None, Then, str | None]:
         if self.replays is None:
-            return None, None, "ranges alone were given, not the run"
+            return None, lambda: None, "ranges alone were given, not the run"
         now = self.replays.own()
         if now.unlike is not None:
             self.skipped.append(Skipped(what=NOT_COMPARED, reason=not_compared(now.unlike)))
         unusable = self._unusable()
         if unusable is None:
-            then = self.replays.changed(advice)
-            if then.scaled or then.failure is not None or self.ranges.run.base_scale != 1.0:
+            then = cache(partial(self.replays.changed, advice))
+            if now.scaled or self.ranges.run.base_scale != 1.0 or then().scaled or then().failure is not None:
                 return now, then, None
             unusable = "the step does not use the scaler that it is given"
         self.skipped.append(Skipped(what="replay with the recommended scaler", reason=unusable))
-        return now, None, unusable
+        return now, lambda: None, unusable
 
     def _unusable(self) -> str | None:
         if self.replays is not None and not self.replays.session.optimizers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,15 +18,15 @@ from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import ReferenceGradients, Zeroed, ZeroedProbe
 from ampdoctor.workflows.changes import Change, no_change
-from ampdoctor.workflows.measure import comes_back, harmful, is_far, not_compared, spread
+from ampdoctor.workflows.measure import harmful, not_compared, spread
 from ampdoctor.workflows.trials import AGREEMENT, replayed
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.trace import StepOutcome
     from ampdoctor.probes.gradients import Gradients
-    from ampdoctor.probes.modules import LowPrecisionTensors
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.measure import Measurement
 
 
 FLUSH_THAT_PAYS = 1e-2
@@ -119,18 +119,22 @@ class Observed:
         return any(other[name] - mine[name] > FLUSH_THAT_PAYS for name in ("activation_grad", "weight_grad"))
 
 
+Then = Callable[[], Observed | None]
+"""Gives the replay with a recommended scaler; None if that is impossible."""
+
+
 def observe(
     session: Session,
     start: Snapshot,
     steps: int,
-    plan: LowPrecisionTensors | None,
+    taken: Measurement,
     change: Change = no_change,
     *,
     unlike: int | None = None,
 ) -> Observed:
     """Replay under a change; the session is back at `start`. `unlike` is a step that is known not to come back."""
     start.restore()
-    watch = _Watch(session, plan, spread(steps), unlike=unlike)
+    watch = _Watch(session, taken, spread(steps), unlike=unlike)
     failure = None
     try:
         with change(session):
@@ -143,16 +147,10 @@ def observe(
 
 
 class _Watch:
-    def __init__(
-        self,
-        session: Session,
-        plan: LowPrecisionTensors | None,
-        compare: frozenset[int],
-        *,
-        unlike: int | None,
-    ) -> None:
+    def __init__(self, session: Session, taken: Measurement, compare: frozenset[int], *, unlike: int | None) -> None:
         self._session = session
-        self._plan = plan
+        self._plan = taken.plan
+        self._far = taken.far
         self._compare = compare if unlike is None else frozenset()
         run = session.run
         self._ours = run.step is None and run.max_grad_norm is None and not session.master_weights
@@ -213,9 +211,9 @@ class _Watch:
                 session.step(step)
             return probe.zeroed
 
-        if is_far(found):
+        if self._far.is_open(session, found):
             after = session.snapshot()
-            back = comes_back(session, before, step, reference, found=found, again=again)
+            back = self._far.comes_back(session, before, step, reference, found, again)
             after.restore()
             if not back:
                 self._forget_compared(unlike=step)
@@ -247,7 +245,7 @@ class _Watch:
             self._flushed[place.kind] += zeroed.flushed[place]
             self._nonzero[place.kind] += present
         if zeroed.relative_error is not None:
-            self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
+            self._errors.append(zeroed.relative_error)
 
     def observed(self, failure: str | None) -> Observed:
         def share(kind: str) -> float | None:

@@ -18,7 +18,7 @@ from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.workflows.changes import Change, both, compute_dtype, fp32_modules, no_change, rescaled, with_scaler
 from ampdoctor.workflows.profile import range_findings
-from ampdoctor.workflows.replay_under_change import Observed, observe
+from ampdoctor.workflows.replay_under_change import Observed, Then, observe
 from ampdoctor.workflows.trials import first_cure
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Replays:
         return self._observe(change, min(self.taken.ranges.steps, TRIED_STEPS))
 
     def _observe(self, change: Change, steps: int) -> Observed:
-        return observe(self.session, self.start, steps, self.taken.plan, change, unlike=self._unlike)
+        return observe(self.session, self.start, steps, self.taken, change, unlike=self._unlike)
 
     def _tell(self, what: str) -> None:
         if self.progress is not None:
@@ -77,7 +77,7 @@ class Judgement:
     """The results of the replays, and what follows from them."""
 
     now: Observed | None  # with the run's own scaling; None for a profile file
-    then: Observed | None  # with the recommended scaler; None if it is impossible
+    then: Then  # runs the replay with the recommended scaler, once, if anything hangs on it
     change: bool  # the recommended scaler is better
     unusable: str | None  # why the recommended scaler could not be replayed
     by_hand: bool = False  # the step scales its loss itself: the recommended scale was tried on its backward
@@ -137,7 +137,7 @@ class _Incurable:
 def _incurable(
     ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
 ) -> _Incurable | None:
-    now, then = judgement.now, judgement.then
+    now = judgement.now
     if now is None:
         beyond = {name: amax for name, amax in advice.large.items() if amax > FP16_MAX}
         return _Incurable(forward_range(beyond, trial.forward())) if beyond else None
@@ -146,6 +146,7 @@ def _incurable(
         harm = f"{now.harmed} is not finite at step {now.harmed_at}"
         found = at_odds(harm, nonfinite=now.harmed, step=now.harmed_at, prescription=trial.in_bf16())
         return _Incurable(found, harm)
+    then = judgement.then() if now.skipped else None
     stubborn = sorted(set(now.skipped) & set(then.skipped)) if then is not None else []
     if stubborn:
         harm = f"the gradients of step {stubborn[0]} are not finite with the recommended loss scale either"
@@ -155,6 +156,7 @@ def _incurable(
         return _Incurable(found, harm, settled)
     # in each compared step: near an optimum the gradient is tiny, and rounding is large beside it
     if now.settled and now.relative_error is not None and min(now.errors) > thresholds[GRADIENTS_DEPART]:
+        then = judgement.then()
         better = then.relative_error if then is not None else None
         cured = better is not None and now.relative_error >= thresholds[CLEARLY_BETTER] * better
         foreseen = advice.now.relative_error > thresholds[GRADIENTS_DEPART]
@@ -187,7 +189,7 @@ def _of_the_scale(
         return [replace(finding, prescription=trial.scaler()) for finding in found] if judgement.change else found
     if not judgement.change:
         return []
-    underflow = underflow_seen(now.shares(), _shares(judgement.then), advice.now.scale, trial.scaler(), thresholds)
+    underflow = underflow_seen(now.shares(), _shares(judgement.then()), advice.now.scale, trial.scaler(), thresholds)
     return [] if underflow is None else [underflow]
 
 
@@ -244,13 +246,14 @@ class _Trial:
         value = settings.arguments() if new else settings.scale
         status: PrescriptionStatus = "not_run"
         reason = judgement.unusable
-        if judgement.then is not None:
-            status, reason = judgement.then.cures(judgement.now, skips=advice.then.skipped)
+        then = judgement.then()
+        if then is not None:
+            status, reason = then.cures(judgement.now, skips=advice.then.skipped)
         if judgement.by_hand:
             detail = f"multiply the loss by {exact(settings.scale)} where the step multiplies it, or use {detail}"
             if status == "verified":
                 status, reason = "intervention", "tried on the backward: the factor itself is in the step's code"
-        proof = judgement.then.proof(judgement.now) if judgement.then is not None else None
+        proof = then.proof(judgement.now) if then is not None else None
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
 
     def bf16(self) -> Prescription:
@@ -287,7 +290,7 @@ class _Trial:
 
     def at_its_level(self) -> Prescription:
         """The recommended scaler, started at the scale to which it backs off."""
-        then = self._judgement.then
+        then = self._judgement.then()
         if then is None or not then.scales:
             return self._scaler_alone()
         level = then.scales[-1]

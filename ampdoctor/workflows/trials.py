@@ -87,12 +87,7 @@ def proof_section(change: Prescription, proof: Proof, fingerprint: str = "") -> 
         value=change.value,
         status=change.status,
         steps=tuple(
-            ProofStep(
-                step=step,
-                without=without.get(step),
-                with_=changed.get(step),
-                fp32=fp32.get(step),
-            )
+            ProofStep(step=step, without=without.get(step), with_=changed.get(step), fp32=fp32.get(step))
             for step in shown
         ),
         omitted=len(steps) - len(shown),

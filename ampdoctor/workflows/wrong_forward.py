@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.evidence.trace import Amplified, Comparison, ParameterVsFp32
     from ampdoctor.probes.op_overrides import UserLine
+    from ampdoctor.probes.probe import Probe
     from ampdoctor.replay.session import Session
     from ampdoctor.workflows.prescribe import Way
     from ampdoctor.workflows.trials import Trials
@@ -54,10 +55,7 @@ def seen_in_forward(again: StepRerun, thresholds: Thresholds) -> tuple[Amplified
 
 
 def wrong_in_forward(
-    comparison: Comparison,
-    seen: Sequence[Amplified],
-    far: Sequence[ParameterVsFp32],
-    trying: Callable[..., Trials],
+    comparison: Comparison, seen: Sequence[Amplified], far: Sequence[ParameterVsFp32], trying: Callable[..., Trials]
 ) -> Finding | None:
     """Returns the finding for the first op that, in fp32, brings the gradients of `far` nearer; None if none does."""
     for one in seen[:MOST]:
@@ -106,11 +104,10 @@ def _right(one: Amplified) -> change.Change:
 NO_REFERENCE = "fp32 cannot run this step, so there is nothing that a step with new copies would have to agree with"
 
 
-def stale_casts(again: StepRerun, comparison: Comparison, trials: Trials, thresholds: Thresholds) -> Finding | None:
-    """Returns the finding that gradients are those of old weights, or None."""
-    old = _old_copies(again)
-    if old is None:
-        return None
+def stale_casts(
+    again: StepRerun, old: OldCopies, comparison: Comparison, trials: Trials, thresholds: Thresholds
+) -> Finding | None:
+    """Returns the finding that gradients are those of `old` copies, or None."""
     anew = again.gradients(fp32=True)
     again.run(anew, change=fresh_casts)
     if not math.isfinite(error := anew.distance.relative):
@@ -121,7 +118,7 @@ def stale_casts(again: StepRerun, comparison: Comparison, trials: Trials, thresh
 
 def stale_casts_without_fp32(again: StepRerun, thresholds: Thresholds) -> Finding | None:
     """Like `stale_casts`, for a step that cannot run in fp32: beside the gradients of new copies."""
-    old = _old_copies(again)
+    old = old_copies(again)
     if old is None:
         return None
     own = again.gradients(change=fresh_casts)
@@ -146,9 +143,10 @@ def stalest_without_fp32(again: StepRerun, steps: int, thresholds: Thresholds) -
     return note
 
 
-def _old_copies(again: StepRerun) -> OldCopies | None:
+def old_copies(again: StepRerun, *beside: Probe) -> OldCopies | None:
+    """Runs the step, with other probes `beside`; returns the old copies that its forwards used."""
     probe = OldCastsProbe()
-    again.run(probe)
+    again.run(probe, *beside)
     return _described(probe.found, again.step) if probe.found else None
 
 

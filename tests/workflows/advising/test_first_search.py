@@ -81,7 +81,7 @@ def test_fp32_is_clipped_where_the_run_is():
     start = session.snapshot()
     with autocast_policy("cuda"):
         taken = measure(session, start, 3)
-        seen = observe(session, start, 3, taken.plan)
+        seen = observe(session, start, 3, taken)
     for row in (*seen.rows, *seen.references):
         assert row.gradient_norm == pytest.approx(1e-3, rel=1e-2)
 
