@@ -18,7 +18,7 @@ from ampdoctor.evidence.trace import Headroom, NonFiniteReport, TensorStats
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.formats import FORMATS
-from ampdoctor.numerics.tensors import describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
+from ampdoctor.numerics.tensors import Unseen, describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
 from ampdoctor.precision.casting import HALVES
 from ampdoctor.probes.modules import is_watched, optimizer_parameters, tensors_in
 from ampdoctor.probes.probe import Probe
@@ -372,13 +372,20 @@ def _to_host(flags: list[torch.Tensor]) -> list[float]:
         groups.setdefault((flag.device, flag.dtype), []).append(index)
     values = [0.0] * len(flags)
     for indices in groups.values():
-        stacked = torch.stack([flags[index] for index in indices]).tolist()
+        with Unseen(flags[indices[0]]):
+            stacked = torch.stack([flags[index] for index in indices]).tolist()
         for index, value in zip(indices, stacked, strict=True):
             values[index] = value
     return values
 
 
 # -- exact checks of one tensor --
+
+
+def any_nonfinite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of the tensors holds a NaN or an infinity, exactly: one reduction for each, and one sync."""
+    flags = chain.from_iterable(extremes_of_each(filter(is_watched, tensors)))
+    return not all(map(math.isfinite, _to_host(list(flags))))
 
 
 def is_nonfinite(tensor: torch.Tensor) -> bool:

@@ -104,7 +104,8 @@ class TrainingWatcher:
         self._log = self._rank.log
         self._intake = DataStats(self._rank.place.world)
         self._lines = StepLines(self._log, self._intake)
-        self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
+        every = 0 if request.test else request.every  # nobody reads what a test's log says of single tensors
+        self._numbers = StepNumbers(self._read, self._lines.detail, every=every)
         self._beside = OtherModules(request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are still expected
         self._last: dict[str, LastUpdate] = {}  # by optimizer
@@ -392,8 +393,8 @@ class TrainingWatcher:
 
     def _look_at_the_update(self, test: WatchedTest, attempt: UpdateAttempt) -> None:
         """Examine a step whose update, or forward, has left a state that is not finite."""
-        program = self._watch.program(attempt)
-        if test.is_lost(program):
+        buffers = together(self._watch.recorder.models.roots).buffers()
+        if test.may_be_lost(attempt.optimizer, buffers) and test.is_lost(program := self._watch.program(attempt)):
             with test.undone():
                 what = "the state after its update is not finite"
                 self._examine(with_inner_autocast(program), what, name=attempt.name, settles=False)
