@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -75,12 +75,12 @@ class Tightest:
 # is a reason to trace the step, never a finding.
 
 _HALF_MAX = torch.finfo(torch.float16).max
-_FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
+_COMPARED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
 _LOCATING = frozenset(("output", "output_grad"))  # kinds that are checked only to locate; they harm nothing themselves
 
 
 class Observation(NamedTuple):
-    """A value that a step's fingerprint covers."""
+    """A value that two replays of a step are compared by."""
 
     kind: str  # "loss", "output", "output_grad" (of a module) or "grad" (of a parameter)
     name: str
@@ -89,26 +89,26 @@ class Observation(NamedTuple):
     @property
     def what(self) -> str:
         """For a sentence: "gradient of head.weight"."""
-        return f"{_FINGERPRINTED[self.kind]} {self.name}".strip()
+        return f"{_COMPARED[self.kind]} {self.name}".strip()
 
 
 class NonFiniteProbe(Probe):
     """Detects non-finite values in every module's outputs and their gradients, in gradients, and in the run's state.
 
     Not counted are state that was infinite before, a mask that a step makes and keeps, and a gradient that no optimizer
-    uses; a NaN in a buffer is never intended. `nonfinite`, `observed` (what the fingerprint covers), `headroom` (the
+    uses; a NaN in a buffer is never intended. `report`, `observed` (what replays are compared by), `headroom` (the
     tightest) and `near` are those of the step that was finished last; the last two are empty if it was not finite.
     """
 
     def __init__(self, *, locate: bool = True) -> None:
         self._locate = locate
-        self.report = NonFiniteReport(affected=(), outputs=(), output_grads=(), fingerprint="")
+        self.report = NonFiniteReport(affected=(), outputs=(), output_grads=())
         self.observed: tuple[Observation, ...] = ()
         self._before: frozenset[tuple[str, str]] = frozenset()
         self.headroom: Headroom | None = None
         self.near: tuple[Headroom, ...] = ()
         self._labels: list[tuple[str, str]] = []
-        self._flags: list[torch.Tensor] = []  # the smallest and the largest element of each, in turn
+        self._flags: list[tuple[torch.Tensor, torch.Tensor]] = []  # the smallest and the largest element of each
         self._leaf_hooks: list[Any] = []
 
     @contextmanager
@@ -146,27 +146,29 @@ class NonFiniteProbe(Probe):
             self._check("loss", "loss", loss)
         elif isinstance(loss, float):
             self._check("loss", "loss", torch.tensor(loss, dtype=torch.float64))
-        self._check_each(
-            ((kind, name), tensor)
-            for kind, name, tensor in state_tensors(self._run)
-            if kind != "optimizer_state" or tensor.dim()  # a step count: what it divides is checked
-        )
+        begin = len(self._labels)
+        self._check_each(self._state(named=False))
+        state = slice(begin, len(self._labels))
         for name, gradient in outside_gradients(self._run):
             self._check("grad", name, gradient)
         self._check_each((("beside", name), tensor) for name, tensor in self._beside.now())
         self._unhook_leaves()
         tightest = Tightest(step)
-        self.report = self._read(tightest, raised=isinstance(loss, UserCodeError))
+        self.report = self._read(tightest, state, raised=isinstance(loss, UserCodeError))
         fired = any(not target.startswith("buffer:") for target in self.report.affected)
         self.headroom, self.near = (None, ()) if fired else (tightest.found, tuple(tightest.near.values()))
         self._forget()
 
+    def _state(self, *, named: bool) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+        for kind, name, tensor in state_tensors(self._run, named=named):
+            if kind != "optimizer_state" or tensor.dim():  # a step count: what it divides is checked
+                yield (kind, name), tensor
+
     def _nonfinite_state(self) -> frozenset[tuple[str, str]]:
         tensors = {(kind, name): tensor for kind, name, tensor in state_tensors(self._run)}
         self._check_each(tensors.items())
-        values = _to_host(self._flags)
-        pairs = zip(self._labels, values[::2], values[1::2], strict=True)
-        found = [label for label, low, high in pairs if not math.isfinite(_worst(low, high))]
+        pairs = zip(self._labels, _to_host(self._flags), strict=True)
+        found = [label for label, extremes in pairs if not math.isfinite(_worst(*extremes))]
         self._forget()
         return frozenset(label for label in found if not holds_nan(tensors[label]))
 
@@ -178,13 +180,13 @@ class NonFiniteProbe(Probe):
     def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         if is_watched(tensor):
             self._labels.append((kind, name))
-            self._flags += extremes(tensor)
+            self._flags.append(extremes(tensor))
 
     def _check_each(self, labelled: Iterable[tuple[tuple[str, str], torch.Tensor]]) -> None:
         """Check many tensors at about half the cost of one after the other."""
         watched = [(label, tensor) for label, tensor in labelled if is_watched(tensor)]
         self._labels += [label for label, _ in watched]
-        self._flags += chain.from_iterable(extremes_of_each(tensor for _, tensor in watched))
+        self._flags += extremes_of_each(tensor for _, tensor in watched)
 
     def _on_output(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
         def arrived(gradient: torch.Tensor) -> None:
@@ -213,18 +215,22 @@ class NonFiniteProbe(Probe):
 
         return hook
 
-    def _read(self, tightest: Tightest, *, raised: bool) -> NonFiniteReport:
+    def _read(self, tightest: Tightest, state: slice, *, raised: bool) -> NonFiniteReport:
+        """Reads the flags, of which those in `state` have no names yet: making them takes longer than the reading."""
         values = _to_host(self._flags)
+        if all(math.isfinite(_worst(*extremes)) for extremes in values[state]):
+            del self._labels[state], self._flags[state], values[state]
+        else:
+            self._labels[state] = [label for label, tensor in self._state(named=True) if is_watched(tensor)]
         affected: dict[str, None] = {"raised": None} if raised else {}
         outputs: dict[str, None] = {}
         output_grads: dict[str, None] = {}
         observed: list[Observation] = []
         harmed: set[str] = set()
-        dtypes = (flag.dtype for flag in self._flags[::2])
-        for (kind, name), dtype, low, high in zip(self._labels, dtypes, values[::2], values[1::2], strict=True):
+        for (kind, name), (flag, _), (low, high) in zip(self._labels, self._flags, values, strict=True):
             value = _worst(low, high)
-            if kind in _FINGERPRINTED:
-                tightest.note(kind, name, dtype, low, high)
+            if kind in _COMPARED:
+                tightest.note(kind, name, flag.dtype, low, high)
                 observed.append(Observation(kind, name, value))
             if math.isfinite(value) or (kind, name) in self._before:
                 continue
@@ -239,13 +245,7 @@ class NonFiniteProbe(Probe):
             else:
                 affected["loss" if kind == "loss" else f"{kind}:{name}"] = None
         self.observed = tuple(observed)
-        digest = hashlib.sha256("\n".join(f"{one.what}\0{one.value!r}" for one in observed).encode("utf-8", "replace"))
-        return NonFiniteReport(
-            affected=tuple(affected),
-            outputs=tuple(outputs),
-            output_grads=tuple(output_grads),
-            fingerprint=digest.hexdigest(),
-        )
+        return NonFiniteReport(affected=tuple(affected), outputs=tuple(outputs), output_grads=tuple(output_grads))
 
 
 def first_difference(first: Sequence[Observation], second: Sequence[Observation]) -> tuple[str, float, float] | None:
@@ -270,15 +270,18 @@ def trained_parameters(run: ObservedRun) -> frozenset[int]:
     return frozenset(held if held & own else own)
 
 
-def state_tensors(run: ObservedRun) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(kind, name, tensor) of all state that a step changes: parameters, buffers, optimizer state."""
-    names = run.parameter_names()
+def state_tensors(run: ObservedRun, *, named: bool = True) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(kind, name, tensor) of all state that a step changes: parameters, buffers, optimizer state.
+
+    Without `named` the names, which take time, are of no use.
+    """
+    names: Mapping[int, str] = run.parameter_names() if named else defaultdict(str)
     seen: set[int] = set()
     for parameter in run.model.parameters():
         seen.add(id(parameter))
         yield "param", names[id(parameter)], parameter
     for buffer_name, buffer in run.model.named_buffers():
-        yield "buffer", run.clean_name(buffer_name), buffer
+        yield "buffer", run.clean_name(buffer_name) if named else "", buffer
     for optimizer in run.optimizers.values():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -289,7 +292,7 @@ def state_tensors(run: ObservedRun) -> Iterator[tuple[str, str, torch.Tensor]]:
             owner = names.get(id(owned), "?")
             for key, value in values.items():
                 if isinstance(value, torch.Tensor):
-                    yield "optimizer_state", f"{owner}:{key}", value
+                    yield "optimizer_state", f"{owner}:{key}" if named else "", value
 
 
 def outside_gradients(run: ObservedRun) -> Iterator[tuple[str, torch.Tensor]]:
@@ -342,10 +345,8 @@ class FiniteBeside:
     def __init__(self, run: ObservedRun) -> None:
         self._run = run
         kept = [(name, tensor) for name, tensor in run.beside() if is_watched(tensor)]
-        flags = list(chain.from_iterable(extremes_of_each(tensor for _, tensor in kept)))
-        values = _to_host(flags)
-        worst = map(_worst, values[::2], values[1::2])
-        self._known = [named for named, value in zip(kept, worst, strict=True) if math.isfinite(value)]
+        values = _to_host(extremes_of_each(tensor for _, tensor in kept))
+        self._known = [one for one, value in zip(kept, values, strict=True) if math.isfinite(_worst(*value))]
 
     def now(self) -> Iterator[tuple[str, torch.Tensor]]:
         names, tensors = {name for name, _ in self._known}, {id(tensor) for _, tensor in self._known}
@@ -365,17 +366,17 @@ def _worst(low: float, high: float) -> float:
     return high if math.isfinite(low) else math.nan
 
 
-def _to_host(flags: list[torch.Tensor]) -> list[float]:
-    """All flags as floats, with one sync for each (device, dtype)."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, flag in enumerate(flags):
-        groups.setdefault((flag.device, flag.dtype), []).append(index)
-    values = [0.0] * len(flags)
+def _to_host(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[float, float]]:
+    """All pairs of flags as floats, with one sync for each (device, dtype)."""
+    groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for index, (flag, _) in enumerate(pairs):
+        groups[flag.device, flag.dtype].append(index)
+    values = [(0.0, 0.0)] * len(pairs)
     for indices in groups.values():
-        with Unseen(flags[indices[0]]):
-            stacked = torch.stack([flags[index] for index in indices]).tolist()
-        for index, value in zip(indices, stacked, strict=True):
-            values[index] = value
+        with Unseen(pairs[indices[0]][0]):
+            stacked = torch.stack([flag for index in indices for flag in pairs[index]]).tolist()
+        for index, pair in zip(indices, zip(stacked[::2], stacked[1::2], strict=True), strict=True):
+            values[index] = pair
     return values
 
 
@@ -384,8 +385,7 @@ def _to_host(flags: list[torch.Tensor]) -> list[float]:
 
 def any_nonfinite(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether one of the tensors holds a NaN or an infinity, exactly: one reduction for each, and one sync."""
-    flags = chain.from_iterable(extremes_of_each(filter(is_watched, tensors)))
-    return not all(map(math.isfinite, _to_host(list(flags))))
+    return not all(map(math.isfinite, chain.from_iterable(_to_host(extremes_of_each(filter(is_watched, tensors))))))
 
 
 def is_nonfinite(tensor: torch.Tensor) -> bool:
