@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch._C import (
     DisableTorchFunction,
     DispatchKey,
     DispatchKeySet,
+    TensorBase,
     _disabled_torch_dispatch_impl,
     _ExcludeDispatchKeyGuard,
 )
@@ -181,6 +183,8 @@ def flat(tensor: Tensor) -> Tensor:
 # -- non-finite values: a flag for the cost of one reduction, exact counts, and statistics --
 
 _NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_SMALL = 1 << 16
+"""Elements up to which a copy into one tensor with others takes less time than a reduction of its own."""
 
 
 def nonfinite_flag(tensor: Tensor) -> Tensor:
@@ -214,6 +218,24 @@ def extremes_of_each(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     with Unseen(plain[0]) if plain else nullcontext():
         found = iter([_extremes_of(tensor) if _is_simple(tensor) else _extremes_of_any(tensor) for tensor in plain])
     return [next(found) if is_one else extremes(tensor) for tensor, is_one in each]
+
+
+def kind_of_memory(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    """Return dtype and device; a replay's own `Tensor.device`, which first looks who asks, takes ten times as long."""
+    return tensor.dtype, TensorBase.device.__get__(tensor)
+
+
+def extremes_of_all(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return `extremes` that are finite if and only if all tensors are; small tensors of a kind share a pair."""
+    small: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    others: list[Tensor] = []
+    for tensor in tensors:
+        joins = is_plain(tensor) and _is_simple(tensor) and tensor.numel() <= _SMALL
+        (small[kind_of_memory(tensor)] if joins else others).append(tensor)
+    for members in small.values():
+        with Unseen(members[0]):
+            others.append(torch._utils._flatten_dense_tensors(members))  # noqa: SLF001 - public as `all_reduce_coalesced`
+    return extremes_of_each(others)
 
 
 def _is_simple(tensor: Tensor) -> bool:

@@ -18,7 +18,16 @@ from ampdoctor.evidence.trace import Headroom, NonFiniteReport, TensorStats
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.formats import FORMATS
-from ampdoctor.numerics.tensors import Unseen, describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
+from ampdoctor.numerics.tensors import (
+    Unseen,
+    describe,
+    extremes,
+    extremes_of_all,
+    extremes_of_each,
+    kind_of_memory,
+    nonfinite_counts,
+    nonfinite_flag,
+)
 from ampdoctor.precision.casting import HALVES
 from ampdoctor.probes.modules import is_watched, optimizer_parameters, tensors_in
 from ampdoctor.probes.probe import Probe
@@ -68,7 +77,7 @@ class Tightest:
             self.near[module] = headroom
 
 
-# -- pass 1: one cheap reduction a tensor, one host sync a step --
+# -- pass 1: one cheap reduction a tensor, one for all small ones of the state, one host sync a step --
 #
 # It triggers only on what harms training: loss, gradients, parameters, buffers, optimizer state. Sums over module
 # outputs and their gradients only locate. A sum may fire on finite values (a `finfo.min` mask sums to -inf): a firing
@@ -146,9 +155,10 @@ class NonFiniteProbe(Probe):
             self._check("loss", "loss", loss)
         elif isinstance(loss, float):
             self._check("loss", "loss", torch.tensor(loss, dtype=torch.float64))
-        begin = len(self._labels)
-        self._check_each(self._state(named=False))
-        state = slice(begin, len(self._labels))
+        begin = len(self._flags)
+        self._flags += extremes_of_all(tensor for _, tensor in self._state(named=False))
+        state = slice(begin, len(self._flags))
+        self._labels += [("state", "")] * (state.stop - begin)
         for name, gradient in outside_gradients(self._run):
             self._check("grad", name, gradient)
         self._check_each((("beside", name), tensor) for name, tensor in self._beside.now())
@@ -161,7 +171,7 @@ class NonFiniteProbe(Probe):
 
     def _state(self, *, named: bool) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
         for kind, name, tensor in state_tensors(self._run, named=named):
-            if kind != "optimizer_state" or tensor.dim():  # a step count: what it divides is checked
+            if is_watched(tensor) and (kind != "optimizer_state" or tensor.dim()):  # what a step count divides is seen
                 yield (kind, name), tensor
 
     def _nonfinite_state(self) -> frozenset[tuple[str, str]]:
@@ -216,12 +226,13 @@ class NonFiniteProbe(Probe):
         return hook
 
     def _read(self, tightest: Tightest, state: slice, *, raised: bool) -> NonFiniteReport:
-        """Reads the flags, of which those in `state` have no names yet: making them takes longer than the reading."""
+        """Reads the flags; those in `state`, of several tensors each, are replaced by named ones if some is lost."""
         values = _to_host(self._flags)
-        if all(math.isfinite(_worst(*extremes)) for extremes in values[state]):
-            del self._labels[state], self._flags[state], values[state]
-        else:
-            self._labels[state] = [label for label, tensor in self._state(named=True) if is_watched(tensor)]
+        lost = not all(map(math.isfinite, chain.from_iterable(values[state])))
+        named = list(self._state(named=True)) if lost else []
+        self._labels[state] = [label for label, _ in named]
+        self._flags[state] = extremes_of_each(tensor for _, tensor in named)
+        values[state] = _to_host(self._flags[state.start : state.start + len(named)])
         affected: dict[str, None] = {"raised": None} if raised else {}
         outputs: dict[str, None] = {}
         output_grads: dict[str, None] = {}
@@ -368,9 +379,9 @@ def _worst(low: float, high: float) -> float:
 
 def _to_host(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[float, float]]:
     """All pairs of flags as floats, with one sync for each (device, dtype)."""
-    groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    groups: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for index, (flag, _) in enumerate(pairs):
-        groups[flag.device, flag.dtype].append(index)
+        groups[kind_of_memory(flag)].append(index)
     values = [(0.0, 0.0)] * len(pairs)
     for indices in groups.values():
         with Unseen(pairs[indices[0]][0]):
@@ -385,7 +396,7 @@ def _to_host(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[float
 
 def any_nonfinite(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether one of the tensors holds a NaN or an infinity, exactly: one reduction for each, and one sync."""
-    return not all(map(math.isfinite, chain.from_iterable(_to_host(extremes_of_each(filter(is_watched, tensors))))))
+    return not all(map(math.isfinite, chain.from_iterable(_to_host(extremes_of_all(filter(is_watched, tensors))))))
 
 
 def is_nonfinite(tensor: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +165,9 @@ class Session:
 
     def _parts(self) -> Iterator[int]:
         parts = self.run, self.scaler, *self.optimizers.values(), *self.schedulers
-        yield from map(id, (*parts, *self.model.modules(), *(tensor for _, tensor in tensors_of(self.model))))
+        modules = list(self.model.modules())
+        tables = (table.values() for module in modules for table in (module._parameters, module._buffers))  # noqa: SLF001 - one walk
+        yield from map(id, chain(parts, modules, *tables))
 
     def random_state(self, like: RandomState | None = None) -> RandomState:
         """Returns the states of all generators, with the loader's own; states equal to those in `like` are shared."""
