@@ -124,7 +124,8 @@ class NonFiniteProbe(Probe):
     def attach(self, run: ObservedRun) -> Iterator[None]:
         self._run = run
         self._names = run.parameter_names()
-        self._before = self._nonfinite_state()
+        ends = {(kind, name): (low, high) for kind, name, _, low, high in self._state()}
+        self._before = frozenset(label for label, pair in ends.items() if any(map(math.isinf, pair)))  # and no NaN
         self._beside = FiniteBeside(run)
         trained = trained_parameters(run)
         with ExitStack() as stack:
@@ -142,12 +143,9 @@ class NonFiniteProbe(Probe):
             yield
 
     def begin(self) -> None:
-        self._forget()
-        self._beside = FiniteBeside(self._run)
-
-    def _forget(self) -> None:
         self._labels.clear()
         self._flags.clear()
+        self._beside = FiniteBeside(self._run)
 
     def finish(self, step: int, loss: Any) -> None:
         """Check loss and state, then read all flags at once."""
@@ -155,48 +153,30 @@ class NonFiniteProbe(Probe):
             self._check("loss", "loss", loss)
         elif isinstance(loss, float):
             self._check("loss", "loss", torch.tensor(loss, dtype=torch.float64))
-        begin = len(self._flags)
-        self._flags += extremes_of_all(tensor for _, tensor in self._state(named=False))
-        state = slice(begin, len(self._flags))
-        self._labels += [("state", "")] * (state.stop - begin)
+        place = len(self._labels)
         for name, gradient in outside_gradients(self._run):
             self._check("grad", name, gradient)
-        self._check_each((("beside", name), tensor) for name, tensor in self._beside.now())
+        self._flags += extremes_of_all(filter(is_watched, self._kept()))
         self._unhook_leaves()
         tightest = Tightest(step)
-        self.report = self._read(tightest, state, raised=isinstance(loss, UserCodeError))
+        self.report = self._read(tightest, place, raised=isinstance(loss, UserCodeError))
         fired = any(not target.startswith("buffer:") for target in self.report.affected)
         self.headroom, self.near = (None, ()) if fired else (tightest.found, tuple(tightest.near.values()))
-        self._forget()
 
-    def _state(self, *, named: bool) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
-        for kind, name, tensor in state_tensors(self._run, named=named):
-            if is_watched(tensor) and (kind != "optimizer_state" or tensor.dim()):  # what a step count divides is seen
-                yield (kind, name), tensor
+    def _kept(self) -> Iterator[torch.Tensor]:
+        yield from (tensor for kind, _, tensor in state_tensors(self._run, named=False) if _counts(kind, tensor))
+        yield from (tensor for _, tensor in self._beside.now())
 
-    def _nonfinite_state(self) -> frozenset[tuple[str, str]]:
-        tensors = {(kind, name): tensor for kind, name, tensor in state_tensors(self._run)}
-        self._check_each(tensors.items())
-        pairs = zip(self._labels, _to_host(self._flags), strict=True)
-        found = [label for label, extremes in pairs if not math.isfinite(_worst(*extremes))]
-        self._forget()
-        return frozenset(label for label in found if not holds_nan(tensors[label]))
-
-    def _is_made_as_mask(self, buffer: str) -> bool:
-        """Whether the step made a buffer as a mask (-inf, else 0), as a causal mask is made at the first call."""
-        buffers = {name: tensor for kind, name, tensor in state_tensors(self._run) if kind == "buffer"}
-        return is_made_mask(buffers[buffer])
+    def _state(self) -> list[tuple[str, str, torch.Tensor, float, float]]:
+        """Returns each tensor of the state with its kind and name, its smallest and its largest element."""
+        state = [(kind, name, t) for kind, name, t in state_tensors(self._run) if is_watched(t) and _counts(kind, t)]
+        ends = _to_host(extremes_of_each(tensor for _, _, tensor in state))
+        return [(*one, *pair) for one, pair in zip(state, ends, strict=True)]
 
     def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         if is_watched(tensor):
             self._labels.append((kind, name))
             self._flags.append(extremes(tensor))
-
-    def _check_each(self, labelled: Iterable[tuple[tuple[str, str], torch.Tensor]]) -> None:
-        """Check many tensors at about half the cost of one after the other."""
-        watched = [(label, tensor) for label, tensor in labelled if is_watched(tensor)]
-        self._labels += [label for label, _ in watched]
-        self._flags += extremes_of_each(tensor for _, tensor in watched)
 
     def _on_output(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
         def arrived(gradient: torch.Tensor) -> None:
@@ -225,29 +205,26 @@ class NonFiniteProbe(Probe):
 
         return hook
 
-    def _read(self, tightest: Tightest, state: slice, *, raised: bool) -> NonFiniteReport:
-        """Reads the flags; those in `state`, of several tensors each, are replaced by named ones if some is lost."""
+    def _read(self, tightest: Tightest, place: int, *, raised: bool) -> NonFiniteReport:
+        """Reads the flags; the last, of all that is kept, have no labels, and what is lost of it comes at `place`."""
         values = _to_host(self._flags)
-        lost = not all(map(math.isfinite, chain.from_iterable(values[state])))
-        named = list(self._state(named=True)) if lost else []
-        self._labels[state] = [label for label, _ in named]
-        self._flags[state] = extremes_of_each(tensor for _, tensor in named)
-        values[state] = _to_host(self._flags[state.start : state.start + len(named)])
+        lost = not all(map(math.isfinite, chain.from_iterable(values[len(self._labels) :])))
+        state = self._state() if lost else []
         affected: dict[str, None] = {"raised": None} if raised else {}
         outputs: dict[str, None] = {}
         output_grads: dict[str, None] = {}
         observed: list[Observation] = []
-        harmed: set[str] = set()
-        for (kind, name), (flag, _), (low, high) in zip(self._labels, self._flags, values, strict=True):
+        checked = zip(self._labels, self._flags, values, strict=False)
+        read = [(*label, flag.dtype, *ends) for label, (flag, _), ends in checked]
+        read[place:place] = [(kind, name, tensor.dtype, low, high) for kind, name, tensor, low, high in state]
+        for kind, name, dtype, low, high in read:
             value = _worst(low, high)
             if kind in _COMPARED:
-                tightest.note(kind, name, flag.dtype, low, high)
+                tightest.note(kind, name, dtype, low, high)
                 observed.append(Observation(kind, name, value))
             if math.isfinite(value) or (kind, name) in self._before:
                 continue
-            if kind == "buffer" and self._is_made_as_mask(name):
-                continue
-            if kind == "beside" and name not in (harmed := harmed or {name for name, _ in self._beside.harmed()}):
+            if kind == "buffer" and is_made_mask({one[1]: one[2] for one in state if one[0] == kind}[name]):
                 continue
             if kind == "output":
                 outputs[name] = None
@@ -255,6 +232,7 @@ class NonFiniteProbe(Probe):
                 output_grads[name] = None
             else:
                 affected["loss" if kind == "loss" else f"{kind}:{name}"] = None
+        affected |= {f"beside:{name}": None for name, _ in self._beside.harmed()} if lost else {}
         self.observed = tuple(observed)
         return NonFiniteReport(affected=tuple(affected), outputs=tuple(outputs), output_grads=tuple(output_grads))
 
@@ -281,11 +259,12 @@ def trained_parameters(run: ObservedRun) -> frozenset[int]:
     return frozenset(held if held & own else own)
 
 
-def state_tensors(run: ObservedRun, *, named: bool = True) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(kind, name, tensor) of all state that a step changes: parameters, buffers, optimizer state.
+def _counts(kind: str, tensor: torch.Tensor) -> bool:
+    return kind != "optimizer_state" or tensor.dim() > 0  # a step count: what it divides is checked
 
-    Without `named` the names, which take time, are of no use.
-    """
+
+def state_tensors(run: ObservedRun, *, named: bool = True) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(kind, name, tensor) of all state that a step changes: parameters, buffers, optimizer state; else no names."""
     names: Mapping[int, str] = run.parameter_names() if named else defaultdict(str)
     seen: set[int] = set()
     for parameter in run.model.parameters():

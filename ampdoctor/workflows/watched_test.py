@@ -46,7 +46,7 @@ class WatchedTest:
 
     def is_lost(self, program: Program) -> bool:
         """Whether a step's update, or its forward, has made a weight, a moment or a buffer of the model non-finite."""
-        if program.optimizer is None or program.optimizer is not self._optimizer:
+        if program.optimizer is not self._optimizer:  # what the program's backwards do not reach
             return False
         if any_nonfinite(self._updated()):
             return True
