@@ -18,16 +18,7 @@ from ampdoctor.evidence.trace import Headroom, NonFiniteReport, TensorStats
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.formats import FORMATS
-from ampdoctor.numerics.tensors import (
-    Unseen,
-    describe,
-    extremes,
-    extremes_of_all,
-    extremes_of_each,
-    kind_of_memory,
-    nonfinite_counts,
-    nonfinite_flag,
-)
+from ampdoctor.numerics.tensors import describe, extremes, extremes_of_all, extremes_of_each, nonfinite_counts, to_host
 from ampdoctor.precision.casting import HALVES
 from ampdoctor.probes.modules import is_watched, optimizer_parameters, tensors_in
 from ampdoctor.probes.probe import Probe
@@ -113,7 +104,7 @@ class NonFiniteProbe(Probe):
         self._locate = locate
         self.report = NonFiniteReport(affected=(), outputs=(), output_grads=())
         self.observed: tuple[Observation, ...] = ()
-        self._before: frozenset[tuple[str, str]] = frozenset()
+        self._before: dict[tuple[str, str], bool] = {}  # of the state: was it infinite
         self.headroom: Headroom | None = None
         self.near: tuple[Headroom, ...] = ()
         self._labels: list[tuple[str, str]] = []
@@ -124,8 +115,9 @@ class NonFiniteProbe(Probe):
     def attach(self, run: ObservedRun) -> Iterator[None]:
         self._run = run
         self._names = run.parameter_names()
-        ends = {(kind, name): (low, high) for kind, name, _, low, high in self._state()}
-        self._before = frozenset(label for label, pair in ends.items() if any(map(math.isinf, pair)))  # and no NaN
+        state = self._state(named=True)
+        ends = zip(state, to_host(extremes_of_each(tensor for *_, tensor in state)), strict=True)
+        self._before = {(kind, name): any(map(math.isinf, pair)) for (kind, name, _), pair in ends}  # and no NaN
         self._beside = FiniteBeside(run)
         trained = trained_parameters(run)
         with ExitStack() as stack:
@@ -156,22 +148,18 @@ class NonFiniteProbe(Probe):
         place = len(self._labels)
         for name, gradient in outside_gradients(self._run):
             self._check("grad", name, gradient)
-        self._flags += extremes_of_all(filter(is_watched, self._kept()))
+        beside = (tensor for _, tensor in self._beside.now() if is_watched(tensor))
+        self._flags += extremes_of_all([*(tensor for *_, tensor in self._state(named=False)), *beside])
         self._unhook_leaves()
         tightest = Tightest(step)
         self.report = self._read(tightest, place, raised=isinstance(loss, UserCodeError))
         fired = any(not target.startswith("buffer:") for target in self.report.affected)
         self.headroom, self.near = (None, ()) if fired else (tightest.found, tuple(tightest.near.values()))
 
-    def _kept(self) -> Iterator[torch.Tensor]:
-        yield from (tensor for kind, _, tensor in state_tensors(self._run, named=False) if _counts(kind, tensor))
-        yield from (tensor for _, tensor in self._beside.now())
-
-    def _state(self) -> list[tuple[str, str, torch.Tensor, float, float]]:
-        """Returns each tensor of the state with its kind and name, its smallest and its largest element."""
-        state = [(kind, name, t) for kind, name, t in state_tensors(self._run) if is_watched(t) and _counts(kind, t)]
-        ends = _to_host(extremes_of_each(tensor for _, _, tensor in state))
-        return [(*one, *pair) for one, pair in zip(state, ends, strict=True)]
+    def _state(self, *, named: bool) -> list[tuple[str, str, torch.Tensor]]:
+        state = [one for one in state_tensors(self._run, named=named) if is_watched(one[2])]
+        # a step count is not checked: what it divides is
+        return [one for one in state if one[0] != "optimizer_state" or one[2].dim()]
 
     def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         if is_watched(tensor):
@@ -207,22 +195,24 @@ class NonFiniteProbe(Probe):
 
     def _read(self, tightest: Tightest, place: int, *, raised: bool) -> NonFiniteReport:
         """Reads the flags; the last, of all that is kept, have no labels, and what is lost of it comes at `place`."""
-        values = _to_host(self._flags)
+        values = to_host(self._flags)
         lost = not all(map(math.isfinite, chain.from_iterable(values[len(self._labels) :])))
-        state = self._state() if lost else []
+        state = self._state(named=True) if lost else []
+        ends_of_state = to_host(extremes_of_each(tensor for *_, tensor in state))
         affected: dict[str, None] = {"raised": None} if raised else {}
         outputs: dict[str, None] = {}
         output_grads: dict[str, None] = {}
         observed: list[Observation] = []
         checked = zip(self._labels, self._flags, values, strict=False)
         read = [(*label, flag.dtype, *ends) for label, (flag, _), ends in checked]
-        read[place:place] = [(kind, name, tensor.dtype, low, high) for kind, name, tensor, low, high in state]
+        named = zip(state, ends_of_state, strict=True)
+        read[place:place] = [(kind, name, tensor.dtype, *ends) for (kind, name, tensor), ends in named]
         for kind, name, dtype, low, high in read:
             value = _worst(low, high)
             if kind in _COMPARED:
                 tightest.note(kind, name, dtype, low, high)
                 observed.append(Observation(kind, name, value))
-            if math.isfinite(value) or (kind, name) in self._before:
+            if math.isfinite(value) or self._before.get((kind, name)):
                 continue
             if kind == "buffer" and is_made_mask({one[1]: one[2] for one in state if one[0] == kind}[name]):
                 continue
@@ -257,10 +247,6 @@ def trained_parameters(run: ObservedRun) -> frozenset[int]:
     # with fp32 master weights the optimizers hold copies, which take their gradients from the model's own parameters
     own = {id(p) for p in run.model.parameters()}
     return frozenset(held if held & own else own)
-
-
-def _counts(kind: str, tensor: torch.Tensor) -> bool:
-    return kind != "optimizer_state" or tensor.dim() > 0  # a step count: what it divides is checked
 
 
 def state_tensors(run: ObservedRun, *, named: bool = True) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -335,7 +321,7 @@ class FiniteBeside:
     def __init__(self, run: ObservedRun) -> None:
         self._run = run
         kept = [(name, tensor) for name, tensor in run.beside() if is_watched(tensor)]
-        values = _to_host(extremes_of_each(tensor for _, tensor in kept))
+        values = to_host(extremes_of_each(tensor for _, tensor in kept))
         self._known = [one for one, value in zip(kept, values, strict=True) if math.isfinite(_worst(*value))]
 
     def now(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -356,31 +342,17 @@ def _worst(low: float, high: float) -> float:
     return high if math.isfinite(low) else math.nan
 
 
-def _to_host(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[float, float]]:
-    """All pairs of flags as floats, with one sync for each (device, dtype)."""
-    groups: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-    for index, (flag, _) in enumerate(pairs):
-        groups[kind_of_memory(flag)].append(index)
-    values = [(0.0, 0.0)] * len(pairs)
-    for indices in groups.values():
-        with Unseen(pairs[indices[0]][0]):
-            stacked = torch.stack([flag for index in indices for flag in pairs[index]]).tolist()
-        for index, pair in zip(indices, zip(stacked[::2], stacked[1::2], strict=True), strict=True):
-            values[index] = pair
-    return values
-
-
 # -- exact checks of one tensor --
 
 
 def any_nonfinite(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether one of the tensors holds a NaN or an infinity, exactly: one reduction for each, and one sync."""
-    return not all(map(math.isfinite, chain.from_iterable(_to_host(extremes_of_all(filter(is_watched, tensors))))))
+    return not all(map(math.isfinite, chain.from_iterable(to_host(extremes_of_all(filter(is_watched, tensors))))))
 
 
 def is_nonfinite(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds a NaN or an infinity, exactly: one reduction."""
-    return is_watched(tensor) and not math.isfinite(float(nonfinite_flag(tensor)))
+    return is_watched(tensor) and not all(math.isfinite(float(end)) for end in extremes(tensor))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

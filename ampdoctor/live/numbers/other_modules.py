@@ -35,8 +35,7 @@ _OURS = 3
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
 _LOOKED_AT_ELSEWHERE = (torch.optim.Optimizer, torch.amp.GradScaler)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_OF_A_TEST_RUNNER = ("_pytest.", "pluggy.")
-"""Modules of classes whose objects hold all tests of a session; a test's own fixtures are in a frame's variable."""
+_OF_A_TEST_RUNNER = ("_pytest.", "pluggy.")  # whose objects hold all tests; a frame's variable holds a test's fixtures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
