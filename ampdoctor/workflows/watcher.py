@@ -104,8 +104,7 @@ class TrainingWatcher:
         self._log = self._rank.log
         self._intake = DataStats(self._rank.place.world)
         self._lines = StepLines(self._log, self._intake)
-        every = 0 if request.test else request.every  # nobody reads what a test's log says of single tensors
-        self._numbers = StepNumbers(self._read, self._lines.detail, every=every)
+        self._numbers = StepNumbers(self._read, self._lines.detail, every=0 if request.test else request.every)
         self._beside = OtherModules(request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are still expected
         self._last: dict[str, LastUpdate] = {}  # by optimizer
@@ -118,7 +117,7 @@ class TrainingWatcher:
         self.failure: str | None = None
         self.skipped = 0
         self._lost = 0  # readings
-        self._described = False
+        self._described = request.test  # nobody reads a test's log: neither facts nor single tensors are taken for it
         self._protocol = Protocol(self._watch)
         self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
         self._said: set[str] = set()
@@ -145,7 +144,8 @@ class TrainingWatcher:
             stack.callback(self._guard.release)
             stack.callback(self._updates.clear)
             stack.callback(self._log.close)
-            self._log.describe(**software(), script={"command": list(self._request.command)})
+            if not self._described:
+                self._log.describe(**software(), script={"command": list(self._request.command)})
             stack.enter_context(self._constructions.recording())
             stack.enter_context(self._protocol.half_made.recording())
             stack.enter_context(self._watch.watching(*scalers))
