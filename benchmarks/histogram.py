@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ampdoctor.numerics.counting import count
-from ampdoctor.numerics.tensors import nonfinite_flag
+from ampdoctor.probes.nonfinite import is_nonfinite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,15 +44,15 @@ CONTENDERS: dict[str, Callable[[torch.Tensor], object]] = {
     "sum": lambda tensor: tensor.sum().item(),
     "bincount of bytes": lambda tensor: torch.bincount(tensor.view(torch.uint8)[: tensor.numel()], minlength=256),
     "naive loop": naive,
-    "nonfinite_flag": lambda tensor: nonfinite_flag(tensor).item(),
+    "is_nonfinite": is_nonfinite,
     "isfinite().all()": lambda tensor: tensor.isfinite().all().item(),
 }
 RATIOS = (
     ("histogram", "naive loop"),
     ("histogram", "sum"),
     ("bincount of bytes", "sum"),
-    ("nonfinite_flag", "sum"),
-    ("nonfinite_flag", "isfinite().all()"),
+    ("is_nonfinite", "sum"),
+    ("is_nonfinite", "isfinite().all()"),
 )
 
 

@@ -1,12 +1,14 @@
 """What `bisect-nan --until-sick` costs a step: its own loop beside the same loop written by hand, step by step in turn.
 
 Run: python benchmarks/until_sick.py [--steps 66] [--precision fp32] [--size 40M] [--tokens 512] [--parts]
+     python benchmarks/until_sick.py --guard
 
 The whole command's search runs, as far as it goes before the first firing: batches drawn and kept, random states, the
 cheap look, a snapshot now and then. Whenever it says that a step is done, the hand-written loop takes a step on a
 model, optimizer, scaler and DataLoader of its own, under the same emulation of CUDA's casts, so that a busy neighbour
 slows both. Times are CPU seconds of the process, on one thread; what is printed are ratios over stretches of steps as
-long as the distance of two snapshots, so that each holds the cost of one.
+long as the distance of two snapshots, so that each holds the cost of one. `--guard` shows instead what the mark
+`amp_finite` adds to a test of the loop by hand on a small model, a step: each second of its tests has none.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -37,6 +41,7 @@ from benchmarks.overhead import Transformer, language_model_loss
 TARGET = 1.10
 VOCABULARY, CONTEXT = 8192, 256
 SIZES: dict[str, dict[str, int]] = {"1M": {"blocks": 4, "width": 64}, "40M": {"blocks": 10, "width": 512}}
+SIZES_OF_TESTS: dict[str, dict[str, int]] = {"tiny": {"blocks": 2, "width": 16}}
 """Of each size, what its model is made of; most of the smaller one is its embedding, as in small language models."""
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -44,7 +49,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def parts(size: str, tokens: int) -> tuple[torch.nn.Module, DataLoader[Any]]:
     """Return a model and a loader that shuffles random tokens by a generator of its own."""
     torch.manual_seed(0)
-    model = Transformer(vocabulary=VOCABULARY, context=CONTEXT, **SIZES[size])
+    model = Transformer(vocabulary=VOCABULARY, context=CONTEXT, **(SIZES | SIZES_OF_TESTS)[size])
     context = min(tokens, CONTEXT)
     ids = torch.randint(VOCABULARY, (256, context + 1), generator=torch.Generator().manual_seed(1))
     order = torch.Generator().manual_seed(2)
@@ -158,6 +163,53 @@ def measure(
     return found
 
 
+_TESTS = """
+import pytest
+from benchmarks.until_sick import by_hand
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[] if n % 2 else pytest.mark.amp_finite) for n in range(10)])
+@pytest.mark.parametrize("steps", [1, 10, 40])
+def test_training(steps, number):
+    loop = by_hand("tiny", 16, "fp16")
+    for _ in range(steps):
+        next(loop)
+"""
+
+
+class TestTimes:
+    """A plugin of pytest's: CPU seconds of each test, from outside of what watches it."""
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.seconds: dict[int, tuple[list[float], list[float]]] = {}
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: Any) -> Iterator[None]:
+        """Time one test; the first marked one imports what watches."""
+        begin = time.process_time()
+        result = yield
+        steps, number = item.callspec.params["steps"], item.callspec.params["number"]
+        if number > 1:
+            self.seconds.setdefault(steps, ([], []))[number % 2].append(time.process_time() - begin)
+        return result
+
+
+def guarded() -> dict[int, float]:
+    """Measure and print what the guard adds to a step; return it in ms, by the number of steps in a test."""
+    times, found = TestTimes(), {}
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "test_training.py")
+        file.write_text(_TESTS, "utf-8")
+        if pytest.main([str(file), "-q", "-p", "no:cacheprovider", "-p", "no:randomly"], plugins=[times]):
+            raise RuntimeError("a test has failed")
+    print("\n| steps in a test | ms CPU a step, bare | with the guard | added |\n| ---: | ---: | ---: | ---: |")
+    for steps, both in times.seconds.items():
+        marked, bare = (statistics.median(taken) * 1e3 / steps for taken in both)
+        found[steps] = marked - bare
+        print(f"| {steps} | {bare:.1f} | {marked:.1f} | {marked - bare:.1f} |", flush=True)
+    return found
+
+
 def main() -> None:
     """Read the options and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -166,8 +218,12 @@ def main() -> None:
     parser.add_argument("--size", action="append", choices=tuple(SIZES), help="default: both")
     parser.add_argument("--tokens", type=int, default=512, help="in a step (default: 512)")
     parser.add_argument("--parts", action="store_true", help="also show where the search's time goes, profiled")
+    parser.add_argument("--guard", action="store_true", help="show what the pytest guard adds to a step instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.guard:
+        guarded()
+        return
     print(f"target: at most {TARGET:.2f}; a snapshot every {stretch(MOST_UNTIL_SICK)} steps\n")
     print("| parameters | precision | tokens | ms CPU by hand | steps | lowest to highest | ratio |")
     print("| ---: | --- | ---: | ---: | ---: | ---: | ---: |", flush=True)

@@ -282,7 +282,6 @@ class NonFiniteReport:
     affected: tuple[str, ...]  # "loss", "grad:fc.weight", "param:...", "optimizer_state:...", "raised"
     outputs: tuple[str, ...]  # modules with non-finite outputs, in the order of execution
     output_grads: tuple[str, ...]  # modules with non-finite output gradients, as the backward ran
-    fingerprint: str  # of the loss, every checked output and every gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -272,9 +272,10 @@ class Backwards:
             self._parts.setdefault(id(parameter), set()).add(PLAIN if self.scale is None else self.scale)
 
     def _note_version(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self._versions[id(parameter)] = parameter.grad._version
-            self._written[id(parameter)] = weakref.ref(parameter.grad)
+        gradient = parameter.grad
+        if gradient is not None:
+            self._versions[id(parameter)] = gradient._version
+            self._written[id(parameter)] = weakref.ref(gradient)
 
     def _is_as_written(self, parameter: torch.Tensor) -> bool:
         grad, written = parameter.grad, self._written.get(id(parameter))
@@ -284,7 +285,7 @@ class Backwards:
 
     def _forget_cleared(self) -> None:
         """Forgets the scales of gradients that were cleared or zeroed: they will hold only the next backward's."""
-        for parameter in self._watched_parameters():
+        for parameter in self._watched_parameters() if self._parts else ():
             if id(parameter) in self._parts and not self._is_as_written(parameter) and _is_zero(parameter.grad):
                 del self._parts[id(parameter)]
                 self._clips.pop(id(parameter), None)

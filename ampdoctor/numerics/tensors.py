@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch._C import (
     DisableTorchFunction,
     DispatchKey,
     DispatchKeySet,
+    TensorBase,
     _disabled_torch_dispatch_impl,
     _ExcludeDispatchKeyGuard,
 )
@@ -176,20 +179,8 @@ def flat(tensor: Tensor) -> Tensor:
 # -- non-finite values: a flag for the cost of one reduction, exact counts, and statistics --
 
 _NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
-
-
-def nonfinite_flag(tensor: Tensor) -> Tensor:
-    """Return a 0-dim tensor on the tensor's device that is non-finite if and only if some element is.
-
-    It takes one reduction per tensor (`aminmax` propagates NaN) and does not wait for the device. A sum would not do:
-    finite values can add up to infinity. Checked are the elements that `dense_elements` returns; integers, booleans,
-    empty and meta tensors are finite. The flag is float32 (float64 for float64); do not use its value.
-    """
-    low, high = extremes(tensor)
-    with Unseen(low):
-        # high + 0 * low: an infinite low becomes NaN, a finite one leaves high as it is, and nothing can overflow.
-        flag = torch.add(high, low, alpha=0)
-        return flag if flag.dtype in {torch.float32, torch.float64} else flag.to(torch.float32)
+_device_of = TensorBase.device.__get__  # a replay's own `Tensor.device` looks who asks, and takes ten times as long
+_SMALL = 1 << 16  # elements up to which copying tensors into one takes less time than a reduction of each
 
 
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,6 +200,33 @@ def extremes_of_each(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     with Unseen(plain[0]) if plain else nullcontext():
         found = iter([_extremes_of(tensor) if _is_simple(tensor) else _extremes_of_any(tensor) for tensor in plain])
     return [next(found) if is_one else extremes(tensor) for tensor, is_one in each]
+
+
+def extremes_of_all(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return `extremes` that are finite if and only if all tensors are; small tensors of a kind share a pair."""
+    small: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    others: list[Tensor] = []
+    for tensor in tensors:
+        joins = is_plain(tensor) and _is_simple(tensor) and tensor.numel() <= _SMALL
+        (small[tensor.dtype, _device_of(tensor)] if joins else others).append(tensor)
+    for members in small.values():
+        with Unseen(members[0]):
+            others.append(torch._utils._flatten_dense_tensors(members))  # noqa: SLF001 - public as `all_reduce_coalesced`
+    return extremes_of_each(others)
+
+
+def to_host(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[float, float]]:
+    """Return pairs of `extremes` as floats, with one sync for each dtype and device."""
+    groups: defaultdict[Any, list[int]] = defaultdict(list)
+    for index, (low, _) in enumerate(pairs):
+        groups[low.dtype, _device_of(low)].append(index)
+    values = [(0.0, 0.0)] * len(pairs)
+    for indices in groups.values():
+        with Unseen(pairs[indices[0]][0]):
+            read = torch.stack([end for index in indices for end in pairs[index]]).tolist()
+        for index, pair in zip(indices, zip(read[::2], read[1::2], strict=True), strict=True):
+            values[index] = pair
+    return values
 
 
 def _is_simple(tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ from ampdoctor.hooks.torch_internals import (
     sequence_of,
 )
 from ampdoctor.probes.modules import is_watched, tensors_in
-from ampdoctor.probes.nonfinite import is_mask, is_nonfinite, trained_parameters
+from ampdoctor.probes.nonfinite import any_nonfinite, is_mask, is_nonfinite, trained_parameters
 from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.probes.ops import Site
 from ampdoctor.probes.probe import Probe
@@ -167,7 +167,7 @@ class PointProbe(Probe):
             yield
 
     def _look(self, tensors: Sequence[Tensor]) -> None:
-        self.bad = any(map(is_nonfinite, tensors))
+        self.bad = any_nonfinite(tensors)
         raise StepHalted
 
 
@@ -286,7 +286,7 @@ class _Gate:
                 with torch._C.DisableTorchFunction(), no_modes():
                     # an inner backward (a gradient penalty) whose losses are finite is part of the loss
                     outermost = backward.accumulated and not in_backward()
-                    if outermost or any(map(is_nonfinite, losses)):
+                    if outermost or any_nonfinite(losses):
                         self._end(losses)
             return run()
 

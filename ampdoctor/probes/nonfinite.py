@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from ampdoctor.evidence.trace import Headroom, NonFiniteReport, TensorStats
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.formats import FORMATS
-from ampdoctor.numerics.tensors import describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
+from ampdoctor.numerics.tensors import describe, extremes, extremes_of_all, extremes_of_each, nonfinite_counts, to_host
 from ampdoctor.precision.casting import HALVES
 from ampdoctor.probes.modules import is_watched, optimizer_parameters, tensors_in
 from ampdoctor.probes.probe import Probe
@@ -68,19 +68,19 @@ class Tightest:
             self.near[module] = headroom
 
 
-# -- pass 1: one cheap reduction a tensor, one host sync a step --
+# -- pass 1: one cheap reduction a tensor, one for all small ones of the state, one host sync a step --
 #
 # It triggers only on what harms training: loss, gradients, parameters, buffers, optimizer state. Sums over module
 # outputs and their gradients only locate. A sum may fire on finite values (a `finfo.min` mask sums to -inf): a firing
 # is a reason to trace the step, never a finding.
 
 _HALF_MAX = torch.finfo(torch.float16).max
-_FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
+_COMPARED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
 _LOCATING = frozenset(("output", "output_grad"))  # kinds that are checked only to locate; they harm nothing themselves
 
 
 class Observation(NamedTuple):
-    """A value that a step's fingerprint covers."""
+    """A value that two replays of a step are compared by."""
 
     kind: str  # "loss", "output", "output_grad" (of a module) or "grad" (of a parameter)
     name: str
@@ -89,33 +89,35 @@ class Observation(NamedTuple):
     @property
     def what(self) -> str:
         """For a sentence: "gradient of head.weight"."""
-        return f"{_FINGERPRINTED[self.kind]} {self.name}".strip()
+        return f"{_COMPARED[self.kind]} {self.name}".strip()
 
 
 class NonFiniteProbe(Probe):
     """Detects non-finite values in every module's outputs and their gradients, in gradients, and in the run's state.
 
     Not counted are state that was infinite before, a mask that a step makes and keeps, and a gradient that no optimizer
-    uses; a NaN in a buffer is never intended. `nonfinite`, `observed` (what the fingerprint covers), `headroom` (the
+    uses; a NaN in a buffer is never intended. `report`, `observed` (what replays are compared by), `headroom` (the
     tightest) and `near` are those of the step that was finished last; the last two are empty if it was not finite.
     """
 
     def __init__(self, *, locate: bool = True) -> None:
         self._locate = locate
-        self.report = NonFiniteReport(affected=(), outputs=(), output_grads=(), fingerprint="")
+        self.report = NonFiniteReport(affected=(), outputs=(), output_grads=())
         self.observed: tuple[Observation, ...] = ()
-        self._before: frozenset[tuple[str, str]] = frozenset()
+        self._before: dict[tuple[str, str], bool] = {}  # of the state: was it infinite
         self.headroom: Headroom | None = None
         self.near: tuple[Headroom, ...] = ()
         self._labels: list[tuple[str, str]] = []
-        self._flags: list[torch.Tensor] = []  # the smallest and the largest element of each, in turn
+        self._flags: list[tuple[torch.Tensor, torch.Tensor]] = []  # the smallest and the largest element of each
         self._leaf_hooks: list[Any] = []
 
     @contextmanager
     def attach(self, run: ObservedRun) -> Iterator[None]:
         self._run = run
         self._names = run.parameter_names()
-        self._before = self._nonfinite_state()
+        state = self._state(named=True)
+        ends = zip(state, to_host(extremes_of_each(tensor for *_, tensor in state)), strict=True)
+        self._before = {(kind, name): any(map(math.isinf, pair)) for (kind, name, _), pair in ends}  # and no NaN
         self._beside = FiniteBeside(run)
         trained = trained_parameters(run)
         with ExitStack() as stack:
@@ -133,12 +135,9 @@ class NonFiniteProbe(Probe):
             yield
 
     def begin(self) -> None:
-        self._forget()
-        self._beside = FiniteBeside(self._run)
-
-    def _forget(self) -> None:
         self._labels.clear()
         self._flags.clear()
+        self._beside = FiniteBeside(self._run)
 
     def finish(self, step: int, loss: Any) -> None:
         """Check loss and state, then read all flags at once."""
@@ -146,45 +145,26 @@ class NonFiniteProbe(Probe):
             self._check("loss", "loss", loss)
         elif isinstance(loss, float):
             self._check("loss", "loss", torch.tensor(loss, dtype=torch.float64))
-        self._check_each(
-            ((kind, name), tensor)
-            for kind, name, tensor in state_tensors(self._run)
-            if kind != "optimizer_state" or tensor.dim()  # a step count: what it divides is checked
-        )
+        place = len(self._labels)
         for name, gradient in outside_gradients(self._run):
             self._check("grad", name, gradient)
-        self._check_each((("beside", name), tensor) for name, tensor in self._beside.now())
+        beside = (tensor for _, tensor in self._beside.now() if is_watched(tensor))
+        self._flags += extremes_of_all([*(tensor for *_, tensor in self._state(named=False)), *beside])
         self._unhook_leaves()
         tightest = Tightest(step)
-        self.report = self._read(tightest, raised=isinstance(loss, UserCodeError))
+        self.report = self._read(tightest, place, raised=isinstance(loss, UserCodeError))
         fired = any(not target.startswith("buffer:") for target in self.report.affected)
         self.headroom, self.near = (None, ()) if fired else (tightest.found, tuple(tightest.near.values()))
-        self._forget()
 
-    def _nonfinite_state(self) -> frozenset[tuple[str, str]]:
-        tensors = {(kind, name): tensor for kind, name, tensor in state_tensors(self._run)}
-        self._check_each(tensors.items())
-        values = _to_host(self._flags)
-        pairs = zip(self._labels, values[::2], values[1::2], strict=True)
-        found = [label for label, low, high in pairs if not math.isfinite(_worst(low, high))]
-        self._forget()
-        return frozenset(label for label in found if not holds_nan(tensors[label]))
-
-    def _is_made_as_mask(self, buffer: str) -> bool:
-        """Whether the step made a buffer as a mask (-inf, else 0), as a causal mask is made at the first call."""
-        buffers = {name: tensor for kind, name, tensor in state_tensors(self._run) if kind == "buffer"}
-        return is_made_mask(buffers[buffer])
+    def _state(self, *, named: bool) -> list[tuple[str, str, torch.Tensor]]:
+        state = [one for one in state_tensors(self._run, named=named) if is_watched(one[2])]
+        # a step count is not checked: what it divides is
+        return [one for one in state if one[0] != "optimizer_state" or one[2].dim()]
 
     def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         if is_watched(tensor):
             self._labels.append((kind, name))
-            self._flags += extremes(tensor)
-
-    def _check_each(self, labelled: Iterable[tuple[tuple[str, str], torch.Tensor]]) -> None:
-        """Check many tensors at about half the cost of one after the other."""
-        watched = [(label, tensor) for label, tensor in labelled if is_watched(tensor)]
-        self._labels += [label for label, _ in watched]
-        self._flags += chain.from_iterable(extremes_of_each(tensor for _, tensor in watched))
+            self._flags.append(extremes(tensor))
 
     def _on_output(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
         def arrived(gradient: torch.Tensor) -> None:
@@ -213,24 +193,28 @@ class NonFiniteProbe(Probe):
 
         return hook
 
-    def _read(self, tightest: Tightest, *, raised: bool) -> NonFiniteReport:
-        values = _to_host(self._flags)
+    def _read(self, tightest: Tightest, place: int, *, raised: bool) -> NonFiniteReport:
+        """Reads the flags; the last, of all that is kept, have no labels, and what is lost of it comes at `place`."""
+        values = to_host(self._flags)
+        lost = not all(map(math.isfinite, chain.from_iterable(values[len(self._labels) :])))
+        state = self._state(named=True) if lost else []
+        ends_of_state = to_host(extremes_of_each(tensor for *_, tensor in state))
         affected: dict[str, None] = {"raised": None} if raised else {}
         outputs: dict[str, None] = {}
         output_grads: dict[str, None] = {}
         observed: list[Observation] = []
-        harmed: set[str] = set()
-        dtypes = (flag.dtype for flag in self._flags[::2])
-        for (kind, name), dtype, low, high in zip(self._labels, dtypes, values[::2], values[1::2], strict=True):
+        checked = zip(self._labels, self._flags, values, strict=False)
+        read = [(*label, flag.dtype, *ends) for label, (flag, _), ends in checked]
+        named = zip(state, ends_of_state, strict=True)
+        read[place:place] = [(kind, name, tensor.dtype, *ends) for (kind, name, tensor), ends in named]
+        for kind, name, dtype, low, high in read:
             value = _worst(low, high)
-            if kind in _FINGERPRINTED:
+            if kind in _COMPARED:
                 tightest.note(kind, name, dtype, low, high)
                 observed.append(Observation(kind, name, value))
-            if math.isfinite(value) or (kind, name) in self._before:
+            if math.isfinite(value) or self._before.get((kind, name)):
                 continue
-            if kind == "buffer" and self._is_made_as_mask(name):
-                continue
-            if kind == "beside" and name not in (harmed := harmed or {name for name, _ in self._beside.harmed()}):
+            if kind == "buffer" and is_made_mask({one[1]: one[2] for one in state if one[0] == kind}[name]):
                 continue
             if kind == "output":
                 outputs[name] = None
@@ -238,14 +222,9 @@ class NonFiniteProbe(Probe):
                 output_grads[name] = None
             else:
                 affected["loss" if kind == "loss" else f"{kind}:{name}"] = None
+        affected |= {f"beside:{name}": None for name, _ in self._beside.harmed()} if lost else {}
         self.observed = tuple(observed)
-        digest = hashlib.sha256("\n".join(f"{one.what}\0{one.value!r}" for one in observed).encode("utf-8", "replace"))
-        return NonFiniteReport(
-            affected=tuple(affected),
-            outputs=tuple(outputs),
-            output_grads=tuple(output_grads),
-            fingerprint=digest.hexdigest(),
-        )
+        return NonFiniteReport(affected=tuple(affected), outputs=tuple(outputs), output_grads=tuple(output_grads))
 
 
 def first_difference(first: Sequence[Observation], second: Sequence[Observation]) -> tuple[str, float, float] | None:
@@ -270,15 +249,15 @@ def trained_parameters(run: ObservedRun) -> frozenset[int]:
     return frozenset(held if held & own else own)
 
 
-def state_tensors(run: ObservedRun) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(kind, name, tensor) of all state that a step changes: parameters, buffers, optimizer state."""
-    names = run.parameter_names()
+def state_tensors(run: ObservedRun, *, named: bool = True) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(kind, name, tensor) of all state that a step changes: parameters, buffers, optimizer state; else no names."""
+    names: Mapping[int, str] = run.parameter_names() if named else defaultdict(str)
     seen: set[int] = set()
     for parameter in run.model.parameters():
         seen.add(id(parameter))
         yield "param", names[id(parameter)], parameter
     for buffer_name, buffer in run.model.named_buffers():
-        yield "buffer", run.clean_name(buffer_name), buffer
+        yield "buffer", run.clean_name(buffer_name) if named else "", buffer
     for optimizer in run.optimizers.values():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -289,7 +268,7 @@ def state_tensors(run: ObservedRun) -> Iterator[tuple[str, str, torch.Tensor]]:
             owner = names.get(id(owned), "?")
             for key, value in values.items():
                 if isinstance(value, torch.Tensor):
-                    yield "optimizer_state", f"{owner}:{key}", value
+                    yield "optimizer_state", f"{owner}:{key}" if named else "", value
 
 
 def outside_gradients(run: ObservedRun) -> Iterator[tuple[str, torch.Tensor]]:
@@ -342,10 +321,8 @@ class FiniteBeside:
     def __init__(self, run: ObservedRun) -> None:
         self._run = run
         kept = [(name, tensor) for name, tensor in run.beside() if is_watched(tensor)]
-        flags = list(chain.from_iterable(extremes_of_each(tensor for _, tensor in kept)))
-        values = _to_host(flags)
-        worst = map(_worst, values[::2], values[1::2])
-        self._known = [named for named, value in zip(kept, worst, strict=True) if math.isfinite(value)]
+        values = to_host(extremes_of_each(tensor for _, tensor in kept))
+        self._known = [one for one, value in zip(kept, values, strict=True) if math.isfinite(_worst(*value))]
 
     def now(self) -> Iterator[tuple[str, torch.Tensor]]:
         names, tensors = {name for name, _ in self._known}, {id(tensor) for _, tensor in self._known}
@@ -365,25 +342,17 @@ def _worst(low: float, high: float) -> float:
     return high if math.isfinite(low) else math.nan
 
 
-def _to_host(flags: list[torch.Tensor]) -> list[float]:
-    """All flags as floats, with one sync for each (device, dtype)."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, flag in enumerate(flags):
-        groups.setdefault((flag.device, flag.dtype), []).append(index)
-    values = [0.0] * len(flags)
-    for indices in groups.values():
-        stacked = torch.stack([flags[index] for index in indices]).tolist()
-        for index, value in zip(indices, stacked, strict=True):
-            values[index] = value
-    return values
-
-
 # -- exact checks of one tensor --
+
+
+def any_nonfinite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of the tensors holds a NaN or an infinity, exactly: one reduction for each, and one sync."""
+    return not all(map(math.isfinite, chain.from_iterable(to_host(extremes_of_all(filter(is_watched, tensors))))))
 
 
 def is_nonfinite(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds a NaN or an infinity, exactly: one reduction."""
-    return is_watched(tensor) and not math.isfinite(float(nonfinite_flag(tensor)))
+    return is_watched(tensor) and not all(math.isfinite(float(end)) for end in extremes(tensor))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ampdoctor.evidence.trace import Recomputation
-from ampdoctor.numerics.tensors import extremes, nonfinite_flag
+from ampdoctor.numerics.tensors import extremes
 from ampdoctor.probes.ops import Ran, Split
 
 _LOW = (
@@ -72,9 +72,8 @@ def recompute(
     if not _alike(wide, results):
         return None, []
     finite, amax = _where_nonfinite(results, wide)
-    limit = max(
-        (float(torch.finfo(r.dtype).max) for r in results if not math.isfinite(float(nonfinite_flag(r)))), default=0.0
-    )
+    lost = (r for r in results if not all(map(math.isfinite, map(float, extremes(r)))))
+    limit = max((float(torch.finfo(r.dtype).max) for r in lost), default=0.0)
     single = widely(func, call, single=True)
     finite32, amax32 = _where_nonfinite(results, single) if _alike(single, results) else (None, 0.0)
     beyond = finite and amax > limit

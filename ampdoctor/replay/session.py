@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +165,9 @@ class Session:
 
     def _parts(self) -> Iterator[int]:
         parts = self.run, self.scaler, *self.optimizers.values(), *self.schedulers
-        yield from map(id, (*parts, *self.model.modules(), *(tensor for _, tensor in tensors_of(self.model))))
+        modules = list(self.model.modules())
+        tables = (table.values() for module in modules for table in (module._parameters, module._buffers))  # noqa: SLF001 - one walk
+        yield from map(id, chain(parts, modules, *tables))
 
     def random_state(self, like: RandomState | None = None) -> RandomState:
         """Returns the states of all generators, with the loader's own; states equal to those in `like` are shared."""
@@ -180,17 +183,19 @@ class Session:
 
     def own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor) for floating-point tensors of the user's code outside model and optimizers."""
-        taken = Counter(name for name, _ in tensors_of(self.model))
-        for name, tensor in self.reached.tensors():
-            if _is_state(tensor):
-                taken[name] += 1
-                yield name if taken[name] == 1 else f"{name} (the run's own, {taken[name]})", tensor
+        found = [(name, tensor) for name, tensor in self.reached.tensors() if _is_state(tensor)]
+        taken = Counter(name for name, _ in tensors_of(self.model)) if found else Counter()
+        for name, tensor in found:
+            taken[name] += 1
+            yield name if taken[name] == 1 else f"{name} (the run's own, {taken[name]})", tensor
 
     def beside(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `ObservedRun`: tensors shaped like a parameter or like all weights in a vector; others are readings."""
-        shapes = {tensor.shape for _, tensor in tensors_of(self.model) if tensor.numel() > 1}
-        shapes.add(torch.Size((sum(parameter.numel() for parameter in self.model.parameters()),)))
+        shapes: set[torch.Size] = set()
         for name, tensor in self.own_state():
+            if not shapes:
+                shapes = {tensor.shape for _, tensor in tensors_of(self.model) if tensor.numel() > 1}
+                shapes.add(torch.Size((sum(parameter.numel() for parameter in self.model.parameters()),)))
             if isinstance(tensor, nn.Parameter) or tensor.shape in shapes:
                 yield name, tensor
 

@@ -25,7 +25,7 @@ from ampdoctor.hooks.process_state import are_several, unwarned
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.recording.journal import together
 from ampdoctor.precision.cuda_autocast import policy_in_force
-from ampdoctor.probes.nonfinite import is_nonfinite, stats_of
+from ampdoctor.probes.nonfinite import any_nonfinite, is_nonfinite, stats_of
 from ampdoctor.probes.user_code import as_source
 from ampdoctor.replay.bundles.model import Made
 from ampdoctor.replay.bundles.write import Written, write_bundle
@@ -502,7 +502,7 @@ def left_at_the_end(
         whole = all(type(gradient) is torch.Tensor for gradient in gradients)  # not in parts, and not fake
         # of scaled gradients alone, a scaler would skip the step
         judged = losses if watch.scalers.last is not None else [*losses, *gradients]
-        if gradients and whole and any(map(is_nonfinite, judged)):
+        if gradients and whole and any_nonfinite(judged):
             yield "no optimizer has used its gradients", program, step
     if recorder.used.any_backward or (test is not None and test.began_finite):
         step = max(step - 1, 0)

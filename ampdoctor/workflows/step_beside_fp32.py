@@ -24,7 +24,7 @@ from ampdoctor.evidence.trace import (
     StepOutcome,
 )
 from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.numerics.tensors import Distance, nonfinite_flag, together
+from ampdoctor.numerics.tensors import Distance, extremes_of_all, to_host, together
 from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.modules import optimizer_parameters
@@ -357,7 +357,8 @@ class Fp32Step:
         """Run the step in fp32, with a change inside; the session is left after the step."""
         gradients, moves = GradientProbe(), MovesProbe(session)
         outcome = run_step(session, step, gradients, moves, fp32=True, change=change)
-        finite = all(math.isfinite(float(nonfinite_flag(gradient))) for gradient in gradients.gradients.values())
+        ends = to_host(extremes_of_all(gradients.gradients.values()))
+        finite = all(math.isfinite(end) for pair in ends for end in pair)
         return cls(DistanceProbe(gradients.gradients, gradients.times), moves.before, moves.moves, outcome, finite)
 
     def compared(self, session: Session, outcome: StepOutcome) -> Comparison:

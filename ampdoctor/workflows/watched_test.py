@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.recording.journal import parameters_of
-from ampdoctor.probes.nonfinite import is_mask, is_nonfinite
+from ampdoctor.probes.nonfinite import any_nonfinite, is_mask, is_nonfinite
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +27,7 @@ class WatchedTest:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._state: dict[torch.Tensor, dict[str, Any]] = {}
         self._optimizer: Any = None
-        self.began_finite = model is not None and not any(is_nonfinite(p) for p in model.parameters())
+        self.began_finite = model is not None and not any_nonfinite(model.parameters())
 
     def hold(self, *parts: Any) -> None:
         """Keeps models alive."""
@@ -39,19 +40,24 @@ class WatchedTest:
             self._copies = [(p, p.detach().clone()) for p in parameters_of(optimizer)]
             self._state = {p: {key: _copied(one) for key, one in held.items()} for p, held in optimizer.state.items()}
 
+    def may_be_lost(self, optimizer: torch.optim.Optimizer, buffers: Iterable[torch.Tensor]) -> bool:
+        """Whether a weight or a moment after an update, or one of the models' `buffers`, is not finite."""
+        return optimizer is self._optimizer and any_nonfinite(chain(self._updated(), buffers))
+
     def is_lost(self, program: Program) -> bool:
         """Whether a step's update, or its forward, has made a weight, a moment or a buffer of the model non-finite."""
-        optimizer = program.optimizer
-        if optimizer is None or optimizer is not self._optimizer:
+        if program.optimizer is not self._optimizer:  # what the program's backwards do not reach
             return False
-        updated = [p for p in parameters_of(optimizer) if p.grad is not None]
-        held = [optimizer.state.get(p, {}).values() for p in updated]
-        moments = [one for values in held for one in values if isinstance(one, torch.Tensor)]
-        if any(map(is_nonfinite, (*updated, *moments))):
+        if any_nonfinite(self._updated()):
             return True
         now = dict(program.model.named_buffers())
         before = [(now[name], value) for name, value in program.buffers.items()]  # of those that have changed
         return any(is_nonfinite(one) and not is_mask(one) and not is_nonfinite(value) for one, value in before)
+
+    def _updated(self) -> Iterator[torch.Tensor]:
+        for parameter in (p for p in parameters_of(self._optimizer) if p.grad is not None):
+            held = self._optimizer.state.get(parameter, {}).values()
+            yield from (parameter, *(one for one in held if isinstance(one, torch.Tensor)))
 
     @contextmanager
     def undone(self) -> Iterator[None]:

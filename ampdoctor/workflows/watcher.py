@@ -108,7 +108,7 @@ class TrainingWatcher:
         self._log = self._rank.log
         self._intake = DataStats(self._rank.place.world)
         self._lines = StepLines(self._log, self._intake)
-        self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
+        self._numbers = StepNumbers(self._read, self._lines.detail, every=0 if request.test else request.every)
         self._beside = OtherModules(request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are still expected
         self._last: dict[str, LastUpdate] = {}  # by optimizer
@@ -121,7 +121,7 @@ class TrainingWatcher:
         self.failure: str | None = None
         self.skipped = 0
         self._lost = 0  # readings
-        self._described = False
+        self._described = request.test  # nobody reads a test's log: neither facts nor single tensors are taken for it
         self._protocol = Protocol(self._watch)
         self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
         self._said: set[str] = set()
@@ -150,7 +150,8 @@ class TrainingWatcher:
             stack.callback(self._guard.release)
             stack.callback(self._updates.clear)
             stack.callback(self._log.close)
-            self._log.describe(**software(), script={"command": list(self._request.command)})
+            if not self._described:
+                self._log.describe(**software(), script={"command": list(self._request.command)})
             stack.enter_context(self._constructions.recording())
             stack.enter_context(self._protocol.half_made.recording())
             stack.enter_context(self._watch.watching(*scalers))
@@ -407,8 +408,8 @@ class TrainingWatcher:
 
     def _look_at_the_update(self, test: WatchedTest, attempt: UpdateAttempt) -> None:
         """Examine a step whose update, or forward, has left a state that is not finite."""
-        program = self._watch.program(attempt)
-        if test.is_lost(program):
+        buffers = together(self._watch.recorder.models.roots).buffers()
+        if test.may_be_lost(attempt.optimizer, buffers) and test.is_lost(program := self._watch.program(attempt)):
             with test.undone():
                 what = "the state after its update is not finite"
                 self._examine(with_inner_autocast(program), what, name=attempt.name, settles=False)

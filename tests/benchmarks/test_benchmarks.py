@@ -90,7 +90,7 @@ def test_the_probe_looks_at_every_kind_of_tensor(overhead):
         "output": leaves + 1,  # and the root's
         "output_grad": leaves + 1,
         "grad": parameters,
-        "state": 3 * parameters,  # each with two moments; the step counts are left alone
+        "state": 1,  # at once
     }
 
 

@@ -71,7 +71,7 @@ def test_what_does_not_come_again_on_the_same_inputs_is_the_kernels(finite, amax
 
 
 def test_a_partial_overflow_of_a_backward_may_be_the_scales():
-    seen = NonFiniteReport(affected=("grad:a",), outputs=(), output_grads=(), fingerprint="")
+    seen = NonFiniteReport(affected=("grad:a",), outputs=(), output_grads=())
     verdict = Recomputation(finite=True, amax=3.0, limit=MAX, overflow=True)
     made = replace(origin("backward", nonfinite="nan"), recomputed=verdict)
     assert scale_may_cure((made,), seen)
@@ -83,7 +83,7 @@ def test_a_partial_overflow_of_a_backward_may_be_the_scales():
     [(("grad:w",), True), (("grad:w", "loss"), True), (("grad:w", "param:w"), False), (("output:fc",), False)],
 )
 def test_a_lower_scale_may_cure_gradients_and_a_loss_that_takes_them(affected, may):
-    seen = NonFiniteReport(affected=affected, outputs=(), output_grads=(), fingerprint="")
+    seen = NonFiniteReport(affected=affected, outputs=(), output_grads=())
     assert scale_may_cure((origin("backward", verdict=OVER),), seen) is may
 
 

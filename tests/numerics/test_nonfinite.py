@@ -15,9 +15,10 @@ from ampdoctor.numerics.tensors import (
     E2M1_PAIRS,
     describe,
     extremes,
+    extremes_of_all,
     extremes_of_each,
     nonfinite_counts,
-    nonfinite_flag,
+    to_host,
 )
 from tests.numerics.data import DTYPES, tensors
 
@@ -26,12 +27,14 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def fires(tensor: torch.Tensor) -> bool:
-    flag = nonfinite_flag(tensor)
-    assert flag.shape == ()
-    assert flag.dtype in {torch.float32, torch.float64}
-    assert flag.device == tensor.device
-    assert flag.grad_fn is None
-    return not math.isfinite(flag.item())
+    for flag in extremes(tensor):
+        assert flag.shape == ()
+        assert flag.device == tensor.device
+        assert flag.grad_fn is None
+    each, together = to_host([extremes(tensor)]), to_host(extremes_of_all([torch.ones(2), tensor]))
+    fired = [any(not math.isfinite(end) for ends in pairs for end in ends) for pairs in (each, together)]
+    assert fired[0] is fired[1]
+    return fired[0]
 
 
 @given(any_tensor)
@@ -164,7 +167,7 @@ class _SeenOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("look", [nonfinite_flag, nonfinite_counts, describe, count])
+@pytest.mark.parametrize("look", [extremes, nonfinite_counts, describe, count])
 def test_no_trace_sees_it(look):
     ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
     targets = [torch.ones(3, requires_grad=True), torch.ones(3).half(), torch.ones(3, dtype=torch.complex64), ragged]
@@ -183,12 +186,12 @@ def test_no_trace_sees_it(look):
 def test_autocast_autograd_and_default_device_leave_it_alone(dtype):
     tensor = torch.full((8,), 65504.0 if dtype == torch.float16 else 1e38, dtype=dtype, requires_grad=True)
     with torch.autocast("cpu", dtype=dtype):
-        flag = nonfinite_flag(tensor)
+        flag = extremes(tensor)[1]
         assert torch.is_autocast_enabled("cpu")
-    assert flag.dtype == torch.float32
+    assert flag.dtype == dtype
     assert not flag.requires_grad
     with torch.device("meta"):
-        assert nonfinite_flag(torch.ones(3, device="cpu")).item() == 1.0
+        assert extremes(torch.ones(3, device="cpu"))[1].item() == 1.0
         assert count(torch.ones(3, device="cpu")).numel == 3
     assert (tensor * 2).requires_grad  # the guards are gone
 
@@ -201,6 +204,6 @@ def test_a_device_is_not_waited_for(dtype):
             torch.empty(3, device="cuda").sum().item()
         with pytest.raises(DynamicOutputShapeException):
             torch.bincount(torch.empty(3, device="cuda", dtype=torch.int64))
-        assert nonfinite_flag(tensor).device.type == "cuda"
+        assert extremes(tensor)[0].device.type == "cuda"
         assert isinstance(merged(count_there(tensor), count_there(tensor.t())), DeviceCounts)
-    assert nonfinite_flag(tensor).device.type == "cuda"  # also outside of the mode
+    assert extremes(tensor)[0].device.type == "cuda"  # also outside of the mode
