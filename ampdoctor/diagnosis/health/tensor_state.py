@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ampdoctor.diagnosis.health.lazy_numpy import np
 from ampdoctor.diagnosis.health.step_state import StepState
 from ampdoctor.evidence.location import Phase, Where
-from ampdoctor.evidence.log_records import DetailLine, TensorDetail
+from ampdoctor.evidence.log_records import DetailLine, TensorDetail, column_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +24,7 @@ MEASURES = (
     *("norm", "amax", "nonfinite", "flushed_share", "zero_share"),
     *("log2_headroom", "update_ratio", "unmoved_share", "elements", "scale"),
 )
-_MEASURED, _ADDRESS = attrgetter(*MEASURES), attrgetter("tensor", "role", "part", "call")
+_ADDRESS = ("tensor", "role", "part", "call")
 
 _NARROW = ("e4m3", "e5m2", "fp8", "e2m1", "fp4")
 
@@ -34,8 +33,8 @@ Key = tuple[int, str, str, int]
 
 
 def measured(tensors: Sequence[TensorDetail]) -> Matrix:
-    """Returns (tensors, `MEASURES`); NaN where it was not measured."""
-    return np.array(list(map(_MEASURED, tensors)), np.float64)
+    """Returns (`MEASURES`, tensors); NaN where it was not measured."""
+    return np.array([column_of(tensors, name) for name in MEASURES], np.float64)
 
 
 @dataclass(slots=True)
@@ -116,6 +115,8 @@ class TensorCourses:
 
     def __init__(self) -> None:
         self._rows: dict[Key, int] = {}
+        self._address: list[Sequence[Any]] = []  # the last line's columns of it
+        self._at: list[int] = []  # their rows
         self._step: int | None = None
         self.moment = TensorState(
             line=DetailLine(step=0),
@@ -135,15 +136,18 @@ class TensorCourses:
         moment.line = line
         if not line.tensors:
             return
-        keys: list[Key] = list(map(_ADDRESS, line.tensors))
-        new: dict[Key, str | None] = {}
-        for key, one in zip(keys, line.tensors, strict=True):
-            if key not in self._rows:
-                new.setdefault(key, one.format)
-        if new:
-            moment.add_rows(list(new), list(new.values()))
-            self._rows |= {key: at for at, key in enumerate(new, start=len(self._rows))}
-        moment.measures[:, [self._rows[key] for key in keys], -1] = measured(line.tensors).T
+        address = [column_of(line.tensors, name) for name in _ADDRESS]
+        if address != self._address:
+            keys: list[Key] = list(zip(*address, strict=True))
+            new: dict[Key, str | None] = {}
+            for key, form in zip(keys, column_of(line.tensors, "format"), strict=True):
+                if key not in self._rows:
+                    new.setdefault(key, form)
+            if new:
+                moment.add_rows(list(new), list(new.values()))
+                self._rows |= {key: at for at, key in enumerate(new, start=len(self._rows))}
+            self._address, self._at = address, [self._rows[key] for key in keys]
+        moment.measures[:, self._at, -1] = measured(line.tensors)
 
 
 @dataclass(frozen=True, slots=True)
