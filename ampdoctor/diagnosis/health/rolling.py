@@ -38,7 +38,7 @@ class RollingStats:
 
     The spikes that the rules look for do not move median and MAD; where large values are usual, the upper tail counts.
     This is a hot path: the window is sorted on demand, at most once a hop, and the results do not depend on when they
-    are read. `highest` and `lowest` cover the window and the values since.
+    are read.
     """
 
     def __init__(self) -> None:
@@ -46,21 +46,28 @@ class RollingStats:
         self._window = 0  # length of the window
         self._sorted = False  # whether the fields below belong to this window
         self._logs = True
-        self._middle = self._recent = math.nan
+        self._middle = math.nan
         self._deviation = 1.0
-        self.highest, self.lowest = -math.inf, math.inf
+        self._highest: deque[float] = deque(maxlen=LENGTH // HOP)  # of each hop of the window
+        self._lowest: deque[float] = deque(maxlen=LENGTH // HOP)
         self.count = 0
 
     def add(self, value: float) -> None:
         """Adds a finite value."""
         self._values.append(value)
-        if value > self.highest:  # noqa: PLR1730 - max() is slower, and every value passes here
-            self.highest = value
-        if value < self.lowest:  # noqa: PLR1730
-            self.lowest = value
         self.count += 1
         if self.count % HOP == 0:
             self._hop()
+
+    @property
+    def highest(self) -> float:
+        """The highest value of the window and since; -inf without one."""
+        return max(*self._highest, *self._values[self._window :], -math.inf)
+
+    @property
+    def lowest(self) -> float:
+        """The lowest value of the window and since; inf without one."""
+        return min(*self._lowest, *self._values[self._window :], math.inf)
 
     @property
     def usual(self) -> float:
@@ -69,9 +76,12 @@ class RollingStats:
 
     @property
     def recent(self) -> float:
-        """Median of the last `RECENT` values as of the last hop."""
+        """Median of the last `RECENT` values as of the last hop; NaN for fewer than `LEAST` values."""
+        if self.count < LEAST:
+            return math.nan
         self._know()
-        return math.exp(self._recent) if self._logs else self._recent
+        last = sorted(self._values[self._window - RECENT : self._window])
+        return math.exp(median(last, math.log)) if self._logs else median(last)
 
     @property
     def latest(self) -> float:
@@ -90,11 +100,14 @@ class RollingStats:
 
     def outside(self, value: float) -> float:
         """Returns how far a value is above (positive) or below (negative) the window, in logarithms or its own unit."""
-        if self.count < LEAST or self.lowest <= value <= self.highest:
+        if self.count < LEAST:
+            return 0.0
+        lowest, highest = self.lowest, self.highest
+        if lowest <= value <= highest:
             return 0.0
         self._know()
         at = self._place(value)
-        return max(0.0, at - self._place(self.highest)) + min(0.0, at - self._place(self.lowest))
+        return max(0.0, at - self._place(highest)) + min(0.0, at - self._place(lowest))
 
     def lifts(self) -> tuple[float, ...]:
         """Returns how far the mean over each of `SPANS` is above the usual, in robust deviations; 0 while unknown."""
@@ -110,24 +123,25 @@ class RollingStats:
         return math.exp(at) if self._logs else at
 
     def _hop(self) -> None:
+        new = self._values[-HOP:]
+        self._highest.append(max(new))
+        self._lowest.append(min(new))
         del self._values[:-LENGTH]
         self._window, self._sorted = len(self._values), False
-        self.highest, self.lowest = max(self._values), min(self._values)
 
     def _know(self) -> None:
         if not self._sorted and self.count >= LEAST:
             self._sort()
 
     def _sort(self) -> None:
-        window = self._values[: self._window]
-        older, recent = sorted(window[:-RECENT]), sorted(window[-RECENT:])
-        self._logs = older[0] > 0 and recent[0] > 0
+        recent = self._window - RECENT
+        older = sorted(self._values[:recent])
+        self._logs = older[0] > 0 and min(self._values[recent : self._window]) > 0
         place = math.log if self._logs else float  # monotonic: only a few values need their logarithm
-        self._middle, self._recent = median(older, place), median(recent, place)
+        self._middle = median(older, place)
         floor = FLOOR if self._logs else FLOOR * max(abs(self._middle), 1e-12)
         tail = _TAIL * (place(older[int(0.95 * (len(older) - 1))]) - self._middle)
-        ways = sorted(abs(place(value) - self._middle) for value in older)
-        self._deviation = max(_ROBUST * median(ways), tail, floor)
+        self._deviation = max(_ROBUST * _median_distance(older, place, self._middle), tail, floor)
         self._sorted = True
 
     def _counted(self, value: float) -> float:
@@ -153,7 +167,7 @@ class LongRollingStats(RollingStats):
         way = 0.0 if way < 0.0 else MOST if way > MOST else way  # noqa: FURB136 - as above
         self._height += way - self._ways[-RECENT]
         self._ways.append(way)
-        super().add(value)
+        RollingStats.add(self, value)  # `super()` takes longer, and every value passes here
 
     def height(self) -> float:
         """Returns the sum, over the last `RECENT` values, of how far each is above the usual (at least 0).
@@ -205,6 +219,23 @@ def median(ordered: Sequence[float], place: _Place = float) -> float:
     """Returns the median of `place` of the sorted values."""
     middle, odd = divmod(len(ordered), 2)
     return place(ordered[middle]) if odd else (place(ordered[middle - 1]) + place(ordered[middle])) / 2
+
+
+def _median_distance(ordered: Sequence[float], place: _Place, middle: float) -> float:
+    """Returns the median of the distances of the sorted values' places from `middle`."""
+    count = len(ordered) // 2 + 1  # the nearest values, up to the one above the middle, are neighbours
+    low, high = 0, len(ordered) - count
+    while low < high:
+        at = (low + high) // 2
+        if middle - place(ordered[at]) > place(ordered[at + count]) - middle:
+            low = at + 1
+        else:
+            high = at
+    ends = (ordered[low], ordered[low + 1], ordered[low + count - 2], ordered[low + count - 1])
+    first, second, last_but_one, last = [abs(place(value) - middle) for value in ends]
+    if len(ordered) % 2:
+        return max(first, last)
+    return (max(first, last) + (max(second, last) if first > last else max(first, last_but_one))) / 2
 
 
 # -- a number in a run's first steps: the reference while the usual value cannot be relied on --
