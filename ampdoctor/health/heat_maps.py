@@ -94,7 +94,8 @@ class Maps:
         """Adds a line with the tensors of a step, or some of them; `table` holds their names."""
         if not line.tensors:
             return
-        tensors, roles, measures = *(column_of(line.tensors, name) for name in ("tensor", "role")), measured(line.tensors)
+        tensors, roles = column_of(line.tensors, "tensor"), column_of(line.tensors, "role")
+        measures = measured(line.tensors)
         if self._last != (tensors, roles, table):  # most looks are at the same tensors as the one before
             self._last, self._rows = (tensors, roles, table), {}
             self._of_role = {role: np.flatnonzero(np.array(roles) == role) for role in set(roles)}
