@@ -254,7 +254,9 @@ class StepLine:
     @property
     def norm(self) -> float | None:
         """The norm before clipping, without the loss scale; None where one of these is unknown."""
-        return None if self.norm_clipped else self._unscaled_norm
+        if self.norm_clipped:
+            return None
+        return self._unscaled_norm if self.norm_scaled else self.gradient_norm
 
     @property
     def clipped_norm(self) -> float | None:

@@ -117,7 +117,7 @@ def _parser() -> Callable[[str | bytes], Any]:
 
 
 _loads = _parser()
-_AT_ONCE = 256  # most lines that are parsed together
+_AT_ONCE = 64  # most lines that are parsed together
 _BLANKS = b" \t\r\n"  # of JSON
 _BEGINS_STEP = methodcaller("startswith", b'{"kind":"step",')
 _LARGEST = 2**63 - 1

@@ -437,7 +437,8 @@ class BatchCourses:
 
     def add(self, line: StepLine) -> None:
         """Adds a step; `end_of` adds its numbers to the usual ones."""
-        self.size.add(line.batch_elements)
+        if line.batch_elements is not None or self.size.changed or self.size.other:
+            self.size.add(line.batch_elements)
         if self.size.changed:  # longer sequences have another share of padding, say
             self.rms, self.zeros = RollingStats(), RollingStats()
         if not line.skipped:

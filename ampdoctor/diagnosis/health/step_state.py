@@ -336,16 +336,12 @@ class Setting:
         self.before, self.now = self.now, values
 
     def rises(self, factor: float) -> bool:
-        """Returns whether a group's value is more than `factor` times the last one; any rise from zero counts."""
-        return self.moved and any(
-            now > factor * before for before, now in zip(self.before, self.now, strict=False)
-        )
+        """Returns whether a group's value is more than `factor` times the last one, where one has moved."""
+        return any(now > factor * before for before, now in zip(self.before, self.now, strict=False))
 
     def falls(self, factor: float) -> bool:
-        """Returns whether a group's value fell by more than `factor`, or below zero from zero."""
-        return self.moved and any(
-            now < before / factor for before, now in zip(self.before, self.now, strict=False)
-        )
+        """Returns whether a group's value fell by more than `factor`, or below zero, where one has moved."""
+        return any(now < before / factor for before, now in zip(self.before, self.now, strict=False))
 
 
 @dataclass(slots=True)
@@ -543,17 +539,20 @@ class StepState:
             self.descent, self.early_seconds = self.descent.anew(), math.inf
 
     def _add_settings(self, line: StepLine) -> None:
-        self.decays.add(line.weight_decays)
-        self.rates.add(line.learning_rates)
-        if self.decays.rises(_NO_SCHEDULE) or self.decays.falls(_NO_SCHEDULE) or self.rates.rises(_NO_SCHEDULE):
+        decays, rates = self.decays, self.rates
+        decays.add(line.weight_decays)
+        rates.add(line.learning_rates)
+        if (decays.moved and (decays.rises(_NO_SCHEDULE) or decays.falls(_NO_SCHEDULE))) or (
+            rates.moved and rates.rises(_NO_SCHEDULE)
+        ):
             self.departs("schedule")
         if not line.learning_rates:
             return
         rate = line.learning_rates[0]
-        if self.rates.moved and self.rates.before:
-            before = self.rates.before[0]
+        if rates.moved and rates.before:
+            before = rates.before[0]
             at_once = rate != before and before > 0 and rate > 0 and not 1 / _NO_SCHEDULE < rate / before < _NO_SCHEDULE
-            if at_once and rate < _FAR_BEYOND * self.rates.highest[0]:
+            if at_once and rate < _FAR_BEYOND * rates.highest[0]:
                 self._quiet = QUIET
         self._rates.append(rate)
         self.rising = rate > self._rates[0] * 1.001

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 LOOKS = 16  # looks that are kept
+_HELD = 8 * LOOKS  # looks that there is room for
 NEW = 3  # the last of these: their trend is compared with that of those before
 LEAST_BEFORE = 6
 MOST_BEFORE = 12
@@ -34,7 +35,12 @@ Key = tuple[int, str, str, int]
 
 def measured(tensors: Sequence[TensorDetail]) -> Matrix:
     """Returns (`MEASURES`, tensors); NaN where it was not measured."""
-    return np.array([column_of(tensors, name) for name in MEASURES], np.float64)
+    found = np.full((len(MEASURES), len(tensors)), np.nan)
+    for row, name in zip(found, MEASURES, strict=True):
+        column = column_of(tensors, name)
+        if column.count(None) < len(column):
+            row[:] = np.array(column, np.float64)
+    return found
 
 
 @dataclass(slots=True)
@@ -46,7 +52,8 @@ class TensorState:
         names: The log's table of names.
         steps: (looks) attempted step of each look, the newest last.
         tensors: Index of each row's name in the log's table; `roles` and `formats` are also by row.
-        measures: (`MEASURES`, rows, `LOOKS`), the newest look last; NaN where it was not measured.
+        measures: (`MEASURES`, rows, `_HELD`), the newest look before `end`; NaN where it was not measured.
+        end: Place after the newest look.
         seen: Number of looks, at most `LOOKS`.
         of_steps: The steps of the same optimizer before the last look.
     """
@@ -57,6 +64,7 @@ class TensorState:
     roles: NDArray[np.str_]
     formats: list[str | None]
     measures: Matrix
+    end: int = 0
     seen: int = 0
     names: tuple[str, ...] = ()
     of_steps: StepState | None = None
@@ -85,15 +93,18 @@ class TensorState:
         self.tensors += tensors
         self.formats += formats
         self.roles = np.concatenate([self.roles, np.array(roles, dtype=self.roles.dtype)])
-        new = np.full((len(MEASURES), len(keys), LOOKS), np.nan)
+        new = np.full((len(MEASURES), len(keys), _HELD), np.nan)
         self.measures = np.concatenate([self.measures, new], axis=1)
         self._of_role.clear()
         self._eight_bit = None
 
     def begin(self, step: int) -> None:
         """Begins a look at another step."""
-        self.measures[:, :, :-1] = self.measures[:, :, 1:]
-        self.measures[:, :, -1] = np.nan
+        if self.end == _HELD:  # rarely: it moves all
+            self.measures[:, :, :LOOKS] = self.measures[:, :, -LOOKS:]
+            self.measures[:, :, LOOKS:] = np.nan
+            self.end = LOOKS
+        self.end += 1
         self.steps[:-1] = self.steps[1:]
         self.steps[-1] = step
         self.seen = min(self.seen + 1, LOOKS)
@@ -106,7 +117,7 @@ class TensorState:
 
     def values(self, measure: str, rows: NDArray[np.int64] | None = None) -> Matrix:
         """Returns (rows, looks) of a measure, the newest last; NaN where it was not measured."""
-        matrix = self.measures[MEASURES.index(measure), :, LOOKS - self.seen :]
+        matrix = self.measures[MEASURES.index(measure), :, self.end - self.seen : self.end]
         return matrix if rows is None else matrix[rows]
 
 
@@ -124,7 +135,7 @@ class TensorCourses:
             tensors=[],
             roles=np.array([], dtype="U20"),
             formats=[],
-            measures=np.empty((len(MEASURES), 0, LOOKS)),
+            measures=np.empty((len(MEASURES), 0, _HELD)),
         )
 
     def add(self, line: DetailLine) -> None:
@@ -147,7 +158,7 @@ class TensorCourses:
                 moment.add_rows(list(new), list(new.values()))
                 self._rows |= {key: at for at, key in enumerate(new, start=len(self._rows))}
             self._address, self._at = address, [self._rows[key] for key in keys]
-        moment.measures[:, self._at, -1] = measured(line.tensors)
+        moment.measures[:, self._at, moment.end - 1] = measured(line.tensors)
 
 
 @dataclass(frozen=True, slots=True)
