@@ -74,8 +74,6 @@ class TensorDetail:
 class TensorTable(Sequence[TensorDetail]):
     """Tensors by columns, as a reader of many lines has them: a `TensorDetail` is made where one is asked for."""
 
-    __slots__ = ("columns",)
-
     def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
         self.columns = columns  # of every field
 
@@ -83,15 +81,12 @@ class TensorTable(Sequence[TensorDetail]):
         return len(self.columns["tensor"])
 
     def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice):
-            return tuple(self)[at]
         return TensorDetail(**{name: column[at] for name, column in self.columns.items()})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, tuple | TensorTable) and tuple(self) == tuple(other)
 
-    def __hash__(self) -> int:
-        return hash(tuple(self))
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return repr(tuple(self))
@@ -254,9 +249,7 @@ class StepLine:
     @property
     def norm(self) -> float | None:
         """The norm before clipping, without the loss scale; None where one of these is unknown."""
-        if self.norm_clipped:
-            return None
-        return self._unscaled_norm if self.norm_scaled else self.gradient_norm
+        return None if self.norm_clipped else self._unscaled_norm
 
     @property
     def clipped_norm(self) -> float | None:

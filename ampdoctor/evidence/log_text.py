@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from itertools import chain, groupby, islice
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, methodcaller
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
         return plain_float(value)
     if value is None or kind is int or kind is str or kind is bool:
         return value
-    if kind is tuple or kind is list or kind is TensorTable:
+    if kind in (tuple, list, TensorTable):
         return [_plain(item) for item in value]
     if is_dataclass(value):
         return _record(value)
@@ -106,19 +106,13 @@ def _plain(value: Any) -> Any:
 T = TypeVar("T")
 
 
-def _parser() -> Callable[[str | bytes], Any]:
-    """Returns the JSON parser: orjson, in a third of the time, if installed; `line_of` reads lines that it refuses."""
-    try:
-        import orjson
-    except ImportError:
-        return json.loads
-    parse: Callable[[str | bytes], Any] = orjson.loads
-    return parse
-
-
-_loads = _parser()
+try:
+    import orjson
+except ImportError:
+    _loads = json.loads
+else:
+    _loads = orjson.loads  # in a third of the time; `line_of` reads what it refuses
 _AT_ONCE = 64  # most lines that are parsed together
-_BLANKS = b" \t\r\n"  # of JSON
 _BEGINS_STEP = methodcaller("startswith", b'{"kind":"step",')
 _LARGEST = 2**63 - 1
 _LAST_LETTER = "\U0010ffff"
@@ -133,46 +127,27 @@ def parse_lines(texts: Iterable[bytes]) -> Iterator[tuple[bytes, LogRecord | Val
     """Yields each text with what `line_of` returns or raises for it; a text has no line end but at its own end."""
     texts = iter(texts)
     while some := list(islice(texts, _AT_ONCE)):
-        for are_steps, several in groupby(some, _BEGINS_STEP):
+        for _, several in groupby(some, _BEGINS_STEP):
             group = list(several)
-            if are_steps:
-                yield from zip(group, _records_of(group, _values_of(group)), strict=True)
-            else:
-                yield from ((text, one) for text in group for one in _records_of([text], [_value_of(text)]))
+            yield from zip(group, _records_of([text.rstrip(b" \t\r\n") for text in group]), strict=True)
 
 
-def _values_of(texts: Sequence[bytes]) -> Sequence[Any]:
-    """Returns the JSON values of texts, parsed as one where each is certainly an object without another inside it."""
-    # A line end inside a text cannot be part of a string. So where as many braces open and close as there are texts,
-    # and each text begins and ends with one, they are the texts' own.
-    joined, count = b",\n".join([text.rstrip(_BLANKS) for text in texts]), len(texts)
-    braces = (joined.count(b"},\n{") + 1, joined.count(b"{"), joined.count(b"}"))
-    if braces == (count, count, count) and joined.endswith(b"}"):
-        values = _value_of(b"[" + joined + b"]")
-        if values is not None:
-            return cast("Sequence[Any]", values)
-    return list(map(_value_of, texts))
-
-
-def _value_of(text: bytes) -> Any:
-    """Returns the JSON value of a text; None if it has none."""
+def _records_of(texts: Sequence[bytes]) -> Sequence[LogRecord | ValueError | None]:
+    """Returns the records of texts, parsed as one where each is certainly an object without another inside it."""
+    # No string goes on after a line end. So where as many braces open and close as there are texts, and each text
+    # begins and ends with one, they are the texts' own.
+    joined = b"[" + b",\n".join(texts) + b"]"
+    flat = len(texts) == joined.count(b"{") == joined.count(b"}") == joined.count(b"},\n{") + 1
     try:
-        return _loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _records_of(texts: Sequence[bytes], values: Sequence[Any]) -> Sequence[LogRecord | ValueError | None]:
-    """Returns the records of texts with these JSON values, field by field for all at once."""
-    try:
-        (kind,) = {(value["kind"], value["schema_version"]) for value in values}
-        if kind[1] == SCHEMA_VERSION:
-            return list(map(LogRecord, _made(Stamp, values), _made(_QUICK[kind[0]], values)))
-    except (_OtherError, AttributeError, KeyError, TypeError, ValueError):
+        values = _loads(joined) if flat and joined[1:2] + joined[-2:] == b"{}]" else list(map(_loads, texts))
+        ((kind, version),) = {(value["kind"], value["schema_version"]) for value in values}
+        if version == SCHEMA_VERSION:
+            return list(map(LogRecord, _made(Stamp, values), _made(KINDS[kind], values)))
+    except (_OtherError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         pass
     if len(texts) > 1:
         half = len(texts) // 2
-        return [*_records_of(texts[:half], values[:half]), *_records_of(texts[half:], values[half:])]
+        return [*_records_of(texts[:half]), *_records_of(texts[half:])]
     try:
         return [line_of(texts[0])]
     except ValueError as error:
@@ -180,10 +155,7 @@ def _records_of(texts: Sequence[bytes], values: Sequence[Any]) -> Sequence[LogRe
 
 
 def _made(record: type[T], values: Sequence[Mapping[str, Any]]) -> Sequence[T]:
-    """Returns a record of each object; raises _OtherError as `_columns` does.
-
-    Setting a slot by its descriptor takes a third of what a frozen class does for it.
-    """
+    """Returns a record of each object, field by field: a slot's descriptor takes a third of a frozen class's way."""
     made = [object.__new__(record) for _ in values]
     for name, column in _columns(record, values).items():
         any(map(getattr(record, name).__set__, made, column))  # which all return None
@@ -192,22 +164,18 @@ def _made(record: type[T], values: Sequence[Mapping[str, Any]]) -> Sequence[T]:
 
 def _columns(record: type[Any], values: Sequence[Any]) -> Mapping[str, Sequence[Any]]:
     """Returns each field's values; raises _OtherError if one is not of its field's plain type or range, or missing."""
-    keys = [set(one) for one in set(map(tuple, values))]
-    present, everywhere = set().union(*keys), set.intersection(*keys) if keys else set()
+    present = set().union(*set(map(tuple, values)))
     columns: dict[str, Sequence[Any]] = {}
     for name, (plain, least, most, several, default) in _BOUNDS[record].items():
-        if name in everywhere:
-            column = list(map(itemgetter(name), values))
-        elif name in present or default is MISSING:
-            column = [value.get(name, default) for value in values]
-        else:
+        if name not in present and default is not MISSING:
             columns[name] = [default] * len(values)
             continue
-        types, known = set(map(type, column)), column
-        if default is None and NoneType in types:
-            types.remove(NoneType)
+        column = known = [value.get(name, default) for value in values]
+        if default is None and None in column:
             known = [value for value in column if value is not None]
-        if not types <= {plain} or (least is not None and [1 for value in known if not least <= value <= most]):
+        if not set(map(type, known)) <= {plain} or (
+            least is not None and [value for value in known if not least <= value <= most]
+        ):
             raise _OtherError
         columns[name] = column if several is None else several(column)
     return columns
@@ -245,7 +213,6 @@ def _bounds(hint: Any) -> tuple[type, Any, Any]:
     return {bool: bool, tuple: list, Sequence: list}.get(get_origin(hint) or hint, dict), None, None
 
 
-_QUICK: Mapping[str, type[StepLine | DetailLine]] = MappingProxyType({"step": StepLine, "detail": DetailLine})
 _ROLES = frozenset(get_args(get_type_hints(TensorDetail)["role"]))
 _SEVERAL: Mapping[str, Callable[[Sequence[Any]], Any]] = MappingProxyType(
     {"learning_rates": _floats, "weight_decays": _floats, "tensors": _tensors}

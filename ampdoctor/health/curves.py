@@ -21,12 +21,12 @@ from ampdoctor.scaling.search import drawn_changes, drawn_skips
 
 Column: TypeAlias = NDArray[np.float64]
 
-_FIELDS = (
-    *("step", "loss", "gradient_norm", "norm_clipped", "norm_scaled", "max_norm", "loss_scale", "skipped"),
+_NUMBERS = (
+    *("step", "loss", "gradient_norm", "norm", "clipped_norm", "loss_scale", "skipped"),
     *("growth_tracker", "seconds", "data_seconds", "memory_bytes", "samples", "tokens", "scaler"),
 )
-_READ = (*_FIELDS, "rate", "time_ms", "group")
-"""Fields of a step, its first learning rate, the stamp's time, the number in `Attempts`."""
+_MORE = ("samples_per_second", "tokens_per_second", "rate", "time_ms", "group")
+"""Beside the fields: throughput, first learning rate, the stamp's time, the number in `Attempts`."""
 _BLOCK = 1024
 
 
@@ -39,46 +39,31 @@ class Columns:
     def __init__(self) -> None:
         self._rows: list[tuple[float | None, ...]] = []
         self._blocks: list[NDArray[np.float64]] = []
+        self._before: StepLine | None = None
 
     def add(self, whole: LogRecord, step: StepLine, group: int) -> None:
         """Adds a step from the line `whole`; `group` is its number in `Attempts`."""
-        rates = step.learning_rates
+        rates, before, self._before = step.learning_rates, self._before, step
+        throughput = [step.per_second("samples", before), step.per_second("tokens", before)]
         if step.loss != step.loss or step.gradient_norm != step.gradient_norm:  # NaN
             step = replace(step, loss=_infinite(step.loss), gradient_norm=_infinite(step.gradient_norm))
-        self._rows.append((*_VALUES(step), rates[0] if rates else None, whole.stamp.time_ms or None, group))
+        of_stamp = whole.stamp.time_ms or None
+        self._rows.append((*_VALUES(step), *throughput, rates[0] if rates else None, of_stamp, group))
         if len(self._rows) == _BLOCK:
             self._fold()
 
     def whole(self) -> Mapping[str, Column]:
-        """Returns all columns by name, in the order of arrival; beside what is read, norms and throughput."""
+        """Returns all columns by name, in the order of arrival."""
         self._fold()
-        table = np.concatenate(self._blocks) if self._blocks else np.empty((0, len(_READ)))
+        width = len(_NUMBERS) + len(_MORE)
+        table = np.concatenate(self._blocks) if self._blocks else np.empty((0, width))
         self._blocks = [table]
-        read = {name: np.ascontiguousarray(table[:, at]) for at, name in enumerate(_READ)}
-        return read | _norms(read) | {f"{name}_per_second": _rate(read, name) for name in ("samples", "tokens")}
+        return {name: np.ascontiguousarray(table[:, at]) for at, name in enumerate((*_NUMBERS, *_MORE))}
 
     def _fold(self) -> None:
         if self._rows:
             self._blocks.append(np.array(self._rows, dtype=np.float64))  # None becomes NaN
             self._rows = []
-
-
-def _norms(of: Mapping[str, Column]) -> Mapping[str, Column]:
-    """Returns `norm` and `clipped_norm` of steps, as `StepLine` has them."""
-    norm, scale, most, clipped = of["gradient_norm"], of["loss_scale"], of["max_norm"], of["norm_clipped"] == 1
-    with np.errstate(all="ignore"):
-        norm = np.where(of["norm_scaled"] == 1, np.where(scale == 0, np.nan, norm / scale), norm)
-    least = np.where(np.isfinite(norm) & ~np.isnan(most), np.fmin(norm, most), np.nan)
-    return {"norm": np.where(clipped, np.nan, norm), "clipped_norm": np.where(clipped, norm, least)}
-
-
-def _rate(of: Mapping[str, Column], counted: str) -> Column:
-    """Returns how much of what is counted came in each second since the line before, as `StepLine.per_second` does."""
-    steps, more = np.diff(of["step"], prepend=np.nan), np.diff(of[counted], prepend=np.nan)
-    with np.errstate(all="ignore"):
-        rate: Column = more / (of["seconds"] * steps)
-    rate[~((steps > 0) & (more >= 0)) | (of["seconds"] == 0)] = np.nan
-    return rate
 
 
 def with_proved_skips(columns: Mapping[str, Column]) -> Mapping[str, Column]:
@@ -100,7 +85,7 @@ def with_proved_skips(columns: Mapping[str, Column]) -> Mapping[str, Column]:
     return {**columns, "skipped": known}
 
 
-_VALUES = attrgetter(*_FIELDS)
+_VALUES = attrgetter(*_NUMBERS)
 
 
 def _infinite(value: float | None) -> float | None:

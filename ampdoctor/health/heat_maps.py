@@ -34,8 +34,6 @@ _BY_CHANGE = frozenset({"norm", "amax", "update_ratio"})
 _HELD = 2 * MOST_COLUMNS
 
 _Values = NDArray[np.float64]
-_Places = NDArray[np.intp]
-_NONE: _Places = np.empty(0, np.intp)
 
 
 @dataclass(slots=True)
@@ -86,34 +84,23 @@ class Maps:
         self._maps = {key: _Growing(key[0]) for key in SHOWN}
         self.headroom: dict[int, float] = {}
         """The least headroom of the gradients at each measured step."""
-        self._last: tuple[Sequence[int], Sequence[str], Sequence[str]] = ((), (), ())  # tensors, roles and names
-        self._of_role: dict[str, _Places] = {}  # the places of their tensors
-        self._rows: dict[tuple[MapName, str], tuple[_Places, _Places]] = {}  # by map, places with a value, their rows
 
     def add(self, line: DetailLine, table: Sequence[str]) -> None:
         """Adds a line with the tensors of a step, or some of them; `table` holds their names."""
         if not line.tensors:
             return
-        tensors, roles = column_of(line.tensors, "tensor"), column_of(line.tensors, "role")
-        measures = measured(line.tensors)
-        if self._last != (tensors, roles, table):  # most looks are at the same tensors as the one before
-            self._last, self._rows = (tensors, roles, table), {}
-            self._of_role = {role: np.flatnonzero(np.array(roles) == role) for role in set(roles)}
+        names = [table[at] if at < len(table) else f"#{at}" for at in column_of(line.tensors, "tensor")]
+        roles, measures = column_of(line.tensors, "role"), measured(line.tensors)
+        of_role = {role: np.flatnonzero(np.array(roles) == role) for role in set(roles)}
         for (name, role), growing in self._maps.items():
-            known = self._of_role.get(role, _NONE)
-            values = measures[MEASURES.index(name)][known]
-            if (unknown := np.isnan(values)).any():
-                known, values = known[~unknown], values[~unknown]
+            values = measures[MEASURES.index(name)]
+            known = of_role[role][~np.isnan(values[of_role[role]])] if role in of_role else ()
             if not len(known):
                 continue
-            before, rows = self._rows.get((name, role), (_NONE, _NONE))
-            if not np.array_equal(before, known):
-                names = (table[at] if at < len(table) else f"#{at}" for at in map(tensors.__getitem__, known))
-                rows = np.array([growing.rows.setdefault(one, len(growing.rows)) for one in names], np.intp)
-                self._rows[name, role] = known, rows
-            growing.add(line.step, rows, values)
+            rows = [growing.rows.setdefault(names[at], len(growing.rows)) for at in known.tolist()]
+            growing.add(line.step, np.array(rows, np.intp), values[known])
             if (name, role) == ("log2_headroom", "gradient"):
-                least = float(values.min())
+                least = float(values[known].min())
                 self.headroom[line.step] = min(self.headroom.get(line.step, least), least)
 
     def forget_from(self, step: int) -> None:

@@ -38,7 +38,7 @@ class RollingStats:
 
     The spikes that the rules look for do not move median and MAD; where large values are usual, the upper tail counts.
     This is a hot path: the window is sorted on demand, at most once a hop, and the results do not depend on when they
-    are read.
+    are read. `highest` and `lowest` cover the window and the values since.
     """
 
     def __init__(self) -> None:
@@ -48,26 +48,19 @@ class RollingStats:
         self._logs = True
         self._middle = math.nan
         self._deviation = 1.0
-        self._highest: deque[float] = deque(maxlen=LENGTH // HOP)  # of each hop of the window
-        self._lowest: deque[float] = deque(maxlen=LENGTH // HOP)
+        self.highest, self.lowest = -math.inf, math.inf
         self.count = 0
 
     def add(self, value: float) -> None:
         """Adds a finite value."""
         self._values.append(value)
+        if value > self.highest:  # noqa: PLR1730 - max() is slower, and every value passes here
+            self.highest = value
+        if value < self.lowest:  # noqa: PLR1730
+            self.lowest = value
         self.count += 1
         if self.count % HOP == 0:
             self._hop()
-
-    @property
-    def highest(self) -> float:
-        """The highest value of the window and since; -inf without one."""
-        return max(*self._highest, *self._values[self._window :], -math.inf)
-
-    @property
-    def lowest(self) -> float:
-        """The lowest value of the window and since; inf without one."""
-        return min(*self._lowest, *self._values[self._window :], math.inf)
 
     @property
     def usual(self) -> float:
@@ -100,14 +93,11 @@ class RollingStats:
 
     def outside(self, value: float) -> float:
         """Returns how far a value is above (positive) or below (negative) the window, in logarithms or its own unit."""
-        if self.count < LEAST:
-            return 0.0
-        lowest, highest = self.lowest, self.highest
-        if lowest <= value <= highest:
+        if self.count < LEAST or self.lowest <= value <= self.highest:
             return 0.0
         self._know()
         at = self._place(value)
-        return max(0.0, at - self._place(highest)) + min(0.0, at - self._place(lowest))
+        return max(0.0, at - self._place(self.highest)) + min(0.0, at - self._place(self.lowest))
 
     def lifts(self) -> tuple[float, ...]:
         """Returns how far the mean over each of `SPANS` is above the usual, in robust deviations; 0 while unknown."""
@@ -123,11 +113,9 @@ class RollingStats:
         return math.exp(at) if self._logs else at
 
     def _hop(self) -> None:
-        new = self._values[-HOP:]
-        self._highest.append(max(new))
-        self._lowest.append(min(new))
         del self._values[:-LENGTH]
         self._window, self._sorted = len(self._values), False
+        self.highest, self.lowest = max(self._values), min(self._values)
 
     def _know(self) -> None:
         if not self._sorted and self.count >= LEAST:

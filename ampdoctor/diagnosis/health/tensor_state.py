@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ampdoctor.diagnosis.health.lazy_numpy import np
 from ampdoctor.diagnosis.health.step_state import StepState
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 LOOKS = 16  # looks that are kept
-_HELD = 8 * LOOKS  # looks that there is room for
 NEW = 3  # the last of these: their trend is compared with that of those before
 LEAST_BEFORE = 6
 MOST_BEFORE = 12
@@ -35,12 +34,7 @@ Key = tuple[int, str, str, int]
 
 def measured(tensors: Sequence[TensorDetail]) -> Matrix:
     """Returns (`MEASURES`, tensors); NaN where it was not measured."""
-    found = np.full((len(MEASURES), len(tensors)), np.nan)
-    for row, name in zip(found, MEASURES, strict=True):
-        column = column_of(tensors, name)
-        if column.count(None) < len(column):
-            row[:] = np.array(column, np.float64)
-    return found
+    return np.array([column_of(tensors, name) for name in MEASURES], np.float64)
 
 
 @dataclass(slots=True)
@@ -52,8 +46,7 @@ class TensorState:
         names: The log's table of names.
         steps: (looks) attempted step of each look, the newest last.
         tensors: Index of each row's name in the log's table; `roles` and `formats` are also by row.
-        measures: (`MEASURES`, rows, `_HELD`), the newest look before `end`; NaN where it was not measured.
-        end: Place after the newest look.
+        measures: (`MEASURES`, rows, `LOOKS`), the newest look last; NaN where it was not measured.
         seen: Number of looks, at most `LOOKS`.
         of_steps: The steps of the same optimizer before the last look.
     """
@@ -64,7 +57,6 @@ class TensorState:
     roles: NDArray[np.str_]
     formats: list[str | None]
     measures: Matrix
-    end: int = 0
     seen: int = 0
     names: tuple[str, ...] = ()
     of_steps: StepState | None = None
@@ -93,18 +85,15 @@ class TensorState:
         self.tensors += tensors
         self.formats += formats
         self.roles = np.concatenate([self.roles, np.array(roles, dtype=self.roles.dtype)])
-        new = np.full((len(MEASURES), len(keys), _HELD), np.nan)
+        new = np.full((len(MEASURES), len(keys), LOOKS), np.nan)
         self.measures = np.concatenate([self.measures, new], axis=1)
         self._of_role.clear()
         self._eight_bit = None
 
     def begin(self, step: int) -> None:
         """Begins a look at another step."""
-        if self.end == _HELD:  # rarely: it moves all
-            self.measures[:, :, :LOOKS] = self.measures[:, :, -LOOKS:]
-            self.measures[:, :, LOOKS:] = np.nan
-            self.end = LOOKS
-        self.end += 1
+        self.measures[:, :, :-1] = self.measures[:, :, 1:]
+        self.measures[:, :, -1] = np.nan
         self.steps[:-1] = self.steps[1:]
         self.steps[-1] = step
         self.seen = min(self.seen + 1, LOOKS)
@@ -117,7 +106,7 @@ class TensorState:
 
     def values(self, measure: str, rows: NDArray[np.int64] | None = None) -> Matrix:
         """Returns (rows, looks) of a measure, the newest last; NaN where it was not measured."""
-        matrix = self.measures[MEASURES.index(measure), :, self.end - self.seen : self.end]
+        matrix = self.measures[MEASURES.index(measure), :, LOOKS - self.seen :]
         return matrix if rows is None else matrix[rows]
 
 
@@ -126,8 +115,6 @@ class TensorCourses:
 
     def __init__(self) -> None:
         self._rows: dict[Key, int] = {}
-        self._address: list[Sequence[Any]] = []  # the last line's columns of it
-        self._at: list[int] = []  # their rows
         self._step: int | None = None
         self.moment = TensorState(
             line=DetailLine(step=0),
@@ -135,7 +122,7 @@ class TensorCourses:
             tensors=[],
             roles=np.array([], dtype="U20"),
             formats=[],
-            measures=np.empty((len(MEASURES), 0, _HELD)),
+            measures=np.empty((len(MEASURES), 0, LOOKS)),
         )
 
     def add(self, line: DetailLine) -> None:
@@ -147,18 +134,15 @@ class TensorCourses:
         moment.line = line
         if not line.tensors:
             return
-        address = [column_of(line.tensors, name) for name in _ADDRESS]
-        if address != self._address:
-            keys: list[Key] = list(zip(*address, strict=True))
+        keys: list[Key] = list(zip(*(column_of(line.tensors, name) for name in _ADDRESS), strict=True))
+        if not self._rows.keys() >= set(keys):
             new: dict[Key, str | None] = {}
             for key, form in zip(keys, column_of(line.tensors, "format"), strict=True):
                 if key not in self._rows:
                     new.setdefault(key, form)
-            if new:
-                moment.add_rows(list(new), list(new.values()))
-                self._rows |= {key: at for at, key in enumerate(new, start=len(self._rows))}
-            self._address, self._at = address, [self._rows[key] for key in keys]
-        moment.measures[:, self._at, moment.end - 1] = measured(line.tensors)
+            moment.add_rows(list(new), list(new.values()))
+            self._rows |= {key: at for at, key in enumerate(new, start=len(self._rows))}
+        moment.measures[:, [self._rows[key] for key in keys], -1] = measured(line.tensors)
 
 
 @dataclass(frozen=True, slots=True)
