@@ -34,6 +34,7 @@ _BY_CHANGE = frozenset({"norm", "amax", "update_ratio"})
 _HELD = 2 * MOST_COLUMNS
 
 _Values = NDArray[np.float64]
+_NONE = np.empty(0, np.intp)
 
 
 @dataclass(slots=True)
@@ -94,7 +95,8 @@ class Maps:
         of_role = {role: np.flatnonzero(np.array(roles) == role) for role in set(roles)}
         for (name, role), growing in self._maps.items():
             values = measures[MEASURES.index(name)]
-            known = of_role[role][~np.isnan(values[of_role[role]])] if role in of_role else ()
+            at = of_role.get(role, _NONE)
+            known = at[~np.isnan(values[at])]
             if not len(known):
                 continue
             rows = [growing.rows.setdefault(names[at], len(growing.rows)) for at in known.tolist()]
