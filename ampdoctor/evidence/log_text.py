@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from itertools import chain, groupby, islice
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -112,8 +112,7 @@ except ImportError:
     _loads = json.loads
 else:
     _loads = orjson.loads  # in a third of the time; `line_of` reads what it refuses
-_AT_ONCE = 64  # most lines that are parsed together
-_BEGINS_STEP = methodcaller("startswith", b'{"kind":"step",')
+_AT_ONCE, _SHORT = 64, 4096  # most steps that are parsed together, if their lines are shorter than this
 _LARGEST = 2**63 - 1
 _LAST_LETTER = "\U0010ffff"
 """No text in JSON sorts after it, unless it begins with it."""
@@ -125,10 +124,8 @@ class _OtherError(Exception):
 
 def parse_lines(texts: Iterable[bytes]) -> Iterator[tuple[bytes, LogRecord | ValueError | None]]:
     """Yields each text with what `line_of` returns or raises for it; a text has no line end but at its own end."""
-    texts = iter(texts)
-    while some := list(islice(texts, _AT_ONCE)):
-        for _, several in groupby(some, _BEGINS_STEP):
-            group = list(several)
+    for short, several in groupby(texts, lambda text: len(text) < _SHORT and text.startswith(b'{"kind":"step",')):
+        while group := list(islice(several, _AT_ONCE if short else 1)):
             yield from zip(group, _records_of([text.rstrip(b" \t\r\n") for text in group]), strict=True)
 
 

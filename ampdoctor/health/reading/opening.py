@@ -80,16 +80,11 @@ def _read(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[L
                     yield whole
                 elif whole is not None:
                     left.damaged += 1
-                elif _other_version(text):
-                    left.other_version += 1
+                else:  # an unknown kind of the own version is ignored
+                    left.other_version += json.loads(text).get("schema_version") != SCHEMA_VERSION
             # the last line without newline, if it is whole: the process was killed or still writes
             text, left.unfinished = left.unfinished, b""
             yield from (whole for _, whole in parse_lines([text]) if isinstance(whole, LogRecord))
-
-
-def _other_version(text: bytes) -> bool:
-    """Whether a line has another schema version. An unknown kind of the own version is ignored."""
-    return bool(json.loads(text).get("schema_version") != SCHEMA_VERSION)
 
 
 AMPDOCTOR = LogKind(format="ampdoctor", claims=_claims, read=_read, lacks=_lacks)
