@@ -133,10 +133,11 @@ def _records_of(texts: Sequence[bytes]) -> Sequence[LogRecord | ValueError | Non
     """Returns the records of texts, parsed as one where each is certainly an object without another inside it."""
     # No string goes on after a line end. So where as many braces open and close as there are texts, and each text
     # begins and ends with one, they are the texts' own.
-    joined = b"[" + b",\n".join(texts) + b"]"
+    joined = b",\n".join(texts)
     flat = len(texts) == joined.count(b"{") == joined.count(b"}") == joined.count(b"},\n{") + 1
     try:
-        values = _loads(joined) if flat and joined[1:2] + joined[-2:] == b"{}]" else list(map(_loads, texts))
+        together = flat and joined[:1] + joined[-1:] == b"{}"
+        values = _loads(b"[" + joined + b"]") if together else list(map(_loads, texts))
         ((kind, version),) = {(value["kind"], value["schema_version"]) for value in values}
         if version == SCHEMA_VERSION:
             return list(map(LogRecord, _made(Stamp, values), _made(KINDS[kind], values)))
