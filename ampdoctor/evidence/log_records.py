@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from math import isfinite
@@ -71,6 +71,32 @@ class TensorDetail:
     histogram: Annotated[Mapping[str, Any], Shape(HistogramValues)] | None = field(default=None, metadata=PLAIN)
 
 
+class TensorTable(Sequence[TensorDetail]):
+    """Tensors by columns, as a reader of many lines has them: a `TensorDetail` is made where one is asked for."""
+
+    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        self.columns = columns  # of every field
+
+    def __len__(self) -> int:
+        return len(self.columns["tensor"])
+
+    def __getitem__(self, at: Any) -> Any:
+        return TensorDetail(**{name: column[at] for name, column in self.columns.items()})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple | TensorTable) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+def column_of(tensors: Sequence[TensorDetail], name: str) -> Sequence[Any]:
+    """Returns a field of all tensors."""
+    return tensors.columns[name] if isinstance(tensors, TensorTable) else [getattr(one, name) for one in tensors]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetailLine:
     """Tensors of a step; those of one step may be spread over several lines.
@@ -87,7 +113,7 @@ class DetailLine:
     reason: str = "sampled"
     optimizer: Count = 0
     loss_scale: float | None = None
-    tensors: tuple[TensorDetail, ...] = ()
+    tensors: Sequence[TensorDetail] = ()
 
 
 SCHEMA_VERSION = 2

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from itertools import chain, groupby, islice
 from operator import attrgetter
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -21,6 +22,7 @@ from ampdoctor.evidence.log_records import (
     Stamp,
     StepLine,
     TensorDetail,
+    TensorTable,
 )
 
 _KIND_OF = {record: kind for kind, record in KINDS.items()}
@@ -87,7 +89,7 @@ def _plain(value: Any) -> Any:
         return plain_float(value)
     if value is None or kind is int or kind is str or kind is bool:
         return value
-    if kind is tuple or kind is list:
+    if kind in (tuple, list, TensorTable):
         return [_plain(item) for item in value]
     if is_dataclass(value):
         return _record(value)
@@ -96,25 +98,21 @@ def _plain(value: Any) -> Any:
     return to_plain(value, "line")
 
 
-# -- a faster parser for steps and details --
+# -- a faster parser for many lines --
 #
-# They are made without `from_plain` if each value is of its field's plain type and in its range, as in all that
-# `text_of` writes of finite numbers. Any other line is parsed by `line_of`, which refuses or converts.
+# Steps and details are made without `from_plain` if each value is of its field's plain type and in its range, as in all
+# that `text_of` writes of finite numbers. Any other line is parsed by `line_of`, which refuses or converts.
 
 T = TypeVar("T")
 
 
-def _parser() -> Callable[[str | bytes], Any]:
-    """Returns the JSON parser: orjson, in a third of the time, if installed; `line_of` reads lines that it refuses."""
-    try:
-        import orjson
-    except ImportError:
-        return json.loads
-    parse: Callable[[str | bytes], Any] = orjson.loads
-    return parse
-
-
-_loads = _parser()
+try:
+    import orjson
+except ImportError:
+    _loads = json.loads
+else:
+    _loads = orjson.loads  # in a third of the time; `line_of` reads what it refuses
+_AT_ONCE, _SHORT = 64, 4096  # most steps that are parsed together, if their lines are shorter than this
 _LARGEST = 2**63 - 1
 _LAST_LETTER = "\U0010ffff"
 """No text in JSON sorts after it, unless it begins with it."""
@@ -124,46 +122,80 @@ class _OtherError(Exception):
     """A value that only `line_of` can handle."""
 
 
-def parse_line_fast(text: str | bytes) -> LogRecord | None:
-    """Does the same as `line_of`, faster."""
+def parse_lines(texts: Iterable[bytes]) -> Iterator[tuple[bytes, LogRecord | ValueError | None]]:
+    """Yields each text with what `line_of` returns or raises for it; a text has no line end but at its own end."""
+    for short, several in groupby(texts, lambda text: len(text) < _SHORT and text.startswith(b'{"kind":"step",')):
+        while group := list(islice(several, _AT_ONCE if short else 1)):
+            yield from zip(group, _records_of([text.rstrip(b" \t\r\n") for text in group]), strict=True)
+
+
+def _records_of(texts: Sequence[bytes]) -> Sequence[LogRecord | ValueError | None]:
+    """Returns the records of texts, parsed as one where each is certainly an object without another inside it."""
+    # No string goes on after a line end. So where as many braces open and close as there are texts, and each text
+    # begins and ends with one, they are the texts' own.
+    joined = b",\n".join(texts)
+    flat = len(texts) == joined.count(b"{") == joined.count(b"}") == joined.count(b"},\n{") + 1
     try:
-        values = _loads(text)
-        if values["schema_version"] == SCHEMA_VERSION and (record := _QUICK.get(values["kind"])) is not None:
-            return LogRecord(_made(Stamp, values), _made(record, values))
+        together = flat and joined[:1] + joined[-1:] == b"{}"
+        values = _loads(b"[" + joined + b"]") if together else list(map(_loads, texts))
+        ((kind, version),) = {(value["kind"], value["schema_version"]) for value in values}
+        if version == SCHEMA_VERSION:
+            return list(map(LogRecord, _made(Stamp, values), _made(KINDS[kind], values)))
     except (_OtherError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         pass
-    return line_of(text)
+    if len(texts) > 1:
+        half = len(texts) // 2
+        return [*_records_of(texts[:half]), *_records_of(texts[half:])]
+    try:
+        return [line_of(texts[0])]
+    except ValueError as error:
+        return [error]
 
 
-def _made(record: type[T], values: Mapping[str, Any]) -> T:
-    """Returns a record; raises _OtherError if a value is not of its field's plain type or range, or is missing."""
-    made, bounds = {}, _BOUNDS[record]
-    for name, value in values.items():
-        if name not in bounds:
+def _made(record: type[T], values: Sequence[Mapping[str, Any]]) -> Sequence[T]:
+    """Returns a record of each object, field by field: a slot's descriptor takes a third of a frozen class's way."""
+    made = [object.__new__(record) for _ in values]
+    for name, column in _columns(record, values).items():
+        any(map(getattr(record, name).__set__, made, column))  # which all return None
+    return made
+
+
+def _columns(record: type[Any], values: Sequence[Any]) -> Mapping[str, Sequence[Any]]:
+    """Returns each field's values; raises _OtherError if one is not of its field's plain type or range, or missing."""
+    present = set().union(*set(map(tuple, values)))
+    columns: dict[str, Sequence[Any]] = {}
+    for name, (plain, least, most, several, default) in _BOUNDS[record].items():
+        if name not in present and default is not MISSING:
+            columns[name] = [default] * len(values)
             continue
-        plain, least, most, several = bounds[name]
-        if type(value) is not plain or (least is not None and not least <= value <= most):
+        column = known = [value.get(name, default) for value in values]
+        if default is None and None in column:
+            known = [value for value in column if value is not None]
+        if not set(map(type, known)) <= {plain} or (
+            least is not None and [value for value in known if not least <= value <= most]
+        ):
             raise _OtherError
-        made[name] = value if several is None else several(value)
-    return record(**made)
+        columns[name] = column if several is None else several(column)
+    return columns
 
 
-def _floats(values: Sequence[Any]) -> tuple[float, ...]:
-    if any(type(value) is not float for value in values):
+def _floats(column: Sequence[Sequence[Any]]) -> Sequence[tuple[float, ...]]:
+    if not set(map(type, chain.from_iterable(column))) <= {float}:
         raise _OtherError
-    return tuple(values)
+    return list(map(tuple, column))
 
 
-def _tensors(values: Sequence[Any]) -> tuple[TensorDetail, ...]:
-    if any(value["role"] not in _ROLES for value in values):
+def _tensors(column: Sequence[Sequence[Any]]) -> Sequence[TensorTable]:
+    tables = [TensorTable(_columns(TensorDetail, values)) for values in column]
+    if not all(_ROLES.issuperset(table.columns["role"]) for table in tables):
         raise _OtherError
-    return tuple(_made(TensorDetail, value) for value in values)
+    return tables
 
 
 def _bounds(hint: Any) -> tuple[type, Any, Any]:
     """Returns the JSON type of a field's value, and its least and greatest allowed value; None for any."""
     within: dict[str, Any] = {}
-    if get_origin(hint) not in (Annotated, Literal, tuple) and get_args(hint):  # a union with None
+    if get_origin(hint) not in (Annotated, Literal, tuple, Sequence) and get_args(hint):  # a union with None
         hint = next(part for part in get_args(hint) if part is not NoneType)
     if get_origin(hint) is Annotated:
         hint, note = get_args(hint)[:2]
@@ -176,18 +208,19 @@ def _bounds(hint: Any) -> tuple[type, Any, Any]:
         return str, " " if within.get("minLength") else None, _LAST_LETTER
     if get_origin(hint) is Literal:
         return str, None, None
-    return {bool: bool, tuple: list}.get(get_origin(hint) or hint, dict), None, None
+    return {bool: bool, tuple: list, Sequence: list}.get(get_origin(hint) or hint, dict), None, None
 
 
-_QUICK: Mapping[str, type[StepLine | DetailLine]] = MappingProxyType({"step": StepLine, "detail": DetailLine})
 _ROLES = frozenset(get_args(get_type_hints(TensorDetail)["role"]))
 _SEVERAL: Mapping[str, Callable[[Sequence[Any]], Any]] = MappingProxyType(
     {"learning_rates": _floats, "weight_decays": _floats, "tensors": _tensors}
 )
 _BOUNDS: Mapping[type, Mapping[str, tuple[Any, ...]]] = {
     record: {
-        name: (*_bounds(hint), None if record is TensorDetail else _SEVERAL.get(name))
-        for name, hint in get_type_hints(record, include_extras=True).items()
+        f.name: (*_bounds(hints[f.name]), None if record is TensorDetail else _SEVERAL.get(f.name), f.default)
+        for f in fields(record)
     }
     for record in (Stamp, StepLine, DetailLine, TensorDetail)
+    for hints in [get_type_hints(record, include_extras=True)]
 }
+"""Of each record's fields: JSON type, least and greatest value, how lists are converted, the default."""

@@ -27,7 +27,7 @@ _NUMBERS = (
 )
 _MORE = ("samples_per_second", "tokens_per_second", "rate", "time_ms", "group")
 """Beside the fields: throughput, first learning rate, the stamp's time, the number in `Attempts`."""
-_BLOCK = 8192
+_BLOCK = 1024
 
 
 class Columns:

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, LogRecord, StepLine
-from ampdoctor.evidence.log_text import parse_line_fast
+from ampdoctor.evidence.log_text import parse_lines
 from ampdoctor.evidence.paths import logs_in, rank_and_number
 from ampdoctor.health.reading.log_files import MAX_BYTES
 from ampdoctor.health.reading.log_kind import ReadIssues
@@ -143,15 +143,11 @@ class _Ours:
             place = self._place = _Place(first, 0)
         file.seek(place.offset)
         while lines := file.readlines(_AT_ONCE):
-            for text in lines:
+            for text, whole in parse_lines(lines):
                 if not text.endswith(b"\n"):
                     return
                 place.offset += len(text)
-                try:
-                    whole = parse_line_fast(text)
-                except ValueError:
-                    continue
-                if whole is not None:
+                if isinstance(whole, LogRecord):
                     yield whole
 
 

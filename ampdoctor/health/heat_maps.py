@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.diagnosis.health.tensor_state import MEASURES, measured
-from ampdoctor.evidence.log_records import DetailLine
+from ampdoctor.evidence.log_records import DetailLine, column_of
 from ampdoctor.evidence.report_health import HeatMap, MapName
 
 MOST_COLUMNS = 400
@@ -34,6 +34,7 @@ _BY_CHANGE = frozenset({"norm", "amax", "update_ratio"})
 _HELD = 2 * MOST_COLUMNS
 
 _Values = NDArray[np.float64]
+_NONE = np.empty(0, np.intp)
 
 
 @dataclass(slots=True)
@@ -89,14 +90,16 @@ class Maps:
         """Adds a line with the tensors of a step, or some of them; `table` holds their names."""
         if not line.tensors:
             return
-        names = [table[one.tensor] if one.tensor < len(table) else f"#{one.tensor}" for one in line.tensors]
-        roles, measures = np.array([one.role for one in line.tensors]), measured(line.tensors)
+        names = [table[at] if at < len(table) else f"#{at}" for at in column_of(line.tensors, "tensor")]
+        roles, measures = column_of(line.tensors, "role"), measured(line.tensors)
+        of_role = {role: np.flatnonzero(np.array(roles) == role) for role in set(roles)}
         for (name, role), growing in self._maps.items():
-            values = measures[:, MEASURES.index(name)]
-            known = np.flatnonzero((roles == role) & ~np.isnan(values))
+            values = measures[MEASURES.index(name)]
+            at = of_role.get(role, _NONE)
+            known = at[~np.isnan(values[at])]
             if not len(known):
                 continue
-            rows = [growing.rows.setdefault(names[at], len(growing.rows)) for at in known]
+            rows = [growing.rows.setdefault(names[at], len(growing.rows)) for at in known.tolist()]
             growing.add(line.step, np.array(rows, np.intp), values[known])
             if (name, role) == ("log2_headroom", "gradient"):
                 least = float(values[known].min())

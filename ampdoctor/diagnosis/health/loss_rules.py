@@ -114,6 +114,8 @@ def _climbs_at_first(moment: StepState, thresholds: Thresholds) -> Sequence[Find
     if not moment.alone:
         return ()  # with several optimizers, one's gain is another's loss
     loss, norm = moment.first_losses.rise(RECENT), moment.first_norms.rise(FIRST)
+    if not (loss or norm):
+        return ()  # as at most steps
     if loss < thresholds[CLIMBS_AT_FIRST_LOSS] and norm < thresholds[CLIMBS_AT_FIRST_NORM]:
         return ()
     of_loss = loss >= thresholds[CLIMBS_AT_FIRST_LOSS]

@@ -46,7 +46,7 @@ class RollingStats:
         self._window = 0  # length of the window
         self._sorted = False  # whether the fields below belong to this window
         self._logs = True
-        self._middle = self._recent = math.nan
+        self._middle = math.nan
         self._deviation = 1.0
         self.highest, self.lowest = -math.inf, math.inf
         self.count = 0
@@ -69,9 +69,12 @@ class RollingStats:
 
     @property
     def recent(self) -> float:
-        """Median of the last `RECENT` values as of the last hop."""
+        """Median of the last `RECENT` values as of the last hop; NaN for fewer than `LEAST` values."""
+        if self.count < LEAST:
+            return math.nan
         self._know()
-        return math.exp(self._recent) if self._logs else self._recent
+        last = sorted(self._values[self._window - RECENT : self._window])
+        return math.exp(median(last, math.log)) if self._logs else median(last)
 
     @property
     def latest(self) -> float:
@@ -119,15 +122,14 @@ class RollingStats:
             self._sort()
 
     def _sort(self) -> None:
-        window = self._values[: self._window]
-        older, recent = sorted(window[:-RECENT]), sorted(window[-RECENT:])
-        self._logs = older[0] > 0 and recent[0] > 0
+        recent = self._window - RECENT
+        older = sorted(self._values[:recent])
+        self._logs = older[0] > 0 and min(self._values[recent : self._window]) > 0
         place = math.log if self._logs else float  # monotonic: only a few values need their logarithm
-        self._middle, self._recent = median(older, place), median(recent, place)
+        self._middle = median(older, place)
         floor = FLOOR if self._logs else FLOOR * max(abs(self._middle), 1e-12)
         tail = _TAIL * (place(older[int(0.95 * (len(older) - 1))]) - self._middle)
-        ways = sorted(abs(place(value) - self._middle) for value in older)
-        self._deviation = max(_ROBUST * median(ways), tail, floor)
+        self._deviation = max(_ROBUST * _median_distance(older, place, self._middle), tail, floor)
         self._sorted = True
 
     def _counted(self, value: float) -> float:
@@ -153,7 +155,7 @@ class LongRollingStats(RollingStats):
         way = 0.0 if way < 0.0 else MOST if way > MOST else way  # noqa: FURB136 - as above
         self._height += way - self._ways[-RECENT]
         self._ways.append(way)
-        super().add(value)
+        RollingStats.add(self, value)  # `super()` takes longer, and every value passes here
 
     def height(self) -> float:
         """Returns the sum, over the last `RECENT` values, of how far each is above the usual (at least 0).
@@ -205,6 +207,23 @@ def median(ordered: Sequence[float], place: _Place = float) -> float:
     """Returns the median of `place` of the sorted values."""
     middle, odd = divmod(len(ordered), 2)
     return place(ordered[middle]) if odd else (place(ordered[middle - 1]) + place(ordered[middle])) / 2
+
+
+def _median_distance(ordered: Sequence[float], place: _Place, middle: float) -> float:
+    """Returns the median of the distances of the sorted values' places from `middle`."""
+    count = len(ordered) // 2 + 1  # the nearest values, up to the one above the middle, are neighbours
+    low, high = 0, len(ordered) - count
+    while low < high:
+        at = (low + high) // 2
+        if middle - place(ordered[at]) > place(ordered[at + count]) - middle:
+            low = at + 1
+        else:
+            high = at
+    ends = (ordered[low], ordered[low + 1], ordered[low + count - 2], ordered[low + count - 1])
+    first, second, last_but_one, last = [abs(place(value) - middle) for value in ends]
+    if len(ordered) % 2:
+        return max(first, last)
+    return (max(first, last) + (max(second, last) if first > last else max(first, last_but_one))) / 2
 
 
 # -- a number in a run's first steps: the reference while the usual value cannot be relied on --
@@ -406,7 +425,8 @@ class BatchCourses:
 
     def add(self, line: StepLine) -> None:
         """Adds a step; `end_of` adds its numbers to the usual ones."""
-        self.size.add(line.batch_elements)
+        if line.batch_elements is not None or self.size.changed or self.size.other:
+            self.size.add(line.batch_elements)
         if self.size.changed:  # longer sequences have another share of padding, say
             self.rms, self.zeros = RollingStats(), RollingStats()
         if not line.skipped:

@@ -23,8 +23,10 @@ SCALE_RATCHETS_AT_FLOOR = SCALE_RATCHETS["at_floor"]
 @SCALE_RATCHETS.judges(StepState)
 def _scale_ratchets(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     scale = moment.scale
+    if scale.now is None or not (scale.unmoved or scale.falls or scale.in_a_row):
+        return ()  # as at most steps
     stuck = scale.unmoved >= thresholds[SCALE_RATCHETS_AT_FLOOR]
-    if scale.now is None or not (stuck or (scale.settled and (scale.falls or scale.in_a_row))):
+    if not (stuck or (scale.settled and (scale.falls or scale.in_a_row))):
         return ()
     line, least, in_a_row = moment.line, thresholds[SCALE_RATCHETS_LEAST], thresholds[SCALE_RATCHETS_IN_A_ROW]
     overflows = scale.in_a_row > 0 and scale.until == line.step

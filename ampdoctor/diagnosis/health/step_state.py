@@ -83,7 +83,8 @@ class IllSteps:
 
 def is_ill(line: StepLine) -> bool:
     """Returns whether a step's loss or gradient norm is not finite."""
-    return any(value is not None and not math.isfinite(value) for value in (line.loss, line.gradient_norm))
+    loss, norm = line.loss, line.gradient_norm
+    return not ((loss is None or math.isfinite(loss)) and (norm is None or math.isfinite(norm)))
 
 
 def proves_a_skip(before: StepLine, line: StepLine) -> bool:
@@ -118,12 +119,12 @@ class ZeroNorms:
     coarse: bool = True  # no finite norm had more than four decimals
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MOST_LOSSES))  # since the first zero
 
-    def add(self, line: StepLine) -> None:
-        """Adds a step."""
-        norm, loss = line.norm, _finite(line.loss)
+    def add(self, line: StepLine, norm: float | None, loss: float | None) -> None:
+        """Adds a step with its norm, and with its loss where that is finite."""
         if norm is not None and 0 < abs(norm) < math.inf:
             self.before = norm
-            self.coarse = self.coarse and round(norm, 4) == norm
+            if self.coarse:
+                self.coarse = round(norm, 4) == norm
             if self.rows:
                 self.rows = self.zeros = 0
                 self.losses.clear()
@@ -154,14 +155,15 @@ class EqualLosses:
         loss = line.loss
         if loss is None:
             return
-        self.rounded = self.rounded and round(loss, 4) == loss if math.isfinite(loss) else False
-        rests = (line.learning_rates[:1] == (0.0,), line.gradient_norm == 0)
+        if self.rounded:
+            self.rounded = math.isfinite(loss) and round(loss, 4) == loss
         if loss == self.value:
             self.rows += 1
-            self._rates_rest, self._norms_rest = self._rates_rest and rests[0], self._norms_rest and rests[1]
         else:
             self.value, self.rows, self.since = loss, 1, line.step
-            self._rates_rest, self._norms_rest = rests
+            self._rates_rest = self._norms_rest = True
+        self._rates_rest = self._rates_rest and line.learning_rates[:1] == (0.0,)
+        self._norms_rest = self._norms_rest and line.gradient_norm == 0
         self.resting = self._rates_rest or self._norms_rest
 
 
@@ -209,34 +211,32 @@ class ScaleHistory:
     def add(self, line: StepLine) -> None:
         """Adds a step; `settle` was called for the one before."""
         self.is_new = False
-        scale = self._take_scale(line)
-        if scale is not None:
+        scale = line.loss_scale
+        if scale is not None and self._takes(scale, line.step):
             before, self.now = self.now, scale
             self.unmoved = self.unmoved + 1 if line.skipped and scale == before else 0
             if before is None:
                 self.first = scale
                 if self.settled:  # the steps before were taken with it, although the log did not record it
                     self.highest = scale
-            else:
+            elif before != scale:
                 self._move(line, before, scale)
         self._step = line.step
         if line.skipped is not None:
             self.settle(line, skipped=line.skipped)
 
-    def _take_scale(self, line: StepLine) -> float | None:
-        """Returns a step's scale; None where it is not positive and finite."""
-        scale = line.loss_scale
-        if scale is None:
-            return None
-        if scale > 0 and scale < math.inf:
-            self.wrong_before = max(self.wrong_before, self.wrong_rows)
-            self.wrong, self.wrong_rows = None, 0
-            return scale
+    def _takes(self, scale: float, step: int) -> bool:
+        """Takes a step's scale; returns whether it is positive and finite."""
+        if 0 < scale < math.inf:
+            if self.wrong_rows:
+                self.wrong_before = max(self.wrong_before, self.wrong_rows)
+                self.wrong, self.wrong_rows = None, 0
+            return True
         if self.wrong is None:
-            self.wrong_since = line.step
+            self.wrong_since = step
         self.wrong = scale
         self.wrong_rows += 1
-        return None
+        return False
 
     def settle(self, line: StepLine, *, skipped: bool) -> None:
         """Records whether a step was skipped: at once, or when the next step shows it."""
@@ -321,11 +321,13 @@ class Setting:
     now: tuple[float, ...] = ()
     before: tuple[float, ...] = ()  # in the step before; empty where the number of groups has changed
     highest: tuple[float, ...] = ()  # the highest of each group before this step
+    moved: bool = False  # in this step
 
     def add(self, values: tuple[float, ...]) -> None:
         """Adds a step."""
         if values == self.now == self.before:
             return
+        self.moved = values != self.now
         if len(values) != len(self.now):
             self.now, self.before, self.highest = values, (), values
             return
@@ -334,16 +336,12 @@ class Setting:
         self.before, self.now = self.now, values
 
     def rises(self, factor: float) -> bool:
-        """Returns whether a group's value is more than `factor` times the last one; any rise from zero counts."""
-        return self.now != self.before and any(
-            now > factor * before for before, now in zip(self.before, self.now, strict=False)
-        )
+        """Returns whether a group's value is more than `factor` times the last one, where one has moved."""
+        return any(now > factor * before for before, now in zip(self.before, self.now, strict=False))
 
     def falls(self, factor: float) -> bool:
-        """Returns whether a group's value fell by more than `factor`, or below zero from zero."""
-        return self.now != self.before and any(
-            now < before / factor for before, now in zip(self.before, self.now, strict=False)
-        )
+        """Returns whether a group's value fell by more than `factor`, or below zero, where one has moved."""
+        return any(now < before / factor for before, now in zip(self.before, self.now, strict=False))
 
 
 @dataclass(slots=True)
@@ -404,10 +402,11 @@ class StepState:
     def add(self, line: StepLine) -> None:
         """Adds a step, in the order of the steps."""
         self.end = None
-        skipped = self._settle_last(line)
+        skipped = self._settle_last(line) if self.line.skipped is None else self.line.skipped
         self._end_of_last(skipped=skipped)
+        loss, norm = _finite(line.loss), line.norm
         self.ill.add(line, skipped=skipped)
-        self.zeros.add(line)
+        self.zeros.add(line, norm, loss)
         self.equal.add(line)
         self.line = line
         if self._began is None:
@@ -416,7 +415,8 @@ class StepState:
         self._add_settings(line)
         self._add_batch(line)
         self.judged = self.accepted - self._since >= LEAST and self._quiet == 0 and not self.batch.size.other
-        loss, norm = self._loss, self._norm = _finite(line.loss), _finite(line.norm)
+        norm = _finite(norm)
+        self._loss, self._norm = loss, norm
         self.loss_above = 0.0 if loss is None else self.loss.above(loss)
         self.norm_above = 0.0 if norm is None else self.norm.above(norm)
         if not line.skipped:
@@ -489,10 +489,8 @@ class StepState:
         self.ill.ends()
 
     def _settle_last(self, line: StepLine) -> bool:
-        """Decides from this line whether the last step was skipped, if its own line does not record it; returns it."""
+        """Decides from this line whether the last step was skipped, as its own line does not record it; returns it."""
         before = self.line
-        if before.skipped is not None:
-            return before.skipped
         if self._began is None:
             return False
         skipped = proves_a_skip(before, line) or self.scale.is_replaced_before(line)
@@ -541,16 +539,21 @@ class StepState:
             self.descent, self.early_seconds = self.descent.anew(), math.inf
 
     def _add_settings(self, line: StepLine) -> None:
-        self.decays.add(line.weight_decays)
-        self.rates.add(line.learning_rates)
-        if self.decays.rises(_NO_SCHEDULE) or self.decays.falls(_NO_SCHEDULE) or self.rates.rises(_NO_SCHEDULE):
+        decays, rates = self.decays, self.rates
+        decays.add(line.weight_decays)
+        rates.add(line.learning_rates)
+        if (decays.moved and (decays.rises(_NO_SCHEDULE) or decays.falls(_NO_SCHEDULE))) or (
+            rates.moved and rates.rises(_NO_SCHEDULE)
+        ):
             self.departs("schedule")
         if not line.learning_rates:
             return
-        rate, before = self.rates.now[0], self.rates.before[0] if self.rates.before else math.nan
-        at_once = rate != before and before > 0 and rate > 0 and not 1 / _NO_SCHEDULE < rate / before < _NO_SCHEDULE
-        if at_once and rate < _FAR_BEYOND * self.rates.highest[0]:
-            self._quiet = QUIET
+        rate = line.learning_rates[0]
+        if rates.moved and rates.before:
+            before = rates.before[0]
+            at_once = rate != before and before > 0 and rate > 0 and not 1 / _NO_SCHEDULE < rate / before < _NO_SCHEDULE
+            if at_once and rate < _FAR_BEYOND * rates.highest[0]:
+                self._quiet = QUIET
         self._rates.append(rate)
         self.rising = rate > self._rates[0] * 1.001
 

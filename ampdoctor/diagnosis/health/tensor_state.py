@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from ampdoctor.diagnosis.health.lazy_numpy import np
 from ampdoctor.diagnosis.health.step_state import StepState
 from ampdoctor.evidence.location import Phase, Where
-from ampdoctor.evidence.log_records import DetailLine, TensorDetail
+from ampdoctor.evidence.log_records import DetailLine, TensorDetail, column_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +24,7 @@ MEASURES = (
     *("norm", "amax", "nonfinite", "flushed_share", "zero_share"),
     *("log2_headroom", "update_ratio", "unmoved_share", "elements", "scale"),
 )
-_MEASURED, _ADDRESS = attrgetter(*MEASURES), attrgetter("tensor", "role", "part", "call")
+_ADDRESS = ("tensor", "role", "part", "call")
 
 _NARROW = ("e4m3", "e5m2", "fp8", "e2m1", "fp4")
 
@@ -34,8 +33,8 @@ Key = tuple[int, str, str, int]
 
 
 def measured(tensors: Sequence[TensorDetail]) -> Matrix:
-    """Returns (tensors, `MEASURES`); NaN where it was not measured."""
-    return np.array(list(map(_MEASURED, tensors)), np.float64)
+    """Returns (`MEASURES`, tensors); NaN where it was not measured."""
+    return np.array([column_of(tensors, name) for name in MEASURES], np.float64)
 
 
 @dataclass(slots=True)
@@ -135,15 +134,15 @@ class TensorCourses:
         moment.line = line
         if not line.tensors:
             return
-        keys: list[Key] = list(map(_ADDRESS, line.tensors))
-        new: dict[Key, str | None] = {}
-        for key, one in zip(keys, line.tensors, strict=True):
-            if key not in self._rows:
-                new.setdefault(key, one.format)
-        if new:
+        keys: list[Key] = list(zip(*(column_of(line.tensors, name) for name in _ADDRESS), strict=True))
+        if not self._rows.keys() >= set(keys):
+            new: dict[Key, str | None] = {}
+            for key, form in zip(keys, column_of(line.tensors, "format"), strict=True):
+                if key not in self._rows:
+                    new.setdefault(key, form)
             moment.add_rows(list(new), list(new.values()))
             self._rows |= {key: at for at, key in enumerate(new, start=len(self._rows))}
-        moment.measures[:, [self._rows[key] for key in keys], -1] = measured(line.tensors).T
+        moment.measures[:, [self._rows[key] for key in keys], -1] = measured(line.tensors)
 
 
 @dataclass(frozen=True, slots=True)

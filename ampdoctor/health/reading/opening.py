@@ -14,10 +14,10 @@ from typing import NamedTuple
 from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, Listing, RegularFile, identity_of, is_folder, list_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.log_records import SCHEMA_VERSION, LogRecord
-from ampdoctor.evidence.log_text import parse_line_fast
+from ampdoctor.evidence.log_text import parse_lines
 from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, shown_path, will_be_written
 from ampdoctor.evidence.report import ErrorNote, Skipped
-from ampdoctor.health.reading.log_files import HEAD, MAX_BYTES, SkippedLines, begins_run_log, lines_in
+from ampdoctor.health.reading.log_files import HEAD, MAX_BYTES, begins_run_log, lines_in
 from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, LogLocation, ReadIssues
 from ampdoctor.health.reading.other_logs import (
     ANY_TABLE,
@@ -75,33 +75,16 @@ def _read(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[L
     for name in names:
         with RegularFile(folder / name, name) as file:
             left = noticed.left[name]
-            for text in lines_in(file, MAX_BYTES, left):
-                try:
-                    whole = parse_line_fast(text)
-                except ValueError:
-                    left.damaged += 1
-                    continue
-                if whole is not None:
+            for text, whole in parse_lines(lines_in(file, MAX_BYTES, left)):
+                if isinstance(whole, LogRecord):
                     yield whole
-                elif _other_version(text):
-                    left.other_version += 1
-            yield from _last(left)
-
-
-def _last(left: SkippedLines) -> Iterator[LogRecord]:
-    """Yields the last line without newline, if it is whole: the process was killed or still writes."""
-    text, left.unfinished = left.unfinished, b""
-    try:
-        whole = parse_line_fast(text) if text else None
-    except ValueError:
-        return
-    if whole is not None:
-        yield whole
-
-
-def _other_version(text: bytes) -> bool:
-    """Whether a line has another schema version. An unknown kind of the own version is ignored."""
-    return bool(json.loads(text).get("schema_version") != SCHEMA_VERSION)
+                elif whole is not None:
+                    left.damaged += 1
+                else:  # an unknown kind of the own version is ignored
+                    left.other_version += json.loads(text).get("schema_version") != SCHEMA_VERSION
+            # the last line without newline, if it is whole: the process was killed or still writes
+            text, left.unfinished = left.unfinished, b""
+            yield from (whole for _, whole in parse_lines([text]) if isinstance(whole, LogRecord))
 
 
 AMPDOCTOR = LogKind(format="ampdoctor", claims=_claims, read=_read, lacks=_lacks)

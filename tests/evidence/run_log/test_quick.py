@@ -6,17 +6,25 @@ import math
 import pytest
 
 from ampdoctor.evidence.log_records import DetailLine, LogRecord, StepLine, TensorDetail
-from ampdoctor.evidence.log_text import line_of, parse_line_fast, text_of
+from ampdoctor.evidence.log_text import line_of, parse_lines, text_of
 from tests.evidence.run_log.samples import LINES, STAMP
 
 PLAIN = text_of(LogRecord(STAMP, StepLine(step=3, loss=1.5, learning_rates=(0.1,))))
 DETAIL = text_of(LogRecord(STAMP, DetailLine(step=3, tensors=(TensorDetail(tensor=0, role="gradient", norm=0.5),))))
 
 
+def read(text):
+    """What `parse_lines` makes of one text; raises what it gives in place of a line."""
+    ((_, found),) = parse_lines([text.encode()])
+    if isinstance(found, ValueError):
+        raise found
+    return found
+
+
 @pytest.mark.parametrize("line", LINES, ids=lambda line: type(line).__name__)
 def test_it_reads_what_the_checked_way_reads(line):
     text = text_of(LogRecord(STAMP, line))
-    assert parse_line_fast(text) == line_of(text)
+    assert read(text) == line_of(text)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +43,7 @@ def test_it_reads_what_the_checked_way_reads(line):
 )
 def test_what_is_not_plain_goes_the_checked_way(text, change):
     changed = json.dumps(json.loads(text) | change)
-    quick, slow = parse_line_fast(changed), line_of(changed)
+    quick, slow = read(changed), line_of(changed)
     assert repr(quick) == repr(slow)  # NaN is not itself
 
 
@@ -61,7 +69,7 @@ def test_what_is_wrong_is_refused_as_the_checked_way_does(text, change):
     with pytest.raises(ValueError) as slow:
         line_of(changed)
     with pytest.raises(ValueError) as quick:
-        parse_line_fast(changed)
+        read(changed)
     assert str(quick.value) == str(slow.value)
 
 
@@ -69,7 +77,28 @@ def test_what_is_wrong_is_refused_as_the_checked_way_does(text, change):
 def test_orjson_gives_the_same_numbers(monkeypatch, number):
     monkeypatch.setattr("ampdoctor.evidence.log_text._loads", pytest.importorskip("orjson").loads)
     changed = PLAIN.replace("1.5", number)
-    assert parse_line_fast(changed).line.loss == float(number)
+    assert read(changed).line.loss == float(number)
     for wrong in (changed[:-9], changed.replace(number, "[" * 2000), changed.replace('"step":3', f'"step":{2**70}')):
         with pytest.raises(ValueError):
-            parse_line_fast(wrong)
+            read(wrong)
+
+
+WHOLE = [PLAIN.encode(), PLAIN.replace('"step":3', '"step":4').encode(), DETAIL.encode()]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        ['{"kind":"step","a":1},{"b":2}', '{"kind":"step","c":[1', '{"kind":"step"]}'],
+        ['{"kind":"step","run_id":"}', '{"kind":"step","run_id":"{"}'],
+        [PLAIN.replace('"step":3', '"step":5,"loss_scale":"Infinity"')],
+        [PLAIN.replace('"step":3', '"step":5,"later":{"a":1}'), PLAIN.rstrip() + "\x0c\n", PLAIN.rstrip() + " \r\n"],
+        [PLAIN.replace('"schema_version":2', '"schema_version":3'), PLAIN[:40], "", PLAIN.replace('"r1"', '"\\ud800"')],
+    ],
+)
+def test_lines_that_are_read_together_are_what_each_is_alone(odd):
+    texts = [*WHOLE, *(text.encode() for text in odd), *WHOLE]
+    alone = [one for text in texts for one in parse_lines([text])]
+    assert [(text, repr(found)) for text, found in parse_lines(texts)] == [(text, repr(one)) for text, one in alone]
+    assert [text for text, _ in alone] == texts
+    assert [found.line for _, found in alone[-3:]] == [line_of(text).line for text in WHOLE]
