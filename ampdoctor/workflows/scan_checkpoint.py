@@ -168,7 +168,7 @@ def list_structure(path: str | os.PathLike[str]) -> Report:
         checkpoint.require_unchanged()
         return Report(
             command="scan",
-            target={**_target(checkpoint, len(checkpoint)), "location": shown_path(path)},
+            target={"path": checkpoint.path, "location": shown_path(path), **_target(checkpoint, len(checkpoint))},
             verdict="not_judged",
             complete=not checkpoint.errors,
             skipped=checkpoint.skipped,
