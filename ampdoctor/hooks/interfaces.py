@@ -137,11 +137,11 @@ class OwnTime:
     @contextmanager
     def set_apart(self) -> Iterator[None]:
         """Counts the time inside as `apart`."""
-        began = perf_counter()
+        before, began = self.apart, perf_counter()
         try:
             yield
         finally:
-            taken = perf_counter() - began
+            taken = perf_counter() - began - (self.apart - before)  # what was set apart inside counts once
             self.apart += taken
             self.seconds -= taken
 

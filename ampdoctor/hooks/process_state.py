@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import random
 import re
@@ -37,13 +36,16 @@ class RandomState:
     @classmethod
     def capture(cls, generators: tuple[torch.Generator, ...] = (), like: RandomState | None = None) -> RandomState:
         """Copies the states of the global generators and of `generators`; equal parts are shared with `like`."""
+        import numpy as np
+
         # reading a state would initialize CUDA: it takes GPU memory, and forked processes could not use CUDA
         cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
         python, cpu = random.getstate(), torch.get_rng_state()
-        numpy = _numpy_state()
+        numpy = np.random.get_state()  # noqa: NPY002 - user code draws from the global one
         if like is not None:
             python = like.python if like.python == python else python
             cpu = like.torch_cpu if torch.equal(like.torch_cpu, cpu) else cpu
+            numpy = like.numpy if _same_numpy(like.numpy, numpy) else numpy
         return cls(python, cpu, cuda, numpy, tuple((own, own.get_state()) for own in generators))
 
     def restore(self) -> None:
@@ -61,25 +63,14 @@ class RandomState:
             own.set_state(state)
 
 
-_last_numpy: tuple[bytes, Any] = b"", None
-
-
-def _numpy_state() -> Any:
-    """Returns the state of numpy's global generator; it is copied, in 40 microseconds, only where it has changed."""
-    global _last_numpy  # noqa: PLW0603 - one generator, one state
+def _same_numpy(here: Any, there: Any) -> bool:
+    """Whether two states of numpy's global generator are equal: its name, its words, and three numbers."""
     import numpy as np
 
-    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, and missing in numpy's stubs
-    held = ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES) if isinstance(bits, np.random.MT19937) else b""
-    kept, state = _last_numpy
-    if not held or held != kept or state[3]:  # the kept second number of a pair goes without a trace in that memory
-        state = np.random.get_state()  # noqa: NPY002 - user code draws from the global one
-        _last_numpy = held, state
-    return state
-
-
-_MT19937_BYTES = 4 * 625
-"""The 624 words of the Mersenne twister, and its position among them (numpy's `mt19937_state`)."""
+    return all(
+        np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs
+        for mine, theirs in zip(here, there, strict=True)
+    )
 
 
 # -- switches of torch that would hide a step's ops, or end the step early: off in a replay --

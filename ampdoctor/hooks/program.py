@@ -157,7 +157,8 @@ class Program:
 def references(instruction: Instruction) -> list[Reference]:
     """Returns an instruction's inputs in order; a tensor may occur more than once."""
     if isinstance(instruction, Call | Op):
-        return _references_in((instruction.args, instruction.kwargs))
+        found = _references_in((instruction.args, instruction.kwargs))
+        return list({id(reference): reference for reference in found}.values())  # as the general walk: each once
     if isinstance(instruction, Scaled):
         return [instruction.loss]
     if isinstance(instruction, Ended):

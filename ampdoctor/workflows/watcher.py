@@ -535,6 +535,7 @@ class TrainingWatcher:
                 self._say(f"step {program.step} could not be run again here; elsewhere: {elsewhere}")
             self._told(program, seen, what, bundle)
 
+    @OWN_TIME.set_apart()
     def _looked_at(self, program: Program, *, settles: bool) -> StepDiagnosis:
         thresholds = self._request.thresholds
         with self._watch.looking_away():
@@ -586,6 +587,7 @@ class TrainingWatcher:
         self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
         self._settling[name] = MOST_BACKOFFS
 
+    @OWN_TIME.set_apart()
     def _bundled(self, program: Program, report: Report, leading: PriorSteps | None = None) -> Written | None:
         log, made = [text_of(line) for line in self._log.last(_LAST_LINES)], self._constructions.of
         return bundled(program, report, self._request, self.place, self._say, made=made, log=log, leading=leading)

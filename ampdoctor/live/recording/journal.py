@@ -103,9 +103,9 @@ class Gradients:
     def find_edited(self) -> None:
         """Notes the parameters whose gradients have changed since."""
         for owner in self.owners() if self._as_left else ():
-            left = self._as_left.get(id(owner))
-            if left is not None and (now := _stamps_of(_gradients_of(owner))) != left:
-                before = left.by_parameter()
+            now = _stamps_of(_gradients_of(owner))
+            if now != self._as_left.get(id(owner)):
+                before = {key: stamp for left in self._as_left.values() for key, stamp in left.by_parameter().items()}
                 self._edited |= {key for key, stamp in now.by_parameter().items() if before.get(key, stamp) != stamp}
 
     # -- queries -----------------------------------------------------------------------------------------------------

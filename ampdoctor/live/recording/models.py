@@ -382,7 +382,8 @@ class Trainers:
         with self._lock:
             began = self._begin(here)
             self._trained[here] = self._clock
-            self.several |= any(when > began for thread, when in self._trained.items() if thread is not here)
+            others = [thread for thread, when in self._trained.items() if thread is not here and when > began]
+            self.several |= any(thread.is_alive() for thread in others)
 
     def updated(self) -> None:
         """Called when this thread has ended a step; forgets earlier calls of threads that have never trained."""

@@ -247,11 +247,7 @@ class StepRecorder:
 
     def name_of(self, module: nn.Module) -> str | None:
         """Returns the name of a model, or of its submodule, in the loop; None for an unknown one."""
-        roots = list(prefixed(self.models.roots))
-        for prefix, root in roots:
-            if root is module:
-                return prefix
-        for prefix, root in roots:
+        for prefix, root in prefixed(self.models.roots):
             for name, part in root.named_modules():
                 if part is module:
                     return f"{prefix}.{name}" if prefix else name

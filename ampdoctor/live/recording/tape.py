@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ampdoctor.hooks.callbacks import READS
-from ampdoctor.hooks.interfaces import causes_of
+from ampdoctor.hooks.interfaces import causes_of, harmless_until
 from ampdoctor.hooks.json_values import name_of
 from ampdoctor.hooks.nested import iter_tensors, map_tensors
 from ampdoctor.hooks.process_state import RandomState
@@ -34,6 +34,9 @@ _PICKING = ("__getitem__", "index_select", "select", "narrow", "gather", "take",
 """Functions that take a part of a tensor: of data, only that part is kept, not the whole tensor."""
 _KINDS = ("cpu", "cuda")
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+_harmless = harmless_until(lambda _: False, lambda tape, error: tape.failed(error))
 
 
 class Taken(NamedTuple):
@@ -59,7 +62,7 @@ class Tape:
         failed: Callable[[Exception], None],
         asked: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> None:
-        self._recorded, self._failed, self._asked = recorded, failed, asked
+        self._recorded, self.failed, self._asked = recorded, failed, asked
         self.instructions: list[Instruction] = []  # oldest first
         self.given: dict[int, torch.Tensor] = {}  # the tensors from outside, by the index of their `InputRef`
         self.held_bytes = 0  # of the given tensors
@@ -214,16 +217,18 @@ class Tape:
             return function(*args, **kwargs)
         random = RandomState.capture() if draws else None
         result = function(*args, **kwargs)
-        try:
-            if reads:
-                if not (isinstance(result, float) and isfinite(result)):
-                    self._asked(args[0])
-            elif writes or isinstance(result, torch.Tensor | tuple | list | dict):
-                self._called(function, args, kwargs, result, random, writes=writes)
-        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
-            self._failed(error)
+        if reads:
+            if not (isinstance(result, float) and isfinite(result)):
+                self._read(args[0])
+        elif writes or isinstance(result, torch.Tensor | tuple | list | dict):
+            self._called(function, args, kwargs, result, random, writes=writes)
         return result
 
+    @_harmless
+    def _read(self, tensor: torch.Tensor) -> None:
+        self._asked(tensor)
+
+    @_harmless
     def _called(
         self,
         function: Callable[..., Any],
