@@ -250,7 +250,7 @@ class StepRecorder:
         for prefix, root in prefixed(self.models.roots):
             for name, part in root.named_modules():
                 if part is module:
-                    return f"{prefix}.{name}" if prefix else name
+                    return ".".join(piece for piece in (prefix, name) if piece)
         return None
 
     # -- backwards ---------------------------------------------------------------------------------------------------
