@@ -94,10 +94,10 @@ class Gradients:
         self._forget(owner)
 
     def _forget(self, owner: Any) -> None:
-        self._as_left.pop(id(owner), None)
         if self._as_left or self._edited:
             gone = set(map(id, parameters_in(owner)))
-            self._as_left = {key: stamps.without(gone) for key, stamps in self._as_left.items()}
+            rests = ((key, left.without(gone)) for key, left in self._as_left.items())
+            self._as_left = {key: rest for key, rest in rests if rest.parameters}
             self._edited -= gone
 
     def find_edited(self) -> None:
@@ -174,8 +174,10 @@ class _Stamps:
         return dict(zip(self.parameters, zip(self.gradients, self.versions, strict=True), strict=True))
 
     def without(self, parameters: set[int]) -> _Stamps:
-        kept = [(key, *stamp) for key, stamp in self.by_parameter().items() if key not in parameters]
-        return _Stamps(*map(list, zip(*kept, strict=True))) if kept else _Stamps([], [], [])
+        if parameters.issuperset(self.parameters):
+            return _Stamps([], [], [])
+        kept = {key: stamp for key, stamp in self.by_parameter().items() if key not in parameters}
+        return _Stamps(list(kept), *map(list, zip(*kept.values(), strict=True)))
 
 
 def _gradients_of(owner: Any) -> dict[int, torch.Tensor]:
