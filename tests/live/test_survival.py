@@ -525,3 +525,62 @@ def test_a_real_process_ends_as_it_would_and_its_log_is_whole(tmp_path, how, cod
     assert [line["step"] for line in log if line["kind"] == "step"] == list(lines)
     assert [line.get("exit_code", 0) for line in log if line["kind"] == "end"] == ([] if ended is None else [ended])
     assert (tmp_path / "h" / "bundle-30" / "manifest.json").is_file() == (how in ("removed", "chdir"))
+
+
+def _in_a_thread(run):
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def _beside_a_thread(model, bad):
+    """Another thread trains a model of its own between this one's forward and backward."""
+    optimizer, critic = torch.optim.SGD(model.parameters(), 0.05), nn.Linear(8, 1)
+    other = torch.optim.SGD(critic.parameters(), 0.05)
+    for step in range(5):
+        y = model(torch.randn(4, 8))
+        _in_a_thread(lambda: (critic(torch.randn(4, 8)).sum().backward(), other.step()))
+        y = torch.log(y * 0 - 1) if step == bad else y
+        optimizer.zero_grad()
+        y.square().mean().backward()
+        optimizer.step()
+
+
+def _by_its_part(model, bad):
+    """The loop calls a model, and a part of it, that lie in a dict."""
+    nets = {"all": nn.Sequential(model, nn.Linear(1, 8))}
+    del model
+    optimizer = torch.optim.SGD(nets["all"].parameters(), 0.05)
+    for step in range(5):
+        x = torch.randn(4, 8)
+        rebuilt, y = nets["all"](x), nets["all"][0](x)
+        y = torch.log(y * 0 - 1) if step == bad else y
+        optimizer.zero_grad()
+        ((rebuilt - x).square().mean() + y.square().mean()).backward()
+        optimizer.step()
+
+
+def _by_a_variance(model, bad):
+    """The loop asks for a number that a tensor has entered twice."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for step in range(5):
+        y = model(torch.randn(4, 8))
+        y = y + torch.log(y * 0 - 1) if step == bad else y
+        apart = y.detach() - y.detach().mean()
+        if torch.isnan((apart * apart).mean()):
+            continue
+        optimizer.zero_grad()
+        y.square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [_beside_a_thread, _by_its_part, _by_a_variance])
+def test_a_sick_step_of_such_a_loop_is_run_again(watched, loop):
+    torch.manual_seed(0)
+    with watched() as seen:
+        loop(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), bad=3)
+    if loop is _by_a_variance:
+        assert any("step 3: a batch was left out" in said for said in seen.said)
+    else:
+        (report,) = seen.told
+        assert (report.findings[0].code, report.findings[0].where.op, report.skipped) == ("AMP202", "aten.log", ())
