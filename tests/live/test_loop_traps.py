@@ -386,7 +386,7 @@ def test_a_compiled_clipping_stays_one_graph(tmp_path):
     with ampdoctor.watch(folder=tmp_path):
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
-            clip()
+            assert clip().isfinite()  # a mode of ours in the graph raises, because of `fullgraph`
             optimizer.step()
 
 
