@@ -386,12 +386,14 @@ class Trainers:
             self.several |= any(thread.is_alive() for thread in others)
 
     def updated(self) -> None:
-        """Called when this thread has ended a step; forgets earlier calls of threads that have never trained."""
+        """Called when this thread has ended a step; forgets threads that ended, and calls of those that never train."""
         with self._lock:
             began = self._began.pop(threading.current_thread(), 0)
             for thread, when in list(self._began.items()):
-                if when < began and thread not in self._trained:
+                if not thread.is_alive() or (when < began and thread not in self._trained):
                     del self._began[thread]
+            for thread in [thread for thread in self._trained if not thread.is_alive()]:
+                del self._trained[thread]
 
     def crowded(self) -> bool:
         """Whether another thread is in the middle of a step, or may soon be."""
@@ -413,10 +415,4 @@ class Trainers:
 
     def _begin(self, here: threading.Thread) -> int:
         self._clock += 1
-        if here not in self._began:
-            if here not in self._trained:  # a thread of its own for each step must not add up
-                for known in (self._began, self._trained):
-                    for thread in [thread for thread in known if not thread.is_alive()]:
-                        del known[thread]
-            self._began[here] = self._clock
-        return self._began[here]
+        return self._began.setdefault(here, self._clock)
