@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -287,6 +287,7 @@ class SmallLoop:
         self.model = model
         self._ids = torch.randint(64, (2, 33))
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+        self.parameters = list(model.parameters())[:20]
 
     def step(self) -> None:
         """Take a step."""
@@ -297,18 +298,32 @@ class SmallLoop:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
 
-    def times(self, count: int) -> list[tuple[float, float, float]]:
-        """Take steps; return of each the seconds of this thread, of all others, and of the watch by its own clock."""
+    def times(self, count: int) -> list[tuple[float, float, float, float]]:
+        """Take steps; return of each the seconds of this thread, of all others, by the watch's clock, and the pace."""
         found = []
         for _ in range(count):
             here, every, own = time.thread_time(), time.process_time(), OWN_TIME.seconds
             self.step()
             here = time.thread_time() - here
-            found.append((here, time.process_time() - every - here, OWN_TIME.seconds - own))
+            found.append((here, time.process_time() - every - here, OWN_TIME.seconds - own, pace(self.parameters)))
         return found
 
 
-def lower(steps: list[tuple[float, float, float]], column: int) -> float:
+def pace(parameters: list[Tensor]) -> float:
+    """Return the seconds of fixed work like the watch's: 60 calls in Python, records in a dict, 20 calls of torch."""
+    began = time.perf_counter()
+    found = {}
+    for number in range(60):
+        found[number] = _record(number, key=number)
+    _ = [(one.detach(), id(one.grad)) for one in parameters]
+    return time.perf_counter() - began
+
+
+def _record(number: int, *, key: int) -> dict[str, int]:
+    return {"number": number, "key": key}
+
+
+def lower(steps: Sequence[tuple[float, ...]], column: int) -> float:
     """Return the lower quartile: a busy neighbour only makes steps longer."""
     return statistics.quantiles([step[column] for step in steps], n=4)[0]
 
@@ -321,6 +336,7 @@ def own_time(repeats: int) -> None:
         "own time, ms",
         "goal, ms",
         "own clock, ms",
+        "own clock / pace",
         "other threads, ms",
         "look",
     )
@@ -340,16 +356,18 @@ def own_time(repeats: int) -> None:
                 looked = loop.times(1)[0][0]
                 time.sleep(0.5)
                 steps = loop.times(STEPS)
-            clock, others = statistics.median(step[2] for step in steps), statistics.mean(step[1] for step in steps)
-            rows.append((bare, lower(steps, 0) - bare, clock, others, looked / bare))
-        bare, mine, clock, others, looked = (statistics.median(column) for column in zip(*rows, strict=True))
+            clock, paces = (statistics.median(step[column] for step in steps) for column in (2, 3))
+            others = statistics.mean(step[1] for step in steps)
+            rows.append((bare, lower(steps, 0) - bare, clock, clock / paces, others, looked / bare))
+        bare, mine, clock, paces, others, looked = (statistics.median(column) for column in zip(*rows, strict=True))
         modules, parameters = (len(list(each)) for each in (loop.model.modules(), loop.model.parameters()))
         sizes.append([1.0, modules, parameters])
         clocks.append(clock)
         spread = sorted(row[1] for row in rows)
-        milliseconds = mine, spread[0], spread[-1], FIXED + EACH * (modules + parameters), clock, others
-        shown = "{:.2f} ({:.2f} to {:.2f}) | {:.2f} | {:.2f} | {:.2f}".format(*(1e3 * one for one in milliseconds))
-        print(f"| {name} | {modules}, {parameters} | {bare * 1e3:.1f} | {shown} | {looked:.1f} |")
+        milliseconds = mine, spread[0], spread[-1], FIXED + EACH * (modules + parameters), clock
+        shown = "{:.2f} ({:.2f} to {:.2f}) | {:.2f} | {:.2f}".format(*(1e3 * one for one in milliseconds))
+        rest = f"{paces:.1f} | {others * 1e3:.2f} | {looked:.1f}"
+        print(f"| {name} | {modules}, {parameters} | {bare * 1e3:.1f} | {shown} | {rest} |")
     fit = torch.linalg.lstsq(torch.tensor(sizes).double(), torch.tensor(clocks).double()).solution
     fixed, module, parameter = fit.tolist()
     print(f"\nown clock: {fixed * 1e3:.2f} ms, {module * 1e6:.1f} µs a module, {parameter * 1e6:.1f} µs a parameter")

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from types import FrameType
 from typing import Any
 
@@ -292,7 +293,7 @@ class Backwards:
 
 
 def _parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
 
 
 def _is_zero(grad: torch.Tensor | None) -> bool:

@@ -149,15 +149,16 @@ class OwnTime:
 OWN_TIME = OwnTime()
 
 
-def harmless_until(
-    stopped: Callable[[Any], Any], failed: Callable[[Any, Exception], None]
-) -> Callable[[Method], Method]:
-    """Returns a decorator of methods that raise nothing into a loop, are timed, and do nothing once `stopped`."""
+def harmless_until(stopped: str, failed: str) -> Callable[[Method], Method]:
+    """Returns a decorator of methods that raise nothing into a loop, are timed, and do nothing once `stopped`.
+
+    Both are names: of an attribute that is true once the object has stopped, and of the method that gets an error.
+    """
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)
         def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if stopped(self):
+            if getattr(self, stopped):
                 return None
             own, outermost = OWN_TIME, not OWN_TIME.runs
             if outermost:
@@ -165,7 +166,7 @@ def harmless_until(
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - a watched training is never harmed
-                failed(self, error)
+                getattr(self, failed)(error)
                 return None
             finally:
                 if outermost:

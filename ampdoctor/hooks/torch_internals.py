@@ -249,7 +249,7 @@ def put_outermost(mode: TorchFunctionMode) -> None:
 def take_away(mode: TorchFunctionMode) -> bool:
     """Removes a mode from among the others; False where it is not active, as while it handles a function."""
     depth = torch._C._len_torch_function_stack()
-    if not depth or all(torch._C._get_function_stack_at(place) is not mode for place in range(depth)):
+    if not depth or mode not in map(torch._C._get_function_stack_at, range(depth)):
         return False
     for one in reversed([_pop_mode() for _ in range(depth)]):
         if one is not mode:

@@ -25,7 +25,7 @@ from ampdoctor.live.recording.programs import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.probes.user_code import user_frames
 
-harmless = harmless_until(lambda watcher: watcher.broken, lambda watcher, error: watcher.failed(error))
+harmless = harmless_until("broken", "failed")
 """For methods of a watcher: `failed` handles its first error and sets `broken`."""
 
 

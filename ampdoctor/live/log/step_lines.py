@@ -118,4 +118,4 @@ def _settings_of(scaler: Any) -> dict[str, float] | None:
 
 def _of_groups(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[float, ...]:
     """Returns a setting of each parameter group where it is a number; a tensor on a device is not read."""
-    return tuple(float(value) for group in groups if isinstance(value := group.get(key), int | float))
+    return tuple([float(value) for group in groups if isinstance(value := group.get(key), int | float)])

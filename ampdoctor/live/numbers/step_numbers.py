@@ -87,19 +87,9 @@ SAMPLED = "sampled"
 """The reason of regular looks."""
 
 
-def _capturing() -> bool:
-    """Whether a CUDA graph is being captured: then no event may be queried, and no memory pinned."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def _rests(numbers: StepNumbers) -> bool:
-    """Whether something has failed, or its ops would become part of a compiled or captured graph."""
-    return numbers.failed is not None or torch.compiler.is_compiling() or _capturing()
-
-
-_harmless = harmless_until(lambda numbers: numbers.failed, lambda numbers, error: numbers.fail(error))
+_harmless = harmless_until("failed", "fail")
 """The first error ends the numbers, with one sentence in `failed`."""
-_computes = harmless_until(_rests, lambda numbers, error: numbers.fail(error))
+_computes = harmless_until("rests", "fail")
 """The same for a method that calls functions of torch's."""
 
 
@@ -140,6 +130,14 @@ class StepNumbers:
     def lost(self) -> int:
         """Readings that never arrive, because the host was too far ahead of its device."""
         return self._later.lost
+
+    @property
+    def rests(self) -> bool:
+        """Whether something has failed, or its ops would become part of a compiled or captured graph."""
+        if self.failed is not None or torch.compiler.is_compiling():
+            return True
+        # while a CUDA graph is captured, no event may be queried, and no memory pinned
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     @property
     def looking(self) -> bool:

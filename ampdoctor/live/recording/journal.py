@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from ampdoctor.hooks.program import (
 )
 from ampdoctor.hooks.torch_internals import unseen, version_of
 from ampdoctor.live.recording.models import OutermostModels
-from ampdoctor.live.recording.tape import Taken, Tape, is_lost, taken_by
+from ampdoctor.live.recording.tape import Links, Tape, is_lost, links_of
 
 # -- gradients --
 
@@ -39,7 +40,7 @@ def parameters_in(owner: Any) -> Iterator[torch.Tensor]:
     """Yields the parameters of a model or of an optimizer."""
     if isinstance(owner, nn.Module):
         return owner.parameters()
-    return chain.from_iterable(group["params"] for group in owner.param_groups)
+    return chain.from_iterable(map(itemgetter("params"), owner.param_groups))
 
 
 def parameters_of(owner: Any) -> list[torch.Tensor]:
@@ -279,32 +280,17 @@ def named_groups(optimizer_name: str, optimizer: Any, names: Mapping[int, str]) 
 # -- one step's part of the tape --
 
 
-def sliced(
-    instructions: Sequence[Instruction], wanted: Iterable[int], taken: Callable[[Instruction], Taken] = taken_by
-) -> list[Instruction]:
-    """Returns the instructions at the places `wanted`, all that they depend on, and writes to these, in order."""
-    needed: set[int] = set()
-    places = set(wanted)
-    for place in range(len(instructions) - 1, -1, -1):
-        one = instructions[place]
-        makes = [made.index for made in results(one)]
-        written = not makes and isinstance(one, Op) and not needed.isdisjoint(taken(one).results[:1])
-        if place in places or written or not needed.isdisjoint(makes):
-            places.add(place)
-            needed.update(taken(one).results)
-    return [instructions[place] for place in sorted(places)]
-
-
 def leads_to(
     instructions: Sequence[Instruction], backward: Backward, grad: set[int], holds: Callable[[Call], bool]
 ) -> bool:
     """Whether a backward, through tensors that require a gradient (`grad`), reaches a call that `holds` accepts."""
-    needed = grad.intersection(taken_by(backward).results)
+    needed = grad.intersection(links_of(backward).results)
     for one in reversed(instructions):
-        if {made.index for made in results(one)} & needed:
+        links = links_of(one)
+        if not needed.isdisjoint(links.made):
             if isinstance(one, Call) and holds(one):
                 return True
-            needed |= grad.intersection(taken_by(one).results)
+            needed |= grad.intersection(links.results)
     return False
 
 
@@ -329,7 +315,7 @@ class _Entry:
     age: int  # updates before it
     optimizer: int | None  # `id` of the one that it unscales for
     buffers: dict[str, torch.Tensor]  # of a call: those before it
-    taken: Taken
+    links: Links
 
 
 class RecordedInstructions:
@@ -355,15 +341,15 @@ class RecordedInstructions:
     def add(
         self,
         instruction: Instruction,
-        taken: Taken | None = None,
+        links: Links | None = None,
         *,
         optimizer: int | None = None,
         buffers: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """Records an instruction; `optimizer`: `id` of the one that it unscales for, `buffers`: those before a call."""
         self.tape.instructions.append(instruction)
-        taken = taken or taken_by(instruction)
-        self._entries[id(instruction)] = _Entry(self.count, self._updates, optimizer, buffers or {}, taken)
+        links = links or links_of(instruction)
+        self._entries[id(instruction)] = _Entry(self.count, self._updates, optimizer, buffers or {}, links)
         self.count += 1
         if isinstance(instruction, Backward):
             self._in_a_row = 0
@@ -442,9 +428,24 @@ class RecordedInstructions:
 
     def calls_behind(self, tensor: torch.Tensor) -> list[Call]:
         """Returns the calls from which a tensor of the tape was computed."""
-        made, instructions = self.tape.reference(tensor), self.tape.instructions
-        places = [place for place, one in enumerate(instructions) if made in results(one)]
-        return [one for one in sliced(instructions, places) if isinstance(one, Call)]
+        made = self.tape.reference(tensor)
+        places = [place for place, one in enumerate(self.tape.instructions) if made in results(one)]
+        return [one for one in self.sliced(places) if isinstance(one, Call)]
+
+    def sliced(self, wanted: Iterable[int], instructions: list[Instruction] | None = None) -> list[Instruction]:
+        """Returns the instructions at the places `wanted`, all that they depend on, and writes to these, in order."""
+        instructions = self.tape.instructions if instructions is None else instructions
+        needed: set[int] = set()
+        places = set(wanted)
+        for place in range(len(instructions) - 1, -1, -1):
+            one = instructions[place]
+            entry = self._entries.get(id(one))
+            links = links_of(one) if entry is None else entry.links  # an `Ended` is not on the tape
+            written = not links.made and isinstance(one, Op) and not needed.isdisjoint(links.results[:1])
+            if place in places or written or not needed.isdisjoint(links.made):
+                places.add(place)
+                needed.update(links.results)
+        return [instructions[place] for place in sorted(places)]
 
     def clear(self) -> None:
         """Drops everything."""
@@ -475,11 +476,13 @@ class RecordedInstructions:
             place
             for place, one in enumerate(instructions)
             if (
-                self.tape.lives_on(results(one))
+                self.tape.lives_on(entries[id(one)].links.made)
                 if isinstance(one, Call | Op | Scaled)
                 else entries[id(one)].order >= first
             )
         ]
-        kept = sliced(instructions, places, lambda one: entries[id(one)].taken)
+        kept = self.sliced(places, instructions)
         self._entries = {id(one): entries[id(one)] for one in kept}
-        self.tape.keep(kept, {index for entry in self._entries.values() for index in entry.taken.given})
+        links = [entry.links for entry in self._entries.values()]
+        made, given = ({number for one in links for number in one[kind]} for kind in (0, 2))
+        self.tape.keep(kept, made, given)

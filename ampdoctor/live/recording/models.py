@@ -399,16 +399,15 @@ class Trainers:
         """Whether another thread is in the middle of a step, or may soon be."""
         here = threading.current_thread()
         with self._lock:
-            others = [thread for thread in self._began if thread is not here]
-            return self.several or any(thread.is_alive() for thread in others)
+            return self.several or any(thread is not here and thread.is_alive() for thread in self._began)
 
     def is_recorded(self) -> bool:
         """Whether this thread is recorded: the first that calls a model, until it ends or another one trains."""
         here = threading.current_thread()
+        if self._recorded is here:
+            return True
         with self._lock:
             there = self._recorded
-            if there is here:
-                return True
             if there is None or not there.is_alive() or (here in self._trained and there not in self._began):
                 self._recorded = here
             return self._recorded is here

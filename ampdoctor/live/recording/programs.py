@@ -31,7 +31,6 @@ from ampdoctor.live.recording.journal import (
     leads_to,
     parameters_of,
     renumbered,
-    sliced,
     together,
 )
 from ampdoctor.live.recording.models import OutermostModels
@@ -76,7 +75,7 @@ class StepPrograms:
             wanted.append(len(instructions) - 1)
         if raised is not None:
             wanted += [place for place, one in enumerate(instructions) if one is raised]
-        chosen = sliced(instructions, wanted)
+        chosen = self._journal.sliced(wanted, instructions)
         indices: dict[int, int] = {}
         for one in chosen:
             for taken in references(one):

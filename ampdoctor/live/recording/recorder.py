@@ -40,7 +40,6 @@ from ampdoctor.live.recording.journal import (
     parameters_in,
     parameters_of,
     prefixed,
-    sliced,
     together,
 )
 from ampdoctor.live.recording.models import SEVERAL, OutermostModels, Trainers
@@ -59,7 +58,7 @@ _NODES = 256
 """Nodes of a loss's graph that are searched for an earlier scaling; the ops on a loss are a few dozen."""
 
 
-_harmless = harmless_until(lambda recorder: recorder.away, lambda recorder, error: recorder.fail(error))
+_harmless = harmless_until("away", "fail")
 """The first error ends the recording."""
 
 
@@ -319,7 +318,7 @@ class StepRecorder:
             )
         )
         if self._left_out is not None:
-            behind = sliced(self._tape.instructions, [len(self._tape.instructions) - 1])
+            behind = self._journal.sliced([len(self._tape.instructions) - 1])
             moments = [self._journal.moment(one) for one in behind if isinstance(one, Call)]
             if any(moment < self._left_out[1] for moment in moments):  # the loop uses the earlier call after all
                 self._left_out = None
@@ -352,7 +351,7 @@ class StepRecorder:
                 return [self._scaled_losses.pop(reference.index)]
             instructions = self._tape.instructions
             made = {one.index: place for place, each in enumerate(instructions) for one in results(each)}
-            behind = sliced(instructions, [made[reference.index]]) if reference.index in made else []
+            behind = self._journal.sliced([made[reference.index]]) if reference.index in made else []
             scaled = [one.result.index for one in behind if isinstance(one, Scaled)]
             if any(index in self._scaled_losses for index in scaled):
                 return [self._scaled_losses.pop(index) for index in scaled if index in self._scaled_losses]
@@ -404,7 +403,7 @@ class StepRecorder:
             return []
         wanted = self._programs.wanted(optimizer)
         backwards = [place for place in wanted if isinstance(instructions[place], Backward)]
-        scaled = (any(isinstance(one, Scaled) for one in sliced(instructions, [place])) for place in backwards)
+        scaled = (any(isinstance(one, Scaled) for one in self._journal.sliced([place])) for place in backwards)
         return [instructions[place] for place in wanted] if backwards and all(scaled) else []
 
     def rest(self) -> None:
@@ -533,8 +532,11 @@ class StepRecorder:
         """Calls a function that asks for each parameter's gradient; what it does is an event of its own."""
         if torch.compiler.is_compiling() or not self._tape.is_open:
             return run()
-        with self.pausing():
+        self._tape.close()
+        try:
             return run()
+        finally:
+            self._tape.open()
 
     @_harmless
     def _zeroed(self, owner: Any, *, by_hand: bool = False) -> None:

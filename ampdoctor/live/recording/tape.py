@@ -36,21 +36,26 @@ _KINDS = ("cpu", "cuda")
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
-_harmless = harmless_until(lambda _: False, lambda tape, error: tape.failed(error))
+_harmless = harmless_until("has_failed", "fail")
 
 
-class Taken(NamedTuple):
-    """What an instruction takes: the numbers of made tensors, in order, and the indices of given ones."""
+class Links(NamedTuple):
+    """The numbers of the tensors that an instruction makes, and of those that it takes, in order."""
 
-    results: list[int]
-    given: list[int]
+    made: list[int]
+    results: list[int]  # taken, made by others
+    given: list[int]  # taken, from outside
 
 
-def taken_by(instruction: Instruction) -> Taken:
-    """Returns what an instruction takes."""
-    found = references(instruction)
-    results, given = ([one.index for one in found if type(one) is kind] for kind in (ResultRef, InputRef))
-    return Taken(results, given)
+def links_of(instruction: Instruction) -> Links:
+    """Returns the numbers of the tensors that an instruction makes and takes."""
+    links = Links([made.index for made in results(instruction)], [], [])
+    for one in references(instruction):
+        if isinstance(one, ResultRef):
+            links.results.append(one.index)
+        elif isinstance(one, InputRef):
+            links.given.append(one.index)
+    return links
 
 
 class Tape:
@@ -58,11 +63,12 @@ class Tape:
 
     def __init__(
         self,
-        recorded: Callable[[Op, Taken], None],
+        recorded: Callable[[Op, Links], None],
         failed: Callable[[Exception], None],
         asked: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> None:
-        self._recorded, self.failed, self._asked = recorded, failed, asked
+        self._recorded, self._failed, self._asked = recorded, failed, asked
+        self.has_failed = False
         self.instructions: list[Instruction] = []  # oldest first
         self.given: dict[int, torch.Tensor] = {}  # the tensors from outside, by the index of their `InputRef`
         self.held_bytes = 0  # of the given tensors
@@ -75,7 +81,7 @@ class Tape:
         self.names: dict[int, str] = {}  # of parameters and buffers, by their id
         self._next = 0
         self._known: dict[Any, tuple[bool, bool, bool, bool]] = {}
-        self._taken: Taken | None = None  # of the function that is being recorded
+        self._links: Links | None = None  # of the function that is being recorded
         self._mode = FunctionMode(self.function)
         self._open: int | None = None  # the recorded thread: each thread has its own modes
 
@@ -103,8 +109,8 @@ class Tape:
         key = id(tensor)
         made = self._made.get(key)
         if made is not None and made[0]() is tensor:
-            if self._taken is not None:
-                self._taken.results.append(made[1].index)
+            if self._links is not None:
+                self._links.results.append(made[1].index)
             return made[1]
         held = self._held.get(key)
         if held is not None and held[0]() is tensor:
@@ -116,8 +122,8 @@ class Tape:
             self.given[index], self._versions[index] = tensor, version_of(tensor)
             self.held_bytes += _bytes_of(tensor)
             self._given_by_id[key] = known = (tensor, index)
-        if self._taken is not None:
-            self._taken.given.append(known[1])
+        if self._links is not None:
+            self._links.given.append(known[1])
         return InputRef(known[1])
 
     def references(self, value: Any) -> Any:
@@ -150,10 +156,10 @@ class Tape:
         there = self._tensors.get(index)
         return None if there is None else there()
 
-    def lives_on(self, made: Iterable[ResultRef]) -> bool:
-        """Whether the loop holds one of these tensors, and may run a backward through it."""
-        for one in made:
-            there = self._tensors.get(one.index)
+    def lives_on(self, made: Iterable[int]) -> bool:
+        """Whether the loop holds one of the tensors with these numbers, and may run a backward through it."""
+        for index in made:
+            there = self._tensors.get(index)
             if there is not None and (tensor := there()) is not None and tensor.requires_grad:
                 return True
         return False
@@ -189,14 +195,14 @@ class Tape:
         """Whether this thread's functions are recorded."""
         return self._open == threading.get_ident()
 
-    def keep(self, instructions: list[Instruction], given: set[int]) -> None:
-        """Forgets everything but these instructions, what they have made, and what is given to them, by its index."""
+    def keep(self, instructions: list[Instruction], made: set[int], given: set[int]) -> None:
+        """Forgets everything but these instructions, what they have made, and what is given to them, by its number."""
         self.instructions = instructions
         self.given = {index: tensor for index, tensor in self.given.items() if index in given}
         self.held_bytes = sum(map(_bytes_of, self.given.values()))
         self._versions = {index: self._versions[index] for index in self.given}
         self._given_by_id = {id(tensor): (tensor, index) for index, tensor in self.given.items()}
-        made = {made.index for one in instructions for made in results(one)}  # other live tensors are given now
+        # other live tensors are given now
         self._made = {
             key: entry for key, entry in self._made.items() if entry[1].index in made and entry[0]() is not None
         }
@@ -224,6 +230,11 @@ class Tape:
             self._called(function, args, kwargs, result, random, writes=writes)
         return result
 
+    def fail(self, error: Exception) -> None:
+        """Ends the recording because of this error."""
+        self.has_failed = True
+        self._failed(error)
+
     @_harmless
     def _read(self, tensor: torch.Tensor) -> None:
         self._asked(tensor)
@@ -240,15 +251,16 @@ class Tape:
         writes: bool,
     ) -> None:
         # a function may return its argument, which then gets a new number: so the arguments come first
-        taken = self._taken = Taken([], [])
+        links = self._links = Links([], [], [])
         args, kwargs = self.references(args), self.references(kwargs) if kwargs else {}
-        self._taken = None
+        self._links = None
         made = {"": self._make(result)} if isinstance(result, torch.Tensor) else self.make(result)
         if made or writes:
+            links.made.extend([one.index for one in made.values()])
             mode, line = mode_now(), user_line()
             self._recorded(
                 Op(function=function, args=args, kwargs=kwargs, results=made, mode=mode, random=random, line=line),
-                taken,
+                links,
             )
 
     def _is_about_us(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
