@@ -309,7 +309,7 @@ class SmallLoop:
         return found
 
 
-def pace(parameters: list[Tensor]) -> float:
+def pace(parameters: Sequence[Tensor]) -> float:
     """Return the seconds of fixed work like the watch's: 60 calls in Python, records in a dict, 20 calls of torch."""
     began = time.perf_counter()
     found = {}
