@@ -32,6 +32,7 @@ _DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "e
 """Parts of the names of torch's functions that draw random numbers."""
 _PICKING = ("__getitem__", "index_select", "select", "narrow", "gather", "take", "split", "chunk", "unbind", "unfold")
 """Functions that take a part of a tensor: of data, only that part is kept, not the whole tensor."""
+_GRADIENT: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # a gradient that enters a loss is given
 _KINDS = ("cpu", "cuda")
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -211,7 +212,7 @@ class Tape:
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls a function of torch's, and records it where it uses tensors of the tape."""
-        if self._open != threading.get_ident():
+        if self._open != threading.get_ident() or function == _GRADIENT:
             return function(*args, **kwargs)
         known = self._known.get(function)
         if known is None:

@@ -142,6 +142,21 @@ def test_what_is_written_to_afterwards_is_kept_as_it_was():
     loop.run(body)
 
 
+def test_gradients_of_the_last_step_are_given_to_a_loss():
+    loop, model = Loop(), Net()
+    optimizer = adam(model)
+
+    def body(step):
+        loss = F.cross_entropy(model(torch.randn(16, 6)), torch.randint(0, 4, (16,)))
+        before = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+        optimizer.zero_grad()
+        (loss * (1.0 + before)).backward()
+        program = loop.stepped(optimizer, step, last=step == 3)
+        assert program is None or program.unexplained == ()
+
+    loop.run(body)
+
+
 def test_assignments_draws_and_parts_of_a_model():
     loop, model = Loop(), Net()
     optimizer = adam(model)
