@@ -137,7 +137,7 @@ def floor(path: Path) -> Callable[[], object]:
 CONTENDERS: dict[str, tuple[Callable[[Path], Callable[[], object]], str]] = {
     "ampdoctor": (ampdoctor_scan, "weights.safetensors"),
     "ampdoctor (.pt)": (ampdoctor_scan, "weights.pt"),
-    "ampdoctor --exact": (ampdoctor_exact, "weights.safetensors"),
+    "ampdoctor exact=true": (ampdoctor_exact, "weights.safetensors"),
     "weightlens 0.3.0": (weightlens, "weights.safetensors"),
     "loop over torch.load(mmap=True)": (naive_loop, "weights.pt"),
     "read and sum": (read_and_sum, "weights.safetensors"),

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import typer
 
-from ampdoctor.cli.config import EXPECTED, ConfigFile, read_config
+from ampdoctor.cli.config import EXPECTED, Config, read_config, type_of
 from ampdoctor.cli.configured_command import ConfiguredCommand
 from ampdoctor.cli.main import app
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 TABLE = re.compile(r"(?<=<!-- settings -->\n).*?(?=<!-- /settings -->)", re.DOTALL)
-KINDS = {**EXPECTED, "text": "text"}
+KINDS = {**EXPECTED, str: "text"}
 
 
 def commands():
@@ -28,9 +28,9 @@ def rendered():
     rows = {}
     for name, command in commands().items():
         defaults = {parameter.name: parameter.default for parameter in command.params}
-        for one in command.settings:
-            value = ", ".join(one.choices) or KINDS[one.kind]
-            row = rows.setdefault((one.key, value, shown(defaults[one.parameter], one.kind)), [])
+        for key, one in command.settings.items():
+            value = ", ".join(one.type_descriptor.choices or ()) or KINDS[type_of(one)]
+            row = rows.setdefault((key, value, shown(defaults[one.name], type_of(one))), [])
             row.append(name)
     everywhere = list(commands())
     lines = ["| key | value | default | commands | variable |", "| --- | --- | --- | --- | --- |"]
@@ -44,7 +44,7 @@ def rendered():
 def shown(default, kind):
     if default is None:
         return "none"
-    return {"boolean": "false", "list": "empty"}.get(kind) or f"`{default}`"
+    return {bool: "false", list: "empty"}.get(kind) or f"`{default}`"
 
 
 def test_the_table_is_the_settings():
@@ -55,22 +55,22 @@ def test_the_table_is_the_settings():
 def test_the_example_is_a_configuration_for_every_command(command):
     example = re.search(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL).group(1)
     table = tomllib.loads(example)["tool"]["ampdoctor"]
-    file = ConfigFile(name="pyproject.toml", found=True, prefix="tool.ampdoctor.", table=table)
+    file = Config(file="pyproject.toml", found=True, prefix="tool.ampdoctor.", table=table)
     config = read_config(file, command, {name: c.settings for name, c in commands().items()})
-    assert config.defaults["fail-on"].value == "warning"
-    assert ("baseline" in config.defaults) == (command == "scan")
+    assert config.values["fail-on"] == "warning"
+    assert ("baseline" in config.values) == (command == "scan")
     assert config.rules["AMP107"].severity == "error"
     assert config.ignores[0].rule == "AMP104"
 
 
 def test_the_options_of_one_run_are_those_that_are_no_settings():
-    said = re.search(r"Every long option is a key, but (.*?), which", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    said = re.search(r"is a key, but (.*?), which", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     named = set(re.findall(r"--([a-z-]+)", said.group(1)))
     for name, command in commands().items():
         if name == "plan":
             continue
         options = {name.removeprefix("--") for p in command.params for name in p.opts if name.startswith("--")}
-        assert options - {one.key for one in command.settings} == named & options
+        assert options - command.settings.keys() == named & options
         assert named - options <= {"module"}  # of run alone
 
 

@@ -1,99 +1,33 @@
-"""Reads and checks the configuration file: defaults of options, settings of rules, ignores."""
+"""Reads and checks the configuration file: defaults of options, settings of rules, ignores; nothing in it is executed.
+
+The options that it may set are read from the commands' own: all but those that Typer may not take from the environment.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import date, datetime
 from difflib import get_close_matches
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
-from typer.models import OptionInfo
-
-from ampdoctor.cli.options import ONE_RUN
 from ampdoctor.cli.output import repository_root
 from ampdoctor.cli.process import NAMES_OF_STDOUT, note, read_text
-from ampdoctor.diagnosis.catalogue import (
-    EXPIRED_IGNORE,
-    UNUSED_IGNORE,
-    check_threshold,
-    find_rule,
-)
+from ampdoctor.diagnosis.catalogue import EXPIRED_IGNORE, UNUSED_IGNORE, check_threshold, find_rule
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Source
 from ampdoctor.gates.findings import Ignore, RuleSettings, SeverityOrIgnore
 
-# -- settings: the options that a file and the environment may set, read from the commands' own signatures --
-
-Kind = Literal["boolean", "integer", "number", "text", "list"]
-EXPECTED: Mapping[Kind, str] = {
-    "boolean": "true or false",
-    "integer": "a whole number",
-    "number": "a number",
-    "text": "a string",
-    "list": "a list of strings",
+EXPECTED: Mapping[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    str: "a string",
+    list: "a list of strings",
 }
-_KINDS: Mapping[Any, Kind] = {bool: "boolean", int: "integer", float: "number", str: "text"}
-
-NO_SETTINGS = frozenset({"config", "isolated", "show-config", "write-baseline", "module"})
-"""Options that apply to one run. As a standing setting, --write-baseline would make every run its own baseline."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigOption:
-    """An option that a configuration file may set."""
-
-    parameter: str  # the Python name
-    key: str  # the long option without its dashes
-    kind: Kind
-    choices: tuple[str, ...] = ()  # the allowed values, where there is a fixed set
-
-    @property
-    def option(self) -> str:
-        """The long option."""
-        return f"--{self.key}"
-
-    def variables(self, command: str) -> list[str]:
-        """Return the environment variables that set it for a command; the first takes precedence."""
-        name = self.key.upper().replace("-", "_")
-        return [f"AMPDOCTOR_{command.upper().replace('-', '_')}_{name}", f"AMPDOCTOR_{name}"]
-
-
-def settings_of(function: Callable[..., Any]) -> tuple[ConfigOption, ...]:
-    """Return the settings of a command with `Annotated[type, typer.Option("--name", ...)]` parameters."""
-    found = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        annotated, *metadata = get_args(parameter.annotation) or (None,)
-        option = next((item for item in metadata if isinstance(item, OptionInfo)), None)
-        if option is None:
-            continue
-        first = option.default  # inside `Annotated`, Typer stores the first option name as the default
-        names = map(str, (first, *(option.param_decls or ())))
-        key = next(name.removeprefix("--") for name in names if name.startswith("--"))
-        kind, choices = _kind(annotated)
-        if key not in NO_SETTINGS and ONE_RUN not in metadata:
-            found.append(ConfigOption(parameter=name, key=key, kind=kind, choices=choices))
-    return tuple(found)
-
-
-def _kind(annotated: Any) -> tuple[Kind, tuple[str, ...]]:
-    if get_origin(annotated) in (Union, UnionType):
-        (annotated,) = (part for part in get_args(annotated) if part is not NoneType)
-    if get_origin(annotated) is list:
-        return "list", ()
-    if get_origin(annotated) is Literal:
-        return "text", tuple(map(str, get_args(annotated)))
-    return _KINDS[annotated], ()
-
-
-# -- the configuration file: where it is searched, and how it is read; nothing in it is executed --
-
 RULES_KEY, IGNORE_KEY = "rules", "ignore"
 OWN, SHARED = "ampdoctor.toml", "pyproject.toml"  # the first takes precedence; in the second: `[tool.ampdoctor]`
 MAX_BYTES = 512 * 1024
@@ -104,27 +38,46 @@ _MAX_DOTS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigFile:
-    """A configuration file after reading."""
+class Config:
+    """A configuration file, and what it sets for one command."""
 
-    name: str  # its path from the working directory
-    found: bool  # not named by the user, so perhaps a stranger's; False: named
-    prefix: str  # comes before each key: "tool.ampdoctor." or nothing
-    table: Mapping[str, Any]  # the content, not yet checked
+    file: str | None = None  # its path from the working directory; None: there is no file
+    found: bool = False  # not named by the user, so perhaps a stranger's
+    prefix: str = ""  # comes before each key: "tool.ampdoctor." or nothing
+    table: Mapping[str, Any] = field(default_factory=dict)  # the whole content, as it was parsed
     ignore_lines: tuple[int, ...] = ()  # the line of each `[[ignore]]`, where it can be found
-
-    @property
-    def folder(self) -> Path:
-        """Relative paths in the file start here."""
-        return Path(self.name).parent
+    values: Mapping[str, Any] = field(default_factory=dict)  # of the command's options, by key
+    places: Mapping[str, str] = field(default_factory=dict)  # where each of them is written
+    rules: Mapping[str, RuleSettings] = field(default_factory=dict)  # by code
+    ignores: tuple[Ignore, ...] = ()  # in the file's order
 
     def place(self, key: str) -> str:
-        """Return a key with its file, for an error message."""
-        return f"{self.name}: {self.prefix}{key}"
+        """Return a key with its file, for a message."""
+        return f"{self.file}: {self.prefix}{key}"
 
 
-def load_config(named: str | None) -> ConfigFile | None:
-    """Return the named configuration file, or the one that applies to the working directory; None where there is none.
+Settings = Mapping[str, Any]
+"""Typer's options that a file may set, by key: the long option without its dashes."""
+
+
+def settings_of(options: Collection[Any]) -> dict[str, Any]:
+    """Return those of a command's options that a file and the environment may set, by key."""
+    named = {one.name: next((o[2:] for o in one.opts if o.startswith("--")), None) for one in options}
+    return {key: one for one in options if (key := named[one.name]) and one.allow_from_autoenv}
+
+
+def type_of(option: Any) -> type:
+    """Return what a file has to give for an option: bool, int, str or list."""
+    annotation = option.type_descriptor.annotation
+    origin: Any = get_origin(annotation)
+    return str if origin is Literal else origin or annotation
+
+
+# -- where the file is searched, and how it is read --
+
+
+def load_config(named: str | None) -> Config:
+    """Return the content of the named file, or of the one that applies to the working directory, if there is one.
 
     A file of another user is not read unless it is named: anybody could put one in /tmp, and it could make a damaged
     checkpoint pass. A line on stderr names it; an error would stop everybody who works there. A file that cannot be
@@ -135,7 +88,7 @@ def load_config(named: str | None) -> ConfigFile | None:
     try:
         here = Path.cwd()
     except OSError:  # the folder was deleted
-        return None
+        return Config()
     for path in _candidates(here):
         if path.name == SHARED and not _is_ours(path):
             continue
@@ -143,7 +96,7 @@ def load_config(named: str | None) -> ConfigFile | None:
             return _read(path, found=True)
         name = os.path.relpath(path)
         note(f"ampdoctor: {name} is another user's and not read: --config {name} accepts it, --isolated is silent")
-    return None
+    return Config()
 
 
 def _candidates(folder: Path) -> list[Path]:
@@ -166,26 +119,23 @@ def _is_ours(path: Path) -> bool:
     return isinstance(tool, dict) and "ampdoctor" in tool
 
 
-def _read(path: Path, *, found: bool) -> ConfigFile:
+def _read(path: Path, *, found: bool) -> Config:
     name = os.path.relpath(path) if found else str(path)
     text = read_text(name, limit=MAX_BYTES, what=_WHAT)
     shared = path.name == SHARED
     table = _parse(text, name)
     if shared:
         tool = table.get("tool")
-        own = tool.get("ampdoctor") if isinstance(tool, dict) else None
-        if own is None:
+        table = tool.get("ampdoctor") if isinstance(tool, dict) else None  # type: ignore[assignment]  # checked below
+        if table is None:
             raise UsageError(f"{name} has no table [tool.ampdoctor]")
-        if not isinstance(own, dict):
+        if not isinstance(table, dict):
             raise UsageError(f"{name}: tool.ampdoctor is no table")
-        table = own
-    return ConfigFile(
-        name=name,
-        found=found,
-        prefix="tool.ampdoctor." if shared else "",
-        table=table,
-        ignore_lines=_ignore_lines(text, shared=shared),
-    )
+    own = r"tool\s*\.\s*ampdoctor\s*\.\s*ignore" if shared else "ignore"
+    header = re.compile(rf"\s*\[\[\s*{own}\s*\]\]")
+    lines = tuple(number for number, line in enumerate(text.split("\n"), 1) if header.match(line))
+    prefix = "tool.ampdoctor." if shared else ""
+    return Config(file=name, found=found, prefix=prefix, table=table, ignore_lines=lines)
 
 
 def _foreign(path: Path) -> bool:
@@ -214,20 +164,68 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         ) from None
 
 
-def _ignore_lines(text: str, *, shared: bool) -> tuple[int, ...]:
-    own = r"tool\s*\.\s*ampdoctor\s*\.\s*ignore" if shared else "ignore"
-    header = re.compile(rf"\s*\[\[\s*{own}\s*\]\]")
-    return tuple(number for number, line in enumerate(text.split("\n"), 1) if header.match(line))
+# -- what it sets for a command --
 
 
-def unknown_key(place: str, key: str, known: Collection[str]) -> UsageError:
-    """Return the error for an unknown key, with the nearest known one."""
+def read_config(config: Config, command: str, settings: Mapping[str, Settings]) -> Config:
+    """Return the configuration for one command; the whole file is checked, by the `settings` of every command."""
+    everywhere = {key: option for of_command in settings.values() for key, option in of_command.items()}
+    own: dict[str, tuple[Any, str]] = {}
+    special: dict[str, tuple[Any, str]] = {}
+    rules: Mapping[str, RuleSettings] = {}
+    ignores: tuple[Ignore, ...] = ()
+    for key, value in config.table.items():
+        if key == RULES_KEY:
+            rules = _rules(config, value)
+        elif key == IGNORE_KEY:
+            ignores = _ignores(config, value)
+        elif key in settings and (isinstance(value, dict) or key not in everywhere):  # `health` is an option, too
+            read = _of_command(config, key, value, settings[key], everywhere)
+            special = read if key == command else special
+        elif key == "tool" and not config.prefix:
+            raise UsageError(f"{config.file}: here the keys stand without `tool.ampdoctor`; that is for {SHARED}")
+        elif key not in everywhere:
+            raise _unknown_key(config.place(key), key, [*everywhere, *settings, RULES_KEY, IGNORE_KEY])
+        else:
+            checked = _checked(config, config.place(key), key, value, everywhere[key])
+            own |= {key: (checked, config.place(key))} if key in settings[command] else {}
+    own |= special
+    values, places = ({key: pair[at] for key, pair in own.items()} for at in (0, 1))
+    return replace(config, values=values, places=places, rules=rules, ignores=ignores)
+
+
+def _of_command(
+    config: Config, command: str, table: Any, known: Settings, everywhere: Settings
+) -> dict[str, tuple[Any, str]]:
+    if not isinstance(table, dict):
+        raise _wrong_value(config.place(command), "a table", table)
+    read = {}
+    for key, value in table.items():
+        place = config.place(f"{command}.{key}")
+        if key not in known:
+            if key in everywhere:
+                raise UsageError(f"{place}: `ampdoctor {command}` has no setting {key}")
+            raise _unknown_key(place, key, known)
+        read[key] = _checked(config, place, key, value, known[key]), place
+    return read
+
+
+def _checked(config: Config, place: str, key: str, value: Any, option: Any) -> Any:
+    wanted = type_of(option)
+    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        raise _wrong_value(place, EXPECTED[wanted], value)
+    for text in value if isinstance(value, list) else [value] if isinstance(value, str) else []:
+        if not (isinstance(text, str) and text.isprintable()):
+            raise UsageError(f"{place}: expected {EXPECTED[wanted]} without control characters")
+    return _placed(config, place, key, value)
+
+
+def _unknown_key(place: str, key: str, known: Collection[str]) -> UsageError:
     near = get_close_matches(key, sorted(known), n=1)
     return UsageError(f"{place}: there is no such key{f'; did you mean {near[0]}?' if near else ''}")
 
 
-def wrong_value(place: str, expected: str, value: Any) -> UsageError:
-    """Return the error for a value of the wrong type."""
+def _wrong_value(place: str, expected: str, value: Any) -> UsageError:
     return UsageError(f"{place}: expected {expected}, not {type(value).__name__}")
 
 
@@ -237,43 +235,41 @@ def wrong_value(place: str, expected: str, value: Any) -> UsageError:
 # hidden files there (`.git`, `.github`, `.env` belong to other tools), and name code only by a path in that folder: a
 # module name, such as `os`, is whatever Python finds. Reading executes nothing. What --config names may do all of this.
 
-Use = Literal["writes", "writes forms", "exports", "runs code", "runs code from", "reads", "neither"]
-_KEYS: Mapping[Use, tuple[str, ...]] = {
-    "writes": ("health", "output", "save", "write-baseline"),
-    "writes forms": ("report",),  # FORM=FILE
-    "exports": ("export",),  # KIND=TARGET
-    "runs code": ("batches", "loss", "model"),  # FILE.py:NAME or a module
-    "runs code from": ("app-dir",),
-    "reads": ("against", "baseline", "checkpoint", "config", "profile"),
+USES: Mapping[str, str] = {
+    **dict.fromkeys(("health", "output", "save", "write-baseline"), "writes"),
+    **dict.fromkeys(("batches", "loss", "model"), "runs code"),  # FILE.py:NAME or a module
+    **dict.fromkeys(("against", "baseline", "checkpoint", "config", "profile"), "reads"),
+    "report": "writes forms",  # FORM=FILE
+    "export": "exports",  # KIND=TARGET
+    "app-dir": "runs code from",
 }
-USES: Mapping[str, Use] = {key: use for use, keys in _KEYS.items() for key in keys}
-"""The use of each option's value that names a place; any other is "neither"."""
+"""The use of each option's value that names a place."""
 
 
-def placed(file: ConfigFile, place: str, key: str, value: Any) -> Any:
-    """Return a setting's value with its paths relative to the working directory.
+def _placed(config: Config, place: str, key: str, value: Any) -> Any:
+    """Return a setting's value with its paths relative to the working directory; `place` names the key in errors.
 
-    `place` names the key in errors. Raises UsageError where a found file names something out of its reach.
+    Raises UsageError where a found file names something out of its reach.
     """
-    match USES.get(key, "neither"):
+    match USES.get(key):
         case "writes forms":
             pairs = (text.partition("=") for text in value)
-            return [f"{form}{equals}{_one(file, place, path, writes=True)}" for form, equals, path in pairs]
+            return [f"{form}{equals}{_one(config, place, path, writes=True)}" for form, equals, path in pairs]
         case "exports":
-            return [_exported(file, place, text) for text in value]
+            return [_exported(config, place, text) for text in value]
         case "writes":
-            return _one(file, place, value, writes=True)
+            return _one(config, place, value, writes=True)
         case "runs code":
-            return _code(file, place, value, alone=key == "model")
+            return _code(config, place, value, alone=key == "model")
         case "runs code from":
-            return _one(file, place, value, runs=True)
+            return _one(config, place, value, runs=True)
         case "reads":
-            return _one(file, place, value)
+            return _one(config, place, value)
         case _:
             return value
 
 
-def _exported(file: ConfigFile, place: str, text: str) -> str:
+def _exported(config: Config, place: str, text: str) -> str:
     """Return an export's target relative to the working directory. A found file may not name a server or account."""
     from ampdoctor.health.sinks.export import KINDS  # few runs need it
 
@@ -282,129 +278,39 @@ def _exported(file: ConfigFile, place: str, text: str) -> str:
     if kind is None or not target.strip():
         return text  # the option itself reports it
     if kind.is_path and "://" not in target and not target.startswith(":"):
-        return f"{name}{equals}{_one(file, place, os.path.expanduser(target), writes=True)}"  # noqa: PTH111 - a text
-    if file.found:
-        raise UsageError(f"{place}: {text} sends the run's numbers to where it says, and {_because(file)}")
+        return f"{name}{equals}{_one(config, place, os.path.expanduser(target), writes=True)}"  # noqa: PTH111 - a text
+    if config.found:
+        raise UsageError(f"{place}: {text} sends the run's numbers to where it says, and {_because(config)}")
     return text
 
 
-def _code(file: ConfigFile, place: str, value: str, *, alone: bool) -> str:
+def _code(config: Config, place: str, value: str, *, alone: bool) -> str:
     path, colon, name = value.rpartition(":")
     if alone and value.endswith(".py"):
-        return _one(file, place, value, runs=True)
+        return _one(config, place, value, runs=True)
     if path.endswith(".py"):
-        return f"{_one(file, place, path, runs=True)}{colon}{name}"
-    if file.found and value.strip():
-        said = f"{value} is a module, wherever Python finds it, and {_because(file)}"
+        return f"{_one(config, place, path, runs=True)}{colon}{name}"
+    if config.found and value.strip():
+        said = f"{value} is a module, wherever Python finds it, and {_because(config)}"
         raise UsageError(f"{place}: {said}: name its file (FILE.py:NAME)")
     return value
 
 
-def _one(file: ConfigFile, place: str, path: str, *, writes: bool = False, runs: bool = False) -> str:
+def _one(config: Config, place: str, path: str, *, writes: bool = False, runs: bool = False) -> str:
     if not path.strip() or (writes and path in NAMES_OF_STDOUT):  # empty: the option itself reports it
         return path
-    joined = os.path.normpath(file.folder / path)
-    if file.found and (writes or runs):
-        _refuse_outside(file, place, joined, written=writes)
+    joined = os.path.normpath(Path(config.file or "").parent / path)
+    if config.found and (writes or runs):
+        folder, target = Path(os.path.realpath(Path(config.file or "").parent)), Path(os.path.realpath(joined))
+        if not target.is_relative_to(folder):
+            raise UsageError(f"{place}: {joined} lies outside the file's own folder, and {_because(config)}")
+        if writes and any(part.startswith(".") for part in target.relative_to(folder).parts):
+            raise UsageError(f"{place}: {joined} is hidden, or in a hidden folder, and {_because(config)}")
     return f".{os.sep}{joined}" if joined.startswith("~") else joined  # a folder named `~...`, not a home folder
 
 
-def _refuse_outside(file: ConfigFile, place: str, path: str, *, written: bool) -> None:
-    folder, target = Path(os.path.realpath(file.folder)), Path(os.path.realpath(path))
-    if not target.is_relative_to(folder):
-        raise UsageError(f"{place}: {path} lies outside the file's own folder, and {_because(file)}")
-    if written and any(part.startswith(".") for part in target.relative_to(folder).parts):
-        raise UsageError(f"{place}: {path} is hidden, or in a hidden folder, and {_because(file)}")
-
-
-def _because(file: ConfigFile) -> str:
-    return f"{file.name} was found, not named with --config"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Default:
-    """A value from a file, and its file and key."""
-
-    value: Any
-    place: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """A configuration, restricted to one command."""
-
-    file: str | None = None  # its name; None: there is no file
-    prefix: str = ""  # comes before each key
-    defaults: Mapping[str, Default] = field(default_factory=dict)  # of the command's options, by key
-    rules: Mapping[str, RuleSettings] = field(default_factory=dict)  # by code
-    ignores: tuple[Ignore, ...] = ()  # in the file's order
-
-    @property
-    def sets_something(self) -> bool:
-        """Whether the file sets anything for the command."""
-        return bool(self.defaults or self.rules or self.ignores)
-
-
-def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[ConfigOption]]) -> Config:
-    """Return a file's settings for one command; the whole file is checked, by the `settings` of every command."""
-    everywhere: dict[str, ConfigOption] = {s.key: s for group in settings.values() for s in group}
-    own = {setting.key for setting in settings[command]}
-    shared: dict[str, Default] = {}
-    special: dict[str, Default] = {}
-    rules: Mapping[str, RuleSettings] = {}
-    ignores: tuple[Ignore, ...] = ()
-    for key, value in file.table.items():
-        if key == RULES_KEY:
-            rules = read_rules(file, value)
-        elif key == IGNORE_KEY:
-            ignores = read_ignores(file, value)
-        elif key in settings and (
-            isinstance(value, dict) or key not in everywhere
-        ):  # `health` is an option of run, too
-            read = _of_command(file, key, value, settings[key], everywhere)
-            special = read if key == command else special
-        elif key == "tool" and not file.prefix:
-            raise UsageError(f"{file.name}: here the keys stand without `tool.ampdoctor`; that is for {SHARED}")
-        elif key in everywhere:
-            shared[key] = _checked(file, key, value, everywhere[key])
-        else:
-            raise unknown_key(file.place(key), key, [*everywhere, *settings, RULES_KEY, IGNORE_KEY])
-    defaults = {**{key: default for key, default in shared.items() if key in own}, **special}
-    return Config(file=file.name, prefix=file.prefix, defaults=defaults, rules=rules, ignores=ignores)
-
-
-def _of_command(
-    file: ConfigFile, command: str, table: Any, settings: Sequence[ConfigOption], everywhere: Mapping[str, ConfigOption]
-) -> dict[str, Default]:
-    if not isinstance(table, dict):
-        raise wrong_value(file.place(command), "a table", table)
-    known = {setting.key: setting for setting in settings}
-    read = {}
-    for key, value in table.items():
-        place = f"{command}.{key}"
-        if key not in known:
-            if key in everywhere:
-                raise UsageError(f"{file.place(place)}: `ampdoctor {command}` has no option --{key}")
-            raise unknown_key(file.place(place), key, known)
-        read[key] = _checked(file, place, value, known[key])
-    return read
-
-
-def _checked(file: ConfigFile, key: str, value: Any, setting: ConfigOption) -> Default:
-    place = file.place(key)
-    if not _is(value, setting.kind):
-        raise wrong_value(place, EXPECTED[setting.kind], value)
-    for text in value if setting.kind == "list" else [value]:
-        if setting.kind in ("text", "list") and not (isinstance(text, str) and text.isprintable()):
-            raise UsageError(f"{place}: expected {EXPECTED[setting.kind]} without control characters")
-    return Default(value=placed(file, place, setting.key, value), place=place)
-
-
-def _is(value: Any, kind: Kind) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    types: dict[Kind, Any] = {"boolean": bool, "integer": int, "number": int | float, "text": str, "list": list}
-    return isinstance(value, types[kind])
+def _because(config: Config) -> str:
+    return f"{config.file} was found, not named with --config"
 
 
 # -- `[tool.ampdoctor.rules]` and `[[tool.ampdoctor.ignore]]` --
@@ -413,61 +319,55 @@ _PATTERNS = ("tensor", "module", "file")
 _IGNORE_KEYS = ("rule", *_PATTERNS, "reason", "expires")
 
 
-def read_rules(file: ConfigFile, table: Any) -> Mapping[str, RuleSettings]:
+def _rules(config: Config, table: Any) -> Mapping[str, RuleSettings]:
     """Return the settings of rules, by code. An unknown or repeated rule and a wrong value raise UsageError."""
     if not isinstance(table, dict):
-        raise wrong_value(file.place(RULES_KEY), "a table", table)
+        raise _wrong_value(config.place(RULES_KEY), "a table", table)
     rules: dict[str, RuleSettings] = {}
     for name, settings in table.items():
-        place = file.place(f"{RULES_KEY}.{name}")
-        code = _rule_code(place, name)
+        place = config.place(f"{RULES_KEY}.{name}")
+        with _at(place):
+            code = find_rule(name).code
         if code in rules:
             raise UsageError(f"{place}: {code} is there twice, under two names")
         if not isinstance(settings, dict):
-            raise wrong_value(place, "a table", settings)
-        rules[code] = _rule(place, code, settings)
+            raise _wrong_value(place, "a table", settings)
+        severity, known = settings.get("severity"), get_args(SeverityOrIgnore)
+        if severity is not None and severity not in known:
+            raise UsageError(f"{place}.severity: expected one of {', '.join(known)}")
+        thresholds = {key: value for key, value in settings.items() if key != "severity"}
+        for key, value in thresholds.items():
+            with _at(f"{place}.{key}"):
+                check_threshold(code, key, value)
+        rules[code] = RuleSettings(severity=severity, thresholds=thresholds)
     return rules
 
 
-def read_ignores(file: ConfigFile, tables: Any) -> tuple[Ignore, ...]:
+def _ignores(config: Config, tables: Any) -> tuple[Ignore, ...]:
     """Return the ignores, in the file's order. A missing reason, an unknown key or a wrong value raises UsageError."""
+    key = f"{config.prefix}{IGNORE_KEY}"
     if not isinstance(tables, list):
-        raise UsageError(
-            f"{file.place(IGNORE_KEY)}: expected tables, [[{file.prefix}{IGNORE_KEY}]], each of one ignore"
-        )
-    lines = file.ignore_lines if len(file.ignore_lines) == len(tables) else (1,) * len(tables)
+        raise UsageError(f"{config.place(IGNORE_KEY)}: expected tables, [[{key}]], each of one ignore")
+    lines = config.ignore_lines if len(config.ignore_lines) == len(tables) else (1,) * len(tables)
     return tuple(
-        _ignore(file.place(f"{IGNORE_KEY}[{index}]"), table, Source(file.name, lines[index]))
+        _ignore(config.place(f"{IGNORE_KEY}[{index}]"), table, Source(config.file or "", lines[index]))
         for index, table in enumerate(tables)
     )
 
 
-def _rule(place: str, code: str, settings: Mapping[str, Any]) -> RuleSettings:
-    severity = settings.get("severity")
-    known = get_args(SeverityOrIgnore)
-    if severity is not None and severity not in known:
-        raise UsageError(f"{place}.severity: expected one of {', '.join(known)}")
-    thresholds = {key: value for key, value in settings.items() if key != "severity"}
-    for key, value in thresholds.items():
-        try:
-            check_threshold(code, key, value)
-        except UsageError as error:
-            raise UsageError(f"{place}.{key}: {error}") from None
-    return RuleSettings(severity=severity, thresholds=thresholds)
-
-
 def _ignore(place: str, table: Any, written: Source) -> Ignore:
     if not isinstance(table, dict):
-        raise wrong_value(place, "a table", table)
+        raise _wrong_value(place, "a table", table)
     for key, value in table.items():
         if key not in _IGNORE_KEYS:
-            raise unknown_key(f"{place}.{key}", key, _IGNORE_KEYS)
+            raise _unknown_key(f"{place}.{key}", key, _IGNORE_KEYS)
         if key != "expires" and not isinstance(value, str):
-            raise wrong_value(f"{place}.{key}", "a string", value)
+            raise _wrong_value(f"{place}.{key}", "a string", value)
     for key in ("rule", "reason"):
         if not table.get(key, "").strip():
             raise UsageError(f"{place}: {key} is missing; an ignore says which rule, and why")
-    code = _rule_code(f"{place}.rule", table["rule"])
+    with _at(f"{place}.rule"):
+        code = find_rule(table["rule"]).code
     if code in (UNUSED_IGNORE.code, EXPIRED_IGNORE.code):
         raise UsageError(f'{place}.rule: {code} is about ignores; `rules.{code}.severity = "ignore"` switches it off')
     expires = table.get("expires")
@@ -477,8 +377,9 @@ def _ignore(place: str, table: Any, written: Source) -> Ignore:
     return Ignore(rule=code, reason=table["reason"], expires=expires, written=written, **patterns)
 
 
-def _rule_code(place: str, name: str) -> str:
+@contextlib.contextmanager
+def _at(place: str) -> Iterator[None]:
     try:
-        return find_rule(name).code
+        yield
     except UsageError as error:
         raise UsageError(f"{place}: {error}") from None

@@ -1,201 +1,217 @@
 """A command whose options a configuration file and the environment can set as well.
 
 The command line overrides the environment, which overrides the configuration file, which overrides the default. Typer's
-parser handles all but the file; the file is Typer's default map, read when the first option needs it, so after
-`--help`.
+parser handles all but the file, whose values are Typer's default map.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
-from ampdoctor.cli.config import Config, ConfigOption, Default, load_config, read_config, settings_of
+from ampdoctor.cli.config import Config, load_config, read_config, settings_of
 from ampdoctor.cli.options import refuse_empty
 from ampdoctor.cli.process import write_stdout
-from ampdoctor.cli.run_command import Action, Outcome, ReportCommand
+from ampdoctor.cli.run_command import Action, Outcome
 from ampdoctor.cli.suggest import said_of_the_value
 from ampdoctor.errors import EXIT_OK, UsageError
 from ampdoctor.evidence.thresholds import Moves
 from ampdoctor.gates.findings import Ignore
 from ampdoctor.reports.escape import sanitise
 
-R = TypeVar("R")
-
-_OF_ONE_RUN = {
-    "config": Annotated[
-        str | None,
-        typer.Option(
-            "--config",
-            is_eager=True,
-            metavar="FILE",
-            help="Settings from here [default: the nearest ampdoctor.toml or pyproject.toml].",
-        ),
-    ],
-    "isolated": Annotated[bool, typer.Option("--isolated", is_eager=True, help="Read no configuration file.")],
-    "show_config": Annotated[
-        bool,
-        typer.Option(
-            "--show-config", is_eager=True, help="Show every setting and where it comes from; examine nothing."
-        ),
-    ],
-}
+KNOBS = "Knobs (--threshold NAME=VALUE, or NAME in the configuration)"
 _FLAG, _VARIABLE, _FILE = "COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP"  # Typer's names for the source of a value
 
 
-def configured(function: Callable[..., R]) -> Callable[..., R]:
-    """Return the command with the options that choose its configuration; the command itself does not receive them."""
-    defaults: dict[str, Any] = {"config": None, "isolated": False, "show_config": False}
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
-        for name, annotation in _OF_ONE_RUN.items()
-    ]
-
-    @functools.wraps(function)
-    def command(**values: Any) -> R:
-        return function(**{name: value for name, value in values.items() if name not in _OF_ONE_RUN})
-
-    parameters = [*inspect.signature(function).parameters.values(), *added]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect reads it
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
-
-
-def on_the_command_line(context: typer.Context) -> frozenset[str]:
-    """Return the parameters that are on the command line itself."""
-    return frozenset(name for name in context.params if _source(context, name) == _FLAG)
+def on_the_command_line(context: typer.Context) -> dict[str, str]:
+    """Return the parameters that are on the command line itself, each with what sets it there."""
+    command: Any = context.command
+    typed = {option.name: command.typed(key) for key, option in command.settings.items()}
+    return {name: typed[name] for name in typed if _source(context, name) == _FLAG}
 
 
 def moved_in_the_file(context: typer.Context) -> Moves:
     """Return the thresholds that the configuration file sets, by code and name."""
-    command: Any = context.command
-    if not isinstance(command, ConfiguredCommand):
-        return {}
-    return {code: rule.thresholds for code, rule in command.config(context).rules.items()}
+    config: Config = context.obj
+    return {code: rule.thresholds for code, rule in config.rules.items()}
+
+
+def variables(command: str, key: str) -> list[str]:
+    """Return the environment variables that set an option of a command; the first takes precedence."""
+    name = key.upper().replace("-", "_")
+    return [f"AMPDOCTOR_{command.upper().replace('-', '_')}_{name}", f"AMPDOCTOR_{name}"]
 
 
 class ConfiguredCommand(TyperCommand):
-    """A command with settings."""
+    """A command with settings; `obj` of its context is its configuration.
+
+    A hidden option is a knob, which few users ever move: `--threshold NAME=VALUE` sets it, and not an option.
+    """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        self.settings = settings_of(self.callback) if self.callback is not None else ()
-        for setting in self.settings:
-            option: Any = next(parameter for parameter in self.params if parameter.name == setting.parameter)
-            option.envvar = setting.variables(self.name or "")
+        self.settings = settings_of(self.params)
+        self.knobs = {key: option for key, option in self.settings.items() if option.hidden}
+        for key, option in self.settings.items():
+            option.envvar = variables(self.name or "", key)
             option.show_envvar = False  # the end of the help explains how their names are made
 
-    def get_help(self, ctx: Any) -> str:
-        """Return the help, with the tool's defaults and not a file's."""
-        ctx.default_map = None
-        return super().get_help(ctx)
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, the command's own options, its knobs, and last what every command has."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], KNOBS: []}
+        one: Any
+        for one in self.get_params(ctx):
+            usual = "Arguments" if one.param_type_name == "argument" else "Options"
+            record = one.get_help_record(ctx)
+            if record is not None:
+                panels.setdefault(one.rich_help_panel or usual, []).append(record)
+        panels[KNOBS] = [(f"{key}={_plain(one.default)}", one.help) for key, one in self.knobs.items()]
+        *own, shared = panels
+        for panel in (*(name for name in own if panels[name]), shared):
+            with formatter.section(panel):
+                formatter.write_dl(panels[panel])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line, the environment and the file; errors name the source of the value."""
         if ctx.resilient_parsing:  # completion, which must not fail because of a file
             return super().parse_args(ctx, args)
-        ctx.default_map = _Defaults(ctx, self)
+        given: dict[str, Any] = self.make_parser(ctx).parse_args(args=list(args))[0]
+        if given.get("help") is not True:
+            ctx.obj = config = self._config(ctx, given)
+            ctx.default_map = {self.settings[key].name: value for key, value in config.values.items()}
+            if given.get("show_config") is True and not self._names_target(given):
+                args = [*args, "."]  # any target will do
         try:
-            return self._parse(ctx, args)
+            rest = super().parse_args(ctx, args)
+            self._turn_knobs(ctx)
         except typer.BadParameter as error:
             origin = None if error.param is None else self._origin(ctx, str(error.param.name))
             if origin is None:
                 raise
             raise UsageError(f"{origin}: {said_of_the_value(error)}") from None
+        return rest
 
     def invoke(self, ctx: Any) -> Action:
         """Return the command's action, with the configuration's decisions."""
         if ctx.params["show_config"]:
-            return show_config(self.name or "", self._effective(ctx), self.config(ctx), ctx.params["format"])
-        action: Action = super().invoke(ctx)
-        if isinstance(action, ReportCommand):
-            action = replace(action, command=self.name or "", config=self.config(ctx))
-        return action
+            return functools.partial(self._show_config, ctx)
+        return functools.partial(super().invoke(ctx), command=self.name, config=ctx.obj)
 
-    def _parse(self, ctx: Any, args: list[str]) -> list[str]:
-        typed = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            parameter: Any = error.param
-            if parameter is None or parameter.param_type_name != "argument" or not ctx.params.get("show_config"):
-                raise
-        return super().parse_args(ctx, [*typed, "."])  # any target will do
+    def typed(self, key: str) -> str:
+        """Return what sets an option on the command line."""
+        return f"--threshold {key}" if key in self.knobs else f"--{key}"
 
-    def config(self, ctx: Any) -> Config:
-        """Return the configuration for this command."""
-        defaults = ctx.default_map
-        return defaults.config() if isinstance(defaults, _Defaults) else Config()
-
-    def _origin(self, ctx: Any, name: str) -> str | None:
-        """Return where a parameter's value came from; None: from the command line or the tool's default."""
-        setting = next((setting for setting in self.settings if setting.parameter == name), None)
-        source = _source(ctx, name)
-        if setting is not None and source == _VARIABLE:
-            given = (variable for variable in setting.variables(self.name or "") if os.environ.get(variable))
-            return next(given, None)
-        if setting is not None and source == _FILE:
-            return self.config(ctx).defaults[setting.key].place
-        return None
-
-    def _effective(self, ctx: Any) -> list[tuple[str, Any, str]]:
-        return [
-            (
-                setting.key,
-                ctx.params[setting.parameter],
-                self._origin(ctx, setting.parameter)
-                or (setting.option if _source(ctx, setting.parameter) == _FLAG else "default"),
-            )
-            for setting in self.settings
-        ]
-
-
-class _Defaults:
-    """Typer's default map: the configuration file, read at the first access."""
-
-    def __init__(self, ctx: Any, command: ConfiguredCommand) -> None:
-        self._ctx = ctx
-        self._command = command
-        self._keys = {setting.parameter: setting.key for setting in command.settings}
-        self._config: Config | None = None
-
-    def get(self, parameter: str) -> Any:
-        """Return the file's value for a parameter; None: it has none."""
-        default: Default | None = self.config().defaults.get(self._keys[parameter]) if parameter in self._keys else None
-        return None if default is None else default.value
-
-    def config(self) -> Config:
+    def _config(self, ctx: Any, given: Mapping[str, Any]) -> Config:
         """Return the configuration, as `--config` and `--isolated` choose it."""
-        if self._config is not None:
-            return self._config
-        named, isolated = (self._ctx.params[name] for name in ("config", "isolated"))
+        named, isolated = given.get("config"), given.get("isolated") is True
+        named = named if isinstance(named, str) else None  # Click has a marker for what is not given
         refuse_empty("--config", named)
         if isolated and named is not None:
             raise UsageError("--isolated reads no configuration file, and --config names one: give one of the two")
-        file = None if isolated else load_config(named)
-        self._config = Config()
-        if file is not None:
-            self._config = read_config(file, self._command.name or "", _all_settings(self._ctx))
-        return self._config
+        commands: Mapping[str, Any] = getattr(getattr(ctx.parent, "command", None), "commands", {self.name: self})
+        settings = {name: one.settings for name, one in commands.items() if isinstance(one, ConfiguredCommand)}
+        return Config() if isolated else read_config(load_config(named), self.name or "", settings)
 
+    def _names_target(self, given: Mapping[str, Any]) -> bool:
+        arguments = (given.get(str(one.name)) for one in self.params if one.param_type_name == "argument")
+        return any(isinstance(one, str | list | tuple) and one for one in arguments)
 
-def _all_settings(ctx: Any) -> Mapping[str, Sequence[ConfigOption]]:
-    """Return the settings of every command: the whole file is checked, whichever runs."""
-    group = getattr(ctx.parent, "command", None)
-    commands = getattr(group, "commands", {ctx.command.name: ctx.command})
-    return {name: command.settings for name, command in commands.items() if isinstance(command, ConfiguredCommand)}
+    def _turn_knobs(self, ctx: Any) -> None:
+        """Set the knobs that `--threshold` names; raises UsageError for an unknown one, or one that is an option."""
+        for key, knob in self.knobs.items():
+            if _source(ctx, knob.name) == _FLAG:
+                raise UsageError(f"--{key} is now --threshold {key}=VALUE, or {key} in the configuration file")
+        moved: dict[str, str] = {}
+        of_rules = []
+        for pair in ctx.params.get("threshold", ()):
+            key, equals, text = pair.partition("=")
+            if key in moved:
+                raise UsageError(f"--threshold {key}: given twice")
+            if key in self.knobs and equals:
+                moved[key] = text
+            elif "." in key and equals:
+                of_rules.append(pair)
+            else:
+                known = "".join(f"{name}={_plain(knob.default)}, " for name, knob in self.knobs.items())
+                raise UsageError(
+                    f"--threshold {pair}: the form is NAME=VALUE, and the names are {known}and those of the rules "
+                    "(AMP107.saturated=0.25; `ampdoctor rule CODE` shows a rule's, with their defaults)"
+                )
+        for key, text in moved.items():
+            try:
+                ctx.params[self.knobs[key].name] = self.knobs[key].process_value(ctx, text)
+                ctx.set_parameter_source(self.knobs[key].name, ctx.get_parameter_source("threshold"))
+            except typer.BadParameter as error:
+                raise UsageError(f"--threshold {key}={text}: {said_of_the_value(error)}") from None
+        if "threshold" in ctx.params:
+            ctx.params["threshold"] = of_rules
+
+    def _origin(self, ctx: Any, name: str) -> str | None:
+        """Return where a parameter's value came from; None: from the command line or the tool's default."""
+        key = next((key for key, option in self.settings.items() if option.name == name), "")
+        source = _source(ctx, name)
+        if source == _VARIABLE:
+            return next((one for one in variables(self.name or "", key) if os.environ.get(one)), None)
+        return ctx.obj.places.get(key) if source == _FILE else None
+
+    # -- `--show-config` --
+
+    def _show_config(self, ctx: Any) -> Outcome:
+        """Show every setting with its value and origin, as JSON or as text."""
+        config: Config = ctx.obj
+        settings = {}
+        for key, option in self.settings.items():
+            usual = self.typed(key) if _source(ctx, option.name) == _FLAG else "default"
+            settings[key] = {"value": ctx.params[option.name], "from": self._origin(ctx, option.name) or usual}
+        if ctx.params["format"] == "json":
+            from ampdoctor.reports.json_report import strict_json
+
+            ignores = [_ignore(config, ignore) for ignore in config.ignores]
+            facts = {"command": self.name, "config": config.file, "settings": settings}
+            write_stdout(strict_json({**facts, "rules": config.rules, "ignore": ignores}))
+            return Outcome(EXIT_OK)
+        rows = [(f"{key} = {_shown(one['value'])}", one["from"]) for key, one in settings.items()]
+        rows += _of_rules(config)
+        width = min(max(len(row[0]) for row in rows), 48)
+        lines = [f"{sanitise(said):{width}}  {sanitise(origin)}" for said, origin in rows]
+        write_stdout("\n".join([f"configuration file: {sanitise(config.file or 'none')}", *lines]) + "\n")
+        return Outcome(EXIT_OK)
 
 
 def _source(ctx: Any, name: str) -> str | None:
     return getattr(ctx.get_parameter_source(name), "name", None)
+
+
+def _of_rules(config: Config) -> Iterator[tuple[str, str]]:
+    for code, rule in config.rules.items():
+        for key, number in {"severity": rule.severity, **rule.thresholds}.items():
+            if number is not None:
+                yield f"rules.{code}.{key} = {_shown(number)}", config.place(f"rules.{code}.{key}")
+    for ignore in config.ignores:
+        entry = _ignore(config, ignore)
+        told = ", ".join(f"{key} {v}" for key, v in entry.items() if v is not None and key not in ("written", "reason"))
+        yield f"ignore {told}: {entry['reason']}", entry["written"]
+
+
+def _ignore(config: Config, ignore: Ignore) -> dict[str, Any]:
+    line = f":{ignore.written.line}" if ignore.written is not None else ""
+    said = {name: getattr(ignore, name) for name in ("rule", "tensor", "module", "file")}
+    expires = None if ignore.expires is None else ignore.expires.isoformat()
+    return {**said, "expires": expires, "reason": ignore.reason, "written": f"{config.file}{line}"}
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _plain(value: Any) -> str:
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 # -- `--`: what follows it are the arguments of the user's script --
@@ -210,18 +226,10 @@ class ReplayCommand(ConfiguredCommand):
         """Parse the words before `--` where they name the target; else `--` only ends the options, as usual."""
         if "--" in args and not ctx.resilient_parsing:
             at = args.index("--")
-            if self._names_target(ctx, args[:at]):
+            if self._names_target(self.make_parser(ctx).parse_args(args=args[:at])[0]):
                 ctx.meta[_KEY] = tuple(args[at + 1 :])
                 args = args[:at]
         return super().parse_args(ctx, args)
-
-    def _names_target(self, ctx: Any, args: list[str]) -> bool:
-        try:
-            parsed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-        except Exception:  # noqa: BLE001 - the real parsing reports the error
-            return True
-        named = [parsed.get(one.name) for one in self.params if one.param_type_name == "argument"]
-        return any(isinstance(one, str | list | tuple) and one for one in named)  # Click has a marker for the others
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the usage line's pieces."""
@@ -232,64 +240,3 @@ def script_arguments(context: typer.Context) -> tuple[str, ...]:
     """Return the arguments of the user's script."""
     given: tuple[str, ...] = context.meta.get(_KEY, ())
     return given
-
-
-# -- `--show-config` --
-
-
-def show_config(command: str, settings: Sequence[tuple[str, Any, str]], config: Config, form: str) -> Action:
-    """Return the action that shows `settings` (key, value and origin of each), as `form` "json" or as text."""
-
-    def action() -> Outcome:
-        write_stdout(_as_json(command, settings, config) if form == "json" else _as_text(settings, config))
-        return Outcome(EXIT_OK)
-
-    return action
-
-
-def _as_json(command: str, settings: Sequence[tuple[str, Any, str]], config: Config) -> str:
-    from ampdoctor.reports.json_report import strict_json
-
-    return strict_json(
-        {
-            "command": command,
-            "config": config.file,
-            "settings": {key: {"value": value, "from": origin} for key, value, origin in settings},
-            "rules": config.rules,
-            "ignore": [_ignore(config, ignore) for ignore in config.ignores],
-        }
-    )
-
-
-def _as_text(settings: Sequence[tuple[str, Any, str]], config: Config) -> str:
-    rows = [(f"{key} = {_shown(value)}", origin) for key, value, origin in settings]
-    for code, rule in config.rules.items():
-        numbers = {"severity": rule.severity, **rule.thresholds}
-        for key, number in numbers.items():
-            name = f"rules.{code}.{key}"
-            if number is not None:
-                rows.append((f"{name} = {_shown(number)}", f"{config.file}: {config.prefix}{name}"))
-    for ignore in config.ignores:
-        entry = _ignore(config, ignore)
-        told = ", ".join(f"{key} {v}" for key, v in entry.items() if v is not None and key not in ("written", "reason"))
-        rows.append((f"ignore {told}: {entry['reason']}", entry["written"]))
-    width = min(max(len(row[0]) for row in rows), 48)
-    lines = [f"{sanitise(said):{width}}  {sanitise(origin)}" for said, origin in rows]
-    return "\n".join([f"configuration file: {sanitise(config.file or 'none')}", *lines]) + "\n"
-
-
-def _ignore(config: Config, ignore: Ignore) -> dict[str, Any]:
-    line = f":{ignore.written.line}" if ignore.written is not None else ""
-    return {
-        "rule": ignore.rule,
-        "tensor": ignore.tensor,
-        "module": ignore.module,
-        "file": ignore.file,
-        "expires": None if ignore.expires is None else ignore.expires.isoformat(),
-        "reason": ignore.reason,
-        "written": f"{config.file}{line}",
-    }
-
-
-def _shown(value: Any) -> str:
-    return "not set" if value is None else json.dumps(value, ensure_ascii=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from ampdoctor.cli.options import GateOptions, ListFormat, OutputOptions, flatten
 from ampdoctor.cli.output import canvas
 from ampdoctor.cli.process import read_text, report_stream, write_stdout
-from ampdoctor.cli.run_command import Action, Outcome, ReportCommand
+from ampdoctor.cli.run_command import Action, Outcome, run_command
 from ampdoctor.diagnosis.catalogue import Rule, find_rule, rules
 from ampdoctor.errors import EXIT_OK, ReportError
 from ampdoctor.evidence.report import Report
@@ -84,7 +85,9 @@ def _line(threshold: Threshold) -> str:
     return f"{threshold.key} = {threshold.default:g} ({range_}): {threshold.why}"
 
 
-def env(form: Annotated[ListFormat, typer.Option("--format", help="Form of the list.")] = "human") -> Action:
+def env(
+    form: Annotated[ListFormat, typer.Option("--format", help="Form of the list.")] = "human",
+) -> Action:
     """List what to paste into a bug report.
 
     Versions, devices, and the settings that change numbers; nothing else of the environment is shown.
@@ -150,7 +153,7 @@ def merge(
 
         return merge_reports([_read(file) for file in reports])
 
-    return ReportCommand(work, output, gates, reports)
+    return partial(run_command, work, output, gates, reports)
 
 
 def _read(file: str) -> Report:

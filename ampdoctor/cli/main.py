@@ -11,18 +11,20 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ampdoctor.cli import interrupt, process, run_command
-from ampdoctor.cli.configured_command import ConfiguredCommand, ReplayCommand, configured
+from ampdoctor.cli.configured_command import ConfiguredCommand, ReplayCommand
 from ampdoctor.cli.info_commands import env, merge, rule, versions
 from ampdoctor.cli.plan_command import plan
 from ampdoctor.cli.replay_commands import bisect_nan, profile, recommend
@@ -211,6 +213,7 @@ _SETTINGS = (
 app = typer.Typer(
     name="ampdoctor",
     epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # plain help: half the start-up time, and the same text everywhere
     pretty_exceptions_enable=False,  # only main() prints errors
 )
@@ -231,20 +234,73 @@ def ampdoctor(
     """Diagnose mixed-precision training: what broke, why, what to change, and the proof."""
 
 
-_ARGUMENTS_ARE_THE_SCRIPTS = {"allow_interspersed_args": False}  # even those that look like our options
+def _add(command: Callable[..., Action], kind: type[TyperCommand], *examples: str, **context: Any) -> None:
+    said = "\n".join(f"  ampdoctor {example}" for example in examples)
+    app.command(
+        examples[0].split()[0],
+        cls=kind,
+        help=f"{inspect.getdoc(command)}\n\n\b\nExamples:\n{said}",
+        epilog=_EPILOG if kind is TyperCommand else f"{_SETTINGS}\n\n{_EPILOG}",
+        context_settings=context,
+    )(command)
 
-app.command(
-    "run", cls=ConfiguredCommand, epilog=f"{_SETTINGS}\n\n{_EPILOG}", context_settings=_ARGUMENTS_ARE_THE_SCRIPTS
-)(configured(run))
-for _name, _command, _kind in (
-    ("scan", scan, ConfiguredCommand),
-    ("health", health, ConfiguredCommand),
-    ("bisect-nan", bisect_nan, ReplayCommand),
-    ("profile", profile, ReplayCommand),
-    ("recommend", recommend, ReplayCommand),
-    ("plan", plan, ConfiguredCommand),
-    ("merge", merge, ConfiguredCommand),
-):
-    app.command(_name, cls=_kind, epilog=f"{_SETTINGS}\n\n{_EPILOG}")(configured(_command))
-for _name, _command in (("rule", rule), ("env", env)):
-    app.command(_name, epilog=_EPILOG)(_command)
+
+_add(
+    run,
+    ConfiguredCommand,
+    "run train.py --lr 3e-4",
+    "run --on-sick stop -m package.train",
+    "run --export tensorboard=runs/a --report html=run.html train.py",
+    allow_interspersed_args=False,  # arguments of the script may look like our options
+)
+_add(
+    scan,
+    ConfiguredCommand,
+    "scan checkpoint-30000",
+    "scan checkpoint-30000 --against checkpoint-20000",
+    "scan checkpoints --format sarif --output scan.sarif --fail-on warning",
+)
+_add(
+    health,
+    ConfiguredCommand,
+    "health ampdoctor-health/TIME-train",
+    "health ampdoctor-health/TIME-train --follow",
+    "health trainer_state.json --format html --output health.html",
+)
+_add(
+    bisect_nan,
+    ReplayCommand,
+    "bisect-nan train.py -- --lr 3e-4",
+    "bisect-nan train.py:make_trainer --checkpoint checkpoint-30000 --until-sick",
+    "bisect-nan ampdoctor-health/TIME-train/bundle-31000 --model train.py",
+)
+_add(
+    profile,
+    ReplayCommand,
+    "profile train.py:make_run --save run.profile",
+    "profile train.py:make_run --steps 20 --precision bf16",
+    "profile run.profile --format html --output profile.html",
+)
+_add(
+    recommend,
+    ReplayCommand,
+    "recommend train.py:make_run",
+    "recommend run.profile --emit deepspeed",
+    "recommend run.profile --target h100 --precision-matters",
+)
+_add(
+    plan,
+    ConfiguredCommand,
+    "plan ds_config.json --gpus 64 --to-gpus 48",
+    "plan --global-batch 512 --micro-batch 8 --gpus 64 --to-gpus 8x6 --emit megatron",
+    "plan ampdoctor-health/TIME-train --to-gpus 16 --device-memory 80GB",
+)
+_add(
+    merge,
+    ConfiguredCommand,
+    "merge report.json",
+    "merge rank0.json rank1.jsonl --format html --output all.html",
+    "merge scan.json --fail-on warning --baseline known.json",
+)
+_add(rule, TyperCommand, "rule", "rule AMP201", "rule forward-overflow --format json")
+_add(env, TyperCommand, "env", "env --format json", "env > environment.txt")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 import typer
 from typer.models import ParameterInfo
@@ -29,11 +29,15 @@ from ampdoctor.workflows.requests import (
 )
 
 ListFormat = Literal["human", "json"]  # for output that is not a report: a rule's page, the environment
+REPORT_AND_CI = "Report and CI (the same for every command)"
+"""The part of the help with the options that every command has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """Where the report goes, and in which form."""
+    """Where the report goes, in which form, and whose settings hold: the last three are `ConfiguredCommand`'s."""
+
+    all_have: ClassVar[Mapping[str, Any]] = {"rich_help_panel": REPORT_AND_CI}
 
     format: Annotated[ReportFormat, typer.Option("--format", help="Form of the report.")] = "human"
     output: Annotated[
@@ -41,11 +45,7 @@ class OutputOptions:
     ] = None
     report: Annotated[
         list[str],
-        typer.Option(
-            "--report",
-            metavar="FORMAT=FILE",
-            help="Also write the report in this form; may be repeated.",
-        ),
+        typer.Option("--report", metavar="FORMAT=FILE", help="Also write the report in this form; may be repeated."),
     ] = field(default_factory=list)
     github_summary: Annotated[
         bool,
@@ -55,16 +55,31 @@ class OutputOptions:
     verbose: Annotated[
         int,
         typer.Option(
-            "-v",
-            "--verbose",
-            count=True,
-            min=0,
-            show_default=False,
-            help="More evidence; -vv: tracebacks of our own errors.",
+            "-v", "--verbose", count=True, min=0, show_default=False, help="More evidence; -vv: our own tracebacks."
         ),
     ] = 0
     color: Annotated[Color, typer.Option("--color", help="auto: colour on a terminal, as NO_COLOR etc. say.")] = "auto"
     no_progress: Annotated[bool, typer.Option("--no-progress", help="No progress on stderr.")] = False
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            allow_from_autoenv=False,
+            metavar="FILE",
+            help="Settings from here [default: the nearest ampdoctor.toml or pyproject.toml].",
+        ),
+    ] = None
+    isolated: Annotated[
+        bool, typer.Option("--isolated", allow_from_autoenv=False, help="Read no configuration file.")
+    ] = False
+    show_config: Annotated[
+        bool,
+        typer.Option(
+            "--show-config",
+            allow_from_autoenv=False,
+            help="Show every setting and where it comes from; examine nothing.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +131,11 @@ class ReplayOptions:
     ] = None
     half_products: Annotated[
         HalfProducts,
-        typer.Option("--half-products", help="How a CPU multiplies fp16: fp32, rounded once, or plain (its kernels)."),
+        typer.Option(
+            "--half-products",
+            hidden=True,
+            help="fp16 matmuls on a CPU. fp32: computed in fp32 and rounded, as a GPU does. plain: the CPU's own.",
+        ),
     ] = "fp32"
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:<index>.")] = "auto"
     spill: Annotated[
@@ -200,7 +219,6 @@ def _value(pair: str, key: str, text: str) -> Any:
 # -- one Typer option per field of an options dataclass --
 
 SCRIPTS_OWN = "ARGS"  # the arguments of a user's script, which may be empty
-ONE_RUN = "of one run"  # marks an option that no file or environment variable may set: all of a group `of_one_run`
 
 R = TypeVar("R")
 
@@ -244,15 +262,14 @@ def _named(parameter: inspect.Parameter) -> str:
 
 
 def _options_of(group: type[Any]) -> list[inspect.Parameter]:
-    hints, of_one_run = get_type_hints(group, include_extras=True), getattr(group, "of_one_run", False)
+    """Return the options of a group, each with what `all_have` says of the group's."""
+    hints = get_type_hints(group, include_extras=True)
+    for one in fields(group):
+        for name, value in getattr(group, "all_have", {}).items():
+            setattr(get_args(hints[one.name])[1], name, value)
     return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=_default(field),
-            annotation=Annotated[hints[field.name], ONE_RUN] if of_one_run else hints[field.name],
-        )
-        for field in fields(group)
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=_default(one), annotation=hints[one.name])
+        for one in fields(group)
     ]
 
 
@@ -270,6 +287,8 @@ FailOn = Literal["error", "warning", "never"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateOptions:
     """How the report becomes an exit code."""
+
+    all_have: ClassVar[Mapping[str, Any]] = {"rich_help_panel": REPORT_AND_CI}
 
     fail_on: Annotated[
         FailOn, typer.Option("--fail-on", help="Exit with 1 for findings of this severity and worse.")
@@ -291,7 +310,10 @@ class GateOptions:
     write_baseline: Annotated[
         str | None,
         typer.Option(
-            "--write-baseline", metavar="FILE", help="Write what is found as the baseline: from now on known."
+            "--write-baseline",
+            allow_from_autoenv=False,  # as a setting, it would make every run its own baseline
+            metavar="FILE",
+            help="Write what is found as the baseline: from now on known.",
         ),
     ] = None
 
@@ -339,8 +361,9 @@ class ThresholdOptions:
         list[str],
         typer.Option(
             "--threshold",
-            metavar="CODE.NAME=VALUE",
-            help="Move a number of a rule (AMP107.saturated=0.1; `ampdoctor rule CODE` shows them); may be repeated.",
+            metavar="NAME=VALUE",
+            help="Move a knob, or a number of a rule (AMP107.saturated=0.1; `ampdoctor rule AMP107` shows them); may "
+            "be repeated.",
         ),
     ] = field(default_factory=list)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,7 +14,7 @@ import typer
 from ampdoctor.batching.plans import BatchSettings, Cluster, Memory, PlanRequest, States, per_sample_of_peak
 from ampdoctor.cli.options import GateOptions, OutputOptions, flatten
 from ampdoctor.cli.process import loading, read_text
-from ampdoctor.cli.run_command import Action, ReportCommand
+from ampdoctor.cli.run_command import Action, run_command
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.targets import PlanFramework
@@ -87,7 +89,7 @@ _SIZES = ("tensor", "pipeline", "context")
 class PlanOptions:
     """The batch and the devices in force, those to plan for, what fits, and what is wanted of the plan."""
 
-    of_one_run: ClassVar[bool] = True
+    all_have: ClassVar[Mapping[str, Any]] = {"allow_from_autoenv": False}  # they describe one job
 
     # the current batch, and facts about the job
     global_batch: Annotated[
@@ -289,4 +291,4 @@ def plan(
         return workflow.plan(wanted.request(read, settings))
 
     files = [file for file in (settings, wanted.profile) if file is not None]
-    return ReportCommand(work, output, gates, files)
+    return partial(run_command, work, output, gates, files)

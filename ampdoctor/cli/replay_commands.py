@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
@@ -18,7 +19,7 @@ from ampdoctor.cli.options import (
 )
 from ampdoctor.cli.output import own_file, rank_of
 from ampdoctor.cli.process import keep_freed_memory, loading
-from ampdoctor.cli.run_command import Action, ReportCommand
+from ampdoctor.cli.run_command import Action, run_command
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.requests import (
@@ -135,7 +136,7 @@ def bisect_nan(
 
         return workflow.bisect_nan(request, progress=progress, set_aside=gates.lived_with(set_aside))
 
-    return ReportCommand(work, output, gates, replay.inputs(factory))
+    return partial(run_command, work, output, gates, replay.inputs(factory))
 
 
 def _counted(batches: str | None) -> int | Literal["checkpoint"] | None:
@@ -180,7 +181,9 @@ def profile(
         return workflow.profile(request, save=save, progress=progress)
 
     files = [] if file is None else [file]
-    return ReportCommand(work, output, gates, [*files, *replay.inputs(target[0])], [] if save is None else [save])
+    return partial(
+        run_command, work, output, gates, [*files, *replay.inputs(target[0])], [] if save is None else [save]
+    )
 
 
 @flatten
@@ -218,7 +221,7 @@ def recommend(
         return workflow.recommend(request, progress=progress, set_aside=gates.lived_with(set_aside))
 
     files = [] if file is None else [file]
-    return ReportCommand(work, output, gates, [*files, *replay.inputs(target[0])])
+    return partial(run_command, work, output, gates, [*files, *replay.inputs(target[0])])
 
 
 def _asked(
@@ -236,7 +239,7 @@ def _asked(
         raise UsageError(f"{targets[1]} is one target too many: give one factory, or one profile (they do not add up)")
     file = targets[0] if is_profile(targets[0]) else None
     arguments, typed = script_arguments(context), on_the_command_line(context)
-    given = [f"--{option.name.replace('_', '-')}" for option in fields(ReplayOptions) if option.name in typed]
+    given = [typed[option.name] for option in fields(ReplayOptions) if option.name in typed]
     given += ["what follows --"] if arguments else []
     if file is not None and given:  # a setting from a file applies only to the runs that it fits
         raise UsageError(f"{', '.join(given)}: only for a replay, and a saved profile runs nothing")

@@ -1,4 +1,4 @@
-"""The action of a command: `main()` calls it after parsing.
+"""What a command does after parsing: work, gates, report, exit code; and `run`, which watches a script on the way.
 
 Typer turns a broken pipe and Ctrl-C into exit codes of its own, so none of our work runs inside Typer: a command
 returns a function, and `main()` calls it.
@@ -10,7 +10,7 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
@@ -55,10 +55,14 @@ from ampdoctor.live.script import Script, run_script
 from ampdoctor.reports.escape import sentence
 from ampdoctor.reports.text import count
 from ampdoctor.workflows.output_files import refuse_of_log
-from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest
+from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest, is_run_log
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.report_target import Run
     from ampdoctor.workflows.watch_script import ScriptWatch
+    from ampdoctor.workflows.watcher import TrainingWatcher
+
+Places: TypeAlias = tuple[Destination, ...]
 
 
 # -- the exit code, decided from the report alone before anything is rendered: the same for every format --
@@ -112,7 +116,7 @@ def _answer(report: Report, *, fail_on: Literal["error", "warning", "never"], ex
     return Outcome(EXIT_OK)
 
 
-Action: TypeAlias = Callable[[], Outcome]
+Action: TypeAlias = Callable[..., Outcome]
 Work: TypeAlias = Callable[[Progress | None, SetAside], Report]
 """Makes the report. A search that stops at the first failure must not stop at a suppressed one."""
 
@@ -120,107 +124,112 @@ _SHOWING_AGAIN = "merge"  # the command that shows reports of other commands aga
 _MAX_BASELINE = 64 * 1024 * 1024  # in bytes; a finding takes about 200
 
 
-@dataclass(frozen=True, slots=True)
-class ReportCommand:
-    """The action of a command that makes a report: work, gates, exit code, delivery."""
+def run_command(
+    work: Work,
+    output: OutputOptions,
+    gates: GateOptions,
+    inputs: Sequence[str] = (),
+    also: Sequence[str] = (),
+    *,
+    command: str,
+    config: Config,
+    log: str | None = None,
+    wanted: Callable[[Report, Places], Places] = lambda _, places: places,
+) -> Outcome:
+    """Run a command: its work, the gates, the report, the exit code.
 
-    work: Work
-    output: OutputOptions
-    gates: GateOptions
-    inputs: Sequence[str] = ()  # files that are read, and must not be overwritten
-    also: Sequence[str] = ()  # files that `work` itself writes
-    log: str | None = None  # the folder of the log of `work`, which must not be overwritten; it may not exist yet
-    command: str = ""  # its name, and the configuration for it: `ConfiguredCommand` sets both
-    config: Config = field(default_factory=Config)
+    `inputs` are files that are read and must not be overwritten, `also` files that `work` itself writes, and `log` is
+    the folder of its log, which may not exist yet. `wanted` chooses the destinations of a report.
+    """
+    rank = rank_of()
+    write = None if rank else gates.write_baseline
+    name = write or gates.baseline
+    known = None if write or name is None else _baseline(name, command)
+    read = [file for file in (config.file, None if write else gates.baseline) if file is not None]
+    written = also if write is None else (*also, write)
+    places = destinations(output, [*inputs, *read], written, rank=rank, log=log)
+    files = [*written, *(place.file for place in places if place.file != STDOUT)]
+    # Before user code runs, which may change the folder. A saved report names the place where it was made.
+    placed = {} if command == _SHOWING_AGAIN else place_in_repository()
+    if log is not None and not rank:
+        for file in files:
+            refuse_of_log(file, log)
 
-    def __call__(self) -> Outcome:
-        """Run the command."""
-        rank = rank_of()
-        gates, write = self.gates, None if rank else self.gates.write_baseline
-        known = self._baseline() if gates.baseline is not None and write is None else None
-        read = [file for file in (self.config.file, gates.baseline if write is None else None) if file is not None]
-        written = self.also if write is None else (*self.also, write)
-        places = destinations(self.output, [*self.inputs, *read], written, rank=rank, log=self.log)
-        files = [*written, *(place.file for place in places if place.file != STDOUT)]
-        # Before user code runs, which may change the folder. A saved report names the place where it was made.
-        placed = {} if self.command == _SHOWING_AGAIN else place_in_repository()
-        if self.log is not None and not rank:
-            for file in files:
-                refuse_of_log(file, self.log)
-        with to_be_written(files):
-            try:
-                with progress_line(wanted=not (rank or self.output.quiet or self.output.no_progress)) as progress:
-                    report = of_rank(self.work(progress, self._set_aside(known)), rank)
-            except (CheckpointError, FactoryError, ReplayError) as error:
-                refuse_unread(self.inputs, files)
-                self._deliver_failure(error, places, placed)
-                raise
-        report = self._decide(replace(report, target={**report.target, **placed}))
-        report = replace(report, configuration=self._configuration())
-        refused: AmpdoctorError | None = None
-        if write is not None:
-            try:
-                made = baseline_of(report)
-                write_file(write, to_text(made))
-                known = made
-            except (UsageError, OutputError) as error:  # the report is still worth delivering
-                refused = error
-        name = write or gates.baseline
-        if known is not None and name is not None:
-            report = apply_baseline(report, known, name, written=write is not None)
-        report = replace(report, gate=self._gate())
-        outcome = judge(report, fail_on=gates.fail_on, exit_zero=gates.exit_zero, allow_partial=gates.allow_partial)
-        wanted = self.wanted(report, places, rank)
-        deliver(report, wanted, self.output)
-        if rank and wanted and not self.output.quiet:
-            note(f"ampdoctor: rank {rank}: the report is in {wanted[0].file}")
-        return outcome if refused is None else Outcome(EXIT_ERROR, str(refused))
+    def set_aside(report: Report) -> Report:
+        decided = _decided(report, config)
+        return decided if known is None else apply_baseline(decided, known, name or "")
 
-    def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:  # noqa: ARG002 - for subclasses
-        """Return the destinations of this report: all of them."""
-        return places
+    with to_be_written(files):
+        try:
+            with progress_line(wanted=not (rank or output.quiet or output.no_progress)) as progress:
+                report = of_rank(work(progress, set_aside), rank)
+        except (CheckpointError, FactoryError, ReplayError) as error:
+            refuse_unread(inputs, files)
+            readers = [place for place in places if not _is_for_people(place)]
+            # An error while writing does not replace `error`, which ends the command
+            with contextlib.suppress(OutputError, StdoutClosedError):
+                deliver(replace(_failure(error, inputs, placed, command, config), gate=_gate(gates)), readers, output)
+            raise
+    report = _decided(replace(report, target={**report.target, **placed}), config)
+    report = replace(report, configuration=_configuration(config))
+    refused: AmpdoctorError | None = None
+    if write is not None:
+        try:
+            made = baseline_of(report)
+            write_file(write, to_text(made))
+            known = made
+        except (UsageError, OutputError) as error:  # the report is still worth delivering
+            refused = error
+    if known is not None and name is not None:
+        report = apply_baseline(report, known, name, written=write is not None)
+    report = replace(report, gate=_gate(gates))
+    outcome = judge(report, fail_on=gates.fail_on, exit_zero=gates.exit_zero, allow_partial=gates.allow_partial)
+    chosen = wanted(report, places)
+    deliver(report, chosen, output)
+    if rank and chosen and not output.quiet:
+        note(f"ampdoctor: rank {rank}: the report is in {chosen[0].file}")
+    return outcome if refused is None else Outcome(EXIT_ERROR, str(refused))
 
-    def _decide(self, report: Report) -> Report:
-        return apply_severities(apply_ignores(report, self.config.ignores, today()), self.config.rules)
 
-    def _set_aside(self, known: Baseline | None) -> SetAside:
-        def left(report: Report) -> Report:
-            decided = self._decide(report)
-            return decided if known is None else apply_baseline(decided, known, self.gates.baseline or "")
+def _decided(report: Report, config: Config) -> Report:
+    return apply_severities(apply_ignores(report, config.ignores, today()), config.rules)
 
-        return left
 
-    def _deliver_failure(self, error: AmpdoctorError, places: Iterable[Destination], placed: Mapping[str, Any]) -> None:
-        """Write a report about what could not be examined, for programs that read reports and not stderr."""
-        # An error while writing does not replace `error`, which ends the command
-        named = self.inputs[0] if self.inputs else self.command
-        target = {"path": named, "location": shown_path(named)} if self.inputs else {}
-        report = Report(
-            command=self.command,
-            target={**target, **placed},
-            verdict="inconclusive",
-            complete=False,
-            errors=(ErrorNote(what=named, kind=error.kind, message=str(error)),),
-            configuration=self._configuration(),
-            gate=self._gate(),
-        )
-        readers = [place for place in places if not _is_for_people(place)]
-        with contextlib.suppress(OutputError, StdoutClosedError):
-            deliver(report, readers, self.output)
+def _gate(gates: GateOptions) -> Gate:
+    return Gate(fail_on=gates.fail_on, exit_zero=gates.exit_zero)
 
-    def _gate(self) -> Gate:
-        return Gate(fail_on=self.gates.fail_on, exit_zero=self.gates.exit_zero)
 
-    def _configuration(self) -> Configuration | None:
-        file = self.config.file
-        return Configuration(file=file) if self.config.sets_something and file is not None else None
+def _configuration(config: Config) -> Configuration | None:
+    """Return the file, where it sets anything for the command."""
+    sets = config.values or config.rules or config.ignores
+    return Configuration(file=config.file) if sets and config.file is not None else None
 
-    def _baseline(self) -> Baseline:
-        name = self.gates.baseline or ""
-        baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
-        if self.command != _SHOWING_AGAIN:
-            refuse_other_command(baseline, self.command, name)
-        return baseline
+
+def _failure(
+    error: AmpdoctorError, inputs: Sequence[str], placed: Mapping[str, Any], command: str, config: Config
+) -> Report:
+    """Return a report about what could not be examined, for programs that read reports and not stderr."""
+    named = inputs[0] if inputs else command
+    target = {"path": named, "location": shown_path(named)} if inputs else {}
+    return Report(
+        command=command,
+        target={**target, **placed},
+        verdict="inconclusive",
+        complete=False,
+        errors=(ErrorNote(what=named, kind=error.kind, message=str(error)),),
+        configuration=_configuration(config),
+    )
+
+
+def _baseline(name: str, command: str) -> Baseline:
+    baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
+    if command != _SHOWING_AGAIN:
+        refuse_other_command(baseline, command, name)
+    return baseline
+
+
+def _is_for_people(place: Destination) -> bool:
+    return (place.format, place.file) == ("human", STDOUT)
 
 
 def today() -> date:
@@ -300,37 +309,47 @@ def _write(what: object) -> None:
 
 # -- `ampdoctor run` --
 
+_still_open: list[ExitStack] = []  # in a process that the script forked: the watch, which the parent ends
+
 
 @dataclass(slots=True, kw_only=True)
-class _Job:
+class _Watched:
+    """A script that runs under the watch, and what came of it."""
+
     script: Script
     request: WatchRequest
-    code: int | None = None  # the script's exit code; None before it has ended
-    still_open: ExitStack | None = None  # in a process that the script forked: the watch, which the parent ends
-    shown: list[Report] = field(default_factory=list)  # diagnoses that were shown when they were made
+    quiet: bool
+    tell: Callable[[Report], None]  # shows a diagnosis at once: the training may run for days
     home: ExitStack = field(default_factory=ExitStack)
-    tell: Callable[[Report], None] | None = None  # shows the diagnosis when it is made
+    code: int | None = None  # the script's exit code; None before it has ended
     watch: ScriptWatch | None = None
+
+    @property
+    def doctor(self) -> TrainingWatcher | None:
+        return None if self.watch is None else self.watch.doctor
+
+    @property
+    def folder(self) -> str:
+        """The folder of the log, for a shell."""
+        return shlex.quote(self.request.named or self.request.health)
 
     @property
     def is_one_of_several(self) -> bool:
         """Whether a launcher or other processes take an exit code other than 0 for a crash."""
-        doctor = None if self.watch is None else self.watch.doctor
-        return exit_code_ends_others() or (doctor is not None and doctor.place.world > 1)
+        return exit_code_ends_others() or (self.doctor is not None and self.doctor.place.world > 1)
 
     def _told(self, report: Report) -> None:
-        doctor = None if self.watch is None else self.watch.doctor
-        if self.tell is not None and (doctor is None or doctor.speaks):
+        if self.doctor is None or self.doctor.speaks:
             self.tell(report)
 
-    def __call__(self, _progress: Progress | None, _set_aside: SetAside) -> Report:
+    def work(self, _progress: Progress | None, _set_aside: SetAside) -> Report:
         """Run the script under the watch; raises ForkedChildError at the end of a child that the script forked."""
         from ampdoctor.workflows.watch_script import watching
 
-        process, folder = os.getpid(), Path.cwd()
-        stack, watch = ExitStack(), None
+        process, here = os.getpid(), Path.cwd()
+        stack = ExitStack()
         try:
-            watch = self.watch = stack.enter_context(
+            self.watch = stack.enter_context(
                 watching(self.request, tell=self._told, say=lambda said: note(f"ampdoctor: {sentence(said)}"))
             )
         except Exception as error:
@@ -343,12 +362,12 @@ class _Job:
             if not self.script.is_module:
                 flush()
             self.code = answer(ended)
-            if watch is not None and os.getpid() == process:
-                watch.ended(ended)
+            if self.watch is not None and os.getpid() == process:
+                self.watch.ended(ended)
             del ended  # its traceback holds this frame, so the script's frames would wait for the garbage collector
         finally:
             if os.getpid() != process:
-                self.still_open, stack = stack.pop_all(), ExitStack()
+                _still_open.append(stack.pop_all())
             try:
                 stack.close()
             except Exception as error:  # noqa: BLE001 - our errors must not end a user's script
@@ -356,81 +375,84 @@ class _Job:
         if os.getpid() != process:
             raise ForkedChildError
         with contextlib.suppress(OSError):  # file names are relative to the folder of the command line
-            self.home.enter_context(contextlib.chdir(folder))
-        report = None if watch is None else watch.report
-        logged = watch is not None and watch.has_begun
-        return self._nothing_sick(logged=logged) if report is None else replace(report, command="run")
+            self.home.enter_context(contextlib.chdir(here))
+        return self._report()
 
-    def _nothing_sick(self, *, logged: bool) -> Report:
-        target = {"factory": self.script.named, "arguments": list(self.script.arguments)}
-        run = {"kept": {"health": self.request.named}} if logged else {}
-        return Report(command="run", target=target, run=run, verdict="not_judged")
+    def _report(self) -> Report:
+        """Return the diagnosis, or a report that nothing was sick; `kept` has only what is there."""
+        report = None if self.watch is None else self.watch.report
+        if report is None:
+            target = {"factory": self.script.named, "arguments": list(self.script.arguments)}
+            run: Run = {"kept": {"health": self.request.named}}
+            report = Report(command="run", target=target, run=run, verdict="not_judged")
+        kept = report.run.get("kept") or {}
+        if not is_run_log(kept.get("health", "")):
+            kept = {}
+        elif not Path(kept.get("bundle", "")).exists():
+            kept = {"health": kept["health"]}
+        others = {key: value for key, value in report.run.items() if key != "kept"}
+        return replace(report, command="run", run={**others, "kept": kept} if kept else others)
 
-
-@dataclass(frozen=True, slots=True)
-class WatchedRun(ReportCommand):
-    """Runs a script, then handles the report as every command does; the script's own exit code takes precedence."""
-
-    def __call__(self) -> Outcome:
-        """Run the script."""
-        job = self.work
-        assert isinstance(job, _Job)  # noqa: S101 for the type checker
-
-        def tell(report: Report) -> None:
-            """Show the diagnosis now: the training may run for days."""
-            decided = replace(self._decide(report), gate=self._gate())
-            here = [place for place in destinations(self.output, self.inputs) if _is_for_people(place)]
-            job.shown.append(report)  # if stderr fails now, it would also fail at the end
-            deliver(decided, here, self.output)
-
-        job.tell = tell
-        with job.home, report_on_stderr():
-            try:
-                outcome = ReportCommand.__call__(self)
-            except ForkedChildError:
-                return Outcome(job.code or 0)
-            except Exception as error:
-                if not job.code and not job.is_one_of_several:
-                    raise
-                note(f"ampdoctor: error: {sentence(str(error) or type(error).__name__)}")
-                return Outcome(job.code or 0)
-        if not job.code and outcome.code and job.is_one_of_several:
-            outcome = self._left_to_health(job, outcome)
-        doctor = None if job.watch is None else job.watch.doctor
-        if doctor is not None and doctor.place.rank == 0 and doctor.cost and not self.output.quiet:
+    def say_what_was_seen(self) -> None:
+        """Print the last line: what was watched, and what that took."""
+        doctor = self.doctor
+        if rank_of() if doctor is None else doctor.place.rank:
+            return
+        if doctor is not None and doctor.cost and not self.quiet:
             note(f"ampdoctor: {doctor.cost}")
-        return Outcome(job.code or outcome.code, outcome.reason)
 
-    def _left_to_health(self, job: _Job, outcome: Outcome) -> Outcome:
-        """Return 0: a launcher takes any other code for a crash, and ends or restarts all processes."""
-        if outcome.reason and job.shown:
-            note(f"ampdoctor: {sentence(outcome.reason)}")
-        if job.shown or rank_of() == 0:
-            folder = shlex.quote(job.request.named or job.request.health)
-            note(
-                "ampdoctor: the exit code is the script's, as one of several processes; the verdict: "
-                f"ampdoctor health {folder} --fail-on error"
-            )
-        return Outcome(0)
 
-    def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:
-        """Return the destinations of this report: stdout only where there is something to report."""
-        shown = isinstance(self.work, _Job) and bool(self.work.shown)
+def run_watched(
+    script: Script, request: WatchRequest, output: OutputOptions, gates: GateOptions, *, command: str, config: Config
+) -> Outcome:
+    """Run a script under the watch, then handle the report as every command does; the script's exit code goes first."""
+    inputs = () if script.is_module else (script.named,)
+    shown: list[Report] = []  # diagnoses that were shown when they were made
+
+    def tell(report: Report) -> None:
+        here = [place for place in destinations(output, inputs) if _is_for_people(place)]
+        shown.append(report)  # if stderr fails now, it would also fail at the end
+        deliver(replace(_decided(report, config), gate=_gate(gates)), here, output)
+
+    def wanted(report: Report, places: Places) -> Places:
+        """Return stdout only where there is something to report."""
         if not shown and (report.findings or report.errors):
             return places
-        return () if rank and not shown else tuple(place for place in places if not _is_for_people(place))
+        return () if rank_of() and not shown else tuple(place for place in places if not _is_for_people(place))
 
-
-def watched_run(script: Script, request: WatchRequest, output: OutputOptions, gates: GateOptions) -> WatchedRun:
-    """Return the action that runs the script under the watch, then judges and delivers the report."""
-    files = () if script.is_module else (script.named,)
-    job = _Job(script=script, request=request)
-    exports = files_of(one for one in request.export if isinstance(one, Export))
-    return WatchedRun(work=job, output=output, gates=gates, inputs=files, also=exports, log=request.health)
-
-
-def _is_for_people(place: Destination) -> bool:
-    return (place.format, place.file) == ("human", STDOUT)
+    run = _Watched(script=script, request=request, quiet=output.quiet, tell=tell)
+    also = files_of(one for one in request.export if isinstance(one, Export))
+    with run.home, report_on_stderr():
+        try:
+            outcome = run_command(
+                run.work,
+                output,
+                gates,
+                inputs,
+                also,
+                command=command,
+                config=config,
+                log=request.health,
+                wanted=wanted,
+            )
+        except ForkedChildError:
+            return Outcome(run.code or 0)
+        except Exception as error:
+            if not run.code and not run.is_one_of_several:
+                raise
+            note(f"ampdoctor: error: {sentence(str(error) or type(error).__name__)}")
+            return Outcome(run.code or 0)
+    if not run.code and outcome.code and run.is_one_of_several:  # a launcher takes it for a crash, and ends all
+        if outcome.reason and shown:
+            note(f"ampdoctor: {sentence(outcome.reason)}")
+        if shown or rank_of() == 0:
+            note(
+                "ampdoctor: the exit code is the script's, as one of several processes; the verdict: "
+                f"ampdoctor health {run.folder} --fail-on error"
+            )
+        outcome = Outcome(EXIT_OK)
+    run.say_what_was_seen()
+    return Outcome(run.code or outcome.code, outcome.reason)
 
 
 def _unwatched(what: str, error: Exception) -> None:

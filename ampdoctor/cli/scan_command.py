@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +11,7 @@ import typer
 from ampdoctor.cli.configured_command import moved_in_the_file
 from ampdoctor.cli.options import GateOptions, OutputOptions, ThresholdOptions, flatten
 from ampdoctor.cli.process import loading
-from ampdoctor.cli.run_command import Action, ReportCommand
+from ampdoctor.cli.run_command import Action, run_command
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import Thresholds
@@ -34,10 +34,11 @@ class ScanOptions:
     ] = False
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", metavar="N", min=1, max=256, help="Threads that read and examine; default: torch's."),
+        typer.Option("--jobs", hidden=True, min=1, max=256, help="Threads that read and examine; none: torch's."),
     ] = None
     exact: Annotated[
-        bool, typer.Option("--exact", help="Sort every element by magnitude, not a sample of large tensors.")
+        bool,
+        typer.Option("--exact", hidden=True, help="true: sort every element, not a sample of large tensors."),
     ] = False
     skip_lfs_pointers: Annotated[
         bool, typer.Option("--skip-lfs-pointers", help="Leave Git LFS pointers out, where they would be errors.")
@@ -47,7 +48,7 @@ class ScanOptions:
         """Raise UsageError for options that contradict each other, or the number of paths."""
         of_one = {"--list": self.listing, "--against": self.against is not None, "--all": self.every}
         given = [option for option, typed in of_one.items() if typed]
-        tensors = {"--against": self.against is not None, "--all": self.every, "--exact": self.exact}
+        tensors = {"--against": self.against is not None, "--all": self.every, "--threshold exact": self.exact}
         for option, typed in tensors.items():
             if self.listing and typed:
                 raise UsageError(f"--list reads no tensors, so that {option} has nothing to do: give one of the two")
@@ -116,4 +117,4 @@ def scan(
     asked.refuse_contradictions(paths)
     inputs = paths if asked.against is None else [*paths, asked.against]
     whole = gates.write_baseline is not None  # a baseline must hold every checkpoint of a folder
-    return ReportCommand(functools.partial(asked.work, paths, thresholds, whole), output, gates, inputs)
+    return partial(run_command, partial(asked.work, paths, thresholds, whole), output, gates, inputs)

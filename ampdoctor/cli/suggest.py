@@ -24,8 +24,23 @@ def is_usage_error(error: BaseException) -> bool:
     return callable(getattr(error, "format_message", None)) and isinstance(getattr(error, "exit_code", None), int)
 
 
+_RULES_NUMBERS = {
+    "--tau": "AMP301.flushed",
+    "--rho": "AMP723.skip_rate",
+    "--horizon": "AMP723.horizon",
+    "--error-note": "AMP301.error_note",
+    "--error-warning": "AMP301.error_warning",
+    "--error-bad": "AMP301.error_bad",
+    "--fp32-share": "AMP303.fp32_share",
+}
+"""Options that there were, and the thresholds that they set."""
+
+
 def said_by(error: Any) -> str:
     """Return the error's message with its option."""
+    option, command = getattr(error, "option_name", ""), getattr(getattr(error, "ctx", None), "info_name", "")
+    if option in _RULES_NUMBERS and command in ("profile", "recommend"):
+        return f"{option} is now --threshold {_RULES_NUMBERS[option]}=VALUE"
     return str(error.format_message()).replace(_PYDANTICS, "", 1)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +21,7 @@ from ampdoctor.cli.options import (
 )
 from ampdoctor.cli.plan_command import bytes_of
 from ampdoctor.cli.process import loading
-from ampdoctor.cli.run_command import Action, ReportCommand, watched_run
+from ampdoctor.cli.run_command import Action, run_command, run_watched
 from ampdoctor.cli.suggest import close_file, no_script
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
@@ -95,7 +95,8 @@ def run(
     ] = None,
     *,
     module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as for python -m.")
+        bool,
+        typer.Option("-m", "--module", allow_from_autoenv=False, help="SCRIPT is a module's name, as for python -m."),
     ] = False,
     watch: WatchOptions,
     exporting: ExportOptions,
@@ -129,7 +130,7 @@ def run(
         export=exporting.exports(),
         thresholds=limits.thresholds(moved_in_the_file(context)),
     )
-    return watched_run(named, request, output, gates)
+    return partial(run_watched, named, request, output, gates)
 
 
 def _named(script: str, arguments: tuple[str, ...], *, is_module: bool) -> Script:
@@ -206,5 +207,5 @@ def health(
         raise UsageError(f"--export takes one LOG, and {len(logs)} were given: export each by itself")
     thresholds = limits.thresholds(moved_in_the_file(context))
     exports = exporting.exports()
-    work = functools.partial(asked.work, exports, logs, thresholds, output)
-    return ReportCommand(work, output, gates, logs, also=files_of(exports))
+    work = partial(asked.work, exports, logs, thresholds, output)
+    return partial(run_command, work, output, gates, logs, also=files_of(exports))

@@ -309,7 +309,7 @@ def _find(code: str, name: str) -> Threshold:
     found = all_thresholds().get(f"{code}.{name}")
     if found is not None:
         return found
-    names = [threshold.name for threshold in rules()[code].thresholds] if code in rules() else []
+    names = [f"{one.name} (default {one.default:g})" for one in rules()[code].thresholds] if code in rules() else []
     if names:
         raise UsageError(f"{code} has no threshold {name!r}; it has {', '.join(names)}")
     near = difflib.get_close_matches(code.upper(), {threshold.code for threshold in all_thresholds().values()}, n=1)

@@ -272,7 +272,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
     device = choose_device(request.device)
     before = RandomState.capture()
     plain = device.type == "cpu" and request.half_products == "plain"
-    notes = ["fp16 products run through the CPU's own kernels (--half-products plain)"] if plain else []
+    notes = ["fp16 products run through the CPU's own kernels (--threshold half-products=plain)"] if plain else []
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # the caller may be in inference mode
         stack.enter_context(torch.enable_grad())

@@ -183,7 +183,10 @@ class ReplayRequest:
     def _options(self, names: Iterable[str]) -> dict[str, Any]:
         usual = {field.name: field.default for field in fields(self) if field.default is not MISSING}
         given = {name: getattr(self, name) for name in names if getattr(self, name) != usual[name]}
-        return {f"--{name.replace('_', '-')}": [] if value is True else [str(value)] for name, value in given.items()}
+        plain = given.pop("half_products", None)
+        knobs = {} if plain is None else {"--threshold": [f"half-products={plain}"]}
+        options = {f"--{key.replace('_', '-')}": [] if said is True else [str(said)] for key, said in given.items()}
+        return {**options, **knobs}
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:

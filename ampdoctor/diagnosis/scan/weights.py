@@ -70,7 +70,9 @@ def _sampled(tensor: TensorSummary) -> str:
     """Returns a note where the shares are from a sample."""
     if tensor.counted >= tensor.examined:
         return ""
-    return f" (from a sample of 1 in {round(tensor.examined / max(tensor.counted, 1))}; --exact counts all)"
+    return (
+        f" (from a sample of 1 in {round(tensor.examined / max(tensor.counted, 1))}; --threshold exact=true counts all)"
+    )
 
 
 def _loses(loss: CastLoss, most: float) -> bool:

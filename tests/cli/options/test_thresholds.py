@@ -18,16 +18,34 @@ MOVED = thresholds_from({"AMP107": {"saturated": 0.1}, "AMP301": {"flushed": 0.2
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("saturated=0.1", "the form is CODE.NAME=VALUE, for example AMP107.saturated=0.1"),
+        ("saturated=0.1", "the form is NAME=VALUE, and the names are jobs=none, exact=false, and those of the rules"),
+        ("exact", "the form is NAME=VALUE"),
+        ("exact=perhaps", "--threshold exact=perhaps: "),
+        ("jobs=0", "--threshold jobs=0: Input should be greater than or equal to 1"),
         ("AMP107.saturated=many", "'many' is no number"),
         ("AMP107.saturated=nan", "AMP107.saturated is nan, not between 0 and 1"),
-        ("AMP107.satiated=0.1", "AMP107 has no threshold 'satiated'; it has saturated"),
+        ("AMP107.satiated=0.1", "AMP107 has no threshold 'satiated'; it has saturated (default 0.0625)"),
         ("AMP999.x=1", "AMP999 is no rule with a threshold"),
     ],
 )
 def test_another_form_is_refused_in_a_sentence_by_each_command(given, words, capsys):
     assert main(["scan", "nothing.pt", "--threshold", given]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_knob_is_set_on_the_command_line_in_the_environment_and_in_a_file(tmp_path, monkeypatch, stub_workflow):
+    seen = []
+    stub_workflow("bisect_nan", lambda request, **_: seen.append(request.half_products) or HEALTHY)
+    monkeypatch.chdir(tmp_path)
+    plain = ("--threshold", "half-products=plain")
+    assert main(["bisect-nan", "a.py:f", *plain]) == 0
+    monkeypatch.setenv("AMPDOCTOR_HALF_PRODUCTS", "plain")
+    assert main(["bisect-nan", "a.py:f"]) == main(["bisect-nan", "a.py:f", "--threshold", "half-products=fp32"]) == 0
+    monkeypatch.delenv("AMPDOCTOR_HALF_PRODUCTS")
+    (tmp_path / "ampdoctor.toml").write_text('threshold = ["half-products=plain"]')
+    assert main(["bisect-nan", "a.py:f"]) == 0
+    assert seen == ["plain", "plain", "fp32", "plain"]
+    assert main(["bisect-nan", "a.py:f", *plain, *plain]) == 2
 
 
 def test_one_is_given_once():
@@ -72,7 +90,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(confi
     [
         (
             "[rules.AMP107]\nsatiated = 0.1",
-            "rules.AMP107.satiated: AMP107 has no threshold 'satiated'; it has saturated",
+            "rules.AMP107.satiated: AMP107 has no threshold 'satiated'; it has saturated (default 0.0625)",
         ),
         ("[rules.AMP107]\nsaturated = 3", "rules.AMP107.saturated: AMP107.saturated is 3, not between 0 and 1 (share)"),
         (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.cli.config import MAX_BYTES, USES
-from ampdoctor.cli.configured_command import ConfiguredCommand
+from ampdoctor.cli.configured_command import ConfiguredCommand, variables
 from ampdoctor.cli.main import app, main
 from tests.samples import HEALTHY, SICK, WARNED
 
@@ -61,7 +61,7 @@ def test_the_command_line_holds_before_the_environment_before_the_file(folder, c
     assert setting(capsys)["jobs"] == {"value": 3, "from": "AMPDOCTOR_JOBS"}
     monkeypatch.setenv("AMPDOCTOR_SCAN_JOBS", "4")
     assert setting(capsys)["jobs"] == {"value": 4, "from": "AMPDOCTOR_SCAN_JOBS"}
-    assert setting(capsys, "--jobs", "5")["jobs"] == {"value": 5, "from": "--jobs"}
+    assert setting(capsys, "--threshold", "jobs=5")["jobs"] == {"value": 5, "from": "--threshold jobs"}
 
 
 def test_a_setting_reaches_the_work_and_the_exit_code(folder, asked):
@@ -143,7 +143,7 @@ BLANK = ["", "\xa0\u3000"]
     [
         ("fail_on = 'error'", "ampdoctor.toml: fail_on: there is no such key; did you mean fail-on?"),
         ("[scam]\njobs = 1", "scam: there is no such key; did you mean scan?"),
-        ("[bisect-nan]\njobs = 1", "bisect-nan.jobs: `ampdoctor bisect-nan` has no option --jobs"),
+        ("[bisect-nan]\njobs = 1", "bisect-nan.jobs: `ampdoctor bisect-nan` has no setting jobs"),
         ("qwertz = 1", "qwertz: there is no such key"),
         ("[tool.ampdoctor]\nfail-on = 'error'", "ampdoctor.toml: here the keys stand without `tool.ampdoctor`"),
         ("write-baseline = 'b.json'", "there is no such key"),
@@ -417,13 +417,13 @@ def commands():
 
 
 def test_every_option_of_a_command_is_a_setting_or_of_one_run():
-    keys = {name: [one.key for one in command.settings] for name, command in commands().items()}
+    keys = {name: [*command.settings] for name, command in commands().items()}
     assert keys.pop("plan") == keys["merge"]  # all else that it takes describes the one job
     for name in keys:
         command = commands()[name]
         options = {opt.removeprefix("--") for p in command.params for opt in p.opts if opt.startswith("--")}
         apart = {"config", "isolated", "show-config", "write-baseline", *(["module"] if name == "run" else [])}
-        assert options - {setting.key for setting in command.settings} == apart, name
+        assert options - command.settings.keys() == apart, name
 
 
 def test_what_every_option_does_with_the_place_that_it_names_stands_in_one_table():
@@ -434,8 +434,8 @@ def test_what_every_option_does_with_the_place_that_it_names_stands_in_one_table
 
 def test_no_two_settings_share_a_variable():
     for name, command in commands().items():
-        own = [setting.variables(name)[0] for setting in command.settings]
-        shared = {setting.variables(n)[1] for n, c in commands().items() for setting in c.settings}
+        own = [variables(name, key)[0] for key in command.settings]
+        shared = {variables(n, key)[1] for n, c in commands().items() for key in c.settings}
         assert len(set(own)) == len(own)
         assert not shared & set(own)
 
@@ -443,8 +443,9 @@ def test_no_two_settings_share_a_variable():
 def test_a_key_means_the_same_in_every_command():
     kinds = {}
     for command in commands().values():
-        for one in command.settings:
-            assert kinds.setdefault(one.key, (one.kind, one.choices)) == (one.kind, one.choices)
+        for key, one in command.settings.items():
+            kind = one.type_descriptor.annotation
+            assert kinds.setdefault(key, kind) == kind
 
 
 def test_severities_and_ignores_of_the_file_reach_the_report(folder, stub_workflow, capsys, check_report):

@@ -29,4 +29,4 @@ def test_an_argument_that_cannot_be_typed_is_not_said():
 def test_which_kernels_multiply_is_said_where_they_were_asked_for(asked, notes):
     request = ReplayRequest(factory="tests.workflows.opening.long_runs:healthy", steps=1, half_products=asked)
     said = [note for note in bisect_nan(request).run["notes"] if "half-products" in note]
-    assert said == ["fp16 products run through the CPU's own kernels (--half-products plain)"] * notes
+    assert said == ["fp16 products run through the CPU's own kernels (--threshold half-products=plain)"] * notes

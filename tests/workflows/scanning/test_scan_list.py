@@ -98,7 +98,7 @@ def test_names_are_folded_never_cut(tmp_path, run_here, width):
     [
         (["--list", "--against", "old.pt"], "--list reads no tensors, so that --against has nothing to do"),
         (["--list", "--all"], "--list reads no tensors, so that --all has nothing to do"),
-        (["--list", "--exact"], "--list reads no tensors, so that --exact has nothing to do"),
+        (["--list", "--threshold", "exact=true"], "--list reads no tensors, so that --threshold exact has"),
         (["--all", "--against", "old.pt"], "--against compares two checkpoints and --all reads a folder of many"),
         (["--against", ""], "--against is empty"),
         (["--all"], "c.pt is not one"),
