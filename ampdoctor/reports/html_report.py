@@ -19,25 +19,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
-from itertools import groupby
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ampdoctor.evidence.json_records import to_plain
-from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.evidence.report_health import HealthRun, HealthSection, LookMark
-from ampdoctor.reports import section_words
-from ampdoctor.reports import text as words
+from ampdoctor.evidence.report_health import HealthRun, HealthSection
+from ampdoctor.reports.blocks import Block, Heading, Text
 from ampdoctor.reports.escape import sanitise, sanitise_lines
-from ampdoctor.reports.fix_code import setting_of
 from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.json_report import report_as_dict
-from ampdoctor.reports.next_step import next_step
-from ampdoctor.reports.section_words import NOT_MEASURED, ahead, finding_parts, measured_gradients
-from ampdoctor.reports.text import fixed, fixed_line
+from ampdoctor.reports.outline import outline
 
 # -- runs over time: sentences for the page, and packed numbers for the scripts --
 #
@@ -109,50 +103,6 @@ def _map_of(finding: Finding, runs: Sequence[HealthRun]) -> tuple[int, int, int]
     return None if best is None else best[1]
 
 
-def bundles(report: Report) -> dict[int, LookMark]:
-    """Return, by finding, the look at the finding's own step that has kept a bundle."""
-    section, found = report.health, {}
-    for alert in alerts(section, report.findings) if section else ():
-        looks = section.runs[alert["run"]].looks if section else ()
-        of_it = next((look for look in looks if look.bundle and look.step == alert["step"]), None)
-        if of_it is not None:
-            found[alert["finding"]] = of_it
-    return found
-
-
-def summaries(report: Report) -> list[dict[str, str]]:
-    """Return a line for each run: its letter, its name and its summary."""
-    if report.health is None:
-        return []
-    by_run: dict[int, list[str]] = {}
-    for alert in alerts(report.health, report.findings):
-        by_run.setdefault(alert["run"], []).append(alert["severity"])
-    return [
-        {"letter": letter(index), "name": run.name, "says": summary(run, by_run.get(index, ()))}
-        for index, run in enumerate(report.health.runs)
-    ]
-
-
-def summary(run: HealthRun, severities: Sequence[str]) -> str:
-    """Return a run's kind, its end and its findings, in one line."""
-    ends = {"running": "still running", "ended": "ended", "cut_off": "cut off without a last line", "unknown": ""}
-    end = ends[run.ending] + (f" with exit code {run.exit_code}" if run.exit_code else "")
-    steps = words.count(run.steps, "step") + (f", {run.first_step:,} to {run.last_step:,}" if run.steps > 1 else "")
-    share = "" if run.skip_share is None else f" ({words.percent(run.skip_share)})"
-    counted = [(severity, list(severities).count(severity)) for severity in ("error", "warning", "note")]
-    noticed = ", ".join(words.count(many, severity) for severity, many in counted if many) or "nothing noticed"
-    good = [mark.step for mark in run.checkpoints if mark.health == "good"]
-    parts = [
-        ", ".join(part for part in (run.optimizer, run.precision or "", f"log of {run.format}", end) if part),
-        steps,
-        f"{run.skipped:,} skipped{share}" if run.skipped or run.skip_share is not None else "",
-        noticed,
-        f"last good checkpoint after step {max(good):,}" if good else "",
-        f"{words.count(run.lost, 'line')} not in the log" if run.lost else "",
-    ]
-    return "; ".join(part for part in parts if part)
-
-
 def letter(index: int) -> str:
     """Return the letter of a run, or its number after Z."""
     return LETTERS[index] if index < len(LETTERS) else str(index + 1)
@@ -211,7 +161,6 @@ _SCRIPTS = ("core.js", "table.js", "chart.js", "histogram.js", "ranges.js", "hea
 _DATA = ("profile", "scaler", "path", "proof", "trend", "change", "structure", "tensors")
 """The sections that scripts draw."""
 _DRAWN = ("profile", "path", "proof", "trend", "health")  # the sections that need the plotting library
-_IN_FULL = 3  # most findings of one code that are all expanded, else only the first: one NaN makes hundreds
 _UNDRAWN = frozenset({"amax_by_step", "quantiles", "weight"})  # not in any view: a third of the page's size
 
 
@@ -229,35 +178,32 @@ def render_html(report: Report, _: RenderOptions | None = None) -> str:
     scripts = [_file(_CHARTS)] if drawn else []
     scripts += [_file(name) for name in _SCRIPTS]
     style = _file("report.css")
+    said = outline(report)
     return (
         environment()
         .get_template("page.html.j2")
         .render(
-            report=shown,
-            verdict=words.of_verdict(report),
-            warned=sum(f.severity == "warning" for f in report.findings) if report.verdict == "healthy" else 0,
-            next_step=next_step(report),
-            moved=words.moved(report.thresholds) if report.thresholds else "",
-            findings=report.findings,
-            fixed=fixed(report),
-            alike=[
-                [(at, finding_parts(it, setting_of(report, it))) for at, it in group]
-                for group in _alike(report.findings)
-            ],
-            summaries=summaries(report),
-            bundles=bundles(report),
+            said=said,
+            sections=_by_section(said.sections),
+            verdict=report.verdict,
+            version=shown["tool"]["version"],
             drawn=drawn,
-            in_full=_IN_FULL,
-            planned=report.plan,
-            plan_words=section_words,
-            trajectory=_trajectory(shown),
-            not_measured="" if measured_gradients(report.profile or {}) else NOT_MEASURED,
             json=Markup(inert_json(data)),  # noqa: S704 - has no character that HTML gives a meaning to
             scripts=[Markup(script) for script in scripts],  # noqa: S704 - our own files
             style=Markup(style),  # noqa: S704 - our own file
             policy=_policy(scripts, style),
         )
     )
+
+
+def _by_section(blocks: Sequence[Block]) -> list[tuple[Heading, list[Block]]]:
+    made: list[tuple[Heading, list[Block]]] = []
+    for block in blocks:
+        if isinstance(block, Heading) and block.level == 2:
+            made.append((block, []))
+        else:
+            made[-1][1].append(block)
+    return made
 
 
 @cache
@@ -273,17 +219,8 @@ def environment() -> Environment:
         keep_trailing_newline=True,
     )
     made.filters |= {
-        "percent": words.percent,
-        "value": words.value,
-        "record": words.record,
-        "count": words.count,
-        "number": words.number,
-        "size": words.size,
+        "kind": lambda block: type(block).__name__,
         "lines": lambda text: escape(sanitise_lines(text)),
-        "settings": words.settings,
-        "exact": exact,
-        "ahead": ahead,
-        "gone": fixed_line,
     }
     return made
 
@@ -292,11 +229,6 @@ def inert_json(value: Any) -> str:
     r"""Return JSON that cannot open or close anything in HTML: ASCII, with `<`, `>` and `&` as `\u003c` and so on."""
     text = json.dumps(_visible(value), sort_keys=True, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _alike(findings: Sequence[Finding]) -> list[list[tuple[int, Finding]]]:
-    numbered = enumerate(findings)
-    return [list(group) for _, group in groupby(numbered, key=lambda it: (it[1].severity, it[1].code, it[1].cause))]
 
 
 def _data(shown: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,15 +280,9 @@ _IN_FULL_IN_A_NOTEBOOK = 20  # most findings with a line of their own; one NaN i
 
 def render_fragment(report: Report) -> str:
     """Return the report as a fragment of HTML; names are escaped as in the page."""
-    return (
-        environment()
-        .get_template("fragment.html.j2")
-        .render(
-            report=report,
-            findings=[
-                finding_parts(finding, setting_of(report, finding))
-                for finding in report.findings[:_IN_FULL_IN_A_NOTEBOOK]
-            ],
-            more=len(report.findings) - _IN_FULL_IN_A_NOTEBOOK,
-        )
-    )
+    said = outline(report)
+    shown = [*said.head, said.next, *said.findings[:_IN_FULL_IN_A_NOTEBOOK]]
+    left = len(said.findings) - _IN_FULL_IN_A_NOTEBOOK
+    more = [Text(f"and {left} more")] if left > 0 else []
+    broken = [Text(f"not examined: {error.what} ({error.kind}): {error.message}") for error in report.errors]
+    return environment().get_template("fragment.html.j2").render(blocks=[*shown, *more, *broken])

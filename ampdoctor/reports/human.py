@@ -1,242 +1,223 @@
-"""The human renderer: the verdict; for each finding what, where, why, change and proof; then the details.
+"""The console writer: the verdict, the findings, the details, and last what to do, in a terminal's width.
 
-Severity and outcome are shown as words first, and by colour second. The last line says what to do next.
+All text passes through `sanitise` into a Rich `Text`, never through Rich's markup: names come from others' files.
+Severity and outcome are words first, and colours second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import Any
+import re
+from collections.abc import Sequence
 
-from rich.console import Console
-from rich.text import Text
+from rich.cells import cell_len, get_character_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text as Shown
 
-from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.reports import human_sections, section_words
-from ampdoctor.reports import text as words
-from ampdoctor.reports.console import heading, labelled, listed, show, text
+from ampdoctor.evidence.report import SEVERITIES, Report
+from ampdoctor.reports.blocks import Block, Code, Fold, Heading, Line, Pairs, Table, Text, without_empty
 from ampdoctor.reports.escape import sanitise
-from ampdoctor.reports.fix_code import setting_of
 from ampdoctor.reports.formats import RenderOptions
-from ampdoctor.reports.next_step import bundle_command, next_step
-from ampdoctor.reports.section_words import FindingParts, figures, finding_parts
-from ampdoctor.reports.text import gate_words
+from ampdoctor.reports.outline import outline
 
-_SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
-_STATUS_STYLE = {"verified": "green", "failed": "red", "worse": "red", "intervention": "yellow", "not_run": "yellow"}
-_VERDICT_STYLE = {
-    "sick": "bold red",
+WIDTH = 100  # columns that fit most terminals and logs
+_LONGEST_LABEL = 28  # columns of a label beside its text; one that is longer stands in the text's line
+_STYLES = {
+    "strong": "bold",
+    "muted": "dim",
+    **dict.fromkeys(("error", "sick"), "bold red"),
+    **dict.fromkeys(("failed", "worse"), "red"),
+    **dict.fromkeys(("warning", "not_reproduced", "inconclusive", "unreadable"), "bold yellow"),
+    **dict.fromkeys(("intervention", "not_run"), "yellow"),
+    "note": "bold cyan",
     "healthy": "bold green",
-    "not_reproduced": "bold yellow",
-    "inconclusive": "bold yellow",
-    "not_judged": "",
+    **dict.fromkeys(("ok", "verified"), "green"),
 }
-_IN_A_WORD = ("ok", "found", "not_run")
-_IN_FULL = 3  # most findings of one code that are all shown in full, else only the first
-_IN_A_LINE = 12  # further findings of that code that get a line each; one NaN in a step makes hundreds of tensors NaN
+
+
+def render(report: Report, options: RenderOptions) -> str:
+    """Return the report as text for a console."""
+    return options.draw(lambda console: render_human(report, console, quiet=options.quiet, verbose=options.verbose))
+
+
+def plain_text(report: Report, *, quiet: bool = False, verbose: int = 0, width: int = WIDTH) -> str:
+    """Return the report without colour, for a test's failure or a log."""
+    text = render(report, RenderOptions(width=width, color="never", quiet=quiet, verbose=verbose))
+    return "\n".join(line.rstrip() for line in text.split("\n")).strip("\n")
 
 
 def render_human(report: Report, console: Console, *, quiet: bool = False, verbose: int = 0) -> None:
     """Print the report to `console`, whose width folds long names and never cuts them.
 
-    `quiet` shows only findings and what could not be examined. From `verbose` 1 on, nested evidence, every alternative,
-    every check, and each of many similar findings are shown in full.
+    `quiet` shows only findings and what could not be examined. From `verbose` 1 on, folds are open.
     """
-    if not quiet:
-        _head(report, console)
-    groups = groupby(report.findings, key=lambda finding: (finding.severity, finding.code, finding.cause))
-    for index, (_, alike) in enumerate(groups):
-        if index or not quiet:
-            console.print()
-        _findings(tuple(alike), console, verbose, report)
-    broken = [f"{e.what} ({e.kind}): {e.message}" for e in report.errors]
+    said = outline(report)
+    writer = _Writer(console, unfold=bool(verbose))
     if quiet:
-        for note in broken:
-            console.print(text(f"not examined: {note}"))
+        writer.draw(without_empty(said.findings), 0)
+        for error in report.errors:
+            writer.text(Text(f"not examined: {error.what} ({error.kind}): {error.message}"), 0)
         return
-    for sentence, lines in gate_words(report, verbose=verbose):
-        heading(sentence, console)
-        for line in lines:
-            show(text(line), console, indent=2, hang=2)
-    human_sections.loss_scaling(report.scaler, console, verbose=verbose)
-    human_sections.precision(report.precision, console, verbose=verbose)
-    human_sections.ranges(report.profile, console, verbose=verbose)
-    human_sections.health(report.health, console)
-    human_sections.plan(report.plan, console, verbose=verbose)
-    human_sections.trend(report, console)
-    human_sections.change(report, console)
-    human_sections.structure(report, console)
-    _checks(report, console, verbose)
-    listed("not examined", broken, console, style="bold red")
-    listed("left out", (f"{s.what}: {s.reason}" for s in report.skipped), console)
-    _kept(report, console)
-    _next(report, console)
-
-
-def _kept(report: Report, console: Console) -> None:
-    """Print what a watched training has kept, and how to replay it; the command is never folded."""
-    kept = report.run.get("kept") or {}
-    if not kept.get("health"):
-        return
-    heading("kept", console)
-    show(text(f"{kept['health']}: the log; ampdoctor health judges it"), console, indent=2, hang=2)
-    if kept.get("bundle"):
-        name = str(kept.get("model", "")).rpartition(":")[2]
-        maker = f", once {name}() returns its model" if name == "make_model" else ""
-        begins = " from a checkpoint of before it," if kept.get("from_checkpoint") else ""
-        said = f"{kept['bundle']}: the step, to be replayed{begins} on any machine{maker}:"
-        show(text(said), console, indent=2, hang=2)
-        console.print(text(f"    {bundle_command(report)}"), soft_wrap=True)
-
-
-def _next(report: Report, console: Console) -> None:
-    """Print what to do; if a line to copy does not fit, it gets a line of its own without folding."""
-    step = next_step(report)
-    whole = Text("next: ", "bold") + text(str(step))
+    writer.draw([*said.head, *said.findings], 0)
+    writer.draw(without_empty(said.sections), 2)
     console.print()
-    if whole.cell_len <= console.width or not step.line:
-        show(whole, console, hang=2)
-        return
-    show(Text("next: ", "bold") + text(f"{step.said}:"), console, hang=2)
-    console.print(text(f"  {step.line}"), soft_wrap=True)
+    writer.draw([said.next], 0)
 
 
-def _head(report: Report, console: Console) -> None:
-    target = _target(report)
-    show(text(f"ampdoctor {report.command}: {target}" if target else f"ampdoctor {report.command}", "bold"), console)
-    show(_verdict(report), console)
-    if report.trend is not None:
-        show(text(report.trend.summary), console)
-    if report.plan is not None:
-        show(text(section_words.plan_title(report.plan)), console)
-    if report.run:
-        settings = [(key, v) for key, v in report.run.items() if isinstance(v, str | int | float)]
-        show(text(", ".join(_setting(key, v) for key, v in settings), "dim"), console)
-        for note in report.run.get("notes") or ():
-            show(text(f"note: {note}", "dim"), console, hang=2)
-    if report.thresholds:
-        show(text(words.moved(report.thresholds), "dim"), console, hang=2)
-    if report.configuration is not None:
-        show(text(f"settings from {words.value(report.configuration.file)}", "dim"), console, hang=2)
+class _Writer:
+    """Prints blocks; those of a section are indented below its heading."""
+
+    def __init__(self, console: Console, *, unfold: bool) -> None:
+        self._console = console
+        self._unfold = unfold
+        self._begun = False
+
+    def draw(self, blocks: Sequence[Block], indent: int) -> None:
+        """Print blocks; the titles of folds that stay closed stand in one line."""
+        closed: list[str] = []
+        for block in blocks:
+            if isinstance(block, Fold) and not (block.open or self._unfold):
+                closed.append(sanitise(block.title.text))
+                continue
+            self._closed(closed, indent)
+            self._block(block, indent)
+        self._closed(closed, indent)
+
+    def _closed(self, titles: list[str], indent: int) -> None:
+        if titles:
+            self.text(Text(f"-v: {'; '.join(dict.fromkeys(titles))}", "muted"), indent)
+            titles.clear()
+
+    def _block(self, block: Block, indent: int) -> None:
+        match block:
+            case Heading():
+                self._space()
+                self.text(Text(block.text, "strong"), 0)
+            case Text():
+                self.text(block, indent)
+            case Pairs():
+                self._pairs(block, indent)
+            case Table():
+                self._console.print(Padding(_grid(block), (0, 0, 0, indent)))
+            case Code():
+                if block.title:
+                    self.text(Text(f"{block.title}:"), indent)
+                for line in block.lines:  # never folded, so that a copy is whole
+                    self._console.print(Shown(f"{' ' * (indent + 2)}{sanitise(line)}"), soft_wrap=True)
+            case Fold():
+                if block.style:
+                    self._space()
+                self.text(block.title, indent)
+                self.draw(without_empty(block.blocks), indent + 2)
+
+    def _space(self) -> None:
+        if self._begun:
+            self._console.print()
+        self._begun = True
+
+    def text(self, line: Line, indent: int) -> None:
+        """Print a paragraph."""
+        self._begun = True
+        shown = Folded(_shown(line), hang=2)
+        self._console.print(Padding(shown, (0, 0, 0, indent)) if indent else shown)
+
+    def _pairs(self, block: Pairs, indent: int) -> None:
+        """Print labels in a column of their own; where one is long, each line begins with its label."""
+        if max(cell_len(sanitise(label)) for label, _ in block.rows) > _LONGEST_LABEL:
+            for label, line in block.rows:
+                beside = Shown(f"{sanitise(label)}: " if label else "")
+                self._console.print(Padding(Folded(beside + _shown(line), hang=2), (0, 0, 0, indent)))
+            return
+        grid = Grid.grid(padding=(0, 2, 0, 0))
+        if any(label for label, _ in block.rows):
+            grid.add_column(no_wrap=True, style="dim")
+        grid.add_column(ratio=1)
+        for label, line in block.rows:
+            grid.add_row(*([Shown(sanitise(label))] if len(grid.columns) > 1 else []), Folded(_shown(line)))
+        self._console.print(Padding(grid, (0, 0, 0, indent)))
 
 
-def _target(report: Report) -> str:
-    factory = report.target.get("factory")
-    measured = "profile" in report.target  # the files are the target; the factory was measured at another time
-    named = [
-        words.value(v)
-        for key, v in report.target.items()
-        if isinstance(v, str) and key != "location" and not (measured and key == "factory")
-    ]
-    if measured and isinstance(factory, str):
-        named[-1] += f" (measured from {words.value(factory)})"
-    step = report.target.get("global_step")
-    if step is not None and report.trend is None:  # for many checkpoints the trend has the step
-        named.append(f"step {step}")
-    return ", ".join(named)
+def _shown(line: Line) -> Shown:
+    if isinstance(line, str):
+        return Shown(sanitise(line), overflow="fold")
+    style = _STYLES.get(line.style, "")
+    if not line.label:
+        return Shown(sanitise(line.text), style=style, overflow="fold")
+    label = line.label.upper() if line.label in SEVERITIES else line.label
+    return Shown(overflow="fold").append(sanitise(label), style).append(sanitise(f" {line.text}" if line.text else ""))
 
 
-def _verdict(report: Report) -> Text:
-    line = Text("verdict: ") + Text(words.outcome(report), _VERDICT_STYLE[report.verdict]) + Text(words.counts(report))
-    if not report.complete:
-        line += Text("; incomplete, see 'not examined' below", "bold red")
-    return line
+def _grid(block: Table) -> Grid:
+    grid = Grid(box=None, padding=(0, 2, 0, 0), show_edge=False)
+    for index, name in enumerate(block.head):
+        side = "left" if index == 0 or name in block.left else "right"
+        grid.add_column(sanitise(name), justify=side, overflow="fold", vertical="bottom")  # type: ignore[arg-type]
+    for row in block.rows:
+        grid.add_row(*(Folded(_shown(cell)) for cell in row))
+    return grid
 
 
-def _setting(key: str, item: Any) -> str:
-    """Return a setting in words: `threads 1`; for a switch only its name: `autocast`, `not deterministic`."""
-    name = key.replace("_", " ")
-    return f"{'' if item else 'not '}{name}" if isinstance(item, bool) else f"{name} {words.value(item)}"
+# -- lines are folded between words, and inside a long word after the dot of a name --
+
+_WORD = re.compile(r"\s*\S+\s*")
+_JOINTS = ("./\\", "_-:,=")  # long words are broken after one of these characters, first after those of the first group
 
 
-def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, report: Report) -> None:
-    """Print findings of one code: a few in full; of many the first in full and the others in a line each."""
-    full = len(alike) if verbose or len(alike) <= _IN_FULL else 1
-    for index, finding in enumerate(alike[:full]):
-        if index:
-            console.print()
-        _finding(finding_parts(finding, setting_of(report, finding)), console, verbose)
-    rest = alike[full:]
-    if not rest:
-        return
-    heading(f"{len(rest)} more {rest[0].code} {rest[0].name} (-v shows each in full)", console)
-    for finding in rest[:_IN_A_LINE]:
-        show(text(finding.message), console, indent=2, hang=2)
-    if len(rest) > _IN_A_LINE:
-        show(text(f"... and {len(rest) - _IN_A_LINE} more", "dim"), console, indent=2)
+class Folded:
+    """Shown that is folded between words, and inside a word that is longer than a line after the dot of a name.
+
+    Rich itself breaks such a word at any character: `feed_forwar` and `d_network`.
+    """
+
+    def __init__(self, content: Shown, *, hang: int = 0) -> None:
+        self._content = content
+        self._hang = hang
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = max(options.max_width, 1)
+        hang = self._hang if width > 2 * self._hang else 0
+        for index, line in enumerate(self._content.divide(breaks(self._content.plain, width, hang))):
+            line.rstrip()
+            yield Padding(line, (0, 0, 0, hang)) if index and hang else line
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Measure from the longest word, limited by the width, up to all on one line."""
+        words_ = self._content.plain.split() or [""]
+        whole = min(cell_len(self._content.plain), options.max_width)
+        return Measurement(min(max(map(cell_len, words_)), whole), whole)
 
 
-def _finding(parts: FindingParts, console: Console, verbose: int) -> None:
-    finding, change = parts.finding, parts.change
-    head = Text(overflow="fold")  # without a style, which would apply to all appended text
-    head.append(finding.severity.upper(), _SEVERITY_STYLE[finding.severity])
-    head.append(" ").append_text(text(f"{finding.code} {finding.name}", "bold"))
-    show(head.append_text(text(f": {finding.message}")), console)
-    rows = [("where", text(parts.place))]
-    why = [*map(text, parts.why), *_evidence(finding.evidence, verbose)]
-    rows += [("" if index else "why", said) for index, said in enumerate(why)]
-    if change is not None:
-        rows.append((change.label, text(change.text, "bold")))
-        rows.append(("proof", text(change.proof, _STATUS_STYLE[change.status])))
-    if verbose:
-        rows += [("also", text(f"{other.text}: {other.proof}")) for other in parts.others]
-    elif parts.others:
-        rows.append(("also", text(f"{words.count(len(parts.others), 'other change')} tried (-v)", "dim")))
-    if parts.help:
-        rows.append(("help", text(parts.help)))
-    rows.append(("more", text(f"ampdoctor rule {finding.code}", "dim")))
-    labelled(rows, console)
-    if change is not None:
-        _paste(change.blocks, console, verbose)
+def breaks(text: str, width: int, hang: int = 0) -> list[int]:
+    """Return the offsets in one paragraph where lines begin; all but the first are indented by `hang` columns."""
+    found: list[int] = []
+    room = width
+    column = 0
+    for match in _WORD.finditer(text):
+        start, word = match.start(), match.group()
+        if column and column + cell_len(word.rstrip()) > room:
+            found.append(start)
+            room, column = width - hang, 0
+        while cell_len(word.rstrip()) > room:
+            cut = _cut(word, room)
+            start, word = start + cut, word[cut:]
+            found.append(start)
+            room = width - hang
+        column += cell_len(word)
+    return found
 
 
-def _paste(blocks: Sequence[tuple[str, str]], console: Console, verbose: int) -> None:
-    """Print lines to copy without folding; a narrow terminal wraps them and still copies them whole."""
-    for title, code in blocks if verbose else blocks[:1]:
-        more = " (-v: in plain torch)" if len(blocks) > 1 and not verbose else ""
-        show(text(f"paste {title}{more}", "dim"), console, indent=2)
-        for line in code.split("\n"):
-            console.print(Text(f"    {sanitise(line)}"), soft_wrap=True)
-
-
-def _evidence(evidence: Mapping[str, Any], verbose: int) -> list[Text]:
-    known = words.known(evidence)
-    shown = [key for key, item in known.items() if verbose or not isinstance(item, Mapping | list | tuple)]
-    texts = [text(f"{name} = {said}") for key in shown for name, said in figures(key, known[key])]
-    hidden = len(known) - len(shown)
-    if hidden:
-        texts.append(text(f"({words.count(hidden, 'more figure')} with -v)", "dim"))
-    return texts
-
-
-def _checks(report: Report, console: Console, verbose: int) -> None:
-    shown = [check for check in report.checks if verbose or check.result != "ok" or report.verdict != "sick"]
-    rows = []
-    for check in shown:
-        margin = words.settings(check.headroom, words.value) if check.headroom else ""
-        said = check.result not in _IN_A_WORD and not verbose  # a sentence with its own numbers
-        rows.append((check.name, f"{check.result} ({margin})" if margin and not said else check.result))
-    paths = [path for path in report.target.get("paths", ()) if isinstance(path, str)]
-    for path in paths:
-        head = f"{path}: "
-        own = [(what.removeprefix(head), said) for what, said in rows if what.startswith(head)]
-        rows = [row for row in rows if not row[0].startswith(head)]
-        listed(f"checked: {path}", (f"{what}: {said}" for what, said in own), console)
-    listed("checked", (f"{what}: {said}" for what, said in rows), console)
-
-
-def render(report: Report, options: RenderOptions) -> str:
-    """Return the human report as text."""
-    return options.draw(lambda console: render_human(report, console, quiet=options.quiet, verbose=options.verbose))
-
-
-# -- the human report as plain text, for a test's failure or a log --
-
-WIDTH = 100  # columns that fit most terminals and logs
-
-
-def plain_text(report: Report, *, quiet: bool = False, verbose: int = 0, width: int = WIDTH) -> str:
-    """Return the human report without colour; `quiet` and `verbose` as for `RenderOptions`."""
-    text = render(report, RenderOptions(width=width, color="never", quiet=quiet, verbose=verbose))
-    return "\n".join(line.rstrip() for line in text.split("\n")).strip("\n")
+def _cut(word: str, room: int) -> int:
+    """Return how many characters of a word fit in a line of `room` columns; at least one."""
+    fitting, columns = 0, 0
+    for character in word:
+        columns += get_character_cell_size(character)
+        if columns > room:
+            break
+        fitting += 1
+    for joints in _JOINTS:
+        at = max(word.rfind(joint, 0, fitting) for joint in joints) + 1
+        if at > fitting // 3:
+            return at
+    return max(fitting, 1)

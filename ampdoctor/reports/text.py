@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from ampdoctor.evidence.report import (
     Prescription,
     PrescriptionStatus,
     Report,
-    Suppressed,
     Verdict,
 )
 from ampdoctor.evidence.thresholds import MovedThreshold
@@ -58,6 +56,7 @@ VERDICTS: Mapping[Verdict, str] = {
 _LEFT_OUT = "not judged: everything that was named is left out"  # replaces the verdict's words if nothing was listed
 _NOTHING_SEEN = "nothing sick was seen"  # replaces the verdict's words where a training was watched
 _TRAINING = ("loss", "gradient norm")  # without these checks, a log does not show how well the training goes
+ABOUT_GRADIENTS = "(dA: of activations, dW: of weights)"
 _TOO_FEW = "not judged: too few steps to say what is usual"  # replaces the verdict's words where a log is short
 _PLANNED = ("no plan", "a plan that is exact and fits")  # replace the verdict's words for a batch plan
 _FOUND_NOT_MADE = ("checkpoint", "data")  # phases that find a value which something earlier has produced
@@ -349,25 +348,7 @@ def target_file(target: Mapping[str, Any]) -> str:
     return posix(target.get("profile") or ".")
 
 
-# -- gates: suppressed findings, and fixed entries of the baseline --
-
-_IN_A_LINE = 12  # most fixed entries that get a line each
-
-
-def gate_words(report: Report, *, verbose: int = 0) -> list[tuple[str, list[str]]]:
-    """Return sentences about the gates, each with the lines below it; `verbose` from 1 on gives every line."""
-    said: list[tuple[str, list[str]]] = []
-    if report.suppressed:
-        said.append(_set_aside(report, verbose=verbose))
-    entries = fixed(report)
-    if report.baseline is not None and entries:
-        file = report.baseline.file
-        gone = f"{count(len(entries), 'finding')} of the baseline {file} no longer there"
-        shown = entries if verbose else entries[:_IN_A_LINE]
-        more = [f"... and {len(entries) - len(shown)} more"] if len(shown) < len(entries) else []
-        sentence = f"{gone}: {shlex.join(['--write-baseline', file])} writes it anew"
-        said.append((sentence, [*map(fixed_line, shown), *more]))
-    return said
+# -- fixed entries of the baseline --
 
 
 def fixed(report: Report) -> Sequence[FixedEntry]:
@@ -386,24 +367,6 @@ def place_of(entry: FixedEntry) -> str:
     if name and op and not op.startswith("state:"):  # "state:" ops are the tensor itself
         name = f"{name} ({op})"
     return f"{name or op} in {file}" if file else str(name or op)
-
-
-def _set_aside(report: Report, *, verbose: int) -> tuple[str, list[str]]:
-    known = [one for one in report.suppressed if one.by == "baseline"]
-    ignored = len(report.suppressed) - len(known)
-    parts = [f"{len(known)} by the baseline {known[0].reason}"] if known else []
-    parts += [f"{ignored} by an ignore"] if ignored else []
-    total = count(len(report.suppressed), "finding")
-    sentence = f"{total} set aside: {', '.join(parts)}"
-    if not verbose:
-        return f"{sentence}; -v lists {'it' if len(report.suppressed) == 1 else 'them'}", []
-    return sentence, [_gate_line(one) for one in report.suppressed]
-
-
-def _gate_line(one: Suppressed) -> str:
-    finding = one.finding
-    spot = place(finding.where)
-    return f"{finding.severity} {finding.code} {finding.name}: {finding.message} ({spot}); {one.by}: {one.reason}"
 
 
 # -- a curve in one line of text --

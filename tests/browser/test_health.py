@@ -154,6 +154,7 @@ def test_a_flag_and_the_list_open_the_alerts_finding_and_its_command(visit, sett
     dialog.get_by_role("button", name="Next alert").click()
     assert report.findings[0].message in dialog.inner_text()
     assert dialog.locator("code", has_text=command).count() == 1
+    dialog.get_by_text("its bundle").click()
     dialog.get_by_role("button", name="Copy").click()
     dialog.get_by_role("button", name="Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == command
@@ -192,7 +193,7 @@ def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_a
 def test_runs_lie_on_each_other_and_can_be_taken_away(visit, settle):
     page = visit("beside")
     settle(page)
-    names = [line.split(":")[0] for line in page.locator(".runs li").all_inner_texts()]
+    names = page.locator("#health h3[id^=run-]").all_inner_texts()
     assert [name[0] for name in names] == ["A", "B", "C"]
     series = """() => echarts.getInstanceByDom(document.querySelector("#lane-loss .chart")).getOption().series
         .filter((one) => one.type === "line").map((one) => [one.color, one.lineStyle.type])"""

@@ -27,7 +27,9 @@
     host("lanes-view").append(host("maps-view"));  // so that the flags stay in sight over both
     turnTo = ampdoctor.maps.start(host("maps-view"));
     ampdoctor.scalers.start(host("scalers-view"));
-    document.querySelectorAll(".run-key").forEach((key) => key.append(ampdoctor.health.swatch(ampdoctor.health.runs[key.dataset.run])));
+    for (const run of ampdoctor.health.runs) {
+      host(`run-${run.index}`)?.prepend(ampdoctor.element("span", { class: "run-key" }, run.letter, ampdoctor.health.swatch(run)), " ");
+    }
   }
 
   ampdoctor.copyable(document);

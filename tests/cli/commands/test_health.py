@@ -78,7 +78,7 @@ def test_the_people_read_the_verdict_the_run_and_the_command_of_its_bundle(run, 
         "not finite  the loss of 1 step",
         "loss scale 131072 at first, 65536 at least, 131072 at most, 65536 in the end; 0 growths, 1 backoff",
         "    ampdoctor bisect-nan run/bundle-40\n",
-        "next: the sick step was kept, and is replayed by: ampdoctor bisect-nan run/bundle-40",
+        "next: the sick step was kept, and is replayed by:\n  ampdoctor bisect-nan run/bundle-40",
     ):
         assert said in re.sub(r"(?<=\w)  +(?=\w)", "  ", done.stdout)
 

@@ -82,8 +82,8 @@ def test_every_report_is_a_well_formed_page_with_one_title_and_one_heading(name,
     page = parsed[name]
     assert page.declaration == "DOCTYPE html"
     assert page.one("html")["attributes"]["lang"] == "en"
-    assert page.one("title")["text"] == f"ampdoctor {REPORTS[name].command}"
-    assert len(page.all("h1")) == 1
+    assert page.one("title")["text"] == page.one("h1")["text"]
+    assert page.one("title")["text"].startswith(f"ampdoctor {REPORTS[name].command}")
     assert len(page.all("main")) == 1
 
 
@@ -167,7 +167,7 @@ def test_json_in_the_page_has_no_character_that_html_gives_a_meaning_to(text):
 def test_many_findings_of_one_code_are_folded_behind_the_first():
     page = Page(render_html(dataclasses.replace(SICK, findings=(OVERFLOW,) * 5 + SICK.findings[1:])))
     assert len(page.all("article")) == 6
-    assert [e["text"] for e in page.all("summary") if "more AMP201" in e["text"]] == ["4 more AMP201 forward-overflow"]
+    assert [e["text"] for e in page.all("summary") if "more AMP201" in e["text"]] == ["4 more AMP201"]
     assert "5 errors" in page.one("header")["text"]
 
 
@@ -216,7 +216,7 @@ def test_a_notebook_gets_a_small_inert_fragment():
     page = Page(fragment)
     assert len(fragment) < 20_000
     assert not page.all("script")
-    for part in ("AMP201", "verified by replay", "run encoder.block.3.ff.wo in fp32", "bisect-nan: sick"):
+    for part in ("AMP201", "verified by replay", "run encoder.block.3.ff.wo in fp32", "verdict: sick"):
         assert part in page.elements[0]["text"]
     assert not re.search(r"#[0-9a-f]{3,6}\b|rgb", page.one("style")["text"]), (
         "a colour of its own is unreadable somewhere"

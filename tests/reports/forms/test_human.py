@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -23,24 +24,17 @@ def shown(report, width=200, **options):
 def test_what_a_watched_training_has_left_stands_before_what_to_do_and_its_command_is_never_folded():
     kept = {"health": "health", "bundle": f"health/bundle-{'9' * 60}", "model": "train.py"}
     text = shown(replace(SICK, command="run", run={"step": 7, "kept": kept}), width=60)
-    head, _, rest = text.partition("\nkept\n")
-    assert "step 7" in head
-    assert "health" not in head
+    _, _, rest = text.partition("\nkept\n")
     assert f"    ampdoctor bisect-nan {kept['bundle']} --model train.py\n" in rest
     assert rest.index(kept["bundle"]) < rest.index("next: ")
 
 
-def test_the_numbers_are_there_and_nested_ones_with_verbose():
-    assert "output_amax_fp32 = 98304.0" in shown(SICK)
-    assert "112.25" not in shown(SICK)
-    assert "1 more figure with -v" in shown(SICK)
-    assert "112.25" in shown(SICK, verbose=1)
-
-
-def test_the_exact_change_is_there_to_copy_and_alternatives_with_verbose():
-    assert "fp32_modules = encoder.block.3.ff.wo" in shown(SICK)
-    assert "1 other change tried" in shown(SICK)
-    assert "dtype = bf16: tried by replay: it does not cure" in shown(SICK, verbose=1)
+def test_figures_and_what_else_was_tried_are_there_with_verbose():
+    assert "ampdoctor.apply(" in shown(SICK)
+    assert "-v: in plain torch; figures; also tried" in shown(SICK)
+    for detail in ("output_amax_fp32  98304.0", "112.25", "dtype = bf16", "tried by replay: it does not cure"):
+        assert detail not in shown(SICK)
+        assert detail in shown(SICK, verbose=1)
 
 
 @pytest.mark.parametrize(
@@ -101,17 +95,14 @@ def test_quiet_still_names_what_could_not_be_examined():
     )
 
 
-def test_of_many_findings_of_one_code_the_first_is_shown_in_full_and_the_others_in_a_line():
+def test_of_many_findings_of_one_code_the_first_is_shown_and_the_others_are_folded():
     many = tuple(
         replace(UNDERFLOW, message=f"tensor {i} flushes", where=replace(UNDERFLOW.where, tensor=f"tensor {i}"))
         for i in range(20)
     )
     text = shown(replace(SICK, findings=(OVERFLOW, *many)))
     assert text.count("WARNING AMP301") == 1
-    assert "19 more AMP301 gradient-underflow" in text
-    assert "  tensor 12 flushes" in text
-    assert "tensor 13 flushes" not in text
-    assert "... and 7 more" in text
+    assert "19 more AMP301" in text
     assert shown(replace(SICK, findings=many), verbose=1).count("WARNING AMP301") == 20
     assert shown(replace(SICK, findings=many[:3])).count("WARNING AMP301") == 3
 
@@ -127,7 +118,8 @@ def test_what_is_empty_has_no_line_and_a_zero_has_one():
     finding = replace(UNDERFLOW, evidence={"kernel": "", "names": [], "float64": {}, "share": 0.0, "finite": False})
     report = replace(SICK, findings=(finding,))
     for text in (shown(report, verbose=1), render_markdown(report), render_html(report)):
-        assert not {word for word in ("kernel", "names", "float64") if f"{word} =" in text or f">{word}<" in text}
+        lines = [re.sub(r"<[^>]*>|\W", " ", line).split() for line in text.partition("<script")[0].splitlines()]
+        assert not {"kernel", "names", "float64"} & {line[0] for line in lines if line}
         assert "share" in text
         assert "finite" in text
 
@@ -136,9 +128,9 @@ def test_nested_figures_read_as_words_and_each_record_has_a_line():
     inputs = [{"dtype": "float16", "shape": [2, 3], "name": None}, {"dtype": "float32", "shape": [3]}]
     finding = replace(UNDERFLOW, evidence={"inputs": inputs, "float64": {"finite": True}, "empty": []})
     lines = [line.strip() for line in shown(replace(SICK, findings=(finding,)), verbose=1).splitlines()]
-    assert any(line.endswith("float64 = finite true") for line in lines)
-    assert "inputs[0] = dtype float16, shape [2, 3]" in lines
-    assert "inputs[1] = dtype float32, shape [3]" in lines
+    assert "float64    finite true" in lines
+    assert "inputs[0]  dtype float16, shape [2, 3]" in lines
+    assert "inputs[1]  dtype float32, shape [3]" in lines
 
 
 def test_a_command_that_recommends_no_scaler_does_not_praise_the_one_there():

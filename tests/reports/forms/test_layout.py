@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from ampdoctor.reports import console as layout
+from ampdoctor.reports import human as layout
 
 NAME = "transformer_encoder_layers.3.feed_forward_network.0.weight"
 

@@ -17,7 +17,7 @@ from ampdoctor.evidence.report_health import (
     ScalerHistory,
 )
 from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
-from ampdoctor.reports import section_words
+from ampdoctor.reports import outline_sections
 from ampdoctor.reports import text as words
 from ampdoctor.reports.formats import RenderOptions, renderer
 from ampdoctor.reports.markdown import render_markdown
@@ -31,19 +31,19 @@ USED = ScalerArguments(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5
 
 
 def facts(**fields):
-    return list(section_words.facts(replace(RUN, **fields)))
+    return list(outline_sections.facts(replace(RUN, **fields)))
 
 
 def test_a_run_in_a_line():
-    assert section_words.run_line(RUN) == "steps 0 to 2"
+    assert outline_sections.run_line(RUN) == "steps 0 to 2"
     cut = replace(RUN, steps=2, curves=(LOSS,), ending="cut_off", precision="bf16", lost=1)
-    assert section_words.run_line(cut) == (
-        "steps 0 to 2 (2 steps logged), bf16, loss 3 to 1.5, cut off: the log has no last line and no longer grows, "
+    assert outline_sections.run_line(cut) == (
+        "steps 0 to 2 (2 steps logged), bf16, loss 3 to 1.5, ended without a final record (killed or crashed), "
         "1 line lost"
     )
-    assert section_words.run_line(replace(RUN, ending="ended", exit_code=3)).endswith("ended with exit code 3")
-    assert section_words.health_title(replace(RUN, optimizer="critic")) == "run small, optimizer critic (logs/small)"
-    assert section_words.health_title(replace(RUN, optimizer="optimizer2")) == "run small, optimizer2 (logs/small)"
+    assert outline_sections.run_line(replace(RUN, ending="ended", exit_code=3)).endswith("ended with exit code 3")
+    assert outline_sections.health_title(replace(RUN, optimizer="critic")) == "run small, optimizer critic (logs/small)"
+    assert outline_sections.health_title(replace(RUN, optimizer="optimizer2")) == "run small, optimizer2 (logs/small)"
 
 
 def test_a_scaler_in_two_lines():
@@ -67,7 +67,7 @@ def test_markdown_has_the_run_and_its_command_and_no_markup_of_a_name():
     look = LookMark(step=2, verdict="sick", says="An op overflows.", bundle="b", command="ampdoctor bisect-nan b")
     run = replace(RUN, name="<b>&", curves=(LOSS,), looks=(look,), skipped=1, skip_share=0.5)
     text = render_markdown(Report(command="health", target={}, verdict="healthy", health=HealthSection(runs=(run,))))
-    assert "### run `<b>&` " in text  # a code span, in which nothing is markup
+    assert "#### run `<b>&` " in text  # a code span, in which nothing is markup
     assert "- **skipped**: 1 step (50.00%)" in text
     assert "- **not finite**: the loss of 2 steps" in text
     assert "```console\nampdoctor bisect-nan b\n```" in text

@@ -1,0 +1,262 @@
+"""The outline of a report: what it says, once, in blocks that console, Markdown and HTML draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from ampdoctor.evidence.report import Finding, Prescription, Report
+from ampdoctor.evidence.report_health import LookMark
+from ampdoctor.reports import outline_sections as sections
+from ampdoctor.reports import outline_values as values
+from ampdoctor.reports import text as words
+from ampdoctor.reports.blocks import Block, Code, Fold, Heading, Line, Outline, Pairs, Text, fold, pairs
+from ampdoctor.reports.fix_code import TrainingContext, code_of, setting_of
+from ampdoctor.reports.next_step import bundle_command, next_step
+
+_IN_A_WORD = ("ok", "found", "not_run")
+_IN_FULL = 3  # most findings of one code that are all shown open, else only the first: one NaN makes hundreds
+
+
+def outline(report: Report) -> Outline:
+    """Return what the report says, in the order in which it is read."""
+    step = next_step(report)
+    said = f"next: {step.said}"
+    return Outline(
+        head=tuple(_head(report)),
+        findings=tuple(_findings(report)),
+        sections=tuple(_sections(report)),
+        next=Code(title=said, lines=(step.line,), language="console") if step.line else Text(said),
+    )
+
+
+def _sections(report: Report) -> Iterator[Block]:
+    yield from _section(
+        "not examined", "errors", pairs((e.what, Text(e.message, "error", e.kind)) for e in report.errors)
+    )
+    yield from sections.health(report)
+    yield from sections.plan(report.plan)
+    yield from sections.path(report.path)
+    yield from sections.proof(report.proof)
+    yield from sections.precision(report.precision)
+    yield from sections.scaling(report.scaler)
+    yield from values.ranges(report.profile)
+    yield from values.trend(report)
+    yield from values.change(report.change)
+    yield from values.structure(report)
+    yield from _section("checked", "checks", tuple(_checks(report)))
+    yield from _section("set aside", "baseline", tuple(_set_aside(report)))
+    yield from _section("left out", "skipped", pairs((one.what, one.reason) for one in report.skipped))
+    yield from _section("kept", "kept", tuple(_kept(report)))
+    if report.tensors:
+        found = "" if report.findings else ", nothing found in them"
+        title = Text(f"{words.count(len(report.tensors), 'tensor')}{found}")
+        yield Heading(text="tensors", level=2, anchor="tensors")
+        yield Fold(title=title, open=bool(report.findings), view="tensors")
+
+
+def _section(title: str, anchor: str, blocks: Sequence[Block]) -> Iterator[Block]:
+    if blocks:
+        yield Heading(text=title, level=2, anchor=anchor)
+        yield from blocks
+
+
+# -- the head --
+
+
+def _head(report: Report) -> Iterator[Block]:
+    target = _target(report)
+    yield Heading(level=1, text=f"ampdoctor {report.command}: {target}" if target else f"ampdoctor {report.command}")
+    partly = "" if report.complete else "; incomplete: not all was examined"
+    yield Text(f"{words.counts(report)}{partly}".strip(), report.verdict, f"verdict: {words.outcome(report)}")
+    if report.trend is not None:
+        yield Text(report.trend.summary)
+    if report.plan is not None:
+        yield Text(sections.plan_title(report.plan))
+    for note in report.run.get("notes") or ():
+        yield Text(f"note: {note}", "muted")
+    if report.thresholds:
+        yield Text(words.moved(report.thresholds), "muted")
+    if report.configuration is not None:
+        yield Text(f"settings from {words.value(report.configuration.file)}", "muted")
+    yield from fold("what was examined, and how", *pairs(_facts(report)))
+
+
+def _target(report: Report) -> str:
+    factory = report.target.get("factory")
+    measured = "profile" in report.target  # the files are the target; the factory was measured at another time
+    named = [
+        words.value(v)
+        for key, v in report.target.items()
+        if isinstance(v, str) and key != "location" and not (measured and key == "factory")
+    ]
+    if measured and isinstance(factory, str):
+        named[-1] += f" (measured from {words.value(factory)})"
+    step = report.target.get("global_step")
+    if step is not None and report.trend is None:  # for many checkpoints the trend has the step
+        named.append(f"step {step}")
+    return ", ".join(named)
+
+
+def _facts(report: Report) -> Iterator[tuple[str, Line]]:
+    for key, item in report.target.items():
+        if item is not None and not isinstance(item, Mapping) and key not in ("members", "files"):
+            yield key.replace("_", " "), words.value(item)
+    for key, item in report.run.items():
+        if isinstance(item, str | int | float):
+            yield key.replace("_", " "), words.value(item)
+
+
+# -- findings --
+
+
+def _findings(report: Report) -> Iterator[Block]:
+    """Yield a few findings of one code open; of many the first, and the others in a fold."""
+    looks = kept_looks(report)
+    numbered = enumerate(report.findings)
+    for _, alike in groupby(numbered, key=lambda it: (it[1].severity, it[1].code, it[1].cause)):
+        made = [finding_fold(it, setting_of(report, it), number, looks.get(number)) for number, it in alike]
+        first = len(made) if len(made) <= _IN_FULL else 1
+        yield from made[:first]
+        yield from fold(f"{len(made) - first} more {report.findings[number_of(made[0])].code}", *made[first:])
+
+
+def number_of(finding: Fold) -> int:
+    """Return the number of a finding in its report."""
+    return int(finding.anchor.rpartition("-")[2])
+
+
+def finding_fold(finding: Finding, setting: TrainingContext, number: int, look: LookMark | None = None) -> Fold:
+    """Return a finding: where, why, what to change and what proves it, then its figures and what else was tried."""
+    blocks: list[Block] = []
+    rows: list[tuple[str, Line]] = [("where", words.place(finding.where))]
+    rows += [("why", line) for line in words.why(finding)]
+    made = finding.prescription
+    said: set[str] = set()
+    if made is not None:
+        rows += _change(made)
+        said = {words.change(made), made.detail}
+    if finding.help and finding.help not in said:
+        rows.append(("help", finding.help))
+    rows.append(("more", Text(f"ampdoctor rule {finding.code}", "muted")))
+    blocks.append(Pairs(tuple(rows)))
+    if made is not None:
+        code = code_of(made, setting, finding.cause)
+        both = bool(code.apply and code.torch)
+        first = _paste("with ampdoctor", code.apply) or _paste("in plain torch", code.torch)
+        blocks += first
+        blocks += fold("in plain torch", *_paste("in plain torch", code.torch)) if both else ()
+    if look is not None and look.command is not None:
+        title = f"step {look.step:,} was looked at in place and left a bundle; this replays it"
+        blocks += fold("its bundle", Code(title=title, lines=(look.command,), language="console"))
+    figures = [one for key, item in words.known(finding.evidence).items() for one in _figures(key, item)]
+    blocks += fold("figures", *pairs(figures))
+    for other in made.alternatives if made is not None else ():
+        code = code_of(other, setting, finding.cause)
+        blocks += fold("also tried", Pairs(tuple(_change(other))), *_paste("with ampdoctor", code.apply))
+    head = Text(f"{finding.code} {finding.name}: {finding.message}", finding.severity, finding.severity)
+    return Fold(title=head, blocks=tuple(blocks), open=True, style=finding.severity, anchor=f"finding-{number}")
+
+
+def _change(made: Prescription) -> Iterator[tuple[str, Line]]:
+    unproved = made.kind == "code" and made.status in ("failed", "not_run")
+    yield "advice" if unproved else "change", Text(words.change(made), "strong")
+    yield "proof", Text(words.proof(made), made.status)
+
+
+def _paste(title: str, lines: Sequence[str]) -> tuple[Code, ...]:
+    return (Code(title=f"paste {title}", lines=tuple(lines), language="python"),) if lines else ()
+
+
+def _figures(key: str, item: Any) -> list[tuple[str, Line]]:
+    """Return name and value of a number of the evidence; of a list of records, those of each."""
+    if isinstance(item, list | tuple) and item and all(isinstance(part, Mapping) for part in item):
+        return [(f"{key}[{index}]", words.record(part)) for index, part in enumerate(item)]
+    return [(key, words.record(item) if isinstance(item, Mapping) else words.value(item))]
+
+
+def kept_looks(report: Report) -> dict[int, LookMark]:
+    """Return, by finding, the look at the finding's own step that has kept a bundle."""
+    runs = report.health.runs if report.health is not None else ()
+    found = {}
+    for number, finding in enumerate(report.findings):
+        at = finding.where
+        run = next((run for run in runs if run.source == at.file), runs[0] if runs else None)
+        looks = run.looks if run is not None and at.step is not None else ()
+        of_it = next((look for look in looks if look.bundle and look.step == at.step), None)
+        if of_it is not None:
+            found[number] = of_it
+    return found
+
+
+# -- checks, gates, and what a training has left --
+
+
+def _checks(report: Report) -> Iterator[Block]:
+    """Yield the checks; those that are in order are folded where something is wrong."""
+    rest = [(check.name, check.result, check.headroom) for check in report.checks]
+    for path in [path for path in report.target.get("paths", ()) if isinstance(path, str)]:
+        head = f"{path}: "
+        own = [(name.removeprefix(head), result, room) for name, result, room in rest if name.startswith(head)]
+        rest = [row for row in rest if not row[0].startswith(head)]
+        if own:
+            yield Heading(text=path)
+            yield from _checked(own, sick=report.verdict == "sick")
+    yield from _checked(rest, sick=report.verdict == "sick")
+
+
+def _checked(checks: Sequence[tuple[str, str, Mapping[str, Any]]], *, sick: bool) -> Iterator[Block]:
+    rows: dict[bool, list[tuple[str, Line]]] = {True: [], False: []}
+    for name, result, room in checks:
+        figures = f" ({words.settings(room, words.value)})" if room and result in _IN_A_WORD else ""
+        rows[sick and result == "ok"].append((name, f"{result}{figures}"))
+    yield from pairs(rows[False])
+    yield from fold(f"{words.count(len(rows[True]), 'check')} in order", *pairs(rows[True]))
+    # a sentence has the numbers that matter itself
+    said = [
+        (name, words.settings(room, words.value)) for name, result, room in checks if room and result not in _IN_A_WORD
+    ]
+    yield from fold("figures of the checks", *pairs(said))
+
+
+def _set_aside(report: Report) -> Iterator[Block]:
+    baseline, fixed = report.baseline, words.fixed(report)
+    if report.suppressed:
+        known = [one for one in report.suppressed if one.by == "baseline"]
+        ignored = len(report.suppressed) - len(known)
+        parts = [f"{len(known)} by the baseline {known[0].reason}"] if known else []
+        parts += [f"{ignored} by an ignore"] if ignored else []
+        title = f"{words.count(len(report.suppressed), 'finding')} set aside: {', '.join(parts)}"
+        rows = (
+            (
+                f"{it.by}: {it.reason}",
+                Text(
+                    f"{it.finding.code} {it.finding.name}: {it.finding.message} ({words.place(it.finding.where)})",
+                    it.finding.severity,
+                    it.finding.severity,
+                ),
+            )
+            for it in report.suppressed
+        )
+        yield from fold(title, *pairs(rows))
+    if baseline is not None and fixed:
+        gone = f"{words.count(len(fixed), 'finding')} of the baseline {baseline.file} no longer there"
+        yield Text(f"{gone}; to write it anew: --write-baseline {baseline.file}")
+        gone_by = [("fixed", words.fixed_line(entry)) for entry in fixed]
+        yield from pairs(gone_by[:_IN_FULL])
+        yield from fold(f"{len(gone_by) - _IN_FULL} more fixed", *pairs(gone_by[_IN_FULL:]))
+
+
+def _kept(report: Report) -> Iterator[Block]:
+    """Yield what a watched training has kept, and how to replay it."""
+    kept = report.run.get("kept") or {}
+    if not kept.get("health"):
+        return
+    yield Pairs(((kept["health"], "the log; ampdoctor health judges it"),))
+    if kept.get("bundle"):
+        name = str(kept.get("model", "")).rpartition(":")[2]
+        maker = f", once {name}() returns its model" if name == "make_model" else ""
+        begins = " from a checkpoint of before it," if kept.get("from_checkpoint") else ""
+        title = f"{kept['bundle']}: the step, to be replayed{begins} on any machine{maker}"
+        yield Code(title=title, lines=(bundle_command(report),), language="console")
