@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from itertools import chain, groupby, islice
+from math import isnan
 from operator import attrgetter
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -140,7 +141,9 @@ def _records_of(texts: Sequence[bytes]) -> Sequence[LogRecord | ValueError | Non
         values = _loads(b"[" + joined + b"]") if together else list(map(_loads, texts))
         ((kind, version),) = {(value["kind"], value["schema_version"]) for value in values}
         if version == SCHEMA_VERSION:
-            return list(map(LogRecord, _made(Stamp, values), _made(KINDS[kind], values)))
+            given, count = _by_key(values), len(values)
+            parts = [_made(part, _columns(part, given, count), count) for part in (Stamp, KINDS[kind])]
+            return _made(LogRecord, dict(zip(("stamp", "line"), parts, strict=True)), count)
     except (_OtherError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         pass
     if len(texts) > 1:
@@ -152,28 +155,38 @@ def _records_of(texts: Sequence[bytes]) -> Sequence[LogRecord | ValueError | Non
         return [error]
 
 
-def _made(record: type[T], values: Sequence[Mapping[str, Any]]) -> Sequence[T]:
-    """Returns a record of each object, field by field: a slot's descriptor takes a third of a frozen class's way."""
-    made = [object.__new__(record) for _ in values]
-    for name, column in _columns(record, values).items():
+def _made(record: type[T], columns: Mapping[str, Sequence[Any]], count: int) -> Sequence[T]:
+    """Returns `count` records, made field by field: a slot's descriptor takes a third of a frozen class's way."""
+    made = [object.__new__(record) for _ in range(count)]
+    for name, column in columns.items():
         any(map(getattr(record, name).__set__, made, column))  # which all return None
     return made
 
 
-def _columns(record: type[Any], values: Sequence[Any]) -> Mapping[str, Sequence[Any]]:
+def _by_key(values: Sequence[dict[str, Any]]) -> Mapping[str, Sequence[Any]]:
+    """Returns the values of objects by their keys; MISSING where an object lacks one."""
+    layouts = set(map(tuple, values))
+    if len(layouts) == 1:
+        return dict(zip(layouts.pop(), zip(*map(dict.values, values), strict=True), strict=True))
+    return {key: [value.get(key, MISSING) for value in values] for key in set().union(*layouts)}
+
+
+def _columns(record: type[Any], given: Mapping[str, Sequence[Any]], count: int) -> Mapping[str, Sequence[Any]]:
     """Returns each field's values; raises _OtherError if one is not of its field's plain type or range, or missing."""
-    present = set().union(*set(map(tuple, values)))
     columns: dict[str, Sequence[Any]] = {}
     for name, (plain, least, most, several, default) in _BOUNDS[record].items():
-        if name not in present and default is not MISSING:
-            columns[name] = [default] * len(values)
+        if name not in given and (default is not MISSING or not count):
+            columns[name] = [default] * count
             continue
-        column = known = [value.get(name, default) for value in values]
-        if default is None and None in column:
-            known = [value for value in column if value is not None]
-        if not set(map(type, known)) <= {plain} or (
-            least is not None and [value for value in known if not least <= value <= most]
-        ):
+        column = known = given[name]
+        if set(map(type, column)) - {plain}:
+            column = known = [default if value is MISSING else value for value in column]
+            if default is None:
+                known = [value for value in column if value is not None]
+            if set(map(type, known)) - {plain}:
+                raise _OtherError
+        outside = least is not None and known and not least <= min(known) <= max(known) <= most
+        if outside or (least is not None and plain is float and any(map(isnan, known))):
             raise _OtherError
         columns[name] = column if several is None else several(column)
     return columns
@@ -186,7 +199,7 @@ def _floats(column: Sequence[Sequence[Any]]) -> Sequence[tuple[float, ...]]:
 
 
 def _tensors(column: Sequence[Sequence[Any]]) -> Sequence[TensorTable]:
-    tables = [TensorTable(_columns(TensorDetail, values)) for values in column]
+    tables = [TensorTable(_columns(TensorDetail, _by_key(values), len(values))) for values in column]
     if not all(_ROLES.issuperset(table.columns["role"]) for table in tables):
         raise _OtherError
     return tables

@@ -45,6 +45,14 @@ class _Growing:
     rows: dict[str, int] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
     columns: list[_Values] = field(default_factory=list)
+    _last: tuple[Sequence[str], NDArray[np.intp], NDArray[np.intp]] = ((), _NONE, _NONE)
+
+    def rows_of(self, names: Sequence[str], known: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Returns the rows of the `known` names."""
+        if names is not self._last[0] or not np.array_equal(known, self._last[1]):
+            rows = [self.rows.setdefault(names[at], len(self.rows)) for at in known.tolist()]
+            self._last = names, known, np.array(rows, np.intp)
+        return self._last[2]
 
     def add(self, step: int, rows: NDArray[np.intp], values: _Values) -> None:
         if not self.steps or self.steps[-1] != step:
@@ -83,6 +91,9 @@ class Maps:
 
     def __init__(self) -> None:
         self._maps = {key: _Growing(key[0]) for key in SHOWN}
+        self._addresses: tuple[Sequence[object], ...] = ()  # table, tensors and roles of the last line
+        self._names: list[str] = []
+        self._of_role: dict[str, NDArray[np.intp]] = {}
         self.headroom: dict[int, float] = {}
         """The least headroom of the gradients at each measured step."""
 
@@ -90,17 +101,19 @@ class Maps:
         """Adds a line with the tensors of a step, or some of them; `table` holds their names."""
         if not line.tensors:
             return
-        names = [table[at] if at < len(table) else f"#{at}" for at in column_of(line.tensors, "tensor")]
-        roles, measures = column_of(line.tensors, "role"), measured(line.tensors)
-        of_role = {role: np.flatnonzero(np.array(roles) == role) for role in set(roles)}
+        measures = measured(line.tensors)
+        tensors, roles = (tuple(column_of(line.tensors, one)) for one in ("tensor", "role"))
+        if self._addresses != (table, tensors, roles):  # most lines have those of the line before
+            self._addresses = (table, tensors, roles)
+            self._names = [table[at] if at < len(table) else f"#{at}" for at in tensors]
+            self._of_role = {role: np.flatnonzero(np.array(roles) == role) for role in set(roles)}
         for (name, role), growing in self._maps.items():
             values = measures[MEASURES.index(name)]
-            at = of_role.get(role, _NONE)
+            at = self._of_role.get(role, _NONE)
             known = at[~np.isnan(values[at])]
             if not len(known):
                 continue
-            rows = [growing.rows.setdefault(names[at], len(growing.rows)) for at in known.tolist()]
-            growing.add(line.step, np.array(rows, np.intp), values[known])
+            growing.add(line.step, growing.rows_of(self._names, known), values[known])
             if (name, role) == ("log2_headroom", "gradient"):
                 least = float(values[known].min())
                 self.headroom[line.step] = min(self.headroom.get(line.step, least), least)

@@ -34,7 +34,12 @@ Key = tuple[int, str, str, int]
 
 def measured(tensors: Sequence[TensorDetail]) -> Matrix:
     """Returns (`MEASURES`, tensors); NaN where it was not measured."""
-    return np.array([column_of(tensors, name) for name in MEASURES], np.float64)
+    found = np.full((len(MEASURES), len(tensors)), np.nan)
+    for row, name in zip(found, MEASURES, strict=True):
+        column = column_of(tensors, name)
+        if column.count(None) < len(column):  # numpy takes long for None
+            row[:] = column
+    return found
 
 
 @dataclass(slots=True)
@@ -115,6 +120,8 @@ class TensorCourses:
 
     def __init__(self) -> None:
         self._rows: dict[Key, int] = {}
+        self._addresses: list[Sequence[object]] = []  # of the last line; most lines have the same
+        self._at: list[int] = []  # their rows
         self._step: int | None = None
         self.moment = TensorState(
             line=DetailLine(step=0),
@@ -134,15 +141,18 @@ class TensorCourses:
         moment.line = line
         if not line.tensors:
             return
-        keys: list[Key] = list(zip(*(column_of(line.tensors, name) for name in _ADDRESS), strict=True))
-        if not self._rows.keys() >= set(keys):
+        addresses = [tuple(column_of(line.tensors, name)) for name in _ADDRESS]
+        if addresses != self._addresses:
+            keys: list[Key] = list(zip(*addresses, strict=True))
             new: dict[Key, str | None] = {}
             for key, form in zip(keys, column_of(line.tensors, "format"), strict=True):
                 if key not in self._rows:
                     new.setdefault(key, form)
-            moment.add_rows(list(new), list(new.values()))
+            if new:
+                moment.add_rows(list(new), list(new.values()))
             self._rows |= {key: at for at, key in enumerate(new, start=len(self._rows))}
-        moment.measures[:, [self._rows[key] for key in keys], -1] = measured(line.tensors)
+            self._addresses, self._at = addresses, [self._rows[key] for key in keys]
+        moment.measures[:, self._at, -1] = measured(line.tensors)
 
 
 @dataclass(frozen=True, slots=True)
