@@ -15,7 +15,7 @@ from ampdoctor.evidence.json_records import DuplicateKeyError, unique_keys
 
 # -- values of a configuration; every reader raises UsageError for an invalid one --
 
-_UNSAID = (None, "auto", -1)  # "not given": DeepSpeed's and transformers' "auto", torchtitan's -1
+_UNSAID = (None, "auto")  # "not given": "auto" is DeepSpeed's and transformers'
 _DIGITS = 20  # of a quoted number: no batch has more
 _WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": False, "auto": None}
 _SHOWN = 60  # characters of a value in a sentence
@@ -328,54 +328,6 @@ def _on(table: Table, key: str) -> bool:
     return str(table.get(key)).lower() not in ("none", "false")
 
 
-# -- torchtitan's TOML: up to release 0.2.2 (`config/job_config.py`); 0.3 is configured in Python --
-#
-# `batch_size` is `local_batch_size` since mid 2025, and degrees were in `training` and `experimental` before
-# `parallelism` had them. The accumulation is derived; a fork (flame) has a key for it. Since 0.2.2 the loss of a
-# micro-batch is its sum over the step's tokens (`forward_backward_step`), and FSDP no longer divides
-# (`disable_fsdp_gradient_division`).
-
-_STEP = (
-    "The loss is a sum that the step's tokens divide, and no reduce divides again: torchtitan since 0.2.2. Releases "
-    "before take the mean of each micro-batch, which --reduction mean says."
-)
-
-
-def _torchtitan(table: Table) -> BatchSettings:
-    """Reads the file, with torchtitan's defaults; raises UsageError for a batch in tokens."""
-    training = table.table("training")
-    if any(key.startswith("num_tokens") for key in training.values):
-        raise UsageError(
-            f"{table.name}: its batch counts tokens, and a plan counts samples: give --global-batch and the rest"
-        )
-    places = (table.table(name).values for name in ("experimental", "training", "parallelism"))
-    degrees = Table({key: value for place in places for key, value in place.items()}, table.name)
-    batch, steps = training.count("global_batch_size"), training.count("gradient_accumulation_steps")
-    size = training.count("local_batch_size") or training.count("batch_size")
-    half = training.values.get("mixed_precision_param", "bfloat16")
-    precision: Precision = "fp16" if half == "float16" else "bf16" if half == "bfloat16" else "fp32"
-    notes = [REPLICATED] if (degrees.count("data_parallel_replicate_degree") or 1) > 1 else []
-    if size is None:
-        size = _DEFAULT_SIZE
-        notes.append(f"local_batch_size is not given: {size}, as torchtitan takes it.")
-    old = "batch_size" in training
-    if not old:
-        notes.append(_STEP)
-    reduced = training.get("mixed_precision_reduce")
-    return BatchSettings(
-        framework="torchtitan",
-        global_batch=batch,
-        micro_batch=size,
-        accumulation=steps or (1 if batch is None else None),
-        shard_stage=0 if degrees.count("data_parallel_shard_degree") == 1 else 3,
-        precision=precision,
-        reduction="mean" if old else "step",
-        division="split" if precision == "fp16" and reduced == "float16" else "none",
-        notes=tuple(notes),
-        **degrees.counts({of: f"{of}_parallel_degree" for of in ("tensor", "pipeline", "context")}),
-    )
-
-
 # -- flags of a shell script; variables are not expanded, branches not evaluated --
 
 _COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
@@ -414,7 +366,7 @@ def flags_in(text: str, name: str) -> dict[str, str | bool]:
     return found
 
 
-# -- JSON, YAML and TOML as people write them; ambiguous files are refused --
+# -- JSON and YAML as people write them; ambiguous files are refused --
 
 
 def _json(text: str, name: str) -> Any:
@@ -442,18 +394,8 @@ def _yaml(text: str, name: str) -> Any:
         raise UsageError(f"{name} is not YAML") from None
 
 
-def _toml(text: str, name: str) -> Any:
-    import tomllib
-
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{name} is not TOML: {error}") from None
-
-
 _LANGUAGES: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
     ".json": ("JSON", _json),
-    ".toml": ("TOML", _toml),
     ".yaml": ("YAML", _yaml),
     ".yml": ("YAML", _yaml),
 }
@@ -469,16 +411,13 @@ _READERS: Mapping[str, Callable[[Table], BatchSettings]] = {
 }
 """The first of these keys that a table has decides who reads it."""
 _OF_FLAGS = ("per_device_train_batch_size", "micro_batch_size")  # by which a program's flags are recognised
-_KNOWN = (
-    "a DeepSpeed JSON, Megatron-LM's arguments, Trainer arguments in JSON or YAML, "
-    "an Accelerate YAML or a torchtitan TOML"
-)
+_KNOWN = "a DeepSpeed JSON, Megatron-LM's arguments, Trainer arguments in JSON or YAML, or an Accelerate YAML"
 
 
 def read_settings(text: str, name: str) -> BatchSettings:
     """Reads the batch in force from a configuration's text.
 
-    The ending of `name` decides the language; without one of JSON, TOML or YAML it is a script with flags. Raises
+    The ending of `name` decides the language; without one of JSON or YAML it is a script with flags. Raises
     UsageError where it cannot be read, is of no known kind, or makes no sense.
     """
     ending = PurePath(name).suffix.lower()
@@ -488,8 +427,7 @@ def read_settings(text: str, name: str) -> BatchSettings:
     values = parse(text, name)
     if not isinstance(values, Mapping):
         raise UsageError(f"{name} is {language}, and no table of settings")
-    table = Table(values, name)
-    return _torchtitan(table) if ending == ".toml" and "training" in table else _read(table, _READERS)
+    return _read(Table(values, name), _READERS)
 
 
 def _read(table: Table, keys: Iterable[str]) -> BatchSettings:

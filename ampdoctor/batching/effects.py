@@ -9,7 +9,6 @@ from ampdoctor.batching.plans import BatchPlan, BatchSettings, GradientShift, Gr
 from ampdoctor.evidence.report_plan import PlanChange
 
 _DIVISIONS: tuple[GradReduceScaling, ...] = ("before", "after", "split")
-_NO_WINDOW = ("megatron", "torchtitan")  # they count samples over epochs, so that no step is left in part
 
 
 def has_scale(said: BatchSettings) -> bool:
@@ -32,7 +31,8 @@ def _figures(old: BatchPlan, new: BatchPlan, said: BatchSettings) -> Iterator[tu
     else:
         yield "gradients' range", "no loss scale"
     windows = " -> ".join(map(_window, (old, new)))
-    yield "last partial window", "none" if said.framework in _NO_WINDOW else f"{windows} micro-batches"
+    counts_over_epochs = said.framework == "megatron"  # no step is left in part
+    yield "last partial window", "none" if counts_over_epochs else f"{windows} micro-batches"
     means = [plan.accumulation * plan.data_parallel for plan in (old, new)]
     whole = said.reduction in ("tokens", "step", "sum")
     yield "token-weighted averages", "over the whole step" if whole else f"{means[0]} -> {means[1]} means"

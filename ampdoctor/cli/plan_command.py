@@ -264,7 +264,7 @@ def plan(
         typer.Argument(
             metavar="CONFIG",
             help="What is in force: a DeepSpeed JSON, Megatron-LM's arguments, Trainer arguments as JSON or YAML, an "
-            "Accelerate YAML, a torchtitan TOML, or the folder of a watched run's log. Options stand in its place.",
+            "Accelerate YAML, or the folder of a watched run's log. Options stand in its place.",
         ),
     ] = None,
     *,

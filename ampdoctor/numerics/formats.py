@@ -1,7 +1,7 @@
 """The number formats of mixed precision as a table of data, and correct rounding to any of them.
 
 The numbers were enumerated or bisected on real casts; they do not come from `torch.finfo`, which is wrong in places (it
-gives 0.125 as the eps of float8_e5m2fnuz, whose spacing at 1 is 0.25) and has neither TF32 nor FP4.
+gives 0.125 as the eps of float8_e5m2fnuz, whose spacing at 1 is 0.25).
 """
 
 from __future__ import annotations
@@ -27,48 +27,29 @@ class FloatFormat:
 
     Attributes:
         name: The key of `FORMATS`.
-        min_subnormal: Smallest magnitude above zero; equal to `min_normal` in a format without subnormals.
+        min_subnormal: Smallest magnitude above zero.
         flush_at: Magnitudes up to and including this one become zero (half of `min_subnormal`: the tie goes to the even
-            zero). E8M0 has no zero: there it is 1.5 * 2^-128. At and below it an unbounded exponent would leave the
-            format, and the smallest code is used.
+            zero).
         overflow_at: Magnitudes from this one on round beyond `max`. Below it a saturating format still rounds to `max`.
-        overflow: Result of torch's cast of such a magnitude; `saturate` keeps `max`. `measured` is that of
-            float8_e4m3fn, NaN up to torch 2.12: `overflow_result` measures it with the installed torch.
-        has_zero: False only for E8M0.
-        dtype: Name of the torch dtype, or None if torch has none to cast to (TF32 is a compute mode).
     """
 
     name: str
-    exponent_bits: int
     mantissa_bits: int
     max: float
     min_normal: float
     min_subnormal: float
     flush_at: float
     overflow_at: float
-    overflow: OverflowResult | Literal["measured"]
-    has_zero: bool = True
-    dtype: str | None = None
-
-    @property
-    def significand_bits(self) -> int:
-        """Bits of precision of a normal value, the hidden one included."""
-        return self.mantissa_bits + 1
-
-    @property
-    def eps(self) -> float:
-        """Distance from 1.0 to the next larger value."""
-        return 2.0**-self.mantissa_bits
 
     @property
     def overflow_result(self) -> OverflowResult:
         """Result of the installed torch's cast of a magnitude of `overflow_at` or more; `saturate` keeps `max`."""
-        return _beyond_e4m3fn() if self.overflow == "measured" else self.overflow
+        return _beyond_e4m3fn() if self.name == "e4m3fn" else "inf"
 
 
 @functools.cache
 def _beyond_e4m3fn() -> OverflowResult:
-    # Imported here, so that reading a log needs no torch.
+    # Measured: NaN up to torch 2.12. Imported here, so that reading a log needs no torch.
     import torch
     from torch._C import DisableTorchFunction
     from torch.utils._python_dispatch import _disable_current_modes
@@ -78,18 +59,13 @@ def _beyond_e4m3fn() -> OverflowResult:
         return "nan" if bool(beyond.isnan()) else "saturate"
 
 
-_ROWS: tuple[tuple[str, int, int, float, int, OverflowResult | Literal["measured"], str | None], ...] = (
-    # bits of exponent and mantissa, the largest value, log2 of the smallest normal one
-    ("fp16", 5, 10, 65504.0, -14, "inf", "float16"),
-    ("bf16", 8, 7, (2.0 - 2.0**-7) * 2.0**127, -126, "inf", "bfloat16"),
-    ("tf32", 8, 10, (2.0 - 2.0**-10) * 2.0**127, -126, "inf", None),
-    ("fp32", 8, 23, (2.0 - 2.0**-23) * 2.0**127, -126, "inf", "float32"),
-    ("e4m3fn", 4, 3, 448.0, -6, "measured", "float8_e4m3fn"),
-    ("e5m2", 5, 2, 57344.0, -14, "inf", "float8_e5m2"),
-    ("e4m3fnuz", 4, 3, 240.0, -7, "nan", "float8_e4m3fnuz"),
-    ("e5m2fnuz", 5, 2, 57344.0, -15, "nan", "float8_e5m2fnuz"),
-    ("e8m0", 8, 0, 2.0**127, -127, "nan", "float8_e8m0fnu"),
-    ("e2m1", 2, 1, 6.0, 0, "saturate", None),
+_ROWS = (
+    # bits of the mantissa, the largest value, log2 of the smallest normal one
+    ("fp16", 10, 65504.0, -14),
+    ("bf16", 7, (2.0 - 2.0**-7) * 2.0**127, -126),
+    ("fp32", 23, (2.0 - 2.0**-23) * 2.0**127, -126),
+    ("e4m3fn", 3, 448.0, -6),
+    ("e5m2", 2, 57344.0, -14),
 )
 
 
@@ -97,21 +73,17 @@ def _table() -> dict[str, FloatFormat]:
     found = {
         name: FloatFormat(
             name=name,
-            exponent_bits=exponent_bits,
             mantissa_bits=mantissa_bits,
             max=largest,
             min_normal=2.0**least,
             min_subnormal=2.0 ** (least - mantissa_bits),
             flush_at=2.0 ** (least - mantissa_bits - 1),
             overflow_at=largest + math.ldexp(0.25, math.frexp(largest)[1] - mantissa_bits),  # half a spacing further
-            overflow=overflow,
-            dtype=dtype,
         )
-        for name, exponent_bits, mantissa_bits, largest, least, overflow, dtype in _ROWS
+        for name, mantissa_bits, largest, least in _ROWS
     }
     # The tie at 464 goes down to 448, whose code is even, so overflow starts just above the tie.
     found["e4m3fn"] = replace(found["e4m3fn"], overflow_at=math.nextafter(464.0, math.inf))
-    found["e8m0"] = replace(found["e8m0"], flush_at=1.5 * 2.0**-128, has_zero=False)
     return found
 
 
@@ -138,15 +110,11 @@ def spacing(magnitudes: NDArray[np.float64], fmt: FloatFormat) -> NDArray[np.flo
 def round_to(magnitudes: NDArray[np.float64], fmt: FloatFormat) -> NDArray[np.float64]:
     """Round non-negative finite magnitudes to a format: to nearest, ties to even, one rounding from float64.
 
-    Overflow gives inf, nan or the format's max, depending on its `overflow_result`. In E8M0, zero and everything else
-    below its range become 2^-127. (torch's own E8M0 cast rounds values strictly between 2^-127 and 2^-126 up to 2^-126;
-    here they go to the nearer one.)
+    Overflow gives inf, nan or the format's max, depending on its `overflow_result`.
     """
     inside = np.minimum(magnitudes, fmt.overflow_at)
     step = spacing(inside, fmt)
     rounded: NDArray[np.float64] = np.rint(inside / step) * step
-    if not fmt.has_zero:
-        rounded = np.maximum(rounded, fmt.min_normal)
     beyond = {"inf": math.inf, "nan": math.nan, "saturate": fmt.max}[fmt.overflow_result]
     rounded[magnitudes >= fmt.overflow_at] = beyond
     return rounded

@@ -26,7 +26,7 @@ from ampdoctor.numerics.rounding_error import (
 )
 
 SERIAL_VERSION = 1
-_ENUMERABLE_BITS = 11  # up to it (float16, TF32) a bin's at most 128 values are rounded one by one; above, by integral
+_ENUMERABLE_BITS = 11  # up to it (float16) a bin's at most 128 values are rounded one by one; above, by integral
 _ALL_LOST = 2.0**60  # a saturated value that exceeds max by this factor has its own size as error, in float64
 
 
@@ -42,8 +42,8 @@ class Histogram:
     figures are those of `x * scale` computed without error, then rounded once to the format, to nearest, ties to even.
 
     Accuracy: the counts of special values, the extremes, `headroom`, and whether `flushed` and `overflowed` are zero
-    are always exact. `flushed` is exact with a power-of-two scale (except for thresholds below 2^-129, which only bf16,
-    tf32 and fp32 reach; bins are that wide there). The others assume that values are spread evenly inside a bin: on
+    are always exact. `flushed` is exact with a power-of-two scale (except for thresholds below 2^-129, which only bf16
+    and fp32 reach; bins are that wide there). The others assume that values are spread evenly inside a bin: on
     smooth data they are within 4 % of the true figure in the normal range, and within 10 % if a threshold or the
     subnormal zone cuts through a bin.
     """
@@ -135,7 +135,7 @@ class Histogram:
         )
 
     def flushed(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
-        """Return the fraction that becomes zero (in E8M0: the smallest code; see `FloatFormat`)."""
+        """Return the fraction that becomes zero."""
         return self._share(as_format(fmt).flush_at / _positive(scale), inclusive=True)
 
     def subnormal(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
@@ -144,8 +144,6 @@ class Histogram:
         Elements that equal the smallest normal value share their bin with the largest subnormal ones.
         """
         fmt, scale = as_format(fmt), _positive(scale)
-        if fmt.min_subnormal == fmt.min_normal:
-            return 0.0
         return max(self._share(fmt.min_normal / scale) - self.flushed(fmt, scale), 0.0)
 
     def overflowed(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
@@ -170,12 +168,11 @@ class Histogram:
             return 0.0
         if self.amax * scale >= fmt.overflow_at and fmt.overflow_result != "saturate":
             return math.inf
-        if (fmt.has_zero and self.amax * scale <= fmt.flush_at) or self.amax * scale > fmt.max * _ALL_LOST:
+        if self.amax * scale <= fmt.flush_at or self.amax * scale > fmt.max * _ALL_LOST:
             return 1.0  # everything becomes zero, or max is negligible against the values
         grid = self._grid()
-        # Squares of values far from 1 leave float64's range, so this power of two is the unit. The bound keeps E8M0's
-        # smallest code, which replaces float64 values hundreds of binades below it, inside that range.
-        unit = max(math.ldexp(1.0, math.frexp(self.amax * scale)[1]), fmt.min_subnormal * 2.0**-150)
+        # Squares of values far from 1 leave float64's range, so this power of two is the unit.
+        unit = math.ldexp(1.0, math.frexp(self.amax * scale)[1])
         points = grid.points * scale
         error = grid.weights @ ((round_to(points, fmt) - points) / unit) ** 2
         power = grid.weights @ (points / unit) ** 2

@@ -99,18 +99,17 @@ def mean_by_integral(grid: Grid, fmt: FloatFormat, scale: float, unit: float) ->
     for a, b in itertools.pairwise(ends):
         step = spacing(0.5 * (a + b), fmt)
         clipped = 0.5 * (a + b) > fmt.max
-        total += np.where(clipped, _clipping_integral(a, b, fmt.max, unit), _rounding_integral(a, b, step, fmt, unit))
+        total += np.where(clipped, _clipping_integral(a, b, fmt.max, unit), _rounding_integral(a, b, step, unit))
     mean = total / ((end - start) / unit)
     if math.frexp(scale)[0] == 0.5:  # a power of two maps the source's grid onto itself: a finer target loses nothing
         target = np.where(end > fmt.max, math.inf, spacing(0.5 * (start + end), fmt))
-        mean[(target <= grid.step * scale) & (start >= (0.0 if fmt.has_zero else fmt.min_normal))] = 0.0
+        mean[target <= grid.step * scale] = 0.0
     a, b = start / unit, end / unit
     return mean, (a * a + a * b + b * b) / 3.0
 
 
-def _rounding_integral(a: Array, b: Array, step: Array, fmt: FloatFormat, unit: float) -> Array:
-    least = 0.0 if fmt.has_zero else 1.0  # without a zero, everything small is rounded up to the first step
-    at_a, at_b = np.maximum(np.rint(a / step), least), np.maximum(np.rint(b / step), least)
+def _rounding_integral(a: Array, b: Array, step: Array, unit: float) -> Array:
+    at_a, at_b = np.rint(a / step), np.rint(b / step)
     off_a, off_b, step = (a - at_a * step) / unit, (b - at_b * step) / unit, step / unit
     result: Array = (at_b - at_a) * step**3 / 12.0 + (off_b**3 - off_a**3) / 3.0
     return result

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -28,58 +29,32 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         return fn(value)
     if isinstance(value, (list, tuple)):
         items = [map_tensors(item, fn) for item in value]
-        return value if _same(items, value) else _sequence(value, items)
-    if isinstance(value, Mapping):
-        mapped = {key: map_tensors(item, fn) for key, item in value.items()}
-        return value if _same(mapped.values(), value.values()) else _mapping(value, mapped)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        changed = {name: map_tensors(getattr(value, name), fn) for name in fields}
-        return value if _same(changed.values(), [getattr(value, name) for name in fields]) else _object(value, changed)
-    return value
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return getattr(type(value), "_make", type(value))(items)  # a named tuple's constructor takes single fields
+    if isinstance(value, MutableMapping):
+        parts = dict(value.items())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
+        }
+    else:
+        return value
+    changed = {key: new for key, old in parts.items() if (new := map_tensors(old, fn)) is not old}
+    if not changed:
+        return value
+    rebuilt = copy.copy(value)  # keeps the instance's other attributes: a default factory, an encoding
+    for key, new in changed.items():
+        if isinstance(value, MutableMapping):
+            rebuilt[key] = new
+        else:
+            object.__setattr__(rebuilt, key, new)  # works on frozen ones too
+    return rebuilt
 
 
 def cast_up(value: Any) -> Any:
     """Every fp16 and bf16 tensor of a nested structure in fp32, differentiably."""
     return map_tensors(value, lambda tensor: tensor.float() if tensor.dtype in REDUCED else tensor)
-
-
-def _same(new: Any, old: Any) -> bool:
-    return all(a is b for a, b in zip(new, old, strict=True))
-
-
-def _sequence(value: Any, items: list[Any]) -> Any:
-    kind = type(value)
-    if hasattr(value, "_fields"):
-        return kind(*items)
-    if isinstance(value, torch.Size):
-        return value
-    return kind(items)
-
-
-def _mapping(value: Any, mapped: dict[Any, Any]) -> Any:
-    if type(value) is dict:
-        return mapped
-    rebuilt = copy.copy(value)  # keeps the instance's other attributes: a default factory, an encoding
-    try:
-        if hasattr(rebuilt, "data") and isinstance(rebuilt.data, dict):
-            rebuilt.data = mapped  # a UserDict shares its dict with the copy
-        for key, item in mapped.items():
-            rebuilt[key] = item
-    except TypeError:  # an immutable mapping
-        return mapped
-    return rebuilt
-
-
-def _object(value: Any, changed: dict[str, Any]) -> Any:
-    rebuilt = copy.copy(value)
-    for name, item in changed.items():
-        object.__setattr__(rebuilt, name, item)  # works on frozen ones too
-    return rebuilt
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 class _Swapped:
@@ -106,7 +81,8 @@ class _Swapped:
         if now.dtype != self.start.dtype or now.shape != self.start.shape:
             self.tensor.data = now.to(self.original.dtype)
         else:
-            changed = _bits(now) != _bits(self.start)
+            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[now.element_size()]
+            changed = now.view(bits) != self.start.view(bits)
             self.original.copy_(torch.where(changed, now.to(self.original.dtype), self.original))
             self.tensor.data = self.original
         if gradient is not None:
@@ -147,9 +123,6 @@ class TemporaryCast:
                 if isinstance(value, torch.Tensor) and value.dtype in REDUCED and not counts:
                     self._state.append((state, key, value.dtype))
                     state[key] = value.to(dtype)
-
-    def __len__(self) -> int:
-        return len(self._swapped)
 
     def restore(self) -> None:
         """Restore the dtypes; a second call does nothing."""
@@ -209,12 +182,9 @@ class CastInputs:
         # not by the model's own method: a scripted module runs hooks but rejects their registration
         return nn.Module.register_forward_pre_hook(model, self, with_kwargs=True)
 
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments with half tensors cast."""
-        return map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.dtype in REDUCED else tensor
+        return map_tensors((args, kwargs), lambda t: t.to(self.dtype) if t.dtype in REDUCED else t)
 
 
 # -- fp32 master weights for a half model --
@@ -252,8 +222,7 @@ class MasterWeights:
             self._of[id(parameter)] = master
             self.pairs.append((parameter, master))
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(_collect(master))
-                self._handles.append(handle)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(_collect, master)))
         return self._of[id(parameter)]
 
     def of(self, parameter: Tensor) -> Tensor:
@@ -289,16 +258,11 @@ class MasterWeights:
                 parameter.grad = master.grad.to(parameter.dtype)
 
 
-def _collect(master: Tensor) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        wide = gradient.float()
+def _collect(master: Tensor, parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        wide = parameter.grad.float()
         master.grad = wide if master.grad is None else master.grad + wide
         parameter.grad = None
-
-    return hook
 
 
 def _state_in(state: Any, dtype: torch.dtype) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampdoctor.errors import UsageError
+from ampdoctor.hooks.nested import iter_tensors
 from ampdoctor.precision.casting import REDUCED, TemporaryCast, cast_up, map_tensors, parameters_and_buffers
 from ampdoctor.precision.kernels import let_compile_see_hooks, outside_graphs
 
@@ -98,9 +99,7 @@ class Fp32Module:
 def forget(in_fp32: list[Any]) -> None:
     """End calls of these modules that were left open without a hook (Ctrl-C), and restore autocast."""
     entries = _OPEN.entries
-    first = next(
-        (i for i, entry in enumerate(entries) if any(entry.fp32_module is fp32_module for fp32_module in in_fp32)), None
-    )
+    first = next((i for i, entry in enumerate(entries) if entry.fp32_module in in_fp32), None)
     if first is not None:
         _set_autocast(entries[first].autocast)
         del entries[first:]
@@ -119,14 +118,7 @@ def _set_autocast(enabled: tuple[bool, ...]) -> None:
 
 
 def _first_reduced(value: Any) -> torch.dtype | None:
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, look)
-    return next((tensor.dtype for tensor in found if tensor.dtype in REDUCED), None)
+    return next((tensor.dtype for _, tensor in iter_tensors(value) if tensor.dtype in REDUCED), None)
 
 
 class Fp32Modules:

@@ -22,15 +22,6 @@ TRAINING_ARGS="--micro-batch-size 1 --global-batch-size 1536 --rampup-batch-size
     --use-distributed-optimizer"
 torchrun $DISTRIBUTED_ARGS pretrain_gpt.py ${MODEL_PARALLEL_ARGS[@]} $TRAINING_ARGS
 """
-TITAN = """
-[training]
-local_batch_size = 2
-global_batch_size = 512
-mixed_precision_reduce = "float32"
-[parallelism]
-tensor_parallel_degree = 4
-data_parallel_shard_degree = -1
-"""
 ACCELERATE = """
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -61,7 +52,6 @@ MEGATRON_ALL = {"global_batch": 1536, "micro_batch": 1, "tensor": 8, "pipeline":
     [
         ("pretrain.sh", MEGATRON, ("megatron", 1, "fp16", "before"), MEGATRON_ALL),
         ("gpt.yaml", GPT, ("megatron", 0, "bf16", "none"), {"global_batch": 128, "tensor": 2, "reduction": "mean"}),
-        ("a.toml", TITAN, ("torchtitan", 3, "bf16", "none"), {"global_batch": 512, "tensor": 4, "reduction": "step"}),
         ("a.yaml", ACCELERATE, ("accelerate", 2, "fp16", "split"), {"devices": 16, "tensor": 2, "context": 1}),
         ("ds.json", json.dumps(DEEPSPEED), ("deepspeed", 2, "fp16", "before"), {"global_batch": 2048}),
         ("args.json", json.dumps(TRAINER), ("transformers", 3, "bf16", "none"), {"micro_batch": 4, "accumulation": 1}),
@@ -99,9 +89,7 @@ def test_when_deepspeed_divides(changed, division):
         ("x.json", "[1]", "no table of settings"),
         ("x.json", '{"zero_optimization": {"stage": 4}}', "0, 1, 2 or 3, not 4"),
         ("x.json", '{"zero_optimization": 3}', "zero_optimization is a table, not 3"),
-        ("x.toml", "[training\n", "is not TOML"),
-        ("x.toml", "[training]\nnum_tokens_per_train_step = 4194304\n", "counts tokens"),
-        ("x.toml", "[tool]\n", "says nothing of a batch"),
+        ("x.toml", "[training]\nlocal_batch_size = 2\n", "says nothing of a batch"),
         ("x.yaml", "a: [1", "x.yaml is not YAML"),
         ("x.yaml", "distributed_type: NO\nmixed_precision: int4\n", "mixed_precision is no, fp16, bf16 or fp8"),
         ("x.sh", "echo nothing", "says nothing of a batch: it is none of a DeepSpeed JSON"),
@@ -142,38 +130,10 @@ def test_without_pyyaml_a_yaml_is_refused_in_a_sentence(monkeypatch):
         read_settings("per_device_train_batch_size: 1", "a.yaml")
 
 
-TITAN_OF_2024 = """
-[training]
-batch_size = 2
-data_parallel_replicate_degree = 1
-data_parallel_shard_degree = -1
-tensor_parallel_degree = 4
-[experimental]
-pipeline_parallel_degree = 2
-context_parallel_degree = 8
-"""
-
-
-def test_torchtitan_under_the_names_it_used_to_have():
-    said = read_settings(TITAN_OF_2024, "llama.toml")
-    assert (said.micro_batch, said.accumulation, said.tensor, said.pipeline, said.context) == (2, 1, 4, 2, 8)
-    assert (said.shard_stage, said.reduction, said.notes) == (3, "mean", ())
-    new = read_settings(TITAN_OF_2024.replace("batch_size", "local_batch_size"), "llama.toml")
-    assert (new.reduction, [note.split(":")[0] for note in new.notes]) == (
-        "step",
-        ["The loss is a sum that the step's tokens divide, and no reduce divides again"],
-    )
-    fork = read_settings("[training]\nbatch_size = 4\ngradient_accumulation_steps = 3\n", "flame.toml")
-    assert (fork.micro_batch, fork.accumulation) == (4, 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "size"), [("a.toml", "[training]\nseq_len = 9\n", 8), ("a.yaml", "output_dir: out\n", 8)]
-)
-def test_a_default_that_is_taken_is_said(name, text, size):
-    said = read_settings(text, name)
-    assert said.micro_batch == size
-    assert any(f"is not given: {size}, as" in note for note in said.notes)
+def test_a_default_that_is_taken_is_said():
+    said = read_settings("output_dir: out\n", "a.yaml")
+    assert said.micro_batch == 8
+    assert any("is not given: 8, as" in note for note in said.notes)
 
 
 SHARED = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 2, "output_dir": "out"}

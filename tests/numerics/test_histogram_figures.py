@@ -46,7 +46,7 @@ def test_flushed_is_exact_with_a_power_of_two_scale(tensor, fmt, scale):
 
 
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", [n for n in CASTABLE if n not in {"e8m0", "fp32", "bf16"}])
+@pytest.mark.parametrize("name", [n for n in CASTABLE if n != "bf16"])
 def test_flushed_is_what_a_real_cast_turns_to_zero(name, source):
     data = lognormal(-18.0, 6.0, source)
     nonzero = data[data != 0]
@@ -73,7 +73,7 @@ def test_zero_and_nonzero_fractions_are_never_confused(tensor, fmt, scale):
     assert total <= 1.0 + 1e-9
     if magnitudes.size and overflowed and fmt.overflow_result != "saturate":
         assert histogram.relative_error(fmt, scale) == math.inf
-    elif fmt.has_zero or scaled.size == 0 or scaled.max() > 1e-150:  # E8M0 makes 2^-127 of the smallest float64
+    else:
         assert 0.0 <= histogram.relative_error(fmt, scale) < math.inf
 
 
@@ -89,7 +89,7 @@ def test_the_extremes_enter_every_figure_as_themselves(tensor, fmt, scale):
     assume(not np.isclose(scaled, fmt.min_normal, rtol=1e-14).any())
     histogram = count(torch.from_numpy(magnitudes.copy()))
     assert histogram.overflowed(fmt, scale) == pytest.approx((scaled >= fmt.overflow_at).mean())
-    if fmt.min_subnormal < fmt.min_normal and not np.isclose(scaled, fmt.flush_at, rtol=1e-14).any():
+    if not np.isclose(scaled, fmt.flush_at, rtol=1e-14).any():
         inside = (scaled > fmt.flush_at) & (scaled < fmt.min_normal)
         assert histogram.subnormal(fmt, scale) == pytest.approx(inside.mean())
     if not (scaled >= fmt.overflow_at).any() and scaled.max() > 1e-100:
@@ -112,7 +112,7 @@ def test_error_is_within_four_percent_in_the_normal_range(name, scale):
     assert histogram.relative_error(fmt, scale) == pytest.approx(expected, rel=0.04)
 
 
-@pytest.mark.parametrize("name", ["fp16", "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m1"])
+@pytest.mark.parametrize("name", ["fp16", "e4m3fn", "e5m2"])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("offset", [-3.0, -1.0, 0.0, 1.0, 2.5, 5.0])
 def test_figures_around_the_flush_threshold_are_within_ten_percent(name, source, offset):
@@ -157,7 +157,7 @@ def test_a_finer_target_loses_nothing():
     weights = weights[weights.abs() >= 2.0**-13]
     for scale in (1.0, 2.0**10, 2.0**-1):
         assert count(weights).relative_error("fp16", scale) == 0.0
-    for source, target in ((torch.float16, "fp16"), (torch.float16, "tf32"), (torch.float32, "fp32")):
+    for source, target in ((torch.float16, "fp16"), (torch.float32, "fp32")):
         data = lognormal(-16.0, 3.0, source)  # float16's subnormals are on float16's own grid
         assert count(data).relative_error(target) == 0.0
         assert count(data).relative_error(target, 4.0) == 0.0
@@ -179,7 +179,6 @@ def test_headroom_counts_binades_to_max():
     histogram = count(torch.tensor([1.0, -4.0, 0.0, math.inf]))
     assert histogram.headroom("fp16") == pytest.approx(math.log2(65504 / 4))
     assert histogram.headroom("fp16", 2.0**16) == pytest.approx(math.log2(65504 / 4) - 16)
-    assert histogram.headroom(FORMATS["e2m1"]) == pytest.approx(math.log2(1.5))
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan])

@@ -33,9 +33,8 @@ def test_up_and_back_exactly():
         model[0].weight[0, 2] = 2**-24
     before = bits(model)
     identity = [(id(p), p.data_ptr()) for p in model.parameters()]
-    with cast_model(model, SINGLE) as swap:
+    with cast_model(model, SINGLE):
         assert {p.dtype for p in [*model.parameters(), *model[1].buffers()]} == {SINGLE, torch.long}
-        assert len(swap) == 8
         model(torch.rand(3, 4))
     after = bits(model)
     assert [(id(p), p.data_ptr()) for p in model.parameters()] == identity
@@ -69,8 +68,7 @@ def test_pure_half_and_back_after_an_exception():
 
 def test_the_fp32_reference_leaves_fp64():
     model = nn.Linear(2, 2).double()
-    with cast_model(model, SINGLE) as swap:
-        assert len(swap) == 0
+    with cast_model(model, SINGLE):
         assert model.weight.dtype is torch.float64
 
 
