@@ -43,8 +43,9 @@ def operand_of(
         _lost(ran, provenance)
         or _changed(ran, provenance, _ones_for_zeros)
         or _zero_number(ran)
-        or _changed(ran, provenance, _all_inside)
-        or _changed(ran, provenance, _first_index)
+        or _changed(ran, provenance, lambda t: torch.full_like(t, INSIDE) if t.is_floating_point() else None)
+        # class 0 for all targets: finite if all were ignored, so that there was nothing to average
+        or _changed(ran, provenance, lambda t: None if t.is_floating_point() else torch.zeros_like(t))
         or _whatever(ran)
     )
 
@@ -184,15 +185,6 @@ def _changed(ran: Ran, provenance: Provenance, change: Callable[[torch.Tensor], 
 def _ones_for_zeros(tensor: torch.Tensor) -> torch.Tensor | None:
     zero = dense(tensor) == 0
     return torch.where(zero, torch.ones_like(tensor), tensor) if bool(zero.any()) else None
-
-
-def _all_inside(tensor: torch.Tensor) -> torch.Tensor | None:
-    return torch.full_like(tensor, INSIDE) if tensor.is_floating_point() else None
-
-
-def _first_index(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Class 0 for all targets: finite if all targets were ignored, so that there was nothing to average."""
-    return None if tensor.is_floating_point() else torch.zeros_like(tensor)
 
 
 def _zero_number(ran: Ran) -> Operand | None:

@@ -231,6 +231,7 @@ class Sites:
         self._names = run.parameter_names()
         with self.modules.attach(run):
             yield
+        del self._run  # which holds the model
 
     def clear(self) -> None:
         self._by_sequence.clear()

@@ -269,7 +269,7 @@ class LeadUp:
         optimizer = self._program.optimizer
         if optimizer is None:
             return
-        behind = self._from(self._updates_of_the_checkpoint(optimizer, loaded), say)
+        behind = self._from(0 if "optimizer" in loaded and not optimizer.state else updates_made(optimizer), say)
         off: list[float] = []
         for one, loss in zip(behind, self._leading.losses[len(self._leading.losses) - len(behind) :], strict=True):
             yield f"the recorded step {one.step}", partial(_again, one, loss, off.append)
@@ -281,9 +281,6 @@ class LeadUp:
                 f"{len(others)} of the {_counted(len(behind))} have another loss here than in the training{by}: the "
                 "weights before the step are others than it had"
             )
-
-    def _updates_of_the_checkpoint(self, optimizer: torch.optim.Optimizer, loaded: Collection[str]) -> int | None:
-        return 0 if "optimizer" in loaded and not optimizer.state else updates_made(optimizer)
 
     def _from(self, stands: int | None, say: Callable[[str], None]) -> tuple[Program, ...]:
         steps, made, step = self._leading.steps, self._leading.made, self._program.step

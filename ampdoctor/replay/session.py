@@ -103,7 +103,9 @@ class Session:
         self.events = StepEvents(self.model.parameters, self.optimizers, self.scaler, self._others.called)
         room = max(_ROOM, _size(self.model))
         drawing = DrawHooks(self.random_state, self._handed_out)
-        self.reached = Reached(self._roots, self._parts, run.batches, room, drawing, steps_own=_counted_by_steps)
+        self.reached = Reached(
+            self._roots, self._parts, run.batches, room, drawing, steps_own=lambda: map(id, shared_states())
+        )  # Accelerate's loaders hold these states, and its steps count in them
         self.micro_batch = 0
         self.replays = 0
         self.replays_of: Counter[int] = Counter()
@@ -183,7 +185,8 @@ class Session:
 
     def own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor) for floating-point tensors of the user's code outside model and optimizers."""
-        found = [(name, tensor) for name, tensor in self.reached.tensors() if _is_state(tensor)]
+        leaves = ((name, tensor) for name, tensor in self.reached.tensors() if tensor.is_leaf)
+        found = [(n, t) for n, t in leaves if t.is_floating_point() and t._base is None]  # noqa: SLF001
         taken = Counter(name for name, _ in tensors_of(self.model)) if found else Counter()
         for name, tensor in found:
             taken[name] += 1
@@ -492,15 +495,6 @@ class Session:
         for adopt in self._adopting:
             adopt(scaler)
         return run()
-
-
-def _counted_by_steps() -> Iterator[int]:
-    """Yields the ids of Accelerate's process states: its loaders hold them, and its steps count in them."""
-    yield from map(id, shared_states())
-
-
-def _is_state(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.is_leaf and tensor._base is None  # noqa: SLF001
 
 
 def _torch_dtype(compute: str) -> torch.dtype:

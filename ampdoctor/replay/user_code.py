@@ -104,7 +104,9 @@ def user_code(
     except (KeyboardInterrupt, StepHalted):
         raise
     except SystemExit as error:
-        raise UserCodeError(_exit_sentence(what, error), trimmed_traceback(error), describe(error)) from error
+        code = "" if error.code is None else str(error.code).strip().partition("\n")[0]
+        said = f"{what} ended the program with sys.exit({code}) instead of returning"
+        raise UserCodeError(said, trimmed_traceback(error), describe(error)) from error
     except BaseException as error:
         if isinstance(error, GeneratorExit) and not has_user_frames(error):  # a generator of ours is being closed
             raise
@@ -239,11 +241,6 @@ def import_path(folders: Sequence[str]) -> Iterator[None]:
                 sys.path.remove(folder)
 
 
-def _exit_sentence(what: str, error: SystemExit) -> str:
-    code = "" if error.code is None else str(error.code).strip().partition("\n")[0]
-    return f"{what} ended the program with sys.exit({code}) instead of returning"
-
-
 def trimmed_traceback(error: BaseException) -> str:
     """Returns the traceback as Python prints it, with causes, but without frames of ampdoctor and the import system."""
     rendered = traceback.TracebackException.from_exception(error)
@@ -255,17 +252,14 @@ def trimmed_traceback(error: BaseException) -> str:
             continue
         seen.add(id(part))
         shown = [frame for frame in part.stack if not _is_hidden(frame.filename)]
-        if part.__context__ is not None and shown and _is_all_ours(part.__context__):
+        below = part.__context__.stack if part.__context__ is not None else ()
+        if shown and below and all(_is_hidden(frame.filename) for frame in below):  # all of it is ours
             part.__context__ = None
         # raised in our code without a user frame: only our frames show the mistake
         if shown or not part.stack or not part.stack[-1].filename.startswith(_OURS):
             part.stack = traceback.StackSummary.from_list(shown)
         todo += [part.__cause__, part.__context__, *(part.exceptions or ())]
     return "".join(rendered.format())
-
-
-def _is_all_ours(part: traceback.TracebackException) -> bool:
-    return all(_is_hidden(frame.filename) for frame in part.stack) and part.stack[-1:] != []
 
 
 def has_user_frames(error: BaseException) -> bool:

@@ -123,10 +123,6 @@ def _linked(source: Any, target: Any, *folders: int | None) -> _Changes:
         yield _entry(target), f"links {_name(target)} to {_name(source)}"
 
 
-def _truncated(file: Any, _length: int) -> _Changes:
-    yield _contents(file), f"truncates {_name(file)}"
-
-
 _EVENTS: Mapping[str, Callable[..., _Changes]] = {
     "open": _opened,
     "os.remove": _removed,
@@ -134,7 +130,7 @@ _EVENTS: Mapping[str, Callable[..., _Changes]] = {
     "os.rename": _moved,
     "os.link": _linked,
     "os.symlink": _linked,
-    "os.truncate": _truncated,
+    "os.truncate": lambda file, _length: [(_contents(file), f"truncates {_name(file)}")],
 }
 
 _STARTS = frozenset({"os.system", "os.exec", "os.posix_spawn", "os.startfile", "subprocess.Popen"})

@@ -141,7 +141,7 @@ def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed 
         return True
     if advice.outcome.expected_current is not None and not is_sound(advice.current):
         return True  # a scaler that cannot work
-    if advice.now.inf_in_weights or not _settles(advice.now, now):
+    if advice.now.inf_in_weights or not (now or advice.now).settled:
         return True
     if now is not None and not now.skipped and not advice.simulated_change and not _loses(advice, thresholds, now):
         return False
@@ -168,10 +168,6 @@ def _gains(advice: Advice, thresholds: Thresholds, now: Observed | None, then: O
     if error_now > thresholds[ERROR_NOTE] and error_now > thresholds[CLEARLY_BETTER] * error_then:
         return True
     return _flushed(advice.now, now)[0] - _flushed(advice.then, then)[0] > FLUSH_THAT_PAYS
-
-
-def _settles(expected: Prediction, seen: Observed | None) -> bool:
-    return expected.settled if seen is None else seen.settled
 
 
 def _skips(expected: Prediction, seen: Observed | None) -> int:

@@ -9,7 +9,7 @@ counts as healthy. A failure that the user has set aside does not end the search
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from ampdoctor.errors import UserCodeError
     from ampdoctor.evidence.report_replay import PathSection
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.evidence.trace import Comparison, Headroom, StepOutcome
+    from ampdoctor.evidence.trace import Headroom, StepOutcome
     from ampdoctor.probes.nonfinite import NonFiniteProbe, Observation
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -92,7 +92,13 @@ if TYPE_CHECKING:
 DEFAULT_STEPS = 8
 
 
-def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_aside: SetAside = keep_all) -> Report:
+def bisect_nan(
+    request: ReplayRequest,
+    *,
+    progress: Progress | None = None,
+    set_aside: SetAside = keep_all,
+    alongside: CompareDuringReplay | None = None,
+) -> Report:
     """Find the first step, layer and op that goes wrong, the cause, and a proven cure.
 
     Args:
@@ -100,6 +106,7 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
         progress: Called after each step; with `until_sick` also before the first.
         set_aside: Decides what the user accepts. The search continues past a failure that this sets aside or makes less
             than an error, as long as the run stays finite.
+        alongside: Compares the steps while they are replayed, and keeps what it saw.
 
     Returns:
         The report; `findings` is empty for a healthy run.
@@ -108,12 +115,15 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
         AmpdoctorError: The run cannot be replayed; one sentence says why.
         KeyboardInterrupt: Ctrl-C; with `until_sick` the report holds what was known by then instead.
     """
+    ways = [alongside] if alongside is not None else []  # counting what flushes may change the last bits of a sum
+    ways += [CompareDuringReplay(request.compare_steps)]
     with open_replay(request) as replay:
-        try:
-            beside = None if request.until_sick else CompareDuringReplay(request.compare_steps)
-            report = _searched(replay, progress, set_aside, beside)
-        except DoesNotComeBackError:  # start over; no step runs twice before each has run once
-            report = _searched(replay, progress, set_aside, None)
+        for way in (*(() if request.until_sick else ways), None):
+            with suppress(DoesNotComeBackError):  # start over; at last no step runs twice before each has run once
+                report = _searched(replay, progress, set_aside, way)
+                break
+            if way is not None:
+                way.compared.clear()
     report = replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
     return _as_in_its_loop(renumber_steps(report, replay.first_step or 0), replay.finite_again)
 
@@ -137,15 +147,11 @@ def _searched(
     except KeyboardInterrupt:
         if not (request.until_sick and search.outcomes):
             raise
-        search.is_interrupted()
+        search.errors.append(interrupted(replay, search.outcomes, search.looking_into))
     finally:
         search.start.restore()
         search.session.close()
     return search.report()
-
-
-def _worst_first(finding: Finding) -> tuple[int, int]:
-    return finding_order(finding)[:2]
 
 
 @dataclass(slots=True)
@@ -174,7 +180,7 @@ class _Search:
     _nonfinite_steps: int = 0
     _compared: int = 0
     _forgotten: int = 0
-    _looking_into: int | None = None
+    looking_into: int | None = None  # the step that fired
     _watching: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -269,7 +275,7 @@ class _Search:
             self._nonfinite_steps += outcome.skipped or any(
                 target != "raised" for target in nonfinite_probe.report.affected
             )
-            self._looking_into = step if fired else None
+            self.looking_into = step if fired else None
             snapshot, sick = self._judged(outcome, nonfinite_probe, fired=fired)
             if self._twice and not self.look.rewinds:
                 raise DoesNotComeBackError
@@ -285,7 +291,7 @@ class _Search:
                     raise DoesNotComeBackError
                 raise raised  # a bug in the user's code: nothing non-finite led to it
             del snapshot  # frees memory for the next one
-            self._looking_into = None
+            self.looking_into = None
         return False
 
     @property
@@ -299,10 +305,6 @@ class _Search:
         if self.until_sick and self.back.begin > self._forgotten:
             del self.seen[: self.back.begin - self._forgotten]
             self._forgotten = self.back.begin
-
-    def is_interrupted(self) -> None:
-        """Ctrl-C has ended the search: the report holds what is known."""
-        self.errors.append(interrupted(self.replay, self.outcomes, self._looking_into))
 
     def _judged(self, outcome: StepOutcome, nonfinite_probe: NonFiniteProbe, *, fired: bool) -> tuple[Snapshot, bool]:
         """Returns the state before a step (an earlier one if it did not fire), and whether the step is sick."""
@@ -509,7 +511,7 @@ class _Search:
 
     def _look_before(self) -> None:
         """Search the steps before a sick one for harm that stays finite: it came first, and may be the cause."""
-        earlier = self._comparisons(self.seen[:-1])
+        earlier = [step.beside.comparison for step in self.seen[:-1] if step.beside and step.beside.comparison]
         misused = any(suspicious(outcome.events) for outcome in self.outcomes[:-1])
         if not (self.until_sick or misused or not all(is_calm(one, self.thresholds) for one in earlier)):
             return
@@ -517,10 +519,6 @@ class _Search:
         told, self.judge.findings[:] = led_on(passed.findings, self.judge.findings)
         self.findings += told
         self.judge.origins.update(passed.origins)
-
-    def _comparisons(self, seen: Sequence[Replayed]) -> list[Comparison]:
-        besides = [step.beside for step in seen if step.beside is not None]
-        return [beside.comparison for beside in besides if beside.comparison is not None]
 
     def _tell(self, what: str, done: int) -> None:
         if self.progress is not None:
@@ -546,7 +544,7 @@ class _Search:
 
     def _finite_result(self) -> str:
         settled = any(f.severity == "error" and f.where.nonfinite != "none" for f in self.judge.findings)
-        if self._sick or settled or self._never_finite() or self._looking_into is not None:
+        if self._sick or settled or self._never_finite() or self.looking_into is not None:
             return "found"
         return "ok" if saw_anything(self.outcomes, self._observed) else "not_run"
 
@@ -565,9 +563,8 @@ class _Search:
         )
         if known is not None and verdict == "not_reproduced":
             found.append(not_reproduced(known, self.replay, self.session, len(self.outcomes)))
-        findings = tuple(
-            as_far_as_replayed(self.replay.located(f)) for f in sorted(unproved_while_misused(found), key=_worst_first)
-        )
+        worst_first = sorted(unproved_while_misused(found), key=lambda finding: finding_order(finding)[:2])
+        findings = tuple(as_far_as_replayed(self.replay.located(finding)) for finding in worst_first)
         counting = self._counting(findings)
         shown = sorted(findings, key=lambda finding: finding.fingerprint not in counting)  # new findings first
         skipped = [outcome.step for outcome in self.outcomes if outcome.skipped]

@@ -74,7 +74,8 @@ class LayerSearch:
 
     def _searched(self, *, forward: bool) -> Interval:
         """Returns the interval between the last good point and the first bad one."""
-        harmed = self._first_harmed_gradient()
+        seen = enumerate(self._gradients_seen(self.nonfinite_probe))
+        harmed = next((i for i, (_, value) in seen if not math.isfinite(value)), None)
         if harmed is None and not forward:
             raise SearchLost("no gradient of the model's own parameters is harmed")
         order = OrderProbe(None if harmed is None else harmed + 1)
@@ -119,10 +120,6 @@ class LayerSearch:
         names = self.session.parameter_names()
         own = {names[id(parameter)] for parameter in self.session.model.parameters()}
         return [(one.name, one.value) for one in nonfinite_probe.observed if one.kind == "grad" and one.name in own]
-
-    def _first_harmed_gradient(self) -> int | None:
-        seen = self._gradients_seen(self.nonfinite_probe)
-        return next((i for i, (_, value) in enumerate(seen) if not math.isfinite(value)), None)
 
     def _place_of_gradient(self, points: Sequence[Point], index: int) -> int:
         places = [place for place, point in enumerate(points) if point.kind == "gradient"]

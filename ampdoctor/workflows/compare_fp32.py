@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.report import Prescription
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.evidence.trace import Comparison, StepOutcome
+    from ampdoctor.probes.formats_seen import FormatsProbe
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 
@@ -66,6 +67,8 @@ class CompareDuringReplay:
     """Runs the steps of pass 1 beside fp32."""
 
     steps: int | None = None  # maximum number of compared steps; None for all
+    formats: FormatsProbe | None = None  # sees the first step, for what flushes
+    compared: list[StepComparison] = field(default_factory=list)
     proved: bool = False  # a step after a step in fp32 was seen to be reproduced
     _gone: bool = False
 
@@ -88,7 +91,11 @@ class CompareDuringReplay:
                 return outcome, None
             first = nonfinite_probe.observed, _left(session)
             before.restore()
-        outcome, beside = beside_fp32(session, before, step, nonfinite_probe)
+            if self.formats is not None:  # once more: under a mode of ours torch may choose other kernels
+                with session.watched(self.formats):
+                    session.attempt(step)
+                before.restore()
+        outcome, beside = beside_fp32(session, before, step, nonfinite_probe, self.formats)
         differs = first is not None and (
             first[1] != _left(session) or first_difference(first[0], nonfinite_probe.observed) is not None
         )
@@ -97,6 +104,7 @@ class CompareDuringReplay:
             raise DoesNotComeBackError
         self.proved = True
         self._gone = self._gone or beside.raises
+        self.compared.append(beside)
         return outcome, beside
 
 
@@ -135,7 +143,9 @@ def compare_with_fp32(
         if beside.cut is not None:
             return passing.ended(_stalest(place, step, thresholds) if beside.raises else (), cut=beside.cut)
         findings = _findings(place, step, beside, passing)
-        if _may_grow(findings) and len(notes) < FOLLOWED:
+        # an average starts as the weights, so that later steps show more of stale copies
+        grows = all(one.cause == "stale_casts" and one.severity == "note" for one in findings)
+        if grows and len(notes) < FOLLOWED:
             notes += findings
         elif findings:
             return passing.ended(findings)
@@ -168,18 +178,13 @@ def _findings(
     comparison = beside.comparison
     findings: tuple[Finding, ...] = ()
     if comparison is None or beside.own is None:
-        passing.holds_back(beside)
+        passing.held += beside.held
         return ()
     if not is_calm(comparison, passing.thresholds, passing.known) and (again := place.to(step)) is not None:
         trying = partial(again.trials, place.steps, without=(beside.own,))
         findings = _Examination(again, comparison, place.start, trying, passing).findings()
     passing.add(comparison)
     return findings
-
-
-def _may_grow(findings: Sequence[Finding]) -> bool:
-    """Whether all findings are notes on stale copies: an average starts as the weights, so later steps show more."""
-    return bool(findings) and all(one.cause == "stale_casts" and one.severity == "note" for one in findings)
 
 
 def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None = None) -> bool:
@@ -283,7 +288,8 @@ class _Examination:
             cure.status in SHOWN if alone else cure.verified or not flushed
         ):  # else it is not the cause
             found = origin_finding(origins[0], cause="forward_overflow", prescription=cure, others=origins[1:])
-            yield self.passing.rests_on(found, origins[0])
+            self.passing.origins[found.fingerprint] = origins[0]
+            yield found
         elif severity is not None and flushed:
             found = underflow_at(comparison, flushes, severity)
             yield replace(found, prescription=underflow_cure(trying(), again.session))

@@ -149,13 +149,10 @@ class Judge:
     ) -> bool:
         if not origins:
             if outcome.skipped or (trace is not None and trace.unattributed):
-                self.errors.append(
-                    ErrorNote(
-                        what=f"step {outcome.step}",
-                        kind="unattributed",
-                        message=_unattributed(outcome.step, nonfinite.affected),
-                    )
-                )
+                step, what = f"step {outcome.step}", nonfinite.affected[0] if nonfinite.affected else "a gradient"
+                said = f"{step}: {what} is non-finite, but no op was seen to make it so"
+                said = f"{said} (in another thread, or outside torch's dispatcher?)"
+                self.errors.append(ErrorNote(what=step, kind="unattributed", message=said))
                 return bool(trace is not None and trace.unattributed)
             return False  # the cheap sum fired on finite values
         if sum(event.kind == "step" for event in outcome.events) > 1 and outcome.updates_skipped:
@@ -364,12 +361,6 @@ class Judge:
         while known < last and self.look.session.has_step(known):
             known += 1
         return known
-
-
-def _unattributed(step: int, affected: tuple[str, ...]) -> str:
-    what = affected[0] if affected else "a gradient"
-    where = "in another thread, or outside torch's dispatcher"
-    return f"step {step}: {what} is non-finite, but no op was seen to make it so ({where}?)"
 
 
 def _unless_diverging(cure: Prescription, trials: Trials) -> Prescription:

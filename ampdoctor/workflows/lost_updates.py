@@ -122,7 +122,7 @@ def at_full_rate(again: StepRerun, start: Snapshot) -> Comparison | None:
     used: dict[tuple[str, int], float] = {}
     again.before.restore()
     try:
-        wide = Fp32Step.run(again.session, again.step, lambda session: _held_at(session, full, used))
+        wide = Fp32Step.run(again.session, again.step, change=lambda session: _held_at(session, full, used))
         if not any(rate < RISING * full[group] for group, rate in used.items()):
             return None
         return wide.compared(again.session, again.run(wide.probe, change=lambda session: _held_at(session, full, {})))

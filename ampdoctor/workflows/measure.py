@@ -124,20 +124,28 @@ class Measurement:
 
 
 def measure(
-    session: Session, start: Snapshot, steps: int | None, progress: Progress | None = None, *, factory: str = ""
+    session: Session,
+    start: Snapshot,
+    steps: int | None,
+    progress: Progress | None = None,
+    *,
+    factory: str = "",
+    shadows: bool = True,
+    half: FormatsProbe | None = None,
 ) -> Measurement:
     """Replay up to `steps` steps in fp32 and measure every place; the session is back at `start` afterwards.
 
-    `steps` None means `DEFAULT_STEPS`, or as many as there are batches. Raises ReplayError where there is no batch or
-    nothing needs a gradient, and AmpdoctorError where the user's code raises.
+    `steps` None means `DEFAULT_STEPS`, or as many as there are batches; without `shadows` no moments are kept. `half`
+    has seen a half-precision step already. Raises ReplayError where there is no batch or nothing needs a gradient, and
+    AmpdoctorError where the user's code raises.
     """
     wanted = steps or DEFAULT_STEPS
     if not session.has_step(0):
         raise ReplayError("the run has no batch: nothing can be measured")
-    half, notes = _half_step(session, start)
+    half, notes = _half_step(session, start) if half is None else (half, [])
     plan = half.plan if half is not None else None
     probe, updates = RangeProbe(plan), UpdateProbe(spread(wanted))
-    in_fp16 = plan if session.precision.compute != "bf16" else None
+    in_fp16 = plan if shadows and session.precision.compute != "bf16" else None
     steps_taken = _Steps(session, start, wanted, probe, updates, progress, in_fp16)
     try:
         steps_taken.run()
@@ -292,7 +300,7 @@ def shadowed(
                     continue
                 there = session, moment.state, moment.step, moment.gradients
                 if not taken.far.is_open(session, zeroed) or taken.far.comes_back(*there, zeroed, again):
-                    tally.add(moment, zeroed)
+                    tally.add(moment.step, zeroed, moment.counted)
                 else:
                     unlike = moment.step
         moment.state.restore()
@@ -300,6 +308,15 @@ def shadowed(
             progress("shadow steps in fp16", done + 1, len(taken.moments))
     shadows = tuple(tally.shadow() for tally in tallies if tally.steps and unlike is None)
     return replace(taken.ranges, shadows=shadows), unlike
+
+
+def with_replay(ranges: RangeProfile, steps: Sequence[int], found: Sequence[Zeroed]) -> RangeProfile:
+    """Returns the profile with what a replay at the run's own scale flushed in some steps, beside what it predicts."""
+    counted = {site.place: histogram for site, histogram in zip(ranges.sites, ranges.histograms, strict=True)}
+    tally = _Tally(ranges, ranges.run.loss_scale)
+    for step, zeroed in zip(steps, found, strict=True):
+        tally.add(step, zeroed, counted)
+    return replace(ranges, shadows=(tally.shadow(),)) if found else ranges
 
 
 def _zeroed(session: Session, moment: MeasuredStep, factor: float) -> Zeroed | None:
@@ -330,17 +347,15 @@ class _Tally:
         self._expected: list[float] = []
         self.steps: list[int] = []
 
-    def add(self, moment: MeasuredStep, zeroed: Zeroed) -> None:
-        """Add a step: the prediction from its own fp32 histograms, and the measured values."""
-        self.steps.append(moment.step)
+    def add(self, step: int, zeroed: Zeroed, counted: Mapping[Place, Histogram]) -> None:
+        """Add a step: the measured values, and what histograms in fp32 predict for as many elements."""
+        self.steps.append(step)
         self._nonzero += zeroed.nonzero
         self._measured += zeroed.flushed
         weights = Histogram.empty()
-        for place, histogram in moment.counted.items():
-            if place.kind not in GRADIENTS or not moment.gradients.holds(place):
-                continue
+        for place, histogram in ((place, counted[place]) for place in counted if place in zeroed.nonzero):
             share = histogram.flushed("fp16", self._ranges.factor(place.kind, self.scale))
-            self._predicted[place] += share * int(histogram.counts.sum())  # type: ignore[assignment]  # a weight
+            self._predicted[place] += share * zeroed.nonzero[place]  # type: ignore[assignment]  # a weight
             if place.kind == "weight_grad":
                 weights = weights + histogram
         if zeroed.relative_error is not None:

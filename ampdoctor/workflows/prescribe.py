@@ -291,11 +291,6 @@ def _scalers(trials: Trials) -> Iterator[Prescription]:
         )
 
 
-def can_unscale(session: Session) -> bool:
-    """Whether a GradScaler accepts the run's gradients: it refuses to unscale those of fp16 weights."""
-    return all(parameter.dtype is not torch.float16 for parameter in optimizer_parameters(session))
-
-
 def underflow_cure(trials: Trials, session: Session) -> Prescription:
     """Try loss scales at which the gradients may agree with fp32 again, the usual one first; then bf16."""
     tried = (attempt for scales in (True, False) for attempt in underflow_cures(trials, session, scales=scales))
@@ -313,7 +308,8 @@ def underflow_cures(trials: Trials, session: Session, *, scales: bool) -> Iterat
     if session.precision.compute != "fp16":
         return
     if scales:
-        yield from _scalers(trials) if can_unscale(session) else ()
+        half = any(parameter.dtype is torch.float16 for parameter in optimizer_parameters(session))
+        yield from () if half else _scalers(trials)  # a GradScaler refuses to unscale the gradients of fp16 weights
     else:
         yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16")
 

@@ -329,7 +329,10 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
             ranges = taken.ranges
             if not ranges.nonfinite_steps:
-                ranges, unlike = shadowed(session, taken, shadow_scales(ranges, request.thresholds), progress)
+                choice = choose_scale(ranges, request.thresholds)
+                fits = [] if choice is None else [choice.settings.scale]  # the recommended one
+                scales = tuple(dict.fromkeys([ranges.run.loss_scale, *fits]))
+                ranges, unlike = shadowed(session, taken, scales, progress)
                 if unlike is not None:
                     why = not_compared(unlike)
                     taken.notes.append(f"what fp16 does to these gradients was not measured: {why}")
@@ -368,13 +371,6 @@ def run_of_file(path: str, ranges: RangeProfile) -> dict[str, Any]:
     facts = ranges.run
     notes = {"notes": [NOTE_ON_LOGS]} if is_run_log(path) else {}
     return {"precision": facts.precision, "autocast": facts.autocast, "steps": ranges.steps, "replays": 0, **notes}
-
-
-def shadow_scales(ranges: RangeProfile, thresholds: Thresholds) -> tuple[float, ...]:
-    """Returns the run's own loss scale, and the recommended one if it differs."""
-    choice = choose_scale(ranges, thresholds)
-    fits = [] if choice is None else [choice.settings.scale]
-    return tuple(dict.fromkeys([ranges.run.loss_scale, *fits]))
 
 
 def report_of(

@@ -15,11 +15,13 @@ from ampdoctor.evidence.report import Check, Finding, Prescription, Report, Skip
 from ampdoctor.evidence.report_replay import NOT_COMPARED, ProofSection
 from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerArguments, ScalerSection
 from ampdoctor.evidence.targets import target_named
+from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.scaling.emit import emit
 from ampdoctor.scaling.scalers import ScalerSettings
 from ampdoctor.workflows.advice import Advice, advise, is_sound, outcome_of, pays, precision_facts, with_simulation
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.measure import measure, not_compared, shadowed
+from ampdoctor.workflows.compare_fp32 import CompareDuringReplay
+from ampdoctor.workflows.measure import measure, not_compared, with_replay
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.profile import (
     profile_section,
@@ -27,7 +29,6 @@ from ampdoctor.workflows.profile import (
     range_findings,
     ranges_in,
     run_of_file,
-    shadow_scales,
 )
 from ampdoctor.workflows.replay_under_change import Observed, Then
 from ampdoctor.workflows.requests import keep_all
@@ -76,14 +77,16 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
         notes.update(dict.fromkeys(report.run["notes"]))
         return replace(report, run={**report.run, "notes": list(notes)})
 
-    def searched(steps: int) -> Report:
-        found = noted(bisect_nan(replace(request, steps=steps), progress=progress, set_aside=decided))
+    def searched(steps: int, alongside: CompareDuringReplay | None = None) -> Report:
+        asked = replace(request, steps=steps)
+        found = noted(bisect_nan(asked, progress=progress, set_aside=decided, alongside=alongside))
         return replace(found, command="recommend", target={**found.target, **request.described_advice()})
 
-    search = searched(min(request.steps or SEARCHED_STEPS, SEARCHED_STEPS))
+    alongside = CompareDuringReplay(request.compare_steps, FormatsProbe())
+    search = searched(min(request.steps or SEARCHED_STEPS, SEARCHED_STEPS), alongside)
     if other_cause(search, decided):
         return search
-    report = noted(_measured(request, progress))
+    report = noted(_measured(request, progress, alongside))
     steps = report.run["steps"]
     unexplained = any(finding.code in _UNEXPLAINED for finding in report.findings)
     if steps > SEARCHED_STEPS and (unexplained or search.verdict != report.verdict):
@@ -92,9 +95,11 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
             return search
     findings = combined(report.findings, search.findings)
     also = {NOT_COMPARED} if search.is_not_compared and not report.is_not_compared else set()
+    how = {key: value for key, value in search.run.items() if key == "half_products"}  # its steps are the own replay
     kept = [one for one in search.skipped if one.kind in _UNSETTLED or one.what in also]
     report = replace(
         report,
+        run={**report.run, **how},
         verdict=search.verdict,
         complete=search.complete,
         findings=findings,
@@ -140,18 +145,17 @@ def _is_of_the_scale(finding: Finding) -> bool:
 # -- from ranges: the closed forms and their simulation, then replays with the run's own scaling and the recommended --
 
 
-def _measured(request: ReplayRequest, progress: Progress | None) -> Report:
+def _measured(request: ReplayRequest, progress: Progress | None, alongside: CompareDuringReplay) -> Report:
     """Returns the report from ranges and replays."""
     with open_replay(request) as replay:
         session = replay.session()
         start = session.snapshot()
         try:
-            taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
-            ranges = taken.ranges
-            if not ranges.nonfinite_steps:
-                ranges, _ = shadowed(session, taken, shadow_scales(ranges, request.thresholds), progress)
-            taken = replace(taken, moments=())  # frees the states
-            report = _Recommendation(ranges, request, Replays(session, start, taken, progress)).report()
+            name, known = replay.factory.name, alongside.compared and session.precision.reduced
+            half = alongside.formats if known else None  # an fp32 run is measured as if it were in fp16
+            taken = measure(session, start, request.steps, progress, factory=name, shadows=False, half=half)
+            replays = Replays(session, start, taken, progress, alongside.compared)
+            report = _Recommendation(taken.ranges, request, replays).report()
         finally:
             start.restore()
             session.close()
@@ -211,6 +215,9 @@ class _Recommendation:
         precision = None if ranges.nonfinite_steps else self._precision(advice, known)
         if precision is not None and self.request.emit is not None:
             section = replace(section, emit=self._emitted(advice, section, precision))
+        now = None if known is None else known.now
+        if now is not None and len(set(now.scales)) < 2:  # each at the run's own scale
+            ranges = with_replay(ranges, now.compared, now.found)
         findings = tuple(sorted(self.findings, key=finding_order))
         return Report(
             command="recommend",
@@ -292,7 +299,8 @@ class _Recommendation:
         unusable = self._unusable()
         if unusable is None:
             then = cache(partial(self.replays.changed, advice))
-            if now.scaled or self.ranges.run.base_scale != 1.0 or then().scaled or then().failure is not None:
+            scales = now.scaled or self.replays.session.run.step is None  # our own step scales
+            if scales or self.ranges.run.base_scale != 1.0 or then().scaled or then().failure is not None:
                 return now, then, None
             unusable = "the step does not use the scaler that it is given"
         self.skipped.append(Skipped(what="replay with the recommended scaler", reason=unusable))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import ReferenceGradients, Zeroed, ZeroedProbe
 from ampdoctor.workflows.changes import Change, no_change
 from ampdoctor.workflows.measure import harmful, not_compared, spread
+from ampdoctor.workflows.step_beside_fp32 import AS_FAR
 from ampdoctor.workflows.trials import AGREEMENT, replayed
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.measure import Measurement
+    from ampdoctor.workflows.step_beside_fp32 import StepComparison
 
 
 FLUSH_THAT_PAYS = 1e-2
@@ -48,6 +49,7 @@ class Observed:
     scales: tuple[float, ...] = ()  # of each step; empty without an enabled scaler
     scaled: bool = False  # the step used the scaler that it was given
     compared: tuple[int, ...] = ()  # with fp32; the scaler skipped none of these steps
+    found: tuple[Zeroed, ...] = ()  # in the compared steps
     unlike: int | None = None  # a step that is not reproduced, so fp32 saw other data: nothing is compared
     activation_flushed: float | None = None  # a share; None if nothing was compared
     weight_flushed: float | None = None
@@ -102,14 +104,11 @@ class Observed:
     def cures(self, now: Observed | None, *, skips: int = 0) -> tuple[PrescriptionStatus, str | None]:
         """Returns whether this replay proves a cure: of a run that is well (`now`) only by being clearly better."""
         status, reason = self.status(skips=skips)
-        if status != "verified" or now is None or not now.is_well or self._betters(now):
+        if status != "verified" or now is None or self._betters(now):
+            return status, reason
+        if not (now.settled and now.errors and max(now.errors) <= AGREEMENT):  # not well without it
             return status, reason
         return "not_run", NOTHING_FAILS.format(now.relative_error, self.relative_error)
-
-    @property
-    def is_well(self) -> bool:
-        """Whether the scale settled, and the gradients agree with fp32's."""
-        return self.settled and bool(self.errors) and max(self.errors) <= AGREEMENT
 
     def _betters(self, now: Observed) -> bool:
         mine, other = self.shares(), now.shares()
@@ -131,10 +130,14 @@ def observe(
     change: Change = no_change,
     *,
     unlike: int | None = None,
+    enough: float = math.inf,
 ) -> Observed:
-    """Replay under a change; the session is back at `start`. `unlike` is a step that is known not to come back."""
+    """Replay under a change, up to a step farther from fp32 than `enough`; the session is back at `start`.
+
+    `unlike` is a step that is known not to come back.
+    """
     start.restore()
-    watch = _Watch(session, taken, spread(steps), unlike=unlike)
+    watch = _Watch(session, taken, spread(steps), unlike=unlike, enough=enough)
     failure = None
     try:
         with change(session):
@@ -146,9 +149,44 @@ def observe(
     return watch.observed(failure)
 
 
+def observed_alongside(compared: Sequence[StepComparison], steps: int) -> Observed | None:
+    """Returns the replay with the run's own scaling from a search's steps; None where it does not show all of them.
+
+    The search has run its first step again, which answers for those about as far from fp32.
+    """
+    whole = [(c.comparison, c.own, c.zeroed) for c in compared if c.comparison and c.own and c.zeroed]
+    errors = tuple(z.relative_error for _, own, z in whole if own.finite and z.relative_error is not None)
+    if not len(errors) == len(compared) == steps or max(errors) > max(AGREEMENT, AS_FAR * errors[0]):
+        return None
+    wide = [(own, c.reference_loss, c.gradient_norm) for c, own, _ in whole]
+    return Observed(
+        steps=steps,
+        scales=tuple(own.scale for _, own, _ in whole if own.scale is not None),
+        scaled=any(event.kind == "scale" for c, _, _ in whole for event in c.events),
+        compared=tuple(range(steps)),
+        found=tuple(z for _, _, z in whole),
+        activation_flushed=_share([z for _, _, z in whole], "activation_grad"),
+        weight_flushed=_share([z for _, _, z in whole], "weight_grad"),
+        errors=errors,
+        rows=tuple(own for _, own, _ in whole),
+        references=tuple(replace(own, loss=loss, scale=None, gradient_norm=norm) for own, loss, norm in wide),
+    )
+
+
+def _share(found: Sequence[Zeroed], kind: str) -> float | None:
+    nonzero, flushed = (
+        sum(count for one in counted for place, count in one.items() if place.kind == kind)
+        for counted in ([z.nonzero for z in found], [z.flushed for z in found])
+    )
+    return flushed / nonzero if nonzero else None
+
+
 class _Watch:
-    def __init__(self, session: Session, taken: Measurement, compare: frozenset[int], *, unlike: int | None) -> None:
+    def __init__(
+        self, session: Session, taken: Measurement, compare: frozenset[int], *, unlike: int | None, enough: float
+    ) -> None:
         self._session = session
+        self._enough = enough
         self._plan = taken.plan
         self._far = taken.far
         self._compare = compare if unlike is None else frozenset()
@@ -162,14 +200,12 @@ class _Watch:
         self._lost: int | None = None
         self._compared: list[int] = []
         self._unlike = unlike
-        self._flushed: Counter[str] = Counter()
-        self._nonzero: Counter[str] = Counter()
-        self._errors: list[float] = []
+        self._found: list[Zeroed] = []
         self._rows: list[ReplayedStep] = []
         self._references: list[ReplayedStep] = []
 
     def run(self, steps: int) -> None:
-        """Run step by step, up to the first harmed one."""
+        """Run step by step, up to the first that is harmed or too far."""
         nonfinite_probe = self._nonfinite_probe
         with self._session.watched(nonfinite_probe):
             for step in range(steps):
@@ -185,6 +221,7 @@ class _Watch:
                     self._lost = step if self._lost is None else self._lost
                 elif harm:
                     self._harmed = harm[0], step
+                if self._harmed or max(self._errors, default=0.0) > self._enough:
                     return
 
     def _step(self, step: int) -> tuple[StepOutcome, float | None, tuple[str, ...]]:
@@ -219,11 +256,12 @@ class _Watch:
                 self._forget_compared(unlike=step)
                 return
         if not outcome.loses_updates:
-            self._add(step, found)
+            self._compared.append(step)
+            self._found.append(found)
 
     def _forget_compared(self, *, unlike: int) -> None:
         self._unlike, self._compare = unlike, frozenset()
-        for gathered in (self._compared, self._flushed, self._nonzero, self._errors, self._references):
+        for gathered in (self._compared, self._found, self._references):
             gathered.clear()
 
     def _reference(self, step: int) -> tuple[Snapshot, ReferenceGradients, Gradients]:
@@ -239,18 +277,11 @@ class _Watch:
         self._references.append(replayed(wide, self._nonfinite_probe.report.affected, received))
         return here, reference, received
 
-    def _add(self, step: int, zeroed: Zeroed) -> None:
-        self._compared.append(step)
-        for place, present in zeroed.nonzero.items():
-            self._flushed[place.kind] += zeroed.flushed[place]
-            self._nonzero[place.kind] += present
-        if zeroed.relative_error is not None:
-            self._errors.append(zeroed.relative_error)
+    @property
+    def _errors(self) -> tuple[float, ...]:
+        return tuple(one.relative_error for one in self._found if one.relative_error is not None)
 
     def observed(self, failure: str | None) -> Observed:
-        def share(kind: str) -> float | None:
-            return self._flushed[kind] / self._nonzero[kind] if self._nonzero[kind] else None
-
         outcomes = self._outcomes
         if self._lost is not None and self._harmed is None and outcomes[-1].loses_updates:
             self._harmed = "loss", self._lost
@@ -263,10 +294,11 @@ class _Watch:
             scales=tuple(o.scale_before for o in outcomes if o.scale_before is not None),
             scaled=any(event.kind == "scale" for o in outcomes for event in o.events),
             compared=tuple(self._compared),
+            found=tuple(self._found),
             unlike=self._unlike,
-            activation_flushed=share("activation_grad"),
-            weight_flushed=share("weight_grad"),
-            errors=tuple(self._errors),
+            activation_flushed=_share(self._found, "activation_grad"),
+            weight_flushed=_share(self._found, "weight_grad"),
+            errors=self._errors,
             failure=failure,
             begun_again=times_begun_again(outcomes, ("", *self._session.optimizers)),
             rows=tuple(self._rows),

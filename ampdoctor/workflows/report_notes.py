@@ -127,19 +127,13 @@ def only_looked_at(steps: int, compared: int) -> Iterator[Skipped]:
 
 def interrupted(replay: OpenReplay, outcomes: Sequence[StepOutcome], fired: int | None) -> ErrorNote:
     """Returns what is known where Ctrl-C ends the search; `fired` is the non-finite step that was being examined."""
-    well = len(outcomes) if fired is None else fired
-    known = (
-        f"steps 0 to {well - 1} were replayed and stayed finite{_globally(replay, well)}" if well else "no step ended"
-    )
+    well, step = len(outcomes) if fired is None else fired, replay.global_step
+    globally = "" if step is None else f" (the training's {step} to {step + well - 1})"
+    known = f"steps 0 to {well - 1} were replayed and stayed finite{globally}" if well else "no step ended"
     skips = sum(outcome.skipped for outcome in outcomes[:well])
     known += f", but for {skips} that the scaler skipped" if skips else ""
     at = "" if fired is None else f"; step {fired} is not finite, and was being looked into"
     return ErrorNote(what="steps", kind="interrupted", message=f"interrupted by Ctrl-C: {known}{at}")
-
-
-def _globally(replay: OpenReplay, steps: int) -> str:
-    step = replay.global_step
-    return "" if step is None else f" (the training's {step} to {step + steps - 1})"
 
 
 # -- the run that failed, and its replay here --

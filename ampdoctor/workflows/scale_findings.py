@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,8 +18,8 @@ from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.workflows.changes import Change, both, compute_dtype, fp32_modules, no_change, rescaled, with_scaler
 from ampdoctor.workflows.profile import range_findings
-from ampdoctor.workflows.replay_under_change import Observed, Then, observe
-from ampdoctor.workflows.trials import first_cure
+from ampdoctor.workflows.replay_under_change import Observed, Then, observe, observed_alongside
+from ampdoctor.workflows.trials import AGREEMENT, first_cure
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.advice import Advice
     from ampdoctor.workflows.measure import Measurement
     from ampdoctor.workflows.requests import Progress
+    from ampdoctor.workflows.step_beside_fp32 import StepComparison
 
 TRIED_STEPS = 8
 """Steps of a replay that only has to show that another precision is a cure."""
@@ -42,12 +43,16 @@ class Replays:
     start: Snapshot
     taken: Measurement
     progress: Progress | None
+    compared: Sequence[StepComparison] = ()  # by the search before
     _unlike: int | None = None  # a step that is not reproduced
 
     def own(self) -> Observed:
         """Returns the replay with the run's own scaling."""
-        self._tell("replaying as it is")
-        own = self._observe(no_change, self.taken.ranges.steps)
+        steps = self.taken.ranges.steps
+        own = observed_alongside(self.compared, steps)
+        if own is None:
+            self._tell("replaying as it is")
+            own = self._observe(no_change, steps)
         self._unlike = own.unlike
         return own
 
@@ -61,11 +66,11 @@ class Replays:
         return self._observe(both(scaled, in_fp32), self.taken.ranges.steps)
 
     def tried(self, change: Change) -> Observed:
-        """Returns a short replay with another change."""
-        return self._observe(change, min(self.taken.ranges.steps, TRIED_STEPS))
+        """Returns a short replay with another change, which ends where it is refused."""
+        return self._observe(change, min(self.taken.ranges.steps, TRIED_STEPS), enough=AGREEMENT)
 
-    def _observe(self, change: Change, steps: int) -> Observed:
-        return observe(self.session, self.start, steps, self.taken, change, unlike=self._unlike)
+    def _observe(self, change: Change, steps: int, *, enough: float = math.inf) -> Observed:
+        return observe(self.session, self.start, steps, self.taken, change, unlike=self._unlike, enough=enough)
 
     def _tell(self, what: str) -> None:
         if self.progress is not None:
@@ -156,7 +161,7 @@ def _incurable(
         return _Incurable(found, harm, settled)
     # in each compared step: near an optimum the gradient is tiny, and rounding is large beside it
     if now.settled and now.relative_error is not None and min(now.errors) > thresholds[GRADIENTS_DEPART]:
-        then = judgement.then()
+        then = judgement.then() if judgement.change else None  # where nothing is lost, it is rounding
         better = then.relative_error if then is not None else None
         cured = better is not None and now.relative_error >= thresholds[CLEARLY_BETTER] * better
         foreseen = advice.now.relative_error > thresholds[GRADIENTS_DEPART]
@@ -173,11 +178,13 @@ def _of_the_scale(
     now = judgement.now
     stuck = not now.settled if now is not None else not advice.now.settled
     if advice.choice.exponent < 0:
+        scale = now.scales[-1] if now is not None and now.scales else advice.now.scale
+        fell = 0.0 < scale < 1.0 and advice.current.growth_interval > 0  # by itself, losing steps at each scale above
         return [
             no_valid_scale(
                 advice.recommended.scale,
                 bound_by=advice.choice.bound_by,
-                stuck=stuck or _came_below_one(advice, now),
+                stuck=stuck or fell,
                 step=_last_bad(now),
                 prescription=trial.bf16(),
             )
@@ -189,24 +196,16 @@ def _of_the_scale(
         return [replace(finding, prescription=trial.scaler()) for finding in found] if judgement.change else found
     if not judgement.change:
         return []
-    underflow = underflow_seen(now.shares(), _shares(judgement.then()), advice.now.scale, trial.scaler(), thresholds)
+    then = judgement.then()
+    shares = then.shares() if then is not None and then.relative_error is not None else None
+    underflow = underflow_seen(now.shares(), shares, advice.now.scale, trial.scaler(), thresholds)
     return [] if underflow is None else [underflow]
-
-
-def _came_below_one(advice: Advice, now: Observed | None) -> bool:
-    """Whether the run's scaler itself took the scale below 1, losing steps at each scale above."""
-    scale = now.scales[-1] if now is not None and now.scales else advice.now.scale
-    return 0.0 < scale < 1.0 and advice.current.growth_interval > 0
 
 
 def _last_bad(now: Observed | None) -> int | None:
     if now is None:
         return None
     return now.harmed_at if now.harmed_at is not None else max(now.skipped, default=None)
-
-
-def _shares(then: Observed | None) -> dict[str, float] | None:
-    return then.shares() if then is not None and then.relative_error is not None else None
 
 
 def _too_high(ranges: RangeProfile, advice: Advice, judgement: Judgement, trial: _Trial) -> Finding:

@@ -30,13 +30,16 @@ from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.nonfinite import Observation
 from ampdoctor.probes.probe import Probe
+from ampdoctor.probes.ranges import ReferenceGradients, ZeroedProbe
 from ampdoctor.workflows.changes import Change, no_change
 from ampdoctor.workflows.trials import replayed
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.evidence.trace import StateKind
+    from ampdoctor.probes.formats_seen import FormatsProbe
     from ampdoctor.probes.nonfinite import NonFiniteProbe
+    from ampdoctor.probes.ranges import Zeroed
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 
@@ -204,6 +207,7 @@ class StepComparison:
 
     comparison: Comparison | None = None
     own: ReplayedStep | None = None  # the step as it is; None without a comparison
+    zeroed: Zeroed | None = None  # what it flushes; None where that is not asked for
     held: bool = False  # the user's own gradient check skips the step, and fp32 takes it
     only_fp32_fails: bool = False  # its gradients are not finite
     cut: str | None = None  # why neither this step nor a later one can be compared
@@ -243,19 +247,10 @@ class ComparisonSummary:
     known: Known = field(default_factory=Known)
     compared: list[Comparison] = field(default_factory=list)  # those whose gradient is not negligible
     _all: list[Comparison] = field(default_factory=list)
-    _origins: dict[str, NonFiniteOrigin] = field(default_factory=dict)
+    origins: dict[str, NonFiniteOrigin] = field(default_factory=dict)  # by the finding's fingerprint
     _chaotic: int = 0
     _doubt: Finding | None = None
-    _held: int = 0
-
-    def rests_on(self, finding: Finding, origin: NonFiniteOrigin) -> Finding:
-        """Remember the origin that a finding is about; returns the finding."""
-        self._origins[finding.fingerprint] = origin
-        return finding
-
-    def holds_back(self, beside: StepComparison) -> None:
-        """Count a step without an update to compare, if the user's own gradient check skips it."""
-        self._held += beside.held
+    held: int = 0  # steps in a row that the user's own gradient check skips
 
     def looked_at(self, comparison: Comparison, rounding: float) -> None:
         """Record an examined step in which no rule fires; `rounding` is the gradient error of rounded weights."""
@@ -264,7 +259,7 @@ class ComparisonSummary:
 
     def add(self, comparison: Comparison) -> None:
         """Count a step; if its gradients are far from fp32's and not negligible, remember to report it."""
-        self._held = 0
+        self.held = 0
         self._all.append(comparison)
         if comparison.gradient_norm < NEGLIGIBLE * self._largest:
             return  # converged: the rest of the gradient is rounding
@@ -279,7 +274,8 @@ class ComparisonSummary:
         """Returns the result; the doubt is a finding only if nothing clearer than a note was found."""
         clear = any(finding.severity != "note" for finding in findings)
         doubt = (self._doubt,) if self._doubt is not None and not clear else ()
-        steps, rests = len(self._all), sum(map(is_at_rest, self._all))
+        steps, trained = len(self._all), [one.parameters for one in self._all if one.parameters]
+        rests = sum(not any(p.meant_to_move for p in parameters) for parameters in trained)  # learning rate 0
         worst = {"largest_gradient_error": max([0.0, *(one.gradient_error for one in self.compared)])} if steps else {}
         chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
         at_rest = {"steps_at_rest_in_fp32": rests} if rests else {}  # these show nothing about updates
@@ -296,8 +292,8 @@ class ComparisonSummary:
             skipped=skipped,
             steps=steps,
             at_rest=rests,
-            held=self._held,
-            origins=self._origins,
+            held=self.held,
+            origins=self.origins,
         )
 
     @property
@@ -314,11 +310,6 @@ class ComparisonSummary:
         given = any(one.parameters for one in self._all)
         missing = "fp32 has no gradient either" if given else "no optimizer was given a gradient"
         return f"nothing to compare: {missing}"
-
-
-def is_at_rest(comparison: Comparison) -> bool:
-    """Whether fp32 moves no parameter in the step, as with a learning rate of 0."""
-    return bool(comparison.parameters) and not any(p.meant_to_move for p in comparison.parameters)
 
 
 def run_step(
@@ -353,10 +344,10 @@ class Fp32Step:
     finite: bool  # fp32's gradients are finite
 
     @classmethod
-    def run(cls, session: Session, step: int, change: Change = no_change) -> Fp32Step:
+    def run(cls, session: Session, step: int, *probes: Probe, change: Change = no_change) -> Fp32Step:
         """Run the step in fp32, with a change inside; the session is left after the step."""
         gradients, moves = GradientProbe(), MovesProbe(session)
-        outcome = run_step(session, step, gradients, moves, fp32=True, change=change)
+        outcome = run_step(session, step, *probes, gradients, moves, fp32=True, change=change)
         ends = to_host(extremes_of_all(gradients.gradients.values()))
         finite = all(math.isfinite(end) for pair in ends for end in pair)
         return cls(DistanceProbe(gradients.gradients, gradients.times), moves.before, moves.moves, outcome, finite)
@@ -383,22 +374,28 @@ class Fp32Step:
 
 
 def beside_fp32(
-    session: Session, before: Snapshot, step: int, nonfinite_probe: NonFiniteProbe
+    session: Session, before: Snapshot, step: int, nonfinite_probe: NonFiniteProbe, formats: FormatsProbe | None = None
 ) -> tuple[StepOutcome, StepComparison]:
-    """Run a step in fp32 and then as it is, each from the state `before` it; the session is left after the step."""
+    """Run a step in fp32 and then as it is, each from the state `before` it; the session is left after the step.
+
+    With `formats`, which knows what is half, the comparison also says what the step flushes.
+    """
     wide: Fp32Step | None = None
     raised = StepComparison()
+    wide_gradients = [] if formats is None else [ReferenceGradients(formats.plan)]
+    zeroed = [*map(ZeroedProbe, wide_gradients)]
     try:
-        wide = Fp32Step.run(session, step)
+        wide = Fp32Step.run(session, step, *wide_gradients)
     except AmpdoctorError as error:
         raised = StepComparison(cut=f"from step {step} on the run cannot be replayed in fp32: {error}", raises=True)
     finally:
         before.restore()
-    with session.watched(nonfinite_probe, *([] if wide is None else [wide.probe])):
+    with session.watched(nonfinite_probe, *zeroed, *([] if wide is None else [wide.probe])):
         outcome = session.attempt(step)
     if wide is None or outcome.raised is not None:
         return outcome, raised
-    return outcome, _side_by_side(session, outcome, wide, nonfinite_probe)
+    found = _side_by_side(session, outcome, wide, nonfinite_probe)
+    return outcome, replace(found, zeroed=zeroed[0].zeroed) if zeroed else found
 
 
 def _side_by_side(

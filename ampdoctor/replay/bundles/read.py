@@ -132,8 +132,8 @@ class Bundle:
             steps = tuple(_earlier(program, one, reader.made(one), find) for one in said)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, UnreadableTreeError) as error:
             raise CheckpointError(f"{name}: its earlier steps are malformed ({type(error).__name__}).") from None
-        numbers = [one.step for one in steps]
-        if numbers != list(range(self.step - len(steps), self.step)) or not _is_count(made):
+        counts = made is None or (type(made) is int and 0 <= made < 2**62)
+        if [one.step for one in steps] != list(range(self.step - len(steps), self.step)) or not counts:
             raise CheckpointError(f"{name}: its earlier steps do not lead up to step {self.step}.")
         if any(len(one.settings) != groups for one in steps):
             raise CheckpointError(f"{name}: its earlier steps have the settings of another optimizer.")
@@ -232,10 +232,6 @@ class _Tensors:
 
     def all(self, prefix: str) -> dict[str, torch.Tensor]:
         return {name: one.load() for name, one in self._stored.items() if name.startswith(prefix)}
-
-
-def _is_count(value: Any) -> bool:
-    return value is None or (type(value) is int and 0 <= value < 2**62)
 
 
 def _listed(said: Any, key: str) -> list[Any]:

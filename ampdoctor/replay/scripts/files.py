@@ -130,7 +130,7 @@ class Files:
             for home, name in _OPENERS:
                 stack.enter_context(replaced(home, name, self._sparing(getattr(home, name), _opened_nowhere)))
             for home, name in _CHANGERS:
-                stack.enter_context(replaced(home, name, self._sparing(getattr(home, name), _not_done)))
+                stack.enter_context(replaced(home, name, self._sparing(getattr(home, name), lambda *_, **__: None)))
             for module, owner, name in _SAVERS:
                 at = sys.modules.get(module)
                 place = at if not owner else getattr(at, owner, None)
@@ -194,10 +194,6 @@ class Files:
 def _opened_nowhere(original: Any, *args: Any, **kwargs: Any) -> Any:
     others = {name: value for name, value in kwargs.items() if name not in ("file", "path")}
     return original(os.devnull, *args[1:], **others)
-
-
-def _not_done(*_: Any, **__: Any) -> None:
-    """Replaces a change of a file."""
 
 
 def nothing_at_exit() -> AbstractContextManager[None]:

@@ -15,6 +15,7 @@ from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.replay.session import Session
 from ampdoctor.reports.text import outcome
+from ampdoctor.workflows import scale_findings
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.measure import measure
 from ampdoctor.workflows.recommend import SCALING, combined, recommend
@@ -82,8 +83,19 @@ def test_fp32_is_clipped_where_the_run_is():
     with autocast_policy("cuda"):
         taken = measure(session, start, 3)
         seen = observe(session, start, 3, taken)
+        assert observe(session, start, 3, taken, enough=0.0).steps == 1
     for row in (*seen.rows, *seen.references):
         assert row.gradient_norm == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_the_search_shows_what_a_replay_with_the_own_scaling_shows(monkeypatch):
+    request = ReplayRequest(factory=run, steps=3, device="cpu")
+    shared = recommend(request)
+    monkeypatch.setattr(scale_findings, "observed_alongside", lambda *_: None)
+    alone = recommend(request)
+    assert (shared.run["replays"], alone.run["replays"]) == (3, 3 + 2 * 3)
+    assert shared.profile["shadows"][0]["steps"] == [0, 1, 2]
+    assert to_plain([shared.scaler, shared.profile]) == to_plain([alone.scaler, alone.profile])
 
 
 # -- what a recommendation says, and what the search adds to it where the loss scale alone harms the run --
