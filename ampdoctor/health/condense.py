@@ -25,15 +25,7 @@ from ampdoctor.evidence.log_records import (
     StepLine,
 )
 from ampdoctor.evidence.report_health import ActionMark, CheckpointMark, Curve, CurveName, Ending, HealthRun, LookMark
-from ampdoctor.health.curves import (
-    Column,
-    Columns,
-    axis_of,
-    curve_of,
-    scaler_histories,
-    spans_of,
-    with_proved_skips,
-)
+from ampdoctor.health.curves import Column, Columns, axis_of, curve_of, scaler_histories, spans_of, with_proved_skips
 from ampdoctor.health.heat_maps import Maps
 
 # -- steps that a later attempt, restart or run has repeated, and thereby undone --

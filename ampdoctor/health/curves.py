@@ -47,16 +47,15 @@ class Columns:
         throughput = [step.per_second("samples", before), step.per_second("tokens", before)]
         if step.loss != step.loss or step.gradient_norm != step.gradient_norm:  # NaN
             step = replace(step, loss=_infinite(step.loss), gradient_norm=_infinite(step.gradient_norm))
-        of_stamp = whole.stamp.time_ms or None
-        self._rows.append((*_VALUES(step), *throughput, rates[0] if rates else None, of_stamp, group))
+        rate, time_ms = rates[0] if rates else None, whole.stamp.time_ms or None
+        self._rows.append((*_VALUES(step), *throughput, rate, time_ms, group))
         if len(self._rows) == _BLOCK:
             self._fold()
 
     def whole(self) -> Mapping[str, Column]:
         """Returns all columns by name, in the order of arrival."""
         self._fold()
-        width = len(_NUMBERS) + len(_MORE)
-        table = np.concatenate(self._blocks) if self._blocks else np.empty((0, width))
+        table = np.concatenate(self._blocks) if self._blocks else np.empty((0, len(_NUMBERS) + len(_MORE)))
         self._blocks = [table]
         return {name: np.ascontiguousarray(table[:, at]) for at, name in enumerate((*_NUMBERS, *_MORE))}
 

@@ -22,15 +22,7 @@ from ampdoctor.diagnosis.health.judge import Judge
 from ampdoctor.errors import CheckpointError, NoStepError
 from ampdoctor.evidence.checkpoint_stats import LogTail
 from ampdoctor.evidence.json_records import Count, Positive, from_plain, to_plain
-from ampdoctor.evidence.log_records import (
-    AlertLine,
-    DetailLine,
-    EndLine,
-    LogRecord,
-    LookLine,
-    Stamp,
-    StepLine,
-)
+from ampdoctor.evidence.log_records import AlertLine, LogRecord, LookLine, Stamp
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import ErrorNote, Finding, Skipped
 from ampdoctor.evidence.report_health import HealthRun
@@ -74,10 +66,9 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
         if told is not None and number % _EVERY == 0:
             told(number)
     reader.ends()
-    source = shown_path(found.folder)
     kind = found.kind.format
     runs = reader.condenser.runs(
-        name=found.name, source=source, kind=kind, lately=False if kind in _TELLS_ITS_END else None
+        name=found.name, source=shown_path(found.folder), kind=kind, lately=False if kind in _TELLS_ITS_END else None
     )
     lost = noticed.lines_lost()
     if not runs:
@@ -147,16 +138,15 @@ class _Reader:
         if stamp.rank == self._shown:
             self.condenser.add(whole)
         self._last[stamp.rank] = whole
-        kind = type(line)
-        if kind is AlertLine and isinstance(line, AlertLine):
+        if isinstance(line, AlertLine):
             if line.finding.code not in self._judged:  # the others are found anew, with the current thresholds
                 self._add(whole, line.finding)
-        elif kind is LookLine and isinstance(line, LookLine):
+        elif isinstance(line, LookLine):
             self._judge.knows(line)
             for finding in line.findings:  # which have the step of the replay
                 self._add(whole, replace(finding, where=replace(finding.where, step=line.step)))
-        elif (found := self._judge.add(line)) and isinstance(line, StepLine | DetailLine | EndLine):
-            for finding in found:
+        else:
+            for finding in self._judge.add(line):
                 self._add(whole, finding)
 
     def ends(self) -> None:

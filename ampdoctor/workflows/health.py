@@ -228,17 +228,13 @@ def _verdict(findings: Sequence[Finding], runs: Sequence[HealthRun], *, settled:
 def _judged(run: HealthRun) -> int:
     """Returns the number of taken steps that the rules judge: with a loss or a norm, or all if the log has neither."""
     known = [_known(run, name) for name in ("loss", "gradient_norm")]
-    return max(known) if any(known) else _accepted(run)
+    return max(known) if any(known) else run.steps - run.skipped
 
 
 def _known(run: HealthRun, name: CurveName) -> int:
     """Returns the number of taken steps with a value in the log; for a long log a lower bound, the spans with one."""
     curve = next((curve for curve in run.curves if curve.name == name), None)
-    return 0 if curve is None else min(_accepted(run), sum(value is not None for value in curve.middle))
-
-
-def _accepted(run: HealthRun) -> int:
-    return run.steps - run.skipped
+    return 0 if curve is None else min(run.steps - run.skipped, sum(value is not None for value in curve.middle))
 
 
 def _target(read: Sequence[_Read], shown: Sequence[str]) -> dict[str, object]:

@@ -14,14 +14,7 @@ from ampdoctor.diagnosis.catalogue import FINDERS, rules
 from ampdoctor.diagnosis.health.rolling import RECENT
 from ampdoctor.diagnosis.health.step_state import EPISODE, StepState
 from ampdoctor.diagnosis.health.tensor_state import TensorCourses, TensorState
-from ampdoctor.evidence.log_records import (
-    DetailLine,
-    EndLine,
-    Line,
-    LookLine,
-    RunLine,
-    StepLine,
-)
+from ampdoctor.evidence.log_records import DetailLine, EndLine, Line, LookLine, RunLine, StepLine
 from ampdoctor.evidence.report import SEVERITIES, Finding
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 

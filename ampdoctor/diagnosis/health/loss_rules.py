@@ -222,9 +222,9 @@ def _loss_not_back(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
     if spike is None:
         return ()
     steps = int(thresholds[LOSS_NOT_BACK_STEPS])
-    if spike.above != steps:
-        return ()
     line = moment.line
+    if spike.above != steps or line.loss is None:
+        return ()
     finding = LOSS_NOT_BACK.finding(
         "error",
         f"The loss rose to {spike.value:.4g} at step {spike.step}, from about {spike.usual:.4g}, and {steps} steps "

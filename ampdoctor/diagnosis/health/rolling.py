@@ -266,7 +266,7 @@ class Beginning:
 
     def rise(self, steps: int) -> float:
         """Returns the median of the last `steps` (at most `RECENT`) values over the first level; 0 if unknown."""
-        if math.isnan(self.first) or self.count < FIRST + steps or self.count >= WITHIN:
+        if self.count >= WITHIN or self.count < FIRST + steps or math.isnan(self.first):
             return 0.0
         return median(sorted(list(self._last)[-steps:])) / self.first
 

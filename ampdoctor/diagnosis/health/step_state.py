@@ -514,9 +514,6 @@ class StepState:
             self.norm.add(self._norm, self.norm_above)
             if self.norm.count % LENGTH == 0:  # rare: it sorts a window that most hops do not need
                 self._highest_norm = max(self._highest_norm, self.norm.usual)
-        self._end_of_costs(line)
-
-    def _end_of_costs(self, line: StepLine) -> None:
         if line.seconds is not None and math.isfinite(line.seconds):
             self.seconds.add(line.seconds)
             if self.seconds.count == LENGTH:
@@ -559,15 +556,12 @@ class StepState:
 
     def _follow_spike(self, step: int, loss: float) -> None:
         if self.spike is None and self.judged and self.alone and self.reverses_progress(loss):
-            self.spike = Spike(step=step, usual=self.loss.usual, limit=self._limit(), value=loss)
+            limit = self.loss.value_at(3.0)  # three robust deviations above the usual
+            self.spike = Spike(step=step, usual=self.loss.usual, limit=limit, value=loss)
         if self.spike is not None:
             self.spike.above = self.spike.above + 1 if loss > self.spike.limit else 0
             if self.spike.above == 0 and step > self.spike.step:
                 self.spike = None
-
-    def _limit(self) -> float:
-        """The loss three robust deviations above the usual: live.md §3.3."""
-        return self.loss.value_at(3.0)
 
 
 def _finite(value: float | None) -> float | None:

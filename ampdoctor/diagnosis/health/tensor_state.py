@@ -120,7 +120,7 @@ class TensorCourses:
 
     def __init__(self) -> None:
         self._rows: dict[Key, int] = {}
-        self._addresses: list[Sequence[object]] = []  # of the last line; most lines have the same
+        self._addresses: Sequence[Sequence[object]] = ()  # of the last line; most lines have the same
         self._at: list[int] = []  # their rows
         self._step: int | None = None
         self.moment = TensorState(

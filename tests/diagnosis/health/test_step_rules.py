@@ -56,6 +56,8 @@ def test_a_loss_that_stays_up_is_an_error_and_one_that_returns_is_none():
     (error,) = [f for f in stays if f.code == "AMP721"]
     assert BAD + 15 <= error.where.step <= BAD + 25
     assert error.evidence["since"] == BAD
+    ends = judged(steps(loss=lambda at, value: stays_up(at, value) if at <= error.where.step else None))
+    assert "AMP721" in [f.code for f in ends]  # and a step without a loss says nothing of it
     returns = judged(steps(gradient_norm=jump, loss=lambda at, value: value * (3 if BAD <= at < BAD + 8 else 1)))
     assert "AMP721" not in [f.code for f in returns]
 
