@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
 
-import repository_links  # noqa: E402 - the folders stand in the path only now
+import llms_txt  # noqa: E402 - the folders stand in the path only now
+import repository_links  # noqa: E402
 import schema_page  # noqa: E402
 
 import ampdoctor  # noqa: E402
@@ -56,6 +57,7 @@ copybutton_only_copy_prompt_lines = True  # a console block is commands and what
 
 
 def setup(app: Sphinx) -> None:
-    """What is made while building: the page of the JSON report."""
+    """What is made while building: the page of the JSON report, and llms.txt."""
     app.connect("source-read", schema_page.fill)
     app.connect("source-read", repository_links.plain)
+    app.connect("build-finished", llms_txt.write)

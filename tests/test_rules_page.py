@@ -5,6 +5,7 @@ After a change of a page: `PYTHONPATH=. python tests/test_rules_page.py`.
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from dataclasses import replace
@@ -57,6 +58,31 @@ def index():
 def test_every_section_says_something():
     sections = [(rule.code, text) for rule in rules().values() for _, text in rule.page.sections]
     assert [code for code, text in sections if not text.endswith(".") or "\\" in text or "| ---" in text] == []
+
+
+def examples():
+    """The code of each rule that has an example, its commands, and both scripts."""
+    for code, texts in ((rule.code, rule.page.texts) for rule in rules().values()):
+        if "example" in texts:
+            said, sick = texts["example"].split("\n\n", 1)
+            *first, last = re.findall("`(.*?)`", said)
+            commands = [command.split() for command in (*first, f"{last} --format json")]
+            yield pytest.param((code, commands, (sick, texts["instead"].split("\n\n", 1)[1])), id=code)
+
+
+@pytest.mark.parametrize("example", list(examples()))
+def test_an_example_has_its_finding_and_what_to_use_instead_has_none(example, run_cli, python, tmp_path):
+    (code, commands, scripts), reports = example, []
+    for name, script in zip(("sick", "cured"), scripts, strict=True):
+        (folder := tmp_path / name).mkdir()
+        (folder / "train.py").write_text(script)
+        for program, *words in commands:
+            done = run_cli(*words, command=(python,) if program == "python" else None, cwd=folder)
+        reports.append(json.loads(done.stdout))
+    assert len([line for line in scripts[0].splitlines() if line]) <= 12
+    assert [report["errors"] for report in reports] == [[], []]
+    assert code in {finding["code"] for finding in reports[0]["findings"]}
+    assert (reports[1]["verdict"], reports[1]["findings"]) == ("healthy", [])
 
 
 PAGE = """# AMP107 saturated-values
@@ -121,6 +147,11 @@ def test_a_page_is_all_that_a_rule_says(read):
     [
         ("# AMP107", "# AMP108", "expected '# AMP107 its-name', and 'Its title. Worst severity: error.' below it"),
         ("## Threshold", "## Limits", "expected the sections What it means, How it is decided, Threshold, What to do,"),
+        (
+            "Nowhere.\n",
+            "Nowhere.\n\n## Example\n",
+            "expected the sections What it means, How it is decided, Threshold,",
+        ),
         ("| default |", "| value |", "expected a table that begins with '| `--threshold` | default |"),
         ("| 0.5 |", "| half |", "expected the five cells of a threshold of AMP107, not '| `AMP107.share` | half |"),
         ("not below `share`", "not below `least`", "expected the five cells of a threshold of AMP107, not"),

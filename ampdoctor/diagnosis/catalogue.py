@@ -46,20 +46,23 @@ HEADINGS = {
 }
 """The sections of every page, in their order, by their keys in `Page.texts`."""
 
+EXAMPLE = {"example": "Example", "instead": "Use instead", "cost": "What the change costs"}
+"""The sections that a page may have behind them: all three, or none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The page of a rule, for the person who got the finding and for the rule itself."""
+    """The page of a rule."""
 
     name: str  # stable, kebab-case
     title: str  # one line
     worst: Severity  # the worst severity that a finding can have
     thresholds: Mapping[str, Threshold]  # those that a user may move, by name
-    texts: Mapping[str, str]  # the sections, by the keys of `HEADINGS`
+    texts: Mapping[str, str]  # the sections, by the keys of `HEADINGS` and `EXAMPLE`
 
     @property
     def sections(self) -> tuple[tuple[str, str], ...]:
-        """Each (heading, text), in the order of the page."""
+        """Each (heading, text) in the order of the page, without the example."""
         return tuple((heading, self.texts[key]) for key, heading in HEADINGS.items())
 
 
@@ -72,13 +75,14 @@ def read_page(code: str) -> Page:
     head = _HEAD.fullmatch(top)
     if head is None or head[1] != code:
         raise ValueError(f"{file}: expected '# {code} its-name', and 'Its title. Worst severity: error.' below it")
-    if tuple(parts[::2]) != tuple(HEADINGS.values()):
-        raise ValueError(f"{file}: expected the sections {', '.join(HEADINGS.values())}, in this order")
+    headings = HEADINGS if len(parts) <= 2 * len(HEADINGS) else HEADINGS | EXAMPLE
+    if tuple(parts[::2]) != tuple(headings.values()):
+        raise ValueError(f"{file}: expected the sections {', '.join(headings.values())}, in this order")
     try:
         thresholds = _thresholds(code, [line for line in text.splitlines() if line.startswith("|")])
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    texts = dict(zip(HEADINGS, map(_prose, parts[1::2]), strict=True))
+    texts = dict(zip(headings, map(_prose, parts[1::2]), strict=True))
     return Page(head[2], _plain(head[3]), cast("Severity", head[4]), thresholds, texts)
 
 
@@ -104,8 +108,10 @@ def pages_folder() -> Path:
 
 
 def _prose(section: str) -> str:
-    lines = (line for line in section.splitlines() if not line.startswith("|"))
-    return _plain(" ".join(" ".join(lines).split()))
+    """Return the words of a section as one paragraph, and below it its code, line by line."""
+    words, _, code = section.partition("```python\n")
+    lines = (line for line in words.splitlines() if not line.startswith("|"))
+    return "\n\n".join(filter(None, (_plain(" ".join(" ".join(lines).split())), code.rpartition("\n```")[0])))
 
 
 def _plain(markdown: str) -> str:
@@ -175,11 +181,7 @@ class Rule:
         advice: str | None = None,
         prescription: Prescription | None = None,
     ) -> Finding:
-        """Make a finding of this rule.
-
-        `message` is one sentence with the numbers that matter; `evidence` holds JSON values; `advice` replaces what
-        the page says to do.
-        """
+        """Make a finding of this rule; `message` is one sentence, and `advice` replaces what the page says to do."""
         return Finding(
             code=self.code,
             name=self.name,
@@ -330,9 +332,6 @@ def _checked(threshold: Threshold, value: Any) -> float:
     if threshold.whole and value != int(value):
         raise UsageError(f"{threshold.key} is {value:g}, not a whole number ({threshold.unit})")
     return int(value) if threshold.whole else float(value)
-
-
-# -- a scan's prescriptions --
 
 
 NOT_REPLAYED = "A scan reads the file only; bisect-nan --checkpoint replays the run with the change."

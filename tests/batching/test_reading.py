@@ -44,6 +44,9 @@ ARGS = "per_device_train_batch_size: 2\ngradient_accumulation_steps: 16\nfp16: t
 TRAINER = {"per_device_train_batch_size": 4, "bf16": True, "output_dir": "out", "fsdp": ["full_shard", "auto_wrap"]}
 
 
+FLAGS = "--per_device_train_batch_size 4 --gradient_accumulation_steps=2 --fp16 True"
+DASHED = "--per-device-train-batch-size 4 --gradient-accumulation-steps 2 --fp16 --output-dir out"
+APART = 'if [[ $1 == "--micro-batch-size" ]]; then shift; fi\n[ -f x ] && run --micro-batch-size 4 --bf16'
 MEGATRON_ALL = {"global_batch": 1536, "micro_batch": 1, "tensor": 8, "pipeline": 16, "reduction": "mean"}
 
 
@@ -56,6 +59,9 @@ MEGATRON_ALL = {"global_batch": 1536, "micro_batch": 1, "tensor": 8, "pipeline":
         ("ds.json", json.dumps(DEEPSPEED), ("deepspeed", 2, "fp16", "before"), {"global_batch": 2048}),
         ("args.json", json.dumps(TRAINER), ("transformers", 3, "bf16", "none"), {"micro_batch": 4, "accumulation": 1}),
         ("args.yml", ARGS, ("transformers", None, "fp16", "none"), {"accumulation": 16, "reduction": "tokens"}),
+        ("run.sh", f"torchrun train.py {FLAGS}", ("transformers", None, "fp16", "none"), {"accumulation": 2}),
+        ("run.sh", f"torchrun train.py {DASHED}", ("transformers", None, "fp16", "none"), {"micro_batch": 4}),
+        ("run.sh", APART, ("megatron", 0, "bf16", "none"), {"micro_batch": 4}),
     ],
 )
 def test_what_a_configuration_says(name, text, said, more):
@@ -107,6 +113,7 @@ def test_when_deepspeed_divides(changed, division):
         ("x.json", "[" * 100_000, "is not JSON"),
         ("x.yaml", "base: &base {bf16: true}\n<<: *base\noutput_dir: out\n", "merges keys"),
         ("x.py", "args = ['--micro-batch-size', '4', '--bf16']", "whole number"),
+        ("x.sh", "train.py --batch-size 4 --gradient-accumulation-steps 8", "says nothing of a batch"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_sentence(name, text, sentence):
@@ -276,25 +283,3 @@ def test_a_script_from_windows_is_read_as_any():
     said = read_settings(script.replace("\n", "\r\n"), "run.sh")
     assert (said.micro_batch, said.tensor, said.precision) == (4, 2, "fp16")
     assert said == read_settings(script, "run.sh")
-
-
-def test_flags_of_any_program_are_not_trainers():
-    with pytest.raises(UsageError, match="says nothing of a batch"):
-        read_settings("python train.py --batch-size 4 --gradient-accumulation-steps 8 --output-dir out", "run.sh")
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--per_device_train_batch_size 4 --gradient_accumulation_steps=2 --fp16 True",
-        "--per-device-train-batch-size 4 --gradient-accumulation-steps 2 --fp16 --output-dir out",
-    ],
-)
-def test_trainers_flags_are_known_by_its_micro_batch(flags):
-    said = read_settings(f"torchrun train.py {flags}", "run.sh")
-    assert (said.framework, said.micro_batch, said.accumulation, said.precision) == ("transformers", 4, 2, "fp16")
-
-
-def test_a_script_that_takes_its_arguments_apart_is_read():
-    text = 'if [[ $1 == "--micro-batch-size" ]]; then shift; fi\n[ -f x ] && run --micro-batch-size 4 --bf16'
-    assert read_settings(text, "run.sh").micro_batch == 4

@@ -59,18 +59,22 @@ def test_lightning_orders_by_step_with_versions_and_last(tmp_path):
     assert [(member.step, member.inside) for member in family][-1] == (210, "checkpoints")
 
 
-def test_last_stands_where_its_stored_step_is(tmp_path):
-    for step in (100, 200, 300):
-        save(tmp_path / f"model_step_{step}.pt")
-    save(tmp_path / "last.ckpt", global_step=250)
-    assert listed(tmp_path) == ["model_step_100.pt", "model_step_200.pt", "last.ckpt", "model_step_300.pt"]
-
-
-def test_a_link_to_a_member_is_no_member(tmp_path):
-    for epoch in (9, 10):
-        save(tmp_path / f"epoch_{epoch}.pth")
-    (tmp_path / "latest.pth").symlink_to("epoch_10.pth")
-    assert listed(tmp_path) == ["epoch_9.pth", "epoch_10.pth"]
+@pytest.mark.parametrize(
+    ("files", "order"),
+    [
+        (
+            {**{f"model_step_{step}.pt": {} for step in (100, 200, 300)}, "last.ckpt": {"global_step": 250}},
+            ["model_step_100.pt", "model_step_200.pt", "last.ckpt", "model_step_300.pt"],
+        ),
+        ({f"model_{n}.pt": {"global_step": 10 * n} for n in (1, 2, 3)}, [f"model_{n}.pt" for n in (1, 2, 3)]),
+        ({f"epoch_{n}.pth": {} for n in (9, 10)}, ["epoch_9.pth", "epoch_10.pth"]),
+    ],
+)
+def test_the_order_is_that_of_the_stored_steps_and_of_the_names(tmp_path, files, order):
+    for name, extra in files.items():
+        save(tmp_path / name, **extra)
+    (tmp_path / "latest.pth").symlink_to(order[-1])  # a link to a member is no member
+    assert listed(tmp_path) == order
 
 
 def test_what_cannot_be_placed_is_named_and_comes_last(tmp_path):
@@ -88,12 +92,6 @@ def test_what_cannot_be_placed_is_named_and_comes_last(tmp_path):
     ]
 
 
-def test_numbers_without_a_word_are_steps_where_the_files_say_so(tmp_path):
-    for number in (1, 2, 3):
-        save(tmp_path / f"model_{number}.pt", global_step=10 * number)
-    assert listed(tmp_path) == ["model_1.pt", "model_2.pt", "model_3.pt"]
-
-
 def test_numbers_without_a_word_are_steps_where_they_are_evenly_far_apart(tmp_path):
     for number in (500, 1000, 2000):
         save(tmp_path / f"net_{number:05}.pth")
@@ -103,7 +101,10 @@ def test_numbers_without_a_word_are_steps_where_they_are_evenly_far_apart(tmp_pa
     assert [(m.step, len(m.files)) for m in family] == [(500, 2), (1000, 2), (2000, 2)]
 
 
-def test_two_models_of_accelerate_are_no_family(tmp_path):
+def test_other_architectures_and_two_models_of_accelerate_are_no_family(tmp_path):
+    for width in (10, 20, 30):
+        save_model(tmp_path / "widths" / f"model_{width}.safetensors", (width, 2))
+    assert members(tmp_path / "widths") is None
     model = nn.Linear(2, 2)
     for index, steps in ((1, 3), (2, 9)):
         optimizer = torch.optim.Adam(model.parameters())
@@ -112,12 +113,6 @@ def test_two_models_of_accelerate_are_no_family(tmp_path):
             optimizer.step()
         save_file(model.state_dict(), tmp_path / f"model_{index}.safetensors")
         torch.save(optimizer.state_dict(), tmp_path / f"optimizer_{index}.bin")
-    assert members(tmp_path) is None
-
-
-def test_other_architectures_are_no_family(tmp_path):
-    for width in (10, 20, 30):
-        save_model(tmp_path / f"model_{width}.safetensors", (width, 2))
     assert members(tmp_path) is None
 
 

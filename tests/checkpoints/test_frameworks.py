@@ -133,28 +133,20 @@ def test_fairseq(tmp_path):
         assert set(names(checkpoint, "moment")) == set(PARAMETERS) == set(names(checkpoint, "weight"))
 
 
-def test_nanogpt_mmengine_and_torchtitan_say_their_step(tmp_path):
-    nanogpt = {
-        "model": state(),
-        "optimizer": adam(),
-        "model_args": {},
-        "iter_num": 30,
-        "best_val_loss": torch.tensor(1e9),
-    }
-    for content in (
-        nanogpt,
-        {
-            "meta": {"epoch": 1, "iter": 30},
-            "state_dict": state(),
-            "message_hub": {"log_scalars": {}},
-            "optimizer": adam(),
-        },
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model": state(), "optimizer": adam(), "model_args": {}, "iter_num": 30, "best_val_loss": torch.tensor(1e9)},
+        {"meta": {"epoch": 1, "iter": 30}, "state_dict": state(), "message_hub": {"log": {}}, "optimizer": adam()},
         {"model": state(), "train_state": {"step": 30}},
-    ):
-        with open_checkpoint(save(tmp_path, content)) as checkpoint:
-            assert checkpoint.global_step == 30
-            assert names(checkpoint, "weight") == PARAMETERS
-            assert {ref.role for ref in checkpoint} <= {"weight", "buffer", "moment", "other"}
+    ],
+    ids=["nanogpt", "mmengine", "torchtitan"],
+)
+def test_the_step_is_found_under_each_frameworks_name(tmp_path, content):
+    with open_checkpoint(save(tmp_path, content)) as checkpoint:
+        assert checkpoint.global_step == 30
+        assert names(checkpoint, "weight") == PARAMETERS
+        assert {ref.role for ref in checkpoint} <= {"weight", "buffer", "moment", "other"}
 
 
 def test_apex_keeps_its_copies_and_its_scale(tmp_path):

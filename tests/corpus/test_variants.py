@@ -31,73 +31,51 @@ SEEDS = 40
 """Seeds tried until enough of them fail as labelled."""
 
 WIDER = {
-    "adam_eps_half_embedding": ["d"],
-    "adam_state_inf_checkpoint": ["d"],
-    "bce_half_backward": ["d"],
-    "bf16_adamw_stagnation": ["hidden_size", "intermediate_size"],
-    "bf16_checkpoint_saved_as_fp16": ["d_model", "d_ff", "d_kv"],
-    "bn_stats_poisoned_by_outlier": ["c"],
-    "box_coder_log_eps": ["d"],
-    "ce_all_ignored_batch": ["d"],
-    "clip_before_unscale": ["c"],
-    "clip_logit_scale_overflow": ["hidden_size", "intermediate_size"],
-    "constant_column_std_zero": ["h"],
-    "cosine_similarity_zero_half": ["h"],
-    "ema_half_frozen": ["d"],
-    "grad_underflow_no_scaler": ["d"],
-    "groupnorm_manual_square": ["c"],
-    "healthy_bf16_beyond_fp16": ["hidden_size", "intermediate_size"],
-    "healthy_dead_relu_zero_grads": ["h"],
-    "healthy_gpt_neg_inf_mask": ["d"],
-    "healthy_initial_scale_skips": ["c"],
-    "healthy_nan_masked_by_relu": ["d"],
-    "healthy_sparse_embedding": ["d"],
-    "healthy_t5_bias_log_zero": ["d_model", "d_ff"],
-    "infonce_exp_fp32_too": ["h"],
-    "minibatch_stddev_eps": ["c"],
-    "moe_idle_expert_mean": ["d"],
-    "mt5_gated_ffn_overflow": ["d_model", "d_ff"],
-    "nan_buffer_frozen_bn": ["c"],
-    "nan_pixel_in_batch": ["c"],
-    "no_valid_scale_collapse": ["h"],
-    "optimizer_step_on_scaled_grads": ["c"],
-    "ppo_ratio_exp_half": ["d"],
-    "rmsnorm_silent_zero": ["d"],
-    "scale_collapsed_then_underflow": ["d"],
-    "scaler_state_lost_on_resume": ["c"],
-    "scaler_state_zero_checkpoint": ["d"],
-    "softmax_then_log": ["d"],
-    "static_loss_scale_overflow": ["d"],
-    "supcon_log_of_underflow": ["d"],
-    "t5_ffn_wo_overflow": ["d_ff"],
-    "triplet_sqrt_clamp_1e12": ["c", "d"],
-    "vae_decoder_conv_overflow": ["c"],
-    "vit_raw_16bit_pixels": ["hidden_size", "intermediate_size"],
+    case: widths.split()
+    for widths, cases in {
+        "c": """
+            bn_stats_poisoned_by_outlier clip_before_unscale groupnorm_manual_square healthy_initial_scale_skips
+            minibatch_stddev_eps nan_buffer_frozen_bn nan_pixel_in_batch optimizer_step_on_scaled_grads
+            scaler_state_lost_on_resume vae_decoder_conv_overflow
+        """,
+        "c d": """
+            triplet_sqrt_clamp_1e12
+        """,
+        "d": """
+            adam_eps_half_embedding adam_state_inf_checkpoint bce_half_backward box_coder_log_eps ce_all_ignored_batch
+            ema_half_frozen grad_underflow_no_scaler healthy_gpt_neg_inf_mask healthy_nan_masked_by_relu
+            healthy_sparse_embedding moe_idle_expert_mean ppo_ratio_exp_half rmsnorm_silent_zero
+            scale_collapsed_then_underflow scaler_state_zero_checkpoint softmax_then_log static_loss_scale_overflow
+            supcon_log_of_underflow
+        """,
+        "d_ff": """
+            t5_ffn_wo_overflow
+        """,
+        "d_model d_ff": """
+            healthy_t5_bias_log_zero mt5_gated_ffn_overflow
+        """,
+        "d_model d_ff d_kv": """
+            bf16_checkpoint_saved_as_fp16
+        """,
+        "h": """
+            constant_column_std_zero cosine_similarity_zero_half healthy_dead_relu_zero_grads infonce_exp_fp32_too
+            no_valid_scale_collapse
+        """,
+        "hidden_size intermediate_size": """
+            bf16_adamw_stagnation clip_logit_scale_overflow healthy_bf16_beyond_fp16 vit_raw_16bit_pixels
+        """,
+    }.items()
+    for case in cases.split()
 }
 """Widths that a case can double by their names; the others spell a width out where something is planted in a weight."""
 
-DEEPER = [
-    "adam_eps_half_embedding",
-    "bf16_adamw_stagnation",
-    "bf16_checkpoint_saved_as_fp16",
-    "bn_stats_poisoned_by_outlier",
-    "ce_all_ignored_batch",
-    "clip_logit_scale_overflow",
-    "fp8_e5m2_wrong_max",
-    "gpt2_attn_scale_after_matmul",
-    "grad_underflow_no_scaler",
-    "healthy_bf16_beyond_fp16",
-    "healthy_gpt_neg_inf_mask",
-    "healthy_nan_masked_by_relu",
-    "healthy_t5_bias_log_zero",
-    "mt5_gated_ffn_overflow",
-    "no_valid_scale_collapse",
-    "ppo_ratio_exp_half",
-    "softmax_then_log",
-    "static_loss_scale_overflow",
-    "t5_ffn_wo_overflow",
-    "vit_raw_16bit_pixels",
-]
+DEEPER = """
+    adam_eps_half_embedding bf16_adamw_stagnation bf16_checkpoint_saved_as_fp16 bn_stats_poisoned_by_outlier
+    ce_all_ignored_batch clip_logit_scale_overflow fp8_e5m2_wrong_max gpt2_attn_scale_after_matmul
+    grad_underflow_no_scaler healthy_bf16_beyond_fp16 healthy_gpt_neg_inf_mask healthy_nan_masked_by_relu
+    healthy_t5_bias_log_zero mt5_gated_ffn_overflow no_valid_scale_collapse ppo_ratio_exp_half softmax_then_log
+    static_loss_scale_overflow t5_ffn_wo_overflow vit_raw_16bit_pixels
+""".split()
 """Cases with a stack whose length is one number."""
 
 MOVED = [
@@ -132,20 +110,18 @@ pytestmark = [
 slow = pytest.mark.slow
 
 
-def diagnosed(case, changes, policy, folder, steps=None):
+def diagnosed(case, changes, policy, folder):
     checkpoint = None
     if runs.has_checkpoint(case) and "fixed" not in changes:
         checkpoint = str(folder / "checkpoint.pt")
         variants.write_checkpoint(case, changes, checkpoint)
     arguments = {"case": case, "changes": changes}
-    return bisect_nan(
-        ReplayRequest(factory=FACTORY, arguments=arguments, policy=policy, checkpoint=checkpoint, steps=steps)
-    )
+    return bisect_nan(ReplayRequest(factory=FACTORY, arguments=arguments, policy=policy, checkpoint=checkpoint))
 
 
-def assert_as_labelled(case, changes, policy, folder, steps=None):
+def assert_as_labelled(case, changes, policy, folder):
     """The report says what the variant's label says."""
-    report = diagnosed(case, changes, policy, folder, steps)
+    report = diagnosed(case, changes, policy, folder)
     label = variants.expected(case, changes)
     worst = worst_finding(report)
     if label["kind"] == "healthy":
@@ -158,23 +134,18 @@ def assert_as_labelled(case, changes, policy, folder, steps=None):
 
 
 @functools.cache
-def _failing(case, changes, policy, count):
-    found = []
-    for seed in range(1, SEEDS + 1):
-        variant = {**dict(changes), "seed": seed}
-        if variants.fails_as_labelled(case, variant, policy):
-            found.append(seed)
-            if len(found) == count:
-                break
-    return tuple(found)
+def _seed(case, changes, policy):
+    return next(
+        (n for n in range(1, SEEDS + 1) if variants.fails_as_labelled(case, {**dict(changes), "seed": n}, policy)), None
+    )
 
 
-def failing(case, changes, policy, count=1):
-    """The first seeds with which the variant provably fails as labelled."""
+def failing(case, changes, policy):
+    """The variant with the first seed with which it provably fails as labelled."""
     frozen = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in changes.items())
-    seeds = _failing(case, frozen, policy, count)
-    assert seeds, f"none of {SEEDS} seeds fails as labelled"
-    return [{**changes, "seed": seed} for seed in seeds]
+    seed = _seed(case, frozen, policy)
+    assert seed is not None, f"none of {SEEDS} seeds fails as labelled"
+    return {**changes, "seed": seed}
 
 
 def with_policies(cases):
@@ -189,15 +160,8 @@ def test_other_names_and_another_seed(case, tmp_path):
     changes = {"wrapped": "net"}
     if case in NAMED:
         changes["nested"] = runs.label(case)["culprit_module"]
-    (variant,) = failing(case, changes, "cuda")
+    variant = failing(case, changes, "cuda")
     assert_as_labelled(case, variant, "cuda", tmp_path)
-
-
-@slow
-@with_policies(CASES)
-def test_other_seeds(case, policy, tmp_path):
-    for variant in failing(case, {}, policy, 2):
-        assert_as_labelled(case, variant, policy, tmp_path)
 
 
 @slow
@@ -217,14 +181,14 @@ def test_a_recomputed_culprit(case, policy, tmp_path):
 @slow
 @pytest.mark.parametrize("case", WIDER)
 def test_another_width(case, tmp_path):
-    (variant,) = failing(case, {"wider": WIDER[case]}, "cuda")
+    variant = failing(case, {"wider": WIDER[case]}, "cuda")
     assert_as_labelled(case, variant, "cuda", tmp_path)
 
 
 @slow
 @pytest.mark.parametrize("case", DEEPER)
 def test_another_depth(case, tmp_path):
-    (variant,) = failing(case, {"deeper": 1}, "cuda")
+    variant = failing(case, {"deeper": 1}, "cuda")
     assert_as_labelled(case, variant, "cuda", tmp_path)
 
 
@@ -247,16 +211,8 @@ def test_the_culprit_in_another_layer(case, culprit, other, tmp_path):
 @pytest.mark.parametrize("case", LATE)
 def test_the_bad_batch_at_another_step(case, change, tmp_path):
     if not variants.fails_as_labelled(case, change, "cuda"):
-        (change,) = failing(case, change, "cuda")
+        change = failing(case, change, "cuda")
     assert_as_labelled(case, change, "cuda", tmp_path)
-
-
-@slow
-@with_policies(LATE)
-def test_a_bad_batch_beyond_the_usual_steps(case, policy, tmp_path):
-    if not variants.fails_as_labelled(case, change := {"later": 4}, policy):
-        (change,) = failing(case, change, policy)
-    assert_as_labelled(case, change, policy, tmp_path, steps=12)
 
 
 @slow
@@ -270,7 +226,7 @@ def test_the_step_written_out_by_hand_around_a_wrapped_model(case, policy, tmp_p
 def test_two_batches_a_step(case, policy, tmp_path):
     change = {"accumulated": 2}
     if not variants.fails_as_labelled(case, change, policy):
-        (change,) = failing(case, change, policy)
+        change = failing(case, change, policy)
     assert_as_labelled(case, change, policy, tmp_path)
 
 

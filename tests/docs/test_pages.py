@@ -86,12 +86,6 @@ def test_another_exit_code_is_an_error_with_the_streams(tmp_path):
         rewritten(PAGE.replace("run: exit 3; ", "run: "), tmp_path)
 
 
-def test_a_script_on_a_page_that_raises_is_an_error(tmp_path):
-    page = '<!-- run -->\n```python\nraise ValueError("no")\n```\n'
-    with pytest.raises(AssertionError, match="ValueError: no"):
-        rewritten(page, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("left", "right", "alike"),
     [

@@ -14,7 +14,7 @@ from ampdoctor.cli.main import main
 from ampdoctor.evidence import report as report_module
 from ampdoctor.evidence.log_records import KINDS, Stamp
 from ampdoctor.reports.json_report import schema
-from docs._ext import repository_links, schema_page
+from docs._ext import schema_page
 from tests.docs.pages import DOCS
 from tests.test_architecture import DIRECT
 
@@ -78,9 +78,7 @@ def test_what_a_target_holds_is_in_the_schema(check_report, capsys, tmp_path, mo
         save_file({"fc.weight": torch.full((2, 2), float(step))}, f"step-{step}.safetensors")
     parts = schema()["$defs"]
     for arguments in (
-        [
-            ".",
-        ],
+        ["."],
         ["step-100.safetensors", "step-200.safetensors"],
         [".", "--list"],
         ["step-200.safetensors", "--against", "step-100.safetensors"],
@@ -104,29 +102,3 @@ def test_every_kind_of_line_and_its_fields_are_on_the_page_of_the_log():
         *re.findall(r"\(report-(\w+)\)=", source[0]),
         *schema()["$defs"],
     }
-
-
-@pytest.mark.parametrize(
-    ("field", "words"),
-    [
-        ({"$ref": "#/$defs/where"}, "[where](#report-where)"),
-        ({"$ref": "#/$defs/where/properties/phase"}, "as `phase` of [where](#report-where)"),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "string or null"),
-        ({"type": "array", "items": {"$ref": "#/$defs/site"}}, "array of [site](#report-site)"),
-        ({"type": "object", "additionalProperties": {"type": "number"}}, "object of number by name"),
-        ({}, "any"),
-    ],
-)
-def test_a_type_of_the_schema_is_said_in_words(field, words):
-    assert schema_page._type(field) == words
-
-
-def test_a_link_out_of_the_documentation_is_a_name_on_the_site(tmp_path):
-    class App:
-        srcdir = tmp_path / "docs"
-
-    source = [
-        "[the corpus](../../fixtures/corpus/README.md#cases), [CONTRIBUTING.md](../../CONTRIBUTING.md), [in](../a.md)"
-    ]
-    repository_links.plain(App(), "howto/page", source)
-    assert source == ["the corpus (`fixtures/corpus/README.md`), CONTRIBUTING.md, [in](../a.md)"]

@@ -245,14 +245,6 @@ def test_each_flag_has_its_input_or_is_left_to_args(run_cli):
     assert flags >= LEFT_TO_ARGS
 
 
-def test_the_script_knows_each_input_by_its_kind(script, run_cli):
-    assert {*script.LISTS, *script.SWITCHES, *script.VALUES} == set(INPUTS) - OWN
-    assert {name for name in INPUTS if INPUTS[name].get("default") in ("true", "false")} - OWN == set(script.SWITCHES)
-    shown = "".join(run_cli(command, "--help").stdout for command in COMMANDS)
-    for switch in script.SWITCHES:
-        assert not re.search(rf"--{switch} [A-Z\[<]", shown), switch
-
-
 def test_no_input_is_written_into_a_script():
     assert ACTION["runs"]["using"] == "composite"
     for part in ACTION["runs"]["steps"]:

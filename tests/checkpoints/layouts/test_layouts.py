@@ -184,3 +184,11 @@ def test_what_is_opened_has_a_name_that_no_report_may_take(folder, monkeypatch):
 @pytest.mark.parametrize("name", ["report.json", "report.html", "a.sarif", "junit.xml", "REPORT.md", "said.txt"])
 def test_what_reports_are_called_is_part_of_no_checkpoint(name):
     assert not may_be_read(name)
+
+
+def test_the_fixtures_are_small_and_do_not_tell_whose_machine_made_them():
+    contents = {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file() and path.suffix != ".py"}
+    saved = {path: data for path, data in contents.items() if path.suffix not in {".pyc", ".md"}}
+    assert sum(map(len, saved.values())) <= 3_000_000
+    foreign = (b"/work/", b"/tmp/", b"/root/", b"/home/", b"/Users/", b"/usr/", b"\\Users\\")
+    assert [path for path, data in saved.items() if any(word in data for word in foreign)] == []

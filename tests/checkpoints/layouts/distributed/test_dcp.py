@@ -172,20 +172,48 @@ def test_paths_that_are_no_plain_names_are_refused(tmp_path, path):
         open_checkpoint(folder)
 
 
+def placed(**changes):
+    return lambda told: place(told, "model.a", **changes)
+
+
+def planned(*path):
+    return lambda told: told.planner_data.update({"model.a": path})
+
+
+def inside_itself(told):
+    told.state_dict_metadata["loop"] = told
+    chunks = told.state_dict_metadata["model.b"].chunks
+    chunks.append(chunks)
+
+
+def many_pieces(told):
+    entry = told.state_dict_metadata["model.b"]
+    entry.chunks *= 30
+    told.state_dict_metadata |= {f"model.{n}": entry for n in range(100)}
+
+
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("change", "error", "sentence"),
     [
-        ({"offset": -1}, "place of 'model.a' is malformed"),
-        ({"length": -5}, "place of 'model.a' is malformed"),
-        ({"offset": 2**70}, "place of 'model.a' is malformed"),
-        ({"length": 1.5}, "place of 'model.a' is malformed"),
-        ({"offset": True}, "place of 'model.a' is malformed"),
-        ({"offset": 0}, "share bytes"),
+        (placed(offset=-1), CheckpointError, "place of 'model.a' is malformed"),
+        (placed(length=-5), CheckpointError, "place of 'model.a' is malformed"),
+        (placed(offset=2**70), CheckpointError, "place of 'model.a' is malformed"),
+        (placed(length=1.5), CheckpointError, "place of 'model.a' is malformed"),
+        (placed(offset=True), CheckpointError, "place of 'model.a' is malformed"),
+        (placed(offset=0), CheckpointError, "share bytes"),
+        (inside_itself, CheckpointError, r"a piece of .model\.b. is malformed"),
+        (many_pieces, LimitExceededError, "pieces of tensors"),
+        (planned(*("x",) * 5000), LimitExceededError, "nesting"),
+        (planned("model"), CheckpointError, "another entry"),
+        (planned("step", "x"), CheckpointError, "another entry"),
+        (planned("model", "b"), CheckpointError, "another entry"),
+        (planned("model", "b", "c"), CheckpointError, "another entry"),
     ],
 )
-def test_places_that_cannot_be_are_refused(tmp_path, changes, sentence):
-    with pytest.raises(CheckpointError, match=sentence):
-        open_checkpoint(rewrite(plain(tmp_path), lambda told: place(told, "model.a", **changes)))
+def test_metadata_that_cannot_be_are_refused(tmp_path, monkeypatch, change, error, sentence):
+    monkeypatch.setattr(dcp_metadata, "MAX_PIECES", 1000)
+    with pytest.raises(error, match=sentence):
+        open_checkpoint(rewrite(plain(tmp_path), change))
 
 
 @pytest.mark.parametrize("changes", [{"length": 10**9}, {"offset": 10**12}])
@@ -288,51 +316,9 @@ def test_a_canary_in_the_place_of_a_tensor_is_skipped(tmp_path):
     assert not (tmp_path / "fired").exists()
 
 
-def test_metadata_that_contains_itself(tmp_path):
-    def change(told):
-        told.state_dict_metadata["loop"] = told
-        told.planner_data["model.a"] = ("model", "a")
-        chunks = told.state_dict_metadata["model.b"].chunks
-        chunks.append(chunks)
-
-    with pytest.raises(CheckpointError, match=r"a piece of .model\.b. is malformed"):
-        open_checkpoint(rewrite(plain(tmp_path), change))
-
-
-def test_one_list_of_pieces_for_many_tensors_is_bounded(tmp_path, monkeypatch):
-    def change(told):
-        entry = told.state_dict_metadata["model.b"]
-        entry.chunks *= 30
-        told.state_dict_metadata |= {f"model.{n}": entry for n in range(100)}
-
-    monkeypatch.setattr(dcp_metadata, "MAX_PIECES", 1000)
-    with pytest.raises(LimitExceededError, match="pieces of tensors"):
-        open_checkpoint(rewrite(plain(tmp_path), change))
-
-
-def test_a_path_of_thousands_of_keys_is_refused(tmp_path):
-    def change(told):
-        told.planner_data["model.a"] = ("x",) * 5000
-
-    with pytest.raises(LimitExceededError, match="nesting"):
-        open_checkpoint(rewrite(plain(tmp_path), change))
-
-
 def test_a_list_of_any_length_is_not_made(tmp_path):
-    def change(told):
-        told.planner_data["model.a"] = ("model", 10**15)
-
-    with open_checkpoint(rewrite(plain(tmp_path), change)) as checkpoint:
+    with open_checkpoint(rewrite(plain(tmp_path), planned("model", 10**15))) as checkpoint:
         assert len(checkpoint) == 2
-
-
-@pytest.mark.parametrize("path", [("model",), ("step", "x"), ("model", "b"), ("model", "b", "c")])
-def test_two_entries_in_one_place_are_refused(tmp_path, path):
-    def change(told):
-        told.planner_data["model.a"] = path
-
-    with pytest.raises(CheckpointError, match="another entry"):
-        open_checkpoint(rewrite(plain(tmp_path), change))
 
 
 def test_many_bad_entries_are_counted(tmp_path):
