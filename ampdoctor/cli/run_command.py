@@ -309,7 +309,7 @@ def _write(what: object) -> None:
 
 # -- `ampdoctor run` --
 
-_still_open: list[ExitStack] = []  # in a process that the script forked: the watch, which the parent ends
+_NO_STEP = "no optimizer step was seen in this process: nothing of {} was judged"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -323,6 +323,7 @@ class _Watched:
     home: ExitStack = field(default_factory=ExitStack)
     code: int | None = None  # the script's exit code; None before it has ended
     watch: ScriptWatch | None = None
+    still_open: ExitStack | None = None  # in a process that the script forked: the watch, which the parent ends
 
     @property
     def doctor(self) -> TrainingWatcher | None:
@@ -346,6 +347,9 @@ class _Watched:
         """Run the script under the watch; raises ForkedChildError at the end of a child that the script forked."""
         from ampdoctor.workflows.watch_script import watching
 
+        if not (self.quiet or rank_of()):
+            follow = f"live view: ampdoctor health {self.folder} --follow"
+            note(f"ampdoctor: watching {self.script.named}; log in {self.folder}; {follow}")
         process, here = os.getpid(), Path.cwd()
         stack = ExitStack()
         try:
@@ -367,7 +371,7 @@ class _Watched:
             del ended  # its traceback holds this frame, so the script's frames would wait for the garbage collector
         finally:
             if os.getpid() != process:
-                _still_open.append(stack.pop_all())
+                self.still_open = stack.pop_all()
             try:
                 stack.close()
             except Exception as error:  # noqa: BLE001 - our errors must not end a user's script
@@ -398,8 +402,11 @@ class _Watched:
         doctor = self.doctor
         if rank_of() if doctor is None else doctor.place.rank:
             return
-        if doctor is not None and doctor.cost and not self.quiet:
-            note(f"ampdoctor: {doctor.cost}")
+        seen = None if doctor is None else doctor.summary()
+        if seen is not None and not self.quiet:
+            note(f"ampdoctor: {seen}")
+        if not self.code and (doctor is None or not doctor.trained):
+            note(f"ampdoctor: warning: {_NO_STEP.format(self.script.named)}")
 
 
 def run_watched(

@@ -106,9 +106,9 @@ def run(
 ) -> Action:
     """Run a training script as it is, and watch it.
 
-    The script keeps its own arguments, output and signals. What was seen goes to stderr: one line if nothing was sick.
-    The exit code is the script's where that is not 0, else that of the findings. Options stand before SCRIPT. With
-    torchrun: torchrun -m ampdoctor run SCRIPT.
+    The script keeps its own arguments, output and signals. On stderr a line at the start says where the log is, and one
+    at the end what was seen. The exit code is the script's where that is not 0, else that of the findings. Options
+    stand before SCRIPT. With torchrun: torchrun -m ampdoctor run SCRIPT.
     """
     given = tuple(arguments or ())
     named = _named(script, given, is_module=module)
