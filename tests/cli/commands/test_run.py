@@ -87,18 +87,8 @@ def run(monkeypatch, tmp_path, capfd):
 
 
 def test_what_is_typed_before_the_script_is_ours_and_the_rest_is_its_own(run, watch, tmp_path):
-    typed = ["--every", "7", "--on-sick", "stop", "--look", "sync", "--guard"]
-    typed += [
-        "--bundle-max",
-        "512MiB",
-        "--record-batches",
-        "9",
-        "--no-bundle",
-        "--health",
-        "kept",
-        "--threshold",
-        "AMP107.saturated=0.1",
-    ]
+    typed = "--every 7 --on-sick stop --look sync --guard --bundle-max 512MiB --record-batches 9 --no-bundle".split()
+    typed += ["--health", "kept", "--threshold", "AMP107.saturated=0.1"]
     code, out, err = run(*typed, "train.py", "", "--every", "9", "--", "-m", "--health=x", "--help")
     assert (code, out) == (0, "['', '--every', '9', '--', '-m', '--health=x', '--help']\n")
     assert err.splitlines() == [BEGINS.format("kept", "kept"), f"ampdoctor: {SEEN}"]
