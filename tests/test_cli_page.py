@@ -102,16 +102,6 @@ def test_the_page_is_the_command_line():
     assert PAGE.read_text(encoding="utf-8") == rendered()
 
 
-def options_of_the_page():
-    sections = PAGE.read_text(encoding="utf-8").split("\n## ampdoctor ")[1:]
-    return {
-        section.partition("\n")[0]: set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", "".join(
-            line.split("|")[1] for line in section.splitlines() if line.startswith("| `-")
-        )))
-        for section in sections
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("name", contexts())
 def test_each_command_has_three_examples_that_can_be_typed(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -136,15 +126,6 @@ def test_help_is_short_and_has_the_commands_own_options_first(name, capsys):
         assert shared.count("jsonl") == shown.count("jsonl") == 1 or name == "merge"
         assert "--fail-on" in shared
         assert "--help" in own
-
-
-def test_every_option_of_the_readme_is_on_the_page():
-    known = set().union(*options_of_the_page().values()) | {"--version", "--install-completion", "--show-completion"}
-    text = re.sub(r" -- [^`]*", "", (ROOT / "README.md").read_text(encoding="utf-8"))  # a script's own arguments
-    text = re.sub(r"(`ampdoctor run [^`]*?\.py)[^`]*", r"\1", text)  # what follows it is the script's as well
-    named = set(re.findall(r"`ampdoctor [^`]*?(--[a-z][a-z0-9-]+)", text))
-    assert named
-    assert named <= known
 
 
 def test_a_default_that_the_help_tells_in_words_is_one_and_the_bounds_are_not():

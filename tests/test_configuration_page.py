@@ -63,17 +63,6 @@ def test_the_example_is_a_configuration_for_every_command(command):
     assert config.ignores[0].rule == "AMP104"
 
 
-def test_the_options_of_one_run_are_those_that_are_no_settings():
-    said = re.search(r"is a key, but (.*?), which", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    named = set(re.findall(r"--([a-z-]+)", said.group(1)))
-    for name, command in commands().items():
-        if name == "plan":
-            continue
-        options = {name.removeprefix("--") for p in command.params for name in p.opts if name.startswith("--")}
-        assert options - command.settings.keys() == named & options
-        assert named - options <= {"module"}  # of run alone
-
-
 if __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(TABLE.sub(lambda _: rendered(), text), encoding="utf-8")

@@ -190,10 +190,7 @@ CASES = {
     "AMP207.relative_error": (0.3, of_step(lambda c, t: severity(unexplained(c, t)), gradient_error=0.2)),
     "AMP207.wrong": (0.7, of_step(lambda c, t: severity(unexplained(c, t)), gradient_error=0.6)),
     "AMP208.departs": (0.5, lambda thresholds: len(departing_in_forward((WRONG,), thresholds))),
-    "AMP208.alone": (
-        0.7,
-        lambda thresholds: len(far_alone(test_silent_rules.held(0, OFF), thresholds)),
-    ),
+    "AMP208.alone": (0.7, lambda thresholds: len(far_alone(test_silent_rules.held(0, OFF), thresholds))),
     "AMP210.better": (
         10.0,
         of_step(
@@ -214,14 +211,8 @@ CASES = {
         2.0,
         lambda thresholds: advise_precision(facts(forward={"block.2": 20000.0}), thresholds).precision,
     ),
-    "AMP303.fp32_share": (
-        0.5,
-        lambda thresholds: severity(no_common_scale(["a"], 0.3, 1024.0, None, thresholds)),
-    ),
-    "AMP304.lost": (
-        0.5,
-        lambda thresholds: len(starved_parameters([test_silent_rules.held(0, NEARLY)], thresholds)),
-    ),
+    "AMP303.fp32_share": (0.5, lambda thresholds: severity(no_common_scale(["a"], 0.3, 1024.0, None, thresholds))),
+    "AMP304.lost": (0.5, lambda thresholds: len(starved_parameters([test_silent_rules.held(0, NEARLY)], thresholds))),
     "AMP307.near": (
         0.2,
         lambda thresholds: test_shrinking_headroom.judged(outputs(growing()), thresholds=thresholds) is None,
@@ -230,10 +221,7 @@ CASES = {
         1.0,
         lambda thresholds: test_shrinking_headroom.judged(outputs(growing()), thresholds=thresholds) is None,
     ),
-    "AMP402.relative_error": (
-        1e-6,
-        scanned(tensor(), scalers=(ScalerState(scale=0.5, growth_tracker=5),)),
-    ),
+    "AMP402.relative_error": (1e-6, scanned(tensor(), scalers=(ScalerState(scale=0.5, growth_tracker=5),))),
     "AMP402.falls": (9, scanned(tensor(), scalers=(ScalerState(scale=2.0**-8),))),
     "AMP407.ratio": (
         200.0,

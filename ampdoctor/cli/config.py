@@ -251,22 +251,15 @@ def _placed(config: Config, place: str, key: str, value: Any) -> Any:
 
     Raises UsageError where a found file names something out of its reach.
     """
-    match USES.get(key):
-        case "writes forms":
-            pairs = (text.partition("=") for text in value)
-            return [f"{form}{equals}{_one(config, place, path, writes=True)}" for form, equals, path in pairs]
-        case "exports":
-            return [_exported(config, place, text) for text in value]
-        case "writes":
-            return _one(config, place, value, writes=True)
-        case "runs code":
-            return _code(config, place, value, alone=key == "model")
-        case "runs code from":
-            return _one(config, place, value, runs=True)
-        case "reads":
-            return _one(config, place, value)
-        case _:
-            return value
+    use = USES.get(key)
+    if use == "writes forms":
+        pairs = (text.partition("=") for text in value)
+        return [f"{form}{equals}{_one(config, place, path, writes=True)}" for form, equals, path in pairs]
+    if use == "exports":
+        return [_exported(config, place, text) for text in value]
+    if use == "runs code":
+        return _code(config, place, value, alone=key == "model")
+    return _one(config, place, value, writes=use == "writes", runs=use == "runs code from") if use else value
 
 
 def _exported(config: Config, place: str, text: str) -> str:

@@ -238,5 +238,4 @@ class ReplayCommand(ConfiguredCommand):
 
 def script_arguments(context: typer.Context) -> tuple[str, ...]:
     """Return the arguments of the user's script."""
-    given: tuple[str, ...] = context.meta.get(_KEY, ())
-    return given
+    return tuple(context.meta.get(_KEY, ()))

@@ -7,7 +7,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from rich.console import Console, ConsoleDimensions
@@ -160,15 +160,14 @@ def _layers(latest: Latest, room: int) -> list[Text]:
     if latest.detail_step is None or count < 1:
         return []
     lines = [
-        Text(f"{title:<{_LABEL}}{_shown(measure, value):>9} {sanitise(name)} {_SHORT_ROLES.get(role, role)}")
+        Text(
+            f"{title:<{_LABEL}}{f'2^{value:.1f}' if measure == 'log2_headroom' else f'{value:.2%}':>9} "
+            f"{sanitise(name)} {_SHORT_ROLES.get(role, role)}"
+        )
         for measure, title in _MEASURES
         for name, role, value in latest.worst(measure, count)
     ]
     return [Text(f"worst tensors at step {latest.detail_step}", style="bold"), *lines] if lines else []
-
-
-def _shown(measure: Measure, value: float) -> str:
-    return f"2^{value:.1f}" if measure == "log2_headroom" else f"{value:.2%}"
 
 
 def _events(events: Sequence[Event], room: int, width: int) -> list[Text]:
@@ -217,115 +216,94 @@ def follow(
     for_people = output.format == "human" and output.output is None
     stream = report_stream() if for_people else sys.stderr
     follower, latest = Follower(log), Latest(thresholds=thresholds)
-    if stream is not None and _is_drawn_on(stream) and not output.quiet:
+    capable = os.environ.get("TERM") != "dumb" and sys.platform != "win32" and not output.quiet
+    if stream and capable and stream.isatty() and (stream.encoding or "").lower().startswith("utf"):
         try:
-            _draw(follower, latest, _Picture(stream, output.color, log), pause)
+            _draw(stream, output.color, follower, latest, name=log, pause=pause)
         except OSError as error:
             raise OutputError(f"the terminal cannot be written: {error.strerror or error}") from None
     else:
         write = write_stdout if for_people else lambda line: note(line.removesuffix("\n"))
-        _print(_Lines(write, 0 if output.quiet else every), follower, latest, log, pause)
+        _print(write, 0 if output.quiet else every, follower, latest, log=log, pause=pause)
 
 
-def _is_drawn_on(stream: TextIO) -> bool:
-    capable = os.environ.get("TERM") != "dumb" and sys.platform != "win32"
-    return capable and stream.isatty() and (stream.encoding or "").lower().startswith("utf")
-
-
-class _Lines:
-    """Prints events, and a step from time to time.
-
-    `write` takes a line with its newline; `every` is the number of steps between two lines, 0 for none.
-    """
-
-    def __init__(self, write: Callable[[str], None], every: int) -> None:
-        self._write, self._every = write, every
-        self._said, self._said_at = -1, time.monotonic()
-
-    def happened(self, events: Iterable[Event]) -> None:
-        for event in events:
-            self._write(event_line(event) + "\n")
-
-    def step(self, latest: Latest, *, least: int | None = None) -> None:
-        """Prints the last step if it is at least `least` steps after the one printed before; None: the usual number."""
-        last, least = latest.last, self._every if least is None else least
-        slow = time.monotonic() - self._said_at > _SLOW_S
-        if not self._every or last is None or last.step == self._said:
-            return
-        if self._said < 0 or slow or last.step < self._said or last.step - self._said >= least:
-            self._said, self._said_at = last.step, time.monotonic()
-            self._write(status_line(latest) + "\n")
-
-
-def _print(lines: _Lines, follower: Follower, latest: Latest, log: str, pause: Callable[[float], None]) -> None:
-    """Prints plain lines; of the steps that were already there, only the last."""
+def _print(
+    write: Callable[[str], None],
+    every: int,
+    follower: Follower,
+    latest: Latest,
+    *,
+    log: str,
+    pause: Callable[[float], None],
+) -> None:
+    """Prints events, and a step each `every` steps or from time to time; of those that were there, only the last."""
     waiting = caught_up = False
+    said, said_at = -1, time.monotonic()
+
+    def show_step(least: int) -> None:
+        nonlocal said, said_at
+        last, slow = latest.last, time.monotonic() - said_at > _SLOW_S
+        if not every or last is None or last.step == said:
+            return
+        if said < 0 or slow or last.step < said or last.step - said >= least:
+            said, said_at = last.step, time.monotonic()
+            write(status_line(latest) + "\n")
+
     while True:
         for whole in follower.new():
-            lines.happened(latest.add(whole))
+            for event in latest.add(whole):
+                write(event_line(event) + "\n")
             if caught_up:
-                lines.step(latest)
+                show_step(every)
         if follower.found is None and not waiting:
             note(f"ampdoctor: waiting for a log at {log}")
         waiting = True
         caught_up = caught_up or follower.found is not None
-        lines.step(latest, least=1 if latest.end is not None else None)
+        show_step(every if latest.end is None else 1)
         if latest.end is not None:
             return
         pause(FRAME_S)
 
 
-def _draw(follower: Follower, latest: Latest, picture: _Picture, pause: Callable[[float], None]) -> None:
-    """Draws on the terminal's second screen; the last picture stays on the first."""
-    console = picture.console
+def _draw(
+    stream: TextIO, color: Color, follower: Follower, latest: Latest, *, name: str, pause: Callable[[float], None]
+) -> None:
+    """Draws on the terminal's second screen; the last picture stays on the first. `name` is the log's."""
+    never = color == "never"
+    console = Console(
+        file=stream,
+        force_terminal=True,
+        color_system=None if never else "auto",
+        no_color=True if never else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+    def drawn(lines_left: int = 0) -> Text:
+        try:  # read each time: the user may have resized the window
+            columns, rows = os.get_terminal_size(stream.fileno())
+        except OSError:
+            columns, rows = 0, 0
+        width, height = columns or 80, rows or 24
+        console.size = ConsoleDimensions(width, height)
+        return view(latest, name=name, width=width, height=height - lines_left)
+
     try:
         with Live(
             console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
         ) as live:
             while latest.end is None:
-                live.update(picture.drawn(latest), refresh=True)
+                live.update(drawn(), refresh=True)
                 drawn_at = time.monotonic()
                 for whole in follower.new():
                     latest.add(whole)
                     if time.monotonic() - drawn_at > FRAME_S:  # while a long existing log is read
-                        live.update(picture.drawn(latest), refresh=True)
+                        live.update(drawn(), refresh=True)
                         drawn_at = time.monotonic()
-                if follower.found is not None:
-                    picture.name = follower.found.name
+                name = name if follower.found is None else follower.found.name
                 if latest.end is None:
                     pause(FRAME_S)
     finally:
         if latest.last is not None:
-            console.print(picture.drawn(latest, lines_left=1))
-
-
-class _Picture:
-    """Draws for a terminal at its current size; `name` is the log's."""
-
-    def __init__(self, stream: TextIO, color: Color, name: str) -> None:
-        self.console = Console(
-            file=stream,
-            force_terminal=True,
-            color_system="auto" if color != "never" else None,
-            no_color=True if color == "never" else None,
-            highlight=False,
-            markup=False,
-            emoji=False,
-        )
-        self.name = name
-        self._stream = stream
-
-    def drawn(self, latest: Latest, *, lines_left: int = 0) -> Text:
-        """Returns the picture, with `lines_left` lines of the terminal left free."""
-        width, height = _size(self._stream)
-        self.console.size = ConsoleDimensions(width, height)
-        return view(latest, name=self.name, width=width, height=height - lines_left)
-
-
-def _size(stream: TextIO) -> tuple[int, int]:
-    """Returns columns and lines, read each time: the user may have resized the window."""
-    try:
-        size = os.get_terminal_size(stream.fileno())
-    except OSError:
-        return 80, 24
-    return size.columns or 80, size.lines or 24
+            console.print(drawn(lines_left=1))

@@ -6,7 +6,7 @@ import platform
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ampdoctor.cli.options import GateOptions, ListFormat, OutputOptions, flatten
 from ampdoctor.cli.output import canvas
@@ -16,7 +16,6 @@ from ampdoctor.diagnosis.catalogue import Rule, find_rule, rules
 from ampdoctor.errors import EXIT_OK, ReportError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.software import installed, machine, packages, variables
-from ampdoctor.evidence.thresholds import Threshold
 from ampdoctor.package import version
 from ampdoctor.reports.escape import sanitise
 from ampdoctor.reports.formats import Color
@@ -28,14 +27,10 @@ if TYPE_CHECKING:
 
 def rule(
     code: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CODE",
-            help="A code (AMP201) or a name (forward-overflow); without: all.",
-        ),
+        str | None, Argument(metavar="CODE", help="A code (AMP201) or a name (forward-overflow); without: all.")
     ] = None,
-    form: Annotated[ListFormat, typer.Option("--format", help="Form of the page.")] = "human",
-    color: Annotated[Color, typer.Option("--color", help="auto: colour on a terminal, as NO_COLOR etc. say.")] = "auto",
+    form: Annotated[ListFormat, Option("--format", help="Form of the page.")] = "human",
+    color: Annotated[Color, Option(help="auto: colour on a terminal, as NO_COLOR etc. say.")] = "auto",
 ) -> Action:
     """Explain a finding's code.
 
@@ -44,16 +39,16 @@ def rule(
 
     def action() -> Outcome:
         chosen = list(rules().values()) if code is None else [find_rule(code)]
-        write_stdout(_as_json(chosen) if form == "json" else _as_text(chosen, color, whole=code is not None))
+        if form == "json":
+            from ampdoctor.reports.json_report import strict_json
+
+            write_stdout(strict_json([_whole(rule) for rule in chosen]))
+        else:
+            pages = partial(_show, chosen, whole=code is not None)
+            write_stdout(canvas(report_stream(), color=color).draw(pages))
         return Outcome(EXIT_OK)
 
     return action
-
-
-def _as_json(chosen: list[Rule]) -> str:
-    from ampdoctor.reports.json_report import strict_json
-
-    return strict_json([_whole(rule) for rule in chosen])
 
 
 def _whole(rule: Rule) -> dict[str, Any]:
@@ -63,31 +58,22 @@ def _whole(rule: Rule) -> dict[str, Any]:
     return {**named, **rule.page.texts, "thresholds": thresholds}
 
 
-def _as_text(chosen: list[Rule], color: Color, *, whole: bool) -> str:
+def _show(chosen: list[Rule], console: Console, *, whole: bool) -> None:
     from rich.text import Text
 
-    def show(console: Console) -> None:
-        for rule in chosen:
-            console.print(Text(f"{rule.code} {rule.name}", "bold") + Text(f": {rule.title}"))
-            for heading, text in {"worst": rule.worst, **rule.page.texts}.items() if whole else ():
-                console.print(Text(f"\n{heading}", "bold"))
-                console.print(Text(text))
-            if whole and rule.thresholds:
-                console.print(Text("\nthresholds, to be moved with --threshold CODE.NAME=VALUE", "bold"))
-                for threshold in rule.thresholds:
-                    console.print(Text(_line(threshold)))
-
-    return canvas(report_stream(), color=color).draw(show)
+    for rule in chosen:
+        console.print(Text(f"{rule.code} {rule.name}", "bold") + Text(f": {rule.title}"))
+        for heading, text in {"worst": rule.worst, **rule.page.texts}.items() if whole else ():
+            console.print(Text(f"\n{heading}", "bold"))
+            console.print(Text(text))
+        if whole and rule.thresholds:
+            console.print(Text("\nthresholds, to be moved with --threshold CODE.NAME=VALUE", "bold"))
+            for one in rule.thresholds:
+                range_ = f"{one.unit}, {one.lowest:g} to {one.highest:g}"
+                console.print(Text(f"{one.key} = {one.default:g} ({range_}): {one.why}"))
 
 
-def _line(threshold: Threshold) -> str:
-    range_ = f"{threshold.unit}, {threshold.lowest:g} to {threshold.highest:g}"
-    return f"{threshold.key} = {threshold.default:g} ({range_}): {threshold.why}"
-
-
-def env(
-    form: Annotated[ListFormat, typer.Option("--format", help="Form of the list.")] = "human",
-) -> Action:
+def env(form: Annotated[ListFormat, Option("--format", help="Form of the list.")] = "human") -> Action:
     """List what to paste into a bug report.
 
     Versions, devices, and the settings that change numbers; nothing else of the environment is shown.
@@ -135,7 +121,7 @@ _MAX_REPORT = 256 * 1024 * 1024  # bytes; a report with a histogram for each of 
 @flatten
 def merge(
     reports: Annotated[
-        list[str], typer.Argument(metavar="REPORT", help="Reports that were written with --format json or jsonl.")
+        list[str], Argument(metavar="REPORT", help="Reports that were written with --format json or jsonl.")
     ],
     gates: GateOptions,
     output: OutputOptions,
@@ -150,17 +136,15 @@ def merge(
 
     def work(_: Progress | None, __: SetAside) -> Report:
         from ampdoctor.reports.merge import merge_reports
+        from ampdoctor.reports.read_json import report_from_text
 
-        return merge_reports([_read(file) for file in reports])
+        read = []
+        for file in reports:
+            text = read_text(file, limit=_MAX_REPORT, what="the report")
+            try:
+                read.append(report_from_text(text))
+            except ReportError as error:
+                raise ReportError(f"{file}: {error}") from None
+        return merge_reports(read)
 
     return partial(run_command, work, output, gates, reports)
-
-
-def _read(file: str) -> Report:
-    from ampdoctor.reports.read_json import report_from_text
-
-    text = read_text(file, limit=_MAX_REPORT, what="the report")
-    try:
-        return report_from_text(text)
-    except ReportError as error:
-        raise ReportError(f"{file}: {error}") from None

@@ -17,11 +17,13 @@ INTERRUPTED = "ampdoctor: interrupted"  # printed after Ctrl-C
 _leave = os._exit  # Python's own, which `process.claim_process` replaces
 
 
-class _Claim:
-    answering: bool = False
-    interrupted: bool = False
-    deaf: bool = False
-    code: int | None = None
+class state:  # noqa: N801 - one of a kind
+    """Where the process stands."""
+
+    answering: bool = False  # `main()` answers the KeyboardInterrupt
+    interrupted: bool = False  # Ctrl-C was pressed since the process was claimed
+    deaf: bool = False  # further ones are ignored: the end of the process is decided
+    code: int | None = None  # the exit code with which each one ends the process at once, from now on
 
 
 def claim() -> None:
@@ -40,49 +42,20 @@ def release() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def answer() -> None:
-    """From now on raise a KeyboardInterrupt on Ctrl-C, which `main()` answers."""
-    _Claim.answering = True
-
-
-def interrupted() -> bool:
-    """Whether Ctrl-C was pressed since the process was claimed."""
-    return _Claim.interrupted
-
-
-def ignore() -> None:
-    """Ignore further Ctrl-C: the end of the process is decided."""
-    _Claim.deaf = True
-
-
-def settle(code: int) -> None:
-    """From now on end at once on Ctrl-C, with this exit code."""
-    _Claim.code = code
-    _Claim.deaf = False
-
-
 def _on_ctrl_c(signum: int, frame: FrameType | None) -> None:
-    if _Claim.deaf:
+    if state.deaf:
         return
-    _Claim.interrupted = True
-    if _Claim.code is not None:  # only exit handlers or threads still run
-        _leave(_Claim.code)
-    if not _Claim.answering or _torch_is_loading():  # nothing has been written yet
-        _end()
+    state.interrupted = True
+    if state.code is not None:  # only exit handlers or threads still run
+        _leave(state.code)
+    # While torch is being imported its C++ code runs Python, and aborts where that raises
+    loading = getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False)
+    if not state.answering or loading:  # nothing has been written yet
+        state.deaf = True
+        try:
+            if sys.stderr is not None:
+                sys.stderr.write(f"{INTERRUPTED}\n")
+                sys.stderr.flush()
+        finally:
+            _leave(EXIT_INTERRUPTED)
     signal.default_int_handler(signum, frame)
-
-
-def _torch_is_loading() -> bool:
-    """Whether torch is being imported: its C++ code runs Python, and aborts where that raises."""
-    spec = getattr(sys.modules.get("torch"), "__spec__", None)
-    return bool(getattr(spec, "_initializing", False))
-
-
-def _end() -> None:
-    _Claim.deaf = True
-    try:
-        if sys.stderr is not None:
-            sys.stderr.write(f"{INTERRUPTED}\n")
-            sys.stderr.flush()
-    finally:
-        _leave(EXIT_INTERRUPTED)

@@ -18,9 +18,11 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
 import typer
+from typer import Option
 from typer.core import TyperCommand
 
 from ampdoctor.cli import interrupt, process, run_command
@@ -28,7 +30,7 @@ from ampdoctor.cli.configured_command import ConfiguredCommand, ReplayCommand
 from ampdoctor.cli.info_commands import env, merge, rule, versions
 from ampdoctor.cli.plan_command import plan
 from ampdoctor.cli.replay_commands import bisect_nan, profile, recommend
-from ampdoctor.cli.run_command import Action
+from ampdoctor.cli.run_command import Action, Outcome
 from ampdoctor.cli.scan_command import scan
 from ampdoctor.cli.suggest import doors, full_path, is_usage_error, said_by
 from ampdoctor.cli.training_commands import health, run
@@ -39,7 +41,6 @@ from ampdoctor.errors import (
     AmpdoctorError,
     CheckpointError,
     ForkedChildError,
-    UsageError,
     UserCodeError,
 )
 from ampdoctor.reports.escape import sentence
@@ -66,58 +67,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _answer(arguments)
     except KeyboardInterrupt:  # outside `_answer`
         code = _say_interrupted()
-    interrupt.ignore()
-    if interrupt.interrupted() and code != EXIT_INTERRUPTED:  # some code swallowed the KeyboardInterrupt
+    interrupt.state.deaf = True
+    if interrupt.state.interrupted and code != EXIT_INTERRUPTED:  # some code swallowed the KeyboardInterrupt
         code = _say_interrupted()
     return process.settle(code)
 
 
 def _answer(arguments: list[str]) -> int:
     try:
-        return _run(arguments)
+        outcome = _parse(arguments)()
     except process.StdoutClosedError:
         return EXIT_ERROR
     except BaseException as error:  # noqa: BLE001 - no error may look like findings
-        if interrupt.interrupted() or _interrupted(error):
+        if interrupt.state.interrupted or _interrupted(error):
             return _say_interrupted()
         _explain(error, arguments)
         return EXIT_ERROR
-
-
-def _say_interrupted() -> int:
-    interrupt.ignore()
-    process.note(interrupt.INTERRUPTED)
-    return EXIT_INTERRUPTED
-
-
-def _run(arguments: list[str]) -> int:
-    parsed = _parse(arguments)
-    if isinstance(parsed, int):
-        return parsed
-    outcome = parsed()
     if outcome.reason is not None:
         process.note(f"ampdoctor: {sentence(outcome.reason)}")
     return outcome.code
 
 
-def _parse(arguments: list[str]) -> Action | int:
-    """Return the command's action, or an exit code where parsing did everything (`--help`)."""
+def _say_interrupted() -> int:
+    interrupt.state.deaf = True
+    process.note(interrupt.INTERRUPTED)
+    return EXIT_INTERRUPTED
+
+
+def _parse(arguments: list[str]) -> Action:
+    """Return the command's action, or one that only ends, where parsing did everything (`--help`)."""
     hook = sys.excepthook
     with contextlib.redirect_stdout(io.StringIO()) as shown:  # Typer's own output ends the process on an error
         try:
             result = app(arguments or ["--help"], prog_name="ampdoctor", standalone_mode=False)
         except SystemExit as ended:  # how a shell's completion ends
             result = ended.code
-        except (KeyError, ValueError):
-            if _COMPLETION not in os.environ:
-                raise
-            said = f"{_COMPLETION} asks for completions, and what else a shell says then is not set: unset it"
-            raise UsageError(said) from None
         finally:
             sys.excepthook = hook  # Typer replaces it for good
     if not arguments and _COMPLETION not in os.environ:
         process.note(shown.getvalue().rstrip("\n"))
-        return EXIT_ERROR
+        return partial(Outcome, EXIT_ERROR)
     if shown.getvalue():
         process.write_stdout(shown.getvalue())
     if callable(result):
@@ -125,7 +114,7 @@ def _parse(arguments: list[str]) -> Action | int:
         return action
     if result == EXIT_INTERRUPTED:  # Typer's answer to Ctrl-C
         raise KeyboardInterrupt
-    return EXIT_ERROR if result else EXIT_OK
+    return partial(Outcome, EXIT_ERROR if result else EXIT_OK)
 
 
 def _interrupted(error: BaseException) -> bool:
@@ -157,34 +146,25 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
     if is_usage_error(error):
         process.note(f"ampdoctor: error: {sentence(said_by(error))}")
         context = getattr(error, "ctx", None)
-        if not _say_doors(error, arguments) and context is not None:
-            process.note(f"Try '{context.command_path} --help' for help.")
+        usual = [] if context is None else [f"Try '{context.command_path} --help' for help."]
+        for line in doors(arguments, error) or usual:
+            process.note(line)
         return True
-    if isinstance(error, SystemExit):  # from the examined code, past our guards
-        said = sentence(f"the code under examination ended the process with {error.code!r}")
-        process.note(f"ampdoctor: error: {said}")
-    elif isinstance(error, ForkedChildError):
-        process.note(f"ampdoctor: error: {sentence(str(error))}")
+    if isinstance(error, SystemExit | ForkedChildError):  # from the examined code, past our guards
+        ended = f"the code under examination ended the process with {getattr(error, 'code', None)!r}"
+        process.note(f"ampdoctor: error: {sentence(str(error) if isinstance(error, ForkedChildError) else ended)}")
     elif isinstance(error, AmpdoctorError):
         said = full_path(str(error), arguments) if isinstance(error, CheckpointError) else str(error)
         process.note(f"ampdoctor: error: {sentence(said)}")
-        if isinstance(error, UserCodeError):
-            for text in filter(None, (error.traceback_text.rstrip("\n"), error.explained)):
-                process.note(text)
-        else:
-            _say_doors(error, arguments)
+        of_user = [error.traceback_text.rstrip("\n"), error.explained] if isinstance(error, UserCodeError) else None
+        more = doors(arguments, error) if of_user is None else of_user
+        for text in filter(None, more):
+            process.note(text)
     else:
         said = sentence(str(error).strip().split("\n")[0])
         name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
         process.note(_internal(f"{name}{': ' + said if said else ''}"))
     return False
-
-
-def _say_doors(error: BaseException, arguments: list[str]) -> bool:
-    ways = doors(arguments, error)
-    for line in ways:
-        process.note(line)
-    return bool(ways)
 
 
 def _internal(what: str) -> str:
@@ -228,79 +208,58 @@ def _version(asked: bool) -> None:
 @app.callback()
 def ampdoctor(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the versions and exit.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Show the versions and exit.")
     ] = False,
 ) -> None:
     """Diagnose mixed-precision training: what broke, why, what to change, and the proof."""
 
 
-def _add(command: Callable[..., Action], kind: type[TyperCommand], *examples: str, **context: Any) -> None:
-    said = "\n".join(f"  ampdoctor {example}" for example in examples)
+_EXAMPLES = """
+run train.py --lr 3e-4
+run --on-sick stop -m package.train
+run --export tensorboard=runs/a --report html=run.html train.py
+scan checkpoint-30000
+scan checkpoint-30000 --against checkpoint-20000
+scan checkpoints --format sarif --output scan.sarif --fail-on warning
+health ampdoctor-health/TIME-train
+health ampdoctor-health/TIME-train --follow
+health trainer_state.json --format html --output health.html
+bisect-nan train.py -- --lr 3e-4
+bisect-nan train.py:make_trainer --checkpoint checkpoint-30000 --until-sick
+bisect-nan ampdoctor-health/TIME-train/bundle-31000 --model train.py
+profile train.py:make_run --save run.profile
+profile train.py:make_run --steps 20 --precision bf16
+profile run.profile --format html --output profile.html
+recommend train.py:make_run
+recommend run.profile --emit deepspeed
+recommend run.profile --target h100 --precision-matters
+plan ds_config.json --gpus 64 --to-gpus 48
+plan --global-batch 512 --micro-batch 8 --gpus 64 --to-gpus 8x6 --emit megatron
+plan ampdoctor-health/TIME-train --to-gpus 16 --device-memory 80GB
+merge report.json
+merge rank0.json rank1.jsonl --format html --output all.html
+merge scan.json --fail-on warning --baseline known.json
+rule
+rule AMP201
+rule forward-overflow --format json
+env
+env --format json
+env > environment.txt
+""".strip().splitlines()
+_COMMANDS: tuple[tuple[Callable[..., Action], type[TyperCommand]], ...] = (
+    *((command, ConfiguredCommand) for command in (run, scan, health)),
+    *((command, ReplayCommand) for command in (bisect_nan, profile, recommend)),
+    *((command, ConfiguredCommand) for command in (plan, merge)),
+    *((command, TyperCommand) for command in (rule, env)),
+)
+for _command, _kind in _COMMANDS:
+    _name = _command.__name__.replace("_", "-")
+    _typed = "\n".join(f"  ampdoctor {example}" for example in _EXAMPLES if example.split()[0] == _name)
     app.command(
-        examples[0].split()[0],
-        cls=kind,
-        help=f"{inspect.getdoc(command)}\n\n\b\nExamples:\n{said}",
-        epilog=_EPILOG if kind is TyperCommand else f"{_SETTINGS}\n\n{_EPILOG}",
-        context_settings=context,
-    )(command)
-
-
-_add(
-    run,
-    ConfiguredCommand,
-    "run train.py --lr 3e-4",
-    "run --on-sick stop -m package.train",
-    "run --export tensorboard=runs/a --report html=run.html train.py",
-    allow_interspersed_args=False,  # arguments of the script may look like our options
-)
-_add(
-    scan,
-    ConfiguredCommand,
-    "scan checkpoint-30000",
-    "scan checkpoint-30000 --against checkpoint-20000",
-    "scan checkpoints --format sarif --output scan.sarif --fail-on warning",
-)
-_add(
-    health,
-    ConfiguredCommand,
-    "health ampdoctor-health/TIME-train",
-    "health ampdoctor-health/TIME-train --follow",
-    "health trainer_state.json --format html --output health.html",
-)
-_add(
-    bisect_nan,
-    ReplayCommand,
-    "bisect-nan train.py -- --lr 3e-4",
-    "bisect-nan train.py:make_trainer --checkpoint checkpoint-30000 --until-sick",
-    "bisect-nan ampdoctor-health/TIME-train/bundle-31000 --model train.py",
-)
-_add(
-    profile,
-    ReplayCommand,
-    "profile train.py:make_run --save run.profile",
-    "profile train.py:make_run --steps 20 --precision bf16",
-    "profile run.profile --format html --output profile.html",
-)
-_add(
-    recommend,
-    ReplayCommand,
-    "recommend train.py:make_run",
-    "recommend run.profile --emit deepspeed",
-    "recommend run.profile --target h100 --precision-matters",
-)
-_add(
-    plan,
-    ConfiguredCommand,
-    "plan ds_config.json --gpus 64 --to-gpus 48",
-    "plan --global-batch 512 --micro-batch 8 --gpus 64 --to-gpus 8x6 --emit megatron",
-    "plan ampdoctor-health/TIME-train --to-gpus 16 --device-memory 80GB",
-)
-_add(
-    merge,
-    ConfiguredCommand,
-    "merge report.json",
-    "merge rank0.json rank1.jsonl --format html --output all.html",
-    "merge scan.json --fail-on warning --baseline known.json",
-)
-_add(rule, TyperCommand, "rule", "rule AMP201", "rule forward-overflow --format json")
-_add(env, TyperCommand, "env", "env --format json", "env > environment.txt")
+        _name,
+        cls=_kind,
+        help=f"{inspect.getdoc(_command)}\n\n\b\nExamples:\n{_typed}",
+        epilog=_EPILOG if _kind is TyperCommand else f"{_SETTINGS}\n\n{_EPILOG}",
+        # Arguments of a script may look like our options
+        context_settings={"allow_interspersed_args": False} if _command is run else None,
+    )(_command)

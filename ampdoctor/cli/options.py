@@ -6,27 +6,19 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
-import typer
-from typer.models import ParameterInfo
+from typer import Option
+from typer.models import OptionInfo, ParameterInfo
 
 from ampdoctor.diagnosis.catalogue import check_threshold, thresholds_from
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS, Framework
 from ampdoctor.evidence.thresholds import Moves, Thresholds
 from ampdoctor.health.sinks.export import KINDS, Export, export_of
 from ampdoctor.reports.formats import Color, ReportFormat
-from ampdoctor.workflows.requests import (
-    HalfProducts,
-    Policy,
-    Precision,
-    ReplayRequest,
-    SetAside,
-    suppress_all,
-)
+from ampdoctor.workflows.requests import HalfProducts, Policy, Precision, ReplayRequest, SetAside, suppress_all
 
 ListFormat = Literal["human", "json"]  # for output that is not a report: a rule's page, the environment
 REPORT_AND_CI = "Report and CI (the same for every command)"
@@ -39,42 +31,37 @@ class OutputOptions:
 
     all_have: ClassVar[Mapping[str, Any]] = {"rich_help_panel": REPORT_AND_CI}
 
-    format: Annotated[ReportFormat, typer.Option("--format", help="Form of the report.")] = "human"
-    output: Annotated[
-        str | None, typer.Option("--output", metavar="FILE", help="Write the report here instead of to stdout.")
-    ] = None
+    format: Annotated[ReportFormat, Option(help="Form of the report.")] = "human"
+    output: Annotated[str | None, Option(metavar="FILE", help="Write the report here instead of to stdout.")] = None
     report: Annotated[
-        list[str],
-        typer.Option("--report", metavar="FORMAT=FILE", help="Also write the report in this form; may be repeated."),
+        list[str], Option(metavar="FORMAT=FILE", help="Also write the report in this form; may be repeated.")
     ] = field(default_factory=list)
     github_summary: Annotated[
-        bool,
-        typer.Option("--github-summary", help="Also append the report to the summary of the step of GitHub Actions."),
+        bool, Option("--github-summary", help="Also append the report to the summary of the step of GitHub Actions.")
     ] = False
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Findings only; no progress.")] = False
+    quiet: Annotated[bool, Option("-q", "--quiet", help="Findings only; no progress.")] = False
     verbose: Annotated[
         int,
-        typer.Option(
+        Option(
             "-v", "--verbose", count=True, min=0, show_default=False, help="More evidence; -vv: our own tracebacks."
         ),
     ] = 0
-    color: Annotated[Color, typer.Option("--color", help="auto: colour on a terminal, as NO_COLOR etc. say.")] = "auto"
-    no_progress: Annotated[bool, typer.Option("--no-progress", help="No progress on stderr.")] = False
+    color: Annotated[Color, Option(help="auto: colour on a terminal, as NO_COLOR etc. say.")] = "auto"
+    no_progress: Annotated[bool, Option("--no-progress", help="No progress on stderr.")] = False
     config: Annotated[
         str | None,
-        typer.Option(
-            "--config",
+        Option(
             allow_from_autoenv=False,
             metavar="FILE",
             help="Settings from here [default: the nearest ampdoctor.toml or pyproject.toml].",
         ),
     ] = None
-    isolated: Annotated[
-        bool, typer.Option("--isolated", allow_from_autoenv=False, help="Read no configuration file.")
-    ] = False
+    isolated: Annotated[bool, Option("--isolated", allow_from_autoenv=False, help="Read no configuration file.")] = (
+        False
+    )
     show_config: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--show-config",
             allow_from_autoenv=False,
             help="Show every setting and where it comes from; examine nothing.",
@@ -83,87 +70,54 @@ class OutputOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdviceOptions:
-    """For whom the advice is."""
-
-    emit: Annotated[
-        Framework | None,
-        typer.Option("--emit", help="Print the settings for this framework, whose scaler is then simulated."),
-    ] = None
-    hardware: Annotated[
-        str,
-        typer.Option(
-            "--target",
-            metavar="HARDWARE",
-            help=f"Recommend a precision for: {', '.join(TARGETS)}.",
-        ),
-    ] = DEFAULT_TARGET
-    precision_matters: Annotated[
-        bool,
-        typer.Option("--precision-matters", help="bf16's 8 bits are too few (training and sampling must agree)."),
-    ] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
     """How a run is replayed."""
 
     checkpoint: Annotated[
-        str | None,
-        typer.Option("--checkpoint", metavar="PATH", help="Read without executing anything; loaded before step 0."),
+        str | None, Option(metavar="PATH", help="Read without executing anything; loaded before step 0.")
     ] = None
     steps: Annotated[
         int | None,
-        typer.Option(
-            "--steps",
+        Option(
             metavar="N",
             min=1,
             help="Optimizer steps to replay, at most as there are batches [default: 8 for bisect-nan, else 50].",
         ),
     ] = None
-    precision: Annotated[Precision | None, typer.Option("--precision", help="Overrides the run's own.")] = None
+    precision: Annotated[Precision | None, Option(help="Overrides the run's own.")] = None
     policy: Annotated[
         Policy | None,
-        typer.Option(
-            "--policy",
-            help="Autocast on a CPU: as CUDA does it, or the CPU's own [default: cuda; a bundle's own].",
-        ),
+        Option(help="Autocast on a CPU: as CUDA does it, or the CPU's own [default: cuda; a bundle's own]."),
     ] = None
     half_products: Annotated[
         HalfProducts,
-        typer.Option(
-            "--half-products",
+        Option(
             hidden=True,
             help="fp16 matmuls on a CPU. fp32: computed in fp32 and rounded, as a GPU does. plain: the CPU's own.",
         ),
     ] = "fp32"
-    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:<index>.")] = "auto"
+    device: Annotated[str, Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:<index>.")] = "auto"
     spill: Annotated[
-        bool,
-        typer.Option("--spill", help="Keep what is put back between replays on disk (TMPDIR), not in memory."),
+        bool, Option("--spill", help="Keep what is put back between replays on disk (TMPDIR), not in memory.")
     ] = False
-    arg: Annotated[
-        list[str], typer.Option("--arg", metavar="KEY=JSON", help="An argument of the factory; may be repeated.")
-    ] = field(default_factory=list)
+    arg: Annotated[list[str], Option(metavar="KEY=JSON", help="An argument of the factory; may be repeated.")] = field(
+        default_factory=list
+    )
     app_dir: Annotated[
-        str | None,
-        typer.Option("--app-dir", metavar="FOLDER", help="First on the factory's import path [default: here]."),
+        str | None, Option(metavar="FOLDER", help="First on the factory's import path [default: here].")
     ] = None
     batches: Annotated[
-        str | None,
-        typer.Option("--batches", metavar="MODULE:NAME", help="The batches, where the factory returns a bare module."),
+        str | None, Option(metavar="MODULE:NAME", help="The batches, where the factory returns a bare module.")
     ] = None
     loss: Annotated[
-        str | None,
-        typer.Option("--loss", metavar="MODULE:NAME", help="loss(model, batch), where the factory returns a module."),
+        str | None, Option(metavar="MODULE:NAME", help="loss(model, batch), where the factory returns a module.")
     ] = None
     model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="SPEC", help="What makes a bundle's model: FILE.py:function, :Class, FILE.py."),
+        str | None, Option(metavar="SPEC", help="What makes a bundle's model: FILE.py:function, :Class, FILE.py.")
     ] = None
     expect_failure: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--expect-failure", help="The run is known to fail: a clean replay is 'not reproduced' and exits with 2."
         ),
     ] = False
@@ -257,8 +211,10 @@ def flatten(function: Callable[..., R]) -> Callable[..., R]:
 def _named(parameter: inspect.Parameter) -> str:
     """Return an option with its dashes, or what the help calls an argument."""
     told = next((one for one in get_args(parameter.annotation) if isinstance(one, ParameterInfo)), None)
-    first = next((str(one) for one in (getattr(told, "default", ""), *(getattr(told, "param_decls", None) or ()))), "")
-    return first if first.startswith("--") else str(getattr(told, "metavar", None) or parameter.name)
+    if isinstance(told, OptionInfo):
+        names = (str(one) for one in (told.default, *(told.param_decls or ())))
+        return next((one for one in names if one.startswith("--")), f"--{parameter.name.replace('_', '-')}")
+    return str(getattr(told, "metavar", None) or parameter.name)
 
 
 def _options_of(group: type[Any]) -> list[inspect.Parameter]:
@@ -267,16 +223,13 @@ def _options_of(group: type[Any]) -> list[inspect.Parameter]:
     for one in fields(group):
         for name, value in getattr(group, "all_have", {}).items():
             setattr(get_args(hints[one.name])[1], name, value)
-    return [
-        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=_default(one), annotation=hints[one.name])
-        for one in fields(group)
-    ]
-
-
-def _default(field: Field[Any]) -> Any:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return inspect.Parameter.empty if field.default is MISSING else field.default
+    parameters = []
+    for one in fields(group):
+        default = inspect.Parameter.empty if one.default is MISSING else one.default
+        default = default if one.default_factory is MISSING else one.default_factory()
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(one.name, kind, default=default, annotation=hints[one.name]))
+    return parameters
 
 
 # -- gates: which findings fail a run, and which are already known --
@@ -290,27 +243,23 @@ class GateOptions:
 
     all_have: ClassVar[Mapping[str, Any]] = {"rich_help_panel": REPORT_AND_CI}
 
-    fail_on: Annotated[
-        FailOn, typer.Option("--fail-on", help="Exit with 1 for findings of this severity and worse.")
-    ] = "error"
+    fail_on: Annotated[FailOn, Option(help="Exit with 1 for findings of this severity and worse.")] = "error"
     exit_zero: Annotated[
-        bool, typer.Option("--exit-zero", help="Exit with 0 where findings would exit with 1; other codes stay.")
+        bool, Option("--exit-zero", help="Exit with 0 where findings would exit with 1; other codes stay.")
     ] = False
     allow_partial: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--allow-partial",
             help="Accept a checkpoint that fits the model only in part, and an incomplete report that has a verdict.",
         ),
     ] = False
     baseline: Annotated[
-        str | None,
-        typer.Option("--baseline", metavar="FILE", help="Set aside what is known there; only what is new counts."),
+        str | None, Option(metavar="FILE", help="Set aside what is known there; only what is new counts.")
     ] = None
     write_baseline: Annotated[
         str | None,
-        typer.Option(
-            "--write-baseline",
+        Option(
             allow_from_autoenv=False,  # as a setting, it would make every run its own baseline
             metavar="FILE",
             help="Write what is found as the baseline: from now on known.",
@@ -333,11 +282,7 @@ class ExportOptions:
 
     export: Annotated[
         list[str],
-        typer.Option(
-            "--export",
-            metavar="KIND=TARGET",
-            help=f"Also show the log's numbers and alerts there; may be repeated: {_KINDS}.",
-        ),
+        Option(metavar="KIND=TARGET", help=f"Also show the log's numbers and alerts there; may be repeated: {_KINDS}."),
     ] = field(default_factory=list)
 
     def exports(self) -> tuple[Export, ...]:
@@ -359,8 +304,7 @@ class ThresholdOptions:
 
     threshold: Annotated[
         list[str],
-        typer.Option(
-            "--threshold",
+        Option(
             metavar="NAME=VALUE",
             help="Move a knob, or a number of a rule (AMP107.saturated=0.1; `ampdoctor rule AMP107` shows them); may "
             "be repeated.",
@@ -379,19 +323,16 @@ def parse_thresholds(pairs: list[str]) -> Moves:
     """Return the values of `--threshold CODE.NAME=VALUE`; raises UsageError for an invalid or repeated one."""
     moves: dict[str, dict[str, float]] = {}
     for pair in pairs:
-        key, equals, text = pair.partition("=")
-        code, dot, name = key.strip().partition(".")
-        if not (code and dot and name and equals):
-            raise UsageError(f"--threshold {pair}: the form is CODE.NAME=VALUE, for example AMP107.saturated=0.1")
+        key, _, text = pair.partition("=")
+        code, _, name = key.strip().partition(".")
+        code = code.upper()
         try:
-            value = float(text)
+            check_threshold(code, name, value := float(text))
         except ValueError:
             raise UsageError(f"--threshold {pair}: {text!r} is no number") from None
-        try:
-            check_threshold(code.upper(), name, value)
         except UsageError as error:
             raise UsageError(f"--threshold {pair}: {error}") from None
-        names = moves.setdefault(code.upper(), {})
+        names = moves.setdefault(code, {})
         if name in names:
             raise UsageError(f"--threshold {key.strip()}: given twice")
         names[name] = value

@@ -39,13 +39,6 @@ def rank_of(environment: Mapping[str, str] | None = None) -> int:
     return int(rank)
 
 
-def rank_file(rank: int, output: str | None, log: str | None = None) -> str:
-    """Return the report's file of a rank other than 0: with its log, else beside the `--output` of rank 0, or here."""
-    if log is not None:
-        return str(Path(log) / f"report.rank{rank}.jsonl")
-    return str(Path(output or "").parent / f"rank{rank}.jsonl")
-
-
 def own_file(file: str, rank: int) -> str:
     """Return a file name for one rank: `ranges.npz` of rank 0 is `ranges.rank1.npz` of rank 1."""
     path = Path(file)
@@ -67,31 +60,8 @@ def of_rank(report: Report, rank: int) -> Report:
     )
 
 
-# -- `--github-summary`: the report as Markdown at the end of the step's summary, a file that GitHub names --
-
-VARIABLE = "GITHUB_STEP_SUMMARY"
-
-
-def summary_file() -> str:
-    """Return the summary's file; raises UsageError where there is none, or it cannot be written."""
-    file = os.environ.get(VARIABLE)
-    if not file:
-        raise UsageError(f"--github-summary is for a step of GitHub Actions: {VARIABLE} is not set")
-    refuse_unwritable(file)
-    return file
-
-
-def append_summary(report: Report, file: str) -> None:
-    """Append the report; raises OutputError where that fails."""
-    from ampdoctor.reports.markdown import render_markdown
-
-    try:
-        with Path(file).open("a", encoding="utf-8", errors="backslashreplace") as summary:
-            summary.write(f"\n{render_markdown(report)}")
-    except OSError as error:
-        raise OutputError(f"cannot write {file}: {error.strerror or error}") from error
-
-
+SUMMARY = "GITHUB_STEP_SUMMARY"
+"""GitHub Actions' variable for the file to which `--github-summary` appends."""
 WIDTH_WITHOUT_TERMINAL = 200  # columns for logs and pipes: so wide that names are rarely wrapped
 _USUAL_WIDTH = 80
 _NARROWEST, _WIDEST = 20, 1000  # values of COLUMNS that are accepted
@@ -122,9 +92,15 @@ def destinations(
     """
     wanted = [Destination(options.format, _place(options.output or STDOUT)), *map(_parse, options.report)]
     if options.github_summary:
-        wanted.append(Destination("markdown", summary_file(), append=True))
-    if rank:
-        wanted = [Destination("jsonl", rank_file(rank, options.output, log))]
+        summary = os.environ.get(SUMMARY)
+        if not summary:
+            raise UsageError(f"--github-summary is for a step of GitHub Actions: {SUMMARY} is not set")
+        refuse_unwritable(summary)
+        wanted.append(Destination("markdown", summary, append=True))
+    if rank and log is not None:
+        wanted = [Destination("jsonl", str(Path(log) / f"report.rank{rank}.jsonl"))]
+    elif rank:
+        wanted = [Destination("jsonl", str(Path(options.output or "").parent / f"rank{rank}.jsonl"))]
     wanted.sort(key=lambda destination: destination.file == STDOUT)
     taken: set[object] = set()
     for file in (*also, *(destination.file for destination in reversed(wanted))):  # a file that stdout goes to as well
@@ -154,12 +130,18 @@ def deliver(report: Report, places: Iterable[Destination], options: OutputOption
     failed: Exception | None = None
     for place in places:
         try:
+            stream = report_stream() if place.file == STDOUT else None
+            seen = canvas(stream, color=options.color, quiet=options.quiet, verbose=options.verbose)
+            text = renderer(place.format)(report, seen)
             if place.append:
-                append_summary(report, place.file)
+                with Path(place.file).open("a", encoding="utf-8", errors="backslashreplace") as summary:
+                    summary.write(f"\n{text}")
             elif place.file == STDOUT:
-                write_stdout(_render(report, place.format, options, report_stream()))
+                write_stdout(text)
             else:
-                write_file(place.file, _render(report, place.format, options, None))
+                write_file(place.file, text)
+        except OSError as error:
+            failed = failed or OutputError(f"cannot write {place.file}: {error.strerror or error}")
         except Exception as error:  # noqa: BLE001 - raised below
             failed = failed or error
     if failed is not None:
@@ -187,11 +169,6 @@ def _columns(stream: TextIO | None) -> int:
         return os.get_terminal_size(stream.fileno()).columns or _USUAL_WIDTH
     except (OSError, ValueError):
         return _USUAL_WIDTH
-
-
-def _render(report: Report, form: ReportFormat, options: OutputOptions, stream: TextIO | None) -> str:
-    place = canvas(stream, color=options.color, quiet=options.quiet, verbose=options.verbose)
-    return renderer(form)(report, place)
 
 
 def _parse(text: str) -> Destination:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import typer
+from typer import Argument, Option
 
 from ampdoctor.batching.plans import BatchSettings, Cluster, Memory, PlanRequest, States, per_sample_of_peak
 from ampdoctor.cli.options import GateOptions, OutputOptions, flatten
@@ -49,13 +49,11 @@ def parameters_of(option: str, text: str) -> float:
 
 def bytes_each_of(option: str, text: str) -> tuple[float, float, float]:
     """Return the bytes of a parameter's weight, gradient and optimizer states; raises UsageError for other texts."""
-    parts = text.split(",")
     try:
-        weight, gradient, moments = (float(part) for part in parts)
+        weight, gradient, moments = (float(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(
-            f"{option} {text}: bytes of a parameter's weight, gradient and optimizer states, as in 2,2,12"
-        ) from None
+        said = "bytes of a parameter's weight, gradient and optimizer states, as in 2,2,12"
+        raise UsageError(f"{option} {text}: {said}") from None
     return weight, gradient, moments
 
 
@@ -92,127 +90,80 @@ class PlanOptions:
     all_have: ClassVar[Mapping[str, Any]] = {"allow_from_autoenv": False}  # they describe one job
 
     # the current batch, and facts about the job
-    global_batch: Annotated[
-        int | None,
-        typer.Option("--global-batch", metavar="N", help="Samples of an optimizer step, which stay."),
-    ] = None
-    micro_batch: Annotated[
-        int | None,
-        typer.Option("--micro-batch", metavar="N", help="Samples a rank runs at once, in force."),
-    ] = None
-    accumulation: Annotated[
-        int | None,
-        typer.Option("--accumulation", metavar="N", help="Micro-batches before a step, in force."),
-    ] = None
+    global_batch: Annotated[int | None, Option(metavar="N", help="Samples of an optimizer step, which stay.")] = None
+    micro_batch: Annotated[int | None, Option(metavar="N", help="Samples a rank runs at once, in force.")] = None
+    accumulation: Annotated[int | None, Option(metavar="N", help="Micro-batches before a step, in force.")] = None
     reduction: Annotated[
         Literal["mean", "sum", "tokens", "step"] | None,
-        typer.Option(
-            "--reduction",
+        Option(
             help="The loss: a mean over the micro-batch; a sum; a mean over the step's tokens, where ranks are "
-            "averaged (tokens) or added up (step).",
+            "averaged (tokens) or added up (step)."
         ),
     ] = None
-    precision: Annotated[Precision | None, typer.Option("--precision", help="Of the job [default: fp16].")] = None
+    precision: Annotated[Precision | None, Option(help="Of the job [default: fp16].")] = None
     reduce_fp16: Annotated[
         Literal["before", "after", "split", "none"] | None,
-        typer.Option(
-            "--reduce-fp16",
-            help="When the fp16 reduce divides: before or after its sum, or both; none: it is not fp16.",
-        ),
+        Option(help="When the fp16 reduce divides: before or after its sum, or both; none: it is not fp16."),
     ] = None
 
     # the devices before and after
     gpus: Annotated[
-        str | None,
-        typer.Option("--gpus", metavar="N", help="Devices of the job in force: 512, or nodes x each, 64x8."),
+        str | None, Option(metavar="N", help="Devices of the job in force: 512, or nodes x each, 64x8.")
     ] = None
-    to_gpus: Annotated[
-        str | None,
-        typer.Option("--to-gpus", metavar="N", help="Devices to plan for [default: as --gpus]."),
-    ] = None
-    tensor: Annotated[int | None, typer.Option("--tp", metavar="N", help="Tensor parallel size.")] = None
-    pipeline: Annotated[int | None, typer.Option("--pp", metavar="N", help="Pipeline parallel size.")] = None
-    context: Annotated[int | None, typer.Option("--cp", metavar="N", help="Context parallel size.")] = None
-    to_tensor: Annotated[int | None, typer.Option("--to-tp", metavar="N", help="Then [default: as --tp].")] = None
-    to_pipeline: Annotated[int | None, typer.Option("--to-pp", metavar="N", help="Then [default: as --pp].")] = None
-    to_context: Annotated[int | None, typer.Option("--to-cp", metavar="N", help="Then [default: as --cp].")] = None
+    to_gpus: Annotated[str | None, Option(metavar="N", help="Devices to plan for [default: as --gpus].")] = None
+    tensor: Annotated[int | None, Option("--tp", metavar="N", min=1, help="Tensor parallel size.")] = None
+    pipeline: Annotated[int | None, Option("--pp", metavar="N", min=1, help="Pipeline parallel size.")] = None
+    context: Annotated[int | None, Option("--cp", metavar="N", min=1, help="Context parallel size.")] = None
+    to_tensor: Annotated[int | None, Option("--to-tp", metavar="N", min=1, help="Afterwards [default: --tp].")] = None
+    to_pipeline: Annotated[int | None, Option("--to-pp", metavar="N", min=1, help="Afterwards [default: --pp].")] = None
+    to_context: Annotated[int | None, Option("--to-cp", metavar="N", min=1, help="Afterwards [default: --cp].")] = None
 
     # how much fits on a device
     max_micro_batch: Annotated[
-        int | None,
-        typer.Option("--max-micro-batch", metavar="N", help="The largest micro-batch that fits a device now."),
+        int | None, Option(metavar="N", min=1, help="The largest micro-batch that fits a device now.")
     ] = None
-    device_memory: Annotated[
-        str | None,
-        typer.Option("--device-memory", metavar="SIZE", help="Memory of a device, as in 80GB."),
-    ] = None
+    device_memory: Annotated[str | None, Option(metavar="SIZE", help="Memory of a device, as in 80GB.")] = None
     memory_per_sample: Annotated[
-        str | None,
-        typer.Option("--memory-per-sample", metavar="SIZE", help="What one more sample of a micro-batch takes."),
+        str | None, Option(metavar="SIZE", help="What one more sample of a micro-batch takes.")
     ] = None
     peak_memory: Annotated[
-        str | None,
-        typer.Option("--peak-memory", metavar="SIZE", help="Measured in the job in force: gives what a sample takes."),
+        str | None, Option(metavar="SIZE", help="Measured in the job in force: gives what a sample takes.")
     ] = None
-    params: Annotated[
-        str | None,
-        typer.Option("--params", metavar="N", help="Parameters of the model, as in 7B: sizes its states."),
-    ] = None
-    shard_stage: Annotated[
-        int | None,
-        typer.Option("--shard-stage", metavar="N", help="0 DDP, 1 to 3 ZeRO; 3 also FSDP [default: 0]."),
-    ] = None
+    params: Annotated[str | None, Option(metavar="N", help="Parameters of the model, as in 7B: sizes its states.")] = (
+        None
+    )
+    shard_stage: Annotated[int | None, Option(metavar="N", help="0 DDP, 1 to 3 ZeRO; 3 also FSDP [default: 0].")] = None
     state_bytes: Annotated[
         str,
-        typer.Option(
-            "--state-bytes",
+        Option(
             metavar="W,G,O",
             help="Bytes of a parameter's weight, gradient and optimizer states; autocast with Adam: 4,4,8.",
         ),
     ] = "2,2,12"
 
     profile: Annotated[
-        str | None,
-        typer.Option(
-            "--profile", metavar="FILE", help="Of `profile --save`, or a log: what fp16 flushes before and after."
-        ),
+        str | None, Option(metavar="FILE", help="Of `profile --save`, or a log: what fp16 flushes before and after.")
     ] = None
-    emit: Annotated[
-        PlanFramework | None,
-        typer.Option("--emit", help="Print the plan in this framework's own words."),
-    ] = None
+    emit: Annotated[PlanFramework | None, Option(help="Print the plan in this framework's own words.")] = None
 
     def _said(self, read: BatchSettings) -> BatchSettings:
         """Return the settings of the configuration file, overridden by the command line."""
-        given: dict[str, Any] = {
-            "global_batch": self.global_batch,
-            "micro_batch": self.micro_batch,
-            "accumulation": self.accumulation,
-            "reduction": self.reduction,
-            "precision": self.precision,
-            "division": self.reduce_fp16,
-        }
+        names = ("global_batch", "micro_batch", "accumulation", "reduction", "precision")
+        given: dict[str, Any] = {**{name: getattr(self, name) for name in names}, "division": self.reduce_fp16}
         return replace(read, **{name: value for name, value in given.items() if value is not None})
 
     def _clusters(self, said: BatchSettings) -> tuple[Cluster | None, Cluster]:
         """Return the current cluster, where there is one, and the one to plan for; may raise UsageError."""
         sizes = {name: getattr(self, name) or getattr(said, name) or 1 for name in _SIZES}
-        for name in _SIZES:  # `or` above would turn a 0 into 1
-            for given in (getattr(self, name), getattr(self, f"to_{name}")):
-                if given is not None and given < 1:
-                    raise UsageError(f"the {name} parallel size starts at 1, not {given}")
         then = {name: getattr(self, f"to_{name}") or sizes[name] for name in _SIZES}
         now = said.devices if self.gpus is None else devices_of("--gpus", self.gpus)
         after = now if self.to_gpus is None else devices_of("--to-gpus", self.to_gpus)
         if after is None:
             raise UsageError("no devices are named: --to-gpus says how many there will be, --gpus how many there are")
-        before = None if now is None else Cluster(devices=now, **sizes)
-        return before, Cluster(devices=after, **then)
+        return None if now is None else Cluster(devices=now, **sizes), Cluster(devices=after, **then)
 
     def _memory(self, said: BatchSettings, before: Cluster | None) -> Memory:
         """Return the known figures; raises UsageError where a size is invalid, or figures contradict each other."""
-        if self.max_micro_batch is not None and self.max_micro_batch < 1:
-            raise UsageError(f"--max-micro-batch {self.max_micro_batch}: a micro-batch starts at 1")
         states = self._states(said)
         per_sample = _size("--memory-per-sample", self.memory_per_sample)
         device = _size("--device-memory", self.device_memory)
@@ -243,15 +194,8 @@ class PlanOptions:
         """Return the request for the workflow; `read` holds the settings of the file `config`."""
         said = self._said(read)
         before, after = self._clusters(said)
-        return PlanRequest(
-            said=said,
-            before=before,
-            after=after,
-            memory=self._memory(said, before),
-            emit=self.emit,
-            profile=self.profile,
-            config=config,
-        )
+        asked: dict[str, Any] = {"emit": self.emit, "profile": self.profile, "config": config}
+        return PlanRequest(said=said, before=before, after=after, memory=self._memory(said, before), **asked)
 
 
 _MAX_BYTES = 1 << 20  # limit for a configuration file; they have some kilobytes
@@ -261,7 +205,7 @@ _MAX_BYTES = 1 << 20  # limit for a configuration file; they have some kilobytes
 def plan(
     settings: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="CONFIG",
             help="What is in force: a DeepSpeed JSON, Megatron-LM's arguments, Trainer arguments as JSON or YAML, an "
             "Accelerate YAML, or the folder of a watched run's log. Options stand in its place.",

@@ -29,8 +29,10 @@ class StdoutClosedError(Exception):
     """The reader of stdout has gone (`| head`)."""
 
 
-class _StreamClaim:
-    made: bool = False
+class _Claim:
+    process: int | None = None
+    code: int | None = None
+    stdout: bool = False  # whether the report has a stream of its own, `stream`
     stream: TextIO | None = None
 
 
@@ -47,34 +49,34 @@ def claim_stdout() -> None:
     Nothing is changed where `sys.stdout` has been replaced already.
     """
     out = sys.stdout
-    if _StreamClaim.made or out is not sys.__stdout__:
+    if _Claim.stdout or out is not sys.__stdout__:
         return
     try:
         if out is not None:
             out.flush()
             private = os.dup(out.fileno())
-            _StreamClaim.stream = os.fdopen(private, "w", encoding=out.encoding, errors="backslashreplace")
+            _Claim.stream = os.fdopen(private, "w", encoding=out.encoding, errors="backslashreplace")
         os.dup2(_STDERR, _STDOUT)
     except (OSError, ValueError):  # the descriptor was closed without Python: there is nothing to keep
         return
-    _StreamClaim.made = True
+    _Claim.stdout = True
     sys.stdout = sys.stderr
 
 
 @contextmanager
 def report_on_stderr() -> Iterator[None]:
     """Send the report's stream to stderr inside the block: stdout belongs to the user's script."""
-    before = _StreamClaim.made, _StreamClaim.stream
-    _StreamClaim.made, _StreamClaim.stream = True, sys.stderr
+    before = _Claim.stdout, _Claim.stream
+    _Claim.stdout, _Claim.stream = True, sys.stderr
     try:
         yield
     finally:
-        _StreamClaim.made, _StreamClaim.stream = before
+        _Claim.stdout, _Claim.stream = before
 
 
 def report_stream() -> TextIO | None:
     """Return the report's stream; None where the process was started without a stdout."""
-    return _StreamClaim.stream if _StreamClaim.made else sys.stdout
+    return _Claim.stream if _Claim.stdout else sys.stdout
 
 
 def write_stdout(text: str) -> None:
@@ -121,11 +123,6 @@ _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # set how Ope
 _KEEP = {-3: 1 << 30, -1: (1 << 31) - 1}  # glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (malloc.h), in bytes
 
 
-class _Claim:
-    process: int | None = None
-    code: int | None = None
-
-
 def claim_process() -> None:
     """Note each Ctrl-C, and let `os._exit` end the process only with an exit code of ours.
 
@@ -135,7 +132,7 @@ def claim_process() -> None:
     if not _WAITING & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is imported, which happens later
     interrupt.claim()
-    interrupt.answer()
+    interrupt.state.answering = True
     _Claim.process = os.getpid()
     _replace_exit()
 
@@ -178,7 +175,7 @@ def settle(code: int) -> int:
     # line; the next `exec` of a text clears the note (`run_eval_code_obj` of CPython's pythonrun.c).
     exec("")  # noqa: S102
     _Claim.code = code
-    interrupt.settle(code)
+    interrupt.state.code, interrupt.state.deaf = code, False
     return code
 
 
@@ -207,7 +204,10 @@ def read_text(file: str, *, limit: int, what: str, lenient: bool = False) -> str
     """
     try:
         regular = stat.S_ISREG(os.stat(file).st_mode)  # noqa: PTH116 - opening a named pipe would block
-        data = _beginning(file, limit + 1) if regular else b""
+        data = b""
+        if regular:
+            with Path(file).open("rb") as stream:
+                data = stream.read(limit + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         raise UsageError(f"cannot read {what} {file}: {getattr(error, 'strerror', None) or error}") from None
     if not regular:
@@ -218,8 +218,3 @@ def read_text(file: str, *, limit: int, what: str, lenient: bool = False) -> str
         return data.decode("utf-8-sig", "replace" if lenient else "strict")
     except UnicodeDecodeError:
         raise UsageError(f"cannot read {what} {file}: it is not UTF-8 text") from None
-
-
-def _beginning(file: str, size: int) -> bytes:
-    with Path(file).open("rb") as stream:
-        return stream.read(size)

@@ -59,13 +59,12 @@ class ProgressLine:
         from rich.console import Console
         from rich.table import Column
 
-        whole = Column(no_wrap=True)
         columns: list[progress.ProgressColumn] = [progress.TimeElapsedColumn()]
-        if total and unit == "B":
+        if total:
+            whole = Column(no_wrap=True)
             sizes = (progress.DownloadColumn(table_column=whole), progress.TransferSpeedColumn(table_column=whole))
-            columns = [progress.BarColumn(20), *sizes, progress.TimeRemainingColumn()]
-        elif total:
-            columns = [progress.BarColumn(20), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()]
+            counted = sizes if unit == "B" else (progress.MofNCompleteColumn(),)
+            columns = [progress.BarColumn(20), *counted, progress.TimeRemainingColumn()]
         bar = progress.Progress(
             *columns,
             progress.TextColumn("{task.description}", markup=False),

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
-import typer
+from typer import Argument, Context, Option
 
 from ampdoctor.cli.configured_command import moved_in_the_file, on_the_command_line, script_arguments
-from ampdoctor.cli.options import (
-    AdviceOptions,
-    GateOptions,
-    OutputOptions,
-    ReplayOptions,
-    ThresholdOptions,
-    flatten,
-)
+from ampdoctor.cli.options import GateOptions, OutputOptions, ReplayOptions, ThresholdOptions, flatten
 from ampdoctor.cli.output import own_file, rank_of
 from ampdoctor.cli.process import keep_freed_memory, loading
 from ampdoctor.cli.run_command import Action, run_command
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.requests import (
-    MOST_UNTIL_SICK,
-    Progress,
-    ReplayRequest,
-    SetAside,
-    Strategy,
-    is_profile,
-)
+from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS, Framework
+from ampdoctor.workflows.requests import MOST_UNTIL_SICK, Progress, ReplayRequest, SetAside, Strategy, is_profile
 
 Targets = Annotated[
     list[str],
-    typer.Argument(
+    Argument(
         metavar="TARGET",
         help="package.module:function or path/file.py:function; a script that trains, path/train.py; or profiles "
         "that were saved, of one run, or the folder of a run's log.",
@@ -43,10 +31,10 @@ Targets = Annotated[
 
 @flatten
 def bisect_nan(
-    context: typer.Context,
+    context: Context,
     factory: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="FACTORY",
             help="package.module:function or path/file.py:function; or a script that trains, path/train.py.",
         ),
@@ -55,41 +43,33 @@ def bisect_nan(
     *,
     strategy: Annotated[
         Strategy,
-        typer.Option(
-            "--strategy",
+        Option(
             help="trace: a bad step once more, every op watched. bisect: its layers halved, one probe a replay, each "
-            "ended at its probe.",
+            "ended at its probe."
         ),
     ] = "trace",
     compare_steps: Annotated[
         int | None,
-        typer.Option(
-            "--compare-steps",
-            metavar="N",
-            min=0,
-            help="How many steps of a run that stays finite are held beside fp32 [default: all].",
+        Option(
+            metavar="N", min=0, help="How many steps of a run that stays finite are held beside fp32 [default: all]."
         ),
     ] = None,
     no_compare: Annotated[
-        bool, typer.Option("--no-compare", help="Hold none beside fp32: only look for NaN and Inf.")
+        bool, Option("--no-compare", help="Hold none beside fp32: only look for NaN and Inf.")
     ] = False,
     until_sick: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--until-sick",
             help="Run on until a step is not finite, with only the cheap look on the way, and then look closely.",
         ),
     ] = False,
     max_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--max-steps", metavar="N", min=1, help=f"How far --until-sick runs at most [default: {MOST_UNTIL_SICK}]."
-        ),
+        int | None, Option(metavar="N", min=1, help=f"How far --until-sick runs at most [default: {MOST_UNTIL_SICK}].")
     ] = None,
     skip_batches: Annotated[
         str | None,
-        typer.Option(
-            "--skip-batches",
+        Option(
             metavar="N|checkpoint",
             help="Micro-batches to pass over; checkpoint: those of its steps [default: 0, with --until-sick: "
             "checkpoint].",
@@ -97,9 +77,7 @@ def bisect_nan(
     ] = None,
     fresh_scaler: Annotated[
         bool,
-        typer.Option(
-            "--fresh-scaler", help="Start with the loss scaler as the factory makes it, not with the checkpoint's."
-        ),
+        Option("--fresh-scaler", help="Start with the loss scaler as the factory makes it, not with the checkpoint's."),
     ] = False,
     limits: ThresholdOptions,
     gates: GateOptions,
@@ -115,6 +93,11 @@ def bisect_nan(
     if no_compare and compare_steps:
         raise UsageError(f"--no-compare and --compare-steps {compare_steps} say two things: give one of them")
     compared = 0 if no_compare else compare_steps
+    skipped: Any = skip_batches  # "checkpoint", or a number
+    if skip_batches not in (None, "checkpoint"):
+        if not re.fullmatch("[0-9]{1,9}", skip_batches):
+            raise UsageError(f"--skip-batches {skip_batches}: a number of micro-batches, or checkpoint")
+        skipped = int(skip_batches)
     if fresh_scaler and request.checkpoint is None:
         raise UsageError("--fresh-scaler stands in for a checkpoint's scaler: without --checkpoint it is fresh anyway")
     request = replace(
@@ -125,7 +108,7 @@ def bisect_nan(
         thresholds=thresholds,
         until_sick=until_sick,
         max_steps=max_steps,
-        skip_batches=_counted(skip_batches),
+        skip_batches=skipped,
     )
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
@@ -139,18 +122,9 @@ def bisect_nan(
     return partial(run_command, work, output, gates, replay.inputs(factory))
 
 
-def _counted(batches: str | None) -> int | Literal["checkpoint"] | None:
-    """Returns the number of batches to skip; raises UsageError for other texts than a number or "checkpoint"."""
-    if batches is None or batches == "checkpoint":
-        return batches  # type: ignore[return-value]  # the literal
-    if not batches.isascii() or not batches.isdecimal():
-        raise UsageError(f"--skip-batches {batches}: a number of micro-batches, or checkpoint")
-    return int(batches)
-
-
 @flatten
 def profile(
-    context: typer.Context,
+    context: Context,
     target: Targets,
     *,
     replay: ReplayOptions,
@@ -158,7 +132,7 @@ def profile(
     gates: GateOptions,
     output: OutputOptions,
     save: Annotated[
-        str | None, typer.Option("--save", metavar="FILE", help="Save the profile here, for `recommend` and `profile`.")
+        str | None, Option(metavar="FILE", help="Save the profile here, for `recommend` and `profile`.")
     ] = None,
 ) -> Action:
     """Measure ranges: what FP16, BF16 and FP8 would lose.
@@ -167,8 +141,8 @@ def profile(
     beside it. --save keeps the measurement: a saved profile is shown, and read by `recommend`, without running anything
     again.
     """
-    save = None if save is None else own_file(save, rank_of())
-    request, file = _asked(context, target, replay, limits, gates)
+    also = [] if save is None else [own_file(save, rank_of())]
+    request, file, inputs = _asked(context, target, replay, limits, gates)
 
     def work(progress: Progress | None, _: SetAside) -> Report:
         if not (file or request.spill):
@@ -176,24 +150,30 @@ def profile(
         with loading():
             from ampdoctor.workflows import profile as workflow
 
+        into = also[0] if also else None
         if file is not None:
-            return workflow.profile_from_file(file, save=save, thresholds=request.thresholds)
-        return workflow.profile(request, save=save, progress=progress)
+            return workflow.profile_from_file(file, save=into, thresholds=request.thresholds)
+        return workflow.profile(request, save=into, progress=progress)
 
-    files = [] if file is None else [file]
-    return partial(
-        run_command, work, output, gates, [*files, *replay.inputs(target[0])], [] if save is None else [save]
-    )
+    return partial(run_command, work, output, gates, inputs, also)
 
 
 @flatten
 def recommend(
-    context: typer.Context,
+    context: Context,
     target: Targets,
     *,
     replay: ReplayOptions,
     limits: ThresholdOptions,
-    advice: AdviceOptions,
+    emit: Annotated[
+        Framework | None, Option(help="Print the settings for this framework, whose scaler is then simulated.")
+    ] = None,
+    hardware: Annotated[
+        str, Option("--target", metavar="HARDWARE", help=f"Recommend a precision for: {', '.join(TARGETS)}.")
+    ] = DEFAULT_TARGET,
+    precision_matters: Annotated[
+        bool, Option("--precision-matters", help="bf16's 8 bits are too few (training and sampling must agree).")
+    ] = False,
     gates: GateOptions,
     output: OutputOptions,
 ) -> Action:
@@ -202,13 +182,8 @@ def recommend(
     Each with its evidence, and with what one replay has shown of it. The target is a factory, or a profile that was
     saved with `profile --save FILE`; from that the settings are derived without a replay.
     """
-    request, file = _asked(context, target, replay, limits, gates)
-    request = replace(
-        request,
-        emit=advice.emit,
-        target=advice.hardware,
-        precision_matters=advice.precision_matters,
-    )
+    request, file, inputs = _asked(context, target, replay, limits, gates)
+    request = replace(request, emit=emit, target=hardware, precision_matters=precision_matters)
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
         if not (file or request.spill):
@@ -220,18 +195,13 @@ def recommend(
             return workflow.recommend_from_file(file, request)
         return workflow.recommend(request, progress=progress, set_aside=gates.lived_with(set_aside))
 
-    files = [] if file is None else [file]
-    return partial(run_command, work, output, gates, [*files, *replay.inputs(target[0])])
+    return partial(run_command, work, output, gates, inputs)
 
 
 def _asked(
-    context: typer.Context,
-    targets: list[str],
-    replay: ReplayOptions,
-    limits: ThresholdOptions,
-    gates: GateOptions,
-) -> tuple[ReplayRequest, str | None]:
-    """Return the request for the workflows, and the saved profile where that is the target.
+    context: Context, targets: list[str], replay: ReplayOptions, limits: ThresholdOptions, gates: GateOptions
+) -> tuple[ReplayRequest, str | None, list[str]]:
+    """Return the request for the workflows, the saved profile where that is the target, and the files that are read.
 
     Raises UsageError for several targets, and for options of a replay where nothing runs.
     """
@@ -244,4 +214,5 @@ def _asked(
     if file is not None and given:  # a setting from a file applies only to the runs that it fits
         raise UsageError(f"{', '.join(given)}: only for a replay, and a saved profile runs nothing")
     request = replay.request(targets[0], allow_partial=gates.allow_partial, script_arguments=arguments)
-    return replace(request, thresholds=limits.thresholds(moved_in_the_file(context))), file
+    request = replace(request, thresholds=limits.thresholds(moved_in_the_file(context)))
+    return request, file, [*([] if file is None else [file]), *replay.inputs(targets[0])]

@@ -15,11 +15,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ampdoctor.cli import interrupt
 from ampdoctor.cli.config import Config
-from ampdoctor.cli.options import GateOptions, OutputOptions, files_of
+from ampdoctor.cli.options import FailOn, GateOptions, OutputOptions, files_of
 from ampdoctor.cli.output import (
     Destination,
     deliver,
@@ -77,11 +77,7 @@ class Outcome:
 
 
 def judge(
-    report: Report,
-    *,
-    fail_on: Literal["error", "warning", "never"] = "error",
-    exit_zero: bool = False,
-    allow_partial: bool = False,
+    report: Report, *, fail_on: FailOn = "error", exit_zero: bool = False, allow_partial: bool = False
 ) -> Outcome:
     """Return the exit code of a report: the first of these that applies.
 
@@ -100,7 +96,7 @@ def judge(
     return _answer(report, fail_on=fail_on, exit_zero=exit_zero)
 
 
-def _answer(report: Report, *, fail_on: Literal["error", "warning", "never"], exit_zero: bool) -> Outcome:
+def _answer(report: Report, *, fail_on: FailOn, exit_zero: bool) -> Outcome:
     threshold = () if fail_on == "never" else SEVERITIES[: SEVERITIES.index(fail_on) + 1]
     if any(finding.severity in threshold for finding in report.findings):
         return Outcome(EXIT_OK if exit_zero else EXIT_FINDINGS)
@@ -240,24 +236,32 @@ def today() -> date:
 # -- the end of a process that runs a user's script: exactly as Python itself ends it --
 
 _RAISED = 1  # Python's exit code after an uncaught error
-
-
 _interrupted: list[KeyboardInterrupt] = []  # the one that ended the script
 
 
 def answer(error: BaseException | None) -> int:
     """Print what Python prints for the error that ended a script (None: its end), and return the exit code."""
-    if error is None:
-        return EXIT_OK
+    if error is not None and not isinstance(error, SystemExit):
+        told = (type(error), error, error.__traceback__)
+        sys.last_type, sys.last_value, sys.last_traceback = told
+        try:
+            sys.excepthook(*told)
+        except SystemExit as asked:
+            error = asked
+        except BaseException as failed:  # noqa: BLE001 - as Python does
+            sys.__excepthook__(type(failed), failed, failed.__traceback__)
+            sys.__excepthook__(*told)
     if isinstance(error, SystemExit):
-        return _asked(error)
-    asked = _show(error)
-    if asked is not None:
-        return asked
+        if error.code is None or isinstance(error.code, int):
+            return error.code or EXIT_OK
+        for part in (error.code, "\n"):
+            with contextlib.suppress(Exception):
+                sys.stderr.write(str(part))
+        return _RAISED
     if isinstance(error, KeyboardInterrupt):
         _interrupted[:] = [error]
         return EXIT_INTERRUPTED
-    return _RAISED
+    return EXIT_OK if error is None else _RAISED
 
 
 def flush() -> None:
@@ -277,39 +281,9 @@ def end_as_python(code: int) -> int:
     return code
 
 
-def _asked(error: SystemExit) -> int:
-    if error.code is None:
-        return EXIT_OK
-    if isinstance(error.code, int):
-        return error.code
-    _write(error.code)
-    _write("\n")
-    return _RAISED
-
-
-def _show(error: BaseException) -> int | None:
-    """Call the script's `sys.excepthook`, or Python's; return an exit code where the hook ends the process."""
-    told = (type(error), error, error.__traceback__)
-    sys.last_type, sys.last_value, sys.last_traceback = told
-    try:
-        sys.excepthook(*told)
-    except SystemExit as asked:
-        return _asked(asked)
-    except BaseException as failed:  # noqa: BLE001 - as Python does
-        sys.__excepthook__(type(failed), failed, failed.__traceback__)
-        sys.__excepthook__(*told)
-    return None
-
-
-def _write(what: object) -> None:
-    if sys.stderr is not None:
-        with contextlib.suppress(Exception):
-            sys.stderr.write(str(what))
-
-
 # -- `ampdoctor run` --
 
-_still_open: list[ExitStack] = []  # in a process that the script forked: the watch, which the parent ends
+_NO_STEP = "no optimizer step was seen in this process: nothing of {} was judged"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -323,6 +297,7 @@ class _Watched:
     home: ExitStack = field(default_factory=ExitStack)
     code: int | None = None  # the script's exit code; None before it has ended
     watch: ScriptWatch | None = None
+    still_open: ExitStack | None = None  # in a process that the script forked: the watch, which the parent ends
 
     @property
     def doctor(self) -> TrainingWatcher | None:
@@ -346,6 +321,9 @@ class _Watched:
         """Run the script under the watch; raises ForkedChildError at the end of a child that the script forked."""
         from ampdoctor.workflows.watch_script import watching
 
+        if not (self.quiet or rank_of()):
+            follow = f"live view: ampdoctor health {self.folder} --follow"
+            note(f"ampdoctor: watching {self.script.named}; log in {self.folder}; {follow}")
         process, here = os.getpid(), Path.cwd()
         stack = ExitStack()
         try:
@@ -367,7 +345,7 @@ class _Watched:
             del ended  # its traceback holds this frame, so the script's frames would wait for the garbage collector
         finally:
             if os.getpid() != process:
-                _still_open.append(stack.pop_all())
+                self.still_open = stack.pop_all()
             try:
                 stack.close()
             except Exception as error:  # noqa: BLE001 - our errors must not end a user's script
@@ -398,8 +376,11 @@ class _Watched:
         doctor = self.doctor
         if rank_of() if doctor is None else doctor.place.rank:
             return
-        if doctor is not None and doctor.cost and not self.quiet:
-            note(f"ampdoctor: {doctor.cost}")
+        seen = None if doctor is None else doctor.summary()
+        if seen is not None and not self.quiet:
+            note(f"ampdoctor: {seen}")
+        if not self.code and (doctor is None or not doctor.trained):
+            note(f"ampdoctor: warning: {_NO_STEP.format(self.script.named)}")
 
 
 def run_watched(
@@ -425,15 +406,7 @@ def run_watched(
     with run.home, report_on_stderr():
         try:
             outcome = run_command(
-                run.work,
-                output,
-                gates,
-                inputs,
-                also,
-                command=command,
-                config=config,
-                log=request.health,
-                wanted=wanted,
+                run.work, output, gates, inputs, also, command=command, config=config, log=request.health, wanted=wanted
             )
         except ForkedChildError:
             return Outcome(run.code or 0)

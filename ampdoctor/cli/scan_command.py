@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Context, Option
 
 from ampdoctor.cli.configured_command import moved_in_the_file
 from ampdoctor.cli.options import GateOptions, OutputOptions, ThresholdOptions, flatten
@@ -14,7 +14,6 @@ from ampdoctor.cli.process import loading
 from ampdoctor.cli.run_command import Action, run_command
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.workflows.requests import Progress, SetAside
 
 
@@ -23,35 +22,29 @@ class ScanOptions:
     """Which parts of a checkpoint are read, and how closely."""
 
     against: Annotated[
-        str | None,
-        typer.Option("--against", metavar="OLD", help="An earlier checkpoint of the training: what moved since?"),
+        str | None, Option(metavar="OLD", help="An earlier checkpoint of the training: what moved since?")
     ] = None
     every: Annotated[
-        bool, typer.Option("--all", help="Of a folder of many read every checkpoint, not only what a search needs.")
+        bool, Option("--all", help="Of a folder of many read every checkpoint, not only what a search needs.")
     ] = False
-    listing: Annotated[
-        bool, typer.Option("--list", help="Show what lies in it, without reading tensors or judging.")
-    ] = False
+    listing: Annotated[bool, Option("--list", help="Show what lies in it, without reading tensors or judging.")] = False
     jobs: Annotated[
-        int | None,
-        typer.Option("--jobs", hidden=True, min=1, max=256, help="Threads that read and examine; none: torch's."),
+        int | None, Option(hidden=True, min=1, max=256, help="Threads that read and examine; none: torch's.")
     ] = None
     exact: Annotated[
-        bool,
-        typer.Option("--exact", hidden=True, help="true: sort every element, not a sample of large tensors."),
+        bool, Option("--exact", hidden=True, help="true: sort every element, not a sample of large tensors.")
     ] = False
     skip_lfs_pointers: Annotated[
-        bool, typer.Option("--skip-lfs-pointers", help="Leave Git LFS pointers out, where they would be errors.")
+        bool, Option("--skip-lfs-pointers", help="Leave Git LFS pointers out, where they would be errors.")
     ] = False
 
     def refuse_contradictions(self, paths: list[str]) -> None:
         """Raise UsageError for options that contradict each other, or the number of paths."""
         of_one = {"--list": self.listing, "--against": self.against is not None, "--all": self.every}
         given = [option for option, typed in of_one.items() if typed]
-        tensors = {"--against": self.against is not None, "--all": self.every, "--threshold exact": self.exact}
-        for option, typed in tensors.items():
-            if self.listing and typed:
-                raise UsageError(f"--list reads no tensors, so that {option} has nothing to do: give one of the two")
+        tensors = {**of_one, "--threshold exact": self.exact, "--list": False}
+        for option in (option for option, typed in tensors.items() if typed and self.listing):
+            raise UsageError(f"--list reads no tensors, so that {option} has nothing to do: give one of the two")
         if self.against is not None and self.every:
             raise UsageError("--against compares two checkpoints and --all reads a folder of many: give one of the two")
         if given and len(paths) > 1:
@@ -59,46 +52,13 @@ class ScanOptions:
         if given and self.skip_lfs_pointers:
             raise UsageError(f"--skip-lfs-pointers does not go with {given[0]}: leave one of the two out")
 
-    def work(
-        self,
-        paths: list[str],
-        thresholds: Thresholds,
-        whole: bool,
-        progress: Progress | None,
-        set_aside: SetAside,
-    ) -> Report:
-        """Run the scan; each workflow is imported only where it is needed, so that `--help` is fast."""
-        if self.listing:
-            with loading():
-                from ampdoctor.workflows.scan_checkpoint import list_structure
-
-            return list_structure(paths[0])
-        asked: dict[str, Any] = {
-            "progress": progress,
-            "jobs": self.jobs,
-            "exact": self.exact,
-            "thresholds": thresholds,
-        }
-        if self.against is not None:
-            with loading():
-                from ampdoctor.workflows.scan_against import compare
-
-            return compare(paths[0], self.against, **asked)
-        asked |= {"whole": whole, "set_aside": set_aside}
-        with loading():
-            from ampdoctor.workflows import scan as workflow
-
-        if len(paths) > 1 or self.skip_lfs_pointers:
-            return workflow.scan_several(paths, skip_lfs_pointers=self.skip_lfs_pointers, **asked)
-        return workflow.scan(paths[0], every_member=self.every, **asked)
-
 
 @flatten
 def scan(
-    context: typer.Context,
+    context: Context,
     paths: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="PATH", help="A checkpoint: a file, or the folder of one or of many of one training. Or several."
         ),
     ],
@@ -115,6 +75,26 @@ def scan(
     """
     thresholds = limits.thresholds(moved_in_the_file(context))
     asked.refuse_contradictions(paths)
-    inputs = paths if asked.against is None else [*paths, asked.against]
-    whole = gates.write_baseline is not None  # a baseline must hold every checkpoint of a folder
-    return partial(run_command, partial(asked.work, paths, thresholds, whole), output, gates, inputs)
+
+    def work(progress: Progress | None, set_aside: SetAside) -> Report:
+        """Run the scan; each workflow is imported only where it is needed, so that `--help` is fast."""
+        if asked.listing:
+            with loading():
+                from ampdoctor.workflows.scan_checkpoint import list_structure
+
+            return list_structure(paths[0])
+        how: dict[str, Any] = {"progress": progress, "jobs": asked.jobs, "exact": asked.exact, "thresholds": thresholds}
+        if asked.against is not None:
+            with loading():
+                from ampdoctor.workflows.scan_against import compare
+
+            return compare(paths[0], asked.against, **how)
+        how |= {"whole": gates.write_baseline is not None, "set_aside": set_aside}  # a baseline holds every checkpoint
+        with loading():
+            from ampdoctor.workflows import scan as workflow
+
+        if len(paths) > 1 or asked.skip_lfs_pointers:
+            return workflow.scan_several(paths, skip_lfs_pointers=asked.skip_lfs_pointers, **how)
+        return workflow.scan(paths[0], every_member=asked.every, **how)
+
+    return partial(run_command, work, output, gates, paths if asked.against is None else [*paths, asked.against])

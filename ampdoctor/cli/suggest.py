@@ -6,7 +6,7 @@ import ast
 import difflib
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -80,8 +80,7 @@ def door_of(file: Path) -> Door | None:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    calls = _calls(tree)
-    packages = set(_packages(tree))
+    calls, packages = _used(tree)
     updates = {"backward", "step"} <= calls.keys()
     for package, what in _NOT_REPLAYED.items():
         if package in packages and ("torch" not in packages or (package == "deepspeed" and "initialize" in calls)):
@@ -99,20 +98,18 @@ def door_of(file: Path) -> Door | None:
     return None
 
 
-def _calls(tree: ast.AST) -> dict[str, int]:
-    lines: dict[str, int] = {}
+def _used(tree: ast.AST) -> tuple[dict[str, int], set[str]]:
+    """Return the methods that are called, each with its first line, and the packages that are imported."""
+    calls: dict[str, int] = {}  # the first line that calls each method
+    packages: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            lines[node.func.attr] = min(node.lineno, lines.get(node.func.attr, node.lineno))
-    return lines
-
-
-def _packages(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            calls[node.func.attr] = min(node.lineno, calls.get(node.func.attr, node.lineno))
+        elif isinstance(node, ast.Import):
+            packages |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
+            packages.add(node.module.partition(".")[0])
+    return calls, packages
 
 
 def doors(arguments: Sequence[str], error: BaseException) -> list[str]:
@@ -141,6 +138,10 @@ def _is_missing(error: Any) -> bool:
 
 
 def _all_of(command: str) -> list[str]:
+    late = [
+        "  what fails late: either of these, with --checkpoint checkpoint-30000 --until-sick",
+        "    runs on from a checkpoint until something breaks",
+    ]
     return [
         "What can be replayed:",
         f"  a script: ampdoctor {command} train.py -- --its arguments",
@@ -148,14 +149,7 @@ def _all_of(command: str) -> list[str]:
         "    Trainer.train() (transformers, TRL), Trainer.fit() (Lightning) or accelerator.backward()",
         f"  a function: ampdoctor {command} train.py:make_trainer",
         "    returns a Trainer, (LightningModule, Trainer), (Accelerator, and what its prepare gave), or a TrainingRun",
-        *(
-            (
-                "  what fails late: either of these, with --checkpoint checkpoint-30000 --until-sick",
-                "    runs on from a checkpoint until something breaks",
-            )
-            if command == "bisect-nan"
-            else ()
-        ),
+        *(late if command == "bisect-nan" else []),
         "A checkpoint alone, without its code: ampdoctor scan checkpoint-30000",
     ]
 
@@ -226,8 +220,6 @@ def _is_of_a_shell(file: Path) -> bool:
 
 # -- paths in errors as the user typed them: deeper code only has the file's name --
 
-_MISSING = " does not exist."
-
 
 def full_path(said: str, arguments: Sequence[str]) -> str:
     """Return a message with the path from the command line in place of the file's name that it begins with."""
@@ -236,7 +228,7 @@ def full_path(said: str, arguments: Sequence[str]) -> str:
         name = PurePath(path).name
         if not name or not said.startswith(f"{name} "):
             continue
-        missing = said == f"{name}{_MISSING}"
+        missing = said == f"{name} does not exist."
         if missing and "://" in path:
             return f"{path} is a URL, and none is fetched: download the file and name that."
         if missing and set("*?[") & set(path):

@@ -8,25 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Context, Option
 
 from ampdoctor.cli.configured_command import moved_in_the_file
-from ampdoctor.cli.options import (
-    ExportOptions,
-    GateOptions,
-    OutputOptions,
-    ThresholdOptions,
-    files_of,
-    flatten,
-)
+from ampdoctor.cli.options import ExportOptions, GateOptions, OutputOptions, ThresholdOptions, files_of, flatten
 from ampdoctor.cli.plan_command import bytes_of
 from ampdoctor.cli.process import loading
 from ampdoctor.cli.run_command import Action, run_command, run_watched
 from ampdoctor.cli.suggest import close_file, no_script
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.health.sinks.export import Export
 from ampdoctor.live.script import Script, script_at
 from ampdoctor.workflows.output_files import usual_folder
 from ampdoctor.workflows.requests import USUAL_EVERY, Look, OnSick, Progress, SetAside, WatchRequest
@@ -38,41 +29,32 @@ class WatchOptions:
 
     health: Annotated[
         str | None,
-        typer.Option(
-            "--health",
-            metavar="DIR",
-            help="Folder of the log and the bundles [default: ampdoctor-health/TIME-NAME].",
-        ),
+        Option(metavar="DIR", help="Folder of the log and the bundles [default: ampdoctor-health/TIME-NAME]."),
     ] = None
-    every: Annotated[
-        int, typer.Option("--every", metavar="N", min=1, help="Steps from one close measurement to the next.")
-    ] = USUAL_EVERY
+    every: Annotated[int, Option(metavar="N", min=1, help="Steps from one close measurement to the next.")] = (
+        USUAL_EVERY
+    )
     on_sick: Annotated[
         OnSick,
-        typer.Option(
-            "--on-sick",
+        Option(
             help="record: look, log, keep a bundle, and let the training go on. stop: the same, then end it with code "
-            "1.",
+            "1."
         ),
     ] = "record"
     look: Annotated[
         Look,
-        typer.Option(
-            "--look",
+        Option(
             help="When a sick step is run again: auto: before its update wherever no device has to be waited for. "
-            "sync: everywhere, waiting for the device once a step. off: never.",
+            "sync: everywhere, waiting for the device once a step. off: never."
         ),
     ] = "auto"
-    guard: Annotated[
-        bool, typer.Option("--guard", help="Let a fused optimizer hold a sick update back on the device.")
-    ] = False
-    bundle_max: Annotated[
-        str, typer.Option("--bundle-max", metavar="SIZE", help="The most that a bundle takes, as in 512MB.")
-    ] = "4GB"
+    guard: Annotated[bool, Option("--guard", help="Let a fused optimizer hold a sick update back on the device.")] = (
+        False
+    )
+    bundle_max: Annotated[str, Option(metavar="SIZE", help="The most that a bundle takes, as in 512MB.")] = "4GB"
     record_batches: Annotated[
         int,
-        typer.Option(
-            "--record-batches",
+        Option(
             metavar="K",
             min=0,
             help="Keep the batches of the last K updates, where a GPU tells that a step is sick only after its update: "
@@ -80,23 +62,21 @@ class WatchOptions:
             "--bundle-max at most. 0 keeps none.",
         ),
     ] = 0
-    no_bundle: Annotated[bool, typer.Option("--no-bundle", help="Keep no bundle.")] = False
+    no_bundle: Annotated[bool, Option("--no-bundle", help="Keep no bundle.")] = False
 
 
 @flatten
 def run(
-    context: typer.Context,
+    context: Context,
     script: Annotated[
-        str,
-        typer.Argument(metavar="SCRIPT", help="The script that trains; with -m a module. As it is: nothing is added."),
+        str, Argument(metavar="SCRIPT", help="The script that trains; with -m a module. As it is: nothing is added.")
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own arguments: all that follows it.")
+        list[str] | None, Argument(metavar="ARGS", help="The script's own arguments: all that follows it.")
     ] = None,
     *,
     module: Annotated[
-        bool,
-        typer.Option("-m", "--module", allow_from_autoenv=False, help="SCRIPT is a module's name, as for python -m."),
+        bool, Option("-m", "--module", allow_from_autoenv=False, help="SCRIPT is a module's name, as for python -m.")
     ] = False,
     watch: WatchOptions,
     exporting: ExportOptions,
@@ -106,9 +86,9 @@ def run(
 ) -> Action:
     """Run a training script as it is, and watch it.
 
-    The script keeps its own arguments, output and signals. What was seen goes to stderr: one line if nothing was sick.
-    The exit code is the script's where that is not 0, else that of the findings. Options stand before SCRIPT. With
-    torchrun: torchrun -m ampdoctor run SCRIPT.
+    The script keeps its own arguments, output and signals. On stderr a line at the start says where the log is, and one
+    at the end what was seen. The exit code is the script's where that is not 0, else that of the findings. Options
+    stand before SCRIPT. With torchrun: torchrun -m ampdoctor run SCRIPT.
     """
     given = tuple(arguments or ())
     named = _named(script, given, is_module=module)
@@ -148,50 +128,24 @@ def _named(script: str, arguments: tuple[str, ...], *, is_module: bool) -> Scrip
         raise UsageError(f"{error}; is {near} meant?" if near is not None else str(error)) from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowOptions:
-    """Whether a log is read once, or while it grows."""
-
-    follow: Annotated[
-        bool,
-        typer.Option(
-            "--follow", help="Show the log while it grows, here or on another machine, and judge it once it has ended."
-        ),
-    ] = False
-
-    def work(
-        self,
-        exports: tuple[Export, ...],
-        logs: list[str],
-        thresholds: Thresholds,
-        output: OutputOptions,
-        progress: Progress | None,
-        _: SetAside,
-    ) -> Report:
-        """Read the log, after following it where --follow is given."""
-        with loading():
-            from ampdoctor.workflows import health as workflow
-
-        if self.follow:
-            from ampdoctor.cli.follow import follow
-
-            follow(logs[0], output, thresholds=thresholds)
-        return workflow.health(logs, thresholds=thresholds, export=exports, progress=progress)
-
-
 @flatten
 def health(
-    context: typer.Context,
+    context: Context,
     logs: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="LOG",
             help="The folder of a watched run, trainer_state.json, metrics.csv, a folder of event files, a .wandb "
             "file, a job's output, CSV or JSON lines; or a folder of runs. Or several.",
         ),
     ],
     *,
-    asked: FollowOptions,
+    following: Annotated[
+        bool,
+        Option(
+            "--follow", help="Show the log while it grows, here or on another machine, and judge it once it has ended."
+        ),
+    ] = False,
     exporting: ExportOptions,
     limits: ThresholdOptions,
     gates: GateOptions,
@@ -201,11 +155,21 @@ def health(
 
     The log is ampdoctor's own or another's, of a run that has ended or that goes on. Several are shown side by side.
     """
-    if asked.follow and len(logs) > 1:
+    if following and len(logs) > 1:
         raise UsageError(f"--follow takes one LOG, and {len(logs)} were given: follow each in a terminal of its own")
     if exporting.export and len(logs) > 1:
         raise UsageError(f"--export takes one LOG, and {len(logs)} were given: export each by itself")
     thresholds = limits.thresholds(moved_in_the_file(context))
     exports = exporting.exports()
-    work = partial(asked.work, exports, logs, thresholds, output)
+
+    def work(progress: Progress | None, _: SetAside) -> Report:
+        with loading():
+            from ampdoctor.workflows import health as workflow
+
+        if following:
+            from ampdoctor.cli.follow import follow
+
+            follow(logs[0], output, thresholds=thresholds)
+        return workflow.health(logs, thresholds=thresholds, export=exports, progress=progress)
+
     return partial(run_command, work, output, gates, logs, also=files_of(exports))

@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from time import perf_counter  # bound here, because a script may patch it
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.checkpoints.files import is_folder
 from ampdoctor.diagnosis.health.judge import Judge
+from ampdoctor.diagnosis.health.rolling import LEAST
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.log_records import AlertLine, Line, LogRecord, RunLine, StepLine
 from ampdoctor.evidence.log_text import kind_of, line_of
@@ -19,12 +21,15 @@ from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.reading.opening import AMPDOCTOR, FoundLog
 from ampdoctor.health.sinks.export import Apart, Export, Exporter, export_of, sink_of
 from ampdoctor.health.sinks.sink import Sink
+from ampdoctor.hooks.interfaces import OWN_TIME
 from ampdoctor.live.log.facts import grouped, launched, restarts, run_id_of_all
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.workflows.output_files import refuse_of_log
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.report import Report
     from ampdoctor.live.data_stats import DataStats
+    from ampdoctor.live.log.step_lines import StepLines
     from ampdoctor.workflows.requests import WatchRequest
 
 
@@ -51,6 +56,7 @@ class Alerting:
     ) -> None:
         self.fired: str | None = None
         self.errors: dict[str, Finding] = {}
+        self.loud: set[tuple[str, int | None]] = set()  # code and step of each error and warning
         self._judge = Judge(thresholds)
         self._write, self._say, self._on_alert = write, say, on_alert
         self._earlier: Iterable[StepLine] | None = earlier
@@ -68,6 +74,7 @@ class Alerting:
                 self.errors[finding.code] = finding
             if finding.severity in _LOUD:
                 self.fired = finding.name
+                self.loud.add((finding.code, finding.where.step))
                 whose = finding.evidence.get("optimizer")  # named where there are several
                 at = f"step {finding.where.step}" + (f" of {whose}" if whose else "")
                 self._say(f"{finding.severity} {finding.code} at {at}: {finding.message}")
@@ -86,6 +93,36 @@ class Alerting:
         except Exception as error:  # noqa: BLE001 - somebody else's function, on our thread
             self._on_alert = None
             self._say(f"on_alert is called no more: {type(error).__name__}: {error}")
+
+
+class Tally:
+    """What the last line about a training says: its steps, the findings, and what the watch took of the time."""
+
+    def __init__(self, *, incomplete: bool) -> None:
+        self.incomplete = incomplete  # something was not seen: without findings, the training is not proved healthy
+        self.warned: set[tuple[str, int | None]] = set()  # code and step of the warnings that are no alerts
+        self._before = OWN_TIME.seconds, OWN_TIME.apart, perf_counter()
+        self._share = ""
+
+    def ended(self, exit_code: int | None) -> None:
+        """The training is over; looks at sick steps are no part of what the watch took."""
+        self.incomplete |= bool(exit_code)
+        seconds, apart, began = self._before
+        share = (OWN_TIME.seconds - seconds) / (perf_counter() - began - (OWN_TIME.apart - apart))
+        self._share = f"{100 * share:.1f} %" if share >= 0.0005 else "less than 0.1 %"
+
+    def said(self, lines: StepLines, report: Report | None, alerting: Alerting | None, *, lost: int) -> str | None:
+        """Returns the line; None where there was no step. With fewer steps than a rule needs, nothing is healthy."""
+        steps, taken = lines.attempted, lines.taken
+        if not steps:
+            return None
+        seen = () if report is None else report.findings
+        found = self.warned | {(one.code, one.where.step) for one in seen} | (alerting.loud if alerting else set())
+        count = len(found) or int(report is not None)
+        judged = not self.incomplete and taken - lost >= LEAST
+        state = f"{count} finding{'s' * (count != 1)}" if count else "healthy" if judged else "no finding"
+        cost = f"the watch took {self._share} of the time"
+        return f"{steps} step{'s' * (steps != 1)} watched, {state}, {steps - taken} skipped ({cost})"
 
 
 def steps_before(folder: str, *, rank: int, restarts: int) -> Iterator[StepLine]:

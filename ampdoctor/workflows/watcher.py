@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from time import perf_counter  # bound here, because a script may patch it
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ from ampdoctor.workflows.diagnose_step import (
     not_looked_at,
     trained_on,
 )
-from ampdoctor.workflows.log_listeners import LogOfRank, OnAlert
+from ampdoctor.workflows.log_listeners import LogOfRank, OnAlert, Tally
 from ampdoctor.workflows.requests import WatchRequest
 from ampdoctor.workflows.watched_test import WatchedTest
 
@@ -126,8 +125,7 @@ class TrainingWatcher:
         self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
         self._said: set[str] = set()
         self._test: WatchedTest | None = None
-        self._before = OWN_TIME.seconds, OWN_TIME.apart, perf_counter()
-        self.cost: str | None = None  # once it has ended: what the watch took of the time, in a sentence
+        self._tally = Tally(incomplete=request.look == "off")
 
     @property
     def trained(self) -> bool:
@@ -189,16 +187,13 @@ class TrainingWatcher:
             self._say(f"the numbers of {self._lost} of {self._lines.attempted} steps were lost; none of them is judged")
         if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
             self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
-        self.cost = self._cost()
+        self._tally.ended(code_of(error))
         reason, lines = "" if error is None else type(error).__name__, self._lines
         self._log.write(EndLine(exit_code=code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
 
-    def _cost(self) -> str | None:
-        """Returns what the watch took of the time, looks at sick steps aside; None where no step was seen."""
-        steps, (seconds, apart, began) = self._lines.attempted, self._before
-        share = (OWN_TIME.seconds - seconds) / (perf_counter() - began - (OWN_TIME.apart - apart))
-        said = f"{100 * share:.1f} %" if share >= 0.0005 else "less than 0.1 %"
-        return f"{steps} step{'s' * (steps != 1)} watched (the watch took {said} of the time)" if steps else None
+    def summary(self) -> str | None:
+        """Returns what was seen, in a sentence, once the log is closed; None where there was no step."""
+        return self._tally.said(self._lines, self.report, self._rank.alerting, lost=self._numbers.lost)
 
     # -- what the loop does --
 
@@ -483,6 +478,7 @@ class TrainingWatcher:
             bundle = self._bundled(program, seen.report) if self._request.bundle else None
         finding = replace(seen.report.findings[0], severity="warning")
         self._log.write(AlertLine(step=program.step, finding=finding))
+        self._tally.warned.add((finding.code, program.step))
         kept = "" if bundle is None else f" (kept: {bundle.folder})"
         self._say(f"warning {finding.code}: {_LEFT_OUT.format(step=program.step)}{kept}: {finding.message}")
 
@@ -572,6 +568,7 @@ class TrainingWatcher:
         self._said.add(key)
         if self.report is not None or finding.severity != "error":
             self._log.write(AlertLine(step=finding.where.step or 0, finding=finding))
+            self._tally.warned.add((finding.code, finding.where.step))
             self._say(f"{finding.severity} {finding.code}: {finding.message}")
             return
         run = {**self._when(finding.where.step or 0, optimizer), "kept": self._kept(None)}
@@ -668,6 +665,7 @@ class TrainingWatcher:
 
     def _say(self, sentence: str) -> None:
         """Send a sentence to the user; a closed stream or a listener that fails must not disturb the training."""
+        self._tally.incomplete = True
         with suppress(Exception):
             rank = self.place.rank
             self._on_sentence(f"rank {rank}: {sentence}" if rank else sentence)

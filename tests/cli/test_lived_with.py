@@ -43,12 +43,7 @@ def test_without_a_decision_the_search_ends_at_the_first_failure(ask):
 
 
 @pytest.mark.parametrize(
-    ("decided", "command"),
-    [
-        ("ignore", "bisect-nan"),
-        ("severity", "bisect-nan"),
-        ("ignore", "recommend"),
-    ],
+    ("decided", "command"), [("ignore", "bisect-nan"), ("severity", "bisect-nan"), ("ignore", "recommend")]
 )
 def test_what_comes_behind_a_failure_that_is_lived_with_is_found(decided, command, ask):
     config = {"ignore": IGNORE, "severity": SEVERITY}[decided].format("AMP204")

@@ -27,15 +27,6 @@ def test_exit_codes_and_a_written_report(run, tmp_path, check_report):
     assert run("sick", "--fail-on", "never").returncode == 0
 
 
-def test_a_report_is_not_written_over_the_log(run, tmp_path):
-    log = write(tmp_path / "log.jsonl", SICK)
-    before = log.read_bytes()
-    done = run("log.jsonl", "--output", "log.jsonl", "--format", "json")
-    assert (done.returncode, log.read_bytes()) == (2, before)
-    done = run(".", "--output", "log.jsonl", "--format", "json")
-    assert (done.returncode, log.read_bytes()) == (2, before)
-
-
 @pytest.mark.parametrize(
     ("log", "export"),
     [

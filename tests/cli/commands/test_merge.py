@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from ampdoctor.cli.main import main
 from ampdoctor.evidence.report import Gate
 from tests.samples import EVERY, HEALTHY, SICK, renderer
 
@@ -67,34 +64,6 @@ def test_a_file_that_is_no_report_is_one_sentence_and_exits_2(content, sentence,
     assert sentence in result.stderr
     assert str(file) in result.stderr
     assert len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.skipif(os.name == "nt", reason="pipes and devices")
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path, written, typed):
-    os.mkfifo(tmp_path / "pipe.json")
-    for place in (tmp_path / "pipe.json", "/dev/zero", tmp_path):
-        result = typed("merge", written(HEALTHY), str(place))
-        assert (result.returncode, result.stdout) == (2, "")
-        assert result.stderr == f"ampdoctor: error: cannot read the report {place}: it is no regular file\n"
-
-
-def test_a_file_larger_than_any_report_is_refused_unread(monkeypatch, tmp_path, written, capsys):
-    from ampdoctor.cli import info_commands
-
-    file = tmp_path / "large.json"
-    with file.open("wb") as large:
-        large.truncate(8192 + 1)
-    monkeypatch.setattr(info_commands, "_MAX_REPORT", 8192)
-    assert main(["merge", str(file)]) == 2
-    assert capsys.readouterr().err == f"ampdoctor: error: cannot read the report {file}: it is larger than 8 KiB\n"
-    assert main(["merge", written(HEALTHY)]) == 0
-
-
-def test_a_file_that_breaks_off_while_it_is_read_is_one_sentence(capsys):
-    if not Path("/proc/self/mem").exists():
-        pytest.skip("needs /proc")
-    assert main(["merge", "/proc/self/mem"]) == 2
-    assert capsys.readouterr().err == "ampdoctor: error: cannot read the report /proc/self/mem: Input/output error\n"
 
 
 def test_merging_does_not_import_torch(written, run_cli):

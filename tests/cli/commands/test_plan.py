@@ -305,14 +305,7 @@ def test_fsdp_divides_as_torch_does(ranks):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("4GB", 4 * 10**9),
-        ("512 MB", 512 * 10**6),
-        ("1.5GiB", 3 * 2**29),
-        ("2ki", 2048),
-        ("7B", 7),
-    ],
+    ("text", "size"), [("4GB", 4 * 10**9), ("512 MB", 512 * 10**6), ("1.5GiB", 3 * 2**29), ("2ki", 2048), ("7B", 7)]
 )
 def test_a_size_has_the_units_that_people_type(text, size):
     assert bytes_of("--bundle-max", text) == size

@@ -27,6 +27,10 @@ FOUND = Finding(
 )
 SICK = Report(command="run", target={"factory": "train.py"}, verdict="sick", findings=(FOUND,))
 
+SEEN = "600 steps watched, healthy, 0 skipped (the watch took 0.6 % of the time)"
+BEGINS = "ampdoctor: watching train.py; log in {}; live view: ampdoctor health {} --follow"
+NO_STEP = "ampdoctor: warning: no optimizer step was seen in this process: nothing of train.py was judged"
+
 SICK_SCRIPT = """
 import sys
 import torch
@@ -45,6 +49,7 @@ def watch(monkeypatch):
     """The watch that is asked for: its `requests`; `found` is its report, and `fails` says where it raises."""
 
     one = SimpleNamespace(requests=[], found=None, fails=None, open=0)
+    one.doctor = SimpleNamespace(place=SimpleNamespace(rank=0, world=1), trained=True, summary=lambda: SEEN)
 
     @contextmanager
     def watching(request, **_):
@@ -52,7 +57,7 @@ def watch(monkeypatch):
         if one.fails == "before":
             raise RuntimeError("no hooks")
         one.open += 1
-        yield (made := SimpleNamespace(report=None, has_begun=True, doctor=None, ended=lambda error: None))
+        yield (made := SimpleNamespace(report=None, has_begun=True, doctor=one.doctor, ended=lambda error: None))
         one.open -= 1
         made.report = one.found
         if one.fails == "after":
@@ -82,20 +87,11 @@ def run(monkeypatch, tmp_path, capfd):
 
 
 def test_what_is_typed_before_the_script_is_ours_and_the_rest_is_its_own(run, watch, tmp_path):
-    typed = ["--every", "7", "--on-sick", "stop", "--look", "sync", "--guard"]
-    typed += [
-        "--bundle-max",
-        "512MiB",
-        "--record-batches",
-        "9",
-        "--no-bundle",
-        "--health",
-        "kept",
-        "--threshold",
-        "AMP107.saturated=0.1",
-    ]
+    typed = "--every 7 --on-sick stop --look sync --guard --bundle-max 512MiB --record-batches 9 --no-bundle".split()
+    typed += ["--health", "kept", "--threshold", "AMP107.saturated=0.1"]
     code, out, err = run(*typed, "train.py", "", "--every", "9", "--", "-m", "--health=x", "--help")
-    assert (code, out, err) == (0, "['', '--every', '9', '--', '-m', '--health=x', '--help']\n", "")
+    assert (code, out) == (0, "['', '--every', '9', '--', '-m', '--health=x', '--help']\n")
+    assert err.splitlines() == [BEGINS.format("kept", "kept"), f"ampdoctor: {SEEN}"]
     (request,) = watch.requests
     assert (request.script, request.is_module, request.health) == ("train.py", False, str(tmp_path / "kept"))
     assert request.arguments == ("", "--every", "9", "--", "-m", "--health=x", "--help")
@@ -117,7 +113,7 @@ def test_what_is_sick_is_said_on_stderr_and_is_the_exit_code(run, watch):
 
 @pytest.mark.parametrize(("statement", "code"), [("sys.exit(5)", 5), ("1 / 0", 1), ("sys.exit('text')", 1)])
 def test_the_scripts_own_end_goes_first(run, watch, statement, code):
-    answered, out, err = run("train.py", statement)
+    answered, out, err = run("-q", "train.py", statement)
     assert (answered, out) == (code, f"{[statement]}\n")
     assert "ampdoctor" not in err
     assert watch.open == 0
@@ -126,7 +122,7 @@ def test_the_scripts_own_end_goes_first(run, watch, statement, code):
 def test_where_stderr_takes_nothing_the_script_ends_as_it_would(run_cli, tmp_path):
     (tmp_path / "train.py").write_text(SICK_SCRIPT)
     done = run_cli("run", "--health", "kept", "train.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "trained\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "trained\n", BEGINS.format("kept", "kept") + "\n")
     log = (tmp_path / "kept" / "log.jsonl").read_text()
     (look,) = [line for line in map(json.loads, log.splitlines()) if line["kind"] == "look"]
     assert look["device"] == "cpu"  # for which the lines to paste are made
@@ -134,7 +130,7 @@ def test_where_stderr_takes_nothing_the_script_ends_as_it_would(run_cli, tmp_pat
 
 def test_a_report_that_is_asked_for_is_written_whatever_was_found(run, watch, tmp_path, check_report):
     moves = "import os; os.mkdir('deeper'); os.chdir('deeper')"
-    assert run("--output", "health.json", "--format", "json", "train.py", moves) == (0, f"{[moves]}\n", "")
+    assert run("-q", "--output", "health.json", "--format", "json", "train.py", moves) == (0, f"{[moves]}\n", "")
     report = check_report((tmp_path / "health.json").read_text())
     assert (report["command"], report["verdict"]) == ("run", "not_judged")
     assert report["target"] == {"factory": "train.py", "arguments": [moves]}
@@ -145,6 +141,22 @@ def test_a_report_that_is_asked_for_is_written_whatever_was_found(run, watch, tm
     assert run("--report", "json=sick.json", "-q", "train.py")[0] == 1
     report = check_report((tmp_path / "sick.json").read_text())
     assert (report["command"], report["verdict"]) == ("run", "sick")
+
+
+@pytest.mark.parametrize("kind", ["no torch", "no training"])
+def test_where_no_step_was_seen_that_is_said_also_with_q_and_not_of_a_script_that_fails(run, watch, kind):
+    watch.doctor.trained, watch.doctor.summary = False, lambda: None
+    watch.doctor = None if kind == "no torch" else watch.doctor
+    assert run("--health", "a b", "train.py")[2].splitlines() == [BEGINS.format("'a b'", "'a b'"), NO_STEP]
+    assert run("-q", "train.py")[2] == f"{NO_STEP}\n"
+    assert run("-q", "train.py", "sys.exit(3)")[2] == ""
+
+
+def test_rank_0_alone_says_what_was_watched(run, watch, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    watch.doctor.place.rank = 1
+    assert run("train.py")[2] == ""
 
 
 @pytest.mark.parametrize(("fails", "said"), [("before", "the watch cannot begin"), ("after", "the watch has failed")])
@@ -205,7 +217,7 @@ def test_no_part_of_its_own_log_is_written_over_also_of_one_that_is_yet_to_be(ru
 
 
 def test_where_the_log_goes_is_said_before_the_script_and_refused_before_it_runs(run, watch, tmp_path):
-    code, _, err = run("--export", "csv=out", "--export", "csv=more", "train.py", "")
+    code, _, err = run("-q", "--export", "csv=out", "--export", "csv=more", "train.py", "")
     assert (code, err) == (0, "")
     assert [str(one) for one in watch.requests[0].export] == [f"csv={tmp_path}/out", f"csv={tmp_path}/more"]
     code, out, err = run("--export", "grafana=x", "train.py", "")

@@ -61,18 +61,3 @@ def test_what_is_installed_into_bash_completes(run_cli, tmp_path):
     assert in_bash("ampdoctor --install-completion; exit $?").returncode == 0
     offered, told = in_bash(ASK).stdout.splitlines()
     assert (offered, told) == ("--fail-on", "complete -o default -F _ampdoctor_completion ampdoctor")
-
-
-WITHOUT = """
-import sys
-from ampdoctor.cli.main import main
-code = main()
-sys.exit(3 if "torch" in sys.modules else code)
-"""
-
-
-def test_completion_does_not_import_torch(run_cli):
-    env = {"COMP_WORDS": "ampdoctor scan --format js", "COMP_CWORD": "3", "_AMPDOCTOR_COMPLETE": "complete_bash"}
-    result = run_cli(command=(sys.executable, "-c", WITHOUT), env=env)
-    assert result.returncode == 0
-    assert "jsonl" in result.stdout

@@ -93,14 +93,8 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(confi
             "rules.AMP107.satiated: AMP107 has no threshold 'satiated'; it has saturated (default 0.0625)",
         ),
         ("[rules.AMP107]\nsaturated = 3", "rules.AMP107.saturated: AMP107.saturated is 3, not between 0 and 1 (share)"),
-        (
-            "[rules.AMP107]\nsevrity = 'note'",
-            "rules.AMP107.sevrity: AMP107 has no threshold 'sevrity'",
-        ),
-        (
-            "[rules.AMP107]\nsaturated = 'much'",
-            "AMP107.saturated is 'much', which is no number",
-        ),
+        ("[rules.AMP107]\nsevrity = 'note'", "rules.AMP107.sevrity: AMP107 has no threshold 'sevrity'"),
+        ("[rules.AMP107]\nsaturated = 'much'", "AMP107.saturated is 'much', which is no number"),
         ("[rules.AMP101]\ncount = 3", "rules.AMP101.count: AMP101 is no rule with a threshold that can be moved"),
         ("[rules.AMP702]\nentries = 2.5", "rules.AMP702.entries: AMP702.entries is 2.5, not a whole number"),
     ],

@@ -104,13 +104,7 @@ def on_terminal(drive, *arguments, env):
     return result.returncode, seen.decode()
 
 
-@pytest.mark.parametrize(
-    ("env", "coloured"),
-    [
-        ({"TERM": "xterm"}, True),
-        ({"TERM": "dumb"}, False),
-    ],
-)
+@pytest.mark.parametrize(("env", "coloured"), [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False)])
 def test_colour_on_a_terminal(env, coloured, drive):
     code, seen = on_terminal(drive, "sick", "scan", "x", env=env)
     assert code == 1
@@ -119,8 +113,7 @@ def test_colour_on_a_terminal(env, coloured, drive):
 
 
 @pytest.mark.parametrize(
-    ("term", "arguments", "visible"),
-    [("xterm", [], True), ("xterm", ["-q"], False), ("dumb", [], False)],
+    ("term", "arguments", "visible"), [("xterm", [], True), ("xterm", ["-q"], False), ("dumb", [], False)]
 )
 def test_progress_on_a_terminal(term, arguments, visible, drive):
     if not visible:
@@ -152,9 +145,13 @@ def test_columns_that_no_report_fits_are_ignored(columns, typed, behaving):
     assert (shown.returncode, shown.stdout) == (1, typed("scan", "x").stdout)
 
 
-def test_help_needs_nothing_heavy(run_cli):
-    """Its time is that of its imports, which hold on every machine; a number of seconds would not."""
-    result = run_cli(command=(sys.executable, "-X", "importtime", "-m", "ampdoctor", "--help"))
+COMPLETING = {"COMP_WORDS": "ampdoctor scan --fo", "COMP_CWORD": "2", "_AMPDOCTOR_COMPLETE": "complete_bash"}
+
+
+@pytest.mark.parametrize(("arguments", "env"), [(["--help"], {}), (["scan", "-h"], {}), ([], COMPLETING)])
+def test_help_and_completion_need_nothing_heavy(arguments, env, run_cli):
+    """Their time is that of their imports, which hold on every machine; a number of seconds would not."""
+    result = run_cli(command=(sys.executable, "-X", "importtime", "-m", "ampdoctor", *arguments), env=env)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
     assert result.returncode == 0
     assert "typer" in imported

@@ -19,12 +19,7 @@ DRIVER = Path(__file__).parents[1] / "drive.py"
 
 @pytest.mark.parametrize(
     ("environment", "rank"),
-    [
-        ({}, 0),
-        ({"RANK": "3"}, 0),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, 0),
-        ({"RANK": "3", "WORLD_SIZE": "4"}, 3),
-    ],
+    [({}, 0), ({"RANK": "3"}, 0), ({"RANK": "0", "WORLD_SIZE": "1"}, 0), ({"RANK": "3", "WORLD_SIZE": "4"}, 3)],
 )
 def test_the_rank_is_that_of_the_environment(environment, rank):
     assert rank_of(environment) == rank

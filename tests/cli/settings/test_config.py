@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.cli.config import MAX_BYTES, USES
-from ampdoctor.cli.configured_command import ConfiguredCommand, variables
+from ampdoctor.cli.configured_command import ConfiguredCommand
 from ampdoctor.cli.main import app, main
 from tests.samples import HEALTHY, SICK, WARNED
 
@@ -430,14 +430,6 @@ def test_what_every_option_does_with_the_place_that_it_names_stands_in_one_table
     places = {"FILE", "DIR", "FOLDER", "PATH", "OLD", "MODULE:NAME", "SPEC", "FORMAT=FILE", "KIND=TARGET"}
     options = [one for command in commands().values() for one in command.params if one.param_type_name == "option"]
     assert {one.opts[0].removeprefix("--") for one in options if one.metavar in places} == set(USES)
-
-
-def test_no_two_settings_share_a_variable():
-    for name, command in commands().items():
-        own = [variables(name, key)[0] for key in command.settings]
-        shared = {variables(n, key)[1] for n, c in commands().items() for key in c.settings}
-        assert len(set(own)) == len(own)
-        assert not shared & set(own)
 
 
 def test_a_key_means_the_same_in_every_command():

@@ -83,10 +83,7 @@ def test_another_mistake_is_not_answered_with_all_ways_in(folder, capsys):
     [
         ("weights/short.safetensors", "weights/short.safetensors is truncated: "),
         ("weights/none.pt", "weights/none.pt does not exist.\n"),
-        (
-            "weights/*.pt",
-            "weights/*.pt does not exist: the shell has found no file that this pattern matches.\n",
-        ),
+        ("weights/*.pt", "weights/*.pt does not exist: the shell has found no file that this pattern matches.\n"),
         (
             "https://example.org/x/model.pt",
             "https://example.org/x/model.pt is a URL, and none is fetched: download the file and name that.\n",
