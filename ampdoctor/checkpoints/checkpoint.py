@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -185,7 +184,7 @@ class Checkpoint:
         self.parts = parts
         self._units = units_of(parts)
         self.scalers: tuple[ScalerState, ...] = tuple(self._find_scalers())
-        self.lost = tuple(dataclasses.replace(one, file=part.name) for part in parts for one in part.sections.lost)
+        self.lost = tuple(replace(one, file=part.name) for part in parts for one in part.sections.lost)
         self.unread = tuple(one for one in self.skipped if one.kind == "unread")
         self.skipped = tuple(_folded(self.skipped))
         self.global_step = global_step if global_step is not None else self._find_step()
@@ -306,26 +305,13 @@ class Checkpoint:
             name = known if known is not None else f"param {pid}"
             for entry, stored in tensors_in(state):
                 if isinstance(stored, StoredTensor):
-                    yield TensorRef(
-                        name=name,
-                        role=role_of_state(entry) if entry else "other",
-                        entry=entry or "state",
-                        module=known.rpartition(".")[0] if known is not None else "",
-                        group=group,
-                        file=stored.file_name,
-                        stored=stored,
-                    )
+                    ref = self._ref(name, role_of_state(entry) if entry else "other", group, stored)
+                    yield replace(ref, entry=entry or "state", module=ref.module if known is not None else "")
 
     def _ref(self, name: str, role: TensorRole, group: str, stored: StoredTensor) -> TensorRef:
         module, _, entry = name.rpartition(".")
         return TensorRef(
-            name=name,
-            role=role,
-            entry=entry,
-            module=module,
-            group=group,
-            file=stored.file_name,
-            stored=stored,
+            name=name, role=role, entry=entry, module=module, group=group, file=stored.file_name, stored=stored
         )
 
     def _find_scalers(self) -> Iterator[ScalerState]:
@@ -336,7 +322,7 @@ class Checkpoint:
                 state = scaler_state(saved, path or "scaler", part.name)
                 if state is not None:
                     # ranks that save a file each (mp_rank_00/x.pt, mp_rank_01/x.pt) save the one scaler of the run
-                    same = part.name.rpartition("/")[2], dataclasses.replace(state, file="")
+                    same = part.name.rpartition("/")[2], replace(state, file="")
                     if same not in seen:
                         seen.add(same)
                         yield state

@@ -17,8 +17,6 @@ MAX_LOADED_BYTES = 256 * 1024 * 1024
 
 PAIRED_ELEMENTS = 1 << 17
 """Elements of each tensor that are compared at a time: with intermediate results they still fit the cache."""
-LARGEST_TO_SUBTRACT = 2.0**127
-"""If the sum of two magnitudes is at most this, their difference is a finite float32."""
 
 
 @dataclass(slots=True)
@@ -86,48 +84,20 @@ def _order(tensor: StridedTensor) -> tuple[tuple[int, int], ...] | None:
 
 
 def _add(found: Difference, new: torch.Tensor, old: torch.Tensor) -> None:
-    newer, older = widened(new), widened(old)
-    if newer.dtype != older.dtype:
-        newer, older = newer.to(torch.float64), older.to(torch.float64)
+    newer, older = widened(new).to(torch.float64), widened(old).to(torch.float64)
+    finite, was_finite = newer.isfinite(), older.isfinite()
+    both = finite & was_finite
+    unchanged = (newer == older) | (newer.isnan() & older.isnan())
+    moved, before = (newer - older)[both], older[both]
     found.elements += newer.numel()
-    if not newer.numel():
-        return
-    amax, old_amax = _amax(newer), _amax(older)
-    if not (math.isfinite(amax) and math.isfinite(old_amax)):
-        newer, older = _finite_pairs(found, newer, older)
-        amax, old_amax = _amax(newer), _amax(older)
-    else:
-        found.amax = max(found.amax, amax)
-        found.old_amax = max(found.old_amax, old_amax)
-    if amax + old_amax > LARGEST_TO_SUBTRACT:
-        newer, older = newer.to(torch.float64), older.to(torch.float64)
-    moved = newer - older  # 0 only if both are equal: the difference of two numbers does not underflow
-    found.unchanged += moved.numel() - int(torch.count_nonzero(moved))
-    found.squared_change += _squares(moved)
-    found.squared_old += _squares(older)
-
-
-def _finite_pairs(found: Difference, newer: torch.Tensor, older: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the pairs that are finite on both sides; the others are counted here."""
-    bad, was_bad = ~newer.isfinite(), ~older.isfinite()
-    found.nonfinite += int(torch.count_nonzero(bad))
-    found.old_nonfinite += int(torch.count_nonzero(was_bad))
-    same = (newer == older) | (newer.isnan() & older.isnan())
-    found.unchanged += int(torch.count_nonzero(same & (bad | was_bad)))
-    found.amax = max(found.amax, _amax(newer[~bad]))
-    found.old_amax = max(found.old_amax, _amax(older[~was_bad]))
-    both = ~(bad | was_bad)
-    return newer[both], older[both]
+    found.unchanged += int(torch.count_nonzero(unchanged))
+    found.squared_change += float(torch.dot(moved, moved))
+    found.squared_old += float(torch.dot(before, before))
+    found.amax = max(found.amax, _amax(newer[finite]))
+    found.old_amax = max(found.old_amax, _amax(older[was_finite]))
+    found.nonfinite += newer.numel() - int(torch.count_nonzero(finite))
+    found.old_nonfinite += older.numel() - int(torch.count_nonzero(was_finite))
 
 
 def _amax(values: torch.Tensor) -> float:
-    """Returns the largest magnitude; NaN if there is one."""
-    if not values.numel():
-        return 0.0
-    least, most = values.aminmax()
-    return max(abs(float(least)), abs(float(most))) if least == least else math.nan  # noqa: PLR0124 - NaN
-
-
-def _squares(values: torch.Tensor) -> float:
-    wide = values.to(torch.float64)
-    return float(torch.dot(wide, wide))
+    return float(values.abs().amax()) if values.numel() else 0.0

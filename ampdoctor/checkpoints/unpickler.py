@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import re
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -85,9 +83,6 @@ CONTAINER_COST = 64
 _NUMBER_COST = 40
 
 U1, U2, I4, U4, U8, F8 = (struct.Struct(form) for form in ("<B", "<H", "<i", "<I", "<Q", ">d"))
-
-_ESCAPED = re.compile(rb"(?:[^\\]++|\\[\\'\"nrt]|\\x[0-9a-fA-F]{2})*+")
-"""The `repr` of a byte string."""
 
 
 # -- the machine --
@@ -231,35 +226,12 @@ class SafeUnpickler:
             return PickledObject("builtins.int", (raw,))
         return int.from_bytes(raw, "little", signed=True)
 
-    def _decimal(self) -> bytes:
-        """Returns a line that holds a number."""
-        self._spend(_NUMBER_COST)
-        line = self._line()
-        if len(line) > 2 * _MAX_INT_BYTES:
-            raise ValueError
-        return line
-
-    def _int(self) -> None:
-        line = self._decimal()
-        self._stack.append(line == b"01" if line in {b"00", b"01"} else int(line))  # booleans of protocol 0
-
     def _sized_long(self, form: struct.Struct) -> None:
         self._stack.append(self._integer(self._take(self._number(form))))
 
     def _plain_number(self, form: struct.Struct) -> None:
         self._spend(_NUMBER_COST)
         self._stack.append(self._number(form))
-
-    def _string(self) -> None:
-        line = self._line()
-        if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in {b"'", b'"'} or not _ESCAPED.fullmatch(line[1:-1]):
-            raise ValueError
-        self._stack.append(self._text(codecs.escape_decode(line[1:-1])[0]))
-
-    def _unicode(self) -> None:
-        line = self._line()
-        self._spend(CONTAINER_COST + (1 if line.isascii() and b"\\" not in line else 4) * len(line))
-        self._stack.append(codecs.raw_unicode_escape_decode(line)[0])
 
     def _old_string(self, form: struct.Struct) -> None:
         raw = self._take(self._number(form))
@@ -293,11 +265,6 @@ class SafeUnpickler:
         values = self._marked()
         self._spend(CONTAINER_COST + _ITEM_COST * len(values))
         self._stack.append(values)
-
-    def _dict(self) -> None:
-        values = self._marked()
-        self._push_container({})
-        self._set_items(values)
 
     def _append(self) -> None:
         value, target = self._pop(), self._top()
@@ -379,15 +346,6 @@ class SafeUnpickler:
         self._spend(_ITEM_COST * len(args))
         self._call(cls, (*args, keywords) if keywords else args)
 
-    def _inst(self) -> None:
-        args = tuple(self._marked())
-        self._global()
-        self._call(self._pop(), args)
-
-    def _obj(self) -> None:
-        cls, *args = self._marked()
-        self._call(cls, tuple(args))
-
     def _call(self, func: Any, args: Any) -> None:
         """Push the result of REDUCE and similar opcodes; only the builder is ever called."""
         if not isinstance(args, tuple):
@@ -447,14 +405,11 @@ def _constant_step(value: Any) -> _Step:
 # fmt: off
 _STEPS: dict[str, _Step] = {
     # numbers and constants
-    "I": SafeUnpickler._int, "L": lambda m: m._stack.append(int(m._decimal().removesuffix(b"L"))),
     "\x8a": lambda m: m._sized_long(U1), "\x8b": lambda m: m._sized_long(I4),
     "J": lambda m: m._plain_number(I4), "K": lambda m: m._stack.append(m._number(U1)),
     "M": lambda m: m._plain_number(U2), "G": lambda m: m._plain_number(F8),
-    "F": lambda m: m._stack.append(float(m._decimal())),
     "N": _constant_step(None), "\x88": _constant_step(True), "\x89": _constant_step(False),
     # text and bytes
-    "S": SafeUnpickler._string, "V": SafeUnpickler._unicode,
     "T": lambda m: m._old_string(I4), "U": lambda m: m._old_string(U1),
     "X": lambda m: m._sized_text(U4), "\x8c": lambda m: m._sized_text(U1), "\x8d": lambda m: m._sized_text(U8),
     "B": lambda m: m._sized_bytes(U4), "C": lambda m: m._sized_bytes(U1), "\x8e": lambda m: m._sized_bytes(U8),
@@ -463,27 +418,27 @@ _STEPS: dict[str, _Step] = {
     "]": lambda m: m._push_container([]), "}": lambda m: m._push_container({}), "\x8f": lambda m: m._push_container([]),
     ")": _constant_step(()), "t": lambda m: m._make_tuple(m._marked()),
     "\x85": lambda m: m._tuple_of(1), "\x86": lambda m: m._tuple_of(2), "\x87": lambda m: m._tuple_of(3),
-    "l": SafeUnpickler._list, "d": SafeUnpickler._dict, "\x91": SafeUnpickler._list,
+    "\x91": SafeUnpickler._list,
     "a": SafeUnpickler._append, "e": lambda m: m._extend(m._marked()), "\x90": lambda m: m._extend(m._marked()),
     "s": lambda m: m._set_items([m._pop(), m._pop()][::-1]), "u": lambda m: m._set_items(m._marked()),
     # stack and memo
     "(": _constant_step(_MARK), "0": lambda m: m._stack.pop(),
     "1": lambda m: (m._marked(), None)[1], "2": lambda m: m._stack.append(m._top()),
-    "p": lambda m: m._put(int(m._decimal())), "q": lambda m: m._put(m._number(U1)),
+    "q": lambda m: m._put(m._number(U1)),
     "r": lambda m: m._put(m._number(U4)),
-    "\x94": lambda m: m._put(m._memoised), "g": lambda m: m._get(int(m._decimal())),
+    "\x94": lambda m: m._put(m._memoised),
     "h": lambda m: m._get(m._number(U1)), "j": lambda m: m._get(m._number(U4)),
     # opcodes that would import or call something
     "c": SafeUnpickler._global, "\x93": SafeUnpickler._stack_global, "R": SafeUnpickler._reduce,
-    "\x81": SafeUnpickler._reduce, "\x92": SafeUnpickler._newobj_ex, "i": SafeUnpickler._inst, "o": SafeUnpickler._obj,
-    "b": SafeUnpickler._build,
-    "P": lambda m: m._persistent(m._line().decode("ascii")), "Q": lambda m: m._persistent(m._pop()),
+    "\x81": SafeUnpickler._reduce, "\x92": SafeUnpickler._newobj_ex,
+    "b": SafeUnpickler._build, "Q": lambda m: m._persistent(m._pop()),
     # the frame around it
     "\x80": SafeUnpickler._protocol, "\x95": SafeUnpickler._frame, ".": SafeUnpickler._stop,
     # EXT1, EXT2, EXT4 name things by number in a registry of the process; NEXT_BUFFER and READONLY_BUFFER need data
     # that are not in the file
     "\x82": SafeUnpickler._refused, "\x83": SafeUnpickler._refused, "\x84": SafeUnpickler._refused,
     "\x97": SafeUnpickler._refused, "\x98": SafeUnpickler._refused,
+    **dict.fromkeys("FILPSVdgilop", SafeUnpickler._refused),  # of protocols 0 and 1, which torch.save never writes
 }
 # fmt: on
 _TABLE: tuple[_Step, ...] = tuple(_STEPS.get(chr(code), SafeUnpickler._unknown) for code in range(256))

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampdoctor.checkpoints.pickled_objects import fields_of
 from ampdoctor.checkpoints.stored_tensor import JoinedTensor, Shard, StoredTensor, StridedTensor, contiguous_stride
 
 Shape = tuple[int, ...]
@@ -39,7 +38,6 @@ class RankState:
     states: tuple[Mapping[str, Any], ...]  # for each flat group: "exp_avg" etc., as long as the partition or padded
     options: tuple[Mapping[str, Any], ...] = ()  # settings of the parameter groups
     per_option: tuple[int, ...] = ()  # number of flat groups of each parameter group
-    slices: tuple[Mapping[str, tuple[int, int]], ...] = ()  # by group: parameter -> (start, count) in the partition
     counts: tuple[int, ...] = ()  # number of ranks that share each flat group
 
 
@@ -62,7 +60,6 @@ def read_rank(tree: Any) -> RankState | None:
         states=states,
         options=options,
         per_option=counts,
-        slices=_slices(state.get("param_slice_mappings"), len(master_weights)),
         counts=_counts(state.get("partition_count"), len(master_weights)),
     )
 
@@ -166,7 +163,7 @@ def _place_group(group: int, wanted: Mapping[str, Shape], ranks: Sequence[RankSt
         end = begin + math.prod(shape)
         placed[name] = list(_across(begin, end, starts))
         begin = end
-    return placed if _as_the_ranks_say(group, placed, ranks) else {}
+    return placed
 
 
 def _across(begin: int, end: int, starts: Sequence[int]) -> Iterator[Piece]:
@@ -177,15 +174,6 @@ def _across(begin: int, end: int, starts: Sequence[int]) -> Iterator[Piece]:
         if low < high:
             yield Piece(rank, low - starts[rank], high - low, low - begin)
         rank += 1
-
-
-def _as_the_ranks_say(group: int, placed: Mapping[str, list[Piece]], ranks: Sequence[RankState]) -> bool:
-    """Whether the computed layout agrees with the one that newer files state themselves."""
-    computed: list[dict[str, tuple[int, int]]] = [{} for _ in ranks]
-    for name, pieces in placed.items():
-        for piece in pieces:
-            computed[piece.rank][name] = piece.start, piece.count
-    return all(mine == dict(rank.slices[group]) for mine, rank in zip(computed, ranks, strict=True) if rank.slices)
 
 
 def _cut(numel: int, each: int, start: int, ranks: int) -> list[Piece]:
@@ -224,18 +212,6 @@ def _base_state(
         return nothing, (), ()
     settings = tuple({k: v for k, v in option.items() if k != "params"} for option in options)
     return tuple(states), settings, tuple(len(option["params"]) for option in options)
-
-
-def _slices(saved: Any, groups: int) -> tuple[dict[str, tuple[int, int]], ...]:
-    if not isinstance(saved, list | tuple) or len(saved) != groups:
-        return ()
-    found = []
-    for group in saved:
-        addresses = {name: fields_of(address) for name, address in group.items()} if isinstance(group, Mapping) else {}
-        if not all(type(a.get("start")) is int and type(a.get("numel")) is int for a in addresses.values()):
-            return ()
-        found.append({name: (a["start"], a["numel"]) for name, a in addresses.items()})
-    return tuple(found)
 
 
 def _counts(saved: Any, groups: int) -> tuple[int, ...]:

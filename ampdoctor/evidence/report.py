@@ -414,52 +414,37 @@ def renumber_steps(report: Report, first: int) -> Report:
     return counted
 
 
+@dataclass(frozen=True, slots=True)
 class _Counting:
     """Adds `first` to each of the replayed `steps` in a report."""
 
-    def __init__(self, first: int, steps: int) -> None:
-        self._first, self._steps = first, steps
+    first: int
+    steps: int
 
-    def of(self, value: Any) -> Any:
-        """The value with its steps renumbered, in sentences too."""
+    def of(self, value: Any, key: str = "", *, texts: bool = True) -> Any:
+        """The value that stands under this key, with its steps renumbered; `texts`: in sentences too."""
+        if type(value) is int:
+            return value + self.first if key == "step" else value
         if isinstance(value, str):
-            return _SAID.sub(self._said, value)
+            return _SAID.sub(self._said, value) if texts else value
         if isinstance(value, Mapping):
-            return {key: self._entry(key, item) for key, item in value.items()}
+            return {name: self.of(item, name, texts=texts) for name, item in value.items()}
         if isinstance(value, tuple | list):
-            return type(value)(self.of(item) for item in value)
+            inner = "step" if key == "steps" else ""
+            return type(value)(self.of(item, inner, texts=texts) for item in value)
         if not is_dataclass(value) or isinstance(value, type | Source):
             return value
-        changed: dict[str, Any] = {}
-        for one in fields(value):
-            old = getattr(value, one.name)
-            new = self._field(value, one.name, old)
-            if new is not old and one.init:
-                changed[one.name] = new
-        return replace(value, **changed) if changed else value
+        apart = {"target", "global_step", "evidence"}
+        names = [one.name for one in fields(value) if one.name not in apart]
+        texts = texts and not isinstance(value, Where)
+        made = {name: self.of(getattr(value, name), name, texts=texts) for name in names}
+        if isinstance(value, Where):
+            made["global_step"] = None  # the step itself shows it
+        if isinstance(value, Finding):  # the evidence's own "step" may be a counter that was saved
+            evidence = self.of(value.evidence, texts=False)
+            made["evidence"] = evidence | {key: item for key, item in value.evidence.items() if key == "step"}
+        return replace(value, **made)
 
     def _said(self, found: re.Match[str]) -> str:
         number = found[1]
-        return found[0] if number is None or int(number) >= self._steps else f"step {int(number) + self._first}"
-
-    def _field(self, owner: Any, name: str, old: Any) -> Any:
-        if name == "global_step":
-            return None  # the step itself shows it
-        if name == "step" and type(old) is int:
-            return old + self._first
-        if isinstance(owner, Where) and isinstance(old, str):
-            return old
-        if isinstance(owner, Finding) and name == "evidence":  # its "step" may be a counter that was saved
-            return {key: item if key == "step" else self._figure(key, item) for key, item in old.items()}
-        return old if isinstance(owner, Report) and name == "target" else self.of(old)
-
-    def _entry(self, key: Any, item: Any) -> Any:
-        return item + self._first if key == "step" and type(item) is int else self.of(item)
-
-    def _figure(self, key: Any, item: Any) -> Any:
-        if isinstance(item, Mapping):
-            return {name: self._figure(name, one) for name, one in item.items()}
-        if isinstance(item, tuple | list):
-            all_steps = key == "steps" and all(type(one) is int for one in item)
-            return type(item)(one + self._first if all_steps else self._figure("", one) for one in item)
-        return item + self._first if key == "step" and type(item) is int else item
+        return found[0] if number is None or int(number) >= self.steps else f"step {int(number) + self.first}"

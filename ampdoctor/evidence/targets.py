@@ -93,5 +93,3 @@ FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
 
 PlanFramework = Literal["transformers", "accelerate", "lightning", "deepspeed", "megatron", "torchtitan"]
 """Frameworks for which a batch plan can be written."""
-
-PLAN_FRAMEWORKS: tuple[PlanFramework, ...] = get_args(PlanFramework)

@@ -56,20 +56,14 @@ def save(tmp_path: Path, content: object) -> Path:
     ("content", "group"),
     [
         ({"state_dict": state(), "state_dict_ema": state(2.0), "epoch": 3}, "state_dict_ema"),
-        ({"model": state(), "ema_model": state(2.0)}, "ema_model"),
         ({"model": state(), "model_ema": {"module": state(2.0)}}, "model_ema.module"),
-        ({"model": state(), "ema": {"state_dict": state(2.0), "decay": 0.999}}, "ema.state_dict"),
         ({"model": state(), "swa_model": state(2.0)}, "swa_model"),
-        (
-            {"state_dict": state(), "callbacks": {"EMACallback": {"weights": state(2.0)}}, "global_step": 3},
-            "callbacks.EMACallback.weights",
-        ),
         (
             {"state_dict": state(), "callbacks": {"WeightAveraging": {"average_state": state(2.0)}}},
             "callbacks.WeightAveraging.average_state",
         ),
     ],
-    ids=["timm", "diffusers", "detectron", "dict", "swa", "lightning-ema", "lightning-averaging"],
+    ids=["timm", "detectron", "swa", "lightning-averaging"],
 )
 def test_averages_are_a_role_of_their_own(tmp_path, content, group):
     with open_checkpoint(save(tmp_path, content)) as checkpoint:
@@ -93,28 +87,6 @@ def test_an_average_alone_is_the_model(tmp_path):
     with open_checkpoint(save(tmp_path, {"model": None, "ema": Net().half(), "updates": 7})) as checkpoint:
         assert names(checkpoint, "weight") == PARAMETERS
         assert names(checkpoint, "buffer") == [name for name, _ in Net().named_buffers()]
-
-
-def test_lightning_keeps_scaler_step_and_optimizers_apart_from_callbacks(tmp_path):
-    scaler = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 20, "_growth_tracker": 3}
-    content = {
-        "epoch": 1,
-        "global_step": 12,
-        "pytorch-lightning_version": "1.5.0",
-        "state_dict": {f"net.{name}": tensor for name, tensor in state().items()},
-        "optimizer_states": [adam(), adam()],
-        "native_amp_scaling_state": scaler,
-        "callbacks": {"ModelCheckpoint": {"best_model_score": torch.tensor(0.1), "kth_value": torch.tensor(torch.inf)}},
-        "hyper_parameters": Namespace(lr=0.1),
-    }
-    with open_checkpoint(save(tmp_path, content)) as checkpoint:
-        assert checkpoint.global_step == 12
-        assert [(s.key, s.scale, s.growth_tracker) for s in checkpoint.scalers] == [
-            ("native_amp_scaling_state", 8.0, 3)
-        ]
-        assert names(checkpoint, "weight") == [f"net.{name}" for name in PARAMETERS]
-        assert set(names(checkpoint, "moment", "optimizer_states.1")) == {f"net.{name}" for name in PARAMETERS}
-        assert {ref.entry for ref in checkpoint if ref.role == "other"} == {"step"}
 
 
 def test_fairseq(tmp_path):

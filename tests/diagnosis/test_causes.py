@@ -54,51 +54,52 @@ def test_the_first_row_that_holds(given, cause):
     assert cause_of(origin(**given)) == cause
 
 
-@pytest.mark.parametrize("finite", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
-def test_an_overflow_inside_the_op_or_beyond_float64(finite, inside):
-    verdict = Recomputation(finite=finite, amax=3.0 if finite else 0.0, limit=MAX, overflow=inside)
-    cause = "forward_overflow" if inside else "kernel_defect" if finite else "invalid_op"
-    for kind in ("nan", "inf"):
-        assert cause_of(replace(origin(nonfinite=kind), recomputed=verdict)) == cause
+@pytest.mark.parametrize(
+    ("finite", "amax", "overflow", "returns", "cause"),
+    [
+        (True, 3.0, True, None, "forward_overflow"),  # inside the op
+        (False, 0.0, True, None, "forward_overflow"),
+        (True, 3.0, False, None, "kernel_defect"),
+        (False, 0.0, False, None, "invalid_op"),  # beyond float64
+        (True, 3.0, True, False, "kernel_defect"),  # it does not come again on the same inputs
+        (False, MAX * 4, True, False, "kernel_defect"),
+    ],
+)
+def test_an_overflow_inside_the_op_and_what_does_not_come_again(finite, amax, overflow, returns, cause):
+    verdict = Recomputation(finite=finite, amax=amax, limit=MAX, overflow=overflow, returns=returns)
+    assert cause_of(replace(origin(nonfinite="nan"), recomputed=verdict)) == cause
 
 
-@pytest.mark.parametrize("finite", [True, False])
-@pytest.mark.parametrize("amax", [3.0, MAX * 4])
-def test_what_does_not_come_again_on_the_same_inputs_is_the_kernels(finite, amax):
-    verdict = Recomputation(finite=finite, amax=amax, limit=MAX, overflow=True, returns=False)
-    assert cause_of(replace(origin(nonfinite="nan"), recomputed=verdict)) == "kernel_defect"
-
-
-def test_a_partial_overflow_of_a_backward_may_be_the_scales():
-    seen = NonFiniteReport(affected=("grad:a",), outputs=(), output_grads=())
-    verdict = Recomputation(finite=True, amax=3.0, limit=MAX, overflow=True)
-    made = replace(origin("backward", nonfinite="nan"), recomputed=verdict)
-    assert scale_may_cure((made,), seen)
-    assert not scale_may_cure((replace(made, recomputed=replace(verdict, overflow=False)),), seen)
+PARTIAL = Recomputation(finite=True, amax=3.0, limit=MAX, overflow=True)
 
 
 @pytest.mark.parametrize(
-    ("affected", "may"),
-    [(("grad:w",), True), (("grad:w", "loss"), True), (("grad:w", "param:w"), False), (("output:fc",), False)],
+    ("affected", "verdict", "may"),
+    [
+        (("grad:w",), None, True),
+        (("grad:w", "loss"), None, True),
+        (("grad:w", "param:w"), None, False),
+        (("output:fc",), None, False),
+        (("grad:w",), PARTIAL, True),
+        (("grad:w",), replace(PARTIAL, overflow=False), False),
+    ],
 )
-def test_a_lower_scale_may_cure_gradients_and_a_loss_that_takes_them(affected, may):
+def test_a_lower_scale_may_cure_gradients_and_a_loss_that_takes_them(affected, verdict, may):
     seen = NonFiniteReport(affected=affected, outputs=(), output_grads=())
-    assert scale_may_cure((origin("backward", verdict=OVER),), seen) is may
+    made = origin("backward", verdict=OVER)
+    made = made if verdict is None else replace(origin("backward", nonfinite="nan"), recomputed=verdict)
+    assert scale_may_cure((made,), seen) is may
 
 
 def trace(*origins):
     return Trace(step=0, ops=9, origins=origins)
 
 
-def test_what_was_there_before_the_step_comes_before_any_op():
+def test_what_was_there_before_the_step_is_blamed_first_and_a_constant_last():
     op, given = origin(order=1), origin(order=-1, came_from="data", phase="data")
     assert culprits(trace(op, given))[0] is given
-
-
-def test_a_constant_is_blamed_only_where_nothing_else_is():
-    constant, op = origin(order=1, came_from="constant"), origin(order=5)
-    assert culprits(trace(constant, op)) == (op,)
+    constant, later = origin(order=1, came_from="constant"), origin(order=5)
+    assert culprits(trace(constant, later)) == (later,)
     assert culprits(trace(constant)) == (constant,)
     assert culprits(trace()) == ()
 

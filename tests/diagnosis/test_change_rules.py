@@ -77,22 +77,24 @@ def test_what_moves_or_is_not_meant_to_is_left_alone(tensor):
     assert said(tensor, MOVED) == []
 
 
-@pytest.mark.parametrize("steps", [{"old_step": None}, {"new_step": 100}])
-def test_without_steps_in_between_nothing_stands_still(steps):
-    assert said(STILL, replace(STILL, unchanged=100, reach=LANDS), **steps) == []
+WIDE = replace(STILL, dtype="float32", old_dtype="float32", pure_half=False, unchanged=100, reach=LANDS)
+FROZEN = replace(WIDE, moments=False, reach=None)
+REST = [STILL, replace(STILL, unchanged=100, reach=LANDS)]
 
 
-def test_trained_weights_that_did_not_change_at_all():
-    frozen_step = replace(STILL, dtype="float32", old_dtype="float32", pure_half=False, unchanged=100, reach=LANDS)
-    assert said(frozen_step, MOVED) == [("AMP713", "warning")]
-    assert said(replace(frozen_step, moments=False, reach=None), MOVED) == []
-    assert said(replace(frozen_step, moments=False, reach=None)) == [("AMP713", "note")]
-
-
-def test_nan_that_stays_nan_is_not_taken_for_rest():
-    assert said(replace(STILL, dtype="float32", pure_half=False, reach=None, unchanged=100, nonfinite=100)) == [
-        ("AMP714", "note")  # another dtype
-    ]
+@pytest.mark.parametrize(
+    ("tensors", "fields", "findings"),
+    [
+        ([WIDE, MOVED], {}, [("AMP713", "warning")]),
+        ([FROZEN, MOVED], {}, []),
+        ([FROZEN], {}, [("AMP713", "note")]),
+        ([replace(WIDE, old_dtype="bfloat16", reach=None, nonfinite=100)], {}, [("AMP714", "note")]),  # NaN, no rest
+        (REST, {"old_step": None}, []),  # without steps in between nothing stands still
+        (REST, {"new_step": 100}, []),
+    ],
+)
+def test_weights_that_did_not_change_at_all(tensors, fields, findings):
+    assert said(*tensors, **fields) == findings
 
 
 def test_growth_between_two():

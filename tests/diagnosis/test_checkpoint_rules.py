@@ -143,12 +143,8 @@ def test_a_small_scale_is_harmful_only_for_small_gradients():
     ],
 )
 def test_a_low_scale_that_was_chosen_is_not_falling(step, tracker, severity):
-    summary = CheckpointSummary(
-        format="torch-zip",
-        tensors=(tensor(),),
-        scalers=(scaler(2.0**-8, growth_tracker=tracker),),
-        global_step=step,
-    )
+    low = scaler(2.0**-8, growth_tracker=tracker)
+    summary = CheckpointSummary(format="torch-zip", tensors=(tensor(),), scalers=(low,), global_step=step)
     assert [(f.code, f.severity) for f in judge(summary)] == [("AMP402", severity)]
 
 
@@ -172,28 +168,20 @@ def test_where_says_owner_entry_and_file():
     assert {f.cause for f in judge(summary)} == {"bad_checkpoint"}
 
 
-def test_a_checkpoint_that_is_nan_everywhere_does_not_fill_pages():
-    tensors = [tensor(f"l{i}.weight", nan=64) for i in range(300)]
-    findings = judge(CheckpointSummary(format="safetensors", tensors=tuple(tensors)))
-    assert len(findings) == MAX_FINDINGS + 1
-    assert any("280 more" in f.message for f in findings)
-
-
 @pytest.mark.parametrize(
     ("code", "sick"),
     [
-        ("AMP101", lambda name: tensor(name, nan=64)),
-        ("AMP104", lambda name: tensor(name, amax=9e4)),
-        ("AMP107", lambda name: tensor(name, dtype="float16", amax=65504.0, at_max=1)),
+        ("AMP101", {"nan": 64}),
+        ("AMP104", {"amax": 9e4}),
+        ("AMP107", {"dtype": "float16", "amax": 65504.0, "at_max": 1}),
     ],
 )
 def test_no_sick_tensor_is_without_an_address_however_many_there_are(code, sick):
-    names = {f"l{i}.weight" for i in range(50)}
-    summary = CheckpointSummary(format="torch-zip", tensors=tuple(sick(name) for name in sorted(names)))
+    names = sorted(f"l{i}.weight" for i in range(300))
+    summary = CheckpointSummary(format="torch-zip", tensors=tuple(tensor(name, **sick) for name in names))
     findings = [f for f in judge(summary) if f.code == code]
-    assert len(findings) <= MAX_FINDINGS + 1
-    addresses = [where.tensor for f in findings for where in f.places]
-    assert sorted(addresses) == sorted(names)
+    assert len(findings) in {1, MAX_FINDINGS + 1}  # it does not fill pages
+    assert sorted(where.tensor for f in findings for where in f.places) == names
 
 
 def test_every_rule_has_a_sick_case_here():
@@ -223,30 +211,19 @@ def test_the_rules_need_no_torch():
 
 
 def test_weights_buffers_and_averages_are_never_one_pile():
-    tensors = [
-        tensor("a.weight", amax=9e4, nan=1),
-        tensor("a.weight", amax=9e4, nan=1, role="ema", group="ema"),
+    tensors = (
+        tensor(amax=9e4),
+        tensor(amax=9e4, nan=1, role="ema", group="ema"),
         tensor("bn.running_var", role="buffer", amax=9e4),
-    ]
-    found_here = judge(CheckpointSummary(format="torch-zip", tensors=tuple(tensors)))
-    roles = {(f.code, f.evidence["role"]) for f in found_here}
-    assert roles == {
-        ("AMP101", "weight"),
-        ("AMP101", "ema"),
-        ("AMP104", "weight"),
-        ("AMP104", "ema"),
-        ("AMP104", "buffer"),
-    }
-    assert [f.message for f in found_here if "averaged copy" in f.message] == [
-        "ema.a.weight, an averaged copy, holds 1 NaN among 1024 float32 values."
-    ]
-
-
-def test_checks_are_by_role():
-    sick, fine = tensor(nan=1, role="ema", group="ema"), tensor()
+    )
     roles = tuple(RoleSummary(role=r, tensors=1, elements=64, amax=1.0, amin=1.0, casts=()) for r in ("weight", "ema"))
-    summary = CheckpointSummary(format="torch-zip", tensors=(fine, sick), roles=roles)
-    checks = {check.name: check.result for check in checks_of(summary, judge(summary))}
+    summary = CheckpointSummary(format="torch-zip", tensors=tensors, roles=roles)
+    findings = judge(summary)
+    assert sorted((f.code, f.evidence["role"]) for f in findings) == [
+        ("AMP101", "ema"), ("AMP104", "buffer"), ("AMP104", "ema"), ("AMP104", "weight"),
+    ]  # fmt: skip
+    assert "ema.fc.weight, an averaged copy, holds 1 NaN among 1024 float32 values." in [f.message for f in findings]
+    checks = {check.name: check.result for check in checks_of(summary, findings)}
     assert (checks["finite weights"], checks["finite averaged weights"]) == ("ok", "found")
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import sys
-
 import pytest
 import torch
 from torch import nn
 
 from ampdoctor.integrations.pytest_guard import AmpGuard, NonFinite
-from ampdoctor.workflows.watcher import standing
+from tests.live.test_survival import in_place
 
 
 def told(loop, *, max_skipped=None, **parts):
@@ -44,73 +41,11 @@ def batches(*, bad, value=torch.nan, count=4):
     return made
 
 
-def installed():
-    """What a watch puts in place, as it is now."""
-    modules, optimizers = torch.nn.modules.module, sys.modules["torch.optim.optimizer"]
-    return (
-        len(modules._global_forward_pre_hooks),
-        len(modules._global_forward_hooks),
-        len(modules._global_forward_hooks_always_called),
-        len(optimizers._global_optimizer_pre_hooks),
-        len(optimizers._global_optimizer_post_hooks),
-        [getattr(torch.amp.GradScaler, name) for name in ("scale", "unscale_", "step", "update", "state_dict")],
-        nn.Module.__init__,
-        nn.Module.zero_grad,
-        torch.Tensor.backward,
-        torch.autograd.backward,
-        torch.autograd.Variable._execution_engine,
-        torch.nn.utils.clip_grad._clip_grads_with_norm_,
-        torch._C._len_torch_function_stack(),
-        standing(),
-    )
-
-
-@pytest.mark.parametrize("ends", ["well", "sick", KeyboardInterrupt])
-def test_everything_is_undone_however_the_loop_ends(ends):
-    before = installed()
-    model, optimizer = small()
-
-    def loop():
-        with AmpGuard()():
-            assert installed() != before
-            step(model, optimizer, batches(bad=0, value=torch.nan if ends == "sick" else 1.0)[0])
-            if isinstance(ends, type):
-                raise ends
-
-    if ends == "well":
-        loop()
-    else:
-        with pytest.raises(NonFinite if ends == "sick" else ends):
-            loop()
-    assert installed() == before
-    step(model, optimizer, torch.full((1, 8), torch.nan))  # nobody looks any more
-
-
-@pytest.mark.parametrize("bad", [False, True])
-def test_the_loop_computes_what_it_computes_without_the_guard(bad):
-    def train():
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 1))
-        optimizer = torch.optim.AdamW(model.parameters())
-        for index in range(4):
-            if bad and index == 3:
-                optimizer.param_groups[0]["lr"] = math.inf
-            try:
-                step(model, optimizer, torch.randn(6, 4))
-            except NonFinite:  # after the update, which is not undone for the test's own code
-                assert bad
-        state = [p.detach().clone() for p in model.state_dict().values()]
-        moments = [one.clone() for held in optimizer.state.values() for one in held.values()]
-        return [*state, *moments, torch.get_rng_state()]
-
-    alone, watched = train(), []
-    if bad:
-        with pytest.raises(NonFinite), AmpGuard()():
-            watched += train()
-    else:
-        with AmpGuard()():
-            watched += train()
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(alone, watched, strict=True))
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    before = in_place()
+    yield
+    assert in_place() == before
 
 
 class Acting(nn.Module):

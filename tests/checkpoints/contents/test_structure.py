@@ -14,6 +14,7 @@ SCALER = {"scale": 64.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_in
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.gate = nn.Parameter(torch.ones(4))  # the Trainer's rule decays it, one by shapes does not
         self.embed = nn.Embedding(10, 4)
         self.norm = nn.BatchNorm1d(4)
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
@@ -65,7 +66,7 @@ def as_the_trainer_does(model: nn.Module) -> torch.optim.Optimizer:
     [
         (lambda m: torch.optim.AdamW(m.parameters()), "exp_avg", 0.1),
         (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), "momentum_buffer", 1.0),
-        (lambda m: torch.optim.AdamW(m.named_parameters()), "exp_avg", 0.1),
+        (lambda m: torch.optim.AdamW(list(m.named_parameters())[::-1]), "exp_avg", 0.1),  # the file gives the names
         (by_dimension, "exp_avg", 0.1),
         (as_the_trainer_does, "exp_avg", 0.1),
     ],
@@ -83,7 +84,7 @@ def test_a_frozen_part_leaves_no_wrong_name(tmp_path):
     model.blocks[1].requires_grad_(requires_grad=False)
     state = trained(model, lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad]))
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "c.pt")
-    # norm.* come first and head.* last; of three equal blocks two were trained, and which two cannot be told
+    # gate and norm.* come first and head.* last; of three equal blocks two were trained, and which two cannot be told
     assert check_names(tmp_path / "c.pt", model, "exp_avg", 0.1) >= 1
 
 

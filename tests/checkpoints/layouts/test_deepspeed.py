@@ -39,7 +39,7 @@ def write_zero2(folder: Path, *, ranks: int = 3, **options: Any) -> Path:
     """A folder of ZeRO 2 with one group, after DeepSpeed 0.19.8's source.
 
     Options: `order` of the parameters in the flat group, `gaps` behind them, `elastic`, `padded` moments, `config`,
-    `scaler`, `counts`, `slices` for each rank.
+    `scaler`, `counts`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     order, gaps = options.get("order", list(SHAPES)), options.get("gaps", {})
@@ -74,8 +74,6 @@ def write_zero2(folder: Path, *, ranks: int = 3, **options: Any) -> Path:
         }
         if "scaler" in options:
             optimizer["loss_scaler"] = options["scaler"]
-        if "slices" in options:
-            optimizer["param_slice_mappings"] = options["slices"][rank]
         torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     return folder
 
@@ -141,23 +139,6 @@ def test_what_does_not_add_up_keeps_the_names_of_ranks_and_is_not_loaded(tmp_pat
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match="parameter groups"):
         optimizer.load_state_dict(loaded.optimizer or {})
-
-
-class _Slice:
-    """Stands for DeepSpeed's `fragment_address`: what it saves are these two numbers."""
-
-    def __init__(self, start: int, numel: int) -> None:
-        self.start, self.numel = start, numel
-
-
-@pytest.mark.parametrize("honest", [True, False])
-def test_the_ranks_own_word_on_their_partitions_must_agree(tmp_path, honest):
-    shift = 0 if honest else 1
-    first = {"a.weight": _Slice(0, 15), "a.bias": _Slice(15 + shift, 5)}
-    second = {"b.weight": _Slice(0, 15), "b.bias": _Slice(15, 3)}
-    folder = write_zero2(tmp_path / "s", ranks=2, slices=[[first], [second]])
-    master_weights = found(folder, "weight", "fp32")
-    assert same(master_weights, values()) if honest else set(master_weights) == {"rank 0 group 0", "rank 1 group 0"}
 
 
 def as_deepspeed(monkeypatch, name: str, fields: dict[str, Any]) -> object:

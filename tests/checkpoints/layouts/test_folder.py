@@ -16,18 +16,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def write_sharded(folder: Path, *, suffix: str = "safetensors") -> Path:
-    folder.mkdir(exist_ok=True)
+def write_sharded(folder: Path) -> Path:
+    folder.mkdir()
     table = {}
     for number, names in enumerate((("a.weight", "a.bias"), ("b.weight",)), start=1):
-        shard = f"model-0000{number}-of-00002.{suffix}"
-        tensors = {name: torch.full((3,), float(number)) for name in names}
-        if suffix == "safetensors":
-            save_file(tensors, folder / shard)
-        else:
-            torch.save(tensors, folder / shard)
+        shard = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: torch.full((3,), float(number)) for name in names}, folder / shard)
         table.update(dict.fromkeys(names, shard))
-    index = folder / f"model.{suffix}.index.json"
+    index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 36}, "weight_map": table}))
     return index
 

@@ -32,47 +32,37 @@ def test_a_files_number_counts_what_the_word_before_it_says(name, unit, number):
     assert (moment.unit, moment.number) == (unit, number)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.safetensors",
-        "model-00001-of-00004.safetensors",
-        "checkpoint-00002-of-00002.safetensors",
-        "mp_rank_00_model_states.pt",
-        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-        "layer_00-model_00-model_states.pt",
-        "random_states_0.pkl",
-        "rng_state_1.pth",
-        "consolidated.00.pth",
-        "model_rank_7.pt",
-        "fold_1.pt",
-        "model_fp16.safetensors",
-        "resnet18.pth",
-        "weights_v2.pt",
-        "llama-7b.safetensors",
-    ],
-)
+NO_MOMENT = [
+    "model.safetensors", "model-00001-of-00004.safetensors", "checkpoint-00002-of-00002.safetensors",
+    "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "layer_00-model_00-model_states.pt",
+    "random_states_0.pkl", "rng_state_1.pth", "consolidated.00.pth",
+    "model_rank_7.pt", "fold_1.pt", "model_fp16.safetensors",
+    "resnet18.pth", "weights_v2.pt", "llama-7b.safetensors",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_MOMENT)
 def test_what_counts_pieces_versions_or_sizes_is_no_moment(name):
     assert moment_of(name, folder=False) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "unit"),
-    [
-        ("checkpoint-500", "number"),
-        ("step-100", "step"),
-        ("iter_0000010", "step"),
-        ("global_step100", "step"),
-        ("epoch_3", "epoch"),
-        ("1000", "unsure"),
-        ("epoch=0-step=4-v1.ckpt", "step"),
-        ("run_1", None),
-        ("version_0", None),
-        ("mp_rank_00", None),
-        ("pytorch_model_fsdp_0", None),
-        ("optimizer_0", None),
-    ],
-)
-def test_folders(name, unit):
+FOLDERS = {
+    "checkpoint-500": "number",
+    "step-100": "step",
+    "iter_0000010": "step",
+    "global_step100": "step",
+    "epoch_3": "epoch",
+    "1000": "unsure",
+    "epoch=0-step=4-v1.ckpt": "step",
+    "run_1": None,
+    "version_0": None,
+    "mp_rank_00": None,
+    "pytorch_model_fsdp_0": None,
+    "optimizer_0": None,
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders(name):
     moment = moment_of(name, folder=True)
-    assert (moment.unit if moment is not None else None) == unit
+    assert (moment and moment.unit) == FOLDERS[name]

@@ -29,22 +29,6 @@ def test_the_same_few_batches_again_and_again(cycle):
     assert (findings[0].evidence["cycle"], findings[0].evidence["new_before"]) == (cycle, BAD)
 
 
-def test_batches_that_come_again_in_health():
-    """Epochs in one order or another, few batches from the first step on, each batch twice or in rounds of its own."""
-    repeated = {
-        "epochs": lambda at, _: at % 150,
-        "shuffled epochs": lambda at, _: (at // 150 * 37 + at * 7) % 150,
-        "one batch": lambda at, _: 7,
-        "few": lambda at, _: at % 5,
-        "each twice": lambda at, _: at // 2,
-        "rounds": lambda at, _: at // 40 * 10 + at % 10,
-        "a retry": lambda at, value: value - 1 if at % 50 == 49 else value,
-        "of nobody": lambda at, _: None,
-    }
-    for name, fingerprint in repeated.items():
-        assert (name, judged(steps(1200, batch_fingerprint=fingerprint))) == (name, [])
-
-
 def another_unit(at, value, factor=5):
     return value * factor if at >= BAD else value
 
@@ -68,17 +52,37 @@ def test_inputs_that_become_zeros_one_after_the_other():
     assert findings[0].evidence["zero_share"] > findings[0].evidence["usual_zero_share"] + 0.08
 
 
-def test_batches_of_all_sizes_that_differ_are_left_alone():
-    """Noise of a factor of two, a drift over the whole run, and the last batch of an epoch, which is small."""
-    wide = steps(2000, batch_rms=lambda at, value: value**20)
-    drifts = steps(2000, batch_rms=lambda at, value: value * math.exp(at / 500))
-    last = steps(
+LEFT_ALONE = {
+    **{
+        f"batches that come again: {name}": (1200, {"batch_fingerprint": fingerprint})
+        for name, fingerprint in {
+            "epochs": lambda at, _: at % 150,
+            "shuffled epochs": lambda at, _: (at // 150 * 37 + at * 7) % 150,
+            "one batch": lambda at, _: 7,
+            "few": lambda at, _: at % 5,
+            "each twice": lambda at, _: at // 2,
+            "rounds": lambda at, _: at // 40 * 10 + at % 10,
+            "a retry": lambda at, value: value - 1 if at % 50 == 49 else value,
+            "of nobody": lambda at, _: None,
+        }.items()
+    },
+    "noise of a factor of two": (2000, {"batch_rms": lambda at, value: value**20}),
+    "a drift over the whole run": (2000, {"batch_rms": lambda at, value: value * math.exp(at / 500)}),
+    "the last batch of an epoch, which is small": (
         2000,
-        batch_elements=lambda at, value: value // 100 if at % 100 == 99 else value,
-        batch_rms=lambda at, value: value * 4 if at % 100 == 99 else value,
-        loss=lambda at, value: value * 6 if at % 100 == 99 else value,
-    )
-    assert judged(wide) == judged(drifts) == judged(last) == []
+        {
+            "batch_elements": lambda at, value: value // 100 if at % 100 == 99 else value,
+            "batch_rms": lambda at, value: value * 4 if at % 100 == 99 else value,
+            "loss": lambda at, value: value * 6 if at % 100 == 99 else value,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_batches_in_health_are_left_alone(case):
+    count, changes = LEFT_ALONE[case]
+    assert judged(steps(count, **changes)) == []
 
 
 def test_batches_of_another_size_begin_anew():

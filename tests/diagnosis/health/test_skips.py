@@ -66,39 +66,45 @@ def test_while_nothing_follows_both_are_said():
     assert "either a scaler has skipped it, as it should, or the weights are lost" in found.message
 
 
-def test_a_loss_that_is_not_finite_at_the_end_may_be_a_scalers():
-    scaled = [replace(line, loss_scale=1024.0) for line in foreign(50, norm={49: NAN}, loss={49: NAN})]
-    assert heard(scaled) == [("AMP722", "warning", 49)]
+def alone(lines):
+    """The same log with norms and no losses."""
+    return [replace(line, loss=None) for line in lines]
 
 
-def test_a_scale_that_falls_right_behind_proves_the_skip():
-    """With nothing else in the log but norms: two in a row, and one at the end."""
-
-    def scale(at):
-        return 65536.0 * 0.5 ** sum(at > skip for skip in (20, 21, 48))
-
-    lines = foreign(50, norm=dict.fromkeys((20, 21, 48), NAN), loss_scale=scale)
-    assert heard([replace(line, loss=None) for line in lines]) == []
+def parted(lines):
+    """The same log with a loss and a norm in different rows."""
+    return [replace(line, **{"loss" if line.step % 2 else "gradient_norm": None}) for line in lines]
 
 
-def test_losses_and_norms_in_different_rows():
-    def parted(lines):
-        return [replace(line, **{"loss" if line.step % 2 else "gradient_norm": None}) for line in lines]
-
-    assert heard(parted(foreign(norm={40: NAN}))) == []
-    assert heard(parted(foreign(norm=lost(40), loss=lost(41)))) == [("AMP722", "error", 41)]
+def scaled(count, falls):
+    """A scale that falls right behind these steps, whose norms are NaN."""
+    scale = lambda at: 65536.0 * 0.5 ** sum(at > fall for fall in falls)  # noqa: E731
+    return foreign(count, norm=dict.fromkeys(falls, NAN), loss_scale=scale)
 
 
-def test_norms_alone_that_are_not_finite_to_the_end():
-    lines = [replace(line, loss=None) for line in foreign(norm=dict.fromkeys(range(60, 100), INF))]
-    assert heard(lines) == [("AMP722", "error", 60)]
-    first = foreign(norm=dict.fromkeys(range(20), INF))  # no more than a first scale may take to come down
-    assert heard([replace(line, loss=None) for line in first]) == []
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (foreign(50, norm={49: NAN}, loss={49: NAN}, loss_scale=lambda _: 1024.0), [("AMP722", "warning", 49)]),
+        (alone(scaled(50, (20, 21, 48))), []),  # two in a row, and one at the end
+        (parted(foreign(norm={40: NAN})), []),
+        (parted(foreign(norm=lost(40), loss=lost(41))), [("AMP722", "error", 41)]),
+        (alone(foreign(norm=dict.fromkeys(range(60, 100), INF))), [("AMP722", "error", 60)]),
+        (alone(foreign(norm=dict.fromkeys(range(20), INF))), []),  # a first scale may take so many to come down
+        (foreign(300, norm=dict.fromkeys(range(300), NAN)), []),  # a norm that is never measured
+        (
+            foreign(norm=dict.fromkeys(range(50, 100), INF), loss={at: 2.0 + 0.1 * (at % 3) for at in range(100)}),
+            [("AMP740", "error", 58)],
+        ),
+    ],
+)
+def test_what_a_log_without_a_word_on_skips_shows(lines, found):
+    assert heard(lines) == found
 
 
 def test_a_scale_that_has_fallen_between_two_rows_proves_nothing_of_the_first():
     lines = foreign(64, norm=dict.fromkeys(range(60, 64), INF), every=10, loss_scale=lambda at: 2.0 ** min(16, 76 - at))
-    assert ("AMP722", "error", 600) in heard([replace(line, loss=None) for line in lines])
+    assert ("AMP722", "error", 600) in heard(alone(lines))
 
 
 def scaler_anew(batches, epochs, taken_from=math.inf):
@@ -158,15 +164,6 @@ def test_a_scaler_that_settles_from_the_highest_scale_is_left_alone():
         for at in range(120)
     ]  # fmt: skip
     assert heard(lines) == []
-
-
-def test_a_norm_that_is_never_measured_while_the_loss_falls():
-    assert heard(foreign(300, norm=dict.fromkeys(range(300), NAN))) == []
-
-
-def test_steps_without_a_gradient_while_the_loss_stands():
-    lines = foreign(norm=dict.fromkeys(range(50, 100), INF), loss={at: 2.0 + 0.1 * (at % 3) for at in range(100)})
-    assert heard(lines) == [("AMP740", "error", 58)]
 
 
 def deepspeed(skips, *, taken=14, scale=1024.0, known=False):

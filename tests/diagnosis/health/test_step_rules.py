@@ -26,11 +26,6 @@ def jump(at, value):
     return value * 20 if at == BAD else value
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_quiet_run_is_left_alone(seed):
-    assert judged(steps(2000, seed=seed)) == []
-
-
 def test_a_jump_of_the_gradient_is_told_at_its_step_and_once():
     (found,) = judged(steps(gradient_norm=jump))
     assert (found.code, found.severity, found.where.step) == ("AMP720", "warning", BAD)
@@ -41,13 +36,6 @@ def test_a_jump_of_the_gradient_is_told_at_its_step_and_once():
 def test_a_batch_whose_loss_and_gradient_jump_together_is_the_data():
     (found,) = judged(steps(gradient_norm=jump, loss=jump))
     assert (found.code, found.evidence["first"]) == ("AMP720", "data")
-
-
-def test_heavy_tails_are_no_jumps():
-    """A norm that goes far now and then has done so before (Student's t with 6 degrees of freedom)."""
-    tails = np.random.default_rng(3).standard_t(6, size=4000)
-    findings = judged(steps(4000, gradient_norm=lambda at, value: float(value * math.exp(0.3 * tails[at]))))
-    assert codes(findings, ("error", "warning")) == []
 
 
 def test_a_loss_that_stays_up_is_an_error_and_one_that_returns_is_none():
@@ -103,30 +91,10 @@ def test_a_loss_that_creeps_back_to_where_it_began_is_told_once():
     assert findings[0].evidence["share"] >= 0.5
 
 
-def test_a_loss_that_gives_back_a_fifth_has_lost_nothing():
-    assert judged(steps(900, loss=lambda at, v: v + 0.4 * min(max(at - BAD, 0) / 400, 1))) == []
-
-
-def test_a_norm_that_has_all_but_gone_may_rise_by_any_factor():
-    """A policy that is solved has no gradient, but for an episode that fails."""
-    gone = lambda at, n: n if at < 200 else 1e-7 * n * (2000 if 450 <= at < 470 else 1)  # noqa: E731
-    assert codes(judged(steps(gradient_norm=gone)), ("error", "warning")) == []
-
-
 def of_returns(at, _):
     """The loss of a value function that learns of returns which grow, as cart-pole's do: up, and never down."""
     rng = np.random.default_rng(at)
     return float((30 + 25 * min(at, 150) / 150) * math.exp(rng.normal(0, 0.04)) * (1.25 if 40 <= at < 80 else 1))
-
-
-@pytest.mark.parametrize("count", [320, 1200])
-def test_a_loss_that_has_never_fallen_may_rise(count):
-    assert codes(judged(steps(count, loss=of_returns)), ("error", "warning")) == []
-
-
-def test_and_where_it_rises_as_never_before_it_is_told():
-    findings = judged(steps(1200, loss=lambda at, v: of_returns(at, v) * (3 if at >= 900 else 1)))
-    assert "AMP721" in [f.code for f in findings]
 
 
 def test_a_training_that_goes_on_has_fallen_before_its_log_begins():
@@ -221,13 +189,6 @@ def test_a_norm_that_climbs():
     assert BAD < findings[0].where.step < BAD + 100
 
 
-def test_a_norm_that_climbs_in_a_warm_up_is_left_alone():
-    def warming(at, _):
-        return (1e-3 * min(1, (at + 1) / 600),)
-
-    assert judged(steps(gradient_norm=climbing, learning_rates=warming)) == []
-
-
 def test_a_learning_rate_of_a_group_that_jumps():
     (finding,) = judged(steps(learning_rates=lambda at, _: (1e-3, 1e-2 if at >= BAD else 1e-3)))
     assert (finding.code, finding.where.step, finding.evidence["group"]) == ("AMP729", BAD, 1)
@@ -245,23 +206,68 @@ def test_a_weight_decay_that_jumps(before, now):
     assert "parameter group 1 (g)" in finding.message
 
 
-def test_settings_that_change_in_health():
-    """A decay that follows a schedule, or becomes smaller; a group that is unfrozen; a group that is added."""
-    scheduled = steps(weight_decays=lambda at, _: (0.04 + 0.36 * at / 600,))
-    smaller = steps(weight_decays=lambda at, _: (0.0 if at >= BAD else 0.1,))
-    unfrozen = steps(learning_rates=lambda at, _: (1e-3, 1e-3 if at >= BAD else 0.0))
-    added = steps(learning_rates=lambda at, _: (1e-4, 1e-2) if at >= BAD else (1e-4,))
-    cosine = lambda at, _: (1e-3 * (1 + math.cos(math.pi * (at % 200) / 200)) / 2 + 1e-6,)  # noqa: E731 - restarts
-    for lines in (scheduled, smaller, unfrozen, added, steps(1000, learning_rates=cosine)):
-        assert judged(lines) == []
+TAILS = np.random.default_rng(3).standard_t(6, size=4000)
+SLOWER = {"seconds": lambda at, value: value * (4 if at >= BAD else 1)}
+LEFT_ALONE = {
+    **{f"a quiet run {seed}": (2000, {"seed": seed}) for seed in range(3)},
+    "a loss that gives back a fifth": (900, {"loss": lambda at, v: v + 0.4 * min(max(at - BAD, 0) / 400, 1)}),
+    "a loss that stands": (2000, {"loss": lambda at, _: 2.0 + 0.01 * math.sin(at)}),
+    "a loss that falls": (2000, {"loss": lambda at, _: 5.0 * math.exp(-at / 3000)}),
+    "a loss that falls at once": (600, {"loss": lambda at, value: value * (0.3 if at >= BAD else 1)}),
+    "a negative loss": (2000, {"loss": lambda at, value: value - 2.0}),
+    "a norm that climbs in a warm-up": (
+        600,
+        {"gradient_norm": climbing, "learning_rates": lambda at, _: (1e-3 * min(1, (at + 1) / 600),)},
+    ),
+    "a decay that follows a schedule": (600, {"weight_decays": lambda at, _: (0.04 + 0.36 * at / 600,)}),
+    "a decay that becomes smaller": (600, {"weight_decays": lambda at, _: (0.0 if at >= BAD else 0.1,)}),
+    "a group that is unfrozen": (600, {"learning_rates": lambda at, _: (1e-3, 1e-3 if at >= BAD else 0.0)}),
+    "a group that is added": (600, {"learning_rates": lambda at, _: (1e-4, 1e-2) if at >= BAD else (1e-4,)}),
+    "a cosine with restarts": (
+        1000,
+        {"learning_rates": lambda at, _: (1e-3 * (1 + math.cos(math.pi * (at % 200) / 200)) / 2 + 1e-6,)},
+    ),
+    "larger batches": (1200, SLOWER | {"batch_elements": lambda at, value: value * 4 if at >= BAD else value}),
+    "more micro-steps": (1200, SLOWER | {"micro_steps": lambda at, value: value * 4 if at >= BAD else value}),
+}
+NOTES_AT_MOST = {
+    "heavy tails": (4000, {"gradient_norm": lambda at, value: float(value * math.exp(0.3 * TAILS[at]))}),
+    # a policy that is solved has no gradient, but for an episode that fails
+    "a norm that has all but gone": (
+        600,
+        {"gradient_norm": lambda at, n: n if at < 200 else 1e-7 * n * (2000 if 450 <= at < 470 else 1)},
+    ),
+    "a loss that has never fallen": (320, {"loss": of_returns}),
+    "a loss that has never fallen, for longer": (1200, {"loss": of_returns}),
+    "a norm that rises while the loss falls": (
+        500,
+        {"loss": lambda at, value: value * math.exp(-0.05 * max(0, at - BAD)), "gradient_norm": climbing},
+    ),
+}
 
 
-def test_a_norm_that_rises_while_the_loss_falls_is_learning():
-    def falls(at, value):
-        return value * math.exp(-0.05 * max(0, at - BAD))
+@pytest.mark.parametrize("run", LEFT_ALONE)
+def test_healthy_runs_are_left_alone(run):
+    count, changes = LEFT_ALONE[run]
+    assert judged(steps(count, **changes)) == []
 
-    findings = judged(steps(500, loss=falls, gradient_norm=climbing))
-    assert codes(findings, ("error", "warning")) == []
+
+@pytest.mark.parametrize("run", NOTES_AT_MOST)
+def test_what_looks_odd_in_health_is_no_alarm(run):
+    count, changes = NOTES_AT_MOST[run]
+    assert codes(judged(steps(count, **changes)), ("error", "warning")) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "count", "changes"),
+    [
+        ("AMP721", 1200, {"loss": lambda at, v: of_returns(at, v) * (3 if at >= 900 else 1)}),  # as never before
+        ("AMP721", 600, {"loss": lambda at, value: value - 2.0 + (5 if at >= BAD else 0)}),
+        ("AMP730", 600, {"memory_bytes": lambda at, _: int(1e9 * (1 + max(0, at - 300) / 300))}),
+    ],
+)
+def test_what_rises_as_never_before_is_told(code, count, changes):
+    assert code in [f.code for f in judged(steps(count, **changes))]
 
 
 def test_what_two_optimizers_win_and_lose_is_told_later():
@@ -277,42 +283,10 @@ def test_what_two_optimizers_win_and_lose_is_told_later():
 
 
 def test_steps_that_slow_down_are_a_note():
-    findings = judged(steps(seconds=lambda at, value: value * (3 if at >= BAD else 1)))
+    findings = judged(steps(**SLOWER))
     assert [(f.code, f.severity, f.evidence["first"]) for f in findings] == [("AMP730", "note", "hardware")]
-    waits = judged(
-        steps(
-            seconds=lambda at, value: value * (3 if at >= BAD else 1),
-            data_seconds=lambda at, _: 0.25 if at >= BAD else 0.01,
-        )
-    )
+    waits = judged(steps(**SLOWER, data_seconds=lambda at, _: 0.25 if at >= BAD else 0.01))
     assert [(f.code, f.evidence["first"]) for f in waits] == [("AMP730", "data")]
-
-
-@pytest.mark.parametrize("what", ["batch_elements", "micro_steps"])
-def test_steps_that_have_more_to_do_are_no_slower(what):
-    grown = {what: lambda at, value: value * 4 if at >= BAD else value}
-    assert judged(steps(1200, seconds=lambda at, value: value * (4 if at >= BAD else 1), **grown)) == []
-
-
-def test_memory_that_grows_is_a_note():
-    findings = judged(steps(memory_bytes=lambda at, _: int(1e9 * (1 + max(0, at - 300) / 300))))
-    assert {f.code for f in findings} == {"AMP730"}
-    assert findings[0].evidence["what"] == "memory_bytes"
-
-
-def test_a_loss_that_stands_or_falls_at_once_is_no_alarm():
-    assert judged(steps(2000, loss=lambda at, value: 2.0 + 0.01 * math.sin(at), gradient_norm=lambda at, v: v)) == []
-    assert judged(steps(2000, loss=lambda at, value: 5.0 * math.exp(-at / 3000))) == []
-    assert judged(steps(loss=lambda at, value: value * (0.3 if at >= BAD else 1))) == []
-
-
-def test_a_loss_may_be_negative():
-    def loss(at, value):
-        return value - 2.0
-
-    assert judged(steps(2000, loss=loss)) == []
-    sick = judged(steps(loss=lambda at, value: loss(at, value) + (5 if at >= BAD else 0)))
-    assert "AMP721" in [f.code for f in sick]
 
 
 def test_after_a_rollback_the_past_is_not_this_runs():

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
@@ -19,16 +15,10 @@ from ampdoctor.checkpoints import dcp_metadata
 from ampdoctor.checkpoints.dcp import MAX_NOTES
 from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.resume_state import load_state
-from ampdoctor.checkpoints.stored_tensor import JoinedTensor
-from ampdoctor.checkpoints.tensor_statistics import summarize
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-DTYPES = (
-    *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool),
-    *(torch.float8_e4m3fn, torch.complex64),
-)
 DATA = "__0_0.distcp"
 EXEC = {"builtins.exec", "__builtin__.exec"}
 
@@ -79,10 +69,6 @@ def split(folder, name, pieces, *, into=DATA):
     return whole
 
 
-def bits(tensor):
-    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
 class Canary:
     """Leaves a file where it is unpickled."""
 
@@ -91,43 +77,6 @@ class Canary:
 
     def __reduce__(self):
         return exec, (f"open({str(self.path)!r}, 'w').close()",)
-
-
-@st.composite
-def tensors(draw):
-    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
-    dtype = draw(st.sampled_from(DTYPES))
-    values = torch.arange(max(torch.Size(shape).numel(), 1)).float().sub(3)[: torch.Size(shape).numel()]
-    made = values.reshape(shape).to(dtype)
-    return made.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else made
-
-
-@settings(max_examples=10)
-@given(
-    st.dictionaries(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1), tensors(), min_size=1)
-)
-def test_what_torch_saves_is_read_as_torch_loads_it(model):
-    with tempfile.TemporaryDirectory() as name:
-        folder = save(Path(name) / "c", {"model": model, "count": len(model)})
-        into = {"model": {key: torch.empty_like(value) for key, value in model.items()}}
-        dcp.load(into, checkpoint_id=folder, no_dist=True)
-        found = load_state(folder)
-        assert {key: bits(value) for key, value in (found.model or {}).items()} == {
-            key: bits(value) for key, value in into["model"].items()
-        }
-        assert found.errors == ()
-
-
-def test_pieces_make_the_whole(tmp_path):
-    folder = plain(tmp_path)
-    pieces = [((0, 0), (1, 2)), ((1, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 0), (0, 3))]
-    whole = split(folder, "model.a", pieces, into="__1_0.distcp")
-    with open_checkpoint(folder) as checkpoint:
-        stored = next(ref.stored for ref in checkpoint if ref.name == "a")
-        assert isinstance(stored, JoinedTensor)
-        assert torch.equal(stored.load(), whole)
-        assert {file.path for file in checkpoint.files} == {".metadata", DATA, "__1_0.distcp"}
-        assert summarize(checkpoint).tensors[0].amax == 5.0
 
 
 def test_nested_state_comes_back_as_it_was(tmp_path):
