@@ -75,6 +75,11 @@ class Prescription:
     alternatives: tuple[Prescription, ...] = ()
     proof: Proof | None = field(default=None, metadata=UNWRITTEN)
 
+    @classmethod
+    def untried(cls, value: str, reason: str, detail: str | None = None) -> Prescription:
+        """Returns a change of the user's own code, which no replay has tried."""
+        return cls(kind="code", value=value, status="not_run", reason=reason, detail=detail or value)
+
     @property
     def verified(self) -> bool:
         """True only for status `verified`."""

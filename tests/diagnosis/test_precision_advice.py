@@ -223,14 +223,14 @@ def test_first_and_last_products_small_odd_and_unmeasured_ones_and_routers_stay_
         linear("head"),
     )
     names = tuple(m.name for m in modules if m.name != "unseen")
-    found = fp8_fit(facts("h100", own="bf16", modules=modules, spreads=spreads(12.0, 20.0, names)), "bf16")
-    taken = {name for name, (precision, _) in found.rows.items() if precision != "bf16"}
+    rows, _ = fp8_fit(facts("h100", own="bf16", modules=modules, spreads=spreads(12.0, 20.0, names)), "bf16")
+    taken = {name for name, (precision, _) in rows.items() if precision != "bf16"}
     assert taken == {*(f"block.{i}" for i in range(6)), "mlp.gate"}
-    assert "first" in found.rows["stem"][1]
-    assert "router" in found.rows["moe.gate"][1]
-    assert "512" in found.rows["small"][1]
-    assert "multiple of 16" in found.rows["odd"][1]
-    assert "not measured" in found.rows["unseen"][1]
+    assert "first" in rows["stem"][1]
+    assert "router" in rows["moe.gate"][1]
+    assert "512" in rows["small"][1]
+    assert "multiple of 16" in rows["odd"][1]
+    assert "not measured" in rows["unseen"][1]
 
 
 def test_fp8_is_proposed_only_where_it_takes_most_of_the_products_and_where_there_is_fp8():

@@ -9,7 +9,6 @@ from types import MappingProxyType
 
 from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, rule
 from ampdoctor.diagnosis.replay.nonfinite import HELP
-from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_WARNING, Thresholds
@@ -128,18 +127,15 @@ def departs(
 ) -> Finding:
     """Makes the finding of AMP207: `harm` is a clause, `nonfinite` and `step` None where gradients are only far."""
     advice = "the scaler may only not have found its level" if settled else "no loss scale helps"
+    phases: dict[str, Phase] = {"loss": "forward", "grad": "backward"}
+    phase = phases.get((nonfinite or "grad").partition(":")[0], "optimizer")
     return DEPARTS_IN_HALF.finding(
         "note" if settled else "error" if step is not None else "warning",
         f"in {precision} {harm}, in fp32 the run is fine, and no measured range explains it: {advice}",
-        where=where_at(step, phase=_phase_of(nonfinite), nonfinite="none" if step is None else "nan"),
+        where=Where(step=step, phase=phase, nonfinite="none" if step is None else "nan"),
         evidence={"nonfinite": nonfinite, "relative_error": relative_error},
         prescription=prescription,
     )
-
-
-def _phase_of(nonfinite: str | None) -> Phase:
-    kind = (nonfinite or "grad").partition(":")[0]
-    return {"loss": "forward", "grad": "backward"}.get(kind, "optimizer")  # type: ignore[return-value]  # a dict of phases
 
 
 STALE_CASTS = rule("AMP210", REPLAYED)

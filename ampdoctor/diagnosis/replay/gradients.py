@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule
 from ampdoctor.diagnosis.replay.nonfinite import HELP
-from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Cause, Finding, Prescription, Severity
 from ampdoctor.evidence.run_facts import RangeFigures
@@ -66,7 +65,7 @@ def underflow_seen(
         f"at a loss scale of {scale:g}, {now['activation_grad']:.2%} of the activation gradients and "
         f"{now['weight_grad']:.2%} of the weight gradients that are not zero become zero; the weight gradients are "
         f"{error:.2g} away from fp32's (relative L2)",
-        where=where_at(0),
+        where=Where(step=0, phase="backward"),
         cause="grad_underflow",
         evidence={"loss_scale": scale, "now": dict(now), "with_the_change": None if then is None else dict(then)},
         prescription=prescription,
@@ -77,11 +76,6 @@ def _severity_of_share(flushed: float, thresholds: Thresholds) -> Severity | Non
     if flushed > thresholds[SHARE_BAD]:
         return "error"
     return "warning" if flushed > thresholds[SHARE_WARNING] else None
-
-
-def _worse(first: Severity | None, second: Severity | None) -> Severity | None:
-    order = ("error", "warning", "note")
-    return next((severity for severity in order if severity in (first, second)), None)
 
 
 def underflow_expected(
@@ -101,14 +95,20 @@ def underflow_expected(
     if measured is not None and (harmful or activation.flushed > LOSSY):
         severity = severity_of_error(measured, thresholds)
     else:
-        known = severity_of_error(weight.relative_error, thresholds) if harmful else None
-        severity = _worse(known, _severity_of_share(activation.flushed, thresholds) if measured is None else None)
+        known: set[Severity | None] = {severity_of_error(weight.relative_error, thresholds)} if harmful else set()
+        if measured is None:
+            known.add(_severity_of_share(activation.flushed, thresholds))
+        severity = "error" if "error" in known else "warning" if "warning" in known else None
+    kept_in_part = (
+        f"; {weight.subnormal:.2%} of the weight gradients keep fewer bits, and rounding leaves these gradients "
+        f"{weight.relative_error:.2g} away from what they are (relative L2)"
+    )
     return GRADIENT_UNDERFLOW.finding(
         severity or "note",
         f"in fp16 at a loss scale of {scale:g}, {activation.flushed:.2%} of the activation gradients and "
         f"{weight.flushed:.2%} of the weight gradients that are not zero would become zero "
-        f"(bf16: {bf16.flushed:.2%}){_kept_in_part(weight) if harmful else ''}",
-        where=where_at(0),
+        f"(bf16: {bf16.flushed:.2%}){kept_in_part if harmful else ''}",
+        where=Where(step=0, phase="backward"),
         cause="grad_underflow",
         evidence={
             "loss_scale": scale,
@@ -119,13 +119,6 @@ def underflow_expected(
             "weight_grad_relative_error_measured": measured,
             "bf16_activation_grad_flushed": bf16.flushed,
         },
-    )
-
-
-def _kept_in_part(weight: RangeFigures) -> str:
-    return (
-        f"; {weight.subnormal:.2%} of the weight gradients keep fewer bits, and rounding leaves these gradients "
-        f"{weight.relative_error:.2g} away from what they are (relative L2)"
     )
 
 
@@ -229,11 +222,13 @@ def starved_finding(
     several = len(names) > 1
     steps = f"in all {len(compared)} steps that were compared" if len(compared) > 1 else "in the step that was compared"
     said = f"{who} {'get' if several else 'gets'} no gradient {scaled}, {steps}, and in fp32 "
+    fed = {p.name.rpartition(".")[0] for p in first.parameters if p.name not in names}
+    whole_module = any(p.name.rpartition(".")[0] not in fed for p in first.parameters)
     much = f"{'they do' if several else 'it does'} (norm {largest.expected:.2g} of {first.gradient_norm:.2g})"
     if saturated is not None:
         much += f": {saturated.op} in {saturated.module or 'the loss code'} has rounded into saturation"
     return STARVED_PARAMETERS.finding(
-        "error" if _holds_a_module(names, first.parameters) else "warning",
+        "error" if whole_module else "warning",
         f"step {first.step}: {said}{much}",
         where=saturated or (where if flush is None else flush.where),
         cause=cause,
@@ -250,9 +245,3 @@ def starved_finding(
         },
         advice=HELP[cause],
     )
-
-
-def _holds_a_module(names: Sequence[str], parameters: Sequence[ParameterVsFp32]) -> bool:
-    """Whether a module's parameters are all among `names`."""
-    fed = {p.name.rpartition(".")[0] for p in parameters if p.name not in names}
-    return any(p.name.rpartition(".")[0] not in fed for p in parameters)

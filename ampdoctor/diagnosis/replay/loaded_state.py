@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, origin_numbers, sentence_of
 from ampdoctor.diagnosis.scan.tensors import FP16_OVERFLOW_AT
@@ -26,20 +29,12 @@ def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
         f"{where.tensor} ({where.op}) holds {count} non-finite values before the first step",
         where=where,
         cause="bad_checkpoint",
-        evidence={
-            "nans": stats.nans,
-            "infs": stats.infs,
-            "dtype": stats.dtype,
-            "shape": list(stats.shape),
-            "finite_amax": stats.amax,
-        },
+        evidence={**_numbers(stats), "finite_amax": stats.amax},
         advice=HELP["bad_checkpoint"],
-        prescription=Prescription(
-            kind="code",
-            value=f"replace {where.tensor}",
-            status="not_run",
-            reason="only an earlier checkpoint has the lost values",
-            detail="Resume from a checkpoint in which this tensor is finite.",
+        prescription=Prescription.untried(
+            f"replace {where.tensor}",
+            "only an earlier checkpoint has the lost values",
+            "Resume from a checkpoint in which this tensor is finite.",
         ),
     )
 
@@ -73,16 +68,7 @@ def beside_finding(origin: NonFiniteOrigin) -> Finding:
     cast = _casts_to_half(origin)
     deed = ", which was cast to fp16 and back" if cast else ""
     message = f"{sentence_of(origin, 'forward_overflow')}; it stays in {shown}, beside the model{deed}"
-    where = Where(
-        step=origin.where.step,
-        phase=origin.where.phase,
-        module=origin.where.module,
-        op=origin.where.op,
-        nonfinite=origin.where.nonfinite,
-        source=origin.where.source,
-        tensor=names[0],
-    )
-    return _beside_finding(where, message, {**origin_numbers(origin, ())}, cast=cast)
+    return _beside_finding(replace(origin.where, tensor=names[0]), message, origin_numbers(origin, ()), cast=cast)
 
 
 def seen_beside(name: str, stats: TensorStats, since: int, step: int, twin: tuple[str, float] | None) -> Finding:
@@ -104,32 +90,25 @@ def seen_beside(name: str, stats: TensorStats, since: int, step: int, twin: tupl
         tensor=name,
         nonfinite="nan" if stats.nans else "inf",
     )
-    evidence = {
-        "nans": stats.nans,
-        "infs": stats.infs,
-        "dtype": stats.dtype,
-        "shape": list(stats.shape),
-        "finite_after": since,
-        "nonfinite_after": step,
-    }
+    evidence = {**_numbers(stats), "finite_after": since, "nonfinite_after": step}
     return _beside_finding(where, message, evidence, cast=cast)
 
 
-def _beside_finding(where: Where, message: str, evidence: dict[str, object], *, cast: bool) -> Finding:
+def _beside_finding(where: Where, message: str, evidence: dict[str, Any], *, cast: bool) -> Finding:
+    advice = _THROUGH_HALF if cast else _LOST
+    change = "cast a copy, not the average itself" if cast else f"mend what writes to {where.tensor}"
     return rules()["AMP114" if cast else "AMP101"].finding(
         "error",
         message,
         where=where,
         evidence=evidence,
-        advice=_THROUGH_HALF if cast else _LOST,
-        prescription=Prescription(
-            kind="code",
-            value="cast a copy, not the average itself" if cast else f"mend what writes to {where.tensor}",
-            status="not_run",
-            reason="the change is in the run's own code",
-            detail=_THROUGH_HALF if cast else _LOST,
-        ),
+        advice=advice,
+        prescription=Prescription.untried(change, "the change is in the run's own code", advice),
     )
+
+
+def _numbers(stats: TensorStats) -> dict[str, Any]:
+    return {"nans": stats.nans, "infs": stats.infs, "dtype": stats.dtype, "shape": list(stats.shape)}
 
 
 def _casts_to_half(origin: NonFiniteOrigin) -> bool:

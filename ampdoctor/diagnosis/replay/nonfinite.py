@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import REPLAYED, rule, rules
@@ -19,6 +20,7 @@ from ampdoctor.evidence.trace import LOST, NonFiniteOrigin, NonFiniteReport, Ope
 
 
 _LOW_PRECISION = ("float16", "bfloat16", "float8")
+LITERAL = "aten.lift_fresh"  # torch's op for a number that is assigned (`x[0] = nan`)
 STATE = ("param", "buffer", "optimizer_state")  # origins of a value that a checkpoint contained
 _OVERFLOWS: Mapping[str, Cause] = {
     "backward": "backward_overflow",
@@ -143,7 +145,7 @@ def _casts_the_batch(origin: NonFiniteOrigin) -> bool:
 def help_for(origin: NonFiniteOrigin, cause: Cause) -> str:
     """Returns what to do: about the operand if it is known, else about the cause."""
     operand = origin.operand
-    if origin.came_from == "constant" and origin.where.nonfinite == "nan" and origin.where.op == "aten.lift_fresh":
+    if origin.came_from == "constant" and origin.where.nonfinite == "nan" and origin.where.op == LITERAL:
         return "Write a finite number there, or find out why the code marks these elements with NaN."
     if operand is None or cause not in ("invalid_op", "kernel_defect", "bad_data"):
         return HELP[cause]
@@ -174,12 +176,8 @@ def culprits(trace: Trace) -> tuple[NonFiniteOrigin, ...]:
     """Returns the origins behind a step's harm, worst first; a written infinity (a mask) only without another."""
     harmful = [origin for origin in trace.origins if origin.affected]
     computed = [origin for origin in harmful if origin.came_from != "constant"]
-    return tuple(sorted(computed or harmful, key=_how_bad))
-
-
-def _how_bad(origin: NonFiniteOrigin) -> tuple[bool, int]:
-    """Orders harm to the loss or state before harm to gradients alone, then by time."""
-    return all(target.startswith("grad:") for target in origin.affected), origin.order
+    # harm to the loss or state before harm to gradients alone, then by time
+    return tuple(sorted(computed or harmful, key=lambda o: (all(t.startswith("grad:") for t in o.affected), o.order)))
 
 
 def independent(origins: Sequence[NonFiniteOrigin]) -> tuple[NonFiniteOrigin, ...]:
@@ -233,7 +231,6 @@ def past_the_scaler(outcome: StepOutcome) -> bool:
 # -- the sentence about an origin --
 
 
-_STATE = ("param", "buffer", "optimizer_state")
 _MEANT = {
     "masked_row": "a whole row of its operand is masked",
     "infinity": "infinities meet in it that were meant",
@@ -245,7 +242,7 @@ _HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
 def place(where: Where) -> str:
-    """Formats the place."""
+    """The module or the part of the loop, in words."""
     if where.phase == "data":
         return f"batch {where.step}"
     if where.module:
@@ -269,9 +266,8 @@ def sentence_of(origin: NonFiniteOrigin, cause: Cause) -> str:
             f"step {where.step}, {where.phase}: what {_deed(origin)} in {_place(origin)} made was finite, and holds "
             f"{what} when it is next read: code that torch does not see (Triton, ctypes, NumPy) wrote it"
         )
-    text = (
-        f"step {where.step}, {where.phase}: {_deed(origin)} in {_place(origin)} makes {what} from {_operands(origin)}"
-    )
+    inputs = "infinite inputs" if any(stats.infs for stats in origin.inputs) else "finite inputs"
+    text = f"step {where.step}, {where.phase}: {_deed(origin)} in {_place(origin)} makes {what} from {inputs}"
     if cause == "kernel_defect":
         return f"{text}: {_defect(origin)}"
     over = log2_over_limit(origin)
@@ -300,9 +296,6 @@ def sentence_of(origin: NonFiniteOrigin, cause: Cause) -> str:
     return text
 
 
-_LITERAL = "aten.lift_fresh"  # torch's op for a number that is assigned (`x[0] = nan`)
-
-
 def _defect(origin: NonFiniteOrigin) -> str:
     verdict = origin.recomputed
     if origin.operand is not None and origin.operand.made_by == "unwritten":
@@ -312,25 +305,22 @@ def _defect(origin: NonFiniteOrigin) -> str:
     if verdict is not None and not verdict.finite:
         return "this kernel gives it for every input that was tried, in float64 as well"
     amax = "" if verdict is None else f" ({verdict.amax:.4g} in float64, of {_format(origin)}'s {verdict.limit:.5g})"
-    return f"this kernel gives {_kind(origin)} where the arithmetic is finite and in range{amax}"
-
-
-def _kind(origin: NonFiniteOrigin) -> str:
-    return "NaN" if origin.where.nonfinite == "nan" else "an infinity"
+    kind = "NaN" if origin.where.nonfinite == "nan" else "an infinity"
+    return f"this kernel gives {kind} where the arithmetic is finite and in range{amax}"
 
 
 def _uncomputed(origin: NonFiniteOrigin, what: str) -> str:
     where = origin.where
     if origin.came_from == "data":
         return f"step {where.step}: the batch itself holds {what}{f' (in {where.tensor})' if where.tensor else ''}"
-    if origin.came_from in _STATE:
+    if origin.came_from in STATE:
         return f"step {where.step}: {where.tensor} holds {what} ({where.op})"
     if origin.came_from == "grad":
         return f"step {where.step}: the gradient of {where.tensor} holds {what} of an earlier step: it was not cleared"
     text = f"step {where.step}, {where.phase}: {_deed(origin)} in {_place(origin)}"
     return (
         f"{text} writes {what} down"
-        if origin.kernel or where.op == _LITERAL
+        if origin.kernel or where.op == LITERAL
         else f"{text} reads {what} that was there before"
     )
 
@@ -377,10 +367,6 @@ def _deed(origin: NonFiniteOrigin) -> str:
 
 def _format(origin: NonFiniteOrigin) -> str:
     return origin.outputs[0].dtype if origin.outputs else "the format"
-
-
-def _operands(origin: NonFiniteOrigin) -> str:
-    return "infinite inputs" if any(stats.infs for stats in origin.inputs) else "finite inputs"
 
 
 def _poison(origin: NonFiniteOrigin) -> str:
@@ -455,13 +441,8 @@ def origin_numbers(origin: NonFiniteOrigin, others: Sequence[NonFiniteOrigin]) -
         numbers["departs"] = origin.departs
     if others:
         numbers["also"] = [
-            {
-                "phase": b.where.phase,
-                "module": b.where.module,
-                "op": b.where.op,
-                "nonfinite": b.where.nonfinite,
-                **({"tensor": b.where.tensor} if b.came_from == "data" and b.where.tensor else {}),
-            }
+            {name: getattr(b.where, name) for name in ("phase", "module", "op", "nonfinite")}
+            | ({"tensor": b.where.tensor} if b.came_from == "data" and b.where.tensor else {})
             for b in others[:8]
         ]
         numbers["also_count"] = len(others)
@@ -471,28 +452,13 @@ def origin_numbers(origin: NonFiniteOrigin, others: Sequence[NonFiniteOrigin]) -
 def _shown_operand(operand: Operand) -> dict[str, Any]:
     source = operand.source
     return {
-        "made_by": operand.made_by,
-        "op": operand.op,
-        "module": operand.module,
+        **asdict(operand),
         "source": None if source is None else {"file": source.file, "line": source.line},
-        "dtype": operand.dtype,
-        "here": operand.here,
-        "float64": operand.float64,
-        "fraction": operand.fraction,
-        "amax": operand.amax,
     }
 
 
 def _shown(stats: TensorStats) -> dict[str, Any]:
-    return {
-        "name": stats.name,
-        "dtype": stats.dtype,
-        "shape": list(stats.shape),
-        "amax": stats.amax,
-        "nans": stats.nans,
-        "infs": stats.infs,
-        "zeros": stats.zeros,
-    }
+    return {**asdict(stats), "shape": list(stats.shape)}
 
 
 def is_absorbed(origin: NonFiniteOrigin) -> bool:

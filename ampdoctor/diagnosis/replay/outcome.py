@@ -10,7 +10,6 @@ from typing import Any
 from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule
 from ampdoctor.diagnosis.health.loss_rules import STEPS_NOT_FINITE
 from ampdoctor.diagnosis.health.run_rules import NO_STEP_TAKEN
-from ampdoctor.diagnosis.replay.scale_choice import where_at
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Report, Severity
@@ -102,13 +101,7 @@ def diverging_finding(origin: NonFiniteOrigin, losses: Sequence[float | None]) -
         where=Where(step=origin.where.step, phase=origin.where.phase, nonfinite=origin.where.nonfinite),
         evidence={"fp32_step": last, "fp32_losses": list(losses)},
         advice=DIVERGES,
-        prescription=Prescription(
-            kind="code",
-            value=DIVERGES,
-            status="not_run",
-            detail=DIVERGES,
-            reason="how large a step the run bears is not tried",
-        ),
+        prescription=Prescription.untried(DIVERGES, "how large a step the run bears is not tried"),
     )
 
 
@@ -117,13 +110,9 @@ def nonfinite_in_fp32(steps: Sequence[int]) -> Finding:
     return NONFINITE_IN_FP32.finding(
         "error",
         f"step {steps[0]} is not finite in fp32 either (loss, gradients or state): precision is not the cause",
-        where=where_at(steps[0], phase="backward", nonfinite="nan"),
+        where=Where(step=steps[0], phase="backward", nonfinite="nan"),
         evidence={"steps": list(steps)},
-        prescription=Prescription(
-            kind="code",
-            value=NONFINITE_IN_FP32.page.texts["action"],
-            status="not_run",
-            detail=NONFINITE_IN_FP32.page.texts["action"],
-            reason="what to change depends on what makes the value",
+        prescription=Prescription.untried(
+            NONFINITE_IN_FP32.page.texts["action"], "what to change depends on what makes the value"
         ),
     )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 
 from ampdoctor.diagnosis.replay.scale_choice import FORWARD_HEADROOM, near_limit
 from ampdoctor.diagnosis.replay.updates import all_updates, update_notes, update_remedies
@@ -18,9 +16,7 @@ from ampdoctor.evidence.run_facts import (
     PrecisionRow,
     RowPrecision,
     RunPrecision,
-    Spread,
 )
-from ampdoctor.evidence.targets import Target
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_NOTE, FP32_SHARE, Thresholds
 
 E4M3_BINADES = math.log2(448) + 10  # log2 of e4m3's largest number over its flush threshold, 2^-10
@@ -68,8 +64,7 @@ def table(
             yield _row(module, "", wide, in_fp32[module.name] + tail)
         elif module.name in eighth:
             yield _row(module, "", *eighth[module.name])
-        elif _statistics(module) is not None:
-            computed = _statistics(module)
+        elif (computed := _statistics(module)) is not None:
             yield _row(module, "", "fp32", f"{_norm_reason(computed)}; it computes in {computed} now")
         elif _computes_products(module):
             yield _row(module, "", half, f"matrix products: operands in {half}, sums in fp32")
@@ -78,13 +73,6 @@ def table(
     seen = {module.name for module in facts.modules}
     for name in sorted(in_fp32.keys() - seen):
         yield PrecisionRow(module=name, type="", part="", precision="fp32", reason=in_fp32[name])
-
-
-def wide_table(facts: PrecisionFacts, wide: RowPrecision, why: str) -> Iterator[PrecisionRow]:
-    """Yields the rows of a run in TF32 or fp32: its products."""
-    for module in facts.modules:
-        if _computes_products(module):
-            yield _row(module, "", wide, why)
 
 
 def logit_remedies(facts: PrecisionFacts, half: RowPrecision) -> Iterator[str]:
@@ -110,9 +98,11 @@ def loss_remedies(facts: PrecisionFacts) -> Iterator[str]:
     for module in facts.modules:
         for op, computed in module.ops.items():
             if op in _LOSSES and computed in _MANTISSA:
-                part, given = ("takes its log-softmax", "logits") if op == _CROSS_ENTROPY else ("computes", "inputs")
                 where = module.name or "the loss"
-                yield f"{_called(op)} in {where} {part} in {computed}: give it {given}.float()"
+                if op == _CROSS_ENTROPY:
+                    yield f"cross_entropy in {where} takes its log-softmax in {computed}: give it logits.float()"
+                else:
+                    yield f"{op} in {where} computes in {computed}: give it inputs.float()"
 
 
 def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
@@ -171,10 +161,6 @@ def _computes_products(module: ModuleFacts) -> bool:
     return bool((_PRODUCTS - {_ATTENTION}) & module.ops.keys())
 
 
-def _called(op: str) -> str:
-    return "cross_entropy" if op == _CROSS_ENTROPY else op
-
-
 def _row(module: ModuleFacts, part: str, precision: RowPrecision, reason: str) -> PrecisionRow:
     return PrecisionRow(module=module.name, type=module.type, part=part, precision=precision, reason=reason)
 
@@ -189,25 +175,19 @@ SMALLEST = 1024
 MOST = 0.5  # share of the products' parameters from which FP8 is chosen for the run, and not for some layers only
 
 FORWARD = frozenset({"activation", "weight"})
-BACKWARD = frozenset({"activation_grad"})
+BACKWARD = "activation_grad"
 
 _ROUTERS = frozenset({"router", "gate", "switch", "wg"})
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Fit:
-    """What FP8 would compute; `rows` has precision and reason of each module with a product."""
+def fp8_fit(facts: PrecisionFacts, other: RowPrecision) -> tuple[dict[str, tuple[RowPrecision, str]], float]:
+    """Precision and reason of each module with a product, and the share of their parameters that FP8 takes.
 
-    rows: Mapping[str, tuple[RowPrecision, str]] = field(default_factory=dict)
-    share: float = 0.0  # share of these modules' parameters that FP8 takes
-
-
-def fp8_fit(facts: PrecisionFacts, other: RowPrecision) -> Fp8Fit:
-    """Judges each product; the others are computed in `other`."""
+    What does not fit is computed in `other`.
+    """
     if not facts.target.fp8:
-        return Fp8Fit()
+        return {}, 0.0
     products = [m for m in facts.modules if m.gemm_multiple_of_16 is not None]
-    spreads = _by_module(facts.spreads)
     routed = {m.name for m in facts.modules if "topk" in m.ops}
     rows: dict[str, tuple[RowPrecision, str]] = {}
     for place, module in enumerate(products):
@@ -215,11 +195,11 @@ def fp8_fit(facts: PrecisionFacts, other: RowPrecision) -> Fp8Fit:
         if against is None and len(products) > 2 and place in {0, len(products) - 1}:
             which = "first" if place == 0 else "last"
             against = f"the {which} product of the model: what it rounds is read from the data or by the loss directly"
-        rows[module.name] = (other, against) if against else _by_range(module.name, spreads, facts.target, other)
+        rows[module.name] = (other, against) if against else _by_range(module.name, facts, other)
     weight = {m.name: m.parameters for m in products}
     taken = sum(weight[name] for name, (precision, _) in rows.items() if precision != other)
     total = sum(weight.values())
-    return Fp8Fit(rows, taken / total if total else 0.0)
+    return rows, taken / total if total else 0.0
 
 
 def _against(module: ModuleFacts, routed: set[str]) -> str | None:
@@ -239,11 +219,10 @@ def _against(module: ModuleFacts, routed: set[str]) -> str | None:
     return None
 
 
-def _by_range(
-    name: str, spreads: Mapping[str, Sequence[Spread]], target: Target, other: RowPrecision
-) -> tuple[RowPrecision, str]:
-    forward = _widest(spreads, name, FORWARD)
-    backward = _widest(spreads, name, BACKWARD)
+def _by_range(name: str, facts: PrecisionFacts, other: RowPrecision) -> tuple[RowPrecision, str]:
+    spans = [(spread.kind, spread.log2_span) for spread in facts.spreads if spread.module == name]
+    forward = max((span for kind, span in spans if kind in FORWARD), default=math.inf)
+    backward = max((span for kind, span in spans if kind == BACKWARD), default=math.inf)
     if math.inf in {forward, backward}:
         return other, "the range of its operands was not measured"
     said = f"its forward spans a factor of 2^{forward:.1f} and its gradients 2^{backward:.1f}"
@@ -253,20 +232,9 @@ def _by_range(
         holds = f"E4M3 holds 2^{E4M3_BINADES:.1f} and E5M2 2^{E5M2_BINADES:.1f}, less 2^{MARGIN:g} each"
         return "fp8 hybrid", f"{said}: {holds}"
     beyond = f"{said}: more than E4M3 (2^{E4M3_BINADES:.1f}) and E5M2 (2^{E5M2_BINADES:.1f}) hold under one scale"
-    if target.mxfp8:
+    if facts.target.mxfp8:
         return "mxfp8", f"{beyond}; with a scale for each 32 elements only the spread within a block counts"
-    return other, f"{beyond}, and {target.name} has no MXFP8"
-
-
-def _by_module(spreads: Sequence[Spread]) -> Mapping[str, list[Spread]]:
-    found: defaultdict[str, list[Spread]] = defaultdict(list)
-    for spread in spreads:
-        found[spread.module].append(spread)
-    return found
-
-
-def _widest(spreads: Mapping[str, Sequence[Spread]], name: str, kinds: frozenset[str]) -> float:
-    return max((s.log2_span for s in spreads.get(name, ()) if s.kind in kinds), default=math.inf)
+    return other, f"{beyond}, and {facts.target.name} has no MXFP8"
 
 
 # -- the choice: a decision tree over measurements --
@@ -284,37 +252,28 @@ FORWARD_FLUSHED = 1e-2
 nothing was measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Fp16:
-    """What fp16 needs on the target."""
-
-    in_fp32: Mapping[str, str]  # modules to keep in fp32, with the reason
-    share: float  # their share of all parameters
-    obstacle: str | None  # why fp16 does not fit even so
-
-
 def advise_precision(facts: PrecisionFacts, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> PrecisionAdvice:
     """Returns the precision of the run and of each module on its target."""
-    fp16 = _fp16(facts, thresholds)
-    precision, why, alternative = _half(facts, fp16, near=bool(_near(facts, thresholds)))
-    eighth = Fp8Fit()
+    in_fp32 = _in_fp32(facts, thresholds)
+    precision, why, alternative = _half(facts, in_fp32, thresholds)
+    share_of_fp8 = 0.0
     rows: Iterator[PrecisionRow]
     if precision in {"fp16", "bf16"}:
         half: RowPrecision = "fp16" if precision == "fp16" else "bf16"
-        eighth = fp8_fit(facts, half)
-        chosen = half == "bf16" and eighth.share >= MOST
+        eighth, share_of_fp8 = fp8_fit(facts, half)
+        chosen = half == "bf16" and share_of_fp8 >= MOST
         if chosen:
             precision, alternative = "fp8", "bf16"
             why = (
-                f"the products that hold {eighth.share:.0%} of the matrices' parameters fit FP8 and are large enough "
+                f"the products that hold {share_of_fp8:.0%} of the matrices' parameters fit FP8 and are large enough "
                 "to gain; the rest, and all of it should the loss suffer, in BF16"
             )
-        rows = table(facts, half, fp16.in_fp32 if half == "fp16" else {}, eighth.rows if chosen else {})
+        rows = table(facts, half, in_fp32 if half == "fp16" else {}, eighth if chosen else {})
         remedies = [*logit_remedies(facts, half), *loss_remedies(facts)]
     else:
         wide: RowPrecision = "tf32" if precision == "tf32" else "fp32"
         mantissa = "operands read with 10 mantissa bits, sums in fp32" if wide == "tf32" else "no narrower format fits"
-        rows = wide_table(facts, wide, mantissa)
+        rows = (_row(module, "", wide, mantissa) for module in facts.modules if _computes_products(module))
         remedies = []
     pure_bf16 = facts.pure and facts.own == "bf16"
     if facts.pure and precision == "fp16":
@@ -326,26 +285,28 @@ def advise_precision(facts: PrecisionFacts, thresholds: Thresholds = DEFAULT_THR
         alternative=alternative,
         rows=tuple(rows),
         remedies=tuple(remedies + list(update_remedies(facts.updates) if pure_bf16 else [])),
-        notes=tuple(_notes(facts, precision, eighth)),
+        notes=tuple(_notes(facts, precision, share_of_fp8)),
     )
 
 
-def _half(facts: PrecisionFacts, fp16: _Fp16, *, near: bool) -> tuple[RunPrecision, str, RunPrecision | None]:
-    target = facts.target
+def _half(
+    facts: PrecisionFacts, in_fp32: Mapping[str, str], thresholds: Thresholds
+) -> tuple[RunPrecision, str, RunPrecision | None]:
+    target, obstacle = facts.target, _obstacle(facts, in_fp32, thresholds)
     wide: RunPrecision = "tf32" if target.tf32 else "fp32"
-    kept = f" with {_listed(fp16.in_fp32)} ({fp16.share:.1%} of the parameters) in fp32" if fp16.in_fp32 else ""
-    if fp16.obstacle is None and not target.bf16:
+    kept = f" with {_listed(in_fp32)} ({_share(facts, in_fp32):.1%} of the parameters) in fp32" if in_fp32 else ""
+    if obstacle is None and not target.bf16:
         return "fp16", f"FP16 fits{_at_scale(facts)}{kept}, and {target.name} has no native BF16", None
-    if fp16.obstacle is None and not fp16.in_fp32:
+    if obstacle is None and not in_fp32:
         both = f"FP16 and BF16 are both fine: FP16 fits{_at_scale(facts)}{_errors(facts)}"
         if facts.own == "fp16" or (facts.precision_matters and not target.bf16_backward):
             own = "and is what the run has" if facts.own == "fp16" else "and is the finer one, which was asked for"
             return "fp16", f"{both}, {own}; BF16 would need no loss scale", "bf16"
         return "bf16", f"{both}; BF16 needs no loss scale to look after", "fp16"
-    gradients_only = facts.own == "fp16" and not near
-    if fp16.obstacle is None and (gradients_only or facts.precision_matters):
+    gradients_only = facts.own == "fp16" and not _near(facts, thresholds)
+    if obstacle is None and (gradients_only or facts.precision_matters):
         return "fp16", f"FP16 fits{_at_scale(facts)}{kept}; BF16 needs neither modules in fp32 nor a loss scale", "bf16"
-    against = fp16.obstacle or f"FP16 fits only{kept}: {next(iter(fp16.in_fp32.values()))}"
+    against = obstacle or f"FP16 fits only{kept}: {next(iter(in_fp32.values()))}"
     if target.bf16 and not facts.precision_matters:
         return "bf16", f"{against}; BF16 has the range of fp32", None
     if not target.bf16:
@@ -353,13 +314,15 @@ def _half(facts: PrecisionFacts, fp16: _Fp16, *, near: bool) -> tuple[RunPrecisi
     return wide, f"{against}, and BF16's 8 bits are too few for what the run needs", "bf16"
 
 
-def _fp16(facts: PrecisionFacts, thresholds: Thresholds) -> _Fp16:
-    near = _near(facts, thresholds)
-    in_fp32 = {name: _reach(amax, thresholds) for name, amax in near.items()}
-    scale = facts.scale
-    for name in scale.modules_not_covered if scale is not None else ():
-        in_fp32.setdefault(name, f"its gradients need another loss scale than the 2^{scale.exponent} of the others")  # type: ignore[union-attr]  # checked above
-    return _Fp16(in_fp32, _share(facts, in_fp32), _obstacle(facts, in_fp32, thresholds))
+def _in_fp32(facts: PrecisionFacts, thresholds: Thresholds) -> dict[str, str]:
+    """Modules to keep in fp32 in a run in FP16, with the reason."""
+    found = {name: _reach(amax, thresholds) for name, amax in _near(facts, thresholds).items()}
+    if facts.scale is not None:
+        for name in facts.scale.modules_not_covered:
+            found.setdefault(
+                name, f"its gradients need another loss scale than the 2^{facts.scale.exponent} of the others"
+            )
+    return found
 
 
 def _obstacle(facts: PrecisionFacts, in_fp32: Mapping[str, str], thresholds: Thresholds) -> str | None:
@@ -425,7 +388,7 @@ def _errors(facts: PrecisionFacts) -> str:
     return said + (", though its backward goes through bf16 there)" if facts.target.bf16_backward else ")")
 
 
-def _notes(facts: PrecisionFacts, precision: RunPrecision, eighth: Fp8Fit) -> Iterator[str]:
+def _notes(facts: PrecisionFacts, precision: RunPrecision, share_of_fp8: float) -> Iterator[str]:
     target = facts.target
     if not target.bf16:
         yield (
@@ -443,7 +406,7 @@ def _notes(facts: PrecisionFacts, precision: RunPrecision, eighth: Fp8Fit) -> It
         yield "a CPU without AVX512_BF16, AMX or Arm's BF16 extension computes BF16 in fp32 and gains nothing"
     if precision in {"fp16", "bf16"} and target.fp8:
         yield (
-            f"FP8 would take {eighth.share:.0%} of the parameters of the matrix products; it is proposed from "
+            f"FP8 would take {share_of_fp8:.0%} of the parameters of the matrix products; it is proposed from "
             f"{MOST:.0%} on, over BF16"
         )
     if precision == "fp8":

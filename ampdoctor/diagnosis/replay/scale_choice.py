@@ -11,16 +11,10 @@ from itertools import combinations
 from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, rule
 from ampdoctor.diagnosis.scan.between import LinearTrend, course
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX
-from ampdoctor.evidence.location import NonFinite, Phase, Where
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.thresholds import FP32_SHARE, Thresholds
 from ampdoctor.evidence.trace import Headroom
-
-
-def where_at(step: int | None, *, phase: Phase = "backward", module: str = "", nonfinite: NonFinite = "none") -> Where:
-    """Makes the address of a step or a module."""
-    return Where(step=step, phase=phase, module=module, nonfinite=nonfinite)
-
 
 FORWARD_RANGE = rule("AMP302", RECOMMENDED)
 FORWARD_HEADROOM = FORWARD_RANGE["headroom"]
@@ -39,8 +33,8 @@ def forward_range(modules: Mapping[str, float], prescription: Prescription | Non
         "warning",
         f"activations of {worst or 'the model'} reach {modules[worst]:.4g} (fp16 ends at 65504): no loss scale helps a "
         "forward",
-        where=where_at(None, phase="forward", module=worst),
-        also=tuple(where_at(None, phase="forward", module=name) for name in sorted(modules) if name != worst),
+        where=Where(phase="forward", module=worst),
+        also=tuple(Where(phase="forward", module=name) for name in sorted(modules) if name != worst),
         cause="forward_overflow",
         evidence={"modules": dict(sorted(modules.items())), "limit": FP16_MAX},
         prescription=prescription,
@@ -58,8 +52,8 @@ def no_common_scale(
         "warning" if share > thresholds[FP32_SHARE] else "note",
         f"no single loss scale serves all modules: at {scale:g}, the best, the gradients of {len(modules)} of them "
         f"({share:.1%} of the parameters) lose more than bf16 would",
-        where=where_at(None, phase="backward", module=modules[0]),
-        also=tuple(where_at(None, phase="backward", module=name) for name in modules[1:]),
+        where=Where(phase="backward", module=modules[0]),
+        also=tuple(Where(phase="backward", module=name) for name in modules[1:]),
         evidence={"modules": list(modules), "share": share, "loss_scale": scale},
         prescription=prescription,
     )
@@ -88,7 +82,7 @@ def scale_too_high(
         "warning" if harmed is None and not begun_again else "error",
         f"at a loss scale of {scale:g} scaled gradients overflow fp16: {what} (step {step}); "
         f"{bound_by} fits up to {wanted:g}",
-        where=where_at(step, phase="backward", nonfinite="inf"),
+        where=Where(step=step, phase="backward", nonfinite="inf"),
         cause="grad_overflow",
         evidence={"loss_scale": scale, "largest_that_fits": wanted, "bound_by": bound_by, "harmed": harmed},
         prescription=prescription,
@@ -106,7 +100,7 @@ def no_valid_scale(
     return SCALER_COLLAPSE.finding(
         "error" if stuck else "warning",
         f"unscaled gradients are beyond fp16: {bound_by} fits only with a loss scale of {fits:g}",
-        where=where_at(step, phase="backward", nonfinite="inf" if stuck else "none"),
+        where=Where(step=step, phase="backward", nonfinite="inf" if stuck else "none"),
         cause="scaler_collapse",
         evidence={"largest_that_fits": fits, "bound_by": bound_by},
         prescription=prescription,

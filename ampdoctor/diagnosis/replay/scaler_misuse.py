@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import REPLAYED, rule
@@ -81,9 +81,7 @@ def stepped_past_finding(step: int, source: Source | None, scale: float | None) 
         cause="scaler_misuse",
         evidence={"scale": scale},
         advice=HELP["scaler_misuse"],
-        prescription=Prescription(
-            kind="code", value=advice, status="not_run", detail=advice, reason="the calls alone show it"
-        ),
+        prescription=Prescription.untried(advice, "the calls alone show it"),
     )
 
 
@@ -105,12 +103,8 @@ def stepped_again_finding(step: int, source: Source | None, *, held_back: bool, 
         cause="scaler_misuse" if scaled else None,
         evidence={"skipped_by_the_scaler": held_back},
         advice=HELP["scaler_misuse"] if scaled else f"{advice[0].upper()}{advice[1:]}.",
-        prescription=Prescription(
-            kind="code",
-            value=advice,
-            status="not_run",
-            detail=advice,
-            reason="the calls alone show it: a second update on the same gradients is wrong in every precision",
+        prescription=Prescription.untried(
+            advice, "the calls alone show it: a second update on the same gradients is wrong in every precision"
         ),
     )
 
@@ -148,13 +142,7 @@ def refused_call_finding(
         cause="scaler_misuse",
         evidence=evidence,
         advice=help_,
-        prescription=Prescription(
-            kind="code",
-            value=advice,
-            status="not_run",
-            detail=advice,
-            reason="the step ends there, so no replay can stand in for it",
-        ),
+        prescription=Prescription.untried(advice, "the step ends there, so no replay can stand in for it"),
     )
 
 
@@ -379,14 +367,14 @@ def misuse_by_hand(at: Handling, cuts: Cuts) -> Finding | None:
     """Returns the finding where a step's numbers show that the loop mishandles the scale; adds the step to `cuts`."""
     if at.scale < _LOW:
         return None
-    found = _scaled_twice(at) or _certainly_used_scaled(at) or _certainly_divided_twice(at) or _cut_scaled(at, cuts)
+    found = _scaled_twice(at) or _used_as_scaled(at) or _twice_divided(at) or _cut_scaled(at, cuts)
     if found is None:
         return None
     op, said = found
     evidence = {
         "scale": at.scale,
-        "before_unscaling": None if at.before is None else _of(at.before),
-        "afterwards": None if at.after is None else _of(at.after),
+        "before_unscaling": None if at.before is None else asdict(at.before),
+        "afterwards": None if at.after is None else asdict(at.after),
     }
     line = at.scaled_again if op == "GradScaler.scale" else at.source
     return _finding(at.step, op, said, line, evidence)
@@ -402,13 +390,13 @@ def _scaled_twice(at: Handling) -> tuple[str, str] | None:
     return "GradScaler.scale", said
 
 
-def _certainly_used_scaled(at: Handling) -> tuple[str, str] | None:
+def _used_as_scaled(at: Handling) -> tuple[str, str] | None:
     if at.unscaled or at.by_itself or at.after is None or at.after.factor != 1.0:
         return None
     return "optimizer.step", f"the step uses gradients that are still scaled by {at.scale:g}"
 
 
-def _certainly_divided_twice(at: Handling) -> tuple[str, str] | None:
+def _twice_divided(at: Handling) -> tuple[str, str] | None:
     if at.after is None or at.after.norm >= at.scale**-0.5:  # a gradient of usual length was not divided twice
         return None
     if at.unscaled and _divisions(at) and at.scaled_again is None:
@@ -443,10 +431,6 @@ def _divisions(at: Handling) -> int:
 def _is_inverse(change: Change, scale: float, clipped: float) -> bool:
     factor = change.factor
     return factor is not None and any(abs(factor * scale / other - 1.0) <= _SAME for other in (1.0, clipped))
-
-
-def _of(change: Change) -> dict[str, float | None]:
-    return {"factor": change.factor, "bound": change.bound, "most": change.most, "norm": change.norm}
 
 
 # -- skipped steps, in a replay and in a watched loop --

@@ -106,12 +106,10 @@ def overwritten_finding(scalers: ResumedScaler) -> Finding | None:
         f"the run's scaler asks for {pairs}: {ends}",
         where=AT_START,
         evidence={"settings": lost},
-        prescription=Prescription(
-            kind="code",
-            value=setters,
-            status="not_run",
-            reason="which of the two is meant, only the run's author knows",
-            detail=f"after scaler.load_state_dict(...), if the run's own are meant: {setters}",
+        prescription=Prescription.untried(
+            setters,
+            "which of the two is meant, only the run's author knows",
+            f"after scaler.load_state_dict(...), if the run's own are meant: {setters}",
         ),
     )
 
