@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason
 def _every_size(monkeypatch):
     products = {name: (multiplications, 0) for name, (multiplications, _) in module.PRODUCTS.items()}
     monkeypatch.setattr(module, "PRODUCTS", products)
+    monkeypatch.setattr(module, "LEAST_ATTENTION", 0)
 
 
 def values(kind, *shape):
@@ -126,19 +128,100 @@ def test_gradients_are_as_near_as_the_plain_ones(name, kind):
         assert errors[0] <= errors[1] * 1.01 + 2.0**-24 * exact[finite].norm()
 
 
-def test_what_attention_rounds_inside_is_rounded():
+MASKS = {
+    "none": None,
+    "causal": "causal",
+    "boolean": lambda: torch.rand(2, 1, 40, 48) > 0.3,
+    "of keys": lambda: torch.rand(2, 1, 1, 48) > 0.3,
+    "additive": lambda: torch.zeros(40, 48, dtype=HALF).masked_fill(torch.rand(40, 48) > 0.5, -6e4),
+    "a closed row": lambda: (torch.arange(40) != 5).unsqueeze(1).expand(40, 48),
+}
+
+
+def attended(dtype, mask, *, scale=1.0, heads=4, rows=40, columns=48):
+    torch.manual_seed(1)
+
+    def made(length, count):
+        return (torch.randn(2, length, count, 16) * scale).to(HALF).to(dtype).transpose(1, 2)
+
+    query, key, value = made(rows, 4), made(columns, heads), made(columns, heads)
+    torch.manual_seed(2)
+    chosen = mask() if callable(mask) else None
+    if chosen is not None and chosen.dtype is HALF:
+        chosen = chosen.to(dtype)
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    result = functional.scaled_dot_product_attention(
+        *leaves, attn_mask=chosen, is_causal=mask == "causal", enable_gqa=heads != 4
+    )
+    given = torch.linspace(-1, 1, result.numel()).view(result.shape).to(HALF).to(dtype)
+    return result.detach(), *torch.autograd.grad(result, leaves, given)
+
+
+@pytest.mark.parametrize(
+    ("mask", "heads"),
+    [*((name, 4) for name in MASKS), ("causal", 2), ("boolean", 1)],
+)
+def test_attention_is_as_near_as_the_plain_one(mask, heads):
+    plain = attended(HALF, MASKS[mask], heads=heads)
+    with half_products():
+        ours = attended(HALF, MASKS[mask], heads=heads)
+    for own, other, exact in zip(ours, plain, attended(torch.float64, MASKS[mask], heads=heads), strict=True):
+        assert own.stride() == other.stride()
+        assert bool(torch.isfinite(own).all())
+        errors = [(one.double() - exact).norm() for one in (own, other)]
+        assert errors[0] <= errors[1] * 1.1
+
+
+def test_attention_in_blocks_of_rows_is_the_same(monkeypatch):
+    with half_products():
+        whole = attended(HALF, "causal")
+        monkeypatch.setattr(module, "SCORES", 2 * 4 * 48 * 7)
+        parts = attended(HALF, "causal")
+    assert all(torch.allclose(one, other, rtol=2e-3, atol=1e-5) for one, other in zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize("scale", [30.0, 100.0, 300.0])
+def test_what_attention_rounds_inside_is_born_as_before(scale):
     """The gradient of the scores overflows in half between two products that would bring it back: with fp32 all through
     the backward would be finite."""
-
-    def gradients(dtype):
-        torch.manual_seed(1)
-        leaves = [(torch.randn(2, 4, 40, 16) * size).half().to(dtype).requires_grad_() for size in (0.01, 0.01, 500.0)]
-        result = functional.scaled_dot_product_attention(*leaves)
-        return torch.autograd.grad(result, leaves, (1000.0 * torch.randn(result.shape)).to(dtype))
-
+    plain = attended(HALF, "none", scale=scale)
     with half_products():
-        assert not all(bool(torch.isfinite(one).all()) for one in gradients(HALF))
-    assert all(bool(torch.isfinite(one.half()).all()) for one in gradients(torch.float32))
+        ours = attended(HALF, "none", scale=scale)
+    for own, other in zip(ours, plain, strict=True):
+        assert torch.equal(torch.isfinite(own), torch.isfinite(other))
+
+
+ORDERS = {
+    "contiguous": (0, 1, 2, 3),
+    "length before heads": (0, 2, 1, 3),
+    "length first": (2, 0, 1, 3),
+    "heads first": (1, 0, 2, 3),
+}
+
+
+@pytest.mark.parametrize(("heads", "width"), [(4, 16), (2, 16), (4, 8)])
+@pytest.mark.parametrize("other", ["contiguous", "length before heads"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_attention_is_laid_out_as_by_the_plain_kernel(order, other, heads, width):
+    """A `view` that the plain kernel's result allows is allowed, and one that it refuses is refused."""
+
+    def laid_out(name, *shape):
+        stored = torch.randn([shape[axis] for axis in ORDERS[name]]).to(HALF)
+        return stored.permute([ORDERS[name].index(axis) for axis in range(4)])
+
+    tensors = [laid_out(order, 2, 4, 40, 16), laid_out(other, 2, heads, 48, 16), laid_out(other, 2, heads, 48, width)]
+
+    def layouts(leaves):
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        result = functional.scaled_dot_product_attention(*leaves, enable_gqa=heads != 4)
+        return [tensor.stride() for tensor in (result, *torch.autograd.grad(result.sum(), leaves))]
+
+    plain = layouts(tensors)
+    with half_products() as region:
+        assert layouts(tensors) == plain
+        assert region.used == (width == 16)  # another width goes the way of fp32 matrices, op by op
+        with FakeTensorMode() as mode:
+            assert layouts([mode.from_tensor(tensor) for tensor in tensors]) == plain
 
 
 class Seen(TorchDispatchMode):
@@ -156,6 +239,7 @@ def test_whoever_traces_sees_the_program_and_no_detour():
         with Seen() as seen:
             weight = torch.randn(8, 8).half().requires_grad_()
             (functional.linear(torch.ones(4, 8, dtype=HALF), weight) @ weight).sum().backward()
+            attended(HALF, "causal")
         return seen.names
 
     plain = traced()
