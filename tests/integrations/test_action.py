@@ -22,8 +22,8 @@ COMMANDS = ("scan", "health", "bisect-nan", "profile", "recommend", "plan", "mer
 OWN = {"command", "target", "args", "install", "working-directory"}
 """Inputs of the action that are no flags."""
 LEFT_TO_ARGS = {
-    *("help", "output", "verbose", "color", "no-progress", "show-config", "list", "jobs", "exact", "strategy"),
-    *("half-products", "compare-steps", "no-compare", "spill", "fresh-scaler"),
+    *("help", "output", "verbose", "color", "no-progress", "show-config", "list", "strategy"),
+    *("compare-steps", "no-compare", "spill", "fresh-scaler"),
     *("until-sick", "max-steps", "skip-batches", "model"),
     *("follow", "reduction", "tp", "pp", "cp", "to-tp", "to-pp", "to-cp", "device-memory"),
     *("memory-per-sample", "peak-memory", "params", "shard-stage", "state-bytes", "profile"),
