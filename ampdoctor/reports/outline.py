@@ -146,7 +146,8 @@ def _others(rest: Sequence[Finding], *, over_time: bool) -> str:
 
 
 def _nonfinite(finding: Finding) -> int:
-    return sum(int(finding.evidence.get(kind) or 0) for kind in ("nans", "pos_infs", "neg_infs"))
+    counts = (finding.evidence.get(kind) for kind in ("nans", "pos_infs", "neg_infs"))
+    return sum(many for many in counts if isinstance(many, int))
 
 
 def subject(finding: Finding) -> str:
@@ -202,10 +203,11 @@ def _first_line(finding: Finding) -> Text:
     """Return where it happened, and in the words of its rule's page what."""
     at = finding.where
     source = at.source or at.forward_source
-    step = at.step if at.step is not None else at.global_step
+    replayed = "" if at.step is None else f"step {at.step}"
+    stored = "" if at.global_step in (None, at.step) else f"global step {at.global_step}"
     what = f"{subject(finding)}: {lowered(_title(finding))}" if subject(finding) else _title(finding)
-    parts = (f"step {step}" if step is not None else "", f"{source.file}:{source.line}" if source is not None else "")
-    return Text("  ".join(part for part in (*parts, what) if part), finding.severity, finding.severity)
+    line = f"{source.file}:{source.line}" if source is not None else ""
+    return Text("  ".join(part for part in (replayed, stored, line, what) if part), finding.severity, finding.severity)
 
 
 def _title(finding: Finding) -> str:
