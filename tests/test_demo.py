@@ -38,9 +38,15 @@ def played(tmp_path_factory):
 def test_the_demo_shows_each_command_its_report_and_its_code(played):
     played, _ = played
     scan = played.partition("$ ampdoctor scan ")[2]
-    assert scan.index("ERROR AMP101") < scan.index("--> exit code 1: findings")
+    assert scan.index("ampdoctor rule AMP101") < scan.index("--> exit code 1: findings")
     bisect = played.partition("$ ampdoctor bisect-nan ")[2].partition("$ ampdoctor recommend ")[0]
-    for part in ("ERROR AMP201", "block.3.ff.wo", "t5_ffn.py:38", "verified by replay", "--> exit code 1: findings"):
+    for part in (
+        "ampdoctor rule AMP201",
+        "block.3.ff.wo",
+        "t5_ffn.py:38",
+        "verified by replay",
+        "--> exit code 1: findings",
+    ):
         assert part in bisect
     recommend = played.partition("$ ampdoctor recommend ")[2]
     assert "loss scaling" in recommend

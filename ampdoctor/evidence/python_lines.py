@@ -66,6 +66,9 @@ def apply_call(kind: str, value: Any, *, status: str | None = None, arguments: s
     """
     end = "" if status is None else f', "status": {quoted(status)}'
     start = f'ampdoctor.apply(model, {{"kind": {quoted(kind)}, "value": '
+    head = f"{start}{literal(value)}{end}}},"
+    if arguments and len(head) <= _WIDTH < len(head) + len(arguments):
+        return ("import ampdoctor", head, f"    {arguments.removeprefix(', ')})")
     return ("import ampdoctor", *fitting(start, value, f"{end}}}{arguments})"))
 
 

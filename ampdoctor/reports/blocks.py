@@ -6,23 +6,17 @@ A style is a word (a severity, a verdict, a status, `strong`, `muted`), never a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph, a cell or a title.
-
-    Attributes:
-        text: What is said.
-        style: A word; of the label if there is one, else of the text.
-        label: A word or two before it that are to be seen first.
-    """
+    """A paragraph, a cell or a title."""
 
     text: str
-    style: str = ""
-    label: str = ""
+    style: str = ""  # of the label if there is one, else of the text
+    label: str = ""  # a word or two before it that are to be seen first
 
 
 Line: TypeAlias = str | Text
@@ -30,17 +24,10 @@ Line: TypeAlias = str | Text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heading:
-    """The title of what follows.
-
-    Attributes:
-        text: The title.
-        level: 1 for the report's, 2 for a section's, 3 within a section.
-        anchor: Name of the section, to link to.
-        view: Chart that the HTML page draws below it.
-    """
+    """The title of what follows; in HTML it can be linked to, and a chart, its view, is drawn below it."""
 
     text: str
-    level: int = 3
+    level: int = 3  # 1 for the report's, 2 for a section's, 3 within a section
     anchor: str = ""
     view: str = ""
 
@@ -54,30 +41,17 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows below headings.
-
-    Attributes:
-        head: The headings.
-        rows: A cell for each heading.
-        left: Columns of words, beside the first; all others are numbers.
-        scripted: In HTML the section's view shows these rows, sorted and searched.
-    """
+    """Rows below headings."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[Line, ...], ...]
-    left: frozenset[str] = field(default_factory=frozenset)
-    scripted: bool = False
+    left: frozenset[str] = frozenset()  # columns of words, beside the first; all others are numbers
+    scripted: bool = False  # in HTML the section's view shows these rows, sorted and searched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """Lines to copy.
-
-    Attributes:
-        lines: The lines, never folded.
-        title: What they are for.
-        language: For colours.
-    """
+    """Lines to copy, never folded."""
 
     lines: tuple[str, ...]
     title: str = ""
@@ -86,21 +60,12 @@ class Code:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """Blocks below a title that opens and closes them.
-
-    Attributes:
-        title: What lies inside.
-        blocks: The blocks; none where only HTML has something to show, a view.
-        open: Open from the start; a console shows what is closed only with `-v`.
-        style: A severity, of a finding.
-        anchor: Name, to link to.
-        view: As a heading's.
-    """
+    """Blocks below a title that opens and closes them; a console shows what is closed only with `-v`."""
 
     title: Text
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[Block, ...] = ()  # none where only HTML has something to show, a view
     open: bool = False
-    style: str = ""
+    style: str = ""  # a severity, of a finding
     anchor: str = ""
     view: str = ""
 
@@ -110,19 +75,12 @@ Block: TypeAlias = Heading | Text | Pairs | Table | Code | Fold
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A report in blocks.
+    """A report in blocks."""
 
-    Attributes:
-        head: What was examined, and the verdict.
-        findings: Of each finding, or group of findings, a fold.
-        sections: All else, by headings of level 2.
-        next: What to do; each writer puts it where its readers look first.
-    """
-
-    head: tuple[Block, ...]
+    head: tuple[Block, ...]  # what was examined, and the verdict
     findings: tuple[Block, ...]
-    sections: tuple[Block, ...]
-    next: Text | Code
+    sections: tuple[Block, ...]  # all else, by headings of level 2
+    next: Text | Code  # what to do; each writer puts it where its readers look first
 
 
 def without_empty(blocks: Sequence[Block]) -> list[Block]:

@@ -23,6 +23,10 @@ from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.outline import outline
 
 WIDTH = 100  # columns that fit most terminals and logs
+_MARGIN = 7  # columns before what is said of a finding
+_MOST_LINES = 8  # of a finding; lines to paste for which there is no room are left to -v
+_TWO_LINES = 155  # characters, with what proves a change behind them
+_CLAUSE = re.compile(r"(?<=[^.]\.) |; |: ")
 _LONGEST_LABEL = 28  # columns of a label beside its text; one that is longer stands in the text's line
 _STYLES = {
     "strong": "bold",
@@ -85,45 +89,72 @@ class _Writer:
             self._block(block, indent)
         self._closed(closed, indent)
 
+    def _finding(self, block: Fold) -> None:
+        """Print a finding; without -v in eight lines, of which the last says what else there is."""
+        inner = without_empty(block.blocks)
+        self._space()
+        self.text(block.title, 0)
+        if self._unfold:
+            for one in inner:
+                self._block(one, _MARGIN + 2 if isinstance(one, Fold) else 0, _MARGIN)
+            return
+        shown = [_brief(one) for one in inner if not isinstance(one, Fold)]
+        closed = list(dict.fromkeys(one.title.text for one in inner if isinstance(one, Fold)))
+        width = self._console.width
+        texts = [row for one in shown for row in ([("", one)] if isinstance(one, Text) else getattr(one, "rows", ()))]
+        taken = 1 + len(breaks(_shown(block.title).plain, width, 2)) + 1
+        taken += sum(1 + len(breaks(_shown(line).plain, max(width - _MARGIN, 1))) for _, line in texts[:-1])
+        taken += sum(len(one.lines) for one in shown if isinstance(one, Code))
+        if taken > _MOST_LINES and any(isinstance(one, Code) for one in shown):
+            shown = [one for one in shown if not isinstance(one, Code)]
+            closed.insert(0, "lines to paste")
+        if closed and isinstance(last := shown[-1], Pairs):
+            label, line = last.rows[-1]
+            said = f"{line if isinstance(line, str) else line.text}    -v: {', '.join(closed)}"
+            shown[-1] = Pairs((*last.rows[:-1], (label, Text(said, "muted"))))
+        for one in shown:
+            self._block(one, 0, _MARGIN)
+
     def _closed(self, titles: list[str], indent: int) -> None:
         if titles:
             self.text(Text(f"-v: {'; '.join(dict.fromkeys(titles))}", "muted"), indent)
             titles.clear()
 
-    def _block(self, block: Block, indent: int) -> None:
+    def _block(self, block: Block, indent: int, margin: int = 0) -> None:
         match block:
             case Heading():
                 self._space()
                 self.text(Text(block.text, "strong"), 0)
             case Text():
-                self.text(block, indent)
+                self.text(block, margin or indent, hang=0 if margin else 2)
             case Pairs():
-                self._pairs(block, indent)
+                self._pairs(block, indent, margin)
             case Table():
                 self._console.print(Padding(_grid(block), (0, 0, 0, indent)))
             case Code():
                 if block.title:
                     self.text(Text(f"{block.title}:"), indent)
                 for line in block.lines:  # never folded, so that a copy is whole
-                    self._console.print(Shown(f"{' ' * (indent + 2)}{sanitise(line)}"), soft_wrap=True)
+                    self._console.print(Shown(f"{' ' * (margin or indent + 2)}{sanitise(line)}"), soft_wrap=True)
+            case Fold(style=""):
+                self._space()
+                self.text(Text(block.title.text, "strong"), max(indent - 2, 0))
+                self.draw(without_empty(block.blocks), indent)
             case Fold():
-                if block.style:
-                    self._space()
-                self.text(block.title, indent)
-                self.draw(without_empty(block.blocks), indent + 2)
+                self._finding(block)
 
     def _space(self) -> None:
         if self._begun:
             self._console.print()
         self._begun = True
 
-    def text(self, line: Line, indent: int) -> None:
+    def text(self, line: Line, indent: int, *, hang: int = 2) -> None:
         """Print a paragraph."""
         self._begun = True
-        shown = Folded(_shown(line), hang=2)
+        shown = Folded(_shown(line), hang=hang)
         self._console.print(Padding(shown, (0, 0, 0, indent)) if indent else shown)
 
-    def _pairs(self, block: Pairs, indent: int) -> None:
+    def _pairs(self, block: Pairs, indent: int, margin: int) -> None:
         """Print labels in a column of their own; where one is long, each line begins with its label."""
         if max(cell_len(sanitise(label)) for label, _ in block.rows) > _LONGEST_LABEL:
             for label, line in block.rows:
@@ -131,12 +162,30 @@ class _Writer:
                 self._console.print(Padding(Folded(beside + _shown(line), hang=2), (0, 0, 0, indent)))
             return
         grid = Grid.grid(padding=(0, 2, 0, 0))
-        if any(label for label, _ in block.rows):
-            grid.add_column(no_wrap=True, style="dim")
+        grid.add_column(no_wrap=True, style="dim", min_width=max(margin - 2, 0))
         grid.add_column(ratio=1)
         for label, line in block.rows:
-            grid.add_row(*([Shown(sanitise(label))] if len(grid.columns) > 1 else []), Folded(_shown(line)))
+            grid.add_row(Shown(sanitise(label)), Folded(_shown(line)))
         self._console.print(Padding(grid, (0, 0, 0, indent)))
+
+
+def _brief(block: Block) -> Block:
+    """Return the block with texts of at most two lines, up to the end of a clause; what proves a change stays."""
+    if isinstance(block, Text):
+        return Text(_cut_off(block.text), block.style)
+    if not isinstance(block, Pairs):
+        return block
+    rows = []
+    for label, line in block.rows:
+        said = line if isinstance(line, str) else line.text
+        body, mark, proof = said.rpartition(" (") if said.endswith(")") else (said, "", "")
+        rows.append((label, Text(_cut_off(body) + mark + proof, "" if isinstance(line, str) else line.style)))
+    return Pairs(tuple(rows))
+
+
+def _cut_off(said: str) -> str:
+    ends = [found.start() for found in _CLAUSE.finditer(said) if found.start() <= _TWO_LINES]
+    return said[: ends[-1]].rstrip(" ;:") if len(said) > _TWO_LINES and ends else said
 
 
 def _shown(line: Line) -> Shown:
@@ -146,7 +195,8 @@ def _shown(line: Line) -> Shown:
     if not line.label:
         return Shown(sanitise(line.text), style=style, overflow="fold")
     label = line.label.upper() if line.label in SEVERITIES else line.label
-    return Shown(overflow="fold").append(sanitise(label), style).append(sanitise(f" {line.text}" if line.text else ""))
+    gap = "" if not line.text else "  " if line.label in SEVERITIES else " "
+    return Shown(overflow="fold").append(sanitise(label), style).append(sanitise(f"{gap}{line.text}"))
 
 
 def _grid(block: Table) -> Grid:

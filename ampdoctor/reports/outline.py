@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
+from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.evidence.report_health import LookMark
 from ampdoctor.reports import outline_sections as sections
 from ampdoctor.reports import outline_values as values
 from ampdoctor.reports import text as words
 from ampdoctor.reports.blocks import Block, Code, Fold, Heading, Line, Outline, Pairs, Text, fold, pairs
-from ampdoctor.reports.fix_code import TrainingContext, code_of, setting_of
+from ampdoctor.reports.fix_code import Code as NoCode
+from ampdoctor.reports.fix_code import code_of, setting_of
 from ampdoctor.reports.next_step import bundle_command, next_step
 
 _IN_A_WORD = ("ok", "found", "not_run")
-_IN_FULL = 3  # most findings of one code that are all shown open, else only the first: one NaN makes hundreds
+_IN_FULL = 3  # most fixed entries of a baseline that are shown at once
+_WORST = 3  # findings that are named where many have one cause
+_STEP = re.compile(r"^step \d+(?:, \w+)?: ")
+"""How a message begins that names the step, which the finding's first line does."""
 
 
 def outline(report: Report) -> Outline:
@@ -112,61 +117,107 @@ def _facts(report: Report) -> Iterator[tuple[str, Line]]:
 
 
 def _findings(report: Report) -> Iterator[Block]:
-    """Yield a few findings of one code open; of many the first, and the others in a fold."""
+    """Yield the findings open, the first of each cause; what has the same cause, or came after it, is folded below."""
     looks = kept_looks(report)
-    numbered = enumerate(report.findings)
-    for _, alike in groupby(numbered, key=lambda it: (it[1].severity, it[1].code, it[1].cause)):
-        made = [finding_fold(it, setting_of(report, it), number, looks.get(number)) for number, it in alike]
-        first = len(made) if len(made) <= _IN_FULL else 1
-        yield from made[:first]
-        yield from fold(f"{len(made) - first} more {report.findings[number_of(made[0])].code}", *made[first:])
+    groups: dict[object, list[int]] = {}
+    for number, finding in enumerate(report.findings):
+        groups.setdefault(_cause(report, finding), []).append(number)
+    for numbers in groups.values():
+        made = [finding_fold(report, number, looks.get(number)) for number in numbers]
+        yield made[0]
+        rest = [report.findings[number] for number in numbers[1:]]
+        yield from fold(_others(rest, over_time=report.health is not None), *made[1:])
 
 
-def number_of(finding: Fold) -> int:
-    """Return the number of a finding in its report."""
-    return int(finding.anchor.rpartition("-")[2])
+def _cause(report: Report, finding: Finding) -> object:
+    """Return what findings of one cause have in common; in a log an error and all errors behind it are one story."""
+    if report.health is not None and finding.severity == "error":
+        return finding.where.file
+    return (finding.cause or finding.code, finding.severity, finding.where.file if report.health is not None else "")
 
 
-def finding_fold(finding: Finding, setting: TrainingContext, number: int, look: LookMark | None = None) -> Fold:
-    """Return a finding: where, why, what to change and what proves it, then its figures and what else was tried."""
-    blocks: list[Block] = []
-    rows: list[tuple[str, Line]] = [("where", words.place(finding.where))]
-    rows += [("why", line) for line in words.why(finding)]
-    made = finding.prescription
-    said: set[str] = set()
+def _others(rest: Sequence[Finding], *, over_time: bool) -> str:
+    """Return how many more there are, and the three that are worst, or over time the first three."""
+    shown = rest[:_WORST] if over_time else sorted(rest, key=lambda it: -_nonfinite(it))[:_WORST]
+    named = [f"{subject(it) or it.code}{f' ({_nonfinite(it):,} not finite)' if _nonfinite(it) else ''}" for it in shown]
+    if over_time:
+        named = [f"{lowered(_title(it))} at step {it.where.step or 0:,}" for it in shown]
+    return f"{'then' if over_time else 'of the same cause'}, {len(rest)} more: {', '.join(named)}"
+
+
+def _nonfinite(finding: Finding) -> int:
+    counts = (finding.evidence.get(kind) for kind in ("nans", "pos_infs", "neg_infs"))
+    return sum(many for many in counts if isinstance(many, int))
+
+
+def subject(finding: Finding) -> str:
+    """Return the tensor or module that a finding is about; "" where it is about neither."""
+    return finding.where.tensor or finding.where.module
+
+
+def lowered(title: str) -> str:
+    """Return a title for the middle of a line."""
+    return f"{title[:1].lower()}{title[1:]}"
+
+
+def finding_fold(report: Report, number: int, look: LookMark | None = None) -> Fold:
+    """Return a finding: what happened where, how much, what cures it and what proves that; all else is folded."""
+    finding = report.findings[number]
+    made, setting = finding.prescription, setting_of(report, finding)
+    code = NoCode() if made is None else code_of(made, setting, finding.cause)
+    lines = code.apply or code.torch
+    advice, more, fix = finding.help, "", "FIX"
     if made is not None:
-        rows += _change(made)
-        said = {words.change(made), made.detail}
-    if finding.help and finding.help not in said:
-        rows.append(("help", finding.help))
-    rows.append(("more", Text(f"ampdoctor rule {finding.code}", "muted")))
-    blocks.append(Pairs(tuple(rows)))
-    if made is not None:
-        code = code_of(made, setting, finding.cause)
-        both = bool(code.apply and code.torch)
-        first = _paste("with ampdoctor", code.apply) or _paste("in plain torch", code.torch)
-        blocks += first
-        blocks += fold("in plain torch", *_paste("in plain torch", code.torch)) if both else ()
+        advice = made.detail if made.detail and lines else words.change(made)
+        advice = f"{advice} ({words.PROVED[made.status]})"
+        more = finding.help if finding.help != made.detail else ""
+        fix = "TRIED" if made.status in ("failed", "worse") else "FIX"
+    about: list[tuple[str, Line]] = [("help", more), ("where", words.place(finding.where))]
+    about += [("why", (finding.cause or "").replace("_", " "))]
+    about += [
+        (name, figure) for key, item in words.known(finding.evidence).items() for name, figure in _figures(key, item)
+    ]
+    moved = words.moved_first(finding.evidence)
+    blocks: list[Block] = [Text(_STEP.sub("", finding.message))]
+    blocks += [Text(f"what moved first: {moved}")] if moved else []
+    blocks += pairs([(fix, Text(advice, "strong"))] if advice else [])
+    blocks += [Code(lines=lines, language="python")] if lines else []
+    blocks.append(Pairs((("WHY", f"ampdoctor rule {finding.code}"),)))
+    blocks += fold("figures", Pairs(tuple((name, line) for name, line in about if line)))
+    blocks += fold(
+        "in plain torch", *((Code(lines=code.torch, language="python"),) if code.apply and code.torch else ())
+    )
     if look is not None and look.command is not None:
-        title = f"step {look.step:,} was looked at in place and left a bundle; this replays it"
-        blocks += fold("its bundle", Code(title=title, lines=(look.command,), language="console"))
-    figures = [one for key, item in words.known(finding.evidence).items() for one in _figures(key, item)]
-    blocks += fold("figures", *pairs(figures))
+        said = f"step {look.step:,} was looked at in place and left a bundle; this replays it"
+        blocks += fold("its bundle", Code(title=said, lines=(look.command,), language="console"))
+    blocks += fold("proof", *(pairs(_change(made)) if made is not None else ()))
     for other in made.alternatives if made is not None else ():
-        code = code_of(other, setting, finding.cause)
-        blocks += fold("also tried", Pairs(tuple(_change(other))), *_paste("with ampdoctor", code.apply))
-    head = Text(f"{finding.code} {finding.name}: {finding.message}", finding.severity, finding.severity)
-    return Fold(title=head, blocks=tuple(blocks), open=True, style=finding.severity, anchor=f"finding-{number}")
+        tried = code_of(other, setting, finding.cause)
+        code_blocks = (Code(lines=tried.apply, language="python"),) if tried.apply else ()
+        blocks += fold("also tried", *pairs(_change(other)), *code_blocks)
+    title = _first_line(finding)
+    return Fold(title=title, blocks=tuple(blocks), open=True, style=finding.severity, anchor=f"finding-{number}")
+
+
+def _first_line(finding: Finding) -> Text:
+    """Return where it happened, and in the words of its rule's page what."""
+    at = finding.where
+    source = at.source or at.forward_source
+    replayed = "" if at.step is None else f"step {at.step}"
+    stored = "" if at.global_step in (None, at.step) else f"global step {at.global_step}"
+    what = f"{subject(finding)}: {lowered(_title(finding))}" if subject(finding) else _title(finding)
+    line = f"{source.file}:{source.line}" if source is not None else ""
+    return Text("  ".join(part for part in (replayed, stored, line, what) if part), finding.severity, finding.severity)
+
+
+def _title(finding: Finding) -> str:
+    rule = rules().get(finding.code)  # a report of another ampdoctor may have other rules
+    return finding.name.replace("-", " ") if rule is None else rule.title
 
 
 def _change(made: Prescription) -> Iterator[tuple[str, Line]]:
-    unproved = made.kind == "code" and made.status in ("failed", "not_run")
-    yield "advice" if unproved else "change", Text(words.change(made), "strong")
+    yield "change", words.change(made)
     yield "proof", Text(words.proof(made), made.status)
-
-
-def _paste(title: str, lines: Sequence[str]) -> tuple[Code, ...]:
-    return (Code(title=f"paste {title}", lines=tuple(lines), language="python"),) if lines else ()
 
 
 def _figures(key: str, item: Any) -> list[tuple[str, Line]]:

@@ -136,29 +136,26 @@ def _told(marks: Iterable[str]) -> str:
 # -- plans --
 
 _FLUSHED_HEADINGS = ("nonzero gradients that fp16 makes zero", "kind", "before", "after", "with the new scale")
-_REFUSED = 2  # most plans that do not fit and are shown: the smallest ones
+_MOST_CHANGES = 5
+_PLAN_HEADINGS = ("", "micro-batch x accumulation x ranks", "off", "a device needs", " ")
 
 
 def plan(section: PlanSection | None) -> Iterator[Block]:
     """Yield the plans, what fits, and what they change."""
     if section is None:
         return
-    yield Heading(text=f"plans, {section.rule}", level=2, anchor="plan")
-    head = plan_headings(section)
-    strong = [[Text(cell, "strong") if row[0] == "use" else cell for cell in row] for row in plan_rows(section)]
-    yield from table(head, strong, (head[1], head[-1]))
-    yield Heading(text="memory of a device")
-    yield from pairs(memory_rows(section))
+    yield Heading(text="plan", level=2, anchor="plan")
+    yield Text(plan_answer(section), "strong")
+    yield from fold(f"plans, {section.rule}", *table(_PLAN_HEADINGS, plan_rows(section), _PLAN_HEADINGS[1:2]))
+    yield from fold("memory of a device", *pairs(memory_rows(section)))
     if section.changes:
+        rows = [(one.what, one.figure) for one in section.changes]
         yield Heading(text=changes_title(section))
-        yield from pairs((one.what, one.figure) for one in section.changes)
+        yield from pairs(rows[:_MOST_CHANGES])
+        yield from fold(words.count(len(rows) - _MOST_CHANGES, "more change"), *pairs(rows[_MOST_CHANGES:]))
     if section.flushed is not None:
-        rows = list(flushed_rows(section.flushed))
-        first = len(section.flushed.totals) + _FEW
-        yield Heading(text=flushed_title(section.flushed))
-        yield from table(_FLUSHED_HEADINGS, rows[:first], _FLUSHED_HEADINGS[1:2])
-        more = words.count(len(rows) - first, "more gradient")
-        yield from fold(more, *table(_FLUSHED_HEADINGS, rows[first:], _FLUSHED_HEADINGS[1:2]))
+        flushed = table(_FLUSHED_HEADINGS, flushed_rows(section.flushed), _FLUSHED_HEADINGS[1:2])
+        yield from fold(flushed_title(section.flushed), *flushed)
     yield from _emitted(section.emit)
 
 
@@ -168,6 +165,17 @@ def _emitted(emitted: EmittedSettings | None) -> Iterator[Block]:
         yield Heading(text=f"for {emitted.framework}")
         yield Code(lines=lines, language=emitted.language)
         yield from (Text(f"note: {note}", "muted") for note in emitted.notes)
+
+
+def plan_answer(section: PlanSection) -> str:
+    """Return the plan to use, in a line."""
+    plan = section.use or section.fewer
+    if plan is None:
+        near = next(iter((*section.exact, *section.nearest)), None)
+        return "no plan fits" if near is None else f"no exact plan fits; nearest is {product(near)}"
+    devices = words.count(plan.devices, "device")
+    needs = "" if plan.bytes_needed is None else f", {gigabytes(plan.bytes_needed)} a device"
+    return f"micro-batch {plan.micro_batch}, accumulation {plan.accumulation} on {devices}: {product(plan)}{needs}"
 
 
 def plan_title(section: PlanSection) -> str:
@@ -189,47 +197,26 @@ def product(plan: PlannedBatch) -> str:
     return f"{plan.micro_batch} x {plan.accumulation} x {plan.data_parallel} = {plan.global_batch}"
 
 
-def plan_headings(section: PlanSection) -> tuple[str, ...]:
-    """Return the column titles, without columns that no plan fills."""
-    off, needs = _columns(section)
-    figures = [title for title, there in (("off", off), ("a device needs", needs)) if there]
-    return ("", "micro-batch x accumulation x ranks", *figures, " ")
-
-
 def plan_rows(section: PlanSection) -> Iterator[list[str]]:
-    """Yield a row for each plan, the current one first."""
-    off, needs = _columns(section)
+    """Yield a row for each plan below `_PLAN_HEADINGS`, the current one first."""
 
-    def row(label: str, plan: PlannedBatch, note: str) -> list[str]:
+    def row(label: str, plan: PlannedBatch, note: str = "") -> list[str]:
         distance = f"{plan.off:+d} ({plan.off / section.global_batch:+.2%})" if plan.off else "0"
         size = "-" if plan.bytes_needed is None else gigabytes(plan.bytes_needed)
-        return [label, product(plan), *([distance] if off else []), *([size] if needs else []), note]
+        unfit = "" if plan.fits else "not known to fit" if plan.fits is None else "does not fit"
+        return [label, product(plan), distance, size, note or unfit]
 
     force = section.current
     if force is not None:
-        yield row("in force", force.plan, "" if force.fits else "fits no more")
-    marked = section.use is None
-    refused = [plan for plan in section.exact if not plan.fits]
+        yield row("in force", force.plan, " " if force.fits else "fits no more")
     for plan in section.exact:
-        if plan in refused[:-_REFUSED]:
-            continue  # larger plans that do not fit are only in the JSON
-        label = "use" if not marked and plan.fits else ""
-        marked = marked or bool(label)
-        same = force is not None and plan.micro_batch == force.plan.micro_batch
-        fits = "the micro-batch in force" if same else ""
-        larger = len(refused) - _REFUSED if plan in refused[-_REFUSED:][:1] else 0
-        yield row(label, plan, fits if plan.fits else _unfit(plan, larger))
+        same = plan.fits and force is not None and plan.micro_batch == force.plan.micro_batch
+        yield row("use" if plan is section.use else "", plan, "the micro-batch in force" if same else "")
     if section.fewer is not None:
         idle = section.after.devices - section.fewer.devices
         yield row("exact", section.fewer, f"{idle} of {words.count(section.after.devices, 'device')} idle")
     for index, plan in enumerate(section.nearest):
-        yield row("" if index else "nearest", plan, "" if plan.fits else _unfit(plan, 0))
-
-
-def _unfit(plan: PlannedBatch, larger: int) -> str:
-    """Return that a plan does not fit, or is not known to fit, with the number of larger ones that are not shown."""
-    said, one, several = ("not known to fit", "is", "are") if plan.fits is None else ("does not fit", "does", "do")
-    return f"{said}; nor {one if larger == 1 else several} {words.count(larger, 'larger one')}" if larger > 0 else said
+        yield row("" if index else "nearest", plan)
 
 
 def changes_title(section: PlanSection) -> str:
@@ -237,12 +224,6 @@ def changes_title(section: PlanSection) -> str:
     plan = section.use or next(iter((*section.exact, *section.nearest)), None)
     what = "what it changes" if plan is None else f"what it changes: {product(plan)}"
     return f"{what} (why: docs/plan.md)"
-
-
-def _columns(section: PlanSection) -> tuple[bool, bool]:
-    """Whether some plan misses the global batch, and whether one has a size."""
-    plans = [*section.exact, *section.nearest]
-    return any(plan.off for plan in plans), any(plan.bytes_needed is not None for plan in plans)
 
 
 def memory_rows(section: PlanSection) -> Iterator[tuple[str, str]]:

@@ -45,6 +45,14 @@ _PROOF: Mapping[PrescriptionStatus, str] = {
     "not_run": "not replayed",
 }
 
+PROVED: Mapping[PrescriptionStatus, str] = {
+    "verified": "verified by replay",
+    "failed": "a replay with it fails",
+    "worse": "a replay with it is worse",
+    "intervention": "shown by an intervention; the code is yours to change",
+    "not_run": "not replayed",
+}
+"""The same in a few words."""
 VERDICTS: Mapping[Verdict, str] = {
     "sick": "sick",
     "healthy": "healthy",
@@ -209,21 +217,15 @@ def told(finding: Finding) -> dict[str, str]:
     return {label: line for label, line in {**lines, "help": finding.help}.items() if line}
 
 
-def why(finding: Finding) -> tuple[str, ...]:
-    """Return the lines about a finding's cause, and about what moved first in a run over time."""
-    said = (finding.cause or "").replace("_", " ")
-    first = _moved_first(finding.evidence)
-    return tuple(line for line in (said, f"what moved first: {first}" if first else "") if line)
-
-
-def _moved_first(evidence: Mapping[str, Any]) -> str:
+def moved_first(evidence: Mapping[str, Any]) -> str:
+    """Return what moved first in a run over time; "" where the evidence does not say it."""
     first = evidence.get("first")
     return _MOVED_FIRST.get(first, "") if isinstance(first, str) else ""
 
 
 def known(evidence: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the evidence without None, empty values and what `why` says, sorted by name as in JSON."""
-    told = {"first"} if _moved_first(evidence) else set()
+    """Return the evidence without None, empty values and what `moved_first` says, sorted by name as in JSON."""
+    told = {"first"} if moved_first(evidence) else set()
     said = {key: item for key, item in evidence.items() if item is not None and key not in told}
     return {key: said[key] for key in sorted(said) if not isinstance(said[key], Sized) or said[key]}
 

@@ -305,7 +305,7 @@ def test_everything_can_be_reached_and_seen_by_keyboard_alone(name, visit, settl
 def test_without_javascript_the_findings_and_small_tables_are_there(name, visit):
     page = visit(name, java_script_enabled=False)
     for finding in EVERY_VIEW[name].findings:
-        assert page.locator(".message", has_text=finding.message).is_visible()
+        assert page.locator("article").get_by_text(finding.message, exact=True).is_visible()
     assert "Charts and the tables of single tensors need JavaScript" in page.locator("main").inner_text()
     for check in EVERY_VIEW[name].checks:
         assert page.get_by_text(check.name).first.is_visible()

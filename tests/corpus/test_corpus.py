@@ -26,7 +26,7 @@ from tests.corpus.reports import (
     sort_and_policy,
     takes_seconds,
 )
-from tests.reports.three_forms import FORMS, unsaid
+from tests.reports.three_forms import FORMS, unclear, unsaid
 
 CASTING = ("same", "moves")
 """What a label says of CUDA's policy where its run casts at all."""
@@ -62,6 +62,7 @@ def test_a_sick_run_is_diagnosed_as_labelled(case, policy):
     assert disagreements(case, report, policy) == [], worst_finding(report).message
     assert remedied(case, report), worst_finding(report).prescription
     assert [unsaid(report, form) for form in FORMS] == [[], [], []]
+    assert unclear(report) == []
 
 
 @pytest.mark.each_value_once(of=sort_and_policy)

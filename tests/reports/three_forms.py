@@ -11,6 +11,7 @@ from markdown_it import MarkdownIt
 from ampdoctor.reports.blocks import Code, Fold, Heading, Pairs, Table, Text, without_empty
 from ampdoctor.reports.escape import sanitise
 from ampdoctor.reports.formats import RenderOptions, renderer
+from ampdoctor.reports.human import plain_text
 from ampdoctor.reports.outline import outline
 
 FORMS = ("human", "markdown", "html")
@@ -64,3 +65,13 @@ def seen(form, report):
 def strings(value):
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [value] if isinstance(value, str) else [text for item in inner for text in strings(item)]
+
+
+def unclear(report):
+    """Return what of the findings on a console of 100 columns takes more than eight lines, or is not plain at once."""
+    text = plain_text(report, quiet=True)
+    found = [part for part in text.split("\n\n") if len(shown := part.splitlines()) - (shown[-1][:3] == "-v:") > 8]
+    found += [line for line in text.splitlines() if len(line) > 100]
+    firsts = [block.title.text for block in outline(report).findings if isinstance(block, Fold) and block.style]
+    found += [line for line in firsts if "aten." in line or len(line.split()) > 25]
+    return found + re.findall(r"\bbinades?\b", plain_text(report, verbose=1))

@@ -62,7 +62,7 @@ def test_the_people_read_the_verdict_the_run_and_the_command_of_its_bundle(run, 
     assert done.returncode == 1
     for said in (
         "verdict: sick (1 error",
-        "ERROR AMP722 steps-not-finite",
+        "ampdoctor rule AMP722",
         "run small (run)",
         "steps 0 to 40, fp16, loss 2 to 2, still running",
         "skipped  1 step (2.44%)",

@@ -35,7 +35,7 @@ def test_a_place_that_fails_costs_no_other_report(sick, tmp_path, capsys, check_
     assert main(["scan", "x", "--report", "human=/dev/full", "--report", f"json={kept}"]) == 2
     captured = capsys.readouterr()
     assert check_report(kept.read_text())["verdict"] == "sick"
-    assert "ERROR AMP201" in captured.out
+    assert "ampdoctor rule AMP201" in captured.out
     assert captured.err == "ampdoctor: error: cannot write /dev/full: No space left on device\n"
 
 

@@ -126,25 +126,6 @@ def test_links_and_labels_point_at_something(name, parsed):
     assert {e["attributes"]["href"][1:] for e in page.all("a")} <= set(ids)
 
 
-def test_the_findings_are_there_without_javascript(parsed):
-    text = parsed["sick"].one("main")["text"]
-    for part in (
-        "AMP201 forward-overflow",
-        OVERFLOW.message,
-        "module encoder.block.3.ff.wo (call 2), aten.linear",
-        "forward overflow",
-        "run encoder.block.3.ff.wo in fp32",
-        "verified by replay",
-        'ampdoctor.apply(model, {"kind": "fp32_modules"',
-        "output_amax_fp32",
-        "the loss differs by 4 %",
-        "a Git LFS pointer",
-        "finite gradients",
-        "no change" if not SICK.scaler.change else "init_scale=1048576",
-    ):
-        assert part in text
-
-
 @pytest.mark.parametrize("name", EVERY_VIEW)
 def test_a_name_made_of_markup_comes_out_as_text(name, pages, parsed):
     page = parsed[name]
@@ -167,7 +148,8 @@ def test_json_in_the_page_has_no_character_that_html_gives_a_meaning_to(text):
 def test_many_findings_of_one_code_are_folded_behind_the_first():
     page = Page(render_html(dataclasses.replace(SICK, findings=(OVERFLOW,) * 5 + SICK.findings[1:])))
     assert len(page.all("article")) == 6
-    assert [e["text"] for e in page.all("summary") if "more AMP201" in e["text"]] == ["4 more AMP201"]
+    (rest,) = (e["text"] for e in page.all("summary") if "4 more" in e["text"])
+    assert rest.startswith("of the same cause, 4 more: encoder.block.3.ff.wo")
     assert "5 errors" in page.one("header")["text"]
 
 

@@ -143,7 +143,7 @@ def test_both_the_first_that_counts_and_the_first_sick_one_are_read_with_their_n
         before = f"ckpt_{known - 1}.pt before it is healthy" if known > 1 else "there is none to read before it"
         assert f"the first sick one is ckpt_{known}.pt; {before}" in report.trend.summary
     said = next_step(report).said
-    assert (f"ckpt_{known - 1}.pt, the last healthy one;" if known > 1 else "no earlier one is healthy") in said
+    assert (f"ckpt_{known - 1}.pt, the last healthy one," if known > 1 else "no earlier one is healthy") in said
 
 
 def test_where_all_is_set_aside_the_report_says_that_and_stays_sick(tmp_path):
