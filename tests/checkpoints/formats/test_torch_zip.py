@@ -119,14 +119,9 @@ def test_each_other_content_has_its_own_sentence(tmp_path, content, says):
         open_checkpoint(tmp_path / "model.safetensors")
 
 
-def test_missing_and_unreadable_places_have_their_own_sentences(tmp_path):
+def test_a_file_that_is_not_there_has_its_own_sentence(tmp_path):
     with pytest.raises(CheckpointError, match=r"nothere\.pt does not exist"):
         open_checkpoint(tmp_path / "nothere.pt")
-    (tmp_path / "dangling.pt").symlink_to(tmp_path / "gone")
-    with pytest.raises(CheckpointError, match="link to nothing"):
-        open_checkpoint(tmp_path / "dangling.pt")
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        open_checkpoint("/dev/zero")
 
 
 def test_a_big_endian_file_is_refused(saved, tmp_path):
