@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from docutils import nodes
-
 FIRST = "agents"  # before all others: the page that is written for programs
 
 
@@ -27,6 +25,6 @@ def _title(app: Any, page: str) -> str:
 
 
 def _first_sentence(app: Any, page: str) -> str:
-    paragraph = next(iter(app.env.get_doctree(page).findall(nodes.paragraph)), None)
+    paragraph = next((node for node in app.env.get_doctree(page).findall() if node.tagname == "paragraph"), None)
     text = "" if paragraph is None else " ".join(paragraph.astext().split())
     return text.partition(". ")[0].rstrip(".:") + "."

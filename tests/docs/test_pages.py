@@ -81,11 +81,6 @@ def test_an_output_that_is_not_so_is_written_anew(tmp_path):
     assert not same(stale, PAGE)
 
 
-def test_another_exit_code_is_an_error_with_the_streams(tmp_path):
-    with pytest.raises(AssertionError, match=r"exit 3\n1\.00 apples"):
-        rewritten(PAGE.replace("run: exit 3; ", "run: "), tmp_path)
-
-
 @pytest.mark.parametrize(
     ("left", "right", "alike"),
     [
