@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -203,24 +203,15 @@ def _look(line: LookLine, source: str) -> LookMark:
     )
 
 
-_COLUMN_OF: Mapping[CurveName, str] = {
-    "loss": "loss",
-    "gradient_norm": "norm",
-    "clipped_norm": "clipped_norm",
-    "loss_scale": "loss_scale",
-    "learning_rate": "rate",
-    "log2_headroom": "headroom",
-    "step_seconds": "seconds",
-    "data_seconds": "data_seconds",
-    "samples_per_second": "samples_per_second",
-    "tokens_per_second": "tokens_per_second",
-    "memory_bytes": "memory_bytes",
-}
+_COLUMN_OF = {
+    "gradient_norm": "norm", "learning_rate": "rate", "log2_headroom": "headroom", "step_seconds": "seconds",
+}  # fmt: skip
+"""Columns with other names than their curves."""
 
 
 def _curves(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> tuple[Curve, ...]:
     spans = spans_of(columns["step"])
     least = np.array([headroom.get(int(step), np.nan) for step in columns["step"].tolist()], np.float64)
     columns = {**columns, "headroom": least}
-    found = (curve_of(name, columns[of], spans) for name, of in _COLUMN_OF.items())
+    found = (curve_of(name, columns[_COLUMN_OF.get(name, name)], spans) for name in get_args(CurveName))
     return tuple(curve for curve in found if curve is not None)
