@@ -47,9 +47,11 @@ def ampdoctor(*arguments, python=sys.executable):
 
 
 def transcript():
-    """A diagnosis as it looks in a terminal, from the page whose commands tests/docs runs."""
+    """First line, finding and last line of a watched training, from the page whose commands tests/docs runs."""
     text = RUN_PAGE.read_text(encoding="utf-8")
-    return next(block.text for block in blocks(text) if block.is_run).replace(" 2>&1\n", "\n")
+    lines = next(block.text for block in blocks(text) if block.is_run).replace(" 2>&1\n", "\n").splitlines()
+    first, last = (next(at for at, line in enumerate(lines) if line.startswith(word)) for word in ("ERROR", "WHY"))
+    return "\n".join([*lines[:2], "...", *lines[first : last + 1], "...", lines[-1], ""])
 
 
 def commands(python=sys.executable):
