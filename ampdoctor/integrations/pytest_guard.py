@@ -144,8 +144,7 @@ class AmpGuard:
             raise UsageError(f"amp_guard.run has no option {unknown[0]!r}; it takes the fields of ReplayRequest")
         report = bisect_nan(ReplayRequest(factory=factory, steps=steps, **options))
         if report.worst() == "error":
-            worst = report.findings[0]
-            raise _failure(report, f"{worst.code} {worst.name}: {worst.message}\n\n{plain_text(report, verbose=1)}")
+            raise _failure(report, plain_text(report, verbose=1))
         return report
 
 
@@ -158,7 +157,8 @@ def _failure_of_step(report: Report, skipped: int, ended_by: Sequence[BaseExcept
 
 
 def _failure(report: Report, text: str) -> NonFinite:
-    failure = NonFinite(text, pytrace=False)
+    worst = [f"{f.code} {f.name}: {f.message}\n" for f in report.findings[:1]]
+    failure = NonFinite("\n".join([*worst, text]), pytrace=False)
     failure.codes = tuple({f.code: None for f in report.findings if f.severity == "error"}) or ("unattributed",)
     return failure
 

@@ -25,7 +25,7 @@ from ampdoctor.reports.outline import outline
 WIDTH = 100  # columns that fit most terminals and logs
 _MARGIN = 7  # columns before what is said of a finding
 _MOST_LINES = 8  # of a finding; lines to paste for which there is no room are left to -v
-_TWO_LINES = 155  # characters, with what proves a change behind them
+_TWO_LINES = 155  # least characters, with what proves a change behind them
 _CLAUSE = re.compile(r"(?<=[^.]\.) |; |: ")
 _LONGEST_LABEL = 28  # columns of a label beside its text; one that is longer stands in the text's line
 _STYLES = {
@@ -98,7 +98,8 @@ class _Writer:
             for one in inner:
                 self._block(one, _MARGIN + 2 if isinstance(one, Fold) else 0, _MARGIN)
             return
-        shown = [_brief(one) for one in inner if not isinstance(one, Fold)]
+        room = max(_TWO_LINES, 2 * (self._console.width - _MARGIN) - 30)
+        shown = [_brief(one, room) for one in inner if not isinstance(one, Fold)]
         closed = list(dict.fromkeys(one.title.text for one in inner if isinstance(one, Fold)))
         width = self._console.width
         texts = [row for one in shown for row in ([("", one)] if isinstance(one, Text) else getattr(one, "rows", ()))]
@@ -169,23 +170,23 @@ class _Writer:
         self._console.print(Padding(grid, (0, 0, 0, indent)))
 
 
-def _brief(block: Block) -> Block:
+def _brief(block: Block, room: int) -> Block:
     """Return the block with texts of at most two lines, up to the end of a clause; what proves a change stays."""
     if isinstance(block, Text):
-        return Text(_cut_off(block.text), block.style)
+        return Text(_cut_off(block.text, room), block.style)
     if not isinstance(block, Pairs):
         return block
     rows = []
     for label, line in block.rows:
         said = line if isinstance(line, str) else line.text
         body, mark, proof = said.rpartition(" (") if said.endswith(")") else (said, "", "")
-        rows.append((label, Text(_cut_off(body) + mark + proof, "" if isinstance(line, str) else line.style)))
+        rows.append((label, Text(_cut_off(body, room) + mark + proof, "" if isinstance(line, str) else line.style)))
     return Pairs(tuple(rows))
 
 
-def _cut_off(said: str) -> str:
-    ends = [found.start() for found in _CLAUSE.finditer(said) if found.start() <= _TWO_LINES]
-    return said[: ends[-1]].rstrip(" ;:") if len(said) > _TWO_LINES and ends else said
+def _cut_off(said: str, room: int) -> str:
+    ends = [found.start() for found in _CLAUSE.finditer(said) if found.start() <= room]
+    return said[: ends[-1]].rstrip(" ;:") if len(said) > room and ends else said
 
 
 def _shown(line: Line) -> Shown:

@@ -195,18 +195,19 @@ def finding_fold(report: Report, number: int, look: LookMark | None = None) -> F
         tried = code_of(other, setting, finding.cause)
         code_blocks = (Code(lines=tried.apply, language="python"),) if tried.apply else ()
         blocks += fold("also tried", *pairs(_change(other)), *code_blocks)
-    title = _first_line(finding)
+    one_log = report.health is not None and len(report.health.runs) == 1
+    title = _first_line(finding, "" if one_log else finding.where.file or "")
     return Fold(title=title, blocks=tuple(blocks), open=True, style=finding.severity, anchor=f"finding-{number}")
 
 
-def _first_line(finding: Finding) -> Text:
+def _first_line(finding: Finding, file: str) -> Text:
     """Return where it happened, and in the words of its rule's page what."""
     at = finding.where
     source = at.source or at.forward_source
     replayed = "" if at.step is None else f"step {at.step}"
     stored = "" if at.global_step in (None, at.step) else f"global step {at.global_step}"
     what = f"{subject(finding)}: {lowered(_title(finding))}" if subject(finding) else _title(finding)
-    line = f"{source.file}:{source.line}" if source is not None else ""
+    line = f"{source.file}:{source.line}" if source is not None else file
     return Text("  ".join(part for part in (replayed, stored, line, what) if part), finding.severity, finding.severity)
 
 

@@ -43,7 +43,7 @@ def test_a_sick_test_fails_with_its_diagnosis(run):
             "ERROR  step 0  test_it.py:13  An activation is beyond the compute format's range",
             "FIX*(verified by replay)",
             "WHY*ampdoctor rule AMP201",
-            "*where*step 0, *; forward;*aten.pow, first Inf here;",
+            "*where*step 0, *; forward;*aten.pow,",
             "NONFINITE test_it.py::test_overflow - NonFinite: *AMP201*",
             "*1 failed*",
         ]

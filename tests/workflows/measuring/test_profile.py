@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 
 import pytest
@@ -100,7 +99,7 @@ def test_gradients_that_are_all_zero_or_not_finite_are_not_measured_which_is_not
     ] * 2
     for said in (render_markdown(report), render_html(report), in_a_terminal(report)):
         assert "ot measured: no gradient of a half tensor is finite and nonzero" in said
-        assert not re.search(r"\bd[AW]\b[^\n]*0\.00%", said)
+        assert not [line for line in said.splitlines() if "0.00%" in line and (" dA " in line or " dW " in line)]
 
 
 @pytest.mark.xdist_group("healthy_dead_relu_zero_grads")
