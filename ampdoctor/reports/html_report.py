@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -114,15 +115,15 @@ def _run(run: HealthRun, index: int) -> dict[str, Any]:
         **{name: to_plain(getattr(run, name)) for name in run.__dataclass_fields__ if name not in _PACKED},
         "letter": letter(index),
         "axis": {
-            "first": exactly(axis.first),
+            **({"first": exactly(axis.first)} if axis.first != axis.last else {}),
             "last": exactly(axis.last),
             **{name: exactly(known) for name in ("samples", "tokens") if (known := getattr(axis, name))},
             **({"skipped": packed(axis.skipped)} if axis.skipped else {}),
         },
         "curves": {
             curve.name: {
-                name: packed(values) for name in ("low", "middle", "high", "p99", "nonfinite")
-                if (values := getattr(curve, name)) is not None
+                name: packed(values) for name in ("middle", "low", "high", "p99", "nonfinite")
+                if (values := getattr(curve, name)) is not None and (name == "middle" or values != curve.middle)
             }
             for curve in run.curves
         },
@@ -154,14 +155,18 @@ def _base64(kind: str, values: list[float]) -> dict[str, str]:
 
 
 _CHARTS = "vendor/echarts.min.js"
-_SCRIPTS = ("core.js", "table.js", "chart.js", "histogram.js", "ranges.js", "heatmap.js", "headroom.js", "scaler.js",
-            "path.js", "proof.js", "tensors.js", "trend.js", "health.js", "health_lanes.js", "health_strip.js",
-            "health_maps.js", "health_scalers.js", "health_alerts.js", "start.js")  # fmt: skip
-"""In the order of their dependencies; one view a file."""
+_SCRIPTS: Mapping[str, tuple[str, ...]] = {  # by section, in the order of their dependencies
+    "": ("core.js", "table.js", "chart.js", "tensors.js"),
+    "profile": ("histogram.js", "ranges.js", "heatmap.js", "headroom.js"),
+    **{name: (f"{name}.js",) for name in ("scaler", "path", "proof", "trend")},
+    "health": ("health.js", *(f"health_{part}.js" for part in ("lanes", "strip", "maps", "alerts"))),
+}
 _DATA = ("profile", "scaler", "path", "proof", "trend", "change", "structure", "tensors")
 """The sections that scripts draw."""
 _DRAWN = ("profile", "path", "proof", "trend", "health")  # the sections that need the plotting library
-_UNDRAWN = frozenset({"amax_by_step", "quantiles", "weight"})  # not in any view: a third of the page's size
+_BESIDE = {"health": "health", "path": "path", "profile": "ranges"}  # the chart beside the findings, by section
+_SITE = ("name", "module", "kind", "part", "half", "amax")  # beside its histogram, what views draw of a place
+_FITTED = ("e4m3fn", "e5m2")  # the scripts work out the other formats from the histogram
 
 
 def render_html(report: Report, _: RenderOptions | None = None) -> str:
@@ -176,7 +181,8 @@ def render_html(report: Report, _: RenderOptions | None = None) -> str:
         data["health"] = health_data(report.health, report.findings)
     drawn = any(data.get(name) for name in _DRAWN) or _trajectory(shown) is not None
     scripts = [_file(_CHARTS)] if drawn else []
-    scripts += [_file(name) for name in _SCRIPTS]
+    needed = chain.from_iterable(names for section, names in _SCRIPTS.items() if not section or data.get(section))
+    scripts += [_file(name) for name in (*needed, "start.js")]
     style = _file("report.css")
     said = outline(report)
     return (
@@ -186,6 +192,7 @@ def render_html(report: Report, _: RenderOptions | None = None) -> str:
             said=said,
             sections=_by_section(said.sections),
             verdict=report.verdict,
+            beside=next((view for section, view in _BESIDE.items() if data.get(section)), ""),
             version=shown["tool"]["version"],
             drawn=drawn,
             json=Markup(inert_json(data)),  # noqa: S704 - has no character that HTML gives a meaning to
@@ -237,10 +244,23 @@ def _data(shown: Mapping[str, Any]) -> dict[str, Any]:
         data["scaler"] = {"trajectory": _trajectory(shown), "horizon": data["scaler"].get("horizon")}
     if "profile" in data:
         profile = data["profile"]
-        sites = [{k: v for k, v in site.items() if k not in _UNDRAWN} for site in profile.get("sites") or ()]
+        sites = [_site(site) for site in profile.get("sites") or ()]
         data["profile"] = {"sites": sites, **{k: profile.get(k) for k in ("loss_scale", "recommended_scale")}}
         data["formats"] = json.loads(_file("formats.json"))
     return data
+
+
+def _site(site: Mapping[str, Any]) -> dict[str, Any]:
+    formats = {name: it for name, it in (site.get("formats") or {}).items() if name in _FITTED}
+    made = {**{k: site.get(k) for k in _SITE}, "formats": formats, "histogram": {}}
+    histogram = site.get("histogram") or {}
+    if histogram.get("bins"):  # most bins between the first and the last are occupied
+        counts = dict(zip(histogram["bins"], histogram["counts"], strict=True))
+        numbers = {name: float.fromhex(histogram[name]) for name in ("amin", "amax", "min_spacing")}
+        first, bits = min(counts), histogram["significand_bits"]
+        in_a_row = [counts.get(at, 0) for at in range(first, max(counts) + 1)]
+        made["histogram"] = {**numbers, "first": first, "counts": in_a_row, "significand_bits": bits}
+    return made
 
 
 def _trajectory(shown: Mapping[str, Any]) -> Any:

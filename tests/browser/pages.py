@@ -63,6 +63,10 @@ def sites():
     return [*made, site("blocks.0.mlp", "activation", 3, part="output"), site("blocks.0.mlp.weight", "weight", -5)]
 
 
+def simulated(points, skips):
+    return {"points": points, "skips": skips, "changes": len(points), "skipped": len(skips), "replica": 7}
+
+
 SITES = sites()
 SETTINGS = {"init_scale": FITTING, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 100}
 PROFILED = Report(
@@ -87,20 +91,8 @@ PROFILED = Report(
                 "relative_error": 1e-4,
             },
             "trajectory": {
-                "current": {
-                    "points": [[0, RUN_SCALE], [1, 32768.0], [2, 16384.0], [802, 32768.0]],
-                    "skips": [0, 1, 802],
-                    "changes": 4,
-                    "skipped": 3,
-                    "replica": 7,
-                },
-                "recommended": {
-                    "points": [[0, FITTING], [100, 8192.0], [200, 16384.0]],
-                    "skips": [],
-                    "changes": 3,
-                    "skipped": 0,
-                    "replica": 0,
-                },
+                "current": simulated([[0, RUN_SCALE], [1, 32768.0], [2, 16384.0], [802, 32768.0]], [0, 1, 802]),
+                "recommended": simulated([[0, FITTING], [100, 8192.0], [200, 16384.0]], []),
                 "limit": [[0, 16384.0], [1, 32768.0]],
             },
         },
@@ -137,28 +129,16 @@ PROFILED = Report(
 
 def node(order, role, module, op, amax, **more):
     known = {"phase": "forward", "type": "Linear", "dtype": "float16", "shape": [4, 16], "nan": 0, "inf": 0}
-    return {
-        "order": order,
-        "role": role,
-        "module": module,
-        "op": op,
-        "input_amax": 12.5,
-        "output_amax": amax,
-        **known,
-        "limit": 65504.0,
-        "source": {"file": "t5.py", "line": 41},
-        **more,
-    }
+    place = {"order": order, "role": role, "module": module, "op": op, "source": {"file": "t5.py", "line": 41}}
+    return {**place, "input_amax": 12.5, "output_amax": amax, **known, "limit": 65504.0, **more}
 
 
 def ran(loss, *, finite=True, skipped=False):
-    return {
-        "loss": loss,
-        "scale": 1024.0,
-        "gradient_norm": 2.5 if finite else math.nan,
-        "skipped": skipped,
-        "finite": finite,
-    }
+    norm = 2.5 if finite else math.nan
+    return {"loss": loss, "scale": 1024.0, "gradient_norm": norm, "skipped": skipped, "finite": finite}
+
+
+FAILED = ran(math.nan, finite=False, skipped=True)
 
 
 BISECTED = Report(
@@ -195,13 +175,8 @@ BISECTED = Report(
             "status": "verified",
             "omitted": 2,
             "steps": [
-                {
-                    "step": 3,
-                    "without": ran(math.nan, finite=False, skipped=True),
-                    "with": ran(2.41),
-                    "fp32": ran(2.409),
-                },
-                {"step": 4, "without": ran(math.nan, finite=False, skipped=True), "with": ran(2.3), "fp32": ran(2.301)},
+                {"step": 3, "without": FAILED, "with": ran(2.41), "fp32": ran(2.409)},
+                {"step": 4, "without": FAILED, "with": ran(2.3), "fp32": ran(2.301)},
                 {"step": 5, "without": None, "with": ran(2.12), "fp32": ran(2.119)},
             ],
         },
@@ -239,26 +214,15 @@ def tensor(index):
     role = ("weight", "moment", "buffer")[index % 3]
     amax = 2.0 ** (index % 40 - 20)
     shares = {"flushed": (index % 7) / 10, "subnormal": 0.1, "overflowed": 1.0 if amax > 65504 else 0.0}
+    module, size = f"model.layers.{index // 10}.part{index % 10}", 16 * (index + 1)
+    counted = {"zeros": index, "nan": 3 if index == 7 else 0, "inf": 0, "at_max": 0}
     row = {
-        "name": HOSTILE if index == 5 else f"model.layers.{index // 10}.part{index % 10}.weight",
-        "role": role,
-        "entry": "exp_avg" if role == "moment" else "",
-        "module": f"model.layers.{index // 10}.part{index % 10}",
-        "group": "",
-        "file": "model.safetensors",
-        "dtype": "float16" if index % 2 else "float32",
-        "shape": [16, index + 1],
-        "examined": 16 * (index + 1),
-        "counted": 16 * (index + 1),
-        "zeros": index,
-        "nan": 3 if index == 7 else 0,
-        "inf": 0,
-        "at_max": 0,
-        "amax": amax,
-        "amin": amax / 2.0 ** (index % 11),
-        "fp16": shares,
-        "bf16": {"flushed": 0.0, "subnormal": 0.0, "overflowed": 0.0},
-    }
+        "name": HOSTILE if index == 5 else f"{module}.weight",
+        "role": role, "entry": "exp_avg" if role == "moment" else "", "module": module, "group": "",
+        "file": "model.safetensors", "dtype": "float16" if index % 2 else "float32", "shape": [16, index + 1],
+        "examined": size, "counted": size, **counted, "amax": amax, "amin": amax / 2.0 ** (index % 11),
+        "fp16": shares, "bf16": {"flushed": 0.0, "subnormal": 0.0, "overflowed": 0.0},
+    }  # fmt: skip
     return from_plain(TensorRow, row)
 
 
@@ -284,6 +248,11 @@ def side(step, scale):
     return {"path": f"run/step-{step}", "global_step": step, "scale": scale}
 
 
+GREW = {"relative_change": 0.5, "amax": 60000.0, "old_amax": 4.0}
+CHANGED = {
+    "role": "weight", "entry": "", "dtype": "float16", "old_dtype": "float32", "shape": [4, 8],
+    **GREW, "nonfinite": 0, "old_nonfinite": 0,
+}  # fmt: skip
 FOLLOWED = Report(
     command="scan",
     target={
@@ -314,14 +283,7 @@ FOLLOWED = Report(
             "new": side(3000, 1.0),
             "steps": 2000,
             "roles": {
-                "weight": {
-                    "tensors": 2,
-                    "elements": 64,
-                    "unchanged": 0.25,
-                    "relative_change": 0.5,
-                    "amax": 60000.0,
-                    "old_amax": 4.0,
-                }
+                "weight": {"tensors": 2, "elements": 64, "unchanged": 0.25, **GREW},
             },
             "growth": [
                 {
@@ -334,21 +296,7 @@ FOLLOWED = Report(
                 }
             ],
             "tensors": [
-                {
-                    "name": name,
-                    "role": "weight",
-                    "entry": "",
-                    "dtype": "float16",
-                    "old_dtype": "float32",
-                    "shape": [4, 8],
-                    "unchanged": share,
-                    "relative_change": 0.5,
-                    "amax": 60000.0,
-                    "old_amax": 4.0,
-                    "nonfinite": 0,
-                    "old_nonfinite": 0,
-                }
-                for name, share in (("head.weight", 0.5), (HOSTILE, 0.0))
+                {**CHANGED, "name": name, "unchanged": share} for name, share in (("head.weight", 0.5), (HOSTILE, 0.0))
             ],
             "appeared": ["new.weight"],
             "vanished": [],
@@ -356,6 +304,9 @@ FOLLOWED = Report(
         },
     ),
 )
+STORED = {
+    "role": "weight", "group": "", "entry": "", "dtype": "float16", "shape": [2, 3], "bytes": 12, "file": "model.pt",
+}  # fmt: skip
 LISTED = Report(
     command="scan",
     target={
@@ -369,19 +320,7 @@ LISTED = Report(
     structure=from_plain(
         StructureSection,
         {
-            "tensors": [
-                {
-                    "role": "weight",
-                    "name": name,
-                    "group": "",
-                    "entry": "",
-                    "dtype": "float16",
-                    "shape": [2, 3],
-                    "bytes": 12,
-                    "file": "model.pt",
-                }
-                for name in ("a.weight", HOSTILE)
-            ],
+            "tensors": [{**STORED, "name": name} for name in ("a.weight", HOSTILE)],
             "roles": {"weight": {"tensors": 2, "elements": 12, "bytes": 24, "dtypes": {"float16": 2}}},
             "optimizers": [{"path": "", "parameters": 2, "groups": [{"parameters": 2, "settings": {"lr": 1e-3}}]}],
             "scalers": [{"key": "scaler", "file": "model.pt", "scale": 1024.0}],

@@ -31,14 +31,12 @@ def zoomed(page, low, high):
     page.get_by_label("To", exact=True).press("Enter")
 
 
-def unfold(view):
-    """Open a chart's table: it is made when it is asked for."""
-    view.locator("summary").click()
-    view.locator("table").wait_for()
-
-
 def readout(page, lane):
-    return page.locator(f"#lane-{lane} .readout").inner_text()
+    return page.locator(f"#lanes-view .lane-{lane} .readout").inner_text()
+
+
+def titles(page):
+    return page.locator("#lanes-view .lane figcaption strong").all_inner_texts()
 
 
 def test_numbers_come_out_of_their_packing_as_the_report_has_them(visit):
@@ -68,15 +66,16 @@ def test_a_panel_is_there_for_what_the_log_has_and_for_nothing_else(drawn):
         axis=replace(run.axis, samples=None, tokens=None),
     )  # fmt: skip
     page = drawn(health_report(only), DESK)
-    assert page.locator("#lanes-view h4").all_inner_texts() == ["Loss"]
+    assert titles(page) == ["Loss"]
     assert page.get_by_label("Axis", exact=True).count() == 0
-    assert page.locator("#scalers-view *, #maps-view *").count() == 0
+    assert page.locator("#maps-view *").count() == 0
     assert "no alerts" in page.locator("#alerts-view").inner_text()
 
 
 def test_all_panels_zoom_together_by_numbers_buttons_a_drag_and_the_wheel(visit, settle):
     page = visit("watched")
     settle(page)
+    page.locator(".menu summary").click()
     whole = (RUN.first_step, RUN.last_step)
     assert windows(page) == {whole}
     zoomed(page, 8000, "9,000")
@@ -84,7 +83,7 @@ def test_all_panels_zoom_together_by_numbers_buttons_a_drag_and_the_wheel(visit,
     page.get_by_role("button", name="Whole run").click()
     wait_until(page, lambda: windows(page) == {whole})
 
-    chart = page.locator("#lane-norm .chart")
+    chart = page.locator("#lanes-view .lane-norm .chart")
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
     across = box["width"] - 64 - 14
@@ -104,6 +103,10 @@ def test_all_panels_zoom_together_by_numbers_buttons_a_drag_and_the_wheel(visit,
     assert low <= nearer < farther <= high
     page.mouse.dblclick(box["x"] + 300, box["y"] + 60)
     wait_until(page, lambda: windows(page) == {whole})
+    page.locator(".lane-flags .chart").hover(position={"x": 500, "y": 10})
+    page.mouse.wheel(0, -240)
+    wait_until(page, lambda: len(windows(page)) == 1 and windows(page) != {whole})
+    page.get_by_role("button", name="Whole run").click()
     zoomed(page, 9000, 8000)
     assert windows(page) == {(9000, 9999)}, "a window that ends before it begins is none"
 
@@ -112,7 +115,7 @@ def test_the_values_of_every_panel_are_read_at_one_place_by_mouse_and_by_keyboar
     page = visit("watched")
     settle(page)
     assert "not finite" in readout(page, "loss")
-    chart = page.locator("#lane-loss .chart")
+    chart = page.locator("#lanes-view .lane-loss .chart")
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
     span = 199
@@ -128,6 +131,7 @@ def test_the_values_of_every_panel_are_read_at_one_place_by_mouse_and_by_keyboar
     )
     assert max(lefts) - min(lefts) <= 1, "one line over all panels"
 
+    page.locator(".menu summary").click()
     cursor = page.get_by_label("Read at", exact=True)
     cursor.focus()
     page.keyboard.press("Home")
@@ -138,41 +142,76 @@ def test_the_values_of_every_panel_are_read_at_one_place_by_mouse_and_by_keyboar
     assert "not finite" in readout(page, "loss")
 
 
-def test_a_flag_and_the_list_open_the_alerts_finding_and_its_command(visit, settle):
-    page = visit("watched", permissions=["clipboard-read", "clipboard-write"])
+def test_a_flag_and_the_list_show_an_alert_on_the_charts_and_lead_to_its_finding(visit, settle):
+    page = visit("watched")
     settle(page)
     report = EVERY_VIEW["watched"]
-    button = page.get_by_role("button", name=re.compile("open AMP721"))
+    button = page.get_by_role("button", name=re.compile("gradient-norm-jump")).nth(1)
     button.focus()
     page.keyboard.press("Enter")
-    dialog = page.get_by_role("dialog")
-    text = dialog.inner_text()
-    assert report.findings[1].message in text
-    assert "Alert 2 of 3" in text
-    command = RUN.looks[0].command
-    assert dialog.locator("code", has_text=command).count() == 0  # the bundle is of another step
-    dialog.get_by_role("button", name="Next alert").click()
-    assert report.findings[0].message in dialog.inner_text()
-    assert dialog.locator("code", has_text=command).count() == 1
-    dialog.get_by_text("its bundle").click()
-    dialog.get_by_role("button", name="Copy").click()
-    dialog.get_by_role("button", name="Copied").wait_for()
-    assert page.evaluate("navigator.clipboard.readText()") == command
-    page.keyboard.press("Escape")
-    assert dialog.count() == 0
-    assert button.evaluate("(b) => b === document.activeElement")
-
+    assert button.get_attribute("aria-pressed") == "true"
+    assert report.findings[1].message in page.locator("#alerts-view [role=status]").inner_text()
+    ((low, high),) = windows(page)
+    assert low < report.findings[1].where.step < high
+    assert high - low < 0.1 * RUN.last_step
+    page.locator("#lanes-view .lane-loss .chart").dblclick()
     flag = page.evaluate(
-        """() => { const chart = echarts.getInstanceByDom(document.querySelector("#lane-flags .chart"));
+        """() => { const chart = echarts.getInstanceByDom(document.querySelector(".lane-flags .chart"));
             const marks = chart.getOption().series[0].data.filter(({ value }) => value[1] === "alerts");
             return chart.convertToPixel({ xAxisIndex: 0, yAxisIndex: 0 }, marks.at(-1).value); }"""
     )
-    page.locator("#lane-flags .chart").click(position={"x": flag[0], "y": flag[1]})
-    assert report.findings[0].message in page.get_by_role("dialog").inner_text()
-    page.get_by_role("button", name="Show on the charts").click()
-    ((low, high),) = windows(page)
-    assert low < report.findings[0].where.step < high
-    assert high - low < 0.1 * RUN.last_step
+    page.locator(".lane-flags .chart").click(position={"x": flag[0], "y": flag[1]})
+    assert page.locator(".alerts [aria-pressed=true]").inner_text().startswith("error")
+    page.get_by_role("link", name="AMP725: the finding").click()
+    top = "(it) => it.getBoundingClientRect().top"
+    wait_until(page, lambda: 0 < page.locator("#finding-0").evaluate(top) < DESK["height"])
+
+
+def curve(run, name, values, **more):
+    values = tuple(values)
+    made = replace(next(c for c in run.curves if c.name == name), low=values, middle=values, high=values, **more)
+    return replace(run, curves=tuple(made if c.name == name else c for c in run.curves))
+
+
+def test_what_does_not_change_or_has_too_few_points_is_a_number(drawn):
+    run = curve(health_run(breaks=False), "learning_rate", [3e-4] * 400)
+    run = curve(run, "memory_bytes", [None] * 398 + [1e9, 2e9])
+    page = drawn(health_report(replace(run, precision="bf16")), DESK)
+    said = page.locator("#lanes-view .numbers").inner_text()
+    assert re.search(r"Learning rate\s+3e-4 throughout", said)
+    assert re.search(r"Memory\s+1 GB at step 9,974, 2 GB at step 9,999", said)
+    assert {"Learning rate", "Memory", "Headroom"}.isdisjoint(titles(page)), "bf16 has no headroom to speak of"
+    assert "p99" in page.locator(".lane-seconds figcaption").inner_text()
+    assert "headroom" not in page.locator("#maps-view select").first.inner_text()
+
+
+def test_a_loss_scale_of_zero_lies_on_a_line_of_its_own(drawn):
+    run = curve(health_run(breaks=False), "loss_scale", [2.0**10] * 200 + [2.0**5] * 100 + [0.0] * 100)
+    page = drawn(health_report(run), DESK)
+    assert titles(page).count("Loss scale") == 1
+    least, floor, axis = page.evaluate(
+        """() => { const chart = document.querySelector(".lane-scale .chart");
+            const { series, yAxis } = echarts.getInstanceByDom(chart).getOption();
+            const line = series.find(({ id }) => id === "0 loss_scale").data.map(([, y]) => y);
+            return [line.at(-1), series.find(({ id }) => id === "zero").data[0][1], yAxis[0].min]; }"""
+    )
+    assert least == floor == axis < 5
+    assert "0" in page.locator(".lane-scale .readout").inner_text()
+
+
+def test_each_scaler_with_a_name_is_a_line_of_the_one_chart(drawn):
+    run = health_run(breaks=False)
+    two = tuple(replace(run.scalers[0], scaler=name) for name in ("generator", HOSTILE))
+    page = drawn(health_report(replace(run, scalers=two)), DESK)
+    assert {"generator", SHOWN} <= set(page.locator(".lane-scale .key").all_inner_texts())
+
+
+def test_without_such_a_finding_the_heat_map_opens_on_what_varies_most(drawn):
+    run = health_run()
+    still = tuple(replace(m, values=((1e-3,) * len(m.steps),) * len(m.tensors)) for m in run.maps if m.name != "amax")
+    page = drawn(health_report(replace(run, maps=(*still, run.maps[1]))), DESK)
+    shown = page.locator("#maps-view").get_by_label("Show", exact=True).locator("option:checked")
+    assert shown.inner_text() == "largest magnitude of gradients"
 
 
 def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_alert_that_is_shown(drawn):
@@ -184,8 +223,7 @@ def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_a
     chosen = page.locator("#maps-view").get_by_label("Show", exact=True).locator("option:checked")
     assert chosen.inner_text() == "share flushed to zero of gradients"
     assert about["flushed_share"] in page.locator("#map-about").inner_text()
-    page.get_by_role("button", name=re.compile("open AMP725")).click()
-    page.get_by_role("button", name="Show on the charts").click()
+    page.get_by_role("button", name=re.compile("note step")).click()
     assert chosen.inner_text() == "headroom in powers of two of gradients"
     assert about["log2_headroom"] in page.locator("#map-about").inner_text()
 
@@ -195,15 +233,15 @@ def test_runs_lie_on_each_other_and_can_be_taken_away(visit, settle):
     settle(page)
     names = page.locator("#health h3[id^=run-]").all_inner_texts()
     assert [name[0] for name in names] == ["A", "B", "C"]
-    series = """() => echarts.getInstanceByDom(document.querySelector("#lane-loss .chart")).getOption().series
-        .filter((one) => one.type === "line").map((one) => [one.color, one.lineStyle.type])"""
+    series = """() => echarts.getInstanceByDom(document.querySelector(".lane-loss .chart")).getOption().series
+        .filter((one) => one.type === "line" && one.id !== "zero").map((one) => [one.color, one.lineStyle.type])"""
     lines = page.evaluate(series)
     assert len(lines) == len({tuple(line) for line in lines}) == 3
     assert len({dash for _, dash in lines}) == 3, "a dash of its own for who cannot tell the colours"
-    assert page.locator("#lane-loss .readout dt").count() == 3
+    assert page.locator("#lanes-view .lane-loss .readout dt").count() == 3
     page.get_by_role("checkbox", name="B gpt2-bf16").uncheck()
     wait_until(page, lambda: len(page.evaluate(series)) == 2)
-    assert page.locator("#lane-loss .readout dt").all_inner_texts() == ["A", "C"]
+    assert page.locator("#lanes-view .lane-loss .readout dt").all_inner_texts() == ["A", "C"]
 
 
 def test_a_run_that_does_not_count_tokens_is_named_where_it_is_missing(drawn):
@@ -218,7 +256,7 @@ def test_the_heat_map_has_its_numbers_orders_and_names(visit, settle):
     settle(page)
     view = page.locator("#maps-view")
     view.get_by_label("Show", exact=True).select_option(label="share flushed to zero of gradients")
-    unfold(view)
+    page.get_by_label("Show as tables").check()
     first = view.locator("tbody tr").first.locator("td").all_inner_texts()
     one = next(m for m in RUN.maps if m.name == "flushed_share")
     assert first[0] == f"h.0.{SHOWN}"
@@ -252,8 +290,9 @@ def test_a_cell_under_the_mouse_says_its_tensor_step_and_value_as_text(visit, se
 def test_the_tables_say_what_the_panels_draw(visit, settle):
     page = visit("watched")
     settle(page)
-    lane = page.locator("#lane-loss")
-    unfold(lane)
+    page.get_by_label("Show as tables").check()
+    assert page.locator("#lanes-view .chart:visible").count() == 0
+    lane = page.locator("#lanes-view .lane-loss")
     row = lane.locator("tbody tr").first.locator("td").all_inner_texts()
     curve = RUN.curves[0]
-    assert row == ["A", "0", "24", *(f"{v[0]:.3g}" for v in (curve.low, curve.middle, curve.high)), "0"]
+    assert row == ["0", "24", *(f"{v[0]:.3g}" for v in (curve.low, curve.middle, curve.high)), "0"]

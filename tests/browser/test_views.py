@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.numerics.histogram import Histogram
+from ampdoctor.reports.html_report import render_html
 from tests.browser.conftest import AXE, DESK, PHONE, harmless, wait_until
 from tests.browser.pages import EVERY_VIEW, FITTING, HOSTILE, LAYERS, PROFILED, RUN_SCALE, SITES
 from tests.samples import UNDERFLOW
 
 pytestmark = pytest.mark.slow
-CHARTS = {"profiled": 4, "bisected": 3, "scanned": 0, "followed": 1, "listed": 0, "watched": 12, "beside": 13}
+CHARTS = {"profiled": 4, "bisected": 3, "scanned": 0, "followed": 1, "listed": 0, "watched": 11, "beside": 11}
 SHOWN = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b").replace("\u2028", "\\u2028")
 
 
@@ -26,10 +27,9 @@ def share(text):
     return pytest.approx(0.005 if text == "<0.01%" else float(text.removesuffix("%")), abs=0.0051)
 
 
-def unfold(view, index=0):
-    """Open a chart's table: it is made when it is asked for."""
-    view.locator("details.as-table > summary").nth(index).click()
-    view.locator("details.as-table").nth(index).locator("table").wait_for()
+def unfold(page):
+    """Turn the charts into tables: these are made when they are asked for."""
+    page.get_by_label("Show as tables").check()
 
 
 def half(kind):
@@ -130,7 +130,7 @@ def test_the_histogram_of_a_layer_and_its_table_agree_with_the_counts(visit, set
     said = re.search(r": flushed ([^,]+), subnormal ([^,]+), overflowing ([^,]+),", view.inner_text())
     assert 100 * histogram.flushed("fp16") == share(said[1])
     assert 100 * histogram.subnormal("fp16") == share(said[2])
-    unfold(view)
+    unfold(page)
     rows = table_texts(page, view)
     by_exponent = histogram.counts.reshape(-1, 8).sum(axis=1)
     expected = [(f"2^{e - 127}", int(many)) for e, many in enumerate(by_exponent) if many]
@@ -144,7 +144,7 @@ def test_the_heat_map_has_every_layer_by_format_and_scale(visit, settle):
     settle(page)
     page.get_by_label("Tensors", exact=True).select_option("weight_grad")
     view = page.locator("#heatmap-view")
-    unfold(view)
+    unfold(page)
     page.evaluate("document.querySelectorAll('#heatmap-view .more').forEach((b) => { while (!b.hidden) b.click(); })")
     shares = {(row[0], row[1]): row[2] for row in table_texts(page, view)}
     assert {name for name, _ in shares} == {site["name"] for site in half("weight_grad")}
@@ -168,7 +168,7 @@ def test_the_headroom_of_each_layer_follows_the_scale(visit, settle):
     page.get_by_label("Tensors", exact=True).select_option("weight_grad")
     page.get_by_label("Loss scale", exact=True).fill("30")
     view = page.locator("#headroom-view")
-    unfold(view)
+    unfold(page)
     rooms = {row[0]: float(row[1]) for row in table_texts(page, view)}
     expected = {s["name"]: Histogram.from_dict(s["histogram"]).headroom("fp16", 2.0**30) for s in half("weight_grad")}
     assert rooms == pytest.approx(expected, abs=0.006)
@@ -181,7 +181,8 @@ def test_the_scalers_trajectory_has_its_table(visit, settle):
     page = visit("profiled")
     settle(page)
     view = page.locator("#scaler-view")
-    unfold(view)
+    assert "edge: above it a recorded step overflows" in view.inner_text()
+    unfold(page)
     rows = table_texts(page, view)
     assert ["0", "in use", "step skipped", "65536"] in rows
     assert ["200", "recommended", "scale from here on", "16384"] in rows
@@ -191,19 +192,32 @@ def test_the_scalers_trajectory_has_its_table(visit, settle):
         "No recorded step overflows at scales up to 2^14 (dotted). That is the edge; the scale that"
         in view.inner_text()
     )
-    assert "edge: above it a recorded step overflows" in view.inner_text()
+
+
+@pytest.mark.parametrize(("name", "says"), [("watched", "Loss scale"), ("bisected", "origin"), ("profiled", "Share")])
+def test_a_place_beside_the_verdict_shows_what_matters_and_goes_where_there_is_nothing(name, says, visit, tmp_path):
+    places = "".join(f'<div data-chart="{one}"></div>' for one in ("health", "path", "ranges"))
+    path = tmp_path / "page.html"
+    path.write_text(render_html(EVERY_VIEW[name]).replace("</header>", f"{places}</header>"), encoding="utf-8")
+    page = visit("listed", viewport={"width": 1280, "height": 900})
+    page.goto(path.as_uri())
+    beside = page.locator("header > [data-chart]")
+    assert says in beside.inner_text()
+    box, verdict = beside.bounding_box(), page.locator("h1").bounding_box()
+    assert box["x"] > verdict["x"] + 400
+    assert box["y"] < verdict["y"] + verdict["height"]
+    assert box["y"] + box["height"] < 900
 
 
 def test_the_path_and_the_proof_have_their_tables(visit, settle):
     page = visit("bisected")
     settle(page)
     path, proof = page.locator("#path-view"), page.locator("#proof-view")
-    unfold(path)
-    rows = table_texts(page, path)
+    unfold(page)
+    rows = table_texts(page, path.locator(".as-table").first)
     assert [row[1] for row in rows] == ["before", "before", "origin", "carrier", "carrier", "affected"]
     assert rows[2] == ["12", "origin", "encoder.block.3.ff.wo", "aten.linear", "12.5", "65504", "0", "3"]
     assert rows[4][2] == SHOWN
-    unfold(proof)
     assert table_texts(page, proof)[0] == ["3", "NaN", "2.41", "2.409"]
     page.get_by_label("Show", exact=True).select_option("gradient_norm")
     assert table_texts(page, proof)[0] == ["3", "NaN", "2.5", "2.5"]
@@ -239,7 +253,7 @@ def test_the_trend_shows_each_measure(visit, settle):
     page = visit("followed")
     settle(page)
     view = page.locator("#trend-view")
-    unfold(view)
+    unfold(page)
     show = view.get_by_label("Show", exact=True)
     assert show.input_value() == "fp16_flushed", "what the first finding is about"
     for measure, row in (

@@ -1,6 +1,6 @@
 "use strict";
 /* A chart with what makes it usable for everybody: drawn when it comes into view, in the page's colours, light or
-   dark, without motion; hover texts made of text nodes; and the same numbers as a table. */
+   dark, without motion; hover texts made of text nodes; and the same numbers as a table, by one switch for the page. */
 
 ampdoctor.chart = (() => {
   const { element, color } = ampdoctor;
@@ -10,17 +10,18 @@ ampdoctor.chart = (() => {
 
   /** Draw into `host`.
    *
-   *  label: what a screen reader says.  height(width): pixels.  option(width): ECharts' option, asked for at every draw.
-   *  started(instance, canvas): optional, once.
+   *  label: what a screen reader says.  title: optional, on the left above it, with what is said about it.
+   *  height(width): pixels.  option(width): ECharts' option, asked for at every draw.  started(instance, canvas): optional, once.
    *  columns and rows(): the table that says the same (see ampdoctor.table).  clicked(params): optional. */
-  function chart(host, { label, height, option, columns, rows, clicked, started }) {
+  function chart(host, { label, title = [], height, option, columns, rows, clicked, started }) {
     const canvas = element("div", { class: "chart", role: "img", "aria-label": label });
-    const details = element("details", { class: "as-table" }, element("summary", {}, "Show as table"));
-    const legend = element("div", { class: "legend" });
-    host.append(element("figure", {}, legend, canvas, details));
+    const place = element("div", { class: "as-table", hidden: true });
+    const legend = element("span", { class: "legend" });
+    host.append(element("figure", {}, element("figcaption", {}, ...title, legend), canvas, place));
     let instance = null, table = null, seen = false;
 
     function draw() {
+      if (canvas.hidden) return;
       canvas.style.height = `${height(canvas.clientWidth)}px`;
       if (!seen) return;
       if (instance === null) {
@@ -39,17 +40,25 @@ ampdoctor.chart = (() => {
       if (table) table.rows(rows());
     }
 
-    details.addEventListener("toggle", () => {
-      if (details.open && table === null) table = ampdoctor.table(details, { caption: label, columns, rows: rows() });
-    });
+    function tabled(wanted) {
+      legend.hidden = canvas.hidden = wanted;
+      place.hidden = !wanted;
+      if (wanted && table === null) table = ampdoctor.table(place, { caption: label, columns, rows: rows() });
+      draw();
+    }
     const inView = new IntersectionObserver((entries) => {
       if (entries.some((entry) => entry.isIntersecting)) { seen = true; inView.disconnect(); draw(); }
     }, { rootMargin: "300px" });
-    const self = { update, draw, show: () => { seen = true; draw(); }, legend };
+    const self = { update, draw, tabled, show: () => { seen = true; draw(); }, legend };
     charts.add(self);
     draw();
     inView.observe(canvas);
     return self;
+  }
+
+  /** The switch that turns all charts into tables; `host` is where it stands. */
+  function tables(host) {
+    if (charts.size) host.append(ampdoctor.checkbox("Show as tables", false, (wanted) => charts.forEach((one) => one.tabled(wanted))));
   }
 
   /** What all charts have in common. */
@@ -153,5 +162,5 @@ ampdoctor.chart = (() => {
     charts.forEach((one) => one.draw());
   });
 
-  return Object.assign(chart, { axis, tooltip, legend, names, breadth });
+  return Object.assign(chart, { axis, tooltip, legend, names, breadth, tables });
 })();

@@ -73,12 +73,9 @@ const ampdoctor = (() => {
     return element("div", { class: grow ? "field grow" : "field" }, beside ? element("span", {}, name, " ", beside) : name, control);
   }
 
-  /** A labelled choice. Options are [value, label] or {label, options}. */
-  function choice(label, options, changed) {
-    const option = ([value, text]) => element("option", { value }, text);
-    const entries = options.map((entry) =>
-      Array.isArray(entry) ? option(entry) : element("optgroup", { label: entry.label }, ...entry.options.map(option)),
-    );
+  /** A labelled choice of [value, label]; `now` is the value that it opens on, else the first. */
+  function choice(label, options, changed, now = options[0][0]) {
+    const entries = options.map(([value, text]) => element("option", { value, selected: String(value) === String(now) }, text));
     const select = element("select", { change: () => changed(select.value) }, ...entries);
     return field(label, select);
   }
@@ -88,6 +85,20 @@ const ampdoctor = (() => {
     return element("label", { class: "field check" }, box, label);
   }
 
+  /** Buttons that turn the pages of a long chart: {nodes, clamp(page, last)}, which gives the page that there is and says it. */
+  function pager(turned) {
+    const said = element("span", { role: "status" });
+    const button = (text, by) => element("button", { type: "button", click: () => turned(by) }, text);
+    const back = button("Previous layers", -1), on = button("Next layers", 1);
+    return { nodes: [back, said, on], clamp: (wanted, many) => {
+      const last = Math.max(many - 1, 0), page = Math.min(wanted, last);
+      [back.disabled, on.disabled] = [page === 0, page === last];
+      back.hidden = on.hidden = said.hidden = last === 0;
+      said.textContent = `page ${page + 1} of ${last + 1}`;
+      return page;
+    } };
+  }
+
   /** The answer for what the first finding is about: overflow, underflow, the scaler or the data; undefined where no
    *  answer is for it. */
   function about(answers) {
@@ -95,11 +106,10 @@ const ampdoctor = (() => {
     return answers[said.map((word) => (word === "scale" ? "scaler" : word)).find((word) => word in answers)];
   }
 
-  /** Give lines to paste their button; a copy of such a block gets a button of its own. */
-  function copyable(place) {
+  /** Give lines to paste their button. */
+  function copyable() {
     if (!navigator.clipboard) return;
-    for (const block of place.querySelectorAll(".paste")) {
-      block.querySelector(".copy")?.remove();
+    for (const block of document.querySelectorAll(".paste")) {
       const button = element("button", { type: "button", class: "copy", click: async () => {
         await navigator.clipboard.writeText(block.querySelector("code").textContent);
         button.textContent = "Copied";
@@ -109,5 +119,5 @@ const ampdoctor = (() => {
     }
   }
 
-  return { data, element, drawing, real, number, percent, power, count, byWords, color, narrow, host, field, choice, checkbox, copyable, about };
+  return { data, element, drawing, real, number, percent, power, count, byWords, color, narrow, host, field, choice, checkbox, pager, copyable, about };
 })();

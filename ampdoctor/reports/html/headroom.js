@@ -23,7 +23,6 @@ ampdoctor.headroom = (() => {
       rows: () => rows,
       clicked: ({ dataIndex }) => ampdoctor.ranges.set({ site: rows[dataIndex].site }),
     });
-    chart.legend.append(...ampdoctor.chart.legend([["room", "fits"], ["overflow", "overflows"]]));
 
     function refresh() {
       rows = chosen().map((site) => ({ site, ...at(site, state.format, scale()) }));
@@ -32,6 +31,8 @@ ampdoctor.headroom = (() => {
       sentence.textContent = rows.length === 0 ? "No such tensor was measured." :
         `${below} of ${count(rows.length, "tensor")} reach beyond ${state.format}` +
         (rows.length > SHOWN ? `; the ${SHOWN} with the least room are drawn.` : ".");
+      chart.legend.replaceChildren(...ampdoctor.chart.legend([
+        ...(below < rows.length ? [["room", "fits"]] : []), ...(below ? [["overflow", "overflows"]] : [])]));
       chart.update();
     }
 

@@ -7,7 +7,6 @@ ampdoctor.health = (() => {
   const AXES = { step: ["last", "step", "Steps"], samples: ["samples", "samples", "Samples"], tokens: ["tokens", "tokens", "Tokens"] };
   const LOOKS = [["series-1", "solid"], ["series-2", "dashed"], ["series-3", "dotted"], ["series-4", "solid"],
     ["muted", "dashed"], ["overflow", "dotted"]];
-  const GROUP = "health";
   const LEAST_SPANS = 4;  // how far one can zoom in
 
   function unpack(column) {
@@ -18,10 +17,14 @@ ampdoctor.health = (() => {
   }
   const unpackAll = (columns) => Object.fromEntries(Object.entries(columns).map(([name, column]) => [name, unpack(column)]));
 
+  /** Where each span is a single step, the extremes are its value, and the page has them once. */
+  const extremes = (curve) => ({ low: curve.middle, high: curve.middle, ...curve });
+  const ends = (axis) => ({ first: axis.last, ...axis });
+
   const runs = (data.health?.runs ?? []).map((run, index) => ({
     ...run, index, color: LOOKS[index % LOOKS.length][0], dash: LOOKS[index % LOOKS.length][1],
-    axis: unpackAll(run.axis),
-    curves: Object.fromEntries(Object.entries(run.curves).map(([name, curve]) => [name, unpackAll(curve)])),
+    axis: ends(unpackAll(run.axis)),
+    curves: Object.fromEntries(Object.entries(run.curves).map(([name, curve]) => [name, extremes(unpackAll(curve))])),
     maps: run.maps.map((map) => ({ ...map, steps: unpack(map.steps), values: unpack(map.values) })),
   }));
   const alerts = data.health?.alerts ?? [];
@@ -120,5 +123,5 @@ ampdoctor.health = (() => {
   /** A swatch that draws the line of a run. */
   const swatch = (run) => element("span", { class: `swatch line ${run.color} ${run.dash}`, "aria-hidden": "true" });
 
-  return { runs, alerts, axes, AXES, GROUP, view, listen, shown, label, places, place, spanAt, firstAt, extent: () => extent, zoom, reset, look, readAt, passBy, counted, swatch };
+  return { runs, alerts, axes, AXES, view, listen, shown, label, places, place, spanAt, firstAt, extent: () => extent, zoom, reset, look, readAt, passBy, counted, swatch };
 })();

@@ -39,22 +39,32 @@ ampdoctor.maps = (() => {
     return logs.length ? logs.at(-1) - logs[logs.length >> 1] : 0;
   }
 
-  /** Draw the maps, that of the worst alert first. Returns what shows the map and the row that an alert is about. */
+  /** How far the values of a map's rows lie apart, in powers of two: the mean over its rows. */
+  function variation({ map, kind }) {
+    const width = map.steps.length, far = map.tensors.map((_, row) => {
+      const values = Array.from(map.values.subarray(row * width, (row + 1) * width)).filter(Number.isFinite)
+        .map((value) => (kind === "room" ? value : Math.log2(kind === "share" ? Math.max(value, SHARES[1]) : value))).filter(Number.isFinite);
+      return values.length ? Math.max(...values) - Math.min(...values) : 0;
+    });
+    return far.reduce((sum, one) => sum + one, 0) / far.length;
+  }
+
+  /** Draw the maps: first the one that shows the worst alert's tensor, else the one that varies most. Returns what shows the map and the row that an alert is about. */
   function start(host) {
-    const all = runs.flatMap((run) => run.maps.map((map) => ({ run, map, kind: MAPS[map.name][1] }))).filter(({ map }) => map.steps.length && map.tensors.length);
+    const all = runs.flatMap((run) => run.maps.map((map) => ({ run, map, kind: MAPS[map.name][1] })))
+      .filter(({ run, map, kind }) => map.steps.length && map.tensors.length && (kind !== "room" || ampdoctor.lanes.inHalf(run)));
     if (all.length === 0) return () => {};
-    const state = { at: 0, order: "model", page: 0, rows: [], alert: null };
+    const varied = all.map(variation);
+    const state = { at: varied.indexOf(Math.max(...varied)), order: "model", page: 0, rows: [], alert: null };
     const now = () => all[state.at];
     host.append(element("h3", {}, "Layer by layer"));
     const title = ({ run, map }) => `${MAPS[map.name][0]} of ${ROLES[map.role] ?? map.role}${runs.length > 1 ? `, ${run.letter} ${run.name}` : ""}`;
-    const what = ampdoctor.choice("Show", all.map((one, index) => [index, title(one)]), (index) => { state.at = Number(index); state.page = 0; refresh(); });
+    const what = ampdoctor.choice("Show", all.map((one, index) => [index, title(one)]), (index) => { state.at = Number(index); state.page = 0; refresh(); }, state.at);
     const order = ampdoctor.choice("Order", [["model", "as in the model"], ["worst", "worst first"], ["name", "by name"]],
       (value) => { state.order = value; state.page = 0; refresh(); });
-    const pages = element("span", { role: "status" });
-    const turn = (text, by) => element("button", { type: "button", click: () => { state.page += by; refresh(); } }, text);
-    const back = turn("Previous layers", -1), on = turn("Next layers", 1);
+    const pages = ampdoctor.pager((by) => { state.page += by; refresh(); });
     const left = element("p", { class: "muted" }), about = element("p", { id: "map-about" }), tip = element("div", { class: "tip", hidden: true });
-    host.append(element("div", { class: "tools" }, what, order, back, pages, on), about, left);
+    host.append(element("div", { class: "tools" }, what, order, ...pages.nodes), about, left);
     const drawn = () => state.rows.slice(PAGE * state.page, PAGE * (state.page + 1));
     const drawing = element("div", { class: "map" });
     host.append(drawing);
@@ -114,12 +124,7 @@ ampdoctor.maps = (() => {
         const stands = state.rows.map((row) => conspicuous(map, row));
         state.rows.sort((a, b) => (stands[b] === stands[a] ? a - b : stands[b] - stands[a]));
       }
-      const last = Math.max(Math.ceil(state.rows.length / PAGE) - 1, 0);
-      state.page = Math.min(state.page, last);
-      back.disabled = state.page === 0;
-      on.disabled = state.page === last;
-      back.hidden = on.hidden = pages.hidden = last === 0;
-      pages.textContent = `page ${state.page + 1} of ${last + 1}`;
+      state.page = pages.clamp(state.page, Math.ceil(state.rows.length / PAGE));
       left.textContent = map.of > map.tensors.length ? `The ${map.tensors.length.toLocaleString("en")} most conspicuous of ${map.of.toLocaleString("en")} tensors.` : "";
       left.hidden = !left.textContent;
       const marked = markedRow();
@@ -196,9 +201,9 @@ ampdoctor.maps = (() => {
       refresh();
     }
 
-    ampdoctor.health.listen("look", () => { placed = ends(); });
     refresh();
-    turnTo(alerts.filter((it) => it.map).sort((a, b) => a.finding - b.finding)[0]);
+    const worst = alerts.filter((it) => it.map).sort((a, b) => a.finding - b.finding)[0];
+    if (worst) turnTo(worst);
     return turnTo;
   }
 

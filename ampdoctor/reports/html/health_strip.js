@@ -14,16 +14,16 @@ ampdoctor.strip = (() => {
 
   function start(host, opened) {
     toolbar(host);
+    const { margins, xAxis, onAxis, titled } = ampdoctor.lanes;
     const rows = () => shown().flatMap((run) => lines(run));
-    const drawing = element("div", { class: "lane-chart" });
-    const words = element("div", { class: "lane-words" });
-    host.append(element("div", { class: "lane", id: "lane-flags" }, words, drawing));
-    if (!runs.some((run) => lines(run).length)) { drawing.parentNode.remove(); return; }
-    const { margins, xAxis, onAxis } = ampdoctor.lanes;
+    if (!runs.some((run) => lines(run).length)) return;
+    const { drawing } = ampdoctor.lanes.lane(host, "flags");
     let drawn = [];  // beside the chart, which copies all that it is given
     const marks = () => rows().flatMap((row) => row.marks.map((mark) => ({ ...mark, row })));
-    onAxis(drawing, {
+    const chart = onAxis(drawing, {
       label: "Alerts, checkpoints and actions over the steps",
+      title: titled("Alerts and checkpoints"),
+      wheel: true,
       height: () => 30 + ROW * Math.max(1, rows().length),
       option: (width) => ({
         grid: { ...margins(width), top: 4, bottom: 22, outerBoundsMode: "none" },
@@ -44,14 +44,9 @@ ampdoctor.strip = (() => {
       ],
       rows: marks,
     });
-    words.append(element("h4", {}, "Alerts and checkpoints"), keys());
-
-    function keys() {
-      const used = [...new Set(alerts.map((it) => it.severity))].map((one) => [`flag ${SEVERITY[one][0]} ${one}`, one]);
-      const health = [...new Set(runs.flatMap((run) => run.checkpoints.map((it) => it.health)))]
-        .map((one) => [`flag ${one}`, `checkpoint ${SAYS[one]}`]);
-      return element("p", { class: "legend" }, ...ampdoctor.chart.legend([...used, ...health]));
-    }
+    chart.legend.append(...ampdoctor.chart.legend([
+      ...[...new Set(alerts.map((it) => it.severity))].map((one) => [`flag ${SEVERITY[one][0]} ${one}`, one]),
+      ...[...new Set(runs.flatMap((run) => run.checkpoints.map((it) => it.health)))].map((one) => [`flag ${one}`, `checkpoint ${SAYS[one]}`])]));
 
     /** The rows of a run; one that says nothing is not there. */
     function lines(run) {
@@ -72,32 +67,28 @@ ampdoctor.strip = (() => {
 
   function toolbar(host) {
     const { AXES, axes, look, zoom, reset, counted, extent, swatch } = ampdoctor.health;
-    const bar = element("div", { class: "controls health-controls" });
-    const tools = element("div", { class: "tools" });
-    if (axes.length > 1) {
-      const axis = ampdoctor.choice("Axis", axes.map((name) => [name, AXES[name][2]]), (name) => look(() => { view.axis = name; }));
-      axis.querySelector("select").value = view.axis;
-      tools.append(axis);
-    }
+    const bar = element("div", { class: "health-controls" });
+    const tools = element("div", { class: "tools" }), whole = element("div", { class: "tools" });
+    if (axes.length > 1) whole.append(ampdoctor.choice("Axis", axes.map((name) => [name, AXES[name][2]]), (name) => look(() => { view.axis = name; }), view.axis));
     const from = element("input", { type: "text", inputmode: "numeric", class: "place", change: () => typed() });
     const to = element("input", { type: "text", inputmode: "numeric", class: "place", change: () => typed() });
     tools.append(ampdoctor.field("From", from), ampdoctor.field("To", to));
     const digits = (input) => Number(input.value.replace(/[\s,_]/g, ""));
     function typed() {
-      const [low, high] = [digits(from), digits(to)];
-      if (low < high) zoom(low, high);
-      else written();
+      if (digits(from) < digits(to)) zoom(digits(from), digits(to));
+      else say();
     }
-    const by = (change) => () => { const width = view.to - view.from; zoom(view.from + change[0] * width, view.to + change[1] * width); };
+    const by = (start, end) => () => { const width = view.to - view.from; zoom(view.from + start * width, view.to + end * width); };
     const button = (text, clicked) => element("button", { type: "button", click: clicked }, text);
-    const buttons = { near: button("Zoom in", by([0.25, -0.25])), far: button("Zoom out", by([-0.5, 0.5])), back: button("Earlier", by([-0.5, -0.5])),
-      on: button("Later", by([0.5, 0.5])), all: button("Whole run", reset) };
-    tools.append(...Object.values(buttons));
+    const back = button("Earlier", by(-0.5, -0.5)), on = button("Later", by(0.5, 0.5)), far = button("Zoom out", by(-0.5, 0.5)), all = button("Whole run", reset);
+    tools.append(button("Zoom in", by(0.25, -0.25)), far, back, on, all);
     const cursor = element("input", { type: "range", min: 0, max: 1000, value: 1000, input: () => {
       ampdoctor.health.readAt(view.from + (cursor.valueAsNumber / 1000) * (view.to - view.from)); } });
     const said = element("output", {});
     tools.append(ampdoctor.field("Read at", cursor, { grow: true, beside: said }));
-    bar.append(tools);
+    whole.append(element("details", { class: "menu" }, element("summary", {}, "Zoom and read by numbers"), element("div", { class: "controls" }, tools)),
+      element("p", { class: "muted" }, "Drag over a chart to zoom, or scroll: over the flags, or over a curve with Ctrl. A double click shows the whole run."));
+    bar.append(whole);
     if (runs.length > 1) {
       const boxes = runs.map((run) => {
         const box = ampdoctor.checkbox(` ${run.letter} ${run.name}`, true, (checked) => look(() => (checked ? view.hidden.delete(run.index) : view.hidden.add(run.index))));
@@ -116,25 +107,17 @@ ampdoctor.strip = (() => {
     }
     host.append(bar);
 
-    function written() {
+    function say() {
       [from.value, to.value] = [view.from, view.to].map((value) => Math.round(value).toLocaleString("en"));
       const [low, high] = extent();
-      const whole = view.from <= low && view.to >= high;
-      buttons.all.disabled = buttons.far.disabled = whole;
-      buttons.back.disabled = view.from <= low;
-      buttons.on.disabled = view.to >= high;
-    }
-    function read() {
+      all.disabled = far.disabled = view.from <= low && view.to >= high;
+      [back.disabled, on.disabled] = [view.from <= low, view.to >= high];
       cursor.valueAsNumber = view.at === null ? 1000 : 1000 * Math.min(Math.max((view.at - view.from) / (view.to - view.from), 0), 1);
       said.textContent = view.at === null ? "the end" : `${ampdoctor.health.label()} ${counted(view.at)}`;
       cursor.setAttribute("aria-valuetext", said.textContent);
     }
-    ampdoctor.health.listen("window", written);
-    ampdoctor.health.listen("look", written);
-    ampdoctor.health.listen("at", read);
-    ampdoctor.health.listen("window", read);
-    written();
-    read();
+    for (const kind of ["window", "look", "at"]) ampdoctor.health.listen(kind, say);
+    say();
   }
 
   return { start };

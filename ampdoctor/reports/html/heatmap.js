@@ -3,7 +3,8 @@
 
 ampdoctor.heatmap = (() => {
   const { data, element, percent } = ampdoctor;
-  const PAGE = 48, SIZE = 12, LINE = 15;
+  const PAGE = 48, FEW = 10, SIZE = 12, LINE = 15;
+  const MEASURES = { flushed: "flushed to zero", subnormal: "subnormal", overflowed: "overflowing" };
   const SCALES = [0, 4, 8, 12, 16, 20, 24];
   const STEPS = [0, 1e-4, 1e-3, 1e-2, 0.1, 0.5];
   const LEVELS = ["none", "to 0.01%", "to 0.1%", "to 1%", "to 10%", "to 50%", "more"];
@@ -11,12 +12,12 @@ ampdoctor.heatmap = (() => {
 
   const level = (share) => STEPS.filter((limit) => share > limit).length;
 
-  /** What is beside what: each column gives the share of a site; `now` marks fp16 as it is in the run. */
+  /** What is beside what: each column gives the share of a site; `now` marks fp16 as it is in the run, `plain` what a choice is between. */
   function columns(kind, measure) {
     const { at, scaled } = ampdoctor.ranges;
     const fp16 = (name, scale) => ({ name, share: (site) => at(site, "fp16", scale)[measure] });
     const others = [
-      { name: "bf16", share: (site) => at(site, "bf16", 1)[measure] },
+      { name: "bf16", plain: true, share: (site) => at(site, "bf16", 1)[measure] },
       ...FITTED.map((name) => ({ name: `${name} *`, share: (site) => site.formats?.[name]?.[measure] ?? null })),
     ];
     if (!scaled(kind)) return [{ ...fp16("fp16", 1), now: true }, ...others];
@@ -27,26 +28,26 @@ ampdoctor.heatmap = (() => {
     if (fits !== null) marked.set(fits, fits === run ? " run, fits" : " fits");
     const scales = [...marked].sort(([a], [b]) => a - b);
     return [...scales.map(([scale, mark]) => ({
-      ...fp16(`fp16 ${ampdoctor.power(scale)}${mark}`, scale), now: scale === run })), ...others];
+      ...fp16(`fp16 ${ampdoctor.power(scale)}${mark}`, scale), now: scale === run, plain: mark !== "" || scale === 1 })), ...others];
   }
 
-  function start(host) {
+  /** `brief`: the worst layers alone, without controls. */
+  function start(host, brief = false) {
+    const page = brief ? FEW : PAGE;
     const view = { measure: ampdoctor.about({ overflow: "overflowed" }) ?? "flushed", order: "worst", page: 0 };
     const { state } = ampdoctor.ranges;
-    const measure = ampdoctor.choice("Share", [["flushed", "flushed to zero"], ["subnormal", "subnormal"],
-      ["overflowed", "overflowing"]], (value) => { view.measure = value; refresh(); });
-    measure.querySelector("select").value = view.measure;
+    const measure = ampdoctor.choice("Share", Object.entries(MEASURES), (value) => { view.measure = value; refresh(); }, view.measure);
     const order = ampdoctor.choice("Order", [["worst", "worst first"], ["name", "by name"]],
       (value) => { view.order = value; view.page = 0; refresh(); });
-    const pages = element("span", { role: "status" });
-    const turn = (text, by) => element("button", { type: "button", click: () => { view.page += by; refresh(); } }, text);
-    const back = turn("Previous layers", -1), on = turn("Next layers", 1);
-    host.append(element("div", { class: "tools" }, measure, order, back, pages, on));
+    const pages = ampdoctor.pager((by) => { view.page += by; refresh(); });
+    if (!brief) host.append(element("div", { class: "tools" }, measure, order, ...pages.nodes));
     let cells = [], sites = [], kinds = [];
-    const shown = () => sites.slice(PAGE * view.page, PAGE * (view.page + 1));
+    const shown = () => sites.slice(page * view.page, page * (view.page + 1));
+    const about = element("span", { class: "muted" });
 
     const chart = ampdoctor.chart(host, {
-      label: "Heat map: layers by format and loss scale",
+      label: brief ? "Heat map: the worst layers by format" : "Heat map: layers by format and loss scale",
+      title: brief ? [element("strong", {}, `Share ${MEASURES[view.measure]}`), about] : [],
       height: (width) => { const { top, row } = room(width); return top + 4 + row * Math.max(1, shown().length); },
       option,
       columns: [
@@ -58,7 +59,7 @@ ampdoctor.heatmap = (() => {
       clicked: ({ value }) => ampdoctor.ranges.set({ site: shown()[value[1]] }),
     });
     chart.legend.append(...ampdoctor.chart.legend(LEVELS.map((text, index) => [`heat-${index}`, text])));
-    host.append(element("p", { class: "muted" }, "* each tensor scaled to fit the format in each step. " +
+    if (!brief) host.append(element("p", { class: "muted" }, "* each tensor scaled to fit the format in each step. " +
       "Worst first: by the share in fp16 as in the run, then over all columns."));
 
     /** What the names take of the drawing: on the left those of the layers, on top those of the columns. */
@@ -73,7 +74,7 @@ ampdoctor.heatmap = (() => {
     }
 
     function refresh() {
-      kinds = columns(state.kind, view.measure);
+      kinds = columns(state.kind, view.measure).filter((column) => !brief || column.plain || column.now);
       sites = [...ampdoctor.ranges.chosen()];
       let rows = sites.map((site) => kinds.map((column) => ({ site, column, share: column.share(site) })));
       if (view.order === "worst") {
@@ -83,18 +84,14 @@ ampdoctor.heatmap = (() => {
         sites = rows.map((row) => row[0].site);
       }
       cells = rows;
-      const last = Math.max(Math.ceil(sites.length / PAGE) - 1, 0);
-      view.page = Math.min(view.page, last);
-      back.disabled = view.page === 0;
-      on.disabled = view.page === last;
-      back.hidden = on.hidden = pages.hidden = last === 0;
-      pages.textContent = `page ${view.page + 1} of ${last + 1}`;
+      about.textContent = `of ${ampdoctor.ranges.KINDS[state.kind]}${sites.length > page ? `, the ${page} worst of ${sites.length}` : ""}`;
+      view.page = pages.clamp(view.page, Math.ceil(sites.length / page));
       chart.update();
     }
 
     function option(width) {
       const { axis, tooltip } = ampdoctor.chart;
-      const rows = cells.slice(PAGE * view.page, PAGE * (view.page + 1));
+      const rows = cells.slice(page * view.page, page * (view.page + 1));
       const { label, width: left, top, upright } = room(width);
       const colors = LEVELS.map((_, index) => ampdoctor.color(`heat-${index}`));
       return {

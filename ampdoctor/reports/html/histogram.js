@@ -28,26 +28,16 @@ ampdoctor.histogram = (() => {
     return low;
   }
 
-  /** Python writes floats as 0x1.8p-3: exact. */
-  function fromHex(text) {
-    if (text === null || text === undefined) return null;
-    const [, sign, whole, part = "", exponent] = /^(-?)0x([01])(?:\.([0-9a-f]+))?p([+-]\d+)$/.exec(text) ?? [];
-    if (exponent === undefined) return text === "inf" ? Infinity : null;
-    const significand = parseInt(whole, 16) + (part ? parseInt(part, 16) / 16 ** part.length : 0);
-    const half = Math.trunc(Number(exponent) / 2);  // 2^-1074 in one step would lose bits on the way
-    return (sign ? -1 : 1) * significand * 2 ** half * 2 ** (Number(exponent) - half);
-  }
-
-  /** Make a histogram of the report's form ready; null where it holds no number. */
+  /** Make a histogram of the page's form ready, whose counts begin at the bin `first`; null where it holds no number. */
   function read(data) {
-    if (!data || !data.bins || data.bins.length === 0) return null;
-    const counts = new Map(data.bins.map((bin, index) => [bin, data.counts[index]]));
+    if (data?.first === undefined) return null;
+    const counts = new Map(data.counts.map((many, index) => [data.first + index, many]).filter(([, many]) => many > 0));
     return ready({
       counts,
-      amin: fromHex(data.amin),
-      amax: fromHex(data.amax),
+      amin: data.amin,
+      amax: data.amax,
       bits: data.significand_bits,
-      spacing: fromHex(data.min_spacing),
+      spacing: data.min_spacing,
     });
   }
 
@@ -129,5 +119,5 @@ ampdoctor.histogram = (() => {
     return [...found].sort(([a], [b]) => a - b);
   }
 
-  return { read, merge, figures, binades, fromHex };
+  return { read, merge, figures, binades };
 })();

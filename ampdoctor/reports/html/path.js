@@ -2,7 +2,7 @@
 /* The way of a non-finite value from its origin to the harm: over the module tree, and by magnitude. */
 
 ampdoctor.path = (() => {
-  const { data, real, number } = ampdoctor;
+  const { data, element, real, number } = ampdoctor;
   const SYMBOL = { before: "circle", origin: "diamond", carrier: "circle", affected: "triangle" };
   const COLOR = { before: "series-1", origin: "overflow", carrier: "series-3", affected: "series-4" };
 
@@ -73,11 +73,11 @@ ampdoctor.path = (() => {
   const ENDS = ["origin", "affected"];
   const op = (node) => node.op.replace(/^aten\./, "");
 
-  /** Dots with words beside them, which lie over the line and inside the drawing. */
+  /** Dots with words above them, beside the line and inside the drawing. */
   const dots = (nodes, at, words) => nodes.map((node, index) => ({
     value: at(node, index), symbol: SYMBOL[node.role], symbolSize: node.role === "origin" ? 15 : 10,
     itemStyle: { color: ampdoctor.color(COLOR[node.role]), opacity: 1 },
-    label: { show: true, position: index < 0.6 * nodes.length ? "right" : "left", distance: 8, fontSize: SIZE, formatter: words(node),
+    label: { show: true, position: "top", align: index < 0.6 * nodes.length ? "left" : "right", distance: 4, fontSize: SIZE, formatter: words(node),
       fontWeight: ENDS.includes(node.role) ? "bold" : "normal", color: ampdoctor.color("ink"), textBorderColor: ampdoctor.color("bg"), textBorderWidth: 3 },
   }));
   const what = (node) => (!ENDS.includes(node.role) ? op(node) : ampdoctor.narrow() ? node.role : `${node.role}: ${op(node)}`);
@@ -101,7 +101,7 @@ ampdoctor.path = (() => {
     const { axis, tooltip } = ampdoctor.chart;
     const { label, width: room } = names(modules, width);
     return {
-      grid: { left: room + 16, right: 16, top: 8, bottom: 30, outerBoundsMode: "none" },
+      grid: { left: room + 16, right: 16, top: 20, bottom: 30, outerBoundsMode: "none" },
       tooltip: tooltip(({ dataIndex }) => lines(nodes[dataIndex])),
       xAxis: axis({ type: "value", min: -0.5, max: nodes.length - 0.5, interval: 1, splitLine: { show: false },
         ...ORDER }),
@@ -139,5 +139,19 @@ ampdoctor.path = (() => {
     };
   }
 
-  return { start };
+  /** The way in a list: the origin with what is before and after it, and the last that is harmed. */
+  function way(host) {
+    const { nodes } = data.path, origin = nodes.findIndex(({ role }) => role === "origin");
+    const wanted = [...nodes.keys()].filter((at) => (at >= origin - 1 && at <= origin + 2) || at === nodes.length - 1);
+    const line = (at, index) => {
+      const node = nodes[at], left = at - (wanted[index - 1] ?? at) - 1;
+      return [...(left > 0 ? [element("li", { class: "muted" }, ampdoctor.count(left, "more op"))] : []),
+        element("li", {}, element("span", { class: `swatch dot ${COLOR[node.role]}`, "aria-hidden": "true" }),
+          element("span", {}, element("strong", {}, place(node)), ` ${node.role}, ${op(node)}`),
+          element("span", { class: "muted" }, [real(node.output_amax) > 0 && `up to ${size(node)}`, bad(node)].filter(Boolean).join(", ")))];
+    };
+    host.append(element("p", {}, element("strong", {}, "From the origin to the harm")), element("ol", { class: "way" }, ...wanted.flatMap(line)));
+  }
+
+  return { start, way };
 })();

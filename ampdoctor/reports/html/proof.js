@@ -12,13 +12,13 @@ ampdoctor.proof = (() => {
 
   function start(host) {
     const steps = data.proof.steps;
+    if (steps.length < 3) return;  // the table beside it says as much
     const known = MEASURES.filter(([key]) => steps.some((step) => RUNS.some(([run]) => step[run] && step[run][key] !== null)));
     if (known.length === 0) return;
     const wanted = ampdoctor.about({ underflow: "gradient_norm", scaler: "scale" });
     const view = { measure: known.some(([key]) => key === wanted) ? wanted : known[0][0] };
-    const choice = ampdoctor.choice("Show", known, (value) => { view.measure = value; chart.update(); });
-    choice.querySelector("select").value = view.measure;
-    host.append(element("div", { class: "tools" }, choice));
+    host.append(element("div", { class: "tools" }, ampdoctor.choice("Show", known, (value) => { view.measure = value; chart.update(); }, view.measure)));
+    const bad = (run, step) => step[run] && (!step[run].finite || step[run].skipped);
     const cell = (run, step) => (step[run] ? real(step[run][view.measure]) : null);
     const chart = ampdoctor.chart(host, {
       label: "The replayed steps, without and with the change",
@@ -32,7 +32,8 @@ ampdoctor.proof = (() => {
       rows: () => steps,
     });
     chart.legend.append(...ampdoctor.chart.legend([
-      ...RUNS.map(([, label, color, type]) => [`${color} line ${type}`, label]), ["overflow", "not finite, or skipped"]]));
+      ...RUNS.filter(([run]) => steps.some((step) => step[run])).map(([, label, color, type]) => [`${color} line ${type}`, label]),
+      ...(steps.some((step) => RUNS.some(([run]) => bad(run, step))) ? [["overflow", "not finite, or skipped"]] : [])]));
 
     function option() {
       const { axis, tooltip } = ampdoctor.chart;
@@ -40,7 +41,6 @@ ampdoctor.proof = (() => {
       const most = all.length ? Math.max(...all) : 1, least = all.length ? Math.min(...all) : 0;
       const room = (most - least || Math.abs(most) || 1) / 8;
       const top = most + room;
-      const bad = (run, step) => step[run] && (!step[run].finite || step[run].skipped);
       return {
         grid: { left: 8, right: 20, top: 16, bottom: 34, containLabel: true },
         tooltip: tooltip(() => []),

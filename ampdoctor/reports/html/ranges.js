@@ -82,9 +82,7 @@ ampdoctor.ranges = (() => {
 
   function tensors() {
     const kinds = Object.entries(KINDS).filter(([kind]) => sites.some((site) => site.kind === kind));
-    const choice = ampdoctor.choice("Tensors", kinds, (value) => set({ kind: value }));
-    choice.querySelector("select").value = state.kind;
-    return element("div", { class: "tools" }, choice,
+    return element("div", { class: "tools" }, ampdoctor.choice("Tensors", kinds, (value) => set({ kind: value }), state.kind),
       ampdoctor.checkbox("only what is half precision", state.half, (half) => set({ half })));
   }
 

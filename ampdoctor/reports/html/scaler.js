@@ -28,22 +28,13 @@ ampdoctor.scaler = (() => {
       `skipped steps: ${known.map(([key, label]) => `${label} ${trajectory[key].skipped} of ${end}`).join(", ")}.` +
       (edge === null ? "" : ` No recorded step overflows at scales up to ${power(edge)} (dotted). That is the edge; the scale ` +
         "that fits is bound by how large gradients are expected to become, by the loss and by a cap.")));
-    paths(host, {
-      label: "Loss scale over the steps, simulated", end, edge,
-      paths: known.map(([key, label, color, dash]) => [label, color, dash, trajectory[key]]),
-      more: limit.map(([step, scale]) => ({ step, label: "recorded", scale, event: "largest scale without overflow" })),
-    });
-  }
-
-  /** Draw scales over steps up to `end`. paths: [label, colour, dash, {points, skips}]; edge: a scale, or null; more: further
-   *  rows of the table. */
-  function paths(host, { label: title, paths: known, end, edge = null, more = [] }) {
-    const events = known.flatMap(([label, , , path]) => [
+    const paths = known.map(([key, label, color, dash]) => [label, color, dash, trajectory[key]]);
+    const events = paths.flatMap(([label, , , path]) => [
       ...path.points.map(([step, scale]) => ({ step, label, scale, event: "scale from here on" })),
       ...path.skips.map((step) => ({ step, label, scale: scaleAt(path.points, step), event: "step skipped" })),
-    ]).sort((a, b) => a.step - b.step).concat(more);
+    ]).sort((a, b) => a.step - b.step).concat(limit.map(([step, scale]) => ({ step, label: "recorded", scale, event: "largest scale without overflow" })));
     const chart = ampdoctor.chart(host, {
-      label: title,
+      label: "Loss scale over the steps, simulated",
       height: () => 300,
       option,
       columns: [
@@ -55,20 +46,20 @@ ampdoctor.scaler = (() => {
       rows: () => events,
     });
     chart.legend.append(...ampdoctor.chart.legend([
-      ...known.map(([label, color, dash]) => [`${color} line ${dash}`, label]),
-      ...(known.some(([, , , path]) => path.skips.length) ? [["overflow", "step skipped"]] : []),
+      ...paths.map(([label, color, dash]) => [`${color} line ${dash}`, label]),
+      ...(paths.some(([, , , path]) => path.skips.length) ? [["overflow", "step skipped"]] : []),
       ...(edge === null ? [] : [["muted line dotted", "edge: above it a recorded step overflows"]]),
     ]));
 
     function option() {
       const { axis, tooltip } = ampdoctor.chart;
       const says = (name) => ({ value }) => [`step ${value[0]}`, `${name}: scale ${power(value[1])}`];
-      const lines = known.map(([label, color, dash, { points }]) => ({
+      const lines = paths.map(([label, color, dash, { points }]) => ({
         type: "line", step: "end", symbol: "circle", symbolSize: 5, showSymbol: points.length < 60,
         data: held(points, end), tooltip: tooltip(says(label)),
         lineStyle: { width: 2, type: dash }, color: ampdoctor.color(color),
       }));
-      const skips = known.filter(([, , , path]) => path.skips.length).map(([label, , , path]) => ({
+      const skips = paths.filter(([, , , path]) => path.skips.length).map(([label, , , path]) => ({
         type: "scatter", symbol: "diamond", symbolSize: path.skips.length > 100 ? 6 : 10, color: ampdoctor.color("overflow"), z: 5,
         data: path.skips.map((step) => [step, scaleAt(path.points, step)]),
         tooltip: tooltip(({ value }) => [`step ${value[0]} skipped`, `${label}: scale ${power(value[1])}`]),
@@ -88,5 +79,5 @@ ampdoctor.scaler = (() => {
     }
   }
 
-  return { start, paths };
+  return { start };
 })();

@@ -2,14 +2,11 @@
 /* Start each view for which the page has a place, and make what is static easier to use. */
 
 (() => {
-  const { host } = ampdoctor;
+  const { data, host } = ampdoctor;
 
-  for (const [id, start] of [
-    ["path-view", ampdoctor.path.start], ["proof-view", ampdoctor.proof.start],
-    ["scaler-view", ampdoctor.scaler.start], ["trend-view", ampdoctor.trend.start],
-    ["tensors-view", ampdoctor.tensors.start], ["structure-view", ampdoctor.tensors.startStructure],
-    ["change-view", ampdoctor.tensors.startChange],
-  ]) if (host(id)) start(host(id));
+  for (const name of ["path", "proof", "scaler", "trend", "tensors", "structure", "change"]) {
+    if (host(`${name}-view`)) ampdoctor[name].start(host(`${name}-view`));
+  }
 
   if (host("ranges-view")) {
     const places = { choice: host("ranges-choice"), controls: host("ranges-controls"), view: host("histogram-view") };
@@ -26,13 +23,23 @@
     ampdoctor.lanes.start(host("lanes-view"));
     host("lanes-view").append(host("maps-view"));  // so that the flags stay in sight over both
     turnTo = ampdoctor.maps.start(host("maps-view"));
-    ampdoctor.scalers.start(host("scalers-view"));
     for (const run of ampdoctor.health.runs) {
       host(`run-${run.index}`)?.prepend(ampdoctor.element("span", { class: "run-key" }, run.letter, ampdoctor.health.swatch(run)), " ");
     }
   }
 
-  ampdoctor.copyable(document);
+  /** What stands beside the verdict: by its name, in whatever element has it as data-chart; none where the report has no such data. */
+  const BESIDE = {
+    health: (place) => data.health && ampdoctor.lanes.start(place, ["loss", "scale"]),
+    path: (place) => data.path && ampdoctor.path.way(place),
+    ranges: (place) => data.profile?.sites.length && ampdoctor.heatmap.start(place, true),
+  };
+  for (const place of document.querySelectorAll("[data-chart]")) {
+    BESIDE[place.dataset.chart](place);
+    if (!place.children.length) place.remove();
+  }
+  ampdoctor.chart.tables(document.querySelector("nav"));
+  ampdoctor.copyable();
 
   for (const scroller of document.querySelectorAll(".scroll:not(.tall)")) {
     if (scroller.scrollWidth > scroller.clientWidth) scroller.setAttribute("tabindex", "0");

@@ -1,7 +1,7 @@
 "use strict";
 /* The tensors of a checkpoint: by role, sorted and searched, their ranges drawn against fp16's and bf16's window. */
 
-ampdoctor.tensors = (() => {
+(() => {
   const { data, element, drawing, real, number, percent, byWords } = ampdoctor;
   const WIDTH = 140, HEIGHT = 16;
   const FP16 = { least: -24, normal: -14, most: Math.log2(65504) };
@@ -108,5 +108,5 @@ ampdoctor.tensors = (() => {
     });
   }
 
-  return { start, startStructure, startChange };
+  Object.assign(ampdoctor, { tensors: { start }, structure: { start: startStructure }, change: { start: startChange } });
 })();

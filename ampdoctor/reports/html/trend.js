@@ -10,6 +10,7 @@ ampdoctor.trend = (() => {
 
   function start(host) {
     const { points, unit } = data.trend;
+    if (points.length < 3) return;  // the table below says as much
     const roles = Object.keys(ROLES).filter((role) => points.some((point) => point.roles[role]));
     const byRole = (key) => roles.map((role) => ({ label: ROLES[role], of: (point) => real(point.roles[role]?.[key]) }));
     const one = (label, key) => [{ label, of: (point) => real(point[key]) }];
@@ -25,10 +26,8 @@ ampdoctor.trend = (() => {
     const view = { measure: known.some(([key]) => key === wanted) ? wanted : known[0][0] };
     const now = () => measures[view.measure];
     const at = (point) => (point.step === null ? point.name : `${unit} ${point.step}`);
-    const choice = ampdoctor.choice("Show", known.map(([key, m]) => [key, m.label]),
-      (value) => { view.measure = value; legend(); chart.update(); });
-    choice.querySelector("select").value = view.measure;
-    host.append(element("div", { class: "tools" }, choice));
+    host.append(element("div", { class: "tools" }, ampdoctor.choice("Show", known.map(([key, m]) => [key, m.label]),
+      (value) => { view.measure = value; legend(); chart.update(); }, view.measure)));
     const chart = ampdoctor.chart(host, {
       label: "The checkpoints over their steps",
       height: () => 280,
@@ -43,7 +42,8 @@ ampdoctor.trend = (() => {
     });
     function legend() {
       chart.legend.replaceChildren(...ampdoctor.chart.legend(
-        now().series.map(({ label }, index) => [`${COLORS[index]} line ${DASHES[index % DASHES.length]}`, label])));
+        now().series.map(({ label, of }, index) => [`${COLORS[index]} line ${DASHES[index % DASHES.length]}`, label, of])
+          .filter(([, , of]) => points.some((point) => of(point) !== null))));
     }
     legend();
 
