@@ -47,12 +47,6 @@ def test_a_report_says_what_could_not_be_examined(command, folder, typed, check_
     assert "<error " in (folder / "r.xml").read_text()
 
 
-def test_a_person_reads_the_sentence_alone(folder, typed):
-    result = typed("scan", "cut.pt")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert len(result.stderr.splitlines()) == 1
-
-
 def test_a_place_that_cannot_be_written_does_not_hide_it(folder, typed):
     result = typed("scan", "cut.pt", "--format", "json", "--output", "/dev/full")
     assert result.returncode == 2

@@ -12,7 +12,6 @@ import pytest
 from ampdoctor.cli.main import main
 from ampdoctor.cli.run_command import judge
 from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.errors import UsageError
 from ampdoctor.workflows.requests import ReplayRequest
 from tests.samples import HEALTHY, INCOMPLETE, NOT_REPRODUCED, SICK, WARNED
 
@@ -69,14 +68,6 @@ def test_the_replaying_commands_hand_over_the_whole_request(command, name, stub_
             expect_failure=True,
         ),
     ]
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"steps": 0}, {"precision": "int8"}, {"precision": "fp8"}, {"policy": "tpu"}, {"device": "cuda:x"}]
-)
-def test_a_request_that_makes_no_sense_is_refused(wrong):
-    with pytest.raises(UsageError, match=str(next(iter(wrong.values())))):
-        ReplayRequest(factory="pkg:make", **wrong)
 
 
 @pytest.mark.parametrize(

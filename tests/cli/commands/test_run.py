@@ -16,6 +16,7 @@ from ampdoctor.cli.main import main
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.workflows import watch_script as seam
+from ampdoctor.workflows.log_listeners import Tally
 
 FOUND = Finding(
     code="AMP201",
@@ -150,6 +151,19 @@ def test_where_no_step_was_seen_that_is_said_also_with_q_and_not_of_a_script_tha
     assert run("--health", "a b", "train.py")[2].splitlines() == [BEGINS.format("'a b'", "'a b'"), NO_STEP]
     assert run("-q", "train.py")[2] == f"{NO_STEP}\n"
     assert run("-q", "train.py", "sys.exit(3)")[2] == ""
+
+
+JUDGED = [(False, 0, 7, 0, "healthy"), (True, 0, 0, 0, "no finding"), (False, 1, 0, 0, "no finding")]
+JUDGED += [(False, 0, 8, 0, "no finding"), (False, 0, 0, 1, "1 finding")]
+
+
+@pytest.mark.parametrize(("gap", "code", "lost", "warned", "said"), JUDGED)
+def test_healthy_is_said_where_steps_were_judged_and_nothing_was_found_or_missed(gap, code, lost, warned, said):
+    tally = Tally(incomplete=gap)
+    tally.warned |= {("AMP407", 3)} if warned else set()
+    tally.ended(code)
+    shown = tally.said(SimpleNamespace(attempted=40, taken=39), None, None, lost=lost)
+    assert shown.startswith(f"40 steps watched, {said}, 1 skipped (the watch took ")
 
 
 def test_rank_0_alone_says_what_was_watched(run, watch, monkeypatch):
