@@ -71,12 +71,7 @@ def _kernel(name: str, multiplications: Callable[..., int], least: int) -> Kerne
     return Kernel(name, "CPU", kernel, with_keyset=True)
 
 
-def _kernels() -> list[Kernel]:
-    found = (_kernel(name, *product) for name, product in PRODUCTS.items())
-    return [kernel for kernel in found if kernel is not None]
-
-
-_SHARED = SharedOverlay(_kernels)
+_SHARED = SharedOverlay(lambda: (_kernel(name, *product) for name, product in PRODUCTS.items()))
 
 
 @contextmanager
