@@ -42,14 +42,6 @@ class Table:
             raise UsageError(f"{self.name}: {key} is a whole number of at least 1, not {shown(value)}")
         return None if value in _UNSAID else int(value)
 
-    def counts(self, keys: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the numbers under `keys`, by field: "key", "table.key", or several with "|", of which the first."""
-        return {field: next(filter(None, map(self._at, paths.split("|"))), None) for field, paths in keys.items()}
-
-    def _at(self, path: str) -> int | None:
-        inner, _, key = path.rpartition(".")
-        return (self.table(inner) if inner else self).count(key)
-
     def yes(self, key: str) -> bool | None:
         """Returns whether something is on; False if not given, and None for "auto", which another file decides."""
         word = str(self.get(key)).lower()
@@ -215,13 +207,9 @@ def _accelerate(table: Table) -> BatchSettings:
         precision=precision,
         division=_trainer_division(precision, sharded=sharded, elsewhere=elsewhere),
         notes=tuple(notes),
-        **table.counts(
-            {
-                "accumulation": "deepspeed_config.gradient_accumulation_steps",
-                "tensor": "megatron_lm_config.megatron_lm_tp_degree|parallelism_config.parallelism_config_tp_size",
-                "pipeline": "megatron_lm_config.megatron_lm_pp_degree",
-            }
-        ),
+        accumulation=deepspeed.count("gradient_accumulation_steps"),
+        tensor=megatron.count("megatron_lm_tp_degree") or parallel.count("parallelism_config_tp_size"),
+        pipeline=megatron.count("megatron_lm_pp_degree"),
     )
 
 
@@ -252,7 +240,7 @@ def _deepspeed(table: Table) -> BatchSettings:
     zero = table.table("zero_optimization")
     stage = zero.zero_stage("stage", "zero_optimization: ") or 0
     fp16, bf16 = (table.table(half).yes("enabled") for half in ("fp16", "bf16"))
-    sizes = table.counts(_SIZES)
+    sizes: dict[str, Any] = {field: table.count(key) for field, key in _SIZES.items()}
     filled = [key for key in _SIZES.values() if table.get(key) == "auto"]
     if sizes["accumulation"] is None and not filled and None in (sizes["global_batch"], sizes["micro_batch"]):
         sizes["accumulation"] = 1  # DeepSpeed's default where only one size is given
@@ -318,7 +306,8 @@ def _megatron(table: Table) -> BatchSettings:
         division="before" if precision == "fp16" and not fp32_reduce else "none",
         notes=tuple(notes),
         global_batch=table.count("global_batch_size"),
-        **parallel.counts({of: f"{of}_model_parallel_size" for of in ("tensor", "pipeline")}),
+        tensor=parallel.count("tensor_model_parallel_size"),
+        pipeline=parallel.count("pipeline_model_parallel_size"),
         context=parallel.count("context_parallel_size"),
     )
 

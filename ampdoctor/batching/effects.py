@@ -30,7 +30,8 @@ def _figures(old: BatchPlan, new: BatchPlan, said: BatchSettings) -> Iterator[tu
         yield from _reduces(old.data_parallel, new.data_parallel, said)
     else:
         yield "gradients' range", "no loss scale"
-    windows = " -> ".join(map(_window, (old, new)))
+    accumulations = (old.accumulation, new.accumulation)
+    windows = " -> ".join(f"up to {each - 1} of {each}" if each > 1 else "0 of 1" for each in accumulations)
     counts_over_epochs = said.framework == "megatron"  # no step is left in part
     yield "last partial window", "none" if counts_over_epochs else f"{windows} micro-batches"
     means = [plan.accumulation * plan.data_parallel for plan in (old, new)]
@@ -79,10 +80,6 @@ def divisors(ranks: int, division: GradReduceScaling) -> tuple[int, float]:
     while division == "split" and ranks % before == 0 and ranks / before > before:
         before *= 2
     return before, ranks / before
-
-
-def _window(plan: BatchPlan) -> str:
-    return f"up to {plan.accumulation - 1} of {plan.accumulation}" if plan.accumulation > 1 else "0 of 1"
 
 
 def smaller(binades: float) -> str:

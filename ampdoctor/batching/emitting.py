@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ampdoctor.batching.plans import BatchPlan, Cluster
 from ampdoctor.evidence.report_scaler import EmittedSettings, Language
 from ampdoctor.evidence.targets import PlanFramework
 
+Fragment = tuple[Language, Sequence[str], tuple[str, ...]]  # its language, its lines, and notes
+
 
 def emit_plan(plan: BatchPlan, cluster: Cluster, framework: PlanFramework) -> EmittedSettings:
     """Returns the fragment."""
-    return _EMITTERS[framework](plan, cluster)
+    language, lines, notes = _EMITTERS[framework](plan, cluster)
+    text = "".join(f"{line}\n" for line in lines)
+    return EmittedSettings(framework=framework, language=language, text=text, notes=notes)
 
 
-def _transformers(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
+def _transformers(plan: BatchPlan, cluster: Cluster) -> Fragment:
     ranks = "args.world_size" + _shared(cluster)
     lines = (
         "from transformers import TrainingArguments",
@@ -30,10 +34,10 @@ def _transformers(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
         f"with split_batches per_device_train_batch_size is that of all ranks: {plan.micro_batch * plan.data_parallel}",
         "the last line is no part of transformers, which never checks the product: it stops where ranks differ",
     )
-    return _emitted("transformers", "python", lines, notes)
+    return "python", lines, notes
 
 
-def _accelerate(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
+def _accelerate(plan: BatchPlan, cluster: Cluster) -> Fragment:
     ranks = "accelerator.num_processes" + _shared(cluster)
     lines = (
         "from accelerate import Accelerator",
@@ -48,10 +52,10 @@ def _accelerate(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
         "the last line is no part of Accelerate, which never checks the product: it stops where ranks differ",
         "under DeepSpeed the sizes of its configuration hold: emit for deepspeed",
     )
-    return _emitted("accelerate", "python", lines, notes)
+    return "python", lines, notes
 
 
-def _lightning(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
+def _lightning(plan: BatchPlan, cluster: Cluster) -> Fragment:
     lines = (
         "from lightning.pytorch import Trainer",
         "from torch.utils.data import DataLoader",
@@ -64,10 +68,10 @@ def _lightning(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
         ),
     )
     notes = ("the last line is no part of Lightning, which never checks the product: it stops where ranks differ",)
-    return _emitted("lightning", "python", lines, notes)
+    return "python", lines, notes
 
 
-def _deepspeed(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
+def _deepspeed(plan: BatchPlan, cluster: Cluster) -> Fragment:
     sizes = {
         "train_batch_size": plan.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -76,10 +80,10 @@ def _deepspeed(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
     notes = ["with all three DeepSpeed's own assertion holds the product to the ranks"]
     if cluster.model_parallel > 1:
         notes.append("tensor and pipeline parallel ranks come from its mpu, topology or tensor_parallel section")
-    return _emitted("deepspeed", "json", json.dumps(sizes, indent=2).splitlines(), tuple(notes))
+    return "json", json.dumps(sizes, indent=2).splitlines(), tuple(notes)
 
 
-def _megatron(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
+def _megatron(plan: BatchPlan, cluster: Cluster) -> Fragment:
     flags = {
         "micro-batch-size": plan.micro_batch,
         "global-batch-size": plan.global_batch,
@@ -93,10 +97,10 @@ def _megatron(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
         ')  # then: pretrain_gpt.py ... "${BATCH_ARGS[@]}"',
     )
     notes = (f"Megatron-LM derives the accumulation, here {plan.accumulation}, and refuses a batch it cannot share",)
-    return _emitted("megatron", "shell", lines, notes)
+    return "shell", lines, notes
 
 
-def _torchtitan(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
+def _torchtitan(plan: BatchPlan, cluster: Cluster) -> Fragment:
     lines = (
         "[training]",
         f"local_batch_size = {plan.micro_batch}",
@@ -114,22 +118,14 @@ def _torchtitan(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
             f"--training.local_batch_size {plan.micro_batch} --training.global_batch_size {plan.global_batch}"
         ),
     )
-    return _emitted("torchtitan", "toml", lines, notes)
+    return "toml", lines, notes
 
 
 def _shared(cluster: Cluster) -> str:
-    """Returns the divisor of the ranks where some see the same samples."""
     return f" // {cluster.model_parallel}" if cluster.model_parallel > 1 else ""
 
 
-def _emitted(
-    framework: PlanFramework, language: Language, lines: tuple[str, ...] | list[str], notes: tuple[str, ...]
-) -> EmittedSettings:
-    text = "".join(f"{line}\n" for line in lines)
-    return EmittedSettings(framework=framework, language=language, text=text, notes=notes)
-
-
-_EMITTERS: Mapping[PlanFramework, Callable[[BatchPlan, Cluster], EmittedSettings]] = {
+_EMITTERS: Mapping[PlanFramework, Callable[[BatchPlan, Cluster], Fragment]] = {
     "transformers": _transformers,
     "accelerate": _accelerate,
     "lightning": _lightning,

@@ -204,7 +204,6 @@ def _pieces(elements: Tensor, size: int) -> list[Tensor]:
 
 
 def _host_counts(part: Tensor) -> Histogram:
-    """Count the elements of one plain strided CPU tensor."""
     elements = flat(part)
     if part.dtype.itemsize == 2 and elements.numel() < _SMALL_FOR_A_TABLE:
         elements = elements.to(torch.float32)
@@ -250,7 +249,6 @@ class _Counting:
         self._nans = self._pos_infs = self._neg_infs = 0
 
     def add(self, piece: Tensor) -> None:
-        """Count the elements of a piece that is not empty."""
         wide, ranks = self._wide, self._ranks[: piece.numel()]
         torch.sub(self._origin, piece.view(wide.integer), alpha=2, out=ranks)
         last, first = (int(rank) for rank in torch.aminmax(ranks))

@@ -227,11 +227,10 @@ def _kernel(name: str, key: str, note: Callable[[str], None]) -> Kernel | None:
     return Kernel(name, key, kernel, with_keyset=True)
 
 
-def half_kernels(note: Callable[[str], None]) -> list[Kernel]:
+def half_kernels(note: Callable[[str], None]) -> list[Kernel | None]:
     """The kernels; `note` is called with an op's name each time that it runs in fp32 instead of half."""
-    kernels = [_kernel(name, "CPU", note) for name in LEAVES]
-    kernels += [_kernel(name, key, note) for name in COMPOSITES for key in ("AutogradCPU", "CPU")]
-    return [kernel for kernel in kernels if kernel is not None]
+    places = [(name, "CPU") for name in LEAVES] + [(name, key) for name in COMPOSITES for key in ("AutogradCPU", "CPU")]
+    return [_kernel(name, key, note) for name, key in places]
 
 
 PolicyName = Literal["cuda", "native"]  # `cuda`: CUDA's op lists on the CPU; `native`: the CPU's own

@@ -213,9 +213,8 @@ def _choosing(original: BoxedKernel, written: Callable[..., Any], halves: int) -
 # -- regions ---------------------------------------------------------------------------------------------------------
 
 
-def _every_kernel() -> Iterator[Kernel]:
-    found = (_kernel(name, *product) for name, product in PRODUCTS.items())
-    yield from (kernel for kernel in found if kernel is not None)
+def _every_kernel() -> Iterator[Kernel | None]:
+    yield from (_kernel(name, *product) for name, product in PRODUCTS.items())
     yield from _attention_kernels()
 
 

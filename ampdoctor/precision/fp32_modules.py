@@ -165,10 +165,6 @@ class _Watched(Fp32Module):
         return result
 
 
-def _has_forward(module: nn.Module) -> bool:
-    return getattr(module.forward, "__name__", "") != "_forward_unimplemented"
-
-
 def half_tensors(module: nn.Module) -> list[Tensor]:
     """Its fp16 and bf16 parameters and buffers, those of children too."""
     return [tensor for tensor in parameters_and_buffers(module) if tensor.dtype in REDUCED]
@@ -191,11 +187,11 @@ def resolve_fp32_modules(model: nn.Module, names: Iterable[str]) -> dict[str, nn
             near = difflib.get_close_matches(name, modules, n=3)
             hint = f" (did you mean {' or '.join(near)}?)" if near else ""
             raise UsageError(f"the model has no module called {name!r}{hint}")
-        if _has_forward(module):
-            chosen[name] = module
-        else:
+        if getattr(module.forward, "__name__", "") == "_forward_unimplemented":
             prefix = f"{name}." if name else ""
             todo = [prefix + child for child, _ in module.named_children()] + todo
+        else:
+            chosen[name] = module
     return chosen
 
 

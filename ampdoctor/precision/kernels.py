@@ -238,17 +238,17 @@ class Kernel(NamedTuple):
 
 
 class Overlay:
-    """Registered kernels; `remove()` restores the previous ones."""
+    """Registered kernels (None: one that this torch does not lend); `remove()` restores the previous ones."""
 
     __slots__ = ("_library",)
 
-    def __init__(self, kernels: Iterable[Kernel]) -> None:
+    def __init__(self, kernels: Iterable[Kernel | None]) -> None:
         self._library = torch.library.Library("aten", "IMPL")
         try:
             with warnings.catch_warnings():
                 # The dispatcher warns that a kernel is overridden; here that is intended.
                 warnings.simplefilter("ignore")
-                for kernel in kernels:
+                for kernel in filter(None, kernels):
                     self._library.impl(kernel.op, kernel.fn, kernel.key, with_keyset=kernel.with_keyset)
         except BaseException:
             self.remove()
@@ -262,7 +262,7 @@ class Overlay:
 class SharedOverlay:
     """One overlay for the process, however many regions are open; the first one makes its kernels."""
 
-    def __init__(self, kernels: Callable[[], Iterable[Kernel]]) -> None:
+    def __init__(self, kernels: Callable[[], Iterable[Kernel | None]]) -> None:
         self.used = False  # for the kernels to say so, since the outermost region was entered
         self._kernels = kernels
         self._users = 0

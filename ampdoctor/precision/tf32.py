@@ -68,12 +68,7 @@ def _kernel(name: str, positions: tuple[int, ...]) -> Kernel | None:
     return Kernel(name, "CPU", kernel, with_keyset=True)
 
 
-def _kernels() -> list[Kernel]:
-    kernels = (_kernel(name, positions) for name, positions in OPERANDS.items())
-    return [kernel for kernel in kernels if kernel is not None]
-
-
-_SHARED = SharedOverlay(_kernels)
+_SHARED = SharedOverlay(lambda: (_kernel(name, positions) for name, positions in OPERANDS.items()))
 
 
 @contextmanager

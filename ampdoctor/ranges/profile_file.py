@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -91,15 +91,7 @@ def pack(profile: RangeProfile) -> tuple[Arrays, dict[str, Any]]:
         nonfinite_steps=profile.nonfinite_steps,
         modules=profile.modules,
         updates=profile.updates,
-        shadows=tuple(
-            _Shadow(
-                scale=shadow.scale,
-                steps=shadow.steps,
-                relative_error=shadow.relative_error,
-                predicted_error=shadow.predicted_error,
-            )
-            for shadow in profile.shadows
-        ),
+        shadows=tuple(_Shadow(**{f.name: getattr(one, f.name) for f in fields(_Shadow)}) for one in profile.shadows),
     )
     return arrays, _spelled(asdict(facts))
 
@@ -115,6 +107,9 @@ def unpack(arrays: Mapping[str, NDArray[Any]], facts: Any) -> RangeProfile:
         raise UsageError(f"of its facts, {mismatch}") from None
     if known.exponents != _CURVES or known.fp8_formats != FP8:
         raise UsageError("its curves are at other scales, or of other formats, than this ampdoctor's")
+    scaler = known.run.scaler
+    if scaler is not None:  # a number that is not finite was written as a word
+        scaler = {key: float(value) if isinstance(value, str) else value for key, value in scaler.items()}
     sites = len(known.sites)
     gradients = sum(site.kind in GRADIENTS for site in known.sites)
     steps = len(arrays.get("series.amax", ()))
@@ -134,7 +129,7 @@ def unpack(arrays: Mapping[str, NDArray[Any]], facts: Any) -> RangeProfile:
     }
     occupied = len(arrays.get("histogram.bins", ()))
     return RangeProfile(
-        run=replace(known.run, scaler=_read_scaler(known.run.scaler)),
+        run=replace(known.run, scaler=scaler),
         sites=tuple(
             Site(place=Place(site.name, site.kind, site.part), half=site.half, weight=site.weight)
             for site in known.sites
@@ -187,10 +182,6 @@ def _histograms(
         )
         made.append(histogram)
     return tuple(made)
-
-
-def _read_scaler(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if state is None else {k: float(v) if isinstance(v, str) else v for k, v in state.items()}
 
 
 def _spelled(value: Any) -> Any:

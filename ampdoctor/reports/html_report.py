@@ -164,7 +164,7 @@ _SCRIPTS: Mapping[str, tuple[str, ...]] = {  # by section, in the order of their
 _DATA = ("profile", "scaler", "path", "proof", "trend", "change", "structure", "tensors")
 """The sections that scripts draw."""
 _DRAWN = ("profile", "path", "proof", "trend", "health")  # the sections that need the plotting library
-_BESIDE = {"health": "health", "path": "path", "profile": "ranges"}  # the chart beside the findings, by section
+_BESIDE = {"health": "health", "path": "path", "profile": "ranges"}  # the chart beside the verdict, by section
 _SITE = ("name", "module", "kind", "part", "half", "amax")  # beside its histogram, what views draw of a place
 _FITTED = ("e4m3fn", "e5m2")  # the scripts work out the other formats from the histogram
 

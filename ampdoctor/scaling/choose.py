@@ -157,7 +157,6 @@ class _Errors:
         self._served = errors <= tolerated
 
     def tolerable(self, index: int, exponent: int) -> bool:
-        """Returns whether a gradient is served at this scale."""
         return bool(self._served[self._rows[index], exponent - self._first])
 
     def lowest(self, index: int, highest: int) -> int:

@@ -18,14 +18,8 @@ from ampdoctor.scaling.scalers import ScalerSettings, expressible
 
 
 Precision = Literal["fp16", "bf16", "fp32"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fragment:
-    """The result of one emitter: lines without newlines, and notes as in `EmittedSettings`."""
-
-    lines: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+Fragment = tuple[tuple[str, ...], tuple[str, ...]]
+"""The result of one emitter: lines without newlines, and notes as in `EmittedSettings`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +156,10 @@ def _python(request: Request, imports: tuple[str, ...], body: tuple[str, ...], n
         lines += ["", importing]
     if lines:
         lines.append("")
-    return Fragment(lines=(*lines, *body), notes=notes)
+    return (*lines, *body), notes
 
 
 def _scaler(request: Request) -> tuple[str, ...]:
-    """Returns the lines that build `scaler`."""
     arguments = [quoted(request.device), *keywords(request.settings.arguments())]
     return call("scaler = torch.amp.GradScaler(", arguments)
 
@@ -192,7 +185,7 @@ SHOWN = 8  # most module names in one sentence
 def _deepspeed(request: Request) -> Fragment:
     sections: dict[str, dict[str, Any]] = {half: {"enabled": request.precision == half} for half in ("fp16", "bf16")}
     if request.precision != "fp16":
-        return Fragment(lines=_json(sections), notes=tuple(_in_fp32(request, "DeepSpeed")))
+        return _json(sections), tuple(_in_fp32(request, "DeepSpeed"))
     real, floor = request.real, int(request.real.min_scale or 1)
     sections["fp16"] |= {
         "loss_scale": 0,  # dynamic
@@ -202,24 +195,19 @@ def _deepspeed(request: Request) -> Fragment:
         "consecutive_hysteresis": False,
         "min_loss_scale": floor,
     }
-    return Fragment(
-        lines=_json(sections),
-        notes=(
-            *request.differences(),
-            f"at the scale {floor} the next overflow ends the run under ZeRO 1 to 3; without ZeRO steps are skipped on",
-            *request.half_loss("ZeRO scales the loss in its own dtype", "write `engine.backward(loss.float())`"),
-            *_in_fp32(request, "DeepSpeed"),
-            "resumed with its optimizer's state, a run goes on with the checkpoint's settings instead of these",
-        ),
+    return _json(sections), (
+        *request.differences(),
+        f"at the scale {floor} the next overflow ends the run under ZeRO 1 to 3; without ZeRO steps are skipped on",
+        *request.half_loss("ZeRO scales the loss in its own dtype", "write `engine.backward(loss.float())`"),
+        *_in_fp32(request, "DeepSpeed"),
+        "resumed with its optimizer's state, a run goes on with the checkpoint's settings instead of these",
     )
 
 
 def _megatron(request: Request) -> Fragment:
     in_fp32 = tuple(_in_fp32(request, "Megatron-LM"))
     if request.precision != "fp16":
-        return Fragment(
-            lines=_flags("pretrain_gpt.py", *(("--bf16",) if request.precision == "bf16" else ())), notes=in_fp32
-        )
+        return _flags(*(("--bf16",) if request.precision == "bf16" else ())), in_fp32
     real = request.real
     floor = real.min_scale or 1.0
     flags = (
@@ -229,13 +217,10 @@ def _megatron(request: Request) -> Fragment:
         f"--loss-scale-window {real.growth_interval}",
         f"--hysteresis {real.hysteresis}",
     )
-    return Fragment(
-        lines=_flags("pretrain_gpt.py", *flags),
-        notes=(
-            *request.differences(),
-            f"at the scale {floor:g} Megatron-LM goes on skipping steps and never stops",
-            *in_fp32,
-        ),
+    return _flags(*flags), (
+        *request.differences(),
+        f"at the scale {floor:g} Megatron-LM goes on skipping steps and never stops",
+        *in_fp32,
     )
 
 
@@ -253,9 +238,9 @@ def _json(sections: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(json.dumps(sections, indent=2).splitlines())
 
 
-def _flags(script: str, *flags: str) -> tuple[str, ...]:
+def _flags(*flags: str) -> tuple[str, ...]:
     """Returns a bash array, and a comment on its use."""
-    return ("AMP_ARGS=(", *(f"    {flag}" for flag in flags), f')  # then: {script} ... "${{AMP_ARGS[@]}}"')
+    return ("AMP_ARGS=(", *(f"    {flag}" for flag in flags), ')  # then: pretrain_gpt.py ... "${AMP_ARGS[@]}"')
 
 
 # -- the entry point --
@@ -295,6 +280,6 @@ def emit(
         device=device,
     )
     language, make = _EMITTERS[framework]
-    fragment = make(request)
-    text = "".join(f"{line}\n" for line in fragment.lines)
-    return EmittedSettings(framework=framework, language=language, text=text, notes=fragment.notes)
+    lines, notes = make(request)
+    text = "".join(f"{line}\n" for line in lines)
+    return EmittedSettings(framework=framework, language=language, text=text, notes=notes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -193,24 +193,19 @@ def search(
     spikes = find_spikes(trace.log2_amax - drift.slope * np.arange(trace.steps))
     bounds = _closed_form(trace, drift, spikes, start=start, framework=framework, thresholds=thresholds)
     default = DEFAULTS[framework]
-    incumbent = _in_use(current, framework) if current is not None else default
+    # by the framework's rules, but at its present scale: only a first scale is rounded
+    incumbent = replace(expressible(current, framework), scale=current.scale) if current is not None else default
     closed = _settings_of(bounds, framework)
-    candidates = _unique([incumbent, default, closed, *_grid(closed, framework)])
+    candidates = list(dict.fromkeys([incumbent, default, closed, *_grid(closed, framework)]))
 
     few = resample(trace, drift, replicas=FIRST_REPLICAS, steps=min(horizon, FIRST_STEPS))
     first = dict(zip(candidates, score_all(candidates, trace, few, framework, thresholds[ERROR_NOTE]), strict=True))
     leader = _best(candidates, first, incumbent, thresholds)
     as_good = [c for c in candidates if not _worth_it(first[c], first[leader])]
     plainest = min(as_good, key=lambda c: _changes(c, incumbent))
-    finalists = _unique([incumbent, default, closed, leader, plainest])
+    finalists = list(dict.fromkeys([incumbent, default, closed, leader, plainest]))
     many = resample(trace, drift, replicas=_replicas(horizon), steps=horizon)
-    scores = dict(
-        zip(
-            finalists,
-            (score_all([f], trace, many, framework, thresholds[ERROR_NOTE])[0] for f in finalists),
-            strict=True,
-        )
-    )
+    scores = {f: score_all([f], trace, many, framework, thresholds[ERROR_NOTE])[0] for f in finalists}
 
     best = _best(finalists, scores, incumbent, thresholds)
     margin = _margin(scores[incumbent], scores[best], incumbent, start)
@@ -294,11 +289,6 @@ def _closed_form(
     }
 
 
-def _in_use(current: ScalerSettings, framework: Framework) -> ScalerSettings:
-    """Returns the run's scaler by the framework's rules, at its present scale: only a first scale is rounded."""
-    return replace(expressible(current, framework), scale=current.scale)
-
-
 def _settings_of(bounds: dict[str, SettingBound], framework: Framework) -> ScalerSettings:
     asked = ScalerSettings(
         scale=bounds["scale"].value,
@@ -320,10 +310,6 @@ def _grid(closed: ScalerSettings, framework: Framework) -> list[ScalerSettings]:
         for interval in INTERVALS
         for backoff in BACKOFFS
     ]
-
-
-def _unique(settings: Iterable[ScalerSettings]) -> list[ScalerSettings]:
-    return list(dict.fromkeys(settings))
 
 
 def _replicas(horizon: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
@@ -98,13 +99,11 @@ class StepBatches:
 def _whole(counted: Any) -> int:
     """Returns the result of `count` as an integer; raises for a fraction, because the weight is exactly 1 / N."""
     try:
-        number = counted.item() if hasattr(counted, "item") else counted
-    except (RuntimeError, ValueError):  # a tensor or an array of several numbers
-        number = None
-    is_whole = isinstance(number, int) or (isinstance(number, float) and number.is_integer())
-    if not is_whole or isinstance(number, bool) or number < 0:
-        said = f"a {type(counted).__name__} of several" if hasattr(counted, "item") and number is None else repr(number)
-        raise UsageError(f"count gives a whole number of at least 0 for each micro-batch, not {said}")
+        number = math.nan if isinstance(counted, bool | str) else float(counted)
+    except (RuntimeError, TypeError, ValueError):  # a tensor or an array of several numbers
+        number = math.nan
+    if not number.is_integer() or number < 0:
+        raise UsageError(f"count gives a whole number of at least 0 for each micro-batch, not {counted!r}")
     return int(number)
 
 
@@ -360,7 +359,6 @@ def _number(name: str, value: Any) -> int:
 
 
 def _ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Returns the number of ranks and this rank."""
     if dist.is_available() and dist.is_initialized():
         rank = dist.get_rank(group)
         if rank < 0:

@@ -79,16 +79,6 @@ def test_a_scale_that_would_overflow_is_bounded_by_what_would():
     assert total(found, "activation_grad").kept > total(found, "activation_grad").before
 
 
-def test_a_summed_loss_moves_no_activation_gradient():
-    found = flushed_plan(profile(spread(-30), spread(-30)), OLD, NEW, "sum")
-    assert found.init_scale == found.scale
-    assert (
-        total(found, "activation_grad").after
-        == total(found, "activation_grad").before
-        == total(found, "activation_grad").kept
-    )
-
-
 def test_the_profile_of_one_device_serves_a_job_that_accumulates():
     activation, weight = spread(-31), spread(-30, seed=1)
     job = BatchPlan(micro_batch=4, accumulation=8, data_parallel=64)

@@ -95,12 +95,3 @@ def test_weight_gradients_of_independent_samples_move_by_the_root(before, after,
     shift = gradient_shift(before, after, reduction)
     assert binades(sums(after), sums(before)) == pytest.approx(shift.weight_noise, abs=0.1)
     assert abs(shift.weight - shift.weight_noise) > 1.9  # so that the test can tell them apart
-
-
-def test_the_micro_batch_that_stays_leaves_no_doubt():
-    shift = gradient_shift(plan(4, 1, 512), plan(4, 4, 128))
-    assert (shift.activation, shift.weight, shift.weight_noise) == (2.0, 2.0, 2.0)
-    grown = gradient_shift(plan(4, 1, 512), plan(16, 1, 128))
-    assert (grown.activation, grown.weight_least, grown.weight_most) == (2.0, 0.0, 1.0)
-    shrunk = gradient_shift(plan(8, 1, 1), plan(1, 8, 1))
-    assert (shrunk.activation, shrunk.weight_least, shrunk.weight_most) == (0.0, 1.5, 3.0)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.numerics.histogram import Histogram
-from ampdoctor.reports.html_report import render_html
 from tests.browser.conftest import AXE, DESK, PHONE, harmless, wait_until
 from tests.browser.pages import EVERY_VIEW, FITTING, HOSTILE, LAYERS, PROFILED, RUN_SCALE, SITES
 from tests.samples import UNDERFLOW
@@ -195,12 +194,8 @@ def test_the_scalers_trajectory_has_its_table(visit, settle):
 
 
 @pytest.mark.parametrize(("name", "says"), [("watched", "Loss scale"), ("bisected", "origin"), ("profiled", "Share")])
-def test_a_place_beside_the_verdict_shows_what_matters_and_goes_where_there_is_nothing(name, says, visit, tmp_path):
-    places = "".join(f'<div data-chart="{one}"></div>' for one in ("health", "path", "ranges"))
-    path = tmp_path / "page.html"
-    path.write_text(render_html(EVERY_VIEW[name]).replace("</header>", f"{places}</header>"), encoding="utf-8")
-    page = visit("listed", viewport={"width": 1280, "height": 900})
-    page.goto(path.as_uri())
+def test_what_matters_stands_beside_the_verdict(name, says, visit):
+    page = visit(name, viewport={"width": 1280, "height": 900})
     beside = page.locator("header > [data-chart]")
     assert says in beside.inner_text()
     box, verdict = beside.bounding_box(), page.locator("h1").bounding_box()

@@ -126,12 +126,6 @@ def test_other_kinds_of_tensors():
     assert count(torch.nested.nested_tensor(parts, layout=torch.jagged)) == everything
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_quantised_tensors():
-    quantised = torch.quantize_per_tensor(torch.tensor([0.1, -0.3, 0.0]), 0.1, 0, torch.qint8)
-    assert count(quantised) == count(quantised.dequantize())
-
-
 @pytest.mark.parametrize(
     ("tensor", "sentence"),
     [

@@ -26,15 +26,6 @@ def test_a_decorator_and_an_object_made_earlier_are_overridden():
     assert decorated() is torch.float16
 
 
-def test_an_island_stays_off():
-    with (
-        override_autocast(torch.bfloat16),
-        torch.autocast("cpu", dtype=torch.float16),
-        torch.autocast("cpu", enabled=False),
-    ):
-        assert product() is torch.float32
-
-
 def test_it_is_undone_after_an_exception():
     enter = torch.autocast.__enter__
     with pytest.raises(ValueError, match="x"), override_autocast(None):

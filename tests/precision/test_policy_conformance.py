@@ -105,13 +105,6 @@ def test_binary_cross_entropy_is_banned():
         assert torch.nn.functional.binary_cross_entropy(p, t).dtype is SINGLE
 
 
-@pytest.mark.parametrize("name", ["cat", "stack"])
-def test_what_only_the_cpu_promotes_is_left_to_type_promotion(name):
-    args = ([torch.ones(2, dtype=HALF), torch.ones(2, dtype=HALF)],)
-    with autocast_policy("cuda"), torch.autocast("cpu", HALF):
-        assert overload(name)(*args).dtype is HALF
-
-
 def test_what_only_the_cpu_runs_in_fp32_stays_half():
     x = torch.rand(1, 1, 4, 4, 4, dtype=HALF)
     with torch.autocast("cpu", HALF):

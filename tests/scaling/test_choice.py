@@ -73,12 +73,6 @@ def test_the_largest_gradient_binds_and_fp32_tensors_do_not_count():
     assert choice.bound_by == "b.weight (weight_grad)"
 
 
-def test_a_scale_made_by_hand_is_divided_out():
-    plain = chosen(profile(site("a", gaussian(-8))))
-    by_hand = chosen(profile(site("a", gaussian(-8 + 16)), base_scale=65536.0))
-    assert by_hand.exponent == plain.exponent
-
-
 def test_without_a_gradient_there_is_nothing_to_choose():
     assert chosen(profile(site("a", [torch.zeros(4)] * 3))) is None
     assert chosen(profile(site("a", gaussian(0), kind="activation"))) is None
@@ -135,21 +129,6 @@ def test_stabbing_misses_the_cheapest_set(given_intervals):
             if not kept or max(i.lowest for i in kept) <= min(i.highest for i in kept):
                 cheapest = min(cheapest, total - sum(i.weight for i in kept))
     assert cost == cheapest
-
-
-def test_a_prediction_is_what_a_cast_does():
-    steps = gaussian(-20, seed=4)
-    weights = gaussian(-16, seed=5)
-    measured = profile(site("a", steps), site("a.weight", weights, kind="weight_grad"))
-    for scale in (1.0, 2.0**-4, 2.0**8):
-        expected = predict(measured, ScalerSettings(scale=scale))
-        values = torch.cat(steps).double() * scale
-        grads = torch.cat(weights).double() * scale
-        assert expected.scale == scale
-        assert expected.skip_rate == 0.0
-        assert expected.activation_flushed == pytest.approx((values.half() == 0).double().mean().item(), abs=2e-4)
-        error = (grads.half().double() - grads).norm() / grads.norm()
-        assert expected.relative_error == pytest.approx(error.item(), rel=0.05)
 
 
 def test_a_prediction_follows_the_scaler_down():

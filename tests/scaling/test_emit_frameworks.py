@@ -241,17 +241,6 @@ def test_megatrons_scaler_has_the_settings(megatron):
     assert (scaler.growth_interval, scaler.hysteresis) == (500, 3)
 
 
-@pytest.mark.parametrize(("scale", "floor"), [(1024.0, 1.0), (0.5, 0.5)])  # a floor above the start it would refuse
-def test_megatron_goes_on_at_the_floor_as_the_notes_say(megatron, scale, floor):
-    emitted = emit(replace(OURS, scale=scale), "megatron")
-    assert f"at the scale {floor:g} Megatron-LM goes on skipping steps and never stops" in emitted.notes
-    scaler = megatron(emitted)
-    assert scaler.scale.item() == scale
-    for _ in range(50):
-        scaler.update(found_inf=True)
-    assert scaler.scale.item() == floor
-
-
 @pytest.mark.parametrize(("precision", "read"), [("bf16", (False, True)), ("fp32", (False, False))])
 def test_megatron_takes_the_other_precisions(precision, read):
     flags = parsed(emit(OURS, "megatron", precision=precision), MEGATRON)

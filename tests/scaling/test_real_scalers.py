@@ -124,15 +124,3 @@ def megatron_scaler():
 def test_it_does_what_megatrons_scaler_does(start, trace, megatron_scaler):
     real = megatron_scaler(start.scale, start.min_scale, 2.0, 0.5, start.growth_interval, start.hysteresis)
     assert simulated(start, trace, "megatron") == real_run(lambda: real.scale, real.update, trace)
-
-
-def test_deepspeed_needs_one_clean_step_more_after_an_overflow_than_between_growths():
-    start = ScalerSettings(scale=4.0, growth_interval=3, min_scale=1.0)
-    steps = simulate(start, [math.inf, *[0.0] * 8], "deepspeed")
-    assert [s.scale for s in steps] == [4.0, *[2.0] * 4, *[4.0] * 3, 8.0]
-
-
-def test_megatrons_hysteresis_is_refilled_by_growth_alone():
-    start = ScalerSettings(scale=16.0, growth_interval=3, min_scale=1.0, hysteresis=2)
-    steps = simulate(start, [math.inf, 0.0, math.inf, 0.0, math.inf, 0.0, 0.0, 0.0, math.inf, 0.0], "megatron")
-    assert [s.scale for s in steps] == [16.0, 16.0, 16.0, 8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]

@@ -71,23 +71,6 @@ def test_modules_in_fp32_do_not_count(without):
     agrees(trace_of(profile_of(steps), without), steps, activations, weights)
 
 
-@pytest.mark.parametrize("base", [2.0**-4, 2.0**10, 1000.0])
-def test_a_scale_made_by_hand_is_taken_out(base):
-    steps = [step(seed, factor=base) for seed in (1, 2)]
-    trace = trace_of(profile_of(steps, base_scale=base))
-    recorded = EXPONENTS - math.log2(base) >= EXPONENTS[0]
-    assert recorded.all() == (base < 1)
-    expected, _ = by_hand(steps, (A, B), base)
-    flushed = trace.activation_flushed
-    np.testing.assert_allclose(flushed[:, recorded], expected[:, recorded], atol=0.02 if base == 1000.0 else 1e-6)
-    lowest = flushed[:, recorded][:, :1]
-    np.testing.assert_allclose(flushed[:, ~recorded], lowest.repeat((~recorded).sum(), 1), atol=0.01)
-    amax = [max(t[where].abs().max().item() for where in (A, B, WA, WB)) / base for t in steps]
-    assert trace.log2_amax.tolist() == pytest.approx([math.log2(a) for a in amax], abs=1e-12)
-    over = np.array(amax)[:, None] * np.exp2(EXPONENTS) >= 65520
-    assert (trace.error == math.inf).tolist() == over.tolist()
-
-
 def test_a_weight_gradient_that_is_not_finite_overflows_at_every_scale():
     steps = [step(1), step(2), step(3)]
     steps[0][WA][7] = math.inf

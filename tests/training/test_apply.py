@@ -16,7 +16,6 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.precision.cuda_autocast import autocast_policy
-from ampdoctor.precision.fp32_modules import force_fp32
 from ampdoctor.reports.json_report import render_json, report_as_dict
 
 HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -227,17 +226,6 @@ def test_names_are_the_users_own_also_in_a_wrapper(name):
         ampdoctor.apply(DistributedDataParallel(Net().half()), LOUD)
 
 
-def test_a_replay_of_an_applied_model_finds_it_healthy():
-    model = Net()
-    ampdoctor.apply(model, LOUD)
-    x = torch.rand(2, 4)
-    with torch.autocast("cpu", HALF), force_fp32(model, ["blocks.1.down"]) as in_fp32:
-        assert model(x).isfinite().all()
-    assert in_fp32.calls == {"blocks.1.down": 1}
-    with torch.autocast("cpu", HALF):
-        assert model(x).isfinite().all()
-
-
 # -- half models -------------------------------------------------------------------------------------------------
 
 
@@ -272,22 +260,6 @@ def test_a_half_model_keeps_its_parameters_and_an_optimizer_its_state(built):
         assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {HALF}
         assert half_step(model, optimizer)
     assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
-
-
-def test_a_tied_weight_takes_its_other_owner_along():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, ids):
-            return self.head(self.embed(ids))
-
-    model = Tied().half()
-    ampdoctor.apply(model, {"kind": "fp32_modules", "value": ["head"]})
-    assert model(torch.tensor([1, 2])).dtype is HALF
-    assert model.head.weight is model.embed.weight
 
 
 def test_a_recurrent_half_model():

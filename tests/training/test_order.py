@@ -89,16 +89,6 @@ def test_an_island_whose_handle_is_gone_follows_its_model(fp32_module, copied, d
     trained(model, optimizer)
 
 
-def test_one_report_with_both():
-    model = half_model()
-    report = {"findings": [{"prescription": ISLAND}, {"prescription": {"kind": "dtype", "value": "bfloat16"}}]}
-    with ampdoctor.apply(model, report):
-        trained(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-        assert model[1].weight.dtype is SINGLE
-        assert model[2].weight.dtype is BF16
-    assert {p.dtype for p in model.parameters()} == {HALF}
-
-
 def test_settings_end_as_they_were():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "eps": 1e-6}])

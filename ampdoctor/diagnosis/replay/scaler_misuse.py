@@ -224,7 +224,8 @@ def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_TH
 
 def used_while_scaled(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
     """Suspects a hook, or code that reads gradients, if nothing else explains them; a corrected replay decides."""
-    event = _first(comparison, _after_scaling)
+    after_scaling = (one for one in comparison.events if one.kind in ("unscale", "optimizer_step") and one.unscaled)
+    event = next((one for one in after_scaling if one.scale not in (None, 1.0)), None)
     scaled = any(event.kind == "scale" for event in comparison.events)
     if comparison.gradient_error <= thresholds[MISUSE_ERROR] or event is None or not scaled:
         return None
@@ -254,10 +255,6 @@ def _misuse_finding(comparison: Comparison, event: StepEvent, op: str, said: str
 
 def _used_scaled(event: StepEvent) -> bool:
     return event.kind == "optimizer_step" and not event.unscaled
-
-
-def _after_scaling(event: StepEvent) -> bool:
-    return event.kind in ("unscale", "optimizer_step") and event.unscaled and event.scale not in (None, 1.0)
 
 
 def _changed_scaled(event: StepEvent) -> bool:

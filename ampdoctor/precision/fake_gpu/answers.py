@@ -63,11 +63,6 @@ def memory_used() -> int:
     return kept if sys.platform == "darwin" else kept * 1024
 
 
-def memory_info() -> tuple[int, int]:
-    """The free and the total bytes of the device."""
-    return max(CARD.total_memory - memory_used(), 0), CARD.total_memory
-
-
 def memory_statistics() -> OrderedDict[str, Any]:
     """What `torch.cuda.memory_stats` returns, by its names."""
     keys = itertools.product(_STATISTICS, _POOLS, ("current", "peak", "allocated", "freed"))
@@ -139,21 +134,6 @@ class Event(_Done):
         if self._at is None or end_event._at is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
         return (end_event._at - self._at) * 1000
-
-
-class StreamContext:
-    """Replaces the result of `torch.cuda.stream`; without a stream it does nothing."""
-
-    def __init__(self, stream: Stream | None) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            self.stream.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.stream is not None:
-            self.stream.__exit__(kind, error, at)
 
 
 class Graph:
@@ -236,8 +216,10 @@ _MEMORY_QUERIES: Final[Mapping[str, Callable[..., Any]]] = {
         ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached"), _MEMORY
     ),
     **dict.fromkeys(("max_memory_cached", "device_memory_used"), _MEMORY),
-    "mem_get_info": _now(memory_info),
-    "get_memory_info": _now(memory_info),
+    **dict.fromkeys(
+        ("mem_get_info", "get_memory_info"),
+        _now(lambda: (max(CARD.total_memory - memory_used(), 0), CARD.total_memory)),
+    ),
     "memory_stats": _now(memory_statistics),
     "memory_summary": _now(lambda: f"no GPU here: the process's own memory, at most {memory_used()} bytes"),
     "memory_snapshot": _now(list),
@@ -268,7 +250,7 @@ _RANDOM: Final[Mapping[str, Callable[..., Any]]] = {
     "set_rng_state_all": _set_states,
 }
 _STREAMS: Final[Mapping[str, Callable[..., Any]]] = {
-    "stream": StreamContext,
+    "stream": lambda stream: nullcontext() if stream is None else stream,
     "current_stream": current_stream,
     "default_stream": default_stream,
     "set_stream": set_stream,
@@ -307,7 +289,6 @@ CLASSES: Final[Mapping[Any, Mapping[str, Any]]] = {
     torch.cuda: {
         "Stream": Stream,
         "ExternalStream": Stream,
-        "StreamContext": StreamContext,
         "Event": Event,
         **dict.fromkeys(("CUDAGraph", "graph"), Graph),
         **{f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TYPES},
