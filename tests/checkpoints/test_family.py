@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from ampdoctor.checkpoints.found import find
 
@@ -101,24 +100,6 @@ def test_numbers_without_a_word_are_steps_where_they_are_evenly_far_apart(tmp_pa
     family = members(tmp_path)
     assert family is not None
     assert [(m.step, len(m.files)) for m in family] == [(500, 2), (1000, 2), (2000, 2)]
-
-
-def test_two_models_of_accelerate_are_no_family(tmp_path):
-    model = nn.Linear(2, 2)
-    for index, steps in ((1, 3), (2, 9)):
-        optimizer = torch.optim.Adam(model.parameters())
-        for _ in range(steps):
-            model(torch.ones(2)).sum().backward()
-            optimizer.step()
-        save_file(model.state_dict(), tmp_path / f"model_{index}.safetensors")
-        torch.save(optimizer.state_dict(), tmp_path / f"optimizer_{index}.bin")
-    assert members(tmp_path) is None
-
-
-def test_other_architectures_are_no_family(tmp_path):
-    for width in (10, 20, 30):
-        save_model(tmp_path / f"model_{width}.safetensors", (width, 2))
-    assert members(tmp_path) is None
 
 
 def test_a_deepspeed_folder_inside_the_trainers_is_part_of_it(tmp_path):
