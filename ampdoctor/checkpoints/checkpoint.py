@@ -62,11 +62,7 @@ class ShardGroup:
         self.main = main_model(list(merged))
         self.models = dict(sorted(merged.items(), key=lambda item: item[0] != self.main))
         self.ordered = all(part.sections.ordered for part in parts if part.sections.models)
-        self._clean = {path: clean_names(list(model)) for path, model in merged.items()}
-
-    def clean(self, path: str, name: str) -> str:
-        """Returns a stored name as in `named_parameters()` of the bare model."""
-        return self._clean[path][name]
+        self.clean = {path: clean_names(list(model)) for path, model in merged.items()}  # to names of the bare model
 
     def same_model_as(self, other: ShardGroup) -> bool:
         """Whether it is only the safetensors copy of the same model, which keeps only one name of a tied weight."""
@@ -273,7 +269,7 @@ class Checkpoint:
             listed = name_listed(model, unit.models[unit.main]) if unit.main is not None and path != unit.main else {}
             averaged = averaged_names(list(unit.models[path]))
             for raw, stored in model.items():
-                name = listed.get(raw) or unit.clean(path, raw)
+                name = listed.get(raw) or unit.clean[path][raw]
                 told = part.sections.buffers.get(path)
                 role = role_of(name) if told is None else "buffer" if raw in told else "weight"
                 if raw in averaged or (path != unit.main and is_average(path)):

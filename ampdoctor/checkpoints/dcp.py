@@ -7,7 +7,8 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ from ampdoctor.checkpoints.dcp_metadata import (
 )
 from ampdoctor.checkpoints.dcp_names import sections_of
 from ampdoctor.checkpoints.file_contents import FileContents
-from ampdoctor.checkpoints.files import RegularFile, Window, is_folder
+from ampdoctor.checkpoints.files import RegularFile, Window, is_folder, list_folder
 from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout
 from ampdoctor.checkpoints.json_files import parse_json
 from ampdoctor.checkpoints.safetensors_file import SafetensorsContent, read_safetensors
@@ -97,14 +98,11 @@ Opened: TypeAlias = tuple[FilePart, list[ErrorNote]]
 
 def read_distributed(folder: Path, prefix: str = "") -> Opened:
     """Read the structure of a distributed checkpoint; reports show its files with `prefix` ("optimizer_0/")."""
-    reading = _Reading(folder, prefix)
-    metadata = RegularFile(folder / METADATA, prefix + METADATA)
-    try:
-        return reading.content(read_metadata(metadata), metadata)
-    except BaseException:
-        for file in (metadata, *reading.files.values()):
-            file.close()
-        raise
+    with ExitStack() as opened:
+        metadata = opened.enter_context(RegularFile(folder / METADATA, prefix + METADATA))
+        found = _Reading(folder, prefix, opened).content(read_metadata(metadata), metadata)
+        opened.pop_all()
+    return found
 
 
 class _Unreadable(Exception):  # noqa: N818 - not an error: it is reported once for each file
@@ -114,8 +112,9 @@ class _Unreadable(Exception):  # noqa: N818 - not an error: it is reported once 
 class _Reading:
     """Opens one checkpoint; `files` are the data files that could be opened, by name."""
 
-    def __init__(self, folder: Path, prefix: str) -> None:
+    def __init__(self, folder: Path, prefix: str, opened: ExitStack) -> None:
         self.files: dict[str, RegularFile] = {}
+        self._opened = opened
         self._budget = TilingBudget()
         self._folder = folder
         self._name = prefix + METADATA
@@ -153,7 +152,7 @@ class _Reading:
         for name, wanted in sorted(by_file.items()):
             shown = self._prefix + name
             try:
-                file = RegularFile(self._folder / name, shown)
+                file = self._opened.enter_context(RegularFile(self._folder / name, shown))
             except CheckpointError as error:
                 kind = "unreadable" if os.path.lexists(self._folder / name) else "missing"
                 message = f"{self._name} puts {len(wanted)} entries into this file: {error}"
@@ -252,39 +251,26 @@ _WHERE = "DCP_SHARDING_INFO"
 
 def read_slices(folder: Path, names: Sequence[str], prefix: str = "") -> Opened | None:
     """Join the slices in the files `names` (which match `SLICES`); None if they hold none."""
-    files: list[RegularFile] = []
-    try:
-        contents: list[SafetensorsContent] = []
-        for name in sorted(names):
-            file = RegularFile(folder / name, prefix + name)
-            files.append(file)
-            contents.append(read_safetensors(file))
+    with ExitStack() as opened:
+        files = [opened.enter_context(RegularFile(folder / name, prefix + name)) for name in sorted(names)]
+        contents = [read_safetensors(file) for file in files]
         if not contents or not all(_WHERE in content.metadata for content in contents):
-            for file in files:
-                file.close()
             return None
-        tensors = _joined(contents, files)
-        sections = FileContents(
-            models={"": tensors}, skipped=[s for content in contents for s in content.skipped], ordered=False
-        )
-        return FilePart(files[0], sections, files[0].name, beside=tuple(files[1:])), _missing(names)
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
-
-
-def _joined(contents: Sequence[SafetensorsContent], files: Sequence[RegularFile]) -> dict[str, StoredTensor]:
-    pieces: dict[str, list[Shard]] = {}
-    for content, file in zip(contents, files, strict=True):
-        starts = _starts(content, file.name)
-        for name, stored in content.tensors.items():
-            at = starts.get(name, (0,) * len(stored.shape))
-            if not isinstance(stored, StridedTensor) or len(at) != len(stored.shape):
-                raise CheckpointError(f"{file.name} is corrupted: it does not say where its slice of {name!r} begins.")
-            pieces.setdefault(name, []).append(Shard(stored=stored, at=at))
-    budget = TilingBudget()
-    return {name: _whole(name, shards, budget) for name, shards in pieces.items()}
+        pieces: dict[str, dict[Box, StridedTensor]] = {}
+        for content, file in zip(contents, files, strict=True):
+            starts = _starts(content, file.name)
+            for name, stored in content.tensors.items():
+                at = starts.get(name, (0,) * len(stored.shape))
+                if not isinstance(stored, StridedTensor) or len(at) != len(stored.shape):
+                    said = f"it does not say where its slice of {name!r} begins"
+                    raise CheckpointError(f"{file.name} is corrupted: {said}.")
+                pieces.setdefault(name, {}).setdefault((at, stored.shape), stored)  # a rank may save a whole tensor
+        budget = TilingBudget()
+        tensors = {name: _whole(name, slices, budget) for name, slices in pieces.items()}
+        skipped = [one for content in contents for one in content.skipped]
+        sections = FileContents(models={"": tensors}, skipped=skipped, ordered=False)
+        opened.pop_all()
+    return FilePart(files[0], sections, files[0].name, beside=tuple(files[1:])), _missing(names)
 
 
 def _starts(content: SafetensorsContent, file: str) -> dict[str, tuple[int, ...]]:
@@ -299,33 +285,23 @@ def _starts(content: SafetensorsContent, file: str) -> dict[str, tuple[int, ...]
     return {name: tuple(at) for name, at in starts.items()}
 
 
-def _whole(name: str, shards: list[Shard], budget: TilingBudget) -> StoredTensor:
-    first = shards[0].stored
-    if any(s.stored.dtype != first.dtype or len(s.stored.shape) != len(first.shape) for s in shards):
+def _whole(name: str, slices: Mapping[Box, StridedTensor], budget: TilingBudget) -> StoredTensor:
+    first = next(iter(slices.values()))
+    if any(s.dtype != first.dtype or len(s.shape) != len(first.shape) for s in slices.values()):
         raise CheckpointError(f"the slices of {name!r} have different dtypes or numbers of dimensions; refused.")
-    by_box: dict[Any, Shard] = {}
-    for shard in shards:  # every rank may have saved an unsharded tensor
-        by_box.setdefault((shard.at, shard.stored.shape), shard)
-    kept = list(by_box.values())
-    ends = [[a + n for a, n in zip(_at(s), s.stored.shape, strict=True)] for s in kept]
+    ends = [[a + n for a, n in zip(at, sizes, strict=True)] for at, sizes in slices]
     shape = tuple(max(column) for column in zip(*ends, strict=True))
-    wrong = misfit(shape, [(_at(s), s.stored.shape) for s in kept], repr(name), budget)
+    wrong = misfit(shape, list(slices), repr(name), budget)
     if wrong is not None:
         raise CheckpointError(f"{name!r} cannot be put together from its slices: {wrong}.")
-    solid = [s for s in kept if s.stored.numel] or kept[:1]
-    return (
-        kept[0].stored
-        if len(kept) == 1 and shape == first.shape
-        else JoinedTensor(dtype=first.dtype, shape=shape, shards=tuple(solid))
-    )
-
-
-def _at(shard: Shard) -> tuple[int, ...]:
-    return shard.at if isinstance(shard.at, tuple) else (shard.at,)
+    if len(slices) == 1 and shape == first.shape:
+        return first
+    shards = [Shard(stored=stored, at=at) for (at, _), stored in slices.items()]
+    solid = [shard for shard in shards if shard.stored.numel] or shards[:1]
+    return JoinedTensor(dtype=first.dtype, shape=shape, shards=tuple(solid))
 
 
 def _missing(names: Sequence[str]) -> list[ErrorNote]:
-    """Returns notes for the first missing file numbers."""
     there = {int(match[1]) for name in names if (match := SLICES.fullmatch(name))}
     absent = (n for n in range(1, max(there, default=0)) if n not in there)  # a name can hold any number
     return [
@@ -340,9 +316,6 @@ _SAVED_APART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 """Folders where accelerate (and the Trainer through it) puts the model and the optimizer of an FSDP run."""
 
 _DATA = ".distcp"
-_MAX_ENTRIES = 20_000
-"""Maximum number of names read in such a folder: one or two for each rank."""
-
 
 _Refusal = tuple[str, CheckpointError]
 """A file, and why it cannot be read."""
@@ -354,7 +327,7 @@ def _claims(name: str) -> bool:
 
 def _read(into: CheckpointBuilder, level: FolderState, names: Sequence[str]) -> None:
     """Open the distributed checkpoints of a folder; refusals are reported after what is missing."""
-    folders = ["", *filter(_SAVED_APART.fullmatch, names)]
+    folders = ["", *(name for name in names if name in level.listing.folders and _SAVED_APART.fullmatch(name))]
     refused = [_add(into, level, inner, names) for inner in folders]
     refused.append(_add_slices(into, level, [name for name in names if SLICES.fullmatch(name)]))
     for refusal in filter(None, refused):
@@ -365,7 +338,10 @@ def _add(into: CheckpointBuilder, level: FolderState, inner: str, names: Sequenc
     """Open the distributed checkpoint of the folder, or of the folder `inner` in it."""
     folder, below = level.path / inner, f"{level.prefix}{inner}/" if inner else level.prefix
     if inner:
-        names = _names(folder)
+        try:
+            names = list_folder(folder).names
+        except CheckpointError as error:
+            return level.prefix + inner, error
     data = [name for name in names if name.endswith(_DATA)]
     if METADATA not in names or is_folder(folder / METADATA):
         if data:
@@ -405,15 +381,6 @@ def _add_slices(into: CheckpointBuilder, level: FolderState, slices: Sequence[st
         into.parts.append(content[0])
         into.errors += content[1]
     return None
-
-
-def _names(folder: Path) -> list[str]:
-    """Returns the sorted names in such a folder; [] if it cannot be listed."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for entry in itertools.islice(entries, _MAX_ENTRIES))
-    except OSError:
-        return []
 
 
 def _some(names: Sequence[str]) -> str:

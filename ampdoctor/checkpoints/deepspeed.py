@@ -29,8 +29,8 @@ from ampdoctor.checkpoints.zero import (
     join_fragments,
     join_state,
     partitions_of_state,
-    place_by_group,
     place_by_parameter,
+    place_group,
     read_rank,
 )
 from ampdoctor.errors import CheckpointError
@@ -101,7 +101,6 @@ def _claims(name: str) -> bool:
 
 
 def _read(into: CheckpointBuilder, level: FolderState, names: Sequence[str]) -> None:
-    """Open DeepSpeed's files of a folder and join their partitions."""
     level.taken |= set(names)
     found: dict[int, dict[tuple[bool, str], list[tuple[int, _File]]]] = {}
     for name in names:
@@ -199,12 +198,10 @@ def _note_missing(into: CheckpointBuilder, mine: _Slice, tree: Mapping[Any, Any]
 
 def _rank_count(mine: _Slice, tree: Mapping[Any, Any]) -> int:
     """Returns how many data-parallel ranks saved: what the files say, but at least the number of files."""
-    claims = [tree.get("dp_world_size")]
-    for opened in mine.optimizers.values():
-        state = opened.saved.tree.get("optimizer_state_dict") if isinstance(opened.saved.tree, Mapping) else None
-        count = state.get("partition_count") if isinstance(state, Mapping) else None
-        claims = [*(count if isinstance(count, list | tuple) else [count]), *([] if count else claims)]
-        break
+    saved = next((opened.saved.tree for opened in mine.optimizers.values()), None)
+    state = saved.get("optimizer_state_dict") if isinstance(saved, Mapping) else None
+    count = state.get("partition_count") if isinstance(state, Mapping) else None
+    claims = list(count) if count and isinstance(count, list | tuple) else [count or tree.get("dp_world_size")]
     believed = [claim for claim in claims if type(claim) is int and 0 < claim <= MAX_RANKS]
     return max([*believed, max(mine.optimizers, default=-1) + 1])
 
@@ -225,10 +222,10 @@ class _Joined:
         if complete and alike and shapes and by_parameter:
             placed = place_by_parameter(shapes, ranks)
         elif complete and alike and len(shapes) == groups and not _round_robin(tree):
-            placed = place_by_group(shapes, ranks)
-        wanted = {name: shape for group in shapes for name, shape in group.items()}
+            placed = [place_group(group, wanted, ranks) for group, wanted in enumerate(shapes)]
+        sizes = {name: shape for group in shapes for name, shape in group.items()}
         for group, parameters in enumerate(placed):
-            if not self._take(group, parameters, wanted, ranks):
+            if not self._take(group, parameters, sizes, ranks):
                 self._keep_flat(group, ranks)
         if not self.flat:
             self.optimizer["param_groups"] = _groups(placed, ranks)

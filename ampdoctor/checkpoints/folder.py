@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ampdoctor.checkpoints.checkpoint import Checkpoint, FilePart
+from ampdoctor.checkpoints.checkpoint import Checkpoint
 from ampdoctor.checkpoints.dcp import DISTRIBUTED
 from ampdoctor.checkpoints.deepspeed import DEEPSPEED
 from ampdoctor.checkpoints.files import Listing, RegularFile, identity_of, is_folder, list_folder, plain_name
-from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout, read_sections
+from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout
 from ampdoctor.checkpoints.json_files import read_global_step, read_weight_map
 from ampdoctor.checkpoints.shards import (
     INDEXED,
@@ -172,22 +172,19 @@ _WRITERS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 def open_file(path: Path) -> Checkpoint:
     """Returns a checkpoint that is one file, or the index of a sharded one."""
-    file = RegularFile(path, path.name)
-    try:
-        found = sniff(file)
-        if found != "json":
-            part = FilePart(file, read_sections(file, found), path.name)
-            return Checkpoint(path=path.name, format=found, parts=[part])
-        table = read_weight_map(file)
-    except BaseException:
-        file.close()
-        raise
-    file.close()
-    if table is None:
-        raise NoCheckpointError(f"{file.name} is a JSON file, but not the index of a sharded checkpoint.")
     gathering = CheckpointBuilder(layout="sharded")
     try:
-        add_shards(gathering, path, table, "")
+        with RegularFile(path, path.name) as file:
+            found = sniff(file)
+            table = read_weight_map(file) if found == "json" else None
+        if found != "json":
+            gathering.layout = found
+            gathering.add_file(path, path.name)
+        elif table is not None:
+            add_shards(gathering, path, table, "")
+        else:
+            said = f"{path.name} is a JSON file, but not the index of a sharded checkpoint."
+            gathering.refusals.append(NoCheckpointError(said))
         return _finish(gathering, path.name)
     except BaseException:
         gathering.close()

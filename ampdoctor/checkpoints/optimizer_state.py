@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -40,16 +39,18 @@ def optimizer_facts(checkpoint: Checkpoint, tensors: Sequence[TensorSummary]) ->
     """Returns every optimizer in numbers, in stored order; only second moments that may be starved are read."""
     zeros = {(t.file, t.group, t.name, t.entry) for t in tensors if t.role == "moment" and t.zeros}
     starved = tuple(_starved(checkpoint, zeros))
-    found = [_summary(path, state) for path, state in checkpoint.optimizers().items()]
-    if len(found) == 1:
-        return (dataclasses.replace(found[0], starved=starved),)
+    optimizers = checkpoint.optimizers()
     return tuple(
-        dataclasses.replace(one, starved=tuple(m for m in starved if one.path in {m.group, f"{m.file}:{m.group}"}))
-        for one in found
+        _summary(
+            path,
+            optimizer,
+            tuple(m for m in starved if len(optimizers) == 1 or path in {m.group, f"{m.file}:{m.group}"}),
+        )
+        for path, optimizer in optimizers.items()
     )
 
 
-def _summary(path: str, optimizer: Mapping[str, Any]) -> OptimizerSummary:
+def _summary(path: str, optimizer: Mapping[str, Any], starved: tuple[ZeroSecondMoment, ...]) -> OptimizerSummary:
     groups = [group for group in optimizer["param_groups"] if isinstance(group, Mapping)]
     counters = [
         state["step"] for state in optimizer["state"].values() if isinstance(state, Mapping) and "step" in state
@@ -62,6 +63,7 @@ def _summary(path: str, optimizer: Mapping[str, Any]) -> OptimizerSummary:
         groups=tuple(_group(group) for group in groups),
         steps=tuple(sorted(Counter(steps).items())),
         step_dtypes=tuple(sorted(dtypes)),
+        starved=starved,
     )
 
 

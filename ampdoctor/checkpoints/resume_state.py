@@ -17,6 +17,7 @@ from ampdoctor.checkpoints.file_contents import is_optimizer
 from ampdoctor.checkpoints.files import Listing, RegularFile
 from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.gathering import read_saved
+from ampdoctor.checkpoints.pickled_objects import numpy_array
 from ampdoctor.checkpoints.stored_tensor import StoredTensor
 from ampdoctor.checkpoints.torch_files import sniff
 from ampdoctor.checkpoints.unpickler import PickledObject
@@ -82,10 +83,10 @@ class ResumeState:
             self.numbers.setdefault(path[-1], node)
 
     def _visit_mapping(self, node: Mapping[Any, Any], path: tuple[str, ...]) -> None:
-        if _LOADER.search(path[-1]) and node and all(isinstance(key, str | int) for key in node):
-            self._take(self.loaders, node)
-        elif _is_scheduler(node):
-            self._take(self.schedulers, node)
+        loader = _LOADER.search(path[-1]) and node and all(isinstance(key, str | int) for key in node)
+        if loader or _is_scheduler(node):
+            into = self.loaders if loader else self.schedulers
+            into += [_load(node, None)] if _is_plain(node) else []
         elif not is_optimizer(node) and len(path) <= _DEPTH:
             for key, value in node.items():
                 self.visit(value, (*path, str(key)))
@@ -107,11 +108,6 @@ class ResumeState:
             self.random.of_devices = True
         elif node.shape == torch.get_rng_state().shape and self.random.torch is None:
             self.random.torch = node.load()
-
-    @staticmethod
-    def _take(into: list[Mapping[str, Any]], node: Mapping[Any, Any]) -> None:
-        if _is_plain(node):
-            into.append(_load(node, None))
 
 
 def read_resume_state(checkpoint: Checkpoint, path: Path) -> ResumeState:
@@ -164,18 +160,13 @@ def _python_state(node: list[Any] | tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def _numpy_state(node: list[Any] | tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Returns what `numpy.random.get_state` gave; its array is an inert object that ends in its bytes."""
     if len(node) != 5 or node[0] != "MT19937":
         return None
-    state = node[1].state if isinstance(node[1], PickledObject) else None
-    raw = state[-1] if isinstance(state, tuple) and len(state) == 5 else None
-    if (
-        not isinstance(raw, bytes)
-        or len(raw) != 4 * _NUMPY_WORDS
-        or not all(isinstance(part, int | float) for part in node[2:])
-    ):
+    words = numpy_array(node[1]) if isinstance(node[1], PickledObject) else None
+    if words is None or words.dtype != np.uint32 or len(words) != _NUMPY_WORDS:
         return None
-    return "MT19937", np.frombuffer(raw, dtype="<u4").astype(np.uint32), int(node[2]), int(node[3]), float(node[4])
+    fits = all(isinstance(part, int | float) for part in node[2:])
+    return ("MT19937", words.copy(), int(node[2]), int(node[3]), float(node[4])) if fits else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -425,7 +425,6 @@ def _candidate(entry: _Entry) -> _Entry | None:
 
 
 def _holds_checkpoint(listing: Listing) -> bool:
-    """Whether a checkpoint may lie in a folder or in one inside it."""
     if any(map(says_checkpoint, listing.files)):
         return True
     try:
@@ -510,7 +509,6 @@ def _alone(group: Sequence[_Entry], rest: Sequence[_Entry], there: Sequence[str]
 
 
 def _unique(aliases: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
-    """Returns the aliases that are not links to another member."""
     known = {identity_of(e.path) for e in series}
     return [e for e in aliases if (identity := identity_of(e.path)) is None or identity not in known]
 

@@ -28,7 +28,6 @@ def numbered_family(name: str) -> str:
 
 
 def _read(into: CheckpointBuilder, level: FolderState, names: Sequence[str]) -> None:
-    """Open the shards that the indices of a folder list."""
     done: set[str] = set(names)
     indices: dict[object, str] = {}
     for name in names:
@@ -92,7 +91,6 @@ def check_numbers(into: CheckpointBuilder, names: Iterable[str], prefix: str, in
 
 
 def _families(names: Iterable[str]) -> list[list[re.Match[str]]]:
-    """Returns the shards among file names, grouped by model."""
     families: dict[str, list[re.Match[str]]] = {}
     for name in names:
         match = _NUMBERED.fullmatch(name)
@@ -102,7 +100,6 @@ def _families(names: Iterable[str]) -> list[list[re.Match[str]]]:
 
 
 def _first_absent(family: Sequence[re.Match[str]]) -> str | None:
-    """Returns the name of the first missing shard of a model, or None."""
     there = {int(match["number"]) for match in family}
     total = int(family[0]["total"])
     first = 0 if 0 in there else 1

@@ -64,11 +64,6 @@ def read_rank(tree: Any) -> RankState | None:
     )
 
 
-def place_by_group(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[RankState]) -> list[dict[str, list[Piece]]]:
-    """Returns where the parameters of each flat group are (ZeRO 1 and 2), in order; {} for one that does not add up."""
-    return [_place_group(group, wanted, ranks) for group, wanted in enumerate(shapes)]
-
-
 def place_by_parameter(
     shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[RankState]
 ) -> list[dict[str, list[Piece]]]:
@@ -86,7 +81,7 @@ def place_by_parameter(
             return [{} for _ in lengths]
         placed[group][name] = _cut(math.prod(shape), each, start, len(ranks))
         start += each
-    return placed if (group, start) in _ends(lengths) else [{} for _ in lengths]
+    return placed if start == sum(lengths[group:]) else [{} for _ in lengths]
 
 
 def join_fragments(fragments: Sequence[StoredTensor], shape: Shape) -> StoredTensor | None:
@@ -145,7 +140,8 @@ def join_state(
     return found if len(found) == len(joined) else None
 
 
-def _place_group(group: int, wanted: Mapping[str, Shape], ranks: Sequence[RankState]) -> dict[str, list[Piece]]:
+def place_group(group: int, wanted: Mapping[str, Shape], ranks: Sequence[RankState]) -> dict[str, list[Piece]]:
+    """Returns where the parameters of a flat group are (ZeRO 1 and 2), in order; {} if they do not add up."""
     lengths = [rank.master_weights[group].numel for rank in ranks]
     starts = [0, *itertools.accumulate(lengths)]
     unit = 2 * len(ranks)
@@ -180,16 +176,6 @@ def _cut(numel: int, each: int, start: int, ranks: int) -> list[Piece]:
     return [
         Piece(rank, start, min(each, numel - rank * each), rank * each) for rank in range(ranks) if numel > rank * each
     ]
-
-
-def _ends(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns where all groups are used up: at the last one's end, or at an earlier one's if only empty ones follow."""
-    ends = []
-    for group in reversed(range(len(lengths))):
-        ends.append((group, lengths[group]))
-        if lengths[group]:
-            break
-    return ends
 
 
 def _base_state(

@@ -19,7 +19,7 @@ from typing import Any
 
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.json_records import MismatchError, RecordReader
+from ampdoctor.evidence.json_records import RecordReader
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import (
     SEVERITIES,
@@ -133,14 +133,14 @@ class _Known:
 
     def accept(self, finding: Finding) -> bool:
         """Use up an entry at least as severe for each of a finding's addresses; none if one address has none."""
-        taken: list[tuple[int, Entry]] = []
+        taken: list[Entry] = []
         for where in finding.places:
-            found = self._take(finding.code, where, finding.severity)
-            if found is None:
-                for index, entry in reversed(taken):
-                    self._left[entry.fingerprint].insert(index, entry)
+            entry = self._take(finding.code, where, finding.severity)
+            if entry is None:
+                for one in taken:
+                    self._left[one.fingerprint] = sorted([one, *self._left[one.fingerprint]], key=_severity)
                 return False
-            taken.append(found)
+            taken.append(entry)
         return True
 
     def mark_seen(self, finding: Finding) -> None:
@@ -151,11 +151,11 @@ class _Known:
     def left(self) -> tuple[Entry, ...]:
         return _sorted(entry for entries in self._left.values() for entry in entries)
 
-    def _take(self, code: str, where: Where, severity: Severity) -> tuple[int, Entry] | None:
+    def _take(self, code: str, where: Where, severity: Severity) -> Entry | None:
         entries, file = self._left[fingerprint_at(code, where)], checkpoint_file(where, self._target)
         for index, entry in enumerate(entries):
             if entry.file in (None, file) and SEVERITIES.index(entry.severity) <= SEVERITIES.index(severity):
-                return index, entries.pop(index)
+                return entries.pop(index)
         return None
 
 
@@ -192,32 +192,19 @@ def from_text(text: str, file: str) -> Baseline:
     """Return the baseline in a file's text; raises UsageError for any other text, or an unknown version."""
     try:
         read = json.loads(text)
-    except (ValueError, RecursionError):
-        raise _no_baseline(file, "it is not JSON") from None
-    if not isinstance(read, dict) or read.get("format") != FORMAT:
-        kind = "it is a report" if isinstance(read, dict) and "schema_version" in read else "it has another form"
-        raise _no_baseline(file, kind)
-    if read.get("version") != VERSION:
-        raise UsageError(f"{file} is a baseline of a version that this ampdoctor does not know: write it anew")
-    command, findings = read.get("command"), read.get("findings")
-    if not isinstance(command, str) or not isinstance(findings, list):
-        raise _no_baseline(file, "its command or its findings are missing")
-    entries = []
-    for index, item in enumerate(findings):
-        try:
-            entries.append(_READER.read(Entry, item))
-        except MismatchError:
-            raise _no_baseline(file, f"findings[{index}] is not what --write-baseline writes") from None
+        whole = (read["format"], read["version"]) == (FORMAT, VERSION)
+        command, entries = read["command"], [_READER.read(Entry, item) for item in read["findings"]]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        whole, command, entries = False, "", []
+    if not whole or not isinstance(command, str):
+        cure = shlex.join(["--write-baseline", file])
+        raise UsageError(f"{file} is no baseline that this version of ampdoctor has written; {cure} makes one")
     return Baseline(command=command, entries=_sorted(entries))
 
 
 def _other_command(baseline: Baseline, command: str, file: str) -> UsageError:
     made = f"`ampdoctor {baseline.command}`"
     return UsageError(f"{file} is a baseline of {made}, which looks for other things than `ampdoctor {command}`")
-
-
-def _no_baseline(file: str, why: str) -> UsageError:
-    return UsageError(f"{file} is no baseline ({why}); {shlex.join(['--write-baseline', file])} makes one")
 
 
 def _command(report: Report) -> str:

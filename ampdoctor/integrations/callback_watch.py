@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class WatchCallback:
     """Watches each training between two events of a framework, with the `settings` of `ampdoctor.watch`."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
         self._settings = settings
         self._stack = ExitStack()
         self._watch: Watch | None = None
@@ -27,12 +28,12 @@ class WatchCallback:
         """The diagnosis of the last training's first bad step; None if there was none."""
         return None if self._watch is None else self._watch.report
 
-    def begin(self, model: nn.Module | None) -> None:
+    def _begin(self, model: nn.Module | None) -> None:
         """Begins a watch of the model's training, and ends an earlier one that is still open."""
-        self.end(None)
+        self._end(None)
         self._watch = self._stack.enter_context(watch(model, **self._settings))
 
-    def end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None) -> None:
         """Ends the watch with the exception that ended the training, if any, which may become a SickTrainingError."""
         stack = self._stack.pop_all()
         try:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback
 
 from ampdoctor.integrations.callback_watch import WatchCallback
 
-if TYPE_CHECKING:
-    from ampdoctor.evidence.report import Report
 
-
-class AmpDoctorCallback(TrainerCallback):
+class AmpDoctorCallback(WatchCallback, TrainerCallback):
     """Watches each training of a Trainer as `ampdoctor.watch` does; pass it in `callbacks`.
 
     A Trainer does not report exceptions to its callbacks. If this one is passed in `callbacks`, it wraps
@@ -26,14 +23,6 @@ class AmpDoctorCallback(TrainerCallback):
             `bundle_max`, `record_batches`, `tell`.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        self._watch = WatchCallback(settings)
-
-    @property
-    def report(self) -> Report | None:
-        """The diagnosis of the last training's first bad step; None if there was none."""
-        return self._watch.report
-
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's seam
         """Wraps the Trainer's `train`; the Trainer is found in a frame above, where it is constructed."""
         trainer = _trainer_above(self)
@@ -42,11 +31,11 @@ class AmpDoctorCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's seam
         """Begins the watch."""
-        self._watch.begin(model)
+        self._begin(model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's seam
         """Ends the watch."""
-        self._watch.end(None)
+        self._end(None)
 
     def _add_error_callback(self, trainer: Any) -> None:
         original = trainer.train
@@ -56,7 +45,7 @@ class AmpDoctorCallback(TrainerCallback):
             try:
                 return original(*args, **kwargs)
             except BaseException as error:
-                self._watch.end(error)
+                self._end(error)
                 raise
 
         trainer.train = train

@@ -5,12 +5,9 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ampdoctor.integrations.callback_watch import WatchCallback
-
-if TYPE_CHECKING:
-    from ampdoctor.evidence.report import Report
 
 _NAMES = ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
 
@@ -22,7 +19,7 @@ def _bases() -> tuple[Any, ...]:
     return tuple(import_module(name).Callback for name in there)
 
 
-class AmpDoctorCallback(*_bases()):  # type: ignore[misc]  # the base class is known only at run time
+class AmpDoctorCallback(WatchCallback, *_bases()):  # type: ignore[misc]  # the base class is known only at run time
     """Watches each fit of a Trainer as `ampdoctor.watch` does; pass it in `callbacks`.
 
     Args:
@@ -30,23 +27,14 @@ class AmpDoctorCallback(*_bases()):  # type: ignore[misc]  # the base class is k
             `bundle_max`, `record_batches`, `tell`.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__()
-        self._watch = WatchCallback(settings)
-
-    @property
-    def report(self) -> Report | None:
-        """The diagnosis of the last fit's first bad step; None if there was none."""
-        return self._watch.report
-
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - the framework's seam
         """Begins the watch."""
-        self._watch.begin(pl_module)
+        self._begin(pl_module)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - the framework's seam
         """Ends the watch."""
-        self._watch.end(None)
+        self._end(None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002 - the framework's seam
         """Ends the watch with the exception that ended the fit."""
-        self._watch.end(exception)
+        self._end(exception)

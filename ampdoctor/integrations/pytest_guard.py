@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import unittest
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.hooks.interfaces import describe
 from ampdoctor.replay.training_run import TrainingRun
@@ -115,12 +113,11 @@ class AmpGuard:
         if failed and not failed[-1].told:  # the loop caught it; a fixture's context only sees the end of its test
             raise failed[-1]
 
-    def run(self, run: str | Callable[..., TrainingRun] | TrainingRun, *, steps: int = 8, **options: Any) -> Report:
+    def run(self, run: str | Callable[..., TrainingRun], *, steps: int = 8, **options: Any) -> Report:
         """Replay a run as `ampdoctor bisect-nan` does, with cause and fix proven by replay.
 
         Args:
-            run: A factory, its name (`package.module:function`, `path/to/file.py:function`), or a run. A factory is
-                better: a run is copied for each fresh start, but objects in the closures of its functions are not.
+            run: A factory, or its name (`package.module:function`, `path/to/file.py:function`).
             steps: Optimizer steps to replay.
             options: Further fields of `ampdoctor.ReplayRequest` (`checkpoint`, `precision`, `arguments`, ...).
 
@@ -131,18 +128,7 @@ class AmpGuard:
             NonFinite: A finding is an error; the message is the first finding and the whole report.
             AmpdoctorError: The run cannot be replayed.
         """
-        factory: Any = run
-        if isinstance(run, TrainingRun):
-            first = copy.deepcopy(run)
-
-            def training_run() -> TrainingRun:
-                return copy.deepcopy(first)
-
-            factory = training_run
-        unknown = sorted(set(options) - set(ReplayRequest.__dataclass_fields__))
-        if unknown:
-            raise UsageError(f"amp_guard.run has no option {unknown[0]!r}; it takes the fields of ReplayRequest")
-        report = bisect_nan(ReplayRequest(factory=factory, steps=steps, **options))
+        report = bisect_nan(ReplayRequest(factory=run, steps=steps, **options))
         if report.worst() == "error":
             raise _failure(report, plain_text(report, verbose=1))
         return report

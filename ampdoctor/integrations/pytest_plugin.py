@@ -60,12 +60,8 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Store the codes that a test failed in its report, where xdist keeps them."""
-    raised = call.excinfo
     report = yield
-    codes = (_told(call.excinfo) or _told(raised)) if call.when == "call" else []  # unittest replaces `call.excinfo`
-    if codes and raised is not None and report.skipped and not hasattr(report, "wasxfail"):
-        # a TestCase handles its skip itself, and pytest then replaces the exception with the skip
-        report.outcome, report.longrepr = "failed", item.repr_failure(raised)
+    codes = _told(call.excinfo) if call.when == "call" else []
     if codes and report.failed:
         setattr(report, PROPERTY, codes)
         for noted in (item, report):  # --junitxml reads the teardown's report, which has the item's properties

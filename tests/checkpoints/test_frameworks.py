@@ -181,54 +181,32 @@ def test_megatrons_window_is_larger_than_its_counter(tmp_path, args, interval):
         assert [s.growth_interval for s in checkpoint.scalers] == [interval]
 
 
-def elementwise(**entries: Any) -> Any:
-    return lambda p: {name: make(p) for name, make in entries.items()}
+def adafactor(p: torch.Tensor) -> dict[str, torch.Tensor]:
+    if p.dim() < 2:
+        return {"exp_avg_sq": torch.ones_like(p)}
+    return {"exp_avg_sq_row": torch.ones(p.shape[:-1]), "exp_avg_sq_col": torch.ones(p.shape[:-2] + p.shape[-1:])}
 
 
-def like(p: torch.Tensor) -> torch.Tensor:
-    return torch.ones_like(p)
+OTHERS: dict[str, tuple[Any, dict[str, str]]] = {
+    "8-bit": (
+        lambda p: {"state1": p.to(torch.uint8), "absmax1": torch.ones(1), "qmap1": torch.ones(256), "step": 4},
+        {"state1": "moment", "absmax1": "moment", "qmap1": "other"},
+    ),
+    "lion": (lambda p: {"exp_avg": torch.ones_like(p)}, {"exp_avg": "moment"}),
+    "adafactor": (adafactor, dict.fromkeys(("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"), "moment")),
+    "shampoo": (
+        lambda p: {"step": torch.tensor(1.0), "preconditioner": {"0": {"factor": torch.ones(len(p), len(p))}}},
+        {"preconditioner.0.factor": "moment", "step": "other"},
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "roles"),
-    [
-        (
-            elementwise(
-                state1=lambda p: torch.zeros(p.shape, dtype=torch.uint8),
-                absmax1=lambda _p: torch.ones(1),
-                qmap1=lambda _p: torch.ones(256),
-                step=lambda _p: 4,
-            ),
-            {"state1": "moment", "absmax1": "moment", "qmap1": "other"},
-        ),
-        (elementwise(exp_avg=like), {"exp_avg": "moment"}),
-        (elementwise(momentum_buffer=like), {"momentum_buffer": "moment"}),
-        (
-            lambda p: (
-                {"exp_avg_sq_row": torch.ones(p.shape[:-1]), "exp_avg_sq_col": torch.ones(p.shape[:-2] + p.shape[-1:])}
-                if p.dim() > 1
-                else {"exp_avg_sq": like(p)}
-            ),
-            {"exp_avg_sq_row": "moment", "exp_avg_sq_col": "moment", "exp_avg_sq": "moment"},
-        ),
-        (
-            lambda p: {
-                "step": torch.tensor(1.0),
-                "preconditioner": {"0": {"factor": torch.ones(p.shape[0], p.shape[0])}},
-            },
-            {"preconditioner.0.factor": "moment", "step": "other"},
-        ),
-    ],
-    ids=["8-bit", "lion", "muon", "adafactor", "shampoo"],
-)
-def test_states_of_other_optimizers_have_roles_and_names(tmp_path, make, roles):
-    model = Net()
-    parameters = list(model.parameters())
-    optimizer = {
-        "state": {number: make(p.detach()) for number, p in enumerate(parameters)},
-        "param_groups": [{"lr": 0.1, "params": list(range(len(parameters)))}],
-    }
-    with open_checkpoint(save(tmp_path, {"model": model.state_dict(), "optimizer": optimizer})) as checkpoint:
+@pytest.mark.parametrize("kind", OTHERS)
+def test_states_of_other_optimizers_have_roles_and_names(tmp_path, kind):
+    make, roles = OTHERS[kind]
+    state = {number: make(p.detach()) for number, p in enumerate(Net().parameters())}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": list(state)}]}
+    with open_checkpoint(save(tmp_path, {"model": Net().state_dict(), "optimizer": optimizer})) as checkpoint:
         refs = [ref for ref in checkpoint if ref.role in {"moment", "other"}]
         assert {ref.entry: ref.role for ref in refs} == roles
         assert {ref.name for ref in refs} == set(PARAMETERS)

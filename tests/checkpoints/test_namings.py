@@ -71,6 +71,11 @@ ONE = {
     "model and optimizer": {"pytorch_model.bin": weights(), "optimizer.pt": OPTIMIZER},
     "model and optimizer of one step": {"model_step100.pt": weights(), "optimizer_step100.pt": OPTIMIZER},
     "model and optimizer of the best": {"model_best.pt": weights(), "optimizer_best.pt": OPTIMIZER},
+    "two models of accelerate": {
+        **{f"model_{i}.safetensors": weights() for i in (1, 2)},
+        **{f"optimizer_{i}.bin": OPTIMIZER for i in (1, 2)},
+    },
+    "other architectures": {f"model_{width}.safetensors": weights(width) for width in (10, 20, 30)},
     "ranks of one step": {"step100_rank0.pt": training(), "step100_rank1.pt": training()},
 }
 TWO = {

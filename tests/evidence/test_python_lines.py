@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.evidence.python_lines import apply_call, autocast_step, call, exact, fitting, keywords, literal
+from ampdoctor.evidence.python_lines import autocast_step, exact, fitting, literal
 
 values = st.recursive(
     st.one_of(st.text(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.none(), st.booleans()),
@@ -27,22 +27,6 @@ def test_a_list_is_the_same_on_one_line_and_on_many(names):
     lines = fitting("names = ", names, "  # end")
     assert len(lines) in (1, len(names) + 2)
     assert ast.literal_eval("\n".join(lines).removeprefix("names = ").removesuffix("  # end")) == names
-
-
-def test_a_call_that_does_not_fit_has_a_line_for_each_argument():
-    assert call("f(", keywords({"a": 1, "b": "x"})) == ('f(a=1, b="x")',)
-    long = [f"a{n}={'9' * 20}" for n in range(4)]
-    assert call("f(", long) == ("f(", *(f"    {argument}," for argument in long), ")")
-
-
-def test_a_status_is_part_of_the_prescription():
-    assert apply_call("dtype", "bfloat16") == (
-        "import ampdoctor",
-        'ampdoctor.apply(model, {"kind": "dtype", "value": "bfloat16"})',
-    )
-    *_, start, end = apply_call("dtype", "bfloat16", status="not_run", arguments=", unverified=True")
-    assert start.endswith('{"kind": "dtype", "value": "bfloat16", "status": "not_run"},')
-    assert end == "    unverified=True)"
 
 
 @pytest.mark.parametrize(("dtype", "opens"), [("bfloat16", True), ("float32", False)])

@@ -147,19 +147,21 @@ def test_the_file_is_sorted_strict_json_that_reads_back():
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    "text",
     [
-        ("", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ('{"schema_version": "2", "findings": []}', "it is a report"),
-        ('{"format": "ampdoctor-baseline", "version": "7"}', "version"),
-        ('{"format": "ampdoctor-baseline", "version": "1", "command": "scan"}', "missing"),
-        (HEAD + '[{"fingerprint": "a", "code": "AMP101", "severity": "fatal", ' + PLACE, r"findings\[0\]"),
-        (HEAD + '[{"fingerprint": 1, "code": "AMP101", "severity": "error", ' + PLACE, r"findings\[0\]"),
+        "",
+        "[" * 100_000,
+        "[]",
+        '{"schema_version": "2", "findings": []}',
+        HEAD.replace('"1"', '"7"') + "[]}",
+        '{"format": "ampdoctor-baseline", "version": "1", "command": "scan"}',
+        HEAD.replace('"scan"', "3") + "[]}",
+        HEAD + '[{"fingerprint": "a", "code": "AMP101", "severity": "fatal", ' + PLACE,
+        HEAD + '[{"fingerprint": 1, "code": "AMP101", "severity": "error", ' + PLACE,
     ],
 )
-def test_what_is_no_baseline_is_refused_with_a_sentence(text, sentence):
-    with pytest.raises(UsageError, match=sentence):
+def test_what_is_no_baseline_is_refused_with_a_sentence(text):
+    with pytest.raises(UsageError, match=r"f\.json is no baseline that .* --write-baseline f\.json makes one"):
         from_text(text, "f.json")
 
 

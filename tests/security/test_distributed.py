@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from safetensors.torch import save_file
 from ampdoctor.checkpoints.dcp_metadata import MAX_METADATA_BYTES
 from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.errors import CheckpointError, LimitExceededError
-
-FIXTURES = Path(__file__).parents[2] / "fixtures" / "checkpoints"
 
 
 def test_metadata_larger_than_any_run_has_are_refused_unread(tmp_path):

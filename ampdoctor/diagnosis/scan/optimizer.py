@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Finder, rule
-from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, MAX_LISTED, where_of
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
+from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, MAX_LISTED, for_each, where_of
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
     OptimizerGroup,
@@ -25,18 +23,7 @@ DIVIDING_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum"})
 """Moments whose root divides the update: of Adam, RMSprop and Adadelta, Adagrad."""
 
 
-Judged: TypeAlias = Callable[[CheckpointSummary, OptimizerSummary, Thresholds], Iterator[Finding]]
-
-
-def each_optimizer(find: Judged) -> Finder[CheckpointSummary]:
-    """Returns a rule for all optimizers of a checkpoint."""
-
-    @functools.wraps(find)
-    def judged(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-        for optimizer in summary.optimizers:
-            yield from find(summary, optimizer, thresholds)
-
-    return judged
+each_optimizer = for_each(lambda summary: summary.optimizers)
 
 
 OPTIMIZER_SETTINGS = rule("AMP505", SCANNED)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Finder, rule
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
 from ampdoctor.diagnosis.health.loss_rules import CUT, GRADIENTS_VANISHED
-from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT
+from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, for_each
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, LogTail, ScalerState
 from ampdoctor.evidence.location import NonFinite, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
@@ -40,19 +39,8 @@ def starting_scale(what: str, own: float | None) -> str:
     return f"{what} starts at {scale_text(own)}" if own is not None else f"{what} has no scaler"
 
 
-Judged: TypeAlias = Callable[[CheckpointSummary, ScalerState, Thresholds], Iterator[Finding]]
-
-
-def each_living(find: Judged) -> Finder[CheckpointSummary]:
-    """Returns a rule for all scalers that are not dead: of a dead one, nothing else matters."""
-
-    @functools.wraps(find)
-    def judged(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-        for scaler in summary.scalers:
-            if not scaler.dead:
-                yield from find(summary, scaler, thresholds)
-
-    return judged
+each_living = for_each(lambda summary: [scaler for scaler in summary.scalers if not scaler.dead])
+"""Of a dead scaler, nothing but that matters."""
 
 
 def is_static(scaler: ScalerState) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, rule
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Finder, Rule, rule
 from ampdoctor.diagnosis.health.loss_rules import STEPS_NOT_FINITE
 from ampdoctor.evidence.checkpoint_stats import (
     CastLoss,
@@ -39,6 +40,23 @@ ERROR: Callable[[Sequence[TensorSummary]], Severity] = lambda _: "error"  # noqa
 WARNING: Callable[[Sequence[TensorSummary]], Severity] = lambda _: "warning"  # noqa: E731
 
 Tensor: TypeAlias = TensorSummary | IndexSummary | TensorChange | ZeroSecondMoment
+Part = TypeVar("Part")
+Judged: TypeAlias = Callable[[CheckpointSummary, Part, Thresholds], Iterator[Finding]]
+JudgesAll: TypeAlias = Finder[CheckpointSummary]
+
+
+def for_each(parts: Callable[[CheckpointSummary], Iterable[Part]]) -> Callable[[Judged[Part]], JudgesAll]:
+    """Returns a decorator that makes a rule on one part of a checkpoint a rule on all of them."""
+
+    def decorated(find: Judged[Part]) -> JudgesAll:
+        @functools.wraps(find)
+        def judged(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+            for part in parts(summary):
+                yield from find(summary, part, thresholds)
+
+        return judged
+
+    return decorated
 
 
 def address(tensor: Tensor) -> str:
@@ -198,30 +216,24 @@ FP16_OVERFLOW_AT = 65520.0  # halfway between `FP16_MAX` and 65536: from here on
 def _beyond_fp16(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
     for tensors in castable(summary):
         beyond = [t for t in tensors if t.amax is not None and t.amax >= FP16_OVERFLOW_AT]
-        if beyond:
-            yield _beyond(summary, beyond)
-
-
-def _beyond(summary: CheckpointSummary, beyond: Sequence[TensorSummary]) -> Finding:
-    worst = max(beyond, key=lambda t: t.amax or 0.0)
-    cast_by_autocast = any(
-        t.role == "weight" and len(t.shape) >= 2 and t.dtype in {"float32", "float64"} for t in beyond
-    )
-    message = (
-        f"{count_of(beyond)} values beyond fp16, whose largest number is 65504: up to {worst.amax:.4g} in "
-        f"{label(worst)}; a cast to fp16 makes them Inf."
-    )
-    evidence = {
-        "role": worst.role,
-        "amax": worst.amax,
-        "limit": FP16_MAX,
-        "tensors": len(beyond),
-        "listed": [cast_row(t, "fp16") for t in beyond[:MAX_LISTED]],
-    }
-    severity: Severity = "warning" if cast_by_autocast else "note"
-    return BEYOND_FP16.finding(
-        severity, message, where=where_of(worst, summary.global_step), also=also_of(worst, beyond), evidence=evidence
-    )
+        if not beyond:
+            continue
+        worst = max(beyond, key=lambda t: t.amax or 0.0)
+        cast = any(t.role == "weight" and len(t.shape) >= 2 and t.dtype in {"float32", "float64"} for t in beyond)
+        yield BEYOND_FP16.finding(
+            "warning" if cast else "note",
+            f"{count_of(beyond)} values beyond fp16, whose largest number is 65504: up to {worst.amax:.4g} in "
+            f"{label(worst)}; a cast to fp16 makes them Inf.",
+            where=where_of(worst, summary.global_step),
+            also=also_of(worst, beyond),
+            evidence={
+                "role": worst.role,
+                "amax": worst.amax,
+                "limit": FP16_MAX,
+                "tensors": len(beyond),
+                "listed": [cast_row(t, "fp16") for t in beyond[:MAX_LISTED]],
+            },
+        )
 
 
 AVERAGE_THROUGH_HALF = rule("AMP114", (*SCANNED, "bisect-nan", "run"))
@@ -376,12 +388,11 @@ def _others(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
 @NON_FINITE_TENSOR.judges(CheckpointSummary)
 def _numbers(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
     told = [one for one in summary.lost if one.nans and not is_training_loss(one)]
-    standing = [one for one in told if math.isnan(one.last)]
-    passed = [one for one in told if not math.isnan(one.last)]
-    if standing:
-        yield _number_finding(summary, standing, "warning")
-    if passed:
-        yield _number_finding(summary, passed, "note")
+    graded: tuple[tuple[Severity, bool], ...] = (("warning", True), ("note", False))
+    for severity, at_the_end in graded:
+        lost = [one for one in told if math.isnan(one.last) is at_the_end]
+        if lost:
+            yield _number_finding(summary, lost, severity)
 
 
 def _sick(summary: CheckpointSummary, role: TensorRole) -> list[TensorSummary]:
@@ -431,10 +442,9 @@ def _counts(tensor: TensorSummary) -> str:
 def _number_finding(summary: CheckpointSummary, lost: Sequence[LostNumbers], severity: Severity) -> Finding:
     first = lost[0]
     name = first.name or "the file"
-    which = f"{first.nans} of {first.count} numbers {'is' if first.nans == 1 else 'are'} NaN{_end(first)}"
-    what = f"{name} is NaN" if first.count == 1 else f"In {name}, {which}"
-    places = "one more place" if len(lost) == 2 else f"{len(lost) - 1} more places"
-    more = f", and so are numbers in {places}" if len(lost) > 1 else ""
+    end = "" if severity == "warning" else f", and the last is {first.last:.4g}"
+    what = f"{name} is NaN" if first.count == 1 else f"In {name}, {first.nans} of {first.count} numbers are NaN{end}"
+    more = f", and so are numbers in {len(lost) - 1} more places" if len(lost) > 1 else ""
     place = Where(phase="checkpoint", op="number", tensor=first.name or None, file=first.file or None)
     return NON_FINITE_TENSOR.finding(
         severity,
@@ -448,10 +458,6 @@ def _number_finding(summary: CheckpointSummary, lost: Sequence[LostNumbers], sev
             "listed": [one.name for one in lost[:MAX_LISTED]],
         },
     )
-
-
-def _end(lost: LostNumbers) -> str:
-    return "" if math.isnan(lost.last) else f", and the last is {lost.last:.4g}"
 
 
 IMPOSSIBLE_VALUE = rule("AMP106", SCANNED, ruins_checkpoint=True)
@@ -477,14 +483,14 @@ def _impossible_value(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
         more=lambda t: {"negatives": t.negatives, "lowest": t.lowest},
     )
     below = [t for t in summary.indices if t.lowest < 0]
-    for at, counter in enumerate(below[: MAX_FINDINGS + 1]):
-        others = below[at + 1 :] if at == MAX_FINDINGS else []
-        more = f" {len(others)} more do so." if others else ""
+    if below:
+        counter = below[0]
+        more = f" {len(below) - 1} more do so." if len(below) > 1 else ""
         yield IMPOSSIBLE_VALUE.finding(
             "warning",
             f"{address(counter)} counts down to {counter.lowest:.6g}, and a count cannot be negative.{more}",
             where=where_of(counter, summary.global_step),
-            also=tuple(map(where_of, others)),
+            also=also_of(counter, below),
             cause="bad_checkpoint",
             evidence={"dtype": counter.dtype, "shape": list(counter.shape), "lowest": counter.lowest},
         )

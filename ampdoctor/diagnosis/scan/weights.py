@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue import SCANNED, rule
 from ampdoctor.diagnosis.scan.tensors import (
@@ -23,7 +23,7 @@ from ampdoctor.diagnosis.scan.tensors import (
     where_of,
 )
 from ampdoctor.evidence.checkpoint_stats import CastLoss, CheckpointSummary, TensorSummary
-from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 
 LOSSY_CAST_RULE = rule("AMP105", SCANNED)
@@ -38,36 +38,30 @@ def _lossy_cast(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[
     most = thresholds[LOSSY_CAST]
     for tensors in castable(summary):
         lossy = [(t, loss) for t in tensors for loss in t.casts if loss.format in _HALF and _loses(loss, most)]
-        if lossy:
-            yield _lossy(summary, lossy, thresholds)
-
-
-def _lossy(
-    summary: CheckpointSummary, lossy: Sequence[tuple[TensorSummary, CastLoss]], thresholds: Thresholds
-) -> Finding:
-    worst, loss = max(lossy, key=lambda pair: pair[1].relative_error)
-    names = sorted({found.format for _, found in lossy}, reverse=True)
-    tensors = list({id(t): t for t, _ in lossy}.values())
-    erased = any(len(t.shape) >= 2 and found.flushed >= thresholds[ERASED_BY_CAST] for t, found in lossy)
-    most = thresholds[LOSSY_CAST]
-    bound = "bf16's own rounding" if most == LOSSY_CAST.default else f"a relative error of {most:.3g}"
-    message = (
-        f"A cast to {' or '.join(names)} would change {count_of(tensors, verb='')} by more than "
-        f"{bound}, most of all {label(worst)}: in {loss.format} {percent(loss.flushed)} of "
-        f"its nonzero values become zero, {percent(loss.subnormal)} subnormal, relative error "
-        f"{loss.relative_error:.2g}{_sampled(worst)}."
-    )
-    evidence = {"role": worst.role, "tensors": len(tensors)} | {
-        name: [cast_row(t, name) for t, found in lossy if found.format == name][:MAX_LISTED] for name in names
-    }
-    severity: Severity = "warning" if erased else "note"
-    return LOSSY_CAST_RULE.finding(
-        severity, message, where=where_of(worst, summary.global_step), also=also_of(worst, tensors), evidence=evidence
-    )
+        if not lossy:
+            continue
+        worst, loss = max(lossy, key=lambda pair: pair[1].relative_error)
+        names = sorted({found.format for _, found in lossy}, reverse=True)
+        by_format = {name: [cast_row(t, name) for t, found in lossy if found.format == name] for name in names}
+        cast = list({id(t): t for t, _ in lossy}.values())
+        erased = any(len(t.shape) >= 2 and found.flushed >= thresholds[ERASED_BY_CAST] for t, found in lossy)
+        bound = "bf16's own rounding" if most == LOSSY_CAST.default else f"a relative error of {most:.3g}"
+        yield LOSSY_CAST_RULE.finding(
+            "warning" if erased else "note",
+            f"A cast to {' or '.join(names)} would change {count_of(cast, verb='')} by more than {bound}, most of all "
+            f"{label(worst)}: in {loss.format} {percent(loss.flushed)} of its nonzero values become zero, "
+            f"{percent(loss.subnormal)} subnormal, relative error {loss.relative_error:.2g}{_sampled(worst)}.",
+            where=where_of(worst, summary.global_step),
+            also=also_of(worst, cast),
+            evidence={
+                "role": worst.role,
+                "tensors": len(cast),
+                **{name: rows[:MAX_LISTED] for name, rows in by_format.items()},
+            },
+        )
 
 
 def _sampled(tensor: TensorSummary) -> str:
-    """Returns a note where the shares are from a sample."""
     if tensor.counted >= tensor.examined:
         return ""
     return (

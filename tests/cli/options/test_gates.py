@@ -116,7 +116,7 @@ def test_a_baseline_that_is_refused_stops_the_command_before_its_work(finds, tmp
     capsys.readouterr()
     for name, text, sentence in (
         ("missing.json", None, "cannot read the baseline missing.json: No such file or directory"),
-        ("report.json", '{"schema_version": "2"}', "report.json is no baseline (it is a report)"),
+        ("report.json", '{"schema_version": "2"}', "report.json is no baseline that this version"),
         ("other.json", (tmp_path / "base.json").read_text().replace('"scan"', '"profile"'), "`ampdoctor profile`"),
     ):
         if text is not None:

@@ -11,10 +11,12 @@ from ampdoctor.diagnosis.replay.updates import (
     frozen,
     goes_one_way,
     severity_of_frozen,
+    stagnation_expected,
     stuck,
     stuck_finding,
 )
 from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.run_facts import UpdateFacts
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.evidence.trace import StateVsFp32
 from tests.diagnosis.test_silent_rules import FED, held
@@ -125,3 +127,33 @@ def test_a_moment_may_be_at_rest_and_a_mean_that_is_pushed_one_way_is_not():
     assert [state.name for state in stuck(states(MEAN, MEAN, MEAN, MEAN))[1]] == ["norm.running_mean"]
     turned = replace(MEAN, course=tuple(-move for move in MEAN.course))
     assert stuck(states(MEAN, turned, MEAN, turned))[1] == ()
+
+
+def update(name="fc.weight", *, lost=0.95, stagnant=0.95, size=1.0, optimizer="torch.optim.adamw.AdamW", **fields):
+    given = {"steps": 1, "elements": 100, "updated": 1.0, "log2_ratio": -11.0, **fields}
+    return UpdateFacts(name=name, optimizer=optimizer, lost=lost, stagnant=stagnant, size=size, **given)
+
+
+def test_updates_that_are_lost_are_amp501_at_the_module_that_holds_them():
+    finding = stagnation_expected([update("block.fc.weight"), update("block.fc.bias"), update("block.out.weight")])
+    assert (finding.code, finding.severity, finding.cause) == ("AMP501", "error", "optimizer_precision")
+    assert finding.where.module == "block"
+    assert finding.where.step is None
+    assert "95% of the weights that move in fp32 stay" in finding.message
+    assert finding.evidence["moved"] == 300
+    assert finding.prescription.status == "not_run"
+
+
+@pytest.mark.parametrize(
+    "sound",
+    [
+        [update(lost=0.7)],
+        [update(stagnant=0.7)],
+        [update(), update("out.weight", lost=0.1, stagnant=0.1, size=10.0)],
+        [update(optimizer="torchao.optim.adam._AdamW")],
+        [update(updated=0.0, lost=0.0, stagnant=0.0, size=0.0)],
+        [],
+    ],
+)
+def test_nothing_is_said_of_updates_that_mostly_arrive_or_of_optimizers_that_may_keep_what_is_lost(sound):
+    assert stagnation_expected(sound) is None

@@ -1,4 +1,4 @@
-"""Lines as text, and back."""
+"""Lines as text, and back: with every check, and fast."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.evidence.log_records import ActionLine, LogRecord, StepLine
-from ampdoctor.evidence.log_text import kind_of, line_of, text_of
-from tests.evidence.run_log.samples import EVERY, STAMP
+from ampdoctor.evidence.log_records import ActionLine, DetailLine, LogRecord, StepLine, TensorDetail
+from ampdoctor.evidence.log_text import kind_of, line_of, parse_lines, text_of
+from tests.evidence.run_log.samples import EVERY, LINES, STAMP
 
 
 def same(one, other):
@@ -70,3 +70,100 @@ def test_what_json_has_no_form_for_is_named():
     line = ActionLine(step=1, action="x", facts={"file": object()})
     with pytest.raises(TypeError, match="object, which JSON has no form for"):
         text_of(LogRecord(stamp=STAMP, line=line))
+
+
+# -- the faster parser
+
+PLAIN = text_of(LogRecord(STAMP, StepLine(step=3, loss=1.5, learning_rates=(0.1,))))
+DETAIL = text_of(LogRecord(STAMP, DetailLine(step=3, tensors=(TensorDetail(tensor=0, role="gradient", norm=0.5),))))
+
+
+def read(text):
+    """What `parse_lines` makes of one text; raises what it gives in place of a line."""
+    ((_, found),) = parse_lines([text.encode()])
+    if isinstance(found, ValueError):
+        raise found
+    return found
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: type(line).__name__)
+def test_it_reads_what_the_checked_way_reads(line):
+    text = text_of(LogRecord(STAMP, line))
+    assert read(text) == line_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "change"),
+    [
+        (PLAIN, {"loss": 1}),
+        (PLAIN, {"gradient_norm": "Infinity", "unknown": [1]}),
+        (PLAIN, {"learning_rates": [1, 2]}),
+        (PLAIN, {"loss": None}),
+        (PLAIN, {"schema_version": 3}),
+        (PLAIN, {"kind": "weather"}),
+        (PLAIN, {"loss": math.nan}),
+        (DETAIL, {"tensors": [{"tensor": 1, "role": "gradient", "norm": "NaN", "unknown": 1}]}),
+        (DETAIL, {"tensors": []}),
+    ],
+)
+def test_what_is_not_plain_goes_the_checked_way(text, change):
+    changed = json.dumps(json.loads(text) | change)
+    quick, slow = read(changed), line_of(changed)
+    assert repr(quick) == repr(slow)  # NaN is not itself
+
+
+@pytest.mark.parametrize(
+    ("text", "change"),
+    [
+        (PLAIN, {"step": -1}),
+        (PLAIN, {"step": 2**64}),
+        (PLAIN, {"skipped": 1}),
+        (PLAIN, {"loss": "high"}),
+        (PLAIN, {"step": None}),
+        (PLAIN, {"run_id": 5}),
+        (PLAIN, {"learning_rates": 5}),
+        (PLAIN, {"rank": -1}),
+        (DETAIL, {"tensors": [{"tensor": 1, "role": "hero"}]}),
+        (DETAIL, {"tensors": [{"tensor": 1, "role": "gradient", "zero_share": 1.5}]}),
+        (DETAIL, {"tensors": [{"role": "gradient"}]}),
+        (DETAIL, {"tensors": [[]]}),
+    ],
+)
+def test_what_is_wrong_is_refused_as_the_checked_way_does(text, change):
+    changed = json.dumps(json.loads(text) | change)
+    with pytest.raises(ValueError) as slow:
+        line_of(changed)
+    with pytest.raises(ValueError) as quick:
+        read(changed)
+    assert str(quick.value) == str(slow.value)
+
+
+@pytest.mark.parametrize("number", ["0.1", "1.7976931348623157e308", "2.2250738585072014e-308"])
+def test_orjson_gives_the_same_numbers(monkeypatch, number):
+    monkeypatch.setattr("ampdoctor.evidence.log_text._loads", pytest.importorskip("orjson").loads)
+    changed = PLAIN.replace("1.5", number)
+    assert read(changed).line.loss == float(number)
+    for wrong in (changed[:-9], changed.replace(number, "[" * 2000), changed.replace('"step":3', f'"step":{2**70}')):
+        with pytest.raises(ValueError):
+            read(wrong)
+
+
+WHOLE = [PLAIN.encode(), PLAIN.replace('"step":3', '"step":4').encode(), DETAIL.encode()]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        ['{"kind":"step","a":1},{"b":2}', '{"kind":"step","c":[1', '{"kind":"step"]}'],
+        ['{"kind":"step","run_id":"}', '{"kind":"step","run_id":"{"}'],
+        [PLAIN.replace('"step":3', '"step":5,"loss_scale":"Infinity"')],
+        [PLAIN.replace('"step":3', '"step":5,"later":{"a":1}'), PLAIN.rstrip() + "\x0c\n", PLAIN.rstrip() + " \r\n"],
+        [PLAIN.replace('"schema_version":2', '"schema_version":3'), PLAIN[:40], "", PLAIN.replace('"r1"', '"\\ud800"')],
+    ],
+)
+def test_lines_that_are_read_together_are_what_each_is_alone(odd):
+    texts = [*WHOLE, *(text.encode() for text in odd), *WHOLE]
+    alone = [one for text in texts for one in parse_lines([text])]
+    assert [(text, repr(found)) for text, found in parse_lines(texts)] == [(text, repr(one)) for text, one in alone]
+    assert [text for text, _ in alone] == texts
+    assert [found.line for _, found in alone[-3:]] == [line_of(text).line for text in WHOLE]

@@ -7,36 +7,9 @@ from torch import nn
 pytestmark = pytest.mark.amp_finite
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)) ** 2)
-
-
-def train(x, init_scale, steps):
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = model(x).float().pow(2).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-
 def small():
     linear = nn.Linear(3, 3)
     return linear, torch.optim.SGD(linear.parameters(), 0.1)
-
-
-def test_a_scaler_that_settles():
-    train(torch.randn(4, 8), 2.0**24, 10)
 
 
 def test_without_torch():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from ampdoctor.errors import CheckpointError, LimitExceededError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
+FIXTURES = Path(__file__).parents[4] / "fixtures" / "checkpoints"
 DATA = "__0_0.distcp"
+ONE, NAN = torch.ones(4), torch.full((4,), float("nan"))
 EXEC = {"builtins.exec", "__builtin__.exec"}
 
 
@@ -283,3 +287,66 @@ def test_many_bad_entries_are_counted(tmp_path):
         assert [ref.name for ref in checkpoint] == ["good"]
         assert len(checkpoint.errors) == MAX_NOTES + 1
         assert checkpoint.errors[-1].message == "5 more entries of .metadata cannot be read."
+
+
+def test_no_metadata_but_something_else(tmp_path):
+    for content in (b"", b"hello", pickle.dumps({"a": 1}), pickle.dumps([])):
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(CheckpointError):
+            open_checkpoint(tmp_path)
+
+
+def broken_in(folder):
+    """Names of the tensors that hold a NaN."""
+    with open_checkpoint(folder) as checkpoint:
+        return {
+            f"{r.group}:{r.name}" for r in checkpoint if r.dtype.is_floating_point and r.stored.load().isnan().any()
+        }
+
+
+@pytest.mark.parametrize("inner", ["optimizer_0", "pytorch_model_fsdp_0"])
+def test_a_save_that_was_interrupted_is_incomplete(tmp_path, inner):
+    saved = next((FIXTURES / "accelerate_fsdp2").rglob(inner)).parent
+    folder = shutil.copytree(saved, tmp_path / "c")
+    (folder / inner / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match="missing: nothing says what lies in"):
+        open_checkpoint(folder / inner)
+    with open_checkpoint(folder) as checkpoint:
+        (error,) = checkpoint.errors
+        assert len(list(checkpoint)) > 0
+    assert (error.what, error.kind) == (f"{inner}/.metadata", "missing")
+    assert "interrupted" in error.message
+
+
+def test_a_data_file_that_the_metadata_leave_out_is_remarked(tmp_path):
+    folder = save(tmp_path / "c", {"w": ONE})
+    shutil.copy(folder / DATA, folder / "__1_0.distcp")
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.errors == ()
+        assert checkpoint.remarks == (".metadata puts nothing into __1_0.distcp: not part of this checkpoint",)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"optimizer.state.w.exp_avg": ONE, "optimizer.state.exp_avg.w": NAN},
+        {"optimizer.state.exp_avg.w": NAN, "optimizer.state.w.exp_avg": ONE},
+    ],
+)
+def test_two_entries_of_one_place_in_an_optimizer_are_refused(tmp_path, values):
+    with pytest.raises(CheckpointError, match="claims the place of another entry"):
+        open_checkpoint(save(tmp_path / "c", {"w": ONE, **values}))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("optimizer.state.fp32_param.w", "optimizer.state.param.w"),
+        ("optimizer.state.fp32_param.w", "chained_0.optimizer.state.fp32_param.w"),
+        ("fp32.w", "optimizer.state.fp32_param.w"),
+    ],
+)
+@pytest.mark.parametrize("sick", [0, 1])
+def test_no_master_copy_hides_another(tmp_path, names, sick):
+    copies = {name: NAN if number == sick else ONE for number, name in enumerate(names)}
+    assert broken_in(save(tmp_path / "c", {"w": torch.ones(9), **copies}))
