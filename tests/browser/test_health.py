@@ -127,7 +127,7 @@ def test_the_values_of_every_panel_are_read_at_one_place_by_mouse_and_by_keyboar
     crosses = page.locator("#lanes-view .cross:not([hidden])")
     assert crosses.count() == page.locator("#lanes-view .chart").count()
     lefts = page.evaluate(
-        "() => [...document.querySelectorAll('.cross')].map((it) => Math.round(it.getBoundingClientRect().left))"
+        "() => [...document.querySelectorAll('#lanes-view .cross')].map((it) => it.getBoundingClientRect().left)"
     )
     assert max(lefts) - min(lefts) <= 1, "one line over all panels"
 
@@ -181,7 +181,7 @@ def test_what_does_not_change_or_has_too_few_points_is_a_number(drawn):
     assert re.search(r"Learning rate\s+3e-4 throughout", said)
     assert re.search(r"Memory\s+1 GB at step 9,974, 2 GB at step 9,999", said)
     assert {"Learning rate", "Memory", "Headroom"}.isdisjoint(titles(page)), "bf16 has no headroom to speak of"
-    assert "p99" in page.locator(".lane-seconds figcaption").inner_text()
+    assert "p99" in page.locator("#lanes-view .lane-seconds figcaption").inner_text()
     assert "headroom" not in page.locator("#maps-view select").first.inner_text()
 
 
@@ -190,20 +190,20 @@ def test_a_loss_scale_of_zero_lies_on_a_line_of_its_own(drawn):
     page = drawn(health_report(run), DESK)
     assert titles(page).count("Loss scale") == 1
     least, floor, axis = page.evaluate(
-        """() => { const chart = document.querySelector(".lane-scale .chart");
+        """() => { const chart = document.querySelector("#lanes-view .lane-scale .chart");
             const { series, yAxis } = echarts.getInstanceByDom(chart).getOption();
             const line = series.find(({ id }) => id === "0 loss_scale").data.map(([, y]) => y);
             return [line.at(-1), series.find(({ id }) => id === "zero").data[0][1], yAxis[0].min]; }"""
     )
     assert least == floor == axis < 5
-    assert "0" in page.locator(".lane-scale .readout").inner_text()
+    assert "0" in page.locator("#lanes-view .lane-scale .readout").inner_text()
 
 
 def test_each_scaler_with_a_name_is_a_line_of_the_one_chart(drawn):
     run = health_run(breaks=False)
     two = tuple(replace(run.scalers[0], scaler=name) for name in ("generator", HOSTILE))
     page = drawn(health_report(replace(run, scalers=two)), DESK)
-    assert {"generator", SHOWN} <= set(page.locator(".lane-scale .key").all_inner_texts())
+    assert {"generator", SHOWN} <= set(page.locator("#lanes-view .lane-scale .key").all_inner_texts())
 
 
 def test_without_such_a_finding_the_heat_map_opens_on_what_varies_most(drawn):
@@ -233,7 +233,7 @@ def test_runs_lie_on_each_other_and_can_be_taken_away(visit, settle):
     settle(page)
     names = page.locator("#health h3[id^=run-]").all_inner_texts()
     assert [name[0] for name in names] == ["A", "B", "C"]
-    series = """() => echarts.getInstanceByDom(document.querySelector(".lane-loss .chart")).getOption().series
+    series = """() => echarts.getInstanceByDom(document.querySelector("#health .lane-loss .chart")).getOption().series
         .filter((one) => one.type === "line" && one.id !== "zero").map((one) => [one.color, one.lineStyle.type])"""
     lines = page.evaluate(series)
     assert len(lines) == len({tuple(line) for line in lines}) == 3

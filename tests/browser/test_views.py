@@ -13,7 +13,7 @@ from tests.browser.pages import EVERY_VIEW, FITTING, HOSTILE, LAYERS, PROFILED, 
 from tests.samples import UNDERFLOW
 
 pytestmark = pytest.mark.slow
-CHARTS = {"profiled": 4, "bisected": 3, "scanned": 0, "followed": 1, "listed": 0, "watched": 11, "beside": 11}
+CHARTS = {"profiled": 5, "bisected": 3, "scanned": 0, "followed": 1, "listed": 0, "watched": 13, "beside": 13}
 SHOWN = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b").replace("\u2028", "\\u2028")
 
 

@@ -24,13 +24,13 @@ ampdoctor.lanes = (() => {
   const LANES = [
     { id: "loss", title: "Loss", curves: { loss: "" }, show: short },
     { id: "norm", title: "Gradient norm", curves: { gradient_norm: "before clipping", clipped_norm: "after it" }, show: short },
-    { id: "scale", title: "Loss scale", about: () => moves(), curves: scales(), show: (value) => (value === 0 ? "0" : power(value)), powers: true, held: true, skips: true },
-    { id: "headroom", title: "Headroom", about: () => "powers of two between the largest gradient and overflow", curves: { log2_headroom: "" }, show: short, zero: true },
+    { id: "scale", title: "Loss scale", curves: scales(), show: (value) => (value === 0 ? "0" : power(value)), powers: true, held: true, skips: true },
+    { id: "headroom", title: "Headroom", about: "powers of two between the largest gradient and overflow", curves: { log2_headroom: "" }, show: short, zero: true },
     { id: "rate", title: "Learning rate", curves: { learning_rate: "" }, show: short, linear: true },
     { id: "tokens", title: "Tokens per second", curves: { tokens_per_second: "" }, show: many, linear: true },
     { id: "samples", title: "Samples per second", curves: { samples_per_second: "" }, show: many, linear: true },
     { id: "seconds", title: "Step time", curves: { step_seconds: "median", "step_seconds.p99": "p99", data_seconds: "waits for data" }, show: seconds },
-    { id: "memory", title: "Memory", about: () => "most that tensors held on the device", curves: { memory_bytes: "" }, show: bytes, linear: true },
+    { id: "memory", title: "Memory", about: "most that tensors held on the device", curves: { memory_bytes: "" }, show: bytes, linear: true },
   ];
   /** Where a value stands on a panel's own axis: a scale's exponent has whole marks where a logarithmic axis finds none. */
   const height = (spec, value) => (spec.powers ? Math.log2(value) : value);
@@ -39,12 +39,6 @@ ampdoctor.lanes = (() => {
   function scales() {
     const names = [...new Set(runs.flatMap((run) => run.scalers.map(({ scaler }) => scaler)))].filter(Boolean);
     return names.length ? Object.fromEntries(names.map((name) => [`scaler.${name}`, name])) : { loss_scale: "" };
-  }
-
-  /** How often a scale moved; with several runs, each says it above. */
-  function moves() {
-    if (runs.length > 1) return "";
-    return runs[0].scalers.map((it) => `${it.scaler ? `${it.scaler} ` : ""}grew ${ampdoctor.count(it.growths, "time")}, fell ${ampdoctor.count(it.backoffs, "time")}`).join("; ");
   }
 
   for (const run of runs) for (const { scaler, path } of run.scalers) {  // the scale that each span ends with
@@ -253,7 +247,7 @@ ampdoctor.lanes = (() => {
       .filter(({ curve, run }) => curve && places(run).length);
     const chart = onAxis(drawing, {
       label: `${spec.title} over ${ampdoctor.health.AXES[view.axis][2].toLowerCase()}`,
-      title: titled(spec.title, spec.about?.()),
+      title: titled(spec.title, spec.about),
       height: () => 132,
       option: (width) => ({ ...again(width), xAxis: xAxis(), grid: { ...margins(width), top: 8, bottom: 22, outerBoundsMode: "none" },
         tooltip: { show: false }, series: series(scaleOf(spec)) }),
