@@ -173,20 +173,22 @@ _WRITERS: tuple[tuple[tuple[str, ...], str], ...] = (
 def open_file(path: Path) -> Checkpoint:
     """Returns a checkpoint that is one file, or the index of a sharded one."""
     gathering = CheckpointBuilder(layout="sharded")
+    file = RegularFile(path, path.name)
     try:
-        with RegularFile(path, path.name) as file:
-            found = sniff(file)
-            table = read_weight_map(file) if found == "json" else None
-        if found != "json":
-            gathering.layout = found
-            gathering.add_file(path, path.name)
-        elif table is not None:
-            add_shards(gathering, path, table, "")
+        found = sniff(file)
+        if found == "json":
+            with file:
+                table = read_weight_map(file)
+            if table is None:
+                said = f"{path.name} is a JSON file, but not the index of a sharded checkpoint."
+                gathering.refusals.append(NoCheckpointError(said))
+            add_shards(gathering, path, table or {}, "")
         else:
-            said = f"{path.name} is a JSON file, but not the index of a sharded checkpoint."
-            gathering.refusals.append(NoCheckpointError(said))
+            gathering.layout = found
+            gathering.add(file)
         return _finish(gathering, path.name)
     except BaseException:
+        file.close()
         gathering.close()
         raise
 
