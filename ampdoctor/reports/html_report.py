@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import sys
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -165,6 +166,7 @@ _DATA = ("profile", "scaler", "path", "proof", "trend", "change", "structure", "
 """The sections that scripts draw."""
 _DRAWN = ("profile", "path", "proof", "trend", "health")  # the sections that need the plotting library
 _BESIDE = {"health": "health", "path": "path", "profile": "ranges"}  # the chart beside the verdict, by section
+_LARGEST = sys.float_info.max  # JSON has no infinity, which is the spacing of a single number
 _SITE = ("name", "module", "kind", "part", "half", "amax")  # beside its histogram, what views draw of a place
 _FITTED = ("e4m3fn", "e5m2")  # the scripts work out the other formats from the histogram
 
@@ -256,7 +258,8 @@ def _site(site: Mapping[str, Any]) -> dict[str, Any]:
     histogram = site.get("histogram") or {}
     if histogram.get("bins"):  # most bins between the first and the last are occupied
         counts = dict(zip(histogram["bins"], histogram["counts"], strict=True))
-        numbers = {name: float.fromhex(histogram[name]) for name in ("amin", "amax", "min_spacing")}
+        known = {name: histogram[name] for name in ("amin", "amax", "min_spacing")}
+        numbers = {name: None if said is None else min(float.fromhex(said), _LARGEST) for name, said in known.items()}
         first, bits = min(counts), histogram["significand_bits"]
         in_a_row = [counts.get(at, 0) for at in range(first, max(counts) + 1)]
         made["histogram"] = {**numbers, "first": first, "counts": in_a_row, "significand_bits": bits}

@@ -64,7 +64,7 @@ def command(name, python=sys.executable):
         arguments = [str(sick) if argument == SICK else argument for argument in COMMANDS[name]]
         done = subprocess.run([python, "-m", "ampdoctor", *arguments], check=False, timeout=300, **options)
     assert done.returncode in (0, 1), done.stderr
-    return tidy(done.stdout)
+    return tidy(done.stdout.replace(folder, "FOLDER"))
 
 
 def tidy(text):
