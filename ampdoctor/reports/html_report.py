@@ -13,8 +13,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import sys
 import math
+import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
