@@ -60,7 +60,6 @@ def limited():
         "gets": h.model_and(h.EMPTY_LIST + b"q\0" + b"h\0" * 6_000_000),
         "legacy opcodes": h.legacy(h.NONE * 6_000_000),
         "wide text": h.model_and(h.text("\U0001f600" + "a" * 50_000_000)),
-        "wide line": h.model_and(b"V\\U0001f600" + b"a" * 50_000_000 + b"\n"),
         "bytes again and again": h.model_and(
             h.text("a" * 20_000_000) + h.put(1) + b"0" + h.named("_codecs", "encode") + h.put(2) + b"0" + h.EMPTY_LIST
             + (h.get(2) + h.MARK + h.get(1) + h.text("latin1") + b"tRa") * 1000
