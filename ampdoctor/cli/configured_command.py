@@ -138,9 +138,10 @@ class ConfiguredCommand(TyperCommand):
             elif "." in key and equals:
                 of_rules.append(pair)
             else:
-                known = "".join(f"{name}={_plain(knob.default)}, " for name, knob in self.knobs.items())
+                known = ", ".join(f"{name}={_plain(knob.default)}" for name, knob in self.knobs.items())
+                known += " and " if known else ""
                 raise UsageError(
-                    f"--threshold {pair}: the form is NAME=VALUE, and the names are {known}and those of the rules "
+                    f"--threshold {pair}: the form is NAME=VALUE, and the names are {known}those of the rules "
                     "(AMP107.saturated=0.25; `ampdoctor rule CODE` shows a rule's, with their defaults)"
                 )
         for key, text in moved.items():

@@ -74,7 +74,9 @@ def _head(report: Report) -> Iterator[Block]:
     target = _target(report)
     yield Heading(level=1, text=f"ampdoctor {report.command}: {target}" if target else f"ampdoctor {report.command}")
     partly = "" if report.complete else "; incomplete: not all was examined"
-    yield Text(f"{words.counts(report)}{partly}".strip(), report.verdict, f"verdict: {words.outcome(report)}")
+    counted = f"{words.counts(report)}{partly}".strip()
+    counted = f"({counted[2:]})" if counted.startswith("; ") else counted
+    yield Text(counted, report.verdict, f"verdict: {words.outcome(report)}")
     if report.trend is not None:
         yield Text(report.trend.summary)
     if report.plan is not None:

@@ -18,7 +18,7 @@ MOVED = thresholds_from({"AMP107": {"saturated": 0.1}, "AMP301": {"flushed": 0.2
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("saturated=0.1", "the form is NAME=VALUE, and the names are jobs=none, exact=false, and those of the rules"),
+        ("saturated=0.1", "the form is NAME=VALUE, and the names are jobs=none, exact=false and those of the rules"),
         ("exact", "the form is NAME=VALUE"),
         ("exact=perhaps", "--threshold exact=perhaps: "),
         ("jobs=0", "--threshold jobs=0: Input should be greater than or equal to 1"),
