@@ -388,7 +388,8 @@ class SafeUnpickler:
     def _refused(self) -> None:
         raise CheckpointError(
             f"{self._name} is refused: its pickle uses an opcode that no checkpoint needs "
-            f"(0x{self._data[self._at - 1]:02x} at byte {self._at - 1})."
+            f"(0x{self._data[self._at - 1]:02x} at byte {self._at - 1}). "
+            "Pickles of protocol 0 and 1 are not read: save such a file again with protocol 2."
         )
 
     def _unknown(self) -> None:

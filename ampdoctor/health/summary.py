@@ -61,7 +61,8 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
     """Reads a log; raises NoStepError where it has no step, and CheckpointError where it cannot be read."""
     noticed = ReadIssues()
     reader = _Reader(thresholds)
-    for number, whole in enumerate(found.lines(noticed)):
+    number = 0
+    for number, whole in enumerate(found.lines(noticed), 1):
         reader.add(whole)
         if told is not None and number % _EVERY == 0:
             told(number)
@@ -97,7 +98,7 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
             *noticed.unread.left_out(),
             *reader.mixed(found.name),
         ),
-        errors=(*noticed.order.errors(found.name), *noticed.unread.errors(found.name)),
+        errors=tuple(noticed.errors(found.name, number)),
         unfinished=noticed.unfinished(),
         unplaced=noticed.unplaced,
         unread=noticed.unread.checks(),

@@ -381,6 +381,14 @@ class ReadIssues:
         """Returns a note for each file that has lost lines."""
         return [Skipped(what=name, reason=said) for name, left in sorted(self.left.items()) if (said := left.said())]
 
+    def errors(self, name: str, read: int) -> Iterator[ErrorNote]:
+        """Yields an error where a quarter of the lines is lost beside the `read` ones: they may hold the failure."""
+        lost = sum(left.damaged + left.too_long + left.other_version for left in self.left.values())
+        if lost and 3 * lost >= read:
+            yield ErrorNote(what=name, kind="unreadable", message=f"{lost:,} lines of {name} could not be read.")
+        yield from self.order.errors(name)
+        yield from self.unread.errors(name)
+
     def unfinished(self) -> tuple[str, ...]:
         """Returns the files whose last line was left out because it has no newline."""
         return tuple(name for name, left in sorted(self.left.items()) if left.unfinished)

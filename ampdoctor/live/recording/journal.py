@@ -484,5 +484,5 @@ class RecordedInstructions:
         kept = self.sliced(places, instructions)
         self._entries = {id(one): entries[id(one)] for one in kept}
         links = [entry.links for entry in self._entries.values()]
-        made, given = ({number for one in links for number in one[kind]} for kind in (0, 2))
-        self.tape.keep(kept, made, given)
+        made = {number for one in links for number in one.made}
+        self.tape.keep(kept, made, {number for one in links for number in one.given})

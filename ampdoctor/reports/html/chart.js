@@ -10,7 +10,7 @@ ampdoctor.chart = (() => {
 
   /** Draw into `host`.
    *
-   *  label: what a screen reader says.  title: optional, on the left above it, with what is said about it.
+   *  label: the text for screen readers.  title: optional text on the left above the chart.
    *  height(width): pixels.  option(width): ECharts' option, asked for at every draw.  started(instance, canvas): optional, once.
    *  columns and rows(): the table that says the same (see ampdoctor.table).  clicked(params): optional. */
   function chart(host, { label, title = [], height, option, columns, rows, clicked, started }) {

@@ -28,7 +28,7 @@
     }
   }
 
-  /** What stands beside the verdict: by its name, in whatever element has it as data-chart; none where the report has no such data. */
+  /** Draw the chart that an element names in data-chart; the element goes where the report has no data for it. */
   const BESIDE = {
     health: (place) => data.health && ampdoctor.lanes.start(place, ["loss", "scale"]),
     path: (place) => data.path && ampdoctor.path.way(place),

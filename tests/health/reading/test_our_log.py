@@ -139,6 +139,16 @@ def test_a_log_without_its_oldest_files_and_one_just_begun_are_whole(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("every", "complete"), [(2, False), (50, True)])
+def test_a_log_that_has_lost_a_quarter_of_its_lines_is_incomplete(tmp_path, every, complete):
+    path = write(tmp_path / "log.jsonl", [HEADER, *steps(0, 400)])
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line[: 20 if at % every == 1 else None] for at, line in enumerate(lines)) + "\n")
+    report = health([tmp_path])
+    assert report.complete is complete
+    assert (report.verdict == "healthy") is complete
+
+
 def test_a_file_whose_first_line_is_damaged_is_read_with_the_others(tmp_path):
     segments(tmp_path)
     path = tmp_path / "log.3.jsonl"
