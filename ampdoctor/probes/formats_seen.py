@@ -25,8 +25,7 @@ from ampdoctor.probes.modules import (
     owns_parameters,
     tensors_in,
 )
-from ampdoctor.probes.ops import UNINITIALISED, Site, is_cast, kernel_name
-from ampdoctor.probes.probe import OpProbe, Probe
+from ampdoctor.probes.ops import UNINITIALISED, OpProbe, Probe, Site, is_cast, kernel_name
 from ampdoctor.probes.user_code import own_line
 
 # -- the autocast regions that a step enters --

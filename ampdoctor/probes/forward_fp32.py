@@ -25,8 +25,7 @@ from ampdoctor.evidence.trace import Amplified
 from ampdoctor.hooks.torch_internals import in_backward, no_modes
 from ampdoctor.precision.dtype_overrides import wide_numbers
 from ampdoctor.probes.modules import tensors_in
-from ampdoctor.probes.ops import UNINITIALISED, Site, kernel_name, reads_layout, written
-from ampdoctor.probes.probe import OpProbe
+from ampdoctor.probes.ops import UNINITIALISED, OpProbe, Site, kernel_name, reads_layout, written
 from ampdoctor.probes.recompute import NO_RESULT, widened
 from ampdoctor.probes.tensor_memory import ByMemory, storage_key, view_key
 

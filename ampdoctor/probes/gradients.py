@@ -12,7 +12,7 @@ import torch
 
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.tensors import Distance, together
-from ampdoctor.probes.probe import Probe
+from ampdoctor.probes.ops import Probe
 
 Gradients = Mapping[str, torch.Tensor]
 

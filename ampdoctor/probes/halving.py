@@ -26,8 +26,7 @@ from ampdoctor.hooks.torch_internals import (
 from ampdoctor.probes.modules import is_watched, tensors_in
 from ampdoctor.probes.nonfinite import any_nonfinite, is_mask, is_nonfinite, trained_parameters
 from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.probes.ops import Site
-from ampdoctor.probes.probe import Probe
+from ampdoctor.probes.ops import Probe, Site
 from ampdoctor.probes.tensor_memory import NONE, OriginIds, union
 
 # -- points of a step --

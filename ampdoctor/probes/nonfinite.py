@@ -21,7 +21,7 @@ from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.numerics.tensors import describe, extremes, extremes_of_all, extremes_of_each, nonfinite_counts, to_host
 from ampdoctor.precision.casting import HALVES
 from ampdoctor.probes.modules import is_watched, optimizer_parameters, tensors_in
-from ampdoctor.probes.probe import Probe
+from ampdoctor.probes.ops import Probe
 
 # -- headroom: how far finite tensors stay below the largest number of their format --
 

@@ -47,6 +47,7 @@ from ampdoctor.probes.ops import (
     FILLS_A_PART,
     SUMS,
     UNINITIALISED,
+    OpProbe,
     Ran,
     Site,
     Split,
@@ -54,7 +55,6 @@ from ampdoctor.probes.ops import (
     split_calls,
     written,
 )
-from ampdoctor.probes.probe import OpProbe
 from ampdoctor.probes.recompute import doubled, recompute, widely
 from ampdoctor.probes.tensor_memory import NONE, Belongings, ByMemory, OriginIds, Taint, covers, storage_key, union
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ampdoctor.evidence.location import NonFinite, Phase, Where
@@ -23,7 +24,7 @@ from ampdoctor.hooks.torch_internals import (
     sequence_number,
     sequence_of,
 )
-from ampdoctor.probes.modules import ModuleStack, is_watched, tensors_in
+from ampdoctor.probes.modules import ModuleStack, is_watched, takes_apart, tensors_in
 from ampdoctor.probes.user_code import applied_line, as_source, hook_line, user_line
 
 # -- names of ops as users know them --
@@ -483,3 +484,60 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[
 
 def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(t, torch.Tensor) for t in value)
+
+
+# -- base classes of the probes --
+
+
+class Probe:
+    """Observes a replay; a subclass overrides the parts that it needs."""
+
+    def attach(self, run: ObservedRun) -> AbstractContextManager[None]:  # noqa: ARG002 - a subclass uses it
+        return nullcontext()
+
+    def begin(self) -> None:
+        """Forget the last step."""
+
+    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - a subclass uses it
+        self.begin()
+        return nullcontext()
+
+    def finish(self, step: int, loss: Any) -> None:
+        """End a step that returned `loss`."""
+
+
+class OpProbe(Probe, TorchDispatchMode):
+    """Observes the ops of the steps that run while it is attached."""
+
+    takes_apart: ClassVar[bool] = True  # ops on tensor subclasses are seen as the ops that they consist of
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        self._sites = Sites()
+        self._step = 0
+
+    @contextmanager
+    def attach(self, run: ObservedRun) -> Iterator[None]:
+        with self._sites.attach(run):
+            yield
+
+    @contextmanager
+    def during(self, step: int) -> Iterator[None]:
+        self._sites.clear()
+        self._step = step
+        self.begin()
+        with self, self._sites.functions.watching():
+            yield
+
+    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - a subclass uses them
+        self._sites.clear()
+
+    def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.takes_apart and takes_apart(types, (args, kwargs)):
+            return NotImplemented
+        with torch._C.DisableTorchFunction():
+            return self.on_op(self._sites.of(kernel_name(func)), func, args, kwargs)

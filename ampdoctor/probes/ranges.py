@@ -19,7 +19,7 @@ from ampdoctor.numerics.counting import DeviceCounts, count, count_there, fetche
 from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.numerics.tensors import Distance, Unseen, blocks, extremes, squares, together
 from ampdoctor.probes.modules import GradientHooks, LowPrecisionTensors, optimizer_parameters
-from ampdoctor.probes.probe import Probe
+from ampdoctor.probes.ops import Probe
 from ampdoctor.ranges.profile import Collector, RangeProfile, RunFacts
 
 # -- ranges over a replay --

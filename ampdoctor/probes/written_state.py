@@ -14,8 +14,7 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.modules import memory_of, tensors_in
-from ampdoctor.probes.ops import UNINITIALISED, Site, kernel_name, reshapes, split_calls, written
-from ampdoctor.probes.probe import OpProbe
+from ampdoctor.probes.ops import UNINITIALISED, OpProbe, Site, kernel_name, reshapes, split_calls, written
 
 # -- ops that write a run's state: the last one of a step determines the value --
 

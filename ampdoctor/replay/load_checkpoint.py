@@ -17,8 +17,7 @@ import torch
 from ampdoctor.checkpoints.scalers import not_numbers, scaler_state
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.run_facts import ResumedScaler
-from ampdoctor.replay.fit_optimizers import plan_optimizers
-from ampdoctor.replay.fit_weights import plan_weights
+from ampdoctor.replay.fit_checkpoint import plan_optimizers, plan_weights
 from ampdoctor.replay.snapshot import ScalerSnapshot, is_one_element
 from ampdoctor.replay.user_code import user_code
 

@@ -28,17 +28,21 @@ from ampdoctor.precision.dtype_overrides import UpcastHalf, WideNumbers, overrid
 from ampdoctor.precision.spec import Precision, as_plain_linears
 from ampdoctor.replay.batches import BatchBuffer
 from ampdoctor.replay.frameworks.accelerate import shared_states
-from ampdoctor.replay.parts import as_given, optimizers_of, reject_uninitialized, scaler_of, schedulers_of
-from ampdoctor.replay.python_state import DrawHooks, Reached
-from ampdoctor.replay.reachable_state import roots_of
-from ampdoctor.replay.snapshot import OtherScalers, Snapshot, tensors_of, weights_of
-from ampdoctor.replay.step import (
+from ampdoctor.replay.parts import (
+    as_given,
     call_user_step,
     default_step,
     loss_number,
+    optimizers_of,
     readable_loss,
+    reject_uninitialized,
+    scaler_of,
+    schedulers_of,
     update_scaler_without_optimizer,
 )
+from ampdoctor.replay.python_state import DrawHooks, Reached
+from ampdoctor.replay.reachable_state import roots_of
+from ampdoctor.replay.snapshot import OtherScalers, Snapshot, tensors_of, weights_of
 from ampdoctor.replay.tensor_store import TensorStore
 from ampdoctor.replay.user_code import prints_to_nobody, user_code
 

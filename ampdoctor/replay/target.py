@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 from ampdoctor.errors import FactoryError, UsageError
 from ampdoctor.package import working_folder
 from ampdoctor.replay.bundles.classes import NamedCode
-from ampdoctor.replay.bundles.manifest import bundle_at
-from ampdoctor.replay.bundles.read import Bundle
+from ampdoctor.replay.bundles.read import Bundle, bundle_at
 from ampdoctor.replay.factory import Environment, LoadedFactory, load_factory
 from ampdoctor.replay.scripts.script import Script
 from ampdoctor.replay.training_run import TrainingRun

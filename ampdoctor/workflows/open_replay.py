@@ -32,8 +32,7 @@ from ampdoctor.precision.kernels import SharedOverlay, lends_kernels
 from ampdoctor.precision.spec import torch_shims
 from ampdoctor.probes.user_code import HalfMade, shown_from
 from ampdoctor.replay.batches import DataPosition, loads_state
-from ampdoctor.replay.bundles.manifest import bundle_at
-from ampdoctor.replay.bundles.read import Bundle
+from ampdoctor.replay.bundles.read import Bundle, bundle_at
 from ampdoctor.replay.frameworks.accelerate import own_state
 from ampdoctor.replay.frameworks.lightning import one_device
 from ampdoctor.replay.load_checkpoint import (

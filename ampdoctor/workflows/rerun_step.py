@@ -33,7 +33,7 @@ from ampdoctor.workflows.trials import Trials
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.trace import StepOutcome, Trace
-    from ampdoctor.probes.probe import Probe
+    from ampdoctor.probes.ops import Probe
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 

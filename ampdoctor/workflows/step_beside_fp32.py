@@ -29,7 +29,7 @@ from ampdoctor.precision.casting import REDUCED
 from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.nonfinite import Observation
-from ampdoctor.probes.probe import Probe
+from ampdoctor.probes.ops import Probe
 from ampdoctor.probes.ranges import ReferenceGradients, ZeroedProbe
 from ampdoctor.workflows.changes import Change, no_change
 from ampdoctor.workflows.trials import replayed

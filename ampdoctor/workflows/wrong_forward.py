@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.evidence.trace import Amplified, Comparison, ParameterVsFp32
     from ampdoctor.probes.op_overrides import UserLine
-    from ampdoctor.probes.probe import Probe
+    from ampdoctor.probes.ops import Probe
     from ampdoctor.replay.session import Session
     from ampdoctor.workflows.prescribe import Way
     from ampdoctor.workflows.trials import Trials

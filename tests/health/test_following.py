@@ -14,8 +14,8 @@ from ampdoctor.evidence.log_records import EndLine, LogRecord, RunLine, Stamp, S
 from ampdoctor.evidence.log_text import text_of
 from ampdoctor.health import following
 from ampdoctor.health.following import Follower
-from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
+from ampdoctor.live.log.thread import Limits
 
 
 class Writer:

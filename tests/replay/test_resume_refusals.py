@@ -11,7 +11,7 @@ from torch import nn
 
 from ampdoctor.checkpoints.resume_state import load_state
 from ampdoctor.errors import CheckpointError
-from ampdoctor.replay import fit_optimizers
+from ampdoctor.replay import fit_checkpoint
 from ampdoctor.replay.load_checkpoint import resume
 from tests.replay.test_resume import SETTLED, State, make_run
 
@@ -101,10 +101,10 @@ def test_the_state_of_every_optimizer_of_torch_is_accepted_and_steps_on(make):
     own.step()
 
 
-@pytest.mark.parametrize("make", fit_optimizers._ENTRIES)
+@pytest.mark.parametrize("make", fit_checkpoint._ENTRIES)
 def test_a_state_without_what_the_step_looks_up_is_refused(make):
     source, optimizer = stepped(make)
-    for key in fit_optimizers._ENTRIES[make]:
+    for key in fit_checkpoint._ENTRIES[make]:
         saved = copy.deepcopy(optimizer.state_dict())
         del saved["state"][0][key]
         model = nn.Linear(2, 3)

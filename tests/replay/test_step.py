@@ -10,7 +10,7 @@ from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.step import call_user_step, default_step, update_scaler_without_optimizer
+from ampdoctor.replay.parts import call_user_step, default_step, update_scaler_without_optimizer
 
 
 def run_of(loss, **changes):

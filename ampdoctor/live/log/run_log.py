@@ -15,8 +15,7 @@ from typing import Any
 
 from ampdoctor.evidence.log_records import Line, LogRecord, RunLine, Stamp
 from ampdoctor.evidence.paths import log_name
-from ampdoctor.live.log.files import Limits
-from ampdoctor.live.log.thread import Listening, LogQueue, Make, OnLine, QueuedLine, Writer
+from ampdoctor.live.log.thread import Limits, Listening, LogQueue, Make, OnLine, QueuedLine, Writer
 from ampdoctor.package import version
 
 

@@ -32,7 +32,6 @@ from ampdoctor.hooks.program import (
 )
 from ampdoctor.hooks.torch_internals import Backward as SeenBackward
 from ampdoctor.hooks.torch_internals import in_backward, seen_backwards, transforms, under_fake_tensors, unseen
-from ampdoctor.live.recording.hand_updates import HandUpdates
 from ampdoctor.live.recording.journal import (
     MOST,
     Gradients,
@@ -44,7 +43,7 @@ from ampdoctor.live.recording.journal import (
 )
 from ampdoctor.live.recording.models import SEVERAL, OutermostModels, Trainers
 from ampdoctor.live.recording.programs import KeptUpdate, StepPrograms, with_changed_buffers
-from ampdoctor.live.recording.samples import GradientSamples
+from ampdoctor.live.recording.samples import GradientSamples, HandUpdates
 from ampdoctor.live.recording.tape import (
     Buffers,
     around_each,

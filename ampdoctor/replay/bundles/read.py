@@ -12,18 +12,59 @@ from typing import Any, Literal, Self
 import torch
 
 from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.json_files import parse_json
 from ampdoctor.checkpoints.safetensors_file import read_safetensors
-from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
+from ampdoctor.errors import CheckpointError, FactoryError, LimitExceededError, ReplayError
+from ampdoctor.evidence.json_records import DuplicateKeyError
 from ampdoctor.hooks.json_values import UnreadableTreeError, read
 from ampdoctor.hooks.program import Call, Instruction, PriorSteps, Program
 from ampdoctor.replay.bundles.classes import NamedCode
+from ampdoctor.replay.bundles.entries import optimizer_in, put_weights, settings_in, states_in, tensor_of
 from ampdoctor.replay.bundles.instructions import InstructionsIn, line_in
-from ampdoctor.replay.bundles.manifest import CALLS, STATE, bundle_at, read_manifest
 from ampdoctor.replay.bundles.model import ModelBuilder
-from ampdoctor.replay.bundles.state import optimizer_in, settings_in, states_in
-from ampdoctor.replay.bundles.tensors import put_weights, tensor_of
 from ampdoctor.replay.recorded_step import LeadUp, converts_outputs, run_of
 from ampdoctor.replay.training_run import TrainingRun
+
+# -- the manifest --
+
+SCHEMA = 3
+"""It rises when an older reader would misread a newer bundle; bundles of another schema are refused."""
+MANIFEST, CALLS, STATE, LOG = "manifest.json", "calls.safetensors", "state.safetensors", "log.jsonl"
+_LARGEST = 32 * 1024 * 1024  # bytes; the manifest of 1000 micro-batches with their loss code has a few MB
+
+
+def bundle_at(target: str) -> Path | None:
+    """Returns the bundle's folder if the path is the folder or its manifest, else None."""
+    path = Path(target).expanduser()
+    folder = path.parent if path.name == MANIFEST else path
+    try:
+        return folder if (folder / MANIFEST).is_file() and (folder / CALLS).exists() else None
+    except OSError:
+        return None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns a bundle's manifest."""
+    name = f"{folder.name}/{MANIFEST}"
+    with RegularFile(folder / MANIFEST, name) as file:
+        if file.size > _LARGEST:
+            raise LimitExceededError(f"{name}: bytes", _LARGEST, file.size)
+        try:
+            content = parse_json(file.read(0, file.size), name, strict=True)
+        except DuplicateKeyError as error:
+            raise CheckpointError(f"{name} has the key {error.key[:80]!r} twice; refused.") from None
+        except ValueError as error:
+            raise CheckpointError(f"{name} is not valid JSON ({type(error).__name__}).") from None
+    if not isinstance(content, dict) or "schema" not in content:
+        raise CheckpointError(f"{name} is no manifest of a bundle.")
+    if content["schema"] != SCHEMA:
+        raise CheckpointError(
+            f"{name} has the schema {str(content['schema'])[:20]!r}, and this ampdoctor reads {SCHEMA}."
+        )
+    return content
+
+
+# -- the bundle --
 
 UserCode = Callable[[str], AbstractContextManager[None]]
 """Surrounds the user's code; the argument names the code that runs."""

@@ -22,11 +22,10 @@ from ampdoctor.errors import OutputError
 from ampdoctor.hooks.json_values import NotSerializableError, class_name, constants_of, written
 from ampdoctor.hooks.program import PriorSteps, Program
 from ampdoctor.package import version
+from ampdoctor.replay.bundles.entries import StatesOut, optimizer_out, settings_out, stored_tensor, write_safetensors
 from ampdoctor.replay.bundles.instructions import instruction_out, line_out
-from ampdoctor.replay.bundles.manifest import CALLS, LOG, MANIFEST, SCHEMA, STATE
 from ampdoctor.replay.bundles.model import Made, code_of, described
-from ampdoctor.replay.bundles.state import StatesOut, optimizer_out, settings_out
-from ampdoctor.replay.bundles.tensors import stored_tensor, write_safetensors
+from ampdoctor.replay.bundles.read import CALLS, LOG, MANIFEST, SCHEMA, STATE
 from ampdoctor.replay.recorded_step import format_of, prepared_models, with_inner_autocast
 
 # -- what goes into a bundle, and what is left out where it would be too large --

@@ -13,8 +13,8 @@ import pytest
 
 from ampdoctor.evidence.log_records import RunLine, StepLine
 from ampdoctor.health.sinks.export import Apart, export, export_of
-from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
+from ampdoctor.live.log.thread import Limits
 from ampdoctor.workflows.log_listeners import export_while_it_runs
 from tests.health.sinks.lines import a_run
 from tests.live.log.logs import until

@@ -10,8 +10,8 @@ import pytest
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.log_records import AlertLine, DetailLine, EndLine, RunLine, StepLine, TensorDetail
 from ampdoctor.evidence.report import Finding
-from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
+from ampdoctor.live.log.thread import Limits
 from tests.live.log.logs import HEADER, read, until
 
 ALERT = Finding(

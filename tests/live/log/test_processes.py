@@ -16,7 +16,7 @@ BEGIN = """
 import os, signal, sys, time
 from ampdoctor.evidence.log_records import DetailLine, TensorDetail
 from ampdoctor.evidence.log_records import EndLine, RunLine, StepLine
-from ampdoctor.live.log.files import Limits
+from ampdoctor.live.log.thread import Limits
 from ampdoctor.live.log.run_log import RunLog
 
 log = RunLog(sys.argv[1], RunLine(name="script"), limits=Limits(file_bytes=200_000))

@@ -10,9 +10,8 @@ import pytest
 
 from ampdoctor.evidence.log_records import DetailLine, EndLine, LostLine, RunLine, StepLine, TensorDetail
 from ampdoctor.evidence.log_text import line_of
-from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.live.log.thread import AT_ONCE
+from ampdoctor.live.log.thread import AT_ONCE, Limits
 from tests.live.log.logs import HEADER, lines, read, steps
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.safetensors_file import read_safetensors
-from ampdoctor.replay.bundles.tensors import stored_tensor, tensor_of, write_safetensors
+from ampdoctor.replay.bundles.entries import stored_tensor, tensor_of, write_safetensors
 
 SEVEN = torch.arange(7.0)
 KINDS = {
